@@ -1,0 +1,56 @@
+"""Synkhronos runs Theano's and PyTensor's functions on all devices of a machine at once.
+
+Fork workers, make functions with `synkhronos.function` in the place of the graph library's own, put arrays into
+`synkhronos.data`, and call: the rows of the inputs are shared out among ranks, and the outputs are reduced.
+
+    >>> import numpy as np, pytensor.tensor as pt
+    >>> import synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> x = pt.dmatrix("x")
+    >>> f = synk.function([x], (x.sum(axis=0), "sum"))
+    >>> f(synk.data(np.ones((5, 3))))
+    array([5., 5., 5.])
+    >>> synk.close()
+"""
+
+from synkhronos.collectives import (
+    all_gather,
+    all_reduce,
+    broadcast,
+    gather,
+    get_lengths,
+    get_shapes,
+    get_value,
+    reduce,
+    scatter,
+    set_value,
+)
+from synkhronos.data import Data, data
+from synkhronos.devices import get_n_gpu
+from synkhronos.function import Function, distribute, function
+from synkhronos.processes import close, fork
+from synkhronos.ranks import WorkerError
+
+__version__ = "2.0.0"
+
+__all__ = [
+    "Data",
+    "Function",
+    "WorkerError",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "close",
+    "data",
+    "distribute",
+    "fork",
+    "function",
+    "gather",
+    "get_lengths",
+    "get_n_gpu",
+    "get_shapes",
+    "get_value",
+    "reduce",
+    "scatter",
+    "set_value",
+]

@@ -1,0 +1,11 @@
+"""What do all ranks see?
+
+`Data`, `data`
+    An array in shared memory (`array`).
+`rows`
+    Which rows of it each rank reads.
+"""
+
+from synkhronos.data.array import Data, data
+
+__all__ = ["Data", "data"]

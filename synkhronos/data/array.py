@@ -1,0 +1,424 @@
+"""Arrays in shared memory.
+
+`Data`
+    An array that all ranks see.
+`data`
+    Makes one.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from synkhronos import ranks
+from synkhronos.graphs import library_of
+from synkhronos.ranks import SharedArray
+
+
+class Data:
+    """An array in POSIX shared memory that all ranks see.
+
+    Made by `data`.  Its dtype and number of dimensions stay fixed; its shape may change, and its memory grows when it
+    must.
+
+    Parameters
+    ----------
+    dtype : dtype_like
+    ndim : int
+    minibatch : bool
+    name : str, optional
+
+    Examples
+    --------
+    >>> import numpy as np, synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> x = synk.data(np.arange(6.0).reshape(3, 2))
+    >>> x[1:]
+    array([[2., 3.],
+           [4., 5.]])
+    >>> x[0] = 7
+    >>> np.asarray(x).sum()
+    28.0
+    >>> synk.close()
+    """
+
+    __array_priority__ = 1000  # so that NumPy's operators see an array, not a sequence
+
+    def __init__(self, dtype: npt.DTypeLike, ndim: int, minibatch: bool = False, name: str | None = None):
+        self._dtype = np.dtype(dtype)
+        self._ndim = ndim
+        self._name = name
+        self.minibatch = minibatch
+        self._session = ranks.session()
+        self._segment: ranks.Segment | None = None
+        self._release: Any = None
+        self._array = np.empty((0,) * ndim, self._dtype)
+        self._session.tell_at_close(self)
+
+    # -- what it is ------------------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> np.ndarray:
+        """The array itself: a view of the shared memory, of the present shape."""
+        self._check()
+        return self._array
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype, which stays."""
+        return self._dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions, which stays."""
+        return self._ndim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The present shape."""
+        return self._array.shape
+
+    @property
+    def size(self) -> int:
+        """The present number of items."""
+        return self._array.size
+
+    @property
+    def alloc_size(self) -> int:
+        """The number of items that there is memory for."""
+        return 0 if self._segment is None else self._segment.nbytes // max(1, self._dtype.itemsize)
+
+    @property
+    def name(self) -> str | None:
+        """What it is called in errors."""
+        return self._name
+
+    @property
+    def minibatch(self) -> bool:
+        """Whether row 0 stands for the lowest index in a call's ``batch``, rather than for index 0."""
+        return self._minibatch
+
+    @minibatch.setter
+    def minibatch(self, value: bool) -> None:
+        if not isinstance(value, bool | np.bool_):
+            raise TypeError(f"minibatch: expected True or False, got {value!r}")
+        self._minibatch = bool(value)
+
+    def __len__(self) -> int:
+        if not self._ndim:
+            raise TypeError("a Data object of 0 dimensions has no length")
+        return len(self._array)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.data[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.data[key] = np.asarray(value)
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        array = self.data
+        if dtype is not None and np.dtype(dtype) != self._dtype:
+            if copy is False:
+                raise ValueError(f"a cast from {self._dtype} to {np.dtype(dtype)} needs a copy")
+            return array.astype(dtype)
+        return array.copy() if copy else array
+
+    def __repr__(self) -> str:
+        name = "" if self._name is None else f" {self._name!r}"
+        return f"<synkhronos.Data{name}: {self._dtype}, shape {self.shape}>"
+
+    # -- changing it -----------------------------------------------------------------------------------------
+
+    def set_value(self, x: npt.ArrayLike, force_cast: bool = False, oversize: float = 1) -> None:
+        """Replace shape and content.
+
+        Parameters
+        ----------
+        x : array_like
+            Of this object's number of dimensions.
+        force_cast : bool
+            Cast even where values may change.
+        oversize : float
+            From 1 to 2: if memory has to be allocated, how much more than is needed now.
+
+        Raises
+        ------
+        TypeError
+            If the dtype can't be cast up safely and ``force_cast`` is False.
+        ValueError
+            For another number of dimensions, or ``oversize`` out of range.
+        MemoryError
+            If there is no room in shared memory; the old content stays.
+        """
+        value = self._conditioned(x, force_cast)
+        self._reshape(value.shape, oversize, keep=False)
+        self._array[...] = value
+
+    def set_length(self, n: int, oversize: float = 1) -> None:
+        """Change the number of rows; those that remain are kept, new ones are zero.
+
+        Parameters
+        ----------
+        n : int
+            The new length along axis 0.
+        oversize : float
+            As in `set_value`.
+        """
+        if not self._ndim:
+            raise ValueError("a Data object of 0 dimensions has no length to set")
+        self.set_shape((_integer(n, "n"), *self.shape[1:]), oversize)
+
+    def set_shape(self, shape: int | Sequence[int], oversize: float = 1) -> None:
+        """Change the shape.
+
+        Rows that remain are kept, new ones are zero.  If lengths along other axes change, there are no old rows to
+        speak of, and all is zero.
+
+        Parameters
+        ----------
+        shape : sequence of int
+            As many lengths as dimensions.
+        oversize : float
+            As in `set_value`.
+        """
+        self._reshape(self._checked_shape(shape), oversize, keep=True)
+
+    def condition_data(self, x: npt.ArrayLike, force_cast: bool = False) -> np.ndarray:
+        """Return a value as this object would take it, without taking it.
+
+        Parameters
+        ----------
+        x : array_like
+        force_cast : bool
+            Cast even where values may change.
+
+        Returns
+        -------
+        ndarray
+            Of this object's dtype and number of dimensions; the argument itself where it fits.
+        """
+        return self._conditioned(x, force_cast).astype(self._dtype, copy=False)
+
+    def free_memory(self) -> None:
+        """Give the shared memory back, on all ranks, and become empty.
+
+        Arrays that were taken from `data` before keep theirs until they are gone.
+        """
+        self._drop()
+        if self._session.closed is None:
+            self._session.flush()
+
+    # -- for the library -------------------------------------------------------------------------------------
+
+    def where(self) -> SharedArray:
+        """Return where the array lies, for a command."""
+        self._check()
+        if self._segment is None:  # so that ranks have something to map for an array without items
+            self._allocate(0)
+        assert self._segment is not None
+        return SharedArray(self._segment.key, self._dtype, self._array.shape)
+
+    def check_session(self, session: ranks.Session, name: str) -> None:
+        """Refuse to be used with ranks other than those it was made for."""
+        if not self.belongs_to(session):
+            raise ValueError(f"{name}: this Data object was made before the present fork(), and its memory is freed")
+
+    def belongs_to(self, session: ranks.Session) -> bool:
+        """Whether it was made for these ranks, and they still run."""
+        return self._session is session and session.closed is None
+
+    def resized(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Take a new shape, with whatever content, and return the array to be filled."""
+        self._reshape(shape, 1, keep=False)
+        return self._array
+
+    def session_closed(self) -> None:
+        """Let the memory go with the ranks."""
+        self._drop()
+
+    def _check(self) -> None:
+        if self._session.closed is not None:
+            raise RuntimeError("this Data object's memory was freed when the ranks were closed")
+
+    def _conditioned(self, x: npt.ArrayLike, force_cast: bool) -> np.ndarray:
+        """Check a value's dtype and dimensions; the cast itself is left to the copy."""
+        if isinstance(x, Data):
+            x = x.data
+        try:
+            value = np.asarray(x)
+        except ValueError as error:
+            raise TypeError(f"x: expected an array, got {type(x).__name__}: {error}") from error
+        if value.ndim != self._ndim:
+            raise ValueError(
+                f"x: expected {self._ndim} dimensions{self._called()}, got {value.ndim} (shape {value.shape})"
+            )
+        if value.dtype != self._dtype and not np.can_cast(value.dtype, self._dtype, "unsafe" if force_cast else "safe"):
+            raise TypeError(
+                f"x: {value.dtype} can't be cast safely to {self._dtype}{self._called()}: "
+                "convert it, or pass force_cast=True"
+            )
+        if value.dtype.hasobject:
+            raise TypeError(f"x: expected numbers, got {value.dtype}")
+        return value
+
+    def _called(self) -> str:
+        return "" if self._name is None else f" for {self._name!r}"
+
+    def _checked_shape(self, shape: int | Sequence[int]) -> tuple[int, ...]:
+        if isinstance(shape, int | np.integer) and not isinstance(shape, bool):
+            shape = (int(shape),)
+        if isinstance(shape, str) or not hasattr(shape, "__iter__"):
+            raise TypeError(f"shape: expected a sequence of {self._ndim} lengths, got {shape!r}")
+        checked = tuple(_integer(length, "shape") for length in shape)
+        if len(checked) != self._ndim:
+            raise ValueError(f"shape: expected {self._ndim} lengths, got {checked}")
+        return checked
+
+    def _reshape(self, shape: tuple[int, ...], oversize: float, keep: bool) -> None:
+        self._check()
+        if isinstance(oversize, bool) or not isinstance(oversize, int | float | np.number):
+            raise TypeError(f"oversize: expected a number from 1 to 2, got {oversize!r}")
+        if not 1 <= oversize <= 2:
+            raise ValueError(f"oversize: expected a number from 1 to 2, got {oversize!r}")
+        self._session.settle()  # no rank may be reading
+        old = self._array
+        size = math.prod(shape)
+        if size > self.alloc_size or self._segment is None:
+            self._allocate(math.ceil(size * oversize))
+        assert self._segment is not None
+        self._array = self._segment.array(shape, self._dtype)
+        if not keep or not self._ndim:
+            return
+        kept = min(len(old), len(self._array)) if old.shape[1:] == shape[1:] else 0
+        if old.ctypes.data != self._array.ctypes.data:
+            self._array[:kept] = old[:kept]
+        self._array[kept:] = 0
+
+    def _allocate(self, size: int) -> None:
+        segment = self._session.create_segment(size * self._dtype.itemsize)
+        self._drop(keep_array=True)
+        self._segment = segment
+        self._release = ranks.released_with(self, self._session, segment.key)
+
+    def _drop(self, keep_array: bool = False) -> None:
+        if self._release is not None:
+            self._release()
+        self._segment = self._release = None
+        if not keep_array:
+            self._array = np.empty((0,) * self._ndim, self._dtype)
+
+
+def data(
+    value: npt.ArrayLike | None = None,
+    var: Any = None,
+    dtype: npt.DTypeLike | None = None,
+    ndim: int | None = None,
+    shape: int | Sequence[int] | None = None,
+    minibatch: bool = False,
+    force_cast: bool = False,
+    oversize: float = 1,
+    name: str | None = None,
+) -> Data:
+    """Make an array in shared memory that all ranks see.
+
+    Parameters
+    ----------
+    value : array_like, optional
+        The first content.
+    var : variable, optional
+        A PyTensor or Theano variable, which says dtype and number of dimensions (and the name, if none is given).
+    dtype : dtype_like, optional
+        If there is no ``var``; without it, ``value`` says.
+    ndim : int, optional
+        The same; ``shape`` may say it too.
+    shape : sequence of int, optional
+        The first shape, filled with zeros, if there is no ``value``.
+    minibatch : bool
+        Whether row 0 stands for the lowest index in a call's ``batch``.
+    force_cast : bool
+        Cast ``value`` even where values may change.
+    oversize : float
+        From 1 to 2: how much more memory to allocate than is needed now.
+    name : str, optional
+
+    Returns
+    -------
+    Data
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the arguments don't say dtype and number of dimensions, or contradict each other.
+    RuntimeError
+        Before `fork`, and after `close`.
+
+    Examples
+    --------
+    >>> import synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> synk.data(shape=(4, 3), dtype="float32")
+    <synkhronos.Data: float32, shape (4, 3)>
+    >>> synk.close()
+    """
+    ranks.session()
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name: expected a string, got {name!r}")
+    if value is not None and shape is not None:
+        raise ValueError("value and shape: expected one of them, got both")
+    if var is not None:
+        try:
+            library = library_of(var)
+        except TypeError as error:
+            raise TypeError(f"var: {error}") from None
+        if not library.is_array(var):
+            raise TypeError(f"var: expected a variable whose values are arrays, got {var!r} of type {var.type}")
+        if name is None:
+            name = var.name
+        if dtype is not None and np.dtype(dtype) != np.dtype(var.type.dtype):
+            raise ValueError(f"dtype: {var!r} has {var.type.dtype}, got {np.dtype(dtype)}")
+        if ndim is not None and ndim != var.type.ndim:
+            raise ValueError(f"ndim: {var!r} has {var.type.ndim}, got {ndim}")
+        dtype, ndim = var.type.dtype, var.type.ndim
+    elif value is not None:
+        try:
+            array = np.asarray(value.data if isinstance(value, Data) else value)
+        except ValueError as error:
+            raise TypeError(f"value: expected an array, got {type(value).__name__}: {error}") from error
+        dtype = array.dtype if dtype is None else dtype
+        if ndim is not None and ndim != array.ndim:
+            raise ValueError(f"ndim: value has {array.ndim}, got {ndim}")
+        ndim, value = array.ndim, array
+    if ndim is None and shape is not None:
+        ndim = 1 if isinstance(shape, int | np.integer) else len(shape)
+    if dtype is None or ndim is None:
+        raise TypeError("data() needs var, or value, or dtype with ndim or shape, to know dtype and dimensions")
+    dtype, ndim = np.dtype(dtype), _integer(ndim, "ndim")
+    if dtype.kind not in "biufc":
+        raise TypeError(f"dtype: expected numbers, got {dtype}")
+    made = Data(dtype, ndim, minibatch, name)
+    if value is not None:
+        made.set_value(value, force_cast, oversize)
+    else:
+        made.set_shape((0,) * ndim if shape is None else shape, oversize)
+    return made
+
+
+def _integer(value: Any, name: str) -> int:
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {value!r}") from None
+    if number < 0:
+        raise ValueError(f"{name}: expected no negative number, got {number}")
+    return number

@@ -1,0 +1,146 @@
+"""Which rows each rank reads.
+
+A selection of rows is a ``range`` or an array of indexes, and both are cut by slicing.
+
+`select`
+    What ``batch`` means for data of some length.
+`share`
+    One rank's part of so many rows.
+`take`
+    The selected rows of an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+#: Rows, in order: evenly spaced ones, or any.
+Selection = range | np.ndarray
+
+
+def select(batch: Any, length: int, name: str = "batch") -> Selection:
+    """Return the rows that ``batch`` picks of ``length``.
+
+    Parameters
+    ----------
+    batch : None, int, slice, or array_like
+        None for all rows, an int for the first that many, a slice, a list or array of indexes (negative ones count
+        from the end), or a boolean mask of ``length``.
+    length : int
+        The number of rows that there are.
+    name : str
+        What to call ``batch`` in an error.
+
+    Returns
+    -------
+    range or ndarray of int64
+        Non-negative indexes, in order.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        For what is no such thing, a mask of another length, an index out of range.
+    """
+    if batch is None:
+        return range(length)
+    if isinstance(batch, slice):
+        try:
+            return range(length)[batch]
+        except TypeError:
+            raise TypeError(f"{name}: the bounds of a slice have to be integers or None, got {batch!r}") from None
+    if isinstance(batch, bool | np.bool_):
+        raise TypeError(f"{name}: expected a number of rows, a slice, a list of indexes or a mask, got {batch!r}")
+    if isinstance(batch, int | np.integer):
+        if not 0 <= batch <= length:
+            raise IndexError(f"{name}={batch}: expected a number of rows from 0 to {length}, which is all there are")
+        return range(int(batch))
+    if isinstance(batch, range):
+        batch = np.arange(batch.start, batch.stop, batch.step)
+    if isinstance(batch, str | bytes | dict | set) or not hasattr(batch, "__len__"):
+        raise TypeError(
+            f"{name}: expected None, an int, a slice, a list or array of indexes, or a boolean mask, got {batch!r}"
+        )
+    try:
+        index = np.asarray(batch)
+    except ValueError as error:
+        raise TypeError(f"{name}: expected a flat list of indexes, got {batch!r}") from error
+    if index.ndim != 1:
+        raise ValueError(f"{name}: expected indexes in one dimension, got an array of shape {index.shape}")
+    if index.dtype == bool:
+        if len(index) != length:
+            raise ValueError(f"{name}: a mask needs one entry for each of the {length} rows, got {len(index)}")
+        return np.flatnonzero(index)
+    if index.size == 0:
+        return np.empty(0, np.int64)
+    if index.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected integer indexes or a boolean mask, got dtype {index.dtype}")
+    low, high = int(index.min()), int(index.max())
+    if low < -length or high >= length:
+        raise IndexError(f"{name}: index {low if low < -length else high} is out of range for {length} rows")
+    index = index.astype(np.int64, copy=False)
+    return np.where(index < 0, index + length, index) if low < 0 else index
+
+
+def share(count: int, parts: int, part: int) -> slice:
+    """Return one part of ``count`` rows in ``parts`` runs, as even as possible: the first parts take the odd rows.
+
+    Examples
+    --------
+    >>> [share(7, 3, r) for r in range(3)]
+    [slice(0, 3, None), slice(3, 5, None), slice(5, 7, None)]
+    """
+    each, odd = divmod(count, parts)
+    start = part * each + min(part, odd)
+    return slice(start, start + each + (part < odd))
+
+
+def pieces(rows: Selection, count: int) -> Iterator[Selection]:
+    """Cut rows into ``count`` nearly equal pieces."""
+    for piece in range(count):
+        yield rows[share(len(rows), count, piece)]
+
+
+def lowest(rows: Selection) -> int:
+    """Return the lowest index of a selection, 0 for an empty one."""
+    if isinstance(rows, range):
+        return min(rows[0], rows[-1]) if rows else 0
+    return int(rows.min()) if rows.size else 0
+
+
+def highest(rows: Selection) -> int:
+    """Return the highest index of a selection, -1 for an empty one."""
+    if isinstance(rows, range):
+        return max(rows[0], rows[-1]) if rows else -1
+    return int(rows.max()) if rows.size else -1
+
+
+def take(array: np.ndarray, rows: Selection, out: np.ndarray | None = None) -> np.ndarray:
+    """Return the selected rows of an array.
+
+    Parameters
+    ----------
+    array : ndarray
+    rows : range or ndarray
+        Non-negative, and in range.
+    out : ndarray, optional
+        Where to put them.  Without it a range gives a view of ``array``.
+
+    Returns
+    -------
+    ndarray
+    """
+    if isinstance(rows, range):
+        if not rows:
+            view = array[:0]
+        else:
+            stop: int | None = rows[-1] + (1 if rows.step > 0 else -1)
+            view = array[rows[0] : None if stop is not None and stop < 0 else stop : rows.step]
+        if out is None:
+            return view
+        out[...] = view
+        return out
+    # The indexes are known to be in range; with mode="raise" NumPy would go through a buffer of its own.
+    return np.take(array, rows, axis=0, out=out, mode="clip")

@@ -1,0 +1,200 @@
+"""Host memory: NumPy arrays, combined through memory that all ranks share.
+
+`Host`
+    The device.
+`HostCommunicator`
+    Streams arrays of any size through the ranks' scratch memory, each rank reducing its own share of the elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from synkhronos.ranks import Rank
+from synkhronos.ranks.control import SCRATCH
+
+#: An array's shape and dtype.
+Layout = tuple[tuple[int, ...], np.dtype]
+
+#: What each reduction does to two arrays; "avg" divides the sum.
+UFUNCS = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+class Host:
+    """Arrays in host memory.  Holds whatever NumPy can read, JAX arrays on the CPU among it."""
+
+    name = "host"
+
+    def bind(self, rank: Rank) -> None:
+        """Nothing to bind: any core will do."""
+
+    def communicator(self, rank: Rank) -> HostCommunicator:
+        """Return the rank's communicator, the same one each time."""
+        communicator = rank.store.get("host communicator")
+        if communicator is None:
+            communicator = rank.store["host communicator"] = HostCommunicator(rank)
+        return communicator
+
+    def holds(self, value: Any) -> bool:
+        """Whether NumPy can read the value as an array."""
+        return isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array__")
+
+    def writable(self, value: Any) -> np.ndarray:
+        """Return the value itself, if it is a NumPy array to write in, else a copy."""
+        if isinstance(value, np.ndarray) and value.flags.c_contiguous and value.flags.writeable:
+            return value
+        return np.array(value, order="C")
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return a new array."""
+        return np.empty(shape, dtype)
+
+    def to_host(self, value: Any) -> np.ndarray:
+        """Return the value as NumPy sees it."""
+        return np.asarray(value)
+
+    def from_host(self, array: np.ndarray) -> np.ndarray:
+        """Return a copy."""
+        return np.array(array, order="C")
+
+
+class HostCommunicator:
+    """Collectives over NumPy arrays in shared memory.
+
+    Each rank has scratch memory in two halves that every rank sees.  Arrays of any size go through it in chunks, the
+    halves in turn, so that nothing is allocated and what ranks hand to each other stays in the processors' caches.
+    The turns also save waiting: a half is written again only two chunks later, and by then everybody has passed the
+    barrier of the chunk between and with it has read the old content.
+
+    Results are the same on every rank and the same each time: for each element one rank applies the operation, in
+    rank order.
+    """
+
+    def __init__(self, rank: Rank):
+        self._rank = rank
+        self._halves = [
+            [np.frombuffer(rank.control.scratch(r, half), np.uint8) for r in range(rank.size)] for half in range(2)
+        ]
+
+    def broadcast(self, array: np.ndarray, root: int) -> None:
+        """Copy the root's array into every other rank's, in place."""
+        rank, mine = self._rank, _bytes(array)
+        if rank.size == 1:
+            return
+        for chunk, at in enumerate(range(0, mine.size, SCRATCH)):
+            part = mine[at : at + SCRATCH]
+            shared = self._halves[chunk & 1][root][: part.size]
+            if rank.number == root:
+                shared[:] = part
+            rank.barrier()
+            if rank.number != root:
+                part[:] = shared
+
+    def all_reduce(self, array: np.ndarray, op: str) -> None:
+        """Replace every rank's array by the reduction of all ranks'."""
+        flat = array.reshape(-1)
+        self._reduce(flat, flat, op, flat.size, flat.dtype, range(self._rank.size))
+
+    def reduce(
+        self,
+        array: np.ndarray | None,
+        op: str,
+        root: int,
+        out: np.ndarray | None,
+        layout: Layout,
+        contributors: Sequence[int],
+    ) -> None:
+        """Write the reduction of the contributors' arrays into the root's ``out``."""
+        (shape, dtype), here = layout, self._rank.number
+        source = array.reshape(-1) if array is not None and here in contributors else None
+        target = out.reshape(-1) if out is not None and here == root else None
+        self._reduce(source, target, op, math.prod(shape), dtype, contributors)
+
+    def gather(
+        self,
+        array: np.ndarray | None,
+        root: int | None,
+        layouts: Sequence[Layout | None],
+        out: Sequence[np.ndarray | None] | None,
+    ) -> None:
+        """Copy rank r's array into ``out[r]`` on the root, or on every rank if ``root`` is None."""
+        rank = self._rank
+        sizes = [0 if layout is None else nbytes(layout) for layout in layouts]
+        mine = None if array is None else _bytes(array)
+        targets = [None if a is None else _bytes(a) for a in out] if out is not None else [None] * rank.size
+        own = targets[rank.number]
+        if mine is not None and own is not None:
+            own[:] = mine
+        gives = mine is not None and rank.number != root
+        # The root's own array goes nowhere.
+        for chunk, at in enumerate(range(0, max((s for r, s in enumerate(sizes) if r != root), default=0), SCRATCH)):
+            halves = self._halves[chunk & 1]
+            if gives and mine is not None:
+                part = mine[at : at + SCRATCH]
+                halves[rank.number][: part.size] = part
+            rank.barrier()
+            for r, target in enumerate(targets):
+                if target is not None and r != rank.number:
+                    part = target[at : at + SCRATCH]
+                    part[:] = halves[r][: part.size]
+
+    def _reduce(
+        self,
+        source: np.ndarray | None,
+        target: np.ndarray | None,
+        op: str,
+        size: int,
+        dtype: np.dtype,
+        contributors: Sequence[int],
+    ) -> None:
+        """Reduce ``source`` over the contributors into every rank's ``target``, where there is one.
+
+        A chunk takes two steps.  Each rank shows its elements, but for its own share, which only itself will read;
+        each reduces its share of all ranks' elements; each takes what it wants of the shares.
+        """
+        rank, ufunc = self._rank, UFUNCS[op]
+        if len(contributors) == 1 and rank.size == 1:
+            if target is not None and source is not None and target is not source:
+                target[:] = source
+            return
+        here, n_elements = rank.number, SCRATCH // dtype.itemsize
+        for chunk, at in enumerate(range(0, size, n_elements)):
+            count = min(n_elements, size - at)
+            bounds = [count * r // rank.size for r in range(rank.size + 1)]
+            shared = [half[: count * dtype.itemsize].view(dtype) for half in self._halves[chunk & 1]]
+            low, high = bounds[here], bounds[here + 1]
+            if source is not None:
+                part = source[at : at + count]
+                shared[here][:low] = part[:low]
+                shared[here][high:] = part[high:]
+            rank.barrier()
+            if high > low:
+                inputs = [part[low:high] if r == here else shared[r][low:high] for r in contributors]
+                result = shared[here][low:high]
+                if len(inputs) == 1:
+                    result[:] = inputs[0]
+                else:
+                    ufunc(inputs[0], inputs[1], out=result)
+                for values in inputs[2:]:
+                    ufunc(result, values, out=result)
+                if op == "avg":
+                    np.true_divide(result, len(contributors), out=result)
+            rank.barrier()
+            if target is not None:
+                part = target[at : at + count]
+                for r in range(rank.size):
+                    part[bounds[r] : bounds[r + 1]] = shared[r][bounds[r] : bounds[r + 1]]
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+def nbytes(layout: Layout) -> int:
+    """Return the size of an array in bytes."""
+    shape, dtype = layout
+    return math.prod(shape) * dtype.itemsize

@@ -1,0 +1,9 @@
+"""What is built with Synkhronos' public names only.
+
+`synkhronos.extensions.updates`
+    Update rules that train one model on all ranks.
+`synkhronos.extensions.train`
+    One callable that takes a training step on all ranks.
+
+Neither is imported by ``import synkhronos``.
+"""

@@ -1,0 +1,104 @@
+"""Update rules for training one model on all ranks.
+
+Plain gradient descent, and its momenta:
+
+`sgd`
+    Against the gradient.
+`momentum`, `nesterov_momentum`
+    With a velocity.
+`apply_momentum`, `apply_nesterov_momentum`
+    The same velocities on top of any other rule.
+
+With a step size of its own for each element:
+
+`adagrad`
+    By the sum of all squared gradients.
+`rmsprop`
+    By their moving average.
+`adadelta`
+    By that, and by the squared steps.
+`adam`, `adamax`, `amsgrad`
+    By moving averages of the gradient and of its size.
+
+What each of them returns:
+
+`RuleUpdates`
+    The triple ``(grad_updates, param_updates, grad_shared)``.
+
+Signatures, formulas and defaults are those of Lasagne.  One step takes three calls:
+
+1. a function with `grad_updates`: each rank writes the gradient of its own rows into one flat vector,
+2. ``synk.all_reduce(grad_shared)``: one collective, however many parameters there are,
+3. a function with `param_updates`: each rank moves its parameters by the combined gradient.  All ranks hold
+   the same vector and the same parameters, so that they stay the same.
+
+`synkhronos.extensions.train.make_train_function` makes one callable of the three.
+
+**The combined gradient.**  Where the loss is a mean over rows, the combined gradient should be the one over
+all rows.  Without the argument `weight` the ranks' gradients are averaged plainly: exact only where all
+ranks have the same number of rows.  With ``weight=x.shape[0]`` each rank's gradient counts as many times as
+the rank has rows: exact for any split.  The vector then holds one element more, the weight, and both
+``"avg"`` (the default) and ``"sum"`` are right for the all-reduce.  Two things remain to the caller
+(`make_train_function` does both):
+
+- A call with `num_slices` needs the op ``"sum"`` for the gradient's update, as in
+  ``updates=[(grad_shared, grad_updates[grad_shared], "sum")]``, lest a rank with fewer rows than slices weigh
+  too much.
+- A rank without rows sits out and keeps its last gradient: zero `grad_shared` on all ranks before a call with
+  fewer rows than ranks.
+
+**Hyperparameters** such as `learning_rate` are numbers, symbolic scalars or shared variables.  Each rank has
+its own copy of a shared variable: give it a new value with ``synk.broadcast(learning_rate, value)``.
+
+**Types.**  Each parameter is updated in its own dtype.  The flat vector has the widest dtype among the
+parameters, and at least float32.
+
+Examples
+--------
+>>> import numpy as np
+>>> import pytensor, pytensor.tensor as pt
+>>> import synkhronos as synk
+>>> from synkhronos.extensions.updates import nesterov_momentum
+>>> x, y = pt.matrix("x"), pt.vector("y")
+>>> w = pytensor.shared(np.zeros(3), name="w")
+>>> loss = ((x @ w - y) ** 2).mean()
+>>> rule = nesterov_momentum(loss, [w], learning_rate=0.1, weight=x.shape[0])
+>>> grad_updates, param_updates, grad_shared = rule
+>>> n = synk.fork(2, use_gpu=False)
+>>> gradient = synk.function([x, y], (loss, "mean"), updates=grad_updates)
+>>> update = synk.function([], updates=param_updates)
+>>> x_data, y_data = synk.data(np.eye(3)), synk.data(np.array([1.0, 2.0, 3.0]))
+>>> for step in range(300):
+...     value = gradient(x_data, y_data)
+...     synk.all_reduce(grad_shared)
+...     _ = update()
+>>> print(w.get_value().round(3))
+[1. 2. 3.]
+>>> synk.close()
+"""
+
+from synkhronos.extensions.updates.adaptive import adadelta, adagrad, rmsprop
+from synkhronos.extensions.updates.descent import (
+    apply_momentum,
+    apply_nesterov_momentum,
+    momentum,
+    nesterov_momentum,
+    sgd,
+)
+from synkhronos.extensions.updates.flat import RuleUpdates
+from synkhronos.extensions.updates.moments import adam, adamax, amsgrad
+
+__all__ = [
+    "RuleUpdates",
+    "adadelta",
+    "adagrad",
+    "adam",
+    "adamax",
+    "amsgrad",
+    "apply_momentum",
+    "apply_nesterov_momentum",
+    "momentum",
+    "nesterov_momentum",
+    "rmsprop",
+    "sgd",
+]

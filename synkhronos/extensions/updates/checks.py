@@ -1,0 +1,119 @@
+"""What update rules accept; each error names the argument, what came and what was expected.
+
+`check_params`
+    Shared variables of floats.
+`check_scalars`
+    Hyperparameters.
+`check_gradients`
+    A loss or its gradients.
+`is_number`
+    Whether something is a plain real number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from synkhronos.graphs import GraphLibrary, library_of
+
+
+def check_params(params: Iterable[Any]) -> list[Any]:
+    """List the parameters: shared variables of floats, of one graph library, each once.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If they are anything else.
+    """
+    expected = "params: expected a list of shared variables of floats"
+    # A variable could be iterated over too, and would give its rows.
+    if not isinstance(params, Iterable) or isinstance(params, str) or _is_variable(params):
+        raise TypeError(f"{expected}, got {_described(params)}")
+    listed = list(params)
+    if not listed:
+        raise ValueError(f"{expected}, got none")
+    for i, p in enumerate(listed):
+        library = _library(expected, p)
+        if not library.is_shared(p) or not str(getattr(p, "dtype", None)).startswith("float"):
+            raise TypeError(f"{expected}, got {_described(p)} at index {i}")
+        if any(p is q for q in listed[:i]):
+            raise ValueError(f"{expected}, each once, got {p!r} again at index {i}")
+    _library(expected, *listed)
+    return listed
+
+
+def check_scalars(params: Sequence[Any], **scalars: Any) -> None:
+    """Check that each is a number, or a symbolic scalar of the parameters' graph library.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If one is anything else.
+    """
+    for argument, value in scalars.items():
+        if is_number(value):
+            continue
+        expected = f"{argument}: expected a number or a symbolic scalar"
+        _library(expected, value, *params)
+        if getattr(value, "ndim", None) != 0:
+            raise ValueError(f"{expected}, got {_described(value)}")
+
+
+def check_gradients(loss_or_grads: Any, params: Sequence[Any]) -> list[Any]:
+    """Return the gradients of a loss, or the given ones.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If they are no scalar, or not one gradient for each parameter.
+    """
+    if not isinstance(loss_or_grads, list | tuple):
+        expected = "loss_or_grads: expected a symbolic scalar or a list of gradients"
+        library = _library(expected, loss_or_grads, *params)
+        if getattr(loss_or_grads, "ndim", None) != 0:
+            raise ValueError(f"{expected}, got {_described(loss_or_grads)}")
+        return list(library.grad(loss_or_grads, list(params)))
+    expected = f"loss_or_grads: expected one gradient for each of {len(params)} params"
+    if len(loss_or_grads) != len(params):
+        raise ValueError(f"{expected}, got {len(loss_or_grads)}")
+    for i, (g, p) in enumerate(zip(loss_or_grads, params, strict=True)):
+        _library(expected, g, p)
+        if getattr(g, "ndim", None) != p.ndim:
+            raise ValueError(
+                f"{expected}, that of {p!r} with {p.ndim} dimensions, got {_described(g)} at index {i}"
+            )
+    return list(loss_or_grads)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a plain real number: no flag, nothing complex, no text."""
+    return (
+        isinstance(value, int | float | np.number | np.ndarray)
+        and not isinstance(value, bool)
+        and np.ndim(value) == 0
+        and np.asarray(value).dtype.kind in "iuf"
+    )
+
+
+def _library(expected: str, *variables: Any) -> GraphLibrary:
+    """Return the graph library of the variables; `expected` opens the error, should there not be one."""
+    try:
+        return library_of(*variables)
+    except TypeError as error:
+        raise TypeError(f"{expected}; {error}") from None
+
+
+def _is_variable(value: Any) -> bool:
+    try:
+        library_of(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _described(value: Any) -> str:
+    """Return the value and its type: the symbolic one, if it has one."""
+    return f"{value!r} of type {getattr(value, 'type', type(value).__name__)}"

@@ -1,0 +1,155 @@
+"""What every update rule shares: one flat gradient, and a step for each parameter.
+
+`RuleUpdates`
+    What a rule returns.
+`FlatGradient`
+    The gradients of all parameters in one shared vector, and what the ranks read back from it.
+`Step`
+    What tells one rule from another.
+`as_scalar`
+    A hyperparameter in a variable's dtype.
+`zeros_like`
+    A shared variable for what a rule remembers of a parameter.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from synkhronos.extensions.updates.checks import check_gradients, check_params, check_scalars, is_number
+from synkhronos.graphs import library_of
+
+#: What turns a hyperparameter into a scalar of the parameter's dtype.
+Cast: TypeAlias = Callable[[Any], Any]
+
+#: What makes a shared variable like the parameter, of zeros, from the end of its name.
+Zeros: TypeAlias = Callable[[str], Any]
+
+#: A rule's formula for one parameter: ``step(p, g, c, zeros)``, where `g` is the combined gradient, returns
+#: the updates of the parameter `p` and of what the rule remembers of it.
+Step: TypeAlias = Callable[[Any, Any, Cast, Zeros], Mapping[Any, Any]]
+
+
+class RuleUpdates(NamedTuple):
+    """What an update rule returns; unpacks as ``grad_updates, param_updates, grad_shared``.
+
+    Attributes
+    ----------
+    grad_updates : OrderedDict
+        ``{grad_shared: expression}``: a function with these updates writes the rank's own gradient.
+    param_updates : OrderedDict
+        New values of the parameters and of the rule's own shared variables, from `grad_shared`.
+    grad_shared : shared variable
+        The gradients of all parameters, one after another in a vector; all-reduce it between the two.
+    """
+
+    grad_updates: OrderedDict[Any, Any]
+    param_updates: OrderedDict[Any, Any]
+    grad_shared: Any
+
+
+class FlatGradient:
+    """The gradients of all parameters in one shared vector.
+
+    One long collective is faster than many short ones.
+
+    Parameters
+    ----------
+    loss_or_grads : scalar variable, or list of variables
+        A loss, or its gradients, one for each parameter.
+    params : iterable of shared variables
+        What to move.
+    weight : number or symbolic scalar, optional
+        How much this rank's gradient counts.  None: each rank's counts the same.
+    **scalars : numbers or symbolic scalars
+        The rule's hyperparameters, to be checked.
+
+    Attributes
+    ----------
+    params : list of shared variables
+    tensor : module
+        ``tensor`` of the graph library.
+    shared, expression : variables
+        The vector, and what a rank writes into it: with `weight`, that times the gradient, then the weight.
+    """
+
+    def __init__(self, loss_or_grads: Any, params: Iterable[Any], weight: Any = None, **scalars: Any):
+        self.params = check_params(params)
+        check_scalars(self.params, **scalars)
+        grads = check_gradients(loss_or_grads, self.params)
+        self._weighted = weight is not None
+        library = library_of(*self.params)
+        self.tensor = library.tensor
+        # At least float32: half precision neither counts past 2048 rows nor sums many ranks' gradients well.
+        dtype = str(np.result_type(*(p.dtype for p in self.params), np.float32))
+        size = sum(int(np.prod(_shape(p))) for p in self.params) + self._weighted
+        self.shared = library.shared(np.zeros(size, dtype), name="grad_shared")
+        parts = [self.tensor.cast(g, dtype).flatten() for g in grads]
+        if self._weighted:
+            check_scalars(self.params, weight=weight)
+            scale = as_scalar(weight, self.shared)
+            parts = [scale * part for part in parts] + [scale.reshape((1,))]
+        self.expression = self.tensor.concatenate(parts)
+        if size == 1:
+            # One element would be broadcastable, which makes it no update of a vector that is not.
+            self.expression = self.expression + self.tensor.zeros_like(self.shared)
+
+    def pieces(self) -> Iterator[Any]:
+        """Read the combined gradient of each parameter from the vector."""
+        start = 0
+        for p in self.params:
+            shape = _shape(p)
+            end = start + int(np.prod(shape))
+            # Lengths as numbers, not symbols, so that the piece can be broadcast where p can.
+            g = self.shared[start:end].reshape(shape)
+            if self._weighted:
+                # By piece, so that the division fuses with the rule's own arithmetic.
+                g = g / self.shared[-1]
+            yield self.tensor.cast(g, p.dtype)
+            start = end
+
+    def updates(self, step: Step, also: Mapping[Any, Any] | None = None) -> RuleUpdates:
+        """Apply a rule's formula to each parameter.
+
+        Parameters
+        ----------
+        step : Step
+            The formula.
+        also : mapping, optional
+            Updates of what all parameters share.
+
+        Returns
+        -------
+        RuleUpdates
+        """
+        # Ordered, because Theano warns of a plain dict.
+        param_updates: OrderedDict[Any, Any] = OrderedDict(also or {})
+        for p, g in zip(self.params, self.pieces(), strict=True):
+            param_updates.update(step(p, g, partial(as_scalar, like=p), partial(zeros_like, p)))
+        return RuleUpdates(OrderedDict([(self.shared, self.expression)]), param_updates, self.shared)
+
+
+def as_scalar(value: Any, like: Any) -> Any:
+    """Return a number or symbolic scalar as a symbolic scalar in the dtype of the variable `like`."""
+    tensor = library_of(like).tensor
+    if is_number(value):
+        # The libraries by themselves take a Python float for a floatX, which may be wider than the parameter.
+        return tensor.constant(np.asarray(value, like.dtype))
+    return tensor.cast(value, like.dtype)
+
+
+def zeros_like(param: Any, name: str) -> Any:
+    """Return a new shared variable of zeros: dtype, shape, broadcast pattern and place of `param`."""
+    zeros = np.zeros(_shape(param), param.dtype)
+    # By class and type, because each library's `shared` has a word of its own for the broadcast pattern.
+    return type(param)(type=param.type, value=zeros, strict=False, name=f"{param.name or 'param'}_{name}")
+
+
+def _shape(param: Any) -> tuple[int, ...]:
+    # The internal type, lest a whole array be copied from a GPU for its shape.
+    return tuple(int(length) for length in param.get_value(borrow=True, return_internal_type=True).shape)

@@ -1,0 +1,17 @@
+"""What does a call compute?
+
+`Function`, `function`, `distribute`
+    What users call (`function`).
+`build`
+    Checks the arguments of `function` and makes a program of them.
+`program`
+    What a function computes, on any rank, and the variants in which it is compiled.
+`call`
+    The command that runs a program on all ranks.
+`reduce`
+    How results of slices and ranks become one.
+"""
+
+from synkhronos.function.function import Function, distribute, function
+
+__all__ = ["Function", "distribute", "function"]

@@ -1,0 +1,214 @@
+"""Checks the arguments of `synkhronos.function` and makes a program of them."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from synkhronos.function.program import Program
+from synkhronos.function.reduce import Op
+from synkhronos.graphs import GraphLibrary, library_of, loaded_libraries
+from synkhronos.graphs.family import Input
+
+_numbers = itertools.count()
+
+
+def build(
+    inputs: Any, outputs: Any, bcast_inputs: Any, updates: Any, givens: Any, sliceable_shareds: Any, kwargs: dict[str, Any]
+) -> Program:
+    """Return the program that the arguments describe.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what came and what was expected.
+    """
+    scattered = _list(inputs, "inputs")
+    whole = _list(bcast_inputs, "bcast_inputs")
+    raw_outputs, raw_ops = _split_outputs(outputs)
+    raw_updates = _split_updates(updates)
+    raw_givens = _pairs(givens, "givens")
+    sliceable = _list(sliceable_shareds, "sliceable_shareds")
+
+    library = _common_library(scattered + whole, raw_outputs, raw_updates, raw_givens, sliceable)
+    entries = [_input(library, value, "inputs") for value in scattered]
+    entries += [_input(library, value, "bcast_inputs") for value in whole]
+    for entry in entries[: len(scattered)]:
+        if entry.variable.type.ndim == 0:
+            raise ValueError(f"inputs: {_called(entry.variable)} has no rows to scatter; put it into bcast_inputs")
+        if library.fixed_shape(entry.variable)[0] is not None:
+            raise ValueError(
+                f"inputs: axis 0 of {_called(entry.variable)} has a fixed length and can't be scattered; "
+                "put it into bcast_inputs"
+            )
+    seen: set[int] = set()
+    for entry in entries:
+        if id(entry.variable) in seen:
+            raise ValueError(f"inputs: {_called(entry.variable)} comes twice")
+        seen.add(id(entry.variable))
+
+    ops = [_output_op(library, output, op, i) for i, (output, op) in enumerate(zip(raw_outputs, raw_ops, strict=True))]
+    pairs, update_ops = [], []
+    for shared, expression, op in raw_updates:
+        if not library.is_shared(shared):
+            raise TypeError(f"updates: expected a shared variable to update, got {shared!r}")
+        pairs.append((shared, expression))
+        update_ops.append(Op.parse(op, f"updates: the op of {_called(shared)}"))
+    if len({id(shared) for shared, _ in pairs}) != len(pairs):
+        raise ValueError("updates: a shared variable comes twice")
+    for shared in sliceable:
+        if not library.is_shared(shared):
+            raise TypeError(f"sliceable_shareds: expected shared variables, got {shared!r}")
+        if not library.is_array(shared) or shared.type.ndim == 0 or library.fixed_shape(shared)[0] is not None:
+            raise ValueError(f"sliceable_shareds: {_called(shared)} has no rows to cut")
+    _check_kwargs(library, kwargs)
+    name = kwargs.get("name")
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name: expected a string, got {name!r}")
+    return Program(
+        inputs=entries,
+        n_scattered=len(scattered),
+        outputs=raw_outputs,
+        output_ops=ops,
+        updates=pairs,
+        update_ops=update_ops,
+        givens=raw_givens,
+        sliceable=sliceable,
+        kwargs=kwargs,
+        name=name or f"synk_function_{next(_numbers)}",
+        library=library,
+    )
+
+
+def _called(variable: Any) -> str:
+    return repr(variable.name) if getattr(variable, "name", None) else str(variable)
+
+
+def _list(values: Any, name: str) -> list[Any]:
+    if values is None:
+        return []
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{name}: expected a list or tuple of variables, got {values!r}")
+    return list(values)
+
+
+def _pairs(values: Any, name: str) -> list[tuple[Any, Any]]:
+    if values is None:
+        return []
+    items = values.items() if isinstance(values, Mapping) else values
+    if not isinstance(items, Iterable) or isinstance(items, str):
+        raise TypeError(f"{name}: expected a dict, or a list of pairs, got {values!r}")
+    pairs = []
+    for item in items:
+        if not isinstance(item, list | tuple) or len(item) != 2:
+            raise TypeError(f"{name}: expected pairs of variables, got {item!r}")
+        pairs.append((item[0], item[1]))
+    return pairs
+
+
+def _split_outputs(outputs: Any) -> tuple[list[Any], list[Any]]:
+    """Return outputs and ops; how the user grouped them is remembered by the caller."""
+    if outputs is None:
+        return [], []
+    if isinstance(outputs, Mapping):
+        raise TypeError("outputs: expected a variable, a pair of variable and op, or a list of these, got a dict")
+    variables, ops = [], []
+    for output in outputs if isinstance(outputs, list) or not _is_pair(outputs) and isinstance(outputs, tuple) else [outputs]:
+        if _is_pair(output):
+            variables.append(output[0])
+            ops.append(output[1])
+        elif isinstance(output, tuple):
+            raise TypeError(f"outputs: expected a variable or a pair of variable and op, got {output!r}")
+        else:
+            variables.append(output)
+            ops.append("avg")
+    return variables, ops
+
+
+def _is_pair(output: Any) -> bool:
+    return isinstance(output, tuple) and len(output) == 2 and (output[1] is None or isinstance(output[1], str))
+
+
+def is_single(outputs: Any) -> bool:
+    """Whether the user asked for one output, not for a list of them."""
+    return outputs is not None and (not isinstance(outputs, list | tuple) or _is_pair(outputs))
+
+
+def _split_updates(updates: Any) -> list[tuple[Any, Any, Any]]:
+    if updates is None:
+        return []
+    items: Any = updates
+    if isinstance(updates, Mapping):
+        items = [
+            (shared, *new) if isinstance(new, tuple) else (shared, new) for shared, new in updates.items()
+        ]
+    if isinstance(items, str) or not isinstance(items, Iterable):
+        raise TypeError(f"updates: expected a dict, or a list of (shared, expression[, op]), got {updates!r}")
+    triples = []
+    for item in items:
+        if not isinstance(item, list | tuple) or len(item) not in (2, 3):
+            raise TypeError(f"updates: expected (shared, expression) or (shared, expression, op), got {item!r}")
+        triples.append((item[0], item[1], item[2] if len(item) == 3 else "avg"))
+    return triples
+
+
+def _common_library(inputs: Any, outputs: Any, updates: Any, givens: Any, sliceable: Any) -> GraphLibrary:
+    named = [
+        *(("inputs", getattr(value, "variable", value)) for value in inputs),
+        *(("outputs", getattr(value, "variable", value)) for value in outputs),
+        *(("updates", shared) for shared, _, _ in updates),
+        *(("givens", key) for key, _ in givens),
+        *(("sliceable_shareds", shared) for shared in sliceable),
+    ]
+    library: GraphLibrary | None = None
+    for name, variable in named:
+        try:
+            found = library_of(variable)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
+        if library is not None and found is not library:
+            raise TypeError(f"{name}: {variable!r} is {found.name}'s, but other arguments are {library.name}'s")
+        library = found
+    if library is None:
+        loaded = loaded_libraries()
+        if len(loaded) != 1:
+            raise TypeError("inputs, outputs and updates are all empty: nothing says whose function this is")
+        return loaded[0]
+    return library
+
+
+def _input(library: GraphLibrary, value: Any, name: str) -> Input:
+    entry = library.input(value)
+    if library.is_shared(entry.variable):
+        raise TypeError(f"{name}: {_called(entry.variable)} is a shared variable and can't be passed")
+    if entry.variable.owner is not None:
+        raise ValueError(f"{name}: {_called(entry.variable)} is computed from others and can't be passed")
+    if not library.is_array(entry.variable) or np.dtype(entry.variable.type.dtype).kind not in "biufc":
+        raise TypeError(f"{name}: expected variables whose values are arrays, got {entry.variable.type}")
+    if getattr(value, "update", None) is not None:
+        raise ValueError(f"{name}: {_called(entry.variable)} has an update of its own; use a shared variable")
+    return entry
+
+
+def _output_op(library: GraphLibrary, output: Any, op: Any, position: int) -> Op:
+    parsed = Op.parse(op, f"outputs: the op of output {position}")
+    variable = library.output_variable(output)
+    if parsed.name is not None and not library.is_array(variable):
+        raise TypeError(f"outputs: output {position} of type {variable.type} can't be reduced; use op None")
+    if parsed.divides and np.dtype(variable.type.dtype).kind in "biu":
+        raise ValueError(
+            f"outputs: op {parsed.spelled!r} of output {position} would not be {variable.type.dtype}, as it is; "
+            "choose 'sum', 'prod', 'min', 'max', 'gather' or None, or cast the output"
+        )
+    return parsed
+
+
+def _check_kwargs(library: GraphLibrary, kwargs: dict[str, Any]) -> None:
+    try:
+        inspect.signature(library.package.function).bind([], [], updates=[], givens=[], **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{library.name}.function: {error}") from None

@@ -1,0 +1,174 @@
+"""What a function computes, on any rank.
+
+`Program`
+    The user's inputs, outputs and updates, and the compiled functions made of them.
+`Variant`
+    One of the ways in which a program is compiled.
+
+A program is compiled in variants, each when it is first called for: as the user wrote it; with rows chosen from the
+sliceable shared variables; with updates returned, to be accumulated over slices; with a subset of the outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from synkhronos.function.reduce import Op
+from synkhronos.graphs import GraphLibrary
+from synkhronos.graphs.family import Input
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One of the ways in which a program is compiled.
+
+    Attributes
+    ----------
+    rows : str or None
+        How rows of the sliceable shared variables are chosen by additional inputs: "slice" by start and stop, "index"
+        by a vector of indexes, None not at all.
+    accumulate : bool
+        Whether the values for the user's updates are returned behind the outputs, and nothing is updated but random
+        generators.
+    subset : tuple of int or None
+        Which outputs; None for all.
+    """
+
+    rows: str | None = None
+    accumulate: bool = False
+    subset: tuple[int, ...] | None = None
+
+
+@dataclass
+class Program:
+    """What a function computes.
+
+    Attributes
+    ----------
+    inputs : list of Input
+        First those that are scattered, then those that go whole to every rank.
+    n_scattered : int
+    outputs : list
+        Variables, or the library's ``Out`` around them.
+    output_ops : list of Op
+    updates : list of (shared variable, expression)
+    update_ops : list of Op
+    givens : list of (variable, expression)
+    sliceable : list of shared variables
+    kwargs : dict
+        For the library's ``function``.
+    name : str
+    library : GraphLibrary
+        Whose variables these are.
+    compiled : dict of Variant to function
+        What this rank has compiled so far.
+    buffers : dict of int to ndarray
+        Memory for the rows that this rank picks for each input.
+    """
+
+    inputs: list[Input]
+    n_scattered: int
+    outputs: list[Any]
+    output_ops: list[Op]
+    updates: list[tuple[Any, Any]]
+    update_ops: list[Op]
+    givens: list[tuple[Any, Any]]
+    sliceable: list[Any]
+    kwargs: dict[str, Any]
+    name: str
+    library: GraphLibrary
+    compiled: dict[Variant, Callable[..., Any]] = field(default_factory=dict)
+    buffers: dict[int, Any] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "compiled": {}, "buffers": {}}
+
+    def variables(self) -> list[Any]:
+        """Return all variables that the program names."""
+        return [
+            *(entry.variable for entry in self.inputs),
+            *(self.library.output_variable(output) for output in self.outputs),
+            *(variable for pair in self.updates for variable in pair),
+            *(variable for pair in self.givens for variable in pair),
+            *self.sliceable,
+        ]
+
+    def shareds(self) -> list[Any]:
+        """Return every shared variable that the program reads or writes."""
+        return self.library.shareds(self.variables())
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether a compiled function may return before it has computed."""
+        return self.library.uses_xla(self.kwargs.get("mode"))
+
+    def function(self, variant: Variant) -> Callable[..., Any]:
+        """Return the compiled function, compiling it now if it isn't yet."""
+        function = self.compiled.get(variant)
+        if function is None:
+            function = self.compiled[variant] = self._compile(variant)
+        return function
+
+    def _compile(self, variant: Variant) -> Callable[..., Any]:
+        library = self.library
+        inputs = [entry.wrapped for entry in self.inputs]
+        outputs = self.outputs if variant.subset is None else [self.outputs[i] for i in variant.subset]
+        kwargs = dict(self.kwargs)
+        if variant.rows is None and not variant.accumulate:
+            return library.function(inputs, outputs, updates=self.updates, givens=self.givens, **kwargs)
+
+        updates = self.updates + self._default_updates()
+        variables = [library.output_variable(output) for output in outputs]
+        expressions = [library.convert(shared, expression) for shared, expression in updates]
+        targets, given = [shared for shared, _ in updates], [expression for _, expression in self.givens]
+        if variant.rows is not None:
+            rows, cut = self._row_inputs(variant.rows)
+            inputs = inputs + rows
+            cloned = library.clone([*variables, *expressions, *given], {s: cut(s) for s in self.sliceable})
+            n, m = len(variables), len(expressions)
+            variables, expressions, given = cloned[:n], cloned[n : n + m], cloned[n + m :]
+            # A program may have sliceable variables that some outputs don't use.
+            kwargs["on_unused_input"] = "ignore"
+        outputs = [library.with_output_variable(o, v) for o, v in zip(outputs, variables, strict=True)]
+        pairs = list(zip(targets, expressions, strict=True))
+        if variant.accumulate:
+            # Generators go on from slice to slice; what the user updates must look the same to every slice.
+            n_users = len(self.updates)
+            outputs = outputs + [e for i, (s, e) in enumerate(pairs) if self._is_accumulated(i)]
+            pairs = [pair for i, pair in enumerate(pairs) if i >= n_users or not self._is_accumulated(i)]
+        kwargs["no_default_updates"] = True
+        givens = [(key, value) for (key, _), value in zip(self.givens, given, strict=True)]
+        return library.function(inputs, outputs, updates=pairs, givens=givens, **kwargs)
+
+    def accumulated(self) -> list[tuple[Any, Op]]:
+        """Return the shared variables whose updates are accumulated over slices, with their ops."""
+        return [
+            (shared, op)
+            for i, ((shared, _), op) in enumerate(zip(self.updates, self.update_ops, strict=True))
+            if self._is_accumulated(i)
+        ]
+
+    def _is_accumulated(self, index: int) -> bool:
+        return index < len(self.updates) and not self.library.is_generator(self.updates[index][0])
+
+    def _default_updates(self) -> list[tuple[Any, Any]]:
+        """Return the updates that the library would add by itself."""
+        without = self.kwargs.get("no_default_updates", False)
+        if without is True:
+            return []
+        excluded = {id(shared) for shared, _ in self.updates} | {id(v) for v in (without or [])}
+        return [
+            (shared, shared.default_update)
+            for shared in self.shareds()
+            if getattr(shared, "default_update", None) is not None and id(shared) not in excluded
+        ]
+
+    def _row_inputs(self, rows: str) -> tuple[list[Any], Callable[[Any], Any]]:
+        tensor = self.library.tensor
+        if rows == "slice":
+            start, stop = tensor.lscalar("start"), tensor.lscalar("stop")
+            return [start, stop], lambda shared: shared[start:stop]
+        index = tensor.lvector("rows")
+        return [index], lambda shared: shared[index]

@@ -1,0 +1,147 @@
+"""How results of slices and ranks become one.
+
+`Op`
+    A reduction, as the user named it.
+`Accumulator`
+    Takes values one by one and gives their reduction.
+
+    ========  =============================================================
+    op        the reduction of values v_i that come from w_i rows each
+    ========  =============================================================
+    avg       (v_1 + ... + v_k) / k
+    mean      (w_1 v_1 + ... + w_k v_k) / (w_1 + ... + w_k)
+    sum       v_1 + ... + v_k
+    prod      v_1 * ... * v_k
+    min, max  elementwise
+    gather    joined along axis 0 (scalars become a vector)
+    None      the last value; of ranks, the master's own
+    ========  =============================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from synkhronos.devices.host import UFUNCS
+
+NAMES = ("avg", "mean", "sum", "prod", "min", "max", "gather")
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """A reduction.
+
+    Attributes
+    ----------
+    name : str or None
+        One of `NAMES`, or None.
+    on_host : bool
+        Whether to reduce in host memory in any case: the user's ``c_``.
+    """
+
+    name: str | None
+    on_host: bool = False
+
+    @classmethod
+    def parse(cls, op: Any, argument: str) -> Op:
+        """Read the user's word for a reduction."""
+        if op is None:
+            return cls(None)
+        if not isinstance(op, str):
+            raise TypeError(f"{argument}: expected an op ({_choices()}), got {op!r}")
+        name = op.removeprefix("c_")
+        if name not in NAMES:
+            raise ValueError(f"{argument}: expected an op ({_choices()}), got {op!r}")
+        return cls(name, name != op)
+
+    @property
+    def spelled(self) -> str | None:
+        """The user's word."""
+        return f"c_{self.name}" if self.on_host else self.name
+
+    @property
+    def divides(self) -> bool:
+        """Whether the result is no integer where the values are."""
+        return self.name in ("avg", "mean")
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether all values need the same shape."""
+        return self.name not in (None, "gather")
+
+    @property
+    def ufunc(self) -> np.ufunc:
+        """The NumPy function that combines two (weighted) values."""
+        return np.add if self.name == "mean" else UFUNCS[str(self.name)]
+
+
+def _choices() -> str:
+    return ", ".join(map(repr, NAMES)) + ", each with 'c_' in front for host memory, or None"
+
+
+class Accumulator:
+    """Takes values one by one and gives their reduction.
+
+    Parameters
+    ----------
+    op : Op
+
+    Examples
+    --------
+    >>> total = Accumulator(Op("mean"))
+    >>> total.add(np.float64(1.0), 3)
+    >>> total.add(np.float64(2.0), 1)
+    >>> total.result()
+    array(1.25)
+    """
+
+    def __init__(self, op: Op):
+        self.op = op
+        self.rows = 0
+        self.count = 0
+        self._value: Any = None
+        self._parts: list[Any] = []
+        self._dtype: np.dtype | None = None
+
+    def add(self, value: Any, rows: int) -> None:
+        """Take a value that came from so many rows."""
+        self.rows += rows
+        self.count += 1
+        if self.op.name is None:
+            self._value = value
+            return
+        value = np.asarray(value)
+        if self.op.name == "gather":
+            self._parts.append(np.atleast_1d(value))
+            return
+        weighted = self._weigh(value, rows)
+        if self._value is None:
+            self._value = np.array(weighted) if weighted is value else np.asarray(weighted)
+        elif self._value.shape != value.shape:
+            raise ValueError(
+                f"op {self.op.spelled!r} needs the same shape from all, got {self._value.shape} and {value.shape}"
+            )
+        else:
+            self.op.ufunc(self._value, weighted, out=self._value)
+
+    def _weigh(self, value: np.ndarray, rows: int) -> np.ndarray:
+        if not self.op.divides:
+            return value
+        self._dtype = value.dtype
+        if value.dtype == np.float16:  # a sum over rows soon exceeds its range
+            value = value.astype(np.float32)
+        return np.multiply(value, rows, dtype=value.dtype) if self.op.name == "mean" else value
+
+    def result(self) -> Any:
+        """Return the reduction of what was taken; at least one value."""
+        if self.op.name == "gather":
+            return self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts)
+        if not self.op.divides:
+            return self._value
+        total = self.rows if self.op.name == "mean" else self.count
+        # Nothing was computed from any row: the serial library's own word (0 / 0) stays.
+        value = self._value if total == 0 and self.count else np.true_divide(self._value, total)
+        return np.asarray(value, self._dtype)

@@ -1,0 +1,236 @@
+"""What PyTensor and Theano have in common.
+
+`GraphLibrary`
+    Compiles, clones and walks graphs; reads and writes shared variables; moves random generators.
+`Input`
+    One input of a function, whatever the user wrapped it in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a function.
+
+    Attributes
+    ----------
+    variable
+        The symbolic variable.
+    name : str or None
+        Under which it may be passed by keyword.
+    mutable : bool
+        Whether the compiled function may overwrite what it is given.
+    strict : bool
+        Whether values have to have the exact dtype.
+    allow_downcast : bool or None
+        Whether values may lose precision when they are cast; None allows it for Python floats.
+    default
+        A value to use where none is passed, in a list of one; empty if there is none.
+    wrapped
+        What the user passed: the variable itself, or the library's ``In`` around it.
+    """
+
+    variable: Any
+    name: str | None
+    mutable: bool
+    strict: bool
+    allow_downcast: bool | None
+    default: tuple[Any, ...]
+    wrapped: Any
+
+
+class GraphLibrary:
+    """One graph library.
+
+    Parameters
+    ----------
+    package : module
+        The library's own package: ``pytensor`` or ``theano``.
+
+    Attributes
+    ----------
+    name : str
+    tensor : module
+        ``pytensor.tensor`` or ``theano.tensor``.
+    """
+
+    name: str
+    tensor: ModuleType
+
+    def __init__(self, package: ModuleType):
+        self.name = package.__name__
+        self.package = package
+
+    def __reduce__(self) -> Any:
+        from synkhronos.graphs import library_named  # the package imports this module first
+
+        return library_named, (self.name,)
+
+    @property
+    def floatX(self) -> str:  # noqa: N802 - the libraries' own word
+        """The default float dtype."""
+        return self.package.config.floatX
+
+    # -- what is what ----------------------------------------------------------------------------------------
+
+    @property
+    def variable_class(self) -> type:
+        """The class of all variables."""
+        raise NotImplementedError
+
+    @property
+    def shared_class(self) -> type:
+        """The class of shared variables."""
+        raise NotImplementedError
+
+    def is_variable(self, value: Any) -> bool:
+        """Whether the value is a variable of this library."""
+        return isinstance(value, self.variable_class)
+
+    def is_shared(self, value: Any) -> bool:
+        """Whether the value is a shared variable of this library."""
+        return isinstance(value, self.shared_class)
+
+    def is_array(self, variable: Any) -> bool:
+        """Whether the variable's values are arrays with a dtype and a number of dimensions."""
+        return hasattr(variable.type, "ndim") and hasattr(variable.type, "dtype")
+
+    def is_generator(self, shared: Any) -> bool:
+        """Whether a shared variable holds the state of a random number generator."""
+        raise NotImplementedError
+
+    def input(self, value: Any) -> Input:
+        """Describe what the user passed as an input of a function."""
+        raise NotImplementedError
+
+    def output_variable(self, value: Any) -> Any:
+        """Return the variable of an output: itself, or what the library's ``Out`` wraps."""
+        raise NotImplementedError
+
+    def with_output_variable(self, output: Any, variable: Any) -> Any:
+        """Return the output with another variable in it."""
+        raise NotImplementedError
+
+    # -- graphs ----------------------------------------------------------------------------------------------
+
+    def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Callable[..., Any]:
+        """Compile, with the library's own ``function``."""
+        return self.package.function(inputs, outputs, **kwargs)
+
+    def shared(self, value: Any, name: str | None = None, **kwargs: Any) -> Any:
+        """Make a shared variable."""
+        return self.package.shared(value, name=name, **kwargs)
+
+    def grad(self, cost: Any, wrt: Any) -> Any:
+        """Return the gradients of a scalar with respect to variables."""
+        return self.package.grad(cost, wrt)
+
+    def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:
+        """Return copies of the outputs' graphs with variables replaced."""
+        raise NotImplementedError
+
+    def uses_xla(self, mode: Any) -> bool:
+        """Whether functions of this mode are compiled by XLA.
+
+        Then the length of each slice is fixed when compiling, and a call may return before it has computed.
+        """
+        return False
+
+    def finish(self, values: Sequence[Any]) -> None:
+        """Wait until values that XLA promised are there."""
+
+    def nodes(self, variables: Iterable[Any]) -> list[Any]:
+        """Return the Apply nodes above some variables, every node after those that it depends on.
+
+        Default updates of shared variables count as above them.
+        """
+        order: list[Any] = []
+        seen: set[int] = set()
+        stack: list[tuple[Any, bool]] = [(v.owner, False) for v in variables if v.owner is not None]
+        for shared in [v for v in variables if self.is_shared(v)]:
+            stack.extend(self._default_update_nodes(shared))
+        while stack:
+            node, expanded = stack.pop()
+            if expanded:
+                order.append(node)
+                continue
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            stack.append((node, True))
+            for variable in node.inputs:
+                if variable.owner is not None:
+                    stack.append((variable.owner, False))
+                elif self.is_shared(variable):
+                    stack.extend(self._default_update_nodes(variable))
+        return order
+
+    def _default_update_nodes(self, shared: Any) -> list[tuple[Any, bool]]:
+        update = getattr(shared, "default_update", None)
+        return [(update.owner, False)] if update is not None and update.owner is not None else []
+
+    def shareds(self, variables: Sequence[Any]) -> list[Any]:
+        """Return the shared variables among and above some variables, each once, in the graph's order."""
+        found: dict[int, Any] = {}
+        leaves = list(variables)
+        for node in self.nodes(variables):
+            leaves.extend(node.inputs)
+        for variable in leaves:
+            if self.is_shared(variable):
+                found.setdefault(id(variable), variable)
+        return list(found.values())
+
+    # -- values ----------------------------------------------------------------------------------------------
+
+    def filter(self, entry: Input, value: Any) -> np.ndarray:
+        """Return a value as the library would take it for an input: cast where it casts, refused where it refuses."""
+        return np.asarray(
+            entry.variable.type.filter(value, strict=entry.strict, allow_downcast=entry.allow_downcast)
+        )
+
+    def convert(self, shared: Any, expression: Any) -> Any:
+        """Return an update's expression as one of the shared variable's type."""
+        return shared.type.filter_variable(expression, allow_convert=True)
+
+    def get(self, shared: Any) -> Any:
+        """Return the array in a shared variable's container: the container's own, not a copy."""
+        return shared.container.storage[0]
+
+    def put(self, shared: Any, value: Any) -> None:
+        """Put an array into a shared variable's container, as it is where the type allows."""
+        shared.container.value = value
+
+    def accepts(self, shared: Any, shape: tuple[int, ...]) -> bool:
+        """Whether values of this shape fit the shared variable's type."""
+        fixed = self.fixed_shape(shared)
+        return len(fixed) == len(shape) and all(f is None or f == s for f, s in zip(fixed, shape, strict=True))
+
+    def fixed_shape(self, variable: Any) -> tuple[int | None, ...]:
+        """Return the lengths that the variable's type fixes, None where it leaves them open."""
+        return tuple(1 if b else None for b in variable.type.broadcastable)
+
+    def move_generator(self, shared: Any, distance: int) -> None:
+        """Move a random generator ``distance`` jumps ahead in its stream: streams so moved apart never meet."""
+        raise NotImplementedError
+
+
+def jump(bit_generator: Any, distance: int) -> Any:
+    """Return a NumPy bit generator ``distance`` jumps ahead.
+
+    A jump is a distance known for each kind (``jumped`` in NumPy's documentation): 2**127 draws for PCG64, 2**128
+    for MT19937 and Philox.
+    """
+    if not hasattr(bit_generator, "jumped"):
+        raise TypeError(
+            f"random numbers of {type(bit_generator).__name__} can't be moved apart by rank: it has no jumps; "
+            "use numpy.random.PCG64 (the default), Philox or MT19937"
+        )
+    return bit_generator.jumped(distance)

@@ -1,0 +1,211 @@
+"""Copies graphs to all ranks, each shared variable once.
+
+`Mirror`
+    The master's record of which shared variables the workers have.
+`Parcel`, `Receive`
+    Pickled objects in shared memory, arrays beside the stream, and the command that unpacks them.
+`stored`
+    A mirrored object on any rank, by its key.
+
+Every rank has its own copy of each shared variable.  The master gives each a key when it is first sent; pickles that
+follow say the key in its place, so that functions made later refer to the same copy.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from synkhronos.graphs import library_of
+from synkhronos.ranks import Rank, Session, SharedArray
+
+#: Arrays in a parcel start at multiples of this many bytes, as processors like them.
+_ALIGNMENT = 64
+
+
+class Mirror:
+    """The master's record of the shared variables that the workers have.
+
+    Variables are held weakly: one that the user has dropped is dropped on all ranks.
+    """
+
+    def __init__(self, session: Session):
+        self._session = weakref.ref(session)
+        self._keys: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
+        self._declared: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._last = 0
+
+    @classmethod
+    def of(cls, session: Session) -> Mirror:
+        """Return the session's mirror."""
+        mirror = session.rank.store.get("mirror")
+        if mirror is None:
+            mirror = session.rank.store["mirror"] = cls(session)
+        return mirror
+
+    def declare(self, shareds: Iterable[Any]) -> None:
+        """Note that a function uses these shared variables: they may be sent when somebody asks for them."""
+        for shared in shareds:
+            self._declared.add(shared)
+
+    def is_declared(self, shared: Any) -> bool:
+        """Whether a function uses the shared variable."""
+        return shared in self._declared
+
+    def key(self, shared: Any) -> tuple[str, int] | None:
+        """Return a shared variable's key, None if the workers don't have it."""
+        return self._keys.get(shared)
+
+    def send(self, values: Sequence[tuple[Any, Any]], variables: Sequence[Any]) -> None:
+        """Copy values to the workers, under their keys, with the shared variables that are new to them.
+
+        Parameters
+        ----------
+        values : list of (key, object)
+            What to keep in the workers' stores; may be none.
+        variables : list of variables
+            All that the values are made of.
+
+        Raises
+        ------
+        Exception
+            What pickling raised, if a graph can't be pickled; nothing is sent then.
+        """
+        session = self._session()
+        assert session is not None
+        library = library_of(*variables[:1]) if variables else None
+        shareds = library.shareds(variables) if library is not None else []
+        keyed = []
+        for shared in shareds:
+            if self.key(shared) is None:
+                self._last += 1
+                keyed.append((("shared", self._last), shared))
+        if session.size > 1:
+            # Every node comes after those it depends on, so that pickle, which follows references, never goes deep.
+            nodes = library.nodes(variables) if library is not None else []
+            parcel = self.pack((nodes, [*keyed, *values], len(keyed)))
+            try:
+                session.run(Receive(parcel))
+            except BaseException:
+                for key, _ in [*keyed, *values]:
+                    session.release_stored(key)
+                raise
+            finally:
+                session.release_segment(parcel.where.key)
+        for key, shared in keyed:
+            self._keys[shared] = key
+            session.rank.store[key] = weakref.ref(shared)
+            weakref.finalize(shared, _release, self._session, key)
+
+    def pack(self, value: Any) -> Parcel:
+        """Pickle a value for the workers: shared variables that they have become keys."""
+        session = self._session()
+        assert session is not None
+        buffers: list[pickle.PickleBuffer] = []
+        stream = io.BytesIO()
+        _Pickler(stream, self._keys, buffers).dump(value)
+        parts = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
+        spans, end = [], 0
+        for part in parts:
+            spans.append((end, part.nbytes))
+            end += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+        segment = session.create_segment(end)
+        memory = segment.array((end,), np.dtype(np.uint8))
+        for (at, length), part in zip(spans, parts, strict=True):
+            memory[at : at + length] = np.frombuffer(part, np.uint8)
+        return Parcel(SharedArray(segment.key, np.dtype(np.uint8), (end,)), tuple(spans))
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A pickled value in shared memory."""
+
+    where: SharedArray
+    spans: tuple[tuple[int, int], ...]
+
+    def unpack(self, rank: Rank) -> Any:
+        """Return the value; its arrays are copies in this process' own memory."""
+        memory = self.where.view(rank.segments)
+        stream, *arrays = (memory[at : at + length] for at, length in self.spans)
+        unpickler = _Unpickler(io.BytesIO(stream), buffers=[array.copy() for array in arrays])
+        unpickler.rank = rank
+        return unpickler.load()
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """The command that unpacks what the master sent: on every rank but the master, which has it."""
+
+    parcel: Parcel
+
+    def run(self, rank: Rank) -> None:
+        """Keep the objects, and move the random generators among the new shared variables."""
+        if rank.is_master:
+            return
+        _, values, n_shareds = self.parcel.unpack(rank)
+        for key, value in values:
+            rank.store[key] = _Kept(value)
+        _move_generators([shared for _, shared in values[:n_shareds]], rank)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes the key of a shared variable in its place."""
+
+    def __init__(self, stream: io.BytesIO, keys: Any, buffers: list[pickle.PickleBuffer]):
+        super().__init__(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
+        self._keys = keys
+
+    def persistent_id(self, value: Any) -> Any:
+        if getattr(value, "container", None) is None:  # quick: this is asked of every object in the graph
+            return None
+        try:
+            return self._keys.get(value)
+        except TypeError:
+            return None
+
+
+class _Unpickler(pickle.Unpickler):
+    rank: Rank
+
+    def persistent_load(self, key: Any) -> Any:
+        return self.rank.store[key]()
+
+
+def _release(session: weakref.ref[Session], key: tuple[str, int]) -> None:
+    alive = session()
+    if alive is not None:
+        alive.release_stored(key)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Stands on a worker where the master has a weak reference: a call returns the object."""
+
+    value: Any
+
+    def __call__(self) -> Any:
+        return self.value
+
+
+def stored(rank: Rank, key: Any) -> Any:
+    """Return this rank's own copy of a mirrored object."""
+    reference: Callable[[], Any] = rank.store[key]
+    return reference()
+
+
+def _move_generators(shareds: Sequence[Any], rank: Rank) -> None:
+    """Move the random generators among a rank's new shared variables to the rank's own streams.
+
+    The master's stay: it draws what the serial program would.
+    """
+    distance = (rank.number - rank.root) % rank.size
+    for shared in shareds:
+        library = library_of(shared)
+        if distance and library.is_generator(shared):
+            library.move_generator(shared, distance)

@@ -1,0 +1,70 @@
+"""PyTensor, 3.0 or newer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytensor
+import pytensor.tensor
+from pytensor.compile import In, Out, SharedVariable
+from pytensor.compile.mode import get_mode
+from pytensor.graph.basic import Variable
+from pytensor.graph.replace import clone_replace
+
+from synkhronos.graphs.family import GraphLibrary, Input, jump
+
+
+class PyTensor(GraphLibrary):
+    """PyTensor."""
+
+    tensor = pytensor.tensor
+    variable_class = Variable
+    shared_class = SharedVariable
+
+    def is_generator(self, shared: Any) -> bool:
+        """Whether the variable holds a NumPy Generator."""
+        return isinstance(self.get(shared), np.random.Generator)
+
+    def move_generator(self, shared: Any, distance: int) -> None:
+        """Jump the Generator."""
+        generator = self.get(shared)
+        self.put(shared, type(generator)(jump(generator.bit_generator, distance)))
+
+    def input(self, value: Any) -> Input:
+        """Describe a variable, or an ``In``."""
+        if isinstance(value, In):
+            return Input(
+                value.variable, value.name, bool(value.mutable), value.strict, value.allow_downcast, (), value
+            )
+        return Input(value, value.name, False, False, None, (), value)
+
+    def output_variable(self, value: Any) -> Any:
+        """Return the variable of an output, or of an ``Out``."""
+        return value.variable if isinstance(value, Out) else value
+
+    def with_output_variable(self, output: Any, variable: Any) -> Any:
+        """Put another variable in the place of an output's."""
+        return Out(variable, borrow=output.borrow) if isinstance(output, Out) else variable
+
+    def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:
+        """Return copies of the outputs' graphs with variables replaced."""
+        return list(clone_replace(list(outputs), replace, rebuild_strict=False))
+
+    def uses_xla(self, mode: Any) -> bool:
+        """JAX mode does."""
+        return type(get_mode(mode).linker).__name__ == "JAXLinker"
+
+    def finish(self, values: Sequence[Any]) -> None:
+        """Wait for JAX arrays."""
+        for value in values:
+            if hasattr(value, "block_until_ready"):
+                value.block_until_ready()
+
+    def fixed_shape(self, variable: Any) -> tuple[int | None, ...]:
+        """Return the static shape."""
+        return tuple(variable.type.shape)
+
+
+LIBRARY = PyTensor(pytensor)

@@ -1,0 +1,103 @@
+"""Theano 1.0.5."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import theano
+import theano.tensor
+from theano.compile.io import In, SymbolicInput, SymbolicOutput
+from theano.compile.sharedvalue import SharedVariable
+from theano.gof.graph import Variable
+
+from synkhronos.graphs.family import GraphLibrary, Input, jump
+
+# MRG31k3p: two recurrences of order 3 modulo these primes (L'Ecuyer and Touzin, "Fast combined multiple recursive
+# generators with multipliers of the form a = 2^q +- 2^r", WSC 2000).  One step of each is a product with its matrix.
+_M1, _M2 = 2**31 - 1, 2**31 - 21069
+_A1 = ((0, 2**22, 2**7 + 1), (1, 0, 0), (0, 1, 0))
+_A2 = ((2**15, 0, 2**15 + 1), (1, 0, 0), (0, 1, 0))
+#: Steps between the streams of two ranks.  Theano's own are 2**134 apart, one for each random variable, and 2**72
+#: within one; the period is about 2**185.
+_MRG_JUMP = 2**170
+
+
+class Theano(GraphLibrary):
+    """Theano."""
+
+    tensor = theano.tensor
+    variable_class = Variable
+    shared_class = SharedVariable
+
+    def is_generator(self, shared: Any) -> bool:
+        """Whether the variable holds a RandomState, or the state of an MRG stream."""
+        return isinstance(self.get(shared), np.random.RandomState) or _is_mrg_state(shared)
+
+    def move_generator(self, shared: Any, distance: int) -> None:
+        """Jump the RandomState, or multiply the MRG state by the power of its matrices."""
+        state = self.get(shared)
+        if isinstance(state, np.random.RandomState):
+            source = np.random.MT19937()
+            source.state = state.get_state(legacy=False)
+            moved = np.random.RandomState(jump(source, distance))
+            self.put(shared, moved)
+        else:
+            self.put(shared, _jump_mrg(np.asarray(state), distance))
+
+    def input(self, value: Any) -> Input:
+        """Describe a variable, or an ``In``."""
+        if isinstance(value, SymbolicInput):
+            default = (value.value,) if isinstance(value, In) and value.value is not None else ()
+            return Input(
+                value.variable, value.name, bool(value.mutable), value.strict, value.allow_downcast, default, value
+            )
+        return Input(value, value.name, False, False, None, (), value)
+
+    def output_variable(self, value: Any) -> Any:
+        """Return the variable of an output, or of an ``Out``."""
+        return value.variable if isinstance(value, SymbolicOutput) else value
+
+    def with_output_variable(self, output: Any, variable: Any) -> Any:
+        """Put another variable in the place of an output's."""
+        return SymbolicOutput(variable, borrow=output.borrow) if isinstance(output, SymbolicOutput) else variable
+
+    def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:
+        """Return copies of the outputs' graphs with variables replaced."""
+        return list(theano.clone(list(outputs), replace, strict=False))
+
+
+def _is_mrg_state(shared: Any) -> bool:
+    update = getattr(shared, "default_update", None)
+    return update is not None and update.owner is not None and type(update.owner.op).__name__.startswith("mrg_uniform")
+
+
+def _jump_mrg(state: np.ndarray, distance: int) -> np.ndarray:
+    """Return MRG states, one a row of six, ``distance`` jumps ahead.
+
+    Examples
+    --------
+    >>> _jump_mrg(np.full((1, 6), 12345, np.int32), 0)[0, 0]
+    12345
+    """
+    power = distance * _MRG_JUMP
+    moved = [
+        np.array(_matrix_power(matrix, power, modulus), object) @ part.astype(object).T % modulus
+        for matrix, modulus, part in ((_A1, _M1, state[:, :3]), (_A2, _M2, state[:, 3:]))
+    ]
+    return np.concatenate(moved).T.astype(state.dtype)
+
+
+def _matrix_power(matrix: Sequence[Sequence[int]], power: int, modulus: int) -> Any:
+    """Return a power of a 3 by 3 matrix modulo a prime, by repeated squaring of exact integers."""
+    result, square = np.array(((1, 0, 0), (0, 1, 0), (0, 0, 1)), object), np.array(matrix, object)
+    while power:
+        if power & 1:
+            result = result @ square % modulus
+        square = square @ square % modulus
+        power >>= 1
+    return result
+
+
+LIBRARY = Theano(theano)

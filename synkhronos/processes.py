@@ -1,0 +1,117 @@
+"""Starts and ends the ranks.
+
+`fork`
+    Forks workers and binds each rank to its device.
+`close`
+    Ends them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from synkhronos import ranks
+from synkhronos.devices import Device, choose
+from synkhronos.ranks import Rank
+
+__all__ = ["close", "fork"]
+
+#: More ranks than this on one machine is taken for a mistake.
+_MOST = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Bind:
+    """Bind each rank to its device."""
+
+    device: Device
+
+    def run(self, rank: Rank) -> None:
+        self.device.bind(rank)
+
+
+def fork(
+    n_parallel: int | None = None,
+    use_gpu: bool | None = None,
+    master_rank: int = 0,
+    profile_workers: bool = False,
+) -> int:
+    """Fork one worker for each rank but the master's, and bind each rank to its device.
+
+    Parameters
+    ----------
+    n_parallel : int, optional
+        The number of ranks.  By default one for each core that this process may use (on GPUs, one for each).
+    use_gpu : bool, optional
+        By default GPUs where there are some and something installed can drive them, else the CPU.
+    master_rank : int
+        The rank of this process.
+    profile_workers : bool
+        Whether each worker leaves a cProfile file, ``synkhronos_rank{r}_{pid}.prof``, in the working directory.
+
+    Returns
+    -------
+    int
+        The number of ranks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong arguments.
+    RuntimeError
+        If ranks are running already, or ``use_gpu`` asks for GPUs that can't be used.
+
+    Notes
+    -----
+    A worker is a copy of this process as it is now: fork early, before data is loaded and before threads are started
+    that hold locks.  The cores are shared out: each rank's BLAS gets its part of them as threads.
+
+    Examples
+    --------
+    >>> import synkhronos as synk
+    >>> synk.fork(2, use_gpu=False)
+    2
+    >>> synk.close()
+    """
+    if n_parallel is not None:
+        n_parallel = _integer(n_parallel, "n_parallel")
+        if not 1 <= n_parallel <= _MOST:
+            raise ValueError(f"n_parallel: expected a number of ranks from 1 to {_MOST}, got {n_parallel}")
+    if use_gpu is not None and not isinstance(use_gpu, bool | np.bool_):
+        raise TypeError(f"use_gpu: expected True, False or None, got {use_gpu!r}")
+    if not isinstance(profile_workers, bool | np.bool_):
+        raise TypeError(f"profile_workers: expected True or False, got {profile_workers!r}")
+    master_rank = _integer(master_rank, "master_rank")
+    device, size = choose(use_gpu, n_parallel)
+    if not 0 <= master_rank < size:
+        raise ValueError(f"master_rank: expected 0 to {size - 1}, got {master_rank}")
+    session = ranks.fork(size, master_rank, bool(profile_workers))
+    try:
+        session.run(_Bind(device))
+    except BaseException:
+        session.close(kill=True)
+        raise
+    return size
+
+
+def close() -> None:
+    """End the workers and free every shared segment.
+
+    Runs by itself at exit, and does nothing when no ranks are running.  `fork` works again after it; functions made
+    before are sent to the new ranks when they are called, Data objects made before are empty.
+
+    Examples
+    --------
+    >>> import synkhronos as synk
+    >>> synk.close()
+    """
+    ranks.close()
+
+
+def _integer(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name}: expected an integer, got {value!r}")
+    return int(value)

@@ -1,0 +1,39 @@
+"""Who runs, and how do they stay in step?
+
+Processes, commands, errors, liveness, and the shared memory that ranks map.  This room knows nothing of arrays'
+meaning, graphs or devices.
+
+`fork`, `close`, `session`, `turn`
+    The running ranks (`session`).
+`Rank`, `Command`
+    What runs on each of them (`rank`).
+`SharedArray`
+    Where an array lies in memory that all ranks see (`segments`).
+`WorkerError`, `Cancelled`
+    What went wrong (`errors`).
+`available_cores`
+    How many cores there are to share (`threads`).
+"""
+
+from synkhronos.ranks.errors import Cancelled, WorkerError
+from synkhronos.ranks.rank import ROOM, Command, Rank
+from synkhronos.ranks.segments import Segment, SharedArray
+from synkhronos.ranks.session import Session, close, fork, released_with, session, turn
+from synkhronos.ranks.threads import available_cores
+
+__all__ = [
+    "ROOM",
+    "Cancelled",
+    "Command",
+    "Rank",
+    "Segment",
+    "Session",
+    "SharedArray",
+    "WorkerError",
+    "available_cores",
+    "close",
+    "fork",
+    "released_with",
+    "session",
+    "turn",
+]

@@ -1,0 +1,166 @@
+"""The memory and the semaphores through which ranks keep in step.
+
+`Control`
+    Counters, mailbox, slots and scratch memory that all ranks inherit at the fork, and the one way to wait.
+
+Everything here is made by the master before it forks and has no name any more by then: the memory is anonymous,
+and the semaphores are unlinked as soon as they are open.
+
+Counters only grow, and each has one writer, so that reading them needs no lock.  A rank that waits for a counter
+spins for some microseconds and then sleeps on its own semaphore, its *bell*; whoever writes the counter rings it
+if it sleeps.  A bell is a hint and nothing more: the sleeper looks at the counter again, so that a spurious ring
+does no harm, and it wakes by itself every `POLL` seconds to see whether its peers are alive.
+"""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+import threading
+from collections.abc import Callable
+from os import sched_yield
+from time import perf_counter
+
+import posix_ipc
+
+#: Bytes of the mailbox; a longer command travels in a shared segment of its own.
+MAILBOX = 1 << 18
+#: Bytes of one slot: what a rank shows to the others at one step.
+SLOT = 1 << 16
+#: Bytes of one half of a rank's scratch memory, through which host collectives stream.
+SCRATCH = 1 << 20
+#: Seconds after which a sleeping rank looks whether its peers are alive.
+POLL = 0.05
+#: Seconds for which a rank looks at a counter before it sleeps, if every rank has a core of its own.  Longer than it
+#: takes to wake a process whose core has gone to sleep (about 0.1 ms on a virtual machine): or two ranks that take
+#: turns would each sleep every time.
+SPIN = 250e-6
+
+#: Why a rank sleeps; whoever changes something rings those who sleep for it.
+AWAKE, FOR_COMMAND, FOR_STEP, FOR_JOIN = range(4)
+
+_FIXED = 8  # words before the counters of the ranks
+
+
+class Control:
+    """What the ranks of one session share from the fork on.
+
+    Parameters
+    ----------
+    size : int
+        The number of ranks.
+    spin : float
+        Seconds for which to look at a counter before sleeping.
+
+    Attributes
+    ----------
+    words : memoryview
+        Unsigned 64-bit words, among them (by the constants of this class) the number of the last command posted,
+        of the last that failed, and the length of the message in the mailbox.
+    done, arrived, sleeping : memoryview
+        One word a rank: the last command it finished, the last step it reached, why it sleeps.
+    """
+
+    POSTED, FAILED, LENGTH, ANNOUNCED = range(4)
+
+    def __init__(self, size: int, spin: float):
+        self.size = size
+        self.spin = spin
+        n_words = _FIXED + 4 * size
+        self._slots_at = -(-n_words * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._scratch_at = self._slots_at + MAILBOX + 3 * size * SLOT
+        self._memory = mmap.mmap(-1, self._scratch_at + 2 * size * SCRATCH)
+        self.words = memoryview(self._memory)[: n_words * 8].cast("Q")
+        self.done, self.arrived, self.sleeping, self.report_length = (
+            self.words[_FIXED + i * size : _FIXED + (i + 1) * size] for i in range(4)
+        )
+        self.mailbox = memoryview(self._memory)[self._slots_at : self._slots_at + MAILBOX]
+        self._bells = [_semaphore() for _ in range(size)]
+        self._fence_lock = threading.Lock()
+
+    def slot(self, rank: int, which: int) -> memoryview:
+        """Return a slot of a rank: 0 and 1 for steps, in turn, 2 for its report."""
+        at = self._slots_at + MAILBOX + (3 * rank + which) * SLOT
+        return memoryview(self._memory)[at : at + SLOT]
+
+    def scratch(self, rank: int, half: int) -> memoryview:
+        """Return one half of the rank's scratch memory."""
+        at = self._scratch_at + (2 * rank + half) * SCRATCH
+        return memoryview(self._memory)[at : at + SCRATCH]
+
+    def fence(self) -> None:
+        """Make what this rank wrote visible before it reads on.
+
+        Needed between "write my word, then see who sleeps" here and "say that I sleep, then read the words" there:
+        without it each could miss the other's write.  Taking a lock is an atomic operation, which orders memory.
+        """
+        with self._fence_lock:
+            pass
+
+    def ring(self, rank: int, reason: int) -> None:
+        """Wake a rank, if it sleeps for this reason.  Call `fence` between the write and this."""
+        if self.sleeping[rank] == reason:
+            self._bells[rank].release()
+
+    def ring_all(self) -> None:
+        """Wake every rank that sleeps, for whatever reason."""
+        self.fence()
+        for rank in range(self.size):
+            if self.sleeping[rank] != AWAKE:
+                self._bells[rank].release()
+
+    def wait(self, me: int, ready: Callable[[], bool], reason: int, watch: Callable[[], None], poll: float) -> None:
+        """Return when ``ready()`` is true.
+
+        Parameters
+        ----------
+        me : int
+            The rank that waits.
+        ready : callable
+            Looks at counters; cheap, and true for ever once true.
+        reason : int
+            What to write down while asleep.
+        watch : callable
+            Called every ``poll`` seconds of sleep; raises, or ends the process, when there is nobody to wait for.
+        poll : float
+            Seconds.
+        """
+        if ready():
+            return
+        if self.spin:
+            deadline = perf_counter() + self.spin
+            while perf_counter() < deadline:
+                if ready():
+                    return
+                sched_yield()  # the scheduler may have put the peer on this very core
+        bell = self._bells[me]
+        try:
+            while True:
+                self.sleeping[me] = reason
+                self.fence()
+                if ready():
+                    return
+                try:
+                    bell.acquire(poll)
+                except posix_ipc.BusyError:
+                    watch()
+                except posix_ipc.SignalError:
+                    pass  # a signal whose handler returned: look again
+        finally:
+            self.sleeping[me] = AWAKE
+
+    def close(self) -> None:
+        """Close the semaphores; the memory goes with the last view of it."""
+        for bell in self._bells:
+            bell.close()
+
+
+def _semaphore() -> posix_ipc.Semaphore:
+    while True:
+        name = f"/synkhronos-{secrets.token_hex(8)}"
+        try:
+            semaphore = posix_ipc.Semaphore(name, posix_ipc.O_CREX, mode=0o600)
+        except posix_ipc.ExistentialError:
+            continue
+        semaphore.unlink()
+        return semaphore

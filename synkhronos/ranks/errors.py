@@ -1,0 +1,97 @@
+"""The errors that ranks raise.
+
+`WorkerError`
+    A worker raised an exception or died; what the master's caller sees.
+`Cancelled`
+    Another rank failed; what unwinds a rank's part of a command.  Never leaves the library.
+`Report`
+    What one rank has to say of its failure.
+"""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's account of its failure: small, picklable, plain text."""
+
+    rank: int
+    kind: str
+    message: str
+    traceback: str
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException, limit: int) -> Report:
+        """Describe ``error``, with at most ``limit`` characters of its traceback (the end, which says most)."""
+        text = "".join(traceback.format_exception(error))
+        message = str(error)
+        if len(text) > limit:
+            text = "[...]\n" + text[-limit:]
+        return cls(rank, type(error).__qualname__, message[:limit], text)
+
+    def summary(self) -> str:
+        """One line: the rank, the exception's class and the first line of its message."""
+        return f"rank {self.rank}: {self.kind}: {(self.message.splitlines() or [''])[0]}"
+
+
+class WorkerError(RuntimeError):
+    """A worker raised an exception, or died.
+
+    Attributes
+    ----------
+    rank : int
+        The rank that failed (the lowest, when several did).
+    worker_traceback : str
+        The worker's own traceback; empty when the worker died without one.
+    failures : dict of int to str
+        One line for every rank that failed.
+
+    Notes
+    -----
+    After an exception the ranks stay usable.  After a death they are closed: call `synkhronos.fork` again.
+    """
+
+    def __init__(self, message: str, rank: int, worker_traceback: str = "", failures: dict[int, str] | None = None):
+        super().__init__(message)
+        self.rank = rank
+        self.worker_traceback = worker_traceback
+        self.failures = {rank: message} if failures is None else failures
+
+    def __reduce__(self):
+        return type(self), (str(self), self.rank, self.worker_traceback, self.failures)
+
+    @classmethod
+    def of(cls, reports: Sequence[Report]) -> WorkerError:
+        """Make the error for ranks that raised exceptions and are still there."""
+        first = reports[0]
+        head = f"rank {first.rank} raised {first.kind}: {first.message}"
+        others = "".join(f"\n  {report.summary()}" for report in reports[1:])
+        if others:
+            head += f"\nIt was not alone:{others}"
+        head += f"\n\nThe traceback of rank {first.rank}:\n{first.traceback}"
+        return cls(head, first.rank, first.traceback, {report.rank: report.summary() for report in reports})
+
+
+class Cancelled(Exception):
+    """Another rank failed, and this one leaves the command."""
+
+
+def cause_of_death(code: int) -> str:
+    """Say in words what ``os.waitstatus_to_exitcode`` says in a number."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = {
+        "SIGKILL": " (the kernel does this to a process when memory runs out)",
+        "SIGSEGV": " (a crash in compiled code)",
+        "SIGBUS": " (a crash in compiled code, or /dev/shm was full)",
+    }.get(name, "")
+    return f"was killed by {name}{hint}"

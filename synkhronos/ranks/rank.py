@@ -1,0 +1,181 @@
+"""One rank, as a command sees it.
+
+`Rank`
+    This process among the others: its number, its tables, and the steps at which ranks meet.
+`Command`
+    What every rank runs at once.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from synkhronos.ranks.control import FOR_STEP, POLL, SLOT, Control
+from synkhronos.ranks.errors import Cancelled
+from synkhronos.ranks.segments import SegmentTable
+
+#: Steps of one command: the lower bits of the counter in which a rank says how far it has come.
+_STEP_BITS = 24
+_STEP_MASK = (1 << _STEP_BITS) - 1
+
+
+#: Bytes that one `Rank.gather` can show, and one round of `Rank.exchange`.
+ROOM = SLOT - 8
+
+
+class Command(Protocol):
+    """A small picklable object with one method that every rank runs, the master too.
+
+    A command is sent once and may be run again and again from the same object, so that `run` must not change it.
+    """
+
+    def run(self, rank: Rank) -> Any:
+        """Do this rank's part.  What the master's part returns is the result."""
+
+
+class Rank:
+    """This process among the ranks.
+
+    Parameters
+    ----------
+    number, size, root : int
+        The rank of this process, how many there are, and the master's.
+    control : Control
+        What they share.
+    watch : callable
+        Raises, or ends this process, when a peer has died.
+
+    Attributes
+    ----------
+    segments : SegmentTable
+        The shared memory that this rank has mapped.
+    store : dict
+        What the rooms above keep on each rank, by a key of their own.
+    """
+
+    def __init__(self, number: int, size: int, root: int, control: Control, watch: Callable[[], None]):
+        self.number = number
+        self.size = size
+        self.root = root
+        self.control = control
+        self.watch = watch
+        self.segments = SegmentTable()
+        self.store: dict[Any, Any] = {}
+        self.pid = os.getpid()
+        self._command = 0
+        self._step = 0
+
+    @property
+    def is_master(self) -> bool:
+        """Whether this process is the user's own."""
+        return self.number == self.root
+
+    def begin(self, command: int) -> None:
+        """Start counting the steps of a new command."""
+        self._command = command
+        self._step = command << _STEP_BITS
+
+    def barrier(self) -> None:
+        """Return when every rank has come here.
+
+        Raises
+        ------
+        Cancelled
+            If a rank failed in this command: it will not come.
+        """
+        self._arrive()
+        self._wait_for_step(self._step)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Show a picklable value to all ranks, and return theirs, in rank order."""
+        payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        lengths_and_parts = self._exchange_part(payload, 0)
+        longest = max(length for length, _ in lengths_and_parts)
+        parts = [[part] for _, part in lengths_and_parts]
+        at = ROOM
+        while at < longest:
+            for whole, (_, part) in zip(parts, self._exchange_part(payload, at), strict=True):
+                whole.append(part)
+            at += ROOM
+        return [pickle.loads(b"".join(whole)) for whole in parts]
+
+    def gather(self, value: bytes) -> list[bytes] | None:
+        """Show at most `ROOM` bytes to the master alone, without waiting for anyone.
+
+        Returns
+        -------
+        list of bytes, or None
+            In the master, every rank's bytes in rank order; elsewhere None.
+        """
+        step = self._open_slot(value)
+        if not self.is_master:
+            self._arrive()
+            return None
+        self._wait_for_step(step, besides=self.number)
+        values = [value if r == self.number else self._read_slot(r, step) for r in range(self.size)]
+        self._arrive()
+        return values
+
+    # -- the parts of a step ---------------------------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        control = self.control
+        self._step += 1
+        control.arrived[self.number] = self._step
+        control.fence()
+        # Ranks that come early have no news for anyone: the last to come wakes the others, and the last worker the
+        # master, who may be gathering and then comes after them.
+        if self._reached(self._step):
+            for r in range(self.size):
+                control.ring(r, FOR_STEP)
+        elif self._reached(self._step, besides=self.root):
+            control.ring(self.root, FOR_STEP)
+
+    def _reached(self, step: int, besides: int | None = None) -> bool:
+        """Whether all ranks, or all besides one, have come as far as this step."""
+        arrived = self.control.arrived
+        if besides is None:
+            return min(arrived) >= step
+        return all(arrived[r] >= step for r in range(self.size) if r != besides)
+
+    def _wait_for_step(self, step: int, besides: int | None = None) -> None:
+        words, failed, command, reached = self.control.words, Control.FAILED, self._command, self._reached
+
+        def ready() -> bool:
+            return reached(step, besides) or words[failed] == command
+
+        self.control.wait(self.number, ready, FOR_STEP, self.watch, POLL)
+        if words[failed] == command:
+            raise Cancelled
+
+    def _open_slot(self, payload: bytes | memoryview, total: int | None = None) -> int:
+        """Write into this rank's slot for the next step, and return that step.
+
+        Slots are used in turn, so that the one for this step was last used two steps ago; whoever read it then has
+        taken the step in between, unless that was a `gather`, for which nobody waits: hence the wait here.
+        """
+        step = self._step + 1
+        if self._step & _STEP_MASK and not self._reached(step - 1):
+            self._wait_for_step(step - 1)
+        slot = self.control.slot(self.number, step & 1)
+        slot[:8] = (len(payload) if total is None else total).to_bytes(8, "little")
+        slot[8 : 8 + len(payload)] = payload
+        return step
+
+    def _read_slot(self, rank: int, step: int) -> bytes:
+        slot = self.control.slot(rank, step & 1)
+        length = int.from_bytes(slot[:8], "little")
+        return bytes(slot[8 : 8 + length])
+
+    def _exchange_part(self, payload: bytes, at: int) -> list[tuple[int, bytes]]:
+        step = self._open_slot(memoryview(payload)[at : at + ROOM], len(payload))
+        self.barrier()
+        parts = []
+        for r in range(self.size):
+            slot = self.control.slot(r, step & 1)
+            length = int.from_bytes(slot[:8], "little")
+            parts.append((length, bytes(slot[8 : 8 + max(0, min(length - at, ROOM))])))
+        return parts

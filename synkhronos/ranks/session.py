@@ -1,0 +1,422 @@
+"""The running ranks, seen from the master.
+
+`Session`
+    Forks the workers, runs commands on all ranks, notices deaths, ends them.
+`fork`, `close`, `session`
+    Start, end and find the one session of this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from synkhronos.ranks import worker
+from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN, Control
+from synkhronos.ranks.errors import Cancelled, Report, WorkerError, cause_of_death
+from synkhronos.ranks.rank import Command, Rank
+from synkhronos.ranks.segments import Segment, SharedArray, announce, create_unlinked
+from synkhronos.ranks.threads import available_cores, share_threads
+
+_log = logging.getLogger("synkhronos")
+
+#: Seconds that workers get to end by themselves before they are killed.
+GRACE = 2.0
+#: Segments made but not announced yet, at most: each holds a file descriptor.
+_UNANNOUNCED = 64
+
+
+class Release:
+    """Forget segments, and things kept in the ranks' stores, that the master has let go."""
+
+    __slots__ = ("segments", "stored")
+
+    def __init__(self, segments: list[int], stored: list[Any]):
+        self.segments = segments
+        self.stored = stored
+
+    def run(self, rank: Rank) -> None:
+        """Drop them from this rank's tables."""
+        for key in self.segments:
+            rank.segments.drop(key)
+        for key in self.stored:
+            rank.store.pop(key, None)
+
+
+class Session:
+    """The ranks of this process: the master and the workers that it forked.
+
+    Attributes
+    ----------
+    rank : Rank
+        The master's own.
+    size : int
+        The number of ranks.
+    turn : threading.RLock
+        Held while a command is prepared and run: one at a time.
+    """
+
+    def __init__(self, size: int, root: int, profile: bool):
+        self.size = size
+        self.owner = os.getpid()
+        self.turn = threading.RLock()
+        self.closed: str | None = None
+        self._command = 0
+        self._running = False
+        self._last_key = 0
+        self._unannounced: list[tuple[Segment, int, set[int]]] = []
+        self._garbage: list[int] = []
+        self._stored_garbage: list[Any] = []
+        self._at_close: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._children: dict[int, int] = {}
+        self._channels: dict[int, socket.socket] = {}
+        self._control = Control(size, SPIN if size <= available_cores() else 0.0)
+        self.rank = Rank(root, size, root, self._control, self._watch)
+        self._threads = share_threads(size, environment=False)
+        try:
+            for number in range(size):
+                if number != root:
+                    self._fork_worker(number, profile)
+        except BaseException:
+            self.close(kill=True)
+            raise
+
+    def _fork_worker(self, number: int, profile: bool) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_STREAM)
+        self._channels[number] = ours
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()  # or what is buffered would be written twice
+        with warnings.catch_warnings():
+            # Python warns of forking beside threads: a lock that one of them holds stays locked in the child.  The
+            # worker waits on no lock of the master's; it makes its own streams and never runs the master's exit.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            worker.main(number, self.size, self.rank.root, self._control, theirs, profile)
+        self._children[number] = pid
+        theirs.close()
+
+    # -- commands --------------------------------------------------------------------------------------------
+
+    def run(self, command: Command) -> Any:
+        """Run a command on every rank, and return what the master's part returns.
+
+        Raises
+        ------
+        WorkerError
+            If a worker raised an exception, or died.
+        BaseException
+            Whatever the master's own part raised.
+        """
+        with self.turn:
+            self.settle()
+            if self._garbage or self._stored_garbage:
+                self._run(self._take_garbage())
+            return self._run(command)
+
+    def settle(self) -> None:
+        """Return when no rank is busy; an interrupt may have left the workers with a command to finish.
+
+        To be called before anything is written where ranks may still be reading.
+        """
+        if self.closed is not None:
+            raise RuntimeError(self.closed)
+        if self._running:
+            raise RuntimeError("another command is running: a call of this library came from a finalizer or signal handler")
+        if min(self._control.done) < self._command:
+            self._join()
+
+    def _run(self, command: Command) -> Any:
+        control, rank = self._control, self.rank
+        self._running = True
+        try:
+            self._command += 1
+            number = self._command
+            rank.begin(number)
+            result, mine = None, None
+            try:
+                if self.size > 1:
+                    self._post(number, command)
+                result = command.run(rank)
+            except BaseException as error:
+                if self.closed is not None:  # a worker died, and there is nobody left to tell
+                    raise
+                control.words[Control.FAILED] = number
+                control.ring_all()
+                mine = error
+            control.done[rank.number] = number
+            if control.words[Control.POSTED] == number:
+                # A worker that is deep in compiled code may take long to notice an interrupt: `settle` waits for it.
+                self._join(GRACE / 4 if isinstance(mine, KeyboardInterrupt) else None)
+            else:  # never posted: no worker will answer
+                for r in self._children:
+                    control.done[r] = number
+            reports = self._reports() if control.words[Control.FAILED] == number else []
+        finally:
+            self._running = False
+        if mine is not None and not isinstance(mine, Cancelled):
+            for report in reports:
+                mine.add_note(report.summary())
+            raise mine
+        if reports:
+            raise WorkerError.of(reports) from None
+        return result
+
+    def _post(self, number: int, command: Command) -> None:
+        control, words = self._control, self._control.words
+        message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
+        parcel = None
+        if len(message) > MAILBOX:
+            parcel = self.create_segment(len(message))
+            parcel.buffer[: len(message)] = message
+            where = SharedArray(parcel.key, np.dtype("u1"), (len(message),))
+            message = pickle.dumps(worker.Parcel(where), pickle.HIGHEST_PROTOCOL)
+        if self._unannounced:
+            self._announce()
+        control.mailbox[: len(message)] = message
+        words[Control.LENGTH] = len(message)
+        words[Control.ANNOUNCED] = self._last_key
+        words[Control.POSTED] = number
+        control.fence()
+        for r in self._children:
+            control.ring(r, FOR_COMMAND)
+        if parcel is not None:
+            self.release_segment(parcel.key)
+
+    def _join(self, limit: float | None = None) -> None:
+        done, number = self._control.done, self._command
+        deadline = None if limit is None else time.monotonic() + limit
+
+        def finished() -> bool:
+            return min(done) >= number or (deadline is not None and time.monotonic() > deadline)
+
+        self._control.wait(self.rank.number, finished, FOR_JOIN, self._watch, POLL)
+
+    def _reports(self) -> list[Report]:
+        control = self._control
+        return [
+            pickle.loads(control.slot(r, 2)[: control.report_length[r]])
+            for r in sorted(self._children)
+            if control.done[r] == self._command and control.report_length[r]
+        ]
+
+    # -- lives -----------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        for number, pid in self._children.items():
+            code = _ended(pid)
+            if code is not None:
+                del self._children[number]
+                message = (
+                    f"rank {number} (process {pid}) {cause_of_death(code)}; the other workers were ended. "
+                    "Call synkhronos.fork() to start again."
+                )
+                self.close(kill=True)
+                self.closed = message
+                raise WorkerError(message, number)
+
+    def close(self, kill: bool = False) -> None:
+        """End the workers and give back all shared memory.  Does nothing the second time."""
+        if self.closed is not None:
+            return
+        if os.getpid() != self.owner:  # a process that the user forked from the master: the ranks aren't its own
+            self.closed = "the ranks belong to the process that called synkhronos.fork()"
+            return
+        try:
+            if not kill:
+                try:
+                    # Workers busy with what an interrupt left get their time as well.
+                    self._running = False
+                    if min(self._control.done) < self._command:
+                        self._join(GRACE)
+                    if min(self._control.done) >= self._command:
+                        self._run(worker.Exit())
+                except Exception as error:
+                    _log.debug("a worker did not take the command to end: %s", error)
+        finally:
+            if self.closed is None:
+                self.closed = "the ranks were closed: call synkhronos.fork() first"
+                self._end_children(0.0 if kill else GRACE)
+                self._free()
+
+    def _end_children(self, grace: float) -> None:
+        deadline = time.monotonic() + grace
+        for pid in self._children.values():
+            while _ended(pid) is None:
+                if time.monotonic() > deadline:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                    _wait_for(pid)
+                    break
+                time.sleep(0.001)
+        self._children.clear()
+
+    def tell_at_close(self, owner: Any) -> None:
+        """Call ``owner.session_closed()`` when the ranks end, if the owner is still there."""
+        self._at_close.add(owner)
+
+    def _free(self) -> None:
+        for owner in list(self._at_close):
+            owner.session_closed()
+        for _, fd, _ in self._unannounced:
+            os.close(fd)
+        self._unannounced.clear()
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+        self.rank.segments.clear()
+        self.rank.store.clear()
+        self._control.close()
+        self._threads.restore_original_limits()
+
+    # -- shared memory ---------------------------------------------------------------------------------------
+
+    def create_segment(self, nbytes: int) -> Segment:
+        """Make shared memory that every rank finds under the returned segment's key from the next command on.
+
+        Raises
+        ------
+        MemoryError
+            If there is no room in ``/dev/shm``.
+        """
+        if self.closed is not None:
+            raise RuntimeError(self.closed)
+        nbytes = max(1, nbytes)
+        fd = create_unlinked(nbytes)
+        try:
+            segment = Segment(self._last_key + 1, fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._last_key += 1
+        self.rank.segments.add(segment)
+        if self._children:
+            self._unannounced.append((segment, fd, set(self._children)))
+            if len(self._unannounced) > _UNANNOUNCED and not self._running:
+                self.run(Release([], []))
+        else:
+            os.close(fd)
+        return segment
+
+    def _announce(self) -> None:
+        while self._unannounced:
+            segment, fd, waiting = self._unannounced[0]
+            while waiting:
+                number = next(iter(waiting))
+                announce(self._channels[number], segment.key, segment.nbytes, fd)
+                waiting.discard(number)
+            del self._unannounced[0]
+            os.close(fd)
+
+    def release_segment(self, key: int) -> None:
+        """Let go of a segment on every rank: here at once, elsewhere with the next command."""
+        if self.closed is None:
+            self.rank.segments.drop(key)
+            self._garbage.append(key)
+
+    def release_stored(self, key: Any) -> None:
+        """Let go of what the ranks keep in their stores under this key."""
+        if self.closed is None:
+            self.rank.store.pop(key, None)
+            self._stored_garbage.append(key)
+
+    def flush(self) -> None:
+        """Have the workers let go, now, of what was released."""
+        with self.turn:
+            self.settle()
+            if self._garbage or self._stored_garbage:
+                self._run(self._take_garbage())
+
+    def _take_garbage(self) -> Release:
+        # Finalizers append to these lists at any moment: take what is there, item by item.
+        segments = [self._garbage.pop() for _ in range(len(self._garbage))]
+        stored = [self._stored_garbage.pop() for _ in range(len(self._stored_garbage))]
+        return Release(segments, stored)
+
+
+def _ended(pid: int) -> int | None:
+    """Return the exit code of a child that has ended (minus the signal's number), None for one that lives."""
+    try:
+        found, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return 0  # somebody else has waited for it, or the system was told not to keep it
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def _wait_for(pid: int) -> None:
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+_current: Session | None = None
+
+
+def session() -> Session:
+    """Return the running session.
+
+    Raises
+    ------
+    RuntimeError
+        If there is none: before `fork`, after `close`, or after a worker has died.
+    """
+    if _current is None:
+        raise RuntimeError("no ranks are running: call synkhronos.fork() first")
+    if _current.closed is not None:
+        raise RuntimeError(_current.closed)
+    return _current
+
+
+def fork(size: int, root: int, profile: bool) -> Session:
+    """Start a session of ``size`` ranks."""
+    global _current
+    if _current is not None and _current.closed is None and _current.owner == os.getpid():
+        raise RuntimeError(
+            f"{_current.size} ranks are running already: call synkhronos.close() before synkhronos.fork()"
+        )
+    _current = Session(size, root, profile)
+    atexit.unregister(close)
+    atexit.register(close)
+    return _current
+
+
+def close() -> None:
+    """End the session, if there is one."""
+    if _current is not None:
+        _current.close()
+
+
+@contextlib.contextmanager
+def turn() -> Iterator[Session]:
+    """Hold the session while a command is prepared and run."""
+    current = session()
+    with current.turn:
+        current.settle()
+        yield current
+
+
+def released_with(owner: object, current: Session, key: int) -> weakref.finalize:
+    """Release a segment when ``owner`` is collected."""
+    # The session is held weakly: a Data object must not keep closed ranks' memory alive.
+    reference = weakref.ref(current)
+
+    def release() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.release_segment(key)
+
+    return weakref.finalize(owner, release)
