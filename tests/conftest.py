@@ -1,0 +1,57 @@
+"""What all tests share: one graph library, ranks that are forked when asked for, and nothing left behind."""
+
+import os
+
+# The libraries read these when they are imported.  Python's linkers compile in milliseconds; tests that are about a
+# compiler ask for its mode.
+os.environ.setdefault("PYTENSOR_FLAGS", "mode=FAST_COMPILE")
+os.environ.setdefault("THEANO_FLAGS", "blas.ldflags=,mode=FAST_COMPILE")
+
+import gc
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+import synkhronos as synk
+
+settings.register_profile(
+    "synkhronos", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40
+)
+settings.load_profile("synkhronos")
+
+
+def shared_memory_names():
+    """Return the names in /dev/shm that look like the library's."""
+    return [name for name in os.listdir("/dev/shm") if "synkhronos" in name]
+
+
+@pytest.fixture
+def fork():
+    """Give ``fork(n, **kwargs)``, and close the ranks after the test."""
+    yield lambda n, **kwargs: synk.fork(n, use_gpu=False, **kwargs)
+    synk.close()
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def n_ranks(request):
+    """Fork 1, 2 and 3 ranks for all tests of a module, and yield the number."""
+    gc.collect()  # a cycle of an earlier test's must not be found in the middle of this one's
+    synk.fork(request.param, use_gpu=False)
+    yield request.param
+    synk.close()
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """Fork 2 ranks for all tests of a module."""
+    synk.fork(2, use_gpu=False)
+    yield 2
+    synk.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def nothing_left():
+    """Check that the whole run leaves no name in /dev/shm."""
+    yield
+    synk.close()
+    assert not shared_memory_names()
