@@ -49,7 +49,7 @@ __all__ = [
 
 
 class _Copies:
-    """This rank's copies of the variables that a command names, and the shapes of all ranks'."""
+    """One rank's copies of the variables that a command names, and the shapes of all ranks'."""
 
     def __init__(self, rank: Rank, keys: Sequence[Any]):
         self.rank = rank
@@ -295,11 +295,13 @@ def _keys(session: Session, shared_vars: Any) -> tuple[tuple[Any, ...], list[Any
         if not library.is_shared(variable):
             raise TypeError(f"shared_vars: expected shared variables, got {variable!r}")
         if not library.is_array(variable):
-            raise TypeError(f"shared_vars: expected variables whose values are arrays, got {variable!r} of {variable.type}")
+            raise TypeError(
+                f"shared_vars: expected variables whose values are arrays, got {variable!r} of {variable.type}"
+            )
         if mirror.key(variable) is None:
             if not mirror.is_declared(variable):
                 raise ValueError(
-                    f"shared_vars: no function made since fork() uses {_called(variable)}, so that the workers don't have it"
+                    f"shared_vars: no function made since fork() uses {_called(variable)}: the workers don't have it"
                 )
             missing.append(variable)
     if len({id(variable) for variable in variables}) != len(variables):

@@ -276,7 +276,7 @@ class Data:
     def _checked_shape(self, shape: int | Sequence[int]) -> tuple[int, ...]:
         if isinstance(shape, int | np.integer) and not isinstance(shape, bool):
             shape = (int(shape),)
-        if isinstance(shape, str) or not hasattr(shape, "__iter__"):
+        if not isinstance(shape, list | tuple | np.ndarray):
             raise TypeError(f"shape: expected a sequence of {self._ndim} lengths, got {shape!r}")
         checked = tuple(_integer(length, "shape") for length in shape)
         if len(checked) != self._ndim:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.devices.xla import note_at_fork
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control import SCRATCH
 
@@ -31,6 +32,7 @@ class Host:
 
     def bind(self, rank: Rank) -> None:
         """Nothing to bind: any core will do."""
+        note_at_fork(rank)
 
     def communicator(self, rank: Rank) -> HostCommunicator:
         """Return the rank's communicator, the same one each time."""
@@ -68,7 +70,8 @@ class HostCommunicator:
     Each rank has scratch memory in two halves that every rank sees.  Arrays of any size go through it in chunks, the
     halves in turn, so that nothing is allocated and what ranks hand to each other stays in the processors' caches.
     The turns also save waiting: a half is written again only two chunks later, and by then everybody has passed the
-    barrier of the chunk between and with it has read the old content.
+    barrier of the chunk between and with it has read the old content.  So the turns go on from one array to the next:
+    the first chunk of the second must not meet readers of the last chunk of the first.
 
     Results are the same on every rank and the same each time: for each element one rank applies the operation, in
     rank order.
@@ -79,15 +82,26 @@ class HostCommunicator:
         self._halves = [
             [np.frombuffer(rank.control.scratch(r, half), np.uint8) for r in range(rank.size)] for half in range(2)
         ]
+        self._command = self._turn = 0
+
+    def _next_halves(self) -> list[np.ndarray]:
+        """Return every rank's half for the next chunk of this command.
+
+        Turns are counted anew for each command: ranks that were cancelled may have left at different ones.
+        """
+        if self._command != self._rank.command:
+            self._command, self._turn = self._rank.command, 0
+        self._turn ^= 1
+        return self._halves[self._turn]
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
         """Copy the root's array into every other rank's, in place."""
         rank, mine = self._rank, _bytes(array)
         if rank.size == 1:
             return
-        for chunk, at in enumerate(range(0, mine.size, SCRATCH)):
+        for at in range(0, mine.size, SCRATCH):
             part = mine[at : at + SCRATCH]
-            shared = self._halves[chunk & 1][root][: part.size]
+            shared = self._next_halves()[root][: part.size]
             if rank.number == root:
                 shared[:] = part
             rank.barrier()
@@ -131,8 +145,8 @@ class HostCommunicator:
             own[:] = mine
         gives = mine is not None and rank.number != root
         # The root's own array goes nowhere.
-        for chunk, at in enumerate(range(0, max((s for r, s in enumerate(sizes) if r != root), default=0), SCRATCH)):
-            halves = self._halves[chunk & 1]
+        for at in range(0, max((s for r, s in enumerate(sizes) if r != root), default=0), SCRATCH):
+            halves = self._next_halves()
             if gives and mine is not None:
                 part = mine[at : at + SCRATCH]
                 halves[rank.number][: part.size] = part
@@ -162,10 +176,10 @@ class HostCommunicator:
                 target[:] = source
             return
         here, n_elements = rank.number, SCRATCH // dtype.itemsize
-        for chunk, at in enumerate(range(0, size, n_elements)):
+        for at in range(0, size, n_elements):
             count = min(n_elements, size - at)
             bounds = [count * r // rank.size for r in range(rank.size + 1)]
-            shared = [half[: count * dtype.itemsize].view(dtype) for half in self._halves[chunk & 1]]
+            shared = [half[: count * dtype.itemsize].view(dtype) for half in self._next_halves()]
             low, high = bounds[here], bounds[here + 1]
             if source is not None:
                 part = source[at : at + count]

@@ -18,7 +18,13 @@ _numbers = itertools.count()
 
 
 def build(
-    inputs: Any, outputs: Any, bcast_inputs: Any, updates: Any, givens: Any, sliceable_shareds: Any, kwargs: dict[str, Any]
+    inputs: Any,
+    outputs: Any,
+    bcast_inputs: Any,
+    updates: Any,
+    givens: Any,
+    sliceable_shareds: Any,
+    kwargs: dict[str, Any],
 ) -> Program:
     """Return the program that the arguments describe.
 
@@ -117,7 +123,9 @@ def _split_outputs(outputs: Any) -> tuple[list[Any], list[Any]]:
     if isinstance(outputs, Mapping):
         raise TypeError("outputs: expected a variable, a pair of variable and op, or a list of these, got a dict")
     variables, ops = [], []
-    for output in outputs if isinstance(outputs, list) or not _is_pair(outputs) and isinstance(outputs, tuple) else [outputs]:
+    for output in (
+        outputs if isinstance(outputs, list) or not _is_pair(outputs) and isinstance(outputs, tuple) else [outputs]
+    ):
         if _is_pair(output):
             variables.append(output[0])
             ops.append(output[1])
@@ -143,9 +151,7 @@ def _split_updates(updates: Any) -> list[tuple[Any, Any, Any]]:
         return []
     items: Any = updates
     if isinstance(updates, Mapping):
-        items = [
-            (shared, *new) if isinstance(new, tuple) else (shared, new) for shared, new in updates.items()
-        ]
+        items = [(shared, *new) if isinstance(new, tuple) else (shared, new) for shared, new in updates.items()]
     if isinstance(items, str) or not isinstance(items, Iterable):
         raise TypeError(f"updates: expected a dict, or a list of (shared, expression[, op]), got {updates!r}")
     triples = []

@@ -9,15 +9,14 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from synkhronos.data.rows import Selection, pieces, select, share, take
 from synkhronos.devices import HOST, Layout, device_of
+from synkhronos.devices.xla import check_usable
 from synkhronos.function.program import Program, Variant
 from synkhronos.function.reduce import Accumulator, Op
 from synkhronos.graphs.mirror import stored
@@ -25,12 +24,11 @@ from synkhronos.ranks import Cancelled, Rank, SharedArray
 
 #: Bytes up to which an output is shown to the master at once; larger ones are streamed.
 _SHOWN = 1 << 12
-#: Outputs of no dimensions up to which they fit into one slot, pickled.
-_SCALARS = 256
+#: Outputs of no dimensions up to which they fit into one slot.
+_SCALARS = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(NamedTuple):
     """An input that every rank gets whole."""
 
     array: SharedArray
@@ -42,8 +40,7 @@ class Whole:
         return view.copy() if self.copy else view
 
 
-@dataclass(frozen=True, slots=True)
-class Scattered:
+class Scattered(NamedTuple):
     """An input whose rows are shared out.
 
     Attributes
@@ -73,8 +70,7 @@ class Scattered:
         return part - self.offset
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """Run a program on all ranks.
 
     Attributes
@@ -85,7 +81,7 @@ class Call:
     compile : bool
         Whether some rank may not have compiled the variant yet.
     inputs : tuple of Scattered and Whole
-    count : int or None
+    n_rows : int or None
         The selected rows of all ranks together; None if no input is scattered.
     chosen : tuple, or None
         For each rank what ``batch_s`` picks of its sliceable shared variables: a slice, or a SharedArray of indexes.
@@ -96,7 +92,7 @@ class Call:
     variant: Variant
     compile: bool
     inputs: tuple[Scattered | Whole, ...]
-    count: int | None
+    n_rows: int | None
     chosen: tuple[Any, ...] | None
     slices: int
 
@@ -106,17 +102,19 @@ class Call:
         function = self._compiled(program, rank)
         outputs, ops = _outputs(program, self.variant)
         local = _Local(self, program, function, rank, ops)
-        if local.active or (self.count == 0 and rank.is_master):
+        if local.active or (self.n_rows == 0 and rank.is_master):
             local.compute()
         if not outputs or all(op.name is None for op in ops):
             return local.values
         if len(outputs) <= _SCALARS and all(output.type.ndim == 0 for output in outputs):
-            return _reduce_scalars(rank, local, ops)
+            return _reduce_scalars(rank, local, ops, [np.dtype(output.type.dtype) for output in outputs])
         return _reduce_arrays(rank, local, ops)
 
     def _compiled(self, program: Program, rank: Rank) -> Callable[..., Any]:
         if not self.compile:
             return program.function(self.variant)
+        if program.asynchronous:
+            check_usable(rank)
         # The master first: it fills the compiler's cache, and the others don't queue for the compiler's lock.
         if rank.is_master:
             function = program.function(self.variant)
@@ -126,7 +124,9 @@ class Call:
 
 def _outputs(program: Program, variant: Variant) -> tuple[list[Any], list[Op]]:
     chosen = range(len(program.outputs)) if variant.subset is None else variant.subset
-    return [program.library.output_variable(program.outputs[i]) for i in chosen], [program.output_ops[i] for i in chosen]
+    return [program.library.output_variable(program.outputs[i]) for i in chosen], [
+        program.output_ops[i] for i in chosen
+    ]
 
 
 class _Local:
@@ -147,7 +147,7 @@ class _Local:
         self._parts = [entry.part(rank) if isinstance(entry, Scattered) else None for entry in call.inputs]
         self._sliceable = self._sliceable_rows() if call.variant.rows is not None else None
         self.values: list[Any] = []
-        if call.count is not None:
+        if call.n_rows is not None:
             scattered = next(part for part in self._parts if part is not None)
             self.rows = len(scattered)
             self.active = self.rows > 0
@@ -253,16 +253,41 @@ class _Local:
         return values
 
 
-def _reduce_scalars(rank: Rank, local: _Local, ops: Sequence[Op]) -> Any:
-    """Reduce outputs of no dimensions: the workers leave theirs to the master and wait for nobody."""
-    mine: tuple[int, list[Any] | None] = (0, None)
-    if local.active:
-        mine = local.rows, [None if op.name is None else np.asarray(v) for v, op in zip(local.values, ops, strict=True)]
-    shown = rank.gather(pickle.dumps(mine, pickle.HIGHEST_PROTOCOL) if not rank.is_master else b"")
+def _reduce_scalars(rank: Rank, local: _Local, ops: Sequence[Op], dtypes: Sequence[np.dtype]) -> Any:
+    """Reduce outputs of no dimensions: the workers leave theirs to the master and wait for nobody.
+
+    What a worker leaves is the number of its rows and the values' bytes: a training loop comes here at every step, and
+    pickling small arrays would take longer than all the rest.
+    """
+    shown = rank.gather(b"" if rank.is_master or not local.active else _packed(local, ops, dtypes))
     if shown is None:
         return None
-    contributions = [mine if r == rank.number else pickle.loads(part) for r, part in enumerate(shown)]
+    contributions = [_unpacked(part, ops, dtypes) for part in shown]
+    if local.active:
+        contributions[rank.number] = local.rows, local.values
     return _combine(local, ops, contributions)
+
+
+def _packed(local: _Local, ops: Sequence[Op], dtypes: Sequence[np.dtype]) -> bytes:
+    parts = [local.rows.to_bytes(8, "little")]
+    for value, op, dtype in zip(local.values, ops, dtypes, strict=True):
+        if op.name is not None:
+            parts.append(np.asarray(value, dtype).tobytes())
+    return b"".join(parts)
+
+
+def _unpacked(part: bytes, ops: Sequence[Op], dtypes: Sequence[np.dtype]) -> tuple[int, list[Any] | None]:
+    if not part:
+        return 0, None
+    values: list[Any] = []
+    at = 8
+    for op, dtype in zip(ops, dtypes, strict=True):
+        if op.name is None:
+            values.append(None)
+            continue
+        values.append(np.ndarray((), dtype, part, at))
+        at += dtype.itemsize
+    return int.from_bytes(part[:8], "little"), values
 
 
 def _combine(local: _Local, ops: Sequence[Op], contributions: Sequence[tuple[int, list[Any] | None]]) -> list[Any]:

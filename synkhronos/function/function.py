@@ -131,9 +131,7 @@ class Function:
             arrays, count = self._locate(session, inputs, named_inputs, batch)
             chosen = self._chosen(session, batch_s)
             self._distribute(session)
-            call = Call(
-                self._key, variant, variant not in self._ready, arrays, count, chosen, num_slices
-            )
+            call = Call(self._key, variant, variant not in self._ready, arrays, count, chosen, num_slices)
             results = session.run(call)
             self._ready.add(variant)
         if self._single:
@@ -220,7 +218,9 @@ class Function:
             raise ValueError(f"num_slices: expected at least 1, got {num_slices}")
         if num_slices > 1:
             if not program.n_scattered and not program.sliceable:
-                raise ValueError(f"num_slices={num_slices}: {self.name} has no scattered inputs and no sliceable_shareds to cut")
+                raise ValueError(
+                    f"num_slices={num_slices}: {self.name} has no scattered inputs and no sliceable_shareds to cut"
+                )
             for shared, op in program.accumulated():
                 if op.divides and np.dtype(shared.type.dtype).kind in "biu":
                     raise ValueError(
@@ -233,7 +233,7 @@ class Function:
         if program.sliceable and (batch_s is not None or num_slices > 1):
             spans = batch_s is None or _all_slices(batch_s)
             rows = "slice" if spans and not program.asynchronous else "index"
-        return Variant(rows, num_slices > 1, self._subset(output_subset))
+        return Variant(rows, bool(num_slices > 1), self._subset(output_subset))
 
     def _subset(self, output_subset: Any) -> tuple[int, ...] | None:
         if output_subset is None:
@@ -462,7 +462,13 @@ def _select_freely(batch: Any) -> Selection:
         return range(batch.stop)[batch]
     if isinstance(batch, int | np.integer) and not isinstance(batch, bool):
         return select(batch, max(0, int(batch)))
-    if isinstance(batch, np.ndarray) and batch.dtype == bool or isinstance(batch, list) and batch and isinstance(batch[0], bool):
+    if (
+        isinstance(batch, np.ndarray)
+        and batch.dtype == bool
+        or isinstance(batch, list)
+        and batch
+        and isinstance(batch[0], bool)
+    ):
         return select(batch, len(batch))
     return select(batch, np.iinfo(np.int64).max)
 

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from synkhronos.function.reduce import Op
 from synkhronos.graphs import GraphLibrary
 from synkhronos.graphs.family import Input
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
+class Variant(NamedTuple):
     """One of the ways in which a program is compiled.
 
     Attributes

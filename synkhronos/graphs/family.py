@@ -192,9 +192,7 @@ class GraphLibrary:
 
     def filter(self, entry: Input, value: Any) -> np.ndarray:
         """Return a value as the library would take it for an input: cast where it casts, refused where it refuses."""
-        return np.asarray(
-            entry.variable.type.filter(value, strict=entry.strict, allow_downcast=entry.allow_downcast)
-        )
+        return np.asarray(entry.variable.type.filter(value, strict=entry.strict, allow_downcast=entry.allow_downcast))
 
     def convert(self, shared: Any, expression: Any) -> Any:
         """Return an update's expression as one of the shared variable's type."""

@@ -133,7 +133,7 @@ class Parcel:
         """Return the value; its arrays are copies in this process' own memory."""
         memory = self.where.view(rank.segments)
         stream, *arrays = (memory[at : at + length] for at, length in self.spans)
-        unpickler = _Unpickler(io.BytesIO(stream), buffers=[array.copy() for array in arrays])
+        unpickler = _Unpickler(io.BytesIO(stream.data), buffers=[array.copy() for array in arrays])
         unpickler.rank = rank
         return unpickler.load()
 
@@ -160,6 +160,12 @@ class _Pickler(pickle.Pickler):
     def __init__(self, stream: io.BytesIO, keys: Any, buffers: list[pickle.PickleBuffer]):
         super().__init__(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
         self._keys = keys
+
+    def reducer_override(self, value: Any) -> Any:
+        # A JAX array would start JAX where it is unpickled; the host's copy of it does not.
+        if type(value).__module__.startswith("jaxlib") and hasattr(value, "__array__"):
+            return np.asarray(value).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
 
     def persistent_id(self, value: Any) -> Any:
         if getattr(value, "container", None) is None:  # quick: this is asked of every object in the graph

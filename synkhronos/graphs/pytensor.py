@@ -35,9 +35,7 @@ class PyTensor(GraphLibrary):
     def input(self, value: Any) -> Input:
         """Describe a variable, or an ``In``."""
         if isinstance(value, In):
-            return Input(
-                value.variable, value.name, bool(value.mutable), value.strict, value.allow_downcast, (), value
-            )
+            return Input(value.variable, value.name, bool(value.mutable), value.strict, value.allow_downcast, (), value)
         return Input(value, value.name, False, False, None, (), value)
 
     def output_variable(self, value: Any) -> Any:

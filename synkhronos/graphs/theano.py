@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import theano
@@ -40,7 +40,7 @@ class Theano(GraphLibrary):
         state = self.get(shared)
         if isinstance(state, np.random.RandomState):
             source = np.random.MT19937()
-            source.state = state.get_state(legacy=False)
+            source.state = cast(Any, state.get_state(legacy=False))
             moved = np.random.RandomState(jump(source, distance))
             self.put(shared, moved)
         else:

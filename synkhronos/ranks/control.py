@@ -14,11 +14,12 @@ does no harm, and it wakes by itself every `POLL` seconds to see whether its pee
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
 import secrets
 import threading
 from collections.abc import Callable
-from os import sched_yield
 from time import perf_counter
 
 import posix_ipc
@@ -57,8 +58,9 @@ class Control:
     words : memoryview
         Unsigned 64-bit words, among them (by the constants of this class) the number of the last command posted,
         of the last that failed, and the length of the message in the mailbox.
-    done, arrived, sleeping : memoryview
-        One word a rank: the last command it finished, the last step it reached, why it sleeps.
+    done, arrived, sleeping, report_length, core : memoryview
+        One word a rank: the last command it finished, the last step it reached, why it sleeps, how long its report of
+        a failure is, on which core it was last seen (counted from 1).
     """
 
     POSTED, FAILED, LENGTH, ANNOUNCED = range(4)
@@ -66,13 +68,13 @@ class Control:
     def __init__(self, size: int, spin: float):
         self.size = size
         self.spin = spin
-        n_words = _FIXED + 4 * size
+        n_words = _FIXED + 5 * size
         self._slots_at = -(-n_words * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
         self._scratch_at = self._slots_at + MAILBOX + 3 * size * SLOT
         self._memory = mmap.mmap(-1, self._scratch_at + 2 * size * SCRATCH)
         self.words = memoryview(self._memory)[: n_words * 8].cast("Q")
-        self.done, self.arrived, self.sleeping, self.report_length = (
-            self.words[_FIXED + i * size : _FIXED + (i + 1) * size] for i in range(4)
+        self.done, self.arrived, self.sleeping, self.report_length, self.core = (
+            self.words[_FIXED + i * size : _FIXED + (i + 1) * size] for i in range(5)
         )
         self.mailbox = memoryview(self._memory)[self._slots_at : self._slots_at + MAILBOX]
         self._bells = [_semaphore() for _ in range(size)]
@@ -128,11 +130,12 @@ class Control:
         if ready():
             return
         if self.spin:
+            self.core[me] = current_core()
             deadline = perf_counter() + self.spin
             while perf_counter() < deadline:
                 if ready():
                     return
-                sched_yield()  # the scheduler may have put the peer on this very core
+                os.sched_yield()  # the scheduler may have put the peer on this very core
         bell = self._bells[me]
         try:
             while True:
@@ -146,13 +149,42 @@ class Control:
                     watch()
                 except posix_ipc.SignalError:
                     pass  # a signal whose handler returned: look again
+                else:
+                    if self.spin:
+                        self._leave_shared_core(me)
         finally:
             self.sleeping[me] = AWAKE
+
+    def _leave_shared_core(self, me: int) -> None:
+        """Move to a core where no other rank is, if there is one.
+
+        A scheduler likes to wake a process on the core of the one that woke it.  There the two would take turns, each
+        spinning while the other waits for the core.  The process is moved and let go again, not bound: other programs
+        may need the machine too.
+        """
+        core = self.core[me] = current_core()
+        taken = {self.core[r] for r in range(self.size) if r != me and self.sleeping[r] == AWAKE}
+        if core not in taken or not hasattr(os, "sched_setaffinity"):
+            return
+        allowed = os.sched_getaffinity(0)
+        free = {number for number in allowed if number + 1 not in taken}
+        if free:
+            os.sched_setaffinity(0, free)
+            os.sched_setaffinity(0, allowed)
+            self.core[me] = current_core()
 
     def close(self) -> None:
         """Close the semaphores; the memory goes with the last view of it."""
         for bell in self._bells:
             bell.close()
+
+
+_getcpu = getattr(ctypes.CDLL(None), "sched_getcpu", None)  # only Linux says
+
+
+def current_core() -> int:
+    """Return the number of the core that this runs on, counted from 1; 0 where the system doesn't say."""
+    return _getcpu() + 1 if _getcpu is not None else 0
 
 
 def _semaphore() -> posix_ipc.Semaphore:

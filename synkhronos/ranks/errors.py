@@ -62,7 +62,7 @@ class WorkerError(RuntimeError):
         self.worker_traceback = worker_traceback
         self.failures = {rank: message} if failures is None else failures
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[WorkerError], tuple[str, int, str, dict[int, str]]]:
         return type(self), (str(self), self.rank, self.worker_traceback, self.failures)
 
     @classmethod

@@ -37,7 +37,7 @@ class Command(Protocol):
 
 
 class Rank:
-    """This process among the ranks.
+    """A process among the ranks: this one.
 
     Parameters
     ----------
@@ -72,6 +72,11 @@ class Rank:
     def is_master(self) -> bool:
         """Whether this process is the user's own."""
         return self.number == self.root
+
+    @property
+    def command(self) -> int:
+        """The number of the command that this rank runs; no two commands of a session have the same."""
+        return self._command
 
     def begin(self, command: int) -> None:
         """Start counting the steps of a new command."""

@@ -20,7 +20,7 @@ import os
 import secrets
 import socket
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import posix_ipc
@@ -77,8 +77,7 @@ class Segment:
         return np.ndarray(shape, dtype, self.buffer, offset)
 
 
-@dataclass(frozen=True, slots=True)
-class SharedArray:
+class SharedArray(NamedTuple):  # a tuple, because these are pickled with every call
     """Where an array lies in shared memory."""
 
     key: int

@@ -88,28 +88,35 @@ class Session:
         self.rank = Rank(root, size, root, self._control, self._watch)
         self._threads = share_threads(size, environment=False)
         try:
-            for number in range(size):
-                if number != root:
-                    self._fork_worker(number, profile)
+            # An interrupt has to wait: a child must not be forgotten, nor begin as a second master.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                for number in range(size):
+                    if number != root:
+                        self._fork_worker(number, profile)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         except BaseException:
             self.close(kill=True)
             raise
 
     def _fork_worker(self, number: int, profile: bool) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_STREAM)
+        ours, theirs = socket.socketpair(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_STREAM
+        )
         self._channels[number] = ours
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()  # or what is buffered would be written twice
-        with warnings.catch_warnings():
-            # Python warns of forking beside threads: a lock that one of them holds stays locked in the child.  The
-            # worker waits on no lock of the master's; it makes its own streams and never runs the master's exit.
-            warnings.simplefilter("ignore", DeprecationWarning)
+        with theirs, warnings.catch_warnings():
+            # Python and JAX warn of forking beside threads: a lock that one of them holds stays locked in the child.
+            # The worker waits on no lock of the master's: it makes its own streams, never runs the master's exit, and
+            # refuses to use a JAX that was started before.
+            warnings.simplefilter("ignore")
             pid = os.fork()
-        if pid == 0:
-            worker.main(number, self.size, self.rank.root, self._control, theirs, profile)
+            if pid == 0:
+                worker.main(number, self.size, self.rank.root, self._control, theirs, profile)
         self._children[number] = pid
-        theirs.close()
 
     # -- commands --------------------------------------------------------------------------------------------
 
@@ -137,19 +144,22 @@ class Session:
         if self.closed is not None:
             raise RuntimeError(self.closed)
         if self._running:
-            raise RuntimeError("another command is running: a call of this library came from a finalizer or signal handler")
-        if min(self._control.done) < self._command:
-            self._join()
+            raise RuntimeError(
+                "another command is running: a call of this library came from a finalizer or signal handler"
+            )
+        self._join()
+
+    def _busy(self) -> bool:
+        return min(self._control.done) < self._control.words[Control.POSTED]
 
     def _run(self, command: Command) -> Any:
         control, rank = self._control, self.rank
         self._running = True
         try:
-            self._command += 1
-            number = self._command
-            rank.begin(number)
             result, mine = None, None
+            self._command = number = self._command + 1
             try:
+                rank.begin(number)
                 if self.size > 1:
                     self._post(number, command)
                 result = command.run(rank)
@@ -160,12 +170,8 @@ class Session:
                 control.ring_all()
                 mine = error
             control.done[rank.number] = number
-            if control.words[Control.POSTED] == number:
-                # A worker that is deep in compiled code may take long to notice an interrupt: `settle` waits for it.
-                self._join(GRACE / 4 if isinstance(mine, KeyboardInterrupt) else None)
-            else:  # never posted: no worker will answer
-                for r in self._children:
-                    control.done[r] = number
+            # A worker that is deep in compiled code may take long to notice an interrupt: `settle` waits for it.
+            self._join(GRACE / 4 if isinstance(mine, KeyboardInterrupt) else None)
             reports = self._reports() if control.words[Control.FAILED] == number else []
         finally:
             self._running = False
@@ -199,7 +205,10 @@ class Session:
             self.release_segment(parcel.key)
 
     def _join(self, limit: float | None = None) -> None:
-        done, number = self._control.done, self._command
+        done, number = self._control.done, self._control.words[Control.POSTED]
+        done[self.rank.number] = number  # the master does nothing else, or would not come here
+        if min(done) >= number:
+            return
         deadline = None if limit is None else time.monotonic() + limit
 
         def finished() -> bool:
@@ -212,7 +221,7 @@ class Session:
         return [
             pickle.loads(control.slot(r, 2)[: control.report_length[r]])
             for r in sorted(self._children)
-            if control.done[r] == self._command and control.report_length[r]
+            if control.done[r] == self._command == control.words[Control.POSTED] and control.report_length[r]
         ]
 
     # -- lives -----------------------------------------------------------------------------------------------
@@ -239,24 +248,26 @@ class Session:
             return
         try:
             if not kill:
-                try:
-                    # Workers busy with what an interrupt left get their time as well.
-                    self._running = False
-                    if min(self._control.done) < self._command:
-                        self._join(GRACE)
-                    if min(self._control.done) >= self._command:
-                        self._run(worker.Exit())
-                except Exception as error:
-                    _log.debug("a worker did not take the command to end: %s", error)
+                # Workers busy with what an interrupt left get their time, and no more.
+                self._join(GRACE)
+                kill = self._busy()
+                if not kill:
+                    self._run(worker.Exit())
+        except Exception as error:
+            _log.debug("a worker did not take the command to end: %s", error)
         finally:
             if self.closed is None:
                 self.closed = "the ranks were closed: call synkhronos.fork() first"
-                self._end_children(0.0 if kill else GRACE)
-                self._free()
+                try:
+                    self._end_children(0.0 if kill else GRACE)
+                finally:
+                    self._end_children(0.0)  # an interrupt may have cut the waiting short
+                    self._free()
 
     def _end_children(self, grace: float) -> None:
         deadline = time.monotonic() + grace
-        for pid in self._children.values():
+        while self._children:
+            number, pid = next(iter(self._children.items()))
             while _ended(pid) is None:
                 if time.monotonic() > deadline:
                     with contextlib.suppress(ProcessLookupError):
@@ -264,7 +275,7 @@ class Session:
                     _wait_for(pid)
                     break
                 time.sleep(0.001)
-        self._children.clear()
+            self._children.pop(number, None)
 
     def tell_at_close(self, owner: Any) -> None:
         """Call ``owner.session_closed()`` when the ranks end, if the owner is still there."""
@@ -378,6 +389,11 @@ def session() -> Session:
         raise RuntimeError("no ranks are running: call synkhronos.fork() first")
     if _current.closed is not None:
         raise RuntimeError(_current.closed)
+    if _current.owner != os.getpid():
+        raise RuntimeError(
+            "the ranks belong to the process that called synkhronos.fork(), of which this one is a copy: "
+            "call synkhronos.fork() here for ranks of its own"
+        )
     return _current
 
 

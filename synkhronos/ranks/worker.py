@@ -9,7 +9,6 @@ from __future__ import annotations
 import cProfile
 import ctypes
 import gc
-import io
 import os
 import pickle
 import signal
@@ -136,6 +135,7 @@ def _leave_the_masters_things(master: int, channel: socket.socket) -> None:
     # Ctrl-C goes to every process of the terminal, and it is the master who decides what it means.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     _end_with_the_master(master)
@@ -156,8 +156,7 @@ def _leave_the_masters_things(master: int, channel: socket.socket) -> None:
     os.close(null)
     # A notebook's sys.stdout sends to the notebook through one of those sockets.
     for fd, name in ((1, "stdout"), (2, "stderr")):
-        stream = io.TextIOWrapper(open(fd, "wb", buffering=0, closefd=False), errors="backslashreplace", write_through=True)
-        setattr(sys, name, stream)
+        setattr(sys, name, open(fd, "w", buffering=1, errors="backslashreplace", closefd=False))
 
 
 def _end_with_the_master(master: int) -> None:
