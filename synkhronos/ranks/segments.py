@@ -14,12 +14,14 @@ take, and none can be guessed meanwhile: it is random, and the object is open to
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import secrets
 import socket
 import struct
+import weakref
 from typing import NamedTuple
 
 import numpy as np
@@ -47,9 +49,9 @@ def create_unlinked(nbytes: int) -> int:
             os.posix_fallocate(fd, 0, nbytes)
         else:
             os.ftruncate(fd, nbytes)
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # the latter for more than the kernel can count
         os.close(fd)
-        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+        if isinstance(error, OverflowError) or error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise MemoryError(
                 f"no room for {nbytes:,} bytes of shared memory: see `df -h /dev/shm`, free Data objects that are no "
                 "longer needed, or start the container with a larger --shm-size"
@@ -70,7 +72,7 @@ class Segment:
     def __init__(self, key: int, fd: int, nbytes: int):
         self.key = key
         self.nbytes = nbytes
-        self.buffer = mmap.mmap(fd, nbytes)
+        self.buffer = _map(fd, nbytes)
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype, offset: int = 0) -> np.ndarray:
         """Return a view of the segment's memory as an array."""
@@ -113,6 +115,28 @@ class SegmentTable:
     def clear(self) -> None:
         """Forget all segments."""
         self._segments.clear()
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def _map(fd: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    """Map shared memory, until the last reference to what is returned has gone.
+
+    Python's own mmap objects hold a file descriptor each, of which a process may have a thousand or so.
+    """
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address == _FAILED:
+        error = ctypes.get_errno()
+        raise MemoryError(f"{nbytes:,} bytes of shared memory can't be mapped: {os.strerror(error)}")
+    buffer = (ctypes.c_char * nbytes).from_address(address)
+    # Not at exit, when arrays may still be there: the system takes the memory back by itself.
+    weakref.finalize(buffer, _libc.munmap, address, nbytes).atexit = False
+    return buffer
 
 
 def announce(channel: socket.socket, key: int, nbytes: int, fd: int) -> None:

@@ -189,7 +189,7 @@ class Session:
         parcel = None
         if len(message) > MAILBOX:
             parcel = self.create_segment(len(message))
-            parcel.buffer[: len(message)] = message
+            memoryview(parcel.buffer).cast("B")[: len(message)] = message
             where = SharedArray(parcel.key, np.dtype("u1"), (len(message),))
             message = pickle.dumps(worker.Parcel(where), pickle.HIGHEST_PROTOCOL)
         if self._unannounced:
@@ -293,6 +293,7 @@ class Session:
         self.rank.segments.clear()
         self.rank.store.clear()
         self._control.close()
+        self.rank.watch = _nobody_to_watch  # this session's own method: a cycle that would keep the memory a while
         self._threads.restore_original_limits()
 
     # -- shared memory ---------------------------------------------------------------------------------------
@@ -358,6 +359,10 @@ class Session:
         segments = [self._garbage.pop() for _ in range(len(self._garbage))]
         stored = [self._stored_garbage.pop() for _ in range(len(self._stored_garbage))]
         return Release(segments, stored)
+
+
+def _nobody_to_watch() -> None:
+    """Stand where a closed session has no workers."""
 
 
 def _ended(pid: int) -> int | None:

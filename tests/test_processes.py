@@ -1,0 +1,220 @@
+"""fork and close, as a program's user sees them: in processes of their own."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+import synkhronos as synk
+from synkhronos.ranks import available_cores
+
+
+def python(code, **kwargs):
+    """Run a program, and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, **kwargs
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def children_of(pid):
+    """Return the processes that a process has forked."""
+    with open(f"/proc/{pid}/task/{pid}/children") as listed:
+        return [int(child) for child in listed.read().split()]
+
+
+def lives(pid):
+    """Whether a process runs (a zombie does not)."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_fork_returns_the_number_of_ranks(fork):
+    assert fork(3) == 3
+    assert len(children_of(os.getpid())) == 2
+
+
+def test_one_rank_has_no_workers(fork):
+    assert fork(1) == 1
+    assert children_of(os.getpid()) == []
+
+
+def test_by_default_there_is_a_rank_for_each_core():
+    try:
+        assert synk.fork(use_gpu=False) == available_cores()
+    finally:
+        synk.close()
+
+
+def test_forking_twice_is_refused(fork):
+    fork(2)
+    with pytest.raises(RuntimeError, match="2 ranks are running already"):
+        fork(2)
+
+
+def test_close_ends_the_workers_and_may_be_called_again(fork):
+    fork(3)
+    synk.close()
+    assert children_of(os.getpid()) == []
+    synk.close()
+    assert fork(2) == 2
+
+
+def test_many_sessions_leave_nothing_behind():
+    def footprint():
+        with open("/proc/self/maps") as maps:
+            return len(os.listdir("/proc/self/fd")), sum("synkhronos" in line or "/dev/zero" in line for line in maps)
+
+    def once():
+        synk.fork(2, use_gpu=False)
+        synk.data([1.0, 2.0])
+        synk.close()
+
+    once()
+    before = footprint()
+    for _ in range(20):
+        once()
+    assert footprint() == before
+
+
+def test_workers_run_nothing_that_the_master_registered_for_its_exit():
+    printed = python("""
+        import atexit, synkhronos as synk
+        atexit.register(lambda: print("exit", flush=True))
+        print("before", end=" ")
+        synk.fork(3, use_gpu=False)
+    """)
+    assert printed.split() == ["before", "exit"]
+
+
+def test_the_end_of_the_program_ends_the_workers_without_close():
+    pids = python("""
+        import os, synkhronos as synk
+        synk.fork(3, use_gpu=False)
+        print(open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read())
+    """)
+    assert len(pids.split()) == 2
+    assert not any(lives(int(pid)) for pid in pids.split())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_killing_the_master_leaves_nothing(number):
+    program = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import os, time, synkhronos as synk; synk.fork(3, use_gpu=False); d = synk.data([1.0]);"
+            "print(*open(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read().split(), flush=True); time.sleep(60)",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    pids = [int(pid) for pid in program.stdout.readline().split()]
+    assert len(pids) == 2
+    names = [name for name in os.listdir("/dev/shm") if "synkhronos" in name]
+    program.send_signal(number)
+    program.wait()
+    deadline = time.monotonic() + 1
+    while any(map(lives, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(lives, pids))
+    assert not names
+    program.stdout.close()
+
+
+def test_workers_print_where_the_master_prints():
+    printed = python("""
+        import synkhronos as synk
+        from synkhronos import ranks
+        class Print:
+            def run(self, rank): print("rank", rank.number, end=" ")
+        synk.fork(2, use_gpu=False)
+        ranks.session().run(Print())
+    """)
+    assert sorted(printed.replace("rank", "").split()) == ["0", "1"]
+
+
+def test_inherited_sockets_do_not_stay_open_in_workers():
+    printed = python("""
+        import socket, synkhronos as synk
+        server = socket.create_server(("127.0.0.1", 0))
+        address = server.getsockname()
+        synk.fork(2, use_gpu=False)
+        server.close()
+        try:
+            socket.create_connection(address, 1)
+        except ConnectionRefusedError:
+            print("refused")
+    """)
+    assert printed.split() == ["refused"]
+
+
+def test_workers_leave_profiles(tmp_path):
+    python(
+        """
+        import synkhronos as synk
+        synk.fork(3, use_gpu=False, profile_workers=True)
+        """,
+        cwd=tmp_path,
+    )
+    names = sorted(path.name for path in tmp_path.glob("*.prof"))
+    assert len(names) == 2
+    assert names[0].startswith("synkhronos_rank1_")
+    assert names[1].startswith("synkhronos_rank2_")
+
+
+def test_threads_are_shared_out_and_given_back():
+    threadpoolctl = pytest.importorskip("threadpoolctl")
+
+    def threads():
+        return [pool["num_threads"] for pool in threadpoolctl.threadpool_info()]
+
+    before = threads()
+    n = synk.fork(2, use_gpu=False)
+    try:
+        assert all(number <= max(1, available_cores() // n) for number in threads())
+    finally:
+        synk.close()
+    assert threads() == before
+
+
+def test_fork_that_fails_half_way_leaves_nothing(monkeypatch):
+    forked = []
+    real = os.fork
+
+    def failing():
+        if len(forked) == 2:
+            raise BlockingIOError("no more processes")
+        forked.append(real())
+        return forked[-1]
+
+    monkeypatch.setattr(os, "fork", failing)
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(BlockingIOError):
+        synk.fork(4, use_gpu=False)
+    monkeypatch.undo()
+    assert children_of(os.getpid()) == []
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert synk.fork(2, use_gpu=False) == 2
+    synk.close()
+
+
+def test_get_n_gpu_counts_what_is_visible(monkeypatch):
+    present = synk.get_n_gpu()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert synk.get_n_gpu() == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,-1,1")
+    assert synk.get_n_gpu() == min(present, 1)
+
+
+def test_gpus_that_nothing_can_drive_are_refused():
+    with pytest.raises(RuntimeError, match="use_gpu=True"):
+        synk.fork(2, use_gpu=True)

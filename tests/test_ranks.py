@@ -1,0 +1,356 @@
+"""ranks/: commands, steps, errors, liveness, segments -- without any graph library."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from synkhronos import ranks
+from synkhronos.ranks.control import MAILBOX, SLOT
+from synkhronos.ranks.errors import cause_of_death
+
+
+@pytest.fixture(params=[1, 2, 3, 5])
+def session(request):
+    yield ranks.fork(request.param, request.param // 2, False)
+    ranks.close()
+
+
+@pytest.fixture
+def two():
+    yield ranks.fork(2, 0, False)
+    ranks.close()
+
+
+@dataclass(frozen=True)
+class Number:
+    def run(self, rank):
+        return rank.number, rank.size, rank.is_master, os.getpid()
+
+
+@dataclass(frozen=True)
+class Exchange:
+    sizes: tuple
+
+    def run(self, rank):
+        for size in self.sizes:
+            mine = (rank.number, b"x" * (size * (rank.number + 1)))
+            everyone = rank.exchange(mine)
+            assert everyone == [(r, b"x" * (size * (r + 1))) for r in range(rank.size)]
+        return len(everyone)
+
+
+@dataclass(frozen=True)
+class MixedSteps:
+    """Steps of all kinds in a row, in which a slot that is used again too early would show."""
+
+    def run(self, rank):
+        for i in range(30):
+            shown = [rank.gather(b"%d %d" % (rank.number, k)) for k in range(i % 4)]
+            if rank.is_master:
+                assert shown == [[b"%d %d" % (r, k) for r in range(rank.size)] for k in range(i % 4)]
+            if i % 3 == 0:
+                rank.barrier()
+            assert rank.exchange((i, rank.number)) == [(i, r) for r in range(rank.size)]
+
+
+@dataclass(frozen=True)
+class Raise:
+    who: tuple
+    then_meet: bool = True
+
+    def run(self, rank):
+        if rank.number in self.who:
+            raise KeyError(f"from {rank.number}")
+        if self.then_meet:
+            rank.barrier()
+        return "done"
+
+
+@dataclass(frozen=True)
+class RaiseLate:
+    """Fail after some have passed a meeting point, and before another."""
+
+    who: int
+
+    def run(self, rank):
+        rank.barrier()
+        rank.exchange(rank.number)
+        if rank.number == self.who:
+            raise OSError("x" * 10 * SLOT)
+        rank.barrier()
+
+
+@dataclass(frozen=True)
+class Long:
+    payload: bytes
+
+    def run(self, rank):
+        return len(self.payload), rank.exchange(len(self.payload))
+
+
+@dataclass(frozen=True)
+class Kill:
+    who: int
+    number: int
+    met: bool
+
+    def run(self, rank):
+        if rank.number == self.who:
+            os.kill(os.getpid(), self.number)
+            time.sleep(60)
+        if self.met:
+            rank.barrier()
+
+
+@dataclass(frozen=True)
+class LeaveWith:
+    code: int
+
+    def run(self, rank):
+        if not rank.is_master:
+            os._exit(self.code)
+        rank.barrier()
+
+
+@dataclass(frozen=True)
+class Fill:
+    where: ranks.SharedArray
+
+    def run(self, rank):
+        view = self.where.view(rank.segments)
+        view[rank.number] = rank.number + 1
+        rank.barrier()
+        return view.tolist()
+
+
+@dataclass(frozen=True)
+class CountSegments:
+    def run(self, rank):
+        return rank.exchange((len(rank.segments), len(os.listdir("/proc/self/fd"))))
+
+
+@dataclass(frozen=True)
+class Sleep:
+    seconds: float
+    who: str
+
+    def run(self, rank):
+        if self.who == "all" or (self.who == "master") == rank.is_master:
+            deadline = time.monotonic() + self.seconds
+            while time.monotonic() < deadline:
+                time.sleep(0.01)
+        return "slept"
+
+
+@dataclass(frozen=True)
+class Signals:
+    def run(self, rank):
+        return rank.exchange(
+            (
+                signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
+                signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+                os.readlink("/proc/self/fd/0"),
+            )
+        )
+
+
+def test_a_command_runs_on_every_rank(session):
+    number, size, is_master, pid = session.run(Number())
+    assert (number, size, is_master, pid) == (session.size // 2, session.size, True, os.getpid())
+
+
+def test_exchange_shows_every_rank_all_values_of_any_length(session):
+    assert session.run(Exchange((0, 1, SLOT // 2, SLOT, 3 * SLOT))) == session.size
+
+
+def test_steps_of_all_kinds_in_a_row(session):
+    for _ in range(5):
+        session.run(MixedSteps())
+
+
+@pytest.mark.parametrize("meet", [True, False])
+def test_an_exception_reaches_the_master_and_the_ranks_stay_usable(session, meet):
+    for who in range(session.size):
+        with pytest.raises(KeyError if who == session.rank.number else ranks.WorkerError) as caught:
+            session.run(Raise((who,), meet))
+        if who != session.rank.number:
+            assert caught.value.rank == who
+            assert "KeyError" in caught.value.worker_traceback
+            assert "Raise" in str(caught.value) or "raise KeyError" in str(caught.value)
+        assert session.run(Exchange((10,))) == session.size
+
+
+def test_several_failures_are_all_named():
+    session = ranks.fork(4, 0, False)
+    try:
+        with pytest.raises(ranks.WorkerError, match=r"rank 1 raised KeyError") as caught:
+            session.run(Raise((1, 3)))
+        # A rank that fails is heard even if another failed before it.
+        assert set(caught.value.failures) <= {1, 3}
+        with pytest.raises(KeyError) as own:
+            session.run(Raise((0, 1, 2, 3), then_meet=False))
+        assert any("rank 1: KeyError" in note for note in own.value.__notes__)
+    finally:
+        ranks.close()
+
+
+def test_a_failure_between_meeting_points_frees_the_others(session):
+    for who in range(session.size):
+        with pytest.raises(OSError if who == session.rank.number else ranks.WorkerError):
+            session.run(RaiseLate(who))
+    assert session.run(Exchange((10,))) == session.size
+
+
+def test_a_command_longer_than_the_mailbox(two):
+    payload = os.urandom(3 * MAILBOX)
+    assert two.run(Long(payload)) == (len(payload), [len(payload)] * 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT])
+@pytest.mark.parametrize("met", [True, False])
+def test_a_worker_that_is_killed_is_named_within_two_seconds(number, met):
+    session = ranks.fork(3, 0, False)
+    start = time.monotonic()
+    with pytest.raises(ranks.WorkerError, match=f"rank 2 .* was killed by {number.name}") as caught:
+        session.run(Kill(2, number, met))
+    assert time.monotonic() - start < 2
+    assert caught.value.rank == 2
+    with pytest.raises(RuntimeError, match="rank 2"):
+        ranks.session()
+    with pytest.raises(ChildProcessError):  # no child is left, not even a zombie
+        os.waitpid(-1, os.WNOHANG)
+    session = ranks.fork(2, 0, False)
+    assert session.run(Exchange((3,))) == 2
+    ranks.close()
+
+
+def test_a_worker_that_exits_is_named_with_its_code(two):
+    with pytest.raises(ranks.WorkerError, match="exited with code 7"):
+        two.run(LeaveWith(7))
+
+
+def test_a_worker_that_died_while_idle_is_noticed_by_the_next_command(two):
+    pid = next(iter(two._children.values()))
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ranks.WorkerError, match="SIGKILL"):
+        two.run(Number())
+
+
+def test_a_stopped_worker_is_waited_for(two):
+    pid = next(iter(two._children.values()))
+    os.kill(pid, signal.SIGSTOP)
+    if os.fork() == 0:
+        time.sleep(0.3)
+        os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+    assert two.run(Exchange((3,))) == 2
+    os.wait()
+
+
+def test_all_ranks_see_a_segment(session):
+    segment = session.create_segment(8 * session.size)
+    where = ranks.SharedArray(segment.key, np.dtype(np.int64), (session.size,))
+    assert session.run(Fill(where)) == list(range(1, session.size + 1))
+
+
+def test_segments_come_and_go_on_all_ranks(session):
+    before = session.run(CountSegments())
+    for _ in range(300):
+        session.release_segment(session.create_segment(100).key)
+    session.flush()
+    assert session.run(CountSegments()) == before
+
+
+def test_segments_have_no_name_and_belong_to_this_user():
+    names = set(os.listdir("/dev/shm"))
+    session = ranks.fork(2, 0, False)
+    session.create_segment(100)
+    assert set(os.listdir("/dev/shm")) <= names
+    ranks.close()
+
+
+def test_no_room_for_a_segment_is_a_memory_error(two):
+    with pytest.raises(MemoryError, match="/dev/shm"):
+        two.create_segment(1 << 50)
+    assert two.run(Exchange((3,))) == 2
+
+
+@pytest.mark.parametrize("who", ["master", "workers", "all"])
+def test_after_an_interrupt_the_next_command_works(two, who):
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        two.run(Sleep(1.5, who))
+    assert time.monotonic() - start < 1.2
+    assert two.run(Exchange((3,))) == 2
+
+
+def test_close_is_quick_after_an_interrupt(two):
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    with pytest.raises(KeyboardInterrupt):
+        two.run(Sleep(60, "workers"))
+    start = time.monotonic()
+    ranks.close()
+    assert time.monotonic() - start < 5
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_workers_leave_the_masters_signals_and_input_alone(two):
+    assert two.run(Signals())[1] == (True, True, os.devnull)
+
+
+def test_a_command_from_within_a_command_is_refused(two):
+    with pytest.raises(RuntimeError, match="another command is running"):
+        two.run(Nested())
+    assert two.run(Exchange((3,))) == 2
+
+
+class Nested:
+    def run(self, rank):
+        if rank.is_master:
+            ranks.session().run(Number())
+
+
+def test_a_copy_of_the_master_has_no_ranks(two):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ranks.session()
+        except RuntimeError as error:
+            os._exit(0 if "copy" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert two.run(Exchange((3,))) == 2
+
+
+def test_idle_workers_use_no_processor(session):
+    session.run(Number())
+
+    def ticks():
+        used = 0
+        for pid in session._children.values():
+            with open(f"/proc/{pid}/stat") as stat:
+                fields = stat.read().rsplit(")", 1)[1].split()
+            used += int(fields[11]) + int(fields[12])
+        return used
+
+    time.sleep(0.1)
+    before = ticks()
+    time.sleep(1)
+    assert ticks() - before <= 2  # of a hundred a second
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(3, "exited with code 3"), (-9, "SIGKILL"), (-11, "SIGSEGV"), (-7, "SIGBUS"), (-63, "63|SIG")]
+)
+def test_causes_of_death_have_names(code, words):
+    import re
+
+    assert re.search(words, cause_of_death(code))
