@@ -314,11 +314,11 @@ def _keys(session: Session, shared_vars: Any) -> tuple[tuple[Any, ...], list[Any
 def _values(values: Any, variables: Sequence[Any], single: bool) -> list[Any]:
     if single:
         return [values]
-    if not isinstance(values, list | tuple) or len(values) != len(variables):
-        raise ValueError(
-            f"values: expected a list of {len(variables)} values, one for each shared variable, got "
-            f"{f'{len(values)} of them' if isinstance(values, list | tuple) else type(values).__name__}"
-        )
+    expected = f"values: expected a list of {len(variables)} values, one for each shared variable, got"
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{expected} {type(values).__name__}")
+    if len(values) != len(variables):
+        raise ValueError(f"{expected} {len(values)} of them")
     return list(values)
 
 
@@ -336,9 +336,13 @@ def _stage(session: Session, variable: Any, value: Any) -> Data:
 
 
 def _filtered(variable: Any, value: Any) -> np.ndarray:
-    """Return a value as the variable's own ``set_value`` would take it."""
+    """Return a value as the variable's own ``set_value`` would take it.
+
+    Of any shape: which rows of it a rank gets, and whether the variable takes so many, is not known yet.
+    """
+    of_any_shape = library_of(variable).tensor.TensorType(variable.type.dtype, (False,) * variable.type.ndim)
     try:
-        return np.asarray(variable.type.filter(value, allow_downcast=variable.container.allow_downcast))
+        return np.asarray(of_any_shape.filter(value, allow_downcast=variable.container.allow_downcast))
     except (TypeError, ValueError) as error:
         raise type(error)(f"values: {_called(variable)} can't take {type(value).__name__}: {error}") from None
 

@@ -38,6 +38,7 @@ def fork(
     use_gpu: bool | None = None,
     master_rank: int = 0,
     profile_workers: bool = False,
+    timeout: float | None = None,
 ) -> int:
     """Fork one worker for each rank but the master's, and bind each rank to its device.
 
@@ -51,6 +52,9 @@ def fork(
         The rank of this process.
     profile_workers : bool
         Whether each worker leaves a cProfile file, ``synkhronos_rank{r}_{pid}.prof``, in the working directory.
+    timeout : float, optional
+        Seconds that a call waits for the workers before it ends them and raises `WorkerError`.  By default it waits as
+        long as they live, and Ctrl-C interrupts it.
 
     Returns
     -------
@@ -84,11 +88,16 @@ def fork(
         raise TypeError(f"use_gpu: expected True, False or None, got {use_gpu!r}")
     if not isinstance(profile_workers, bool | np.bool_):
         raise TypeError(f"profile_workers: expected True or False, got {profile_workers!r}")
+    if timeout is not None:
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.number):
+            raise TypeError(f"timeout: expected a number of seconds, or None, got {timeout!r}")
+        if not timeout > 0:
+            raise ValueError(f"timeout: expected a positive number of seconds, got {timeout!r}")
     master_rank = _integer(master_rank, "master_rank")
     device, size = choose(use_gpu, n_parallel)
     if not 0 <= master_rank < size:
         raise ValueError(f"master_rank: expected 0 to {size - 1}, got {master_rank}")
-    session = ranks.fork(size, master_rank, bool(profile_workers))
+    session = ranks.fork(size, master_rank, bool(profile_workers), timeout)
     try:
         session.run(_Bind(device))
     except BaseException:

@@ -354,3 +354,52 @@ def test_causes_of_death_have_names(code, words):
     import re
 
     assert re.search(words, cause_of_death(code))
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Apply an effect on some ranks, and fail on another."""
+
+    fails: int
+    effect: str = "The sums were written"
+
+    def run(self, rank):
+        if rank.number == self.fails:
+            raise ValueError("no")
+        rank.commit()
+        rank.barrier()
+
+
+def test_an_error_says_on_which_ranks_the_effect_was_applied():
+    session = ranks.fork(3, 0, False)
+    try:
+        with pytest.raises(ranks.WorkerError, match=r"written on ranks \[0, [12]\], and not on ranks|written on"):
+            session.run(Commit(1))
+        with pytest.raises(ValueError, match="no") as caught:
+            session.run(Commit(0))
+        assert any(note.startswith("The sums were written on") for note in caught.value.__notes__)
+    finally:
+        ranks.close()
+
+
+def test_a_worker_that_never_returns_is_ended_after_the_users_timeout():
+    session = ranks.fork(3, 0, False, timeout=0.5)
+    start = time.monotonic()
+    with pytest.raises(ranks.WorkerError, match=r"rank [12] did not finish within the 0.5 seconds"):
+        session.run(Sleep(60, "workers"))
+    assert time.monotonic() - start < 2.5
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_worker_that_calls_exit_is_an_error(two):
+    with pytest.raises(ranks.WorkerError, match="SystemExit"):
+        two.run(CallExit())
+    assert two.run(Exchange((3,))) == 2
+
+
+class CallExit:
+    def run(self, rank):
+        if not rank.is_master:
+            raise SystemExit(3)
+        rank.barrier()

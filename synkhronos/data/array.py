@@ -20,6 +20,9 @@ from synkhronos import ranks
 from synkhronos.graphs import library_of
 from synkhronos.ranks import SharedArray
 
+#: Kinds of dtypes whose items mean the same in every process.
+_NUMBERS = "biufc"
+
 
 class Data:
     """An array in POSIX shared memory that all ranks see.
@@ -43,12 +46,10 @@ class Data:
     array([[2., 3.],
            [4., 5.]])
     >>> x[0] = 7
-    >>> np.asarray(x).sum()
+    >>> float(np.asarray(x).sum())
     28.0
     >>> synk.close()
     """
-
-    __array_priority__ = 1000  # so that NumPy's operators see an array, not a sequence
 
     def __init__(self, dtype: npt.DTypeLike, ndim: int, minibatch: bool = False, name: str | None = None):
         self._dtype = np.dtype(dtype)
@@ -58,7 +59,10 @@ class Data:
         self._session = ranks.session()
         self._segment: ranks.Segment | None = None
         self._release: Any = None
-        self._array = np.empty((0,) * ndim, self._dtype)
+        try:
+            self._array = np.zeros((0,) * ndim, self._dtype)
+        except ValueError as error:
+            raise ValueError(f"ndim: expected as many dimensions as NumPy knows, got {ndim}: {error}") from None
         self._session.tell_at_close(self)
 
     # -- what it is ------------------------------------------------------------------------------------------
@@ -159,9 +163,7 @@ class Data:
         MemoryError
             If there is no room in shared memory; the old content stays.
         """
-        value = self._conditioned(x, force_cast)
-        self._reshape(value.shape, oversize, keep=False)
-        self._array[...] = value
+        self._set_value(x, force_cast, oversize, "x")
 
     def set_length(self, n: int, oversize: float = 1) -> None:
         """Change the number of rows; those that remain are kept, new ones are zero.
@@ -206,7 +208,7 @@ class Data:
         ndarray
             Of this object's dtype and number of dimensions; the argument itself where it fits.
         """
-        return self._conditioned(x, force_cast).astype(self._dtype, copy=False)
+        return self._conditioned(x, force_cast, "x").astype(self._dtype, copy=False)
 
     def free_memory(self) -> None:
         """Give the shared memory back, on all ranks, and become empty.
@@ -222,8 +224,10 @@ class Data:
     def where(self) -> SharedArray:
         """Return where the array lies, for a command."""
         self._check()
-        if self._segment is None:  # so that ranks have something to map for an array without items
-            self._allocate(0)
+        if self._segment is None:  # so that ranks have something to map, even for an array without items
+            private = self._array
+            self._reshape(private.shape, 1, keep=False)
+            self._array[...] = private
         assert self._segment is not None
         return SharedArray(self._segment.key, self._dtype, self._array.shape)
 
@@ -249,36 +253,32 @@ class Data:
         if self._session.closed is not None:
             raise RuntimeError("this Data object's memory was freed when the ranks were closed")
 
-    def _conditioned(self, x: npt.ArrayLike, force_cast: bool) -> np.ndarray:
+    def _set_value(self, x: npt.ArrayLike, force_cast: bool, oversize: float, argument: str) -> None:
+        value = self._conditioned(x, force_cast, argument)
+        self._reshape(value.shape, oversize, keep=False)
+        self._array[...] = value
+
+    def _conditioned(self, x: npt.ArrayLike, force_cast: bool, argument: str) -> np.ndarray:
         """Check a value's dtype and dimensions; the cast itself is left to the copy."""
-        if isinstance(x, Data):
-            x = x.data
-        try:
-            value = np.asarray(x)
-        except ValueError as error:
-            raise TypeError(f"x: expected an array, got {type(x).__name__}: {error}") from error
+        if not isinstance(force_cast, bool | np.bool_):
+            raise TypeError(f"force_cast: expected True or False, got {force_cast!r}")
+        value = _numbers(x, argument)
         if value.ndim != self._ndim:
             raise ValueError(
-                f"x: expected {self._ndim} dimensions{self._called()}, got {value.ndim} (shape {value.shape})"
+                f"{argument}: expected {self._ndim} dimensions{self._called()}, got {value.ndim} (shape {value.shape})"
             )
         if value.dtype != self._dtype and not np.can_cast(value.dtype, self._dtype, "unsafe" if force_cast else "safe"):
             raise TypeError(
-                f"x: {value.dtype} can't be cast safely to {self._dtype}{self._called()}: "
+                f"{argument}: {value.dtype} can't be cast safely to {self._dtype}{self._called()}: "
                 "convert it, or pass force_cast=True"
             )
-        if value.dtype.hasobject:
-            raise TypeError(f"x: expected numbers, got {value.dtype}")
         return value
 
     def _called(self) -> str:
         return "" if self._name is None else f" for {self._name!r}"
 
     def _checked_shape(self, shape: int | Sequence[int]) -> tuple[int, ...]:
-        if isinstance(shape, int | np.integer) and not isinstance(shape, bool):
-            shape = (int(shape),)
-        if not isinstance(shape, list | tuple | np.ndarray):
-            raise TypeError(f"shape: expected a sequence of {self._ndim} lengths, got {shape!r}")
-        checked = tuple(_integer(length, "shape") for length in shape)
+        checked = _lengths(shape)
         if len(checked) != self._ndim:
             raise ValueError(f"shape: expected {self._ndim} lengths, got {checked}")
         return checked
@@ -299,7 +299,7 @@ class Data:
         if not keep or not self._ndim:
             return
         kept = min(len(old), len(self._array)) if old.shape[1:] == shape[1:] else 0
-        if old.ctypes.data != self._array.ctypes.data:
+        if kept and old.ctypes.data != self._array.ctypes.data:
             self._array[:kept] = old[:kept]
         self._array[kept:] = 0
 
@@ -314,7 +314,7 @@ class Data:
             self._release()
         self._segment = self._release = None
         if not keep_array:
-            self._array = np.empty((0,) * self._ndim, self._dtype)
+            self._array = np.zeros((0,) * self._ndim, self._dtype)
 
 
 def data(
@@ -383,33 +383,55 @@ def data(
             raise TypeError(f"var: expected a variable whose values are arrays, got {var!r} of type {var.type}")
         if name is None:
             name = var.name
-        if dtype is not None and np.dtype(dtype) != np.dtype(var.type.dtype):
-            raise ValueError(f"dtype: {var!r} has {var.type.dtype}, got {np.dtype(dtype)}")
+        if dtype is not None and _dtype(dtype) != np.dtype(var.type.dtype):
+            raise ValueError(f"dtype: {var!r} has {var.type.dtype}, got {_dtype(dtype)}")
         if ndim is not None and ndim != var.type.ndim:
             raise ValueError(f"ndim: {var!r} has {var.type.ndim}, got {ndim}")
         dtype, ndim = var.type.dtype, var.type.ndim
     elif value is not None:
-        try:
-            array = np.asarray(value.data if isinstance(value, Data) else value)
-        except ValueError as error:
-            raise TypeError(f"value: expected an array, got {type(value).__name__}: {error}") from error
+        array = _numbers(value, "value")
         dtype = array.dtype if dtype is None else dtype
         if ndim is not None and ndim != array.ndim:
             raise ValueError(f"ndim: value has {array.ndim}, got {ndim}")
         ndim, value = array.ndim, array
     if ndim is None and shape is not None:
-        ndim = 1 if isinstance(shape, int | np.integer) else len(shape)
+        ndim = len(_lengths(shape))
     if dtype is None or ndim is None:
         raise TypeError("data() needs var, or value, or dtype with ndim or shape, to know dtype and dimensions")
-    dtype, ndim = np.dtype(dtype), _integer(ndim, "ndim")
-    if dtype.kind not in "biufc":
-        raise TypeError(f"dtype: expected numbers, got {dtype}")
-    made = Data(dtype, ndim, minibatch, name)
+    made = Data(_dtype(dtype), _integer(ndim, "ndim"), minibatch, name)
     if value is not None:
-        made.set_value(value, force_cast, oversize)
+        made._set_value(value, force_cast, oversize, "value")
     else:
         made.set_shape((0,) * ndim if shape is None else shape, oversize)
     return made
+
+
+def _numbers(value: Any, argument: str) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise TypeError(f"{argument}: expected an array, got {type(value).__name__}: {error}") from error
+    if array.dtype.kind not in _NUMBERS:
+        raise TypeError(f"{argument}: expected numbers, got an array of {array.dtype}")
+    return array
+
+
+def _dtype(dtype: npt.DTypeLike) -> np.dtype:
+    try:
+        checked = np.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f"dtype: expected a dtype of numbers, got {dtype!r}: {error}") from None
+    if checked.kind not in _NUMBERS:
+        raise TypeError(f"dtype: expected a dtype of numbers, got {checked}")
+    return checked
+
+
+def _lengths(shape: Any) -> tuple[int, ...]:
+    if isinstance(shape, int | np.integer) and not isinstance(shape, bool):
+        shape = (shape,)
+    if not isinstance(shape, list | tuple | np.ndarray):
+        raise TypeError(f"shape: expected a sequence of lengths, got {shape!r}")
+    return tuple(_integer(length, "shape") for length in shape)
 
 
 def _integer(value: Any, name: str) -> int:

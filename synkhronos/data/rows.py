@@ -51,6 +51,8 @@ def select(batch: Any, length: int, name: str = "batch") -> Selection:
             return range(length)[batch]
         except TypeError:
             raise TypeError(f"{name}: the bounds of a slice have to be integers or None, got {batch!r}") from None
+        except ValueError:
+            raise ValueError(f"{name}: the step of a slice can't be zero, got {batch!r}") from None
     if isinstance(batch, bool | np.bool_):
         raise TypeError(f"{name}: expected a number of rows, a slice, a list of indexes or a mask, got {batch!r}")
     if isinstance(batch, int | np.integer):
@@ -58,6 +60,11 @@ def select(batch: Any, length: int, name: str = "batch") -> Selection:
             raise IndexError(f"{name}={batch}: expected a number of rows from 0 to {length}, which is all there are")
         return range(int(batch))
     if isinstance(batch, range):
+        if not batch:
+            return range(0)
+        low, high = _in_range(min(batch[0], batch[-1]), max(batch[0], batch[-1]), length, name)
+        if low >= 0:
+            return batch
         batch = np.arange(batch.start, batch.stop, batch.step)
     if isinstance(batch, str | bytes | dict | set) or not hasattr(batch, "__len__"):
         raise TypeError(
@@ -77,11 +84,16 @@ def select(batch: Any, length: int, name: str = "batch") -> Selection:
         return np.empty(0, np.int64)
     if index.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected integer indexes or a boolean mask, got dtype {index.dtype}")
-    low, high = int(index.min()), int(index.max())
-    if low < -length or high >= length:
-        raise IndexError(f"{name}: index {low if low < -length else high} is out of range for {length} rows")
+    low, _ = _in_range(int(index.min()), int(index.max()), length, name)
     index = index.astype(np.int64, copy=False)
     return np.where(index < 0, index + length, index) if low < 0 else index
+
+
+def _in_range(low: int, high: int, length: int, name: str) -> tuple[int, int]:
+    """Return the lowest and the highest of some indexes, if there are such rows."""
+    if low < -length or high >= length:
+        raise IndexError(f"{name}: index {low if low < -length else high} is out of range for {length} rows")
+    return low, high
 
 
 def share(count: int, parts: int, part: int) -> slice:

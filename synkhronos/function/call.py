@@ -86,6 +86,8 @@ class Call(NamedTuple):
     chosen : tuple, or None
         For each rank what ``batch_s`` picks of its sliceable shared variables: a slice, or a SharedArray of indexes.
     slices : int
+    updates : bool
+        Whether the program has any.
     """
 
     program: Any
@@ -95,6 +97,12 @@ class Call(NamedTuple):
     n_rows: int | None
     chosen: tuple[Any, ...] | None
     slices: int
+    updates: bool
+
+    @property
+    def effect(self) -> str | None:
+        """What an error says was done, if it was."""
+        return "The function's updates were applied" if self.updates else None
 
     def run(self, rank: Rank) -> Any:
         """Compute this rank's part; the master returns the outputs' reductions, in a list."""
@@ -104,10 +112,13 @@ class Call(NamedTuple):
         local = _Local(self, program, function, rank, ops)
         if local.active or (self.n_rows == 0 and rank.is_master):
             local.compute()
+            rank.commit()
         if not outputs or all(op.name is None for op in ops):
-            return local.values
-        if len(outputs) <= _SCALARS and all(output.type.ndim == 0 for output in outputs):
-            return _reduce_scalars(rank, local, ops, [np.dtype(output.type.dtype) for output in outputs])
+            return local.values or [None] * len(outputs)
+        # What isn't reduced need not be an array.
+        reduced = [None if op.name is None else output.type for output, op in zip(outputs, ops, strict=True)]
+        if len(outputs) <= _SCALARS and all(kind is None or kind.ndim == 0 for kind in reduced):
+            return _reduce_scalars(rank, local, ops, [None if kind is None else np.dtype(kind.dtype) for kind in reduced])
         return _reduce_arrays(rank, local, ops)
 
     def _compiled(self, program: Program, rank: Rank) -> Callable[..., Any]:
@@ -194,7 +205,8 @@ class _Local:
         if not call.variant.accumulate:
             self.values = self._run(self._parts, self._sliceable)
             return
-        count = max(1, min(call.slices, self.rows))
+        lengths = [self.rows] if self._sliceable is None else [self.rows, len(self._sliceable)]
+        count = max(1, min(call.slices, *lengths))
         targets = self._program.accumulated()
         totals = [Accumulator(op) for op in [*self._ops, *(op for _, op in targets)]]
         cut = [None if part is None else list(pieces(part, count)) for part in self._parts]
@@ -253,36 +265,36 @@ class _Local:
         return values
 
 
-def _reduce_scalars(rank: Rank, local: _Local, ops: Sequence[Op], dtypes: Sequence[np.dtype]) -> Any:
+def _reduce_scalars(rank: Rank, local: _Local, ops: Sequence[Op], dtypes: Sequence[np.dtype | None]) -> Any:
     """Reduce outputs of no dimensions: the workers leave theirs to the master and wait for nobody.
 
     What a worker leaves is the number of its rows and the values' bytes: a training loop comes here at every step, and
     pickling small arrays would take longer than all the rest.
     """
-    shown = rank.gather(b"" if rank.is_master or not local.active else _packed(local, ops, dtypes))
+    shown = rank.gather(b"" if rank.is_master or not local.active else _packed(local, dtypes))
     if shown is None:
         return None
-    contributions = [_unpacked(part, ops, dtypes) for part in shown]
+    contributions = [_unpacked(part, dtypes) for part in shown]
     if local.active:
         contributions[rank.number] = local.rows, local.values
     return _combine(local, ops, contributions)
 
 
-def _packed(local: _Local, ops: Sequence[Op], dtypes: Sequence[np.dtype]) -> bytes:
+def _packed(local: _Local, dtypes: Sequence[np.dtype | None]) -> bytes:
     parts = [local.rows.to_bytes(8, "little")]
-    for value, op, dtype in zip(local.values, ops, dtypes, strict=True):
-        if op.name is not None:
+    for value, dtype in zip(local.values, dtypes, strict=True):
+        if dtype is not None:
             parts.append(np.asarray(value, dtype).tobytes())
     return b"".join(parts)
 
 
-def _unpacked(part: bytes, ops: Sequence[Op], dtypes: Sequence[np.dtype]) -> tuple[int, list[Any] | None]:
+def _unpacked(part: bytes, dtypes: Sequence[np.dtype | None]) -> tuple[int, list[Any] | None]:
     if not part:
         return 0, None
     values: list[Any] = []
     at = 8
-    for op, dtype in zip(ops, dtypes, strict=True):
-        if op.name is None:
+    for dtype in dtypes:
+        if dtype is None:
             values.append(None)
             continue
         values.append(np.ndarray((), dtype, part, at))

@@ -131,7 +131,8 @@ class Function:
             arrays, count = self._locate(session, inputs, named_inputs, batch)
             chosen = self._chosen(session, batch_s)
             self._distribute(session)
-            call = Call(self._key, variant, variant not in self._ready, arrays, count, chosen, num_slices)
+            has_updates = bool(self._program.updates)
+            call = Call(self._key, variant, variant not in self._ready, arrays, count, chosen, num_slices, has_updates)
             results = session.run(call)
             self._ready.add(variant)
         if self._single:
@@ -329,14 +330,13 @@ class Function:
         if not lengths:
             rows = _select_freely(batch)
         else:
-            if len(set(lengths)) > 1 and (batch is None or isinstance(batch, slice)):
-                picked = {len(select(batch, length)) for length in lengths}
-                if len(picked) > 1:
-                    raise ValueError(
-                        f"{self.name}: scattered inputs need equally many rows, got {lengths}"
-                        + ("" if batch is None else f", of which batch={batch} picks different numbers")
-                    )
             rows = select(batch, min(lengths))
+            # What counts from the end picks other rows where there are more of them.
+            if any(not np.array_equal(select(batch, length), rows) for length in set(lengths) - {min(lengths)}):
+                raise ValueError(
+                    f"{self.name}: scattered inputs need equally many rows, got {lengths}"
+                    + ("" if batch is None else f", of which batch={_short(batch)} picks different ones")
+                )
         low = lowest(rows) if any(isinstance(v, Data) and v.minibatch for v in values) else 0
         for i, value in enumerate(values):
             if isinstance(value, Data) and value.minibatch and highest(rows) - low >= len(value):
@@ -457,9 +457,11 @@ def _index_list(one: Any, name: str) -> np.ndarray:
 def _select_freely(batch: Any) -> Selection:
     """Return the rows of a batch where every input is a minibatch, so that nothing bounds it."""
     if isinstance(batch, slice):
-        if batch.stop is None or (batch.start or 0) < 0 or batch.stop < 0:
+        select(batch, 0)  # complains of bounds that are no integers
+        far = batch.start if (batch.step or 1) < 0 else batch.stop
+        if far is None or min(far, batch.start or 0, batch.stop or 0) < 0:
             raise ValueError(f"batch: with minibatch inputs alone a slice needs bounds from the start, got {batch!r}")
-        return range(batch.stop)[batch]
+        return select(batch, far + 1)
     if isinstance(batch, int | np.integer) and not isinstance(batch, bool):
         return select(batch, max(0, int(batch)))
     if (
@@ -470,7 +472,11 @@ def _select_freely(batch: Any) -> Selection:
         and isinstance(batch[0], bool)
     ):
         return select(batch, len(batch))
-    return select(batch, np.iinfo(np.int64).max)
+    endless = np.iinfo(np.int64).max
+    rows = select(batch, endless)
+    if highest(rows) > endless // 2:
+        raise IndexError(f"batch: with minibatch inputs alone indexes need to be from the start, got {_short(batch)}")
+    return rows
 
 
 def function(
@@ -566,7 +572,10 @@ def _distribute(session: Session, functions: Sequence[Function]) -> None:
         by_library.setdefault(f._program.library.name, []).append(f)
     for group in by_library.values():
         variables = [variable for f in group for variable in f._program.variables()]
-        Mirror.of(session).send([(f._key, f._program) for f in group], variables)
+        try:
+            Mirror.of(session).send([(f._key, f._program) for f in group], variables)
+        except TypeError as error:
+            raise TypeError(f"{', '.join(f.name for f in group)}: {error}") from error
     for f in functions:
         f._entered(session)
         _undistributed(session).discard(f)

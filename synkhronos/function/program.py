@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from synkhronos.function.reduce import Op
 from synkhronos.graphs import GraphLibrary
@@ -115,45 +118,53 @@ class Program:
         inputs = [entry.wrapped for entry in self.inputs]
         outputs = self.outputs if variant.subset is None else [self.outputs[i] for i in variant.subset]
         kwargs = dict(self.kwargs)
+        if variant != Variant():
+            # A subset of the outputs may need a subset of the inputs, and some outputs no sliceable variable.
+            kwargs["on_unused_input"] = "ignore"
         if variant.rows is None and not variant.accumulate:
             return library.function(inputs, outputs, updates=self.updates, givens=self.givens, **kwargs)
 
-        updates = self.updates + self._default_updates()
+        updates = self.updates + self.default_updates
         variables = [library.output_variable(output) for output in outputs]
         expressions = [library.convert(shared, expression) for shared, expression in updates]
-        targets, given = [shared for shared, _ in updates], [expression for _, expression in self.givens]
+        targets, givens = [shared for shared, _ in updates], self.givens
         if variant.rows is not None:
             rows, cut = self._row_inputs(variant.rows)
             inputs = inputs + rows
-            cloned = library.clone([*variables, *expressions, *given], {s: cut(s) for s in self.sliceable})
-            n, m = len(variables), len(expressions)
-            variables, expressions, given = cloned[:n], cloned[n : n + m], cloned[n + m :]
-            # A program may have sliceable variables that some outputs don't use.
-            kwargs["on_unused_input"] = "ignore"
+            # What givens replace may lie inside the graph, and then it is the copy that has to be replaced.
+            inside = [key if key.owner is not None else expression for key, expression in givens]
+            given = [expression for _, expression in givens]
+            cloned = library.clone([*variables, *expressions, *given, *inside], {s: cut(s) for s in self.sliceable})
+            n, m, k = len(variables), len(expressions), len(given)
+            variables, expressions, given, inside = (
+                cloned[:n], cloned[n : n + m], cloned[n + m : n + m + k], cloned[n + m + k :]
+            )
+            givens = [
+                (key if key.owner is None else copy, expression)
+                for (key, _), copy, expression in zip(givens, inside, given, strict=True)
+            ]
         outputs = [library.with_output_variable(o, v) for o, v in zip(outputs, variables, strict=True)]
         pairs = list(zip(targets, expressions, strict=True))
         if variant.accumulate:
-            # Generators go on from slice to slice; what the user updates must look the same to every slice.
-            n_users = len(self.updates)
-            outputs = outputs + [e for i, (s, e) in enumerate(pairs) if self._is_accumulated(i)]
-            pairs = [pair for i, pair in enumerate(pairs) if i >= n_users or not self._is_accumulated(i)]
-        kwargs["no_default_updates"] = True
-        givens = [(key, value) for (key, _), value in zip(self.givens, given, strict=True)]
+            # Generators go on from slice to slice; all else that is updated must look the same to every slice.
+            outputs = outputs + [expression for shared, expression in pairs if not library.is_generator(shared)]
+            pairs = [(shared, expression) for shared, expression in pairs if library.is_generator(shared)]
+        if self.default_updates:
+            kwargs["no_default_updates"] = True
         return library.function(inputs, outputs, updates=pairs, givens=givens, **kwargs)
 
     def accumulated(self) -> list[tuple[Any, Op]]:
         """Return the shared variables whose updates are accumulated over slices, with their ops."""
+        ops = self.update_ops + [_default_op(shared) for shared, _ in self.default_updates]
         return [
             (shared, op)
-            for i, ((shared, _), op) in enumerate(zip(self.updates, self.update_ops, strict=True))
-            if self._is_accumulated(i)
+            for (shared, _), op in zip(self.updates + self.default_updates, ops, strict=True)
+            if not self.library.is_generator(shared)
         ]
 
-    def _is_accumulated(self, index: int) -> bool:
-        return index < len(self.updates) and not self.library.is_generator(self.updates[index][0])
-
-    def _default_updates(self) -> list[tuple[Any, Any]]:
-        """Return the updates that the library would add by itself."""
+    @cached_property
+    def default_updates(self) -> list[tuple[Any, Any]]:
+        """The updates that the library would add by itself."""
         without = self.kwargs.get("no_default_updates", False)
         if without is True:
             return []
@@ -171,3 +182,8 @@ class Program:
             return [start, stop], lambda shared: shared[start:stop]
         index = tensor.lvector("rows")
         return [index], lambda shared: shared[index]
+
+
+def _default_op(shared: Any) -> Op:
+    """Return the op of an update that the library would add: nobody named one, and an average of integers is none."""
+    return Op(None if getattr(shared.type, "dtype", "") and np.dtype(shared.type.dtype).kind in "biu" else "avg")

@@ -215,9 +215,21 @@ class GraphLibrary:
         """Return the lengths that the variable's type fixes, None where it leaves them open."""
         return tuple(1 if b else None for b in variable.type.broadcastable)
 
+    def check_generator(self, shared: Any) -> None:
+        """Raise TypeError for a random generator that can't be moved."""
+
     def move_generator(self, shared: Any, distance: int) -> None:
         """Move a random generator ``distance`` jumps ahead in its stream: streams so moved apart never meet."""
         raise NotImplementedError
+
+
+def check_jumps(bit_generator: Any) -> None:
+    """Raise TypeError for a NumPy bit generator that can't jump."""
+    if not hasattr(bit_generator, "jumped"):
+        raise TypeError(
+            f"random numbers of {type(bit_generator).__name__} can't be moved apart by rank: it has no jumps; "
+            "use numpy.random.PCG64 (the default), Philox or MT19937"
+        )
 
 
 def jump(bit_generator: Any, distance: int) -> Any:
@@ -226,9 +238,4 @@ def jump(bit_generator: Any, distance: int) -> Any:
     A jump is a distance known for each kind (``jumped`` in NumPy's documentation): 2**127 draws for PCG64, 2**128
     for MT19937 and Philox.
     """
-    if not hasattr(bit_generator, "jumped"):
-        raise TypeError(
-            f"random numbers of {type(bit_generator).__name__} can't be moved apart by rank: it has no jumps; "
-            "use numpy.random.PCG64 (the default), Philox or MT19937"
-        )
     return bit_generator.jumped(distance)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -74,8 +75,8 @@ class Mirror:
 
         Raises
         ------
-        Exception
-            What pickling raised, if a graph can't be pickled; nothing is sent then.
+        TypeError
+            If a graph can't be pickled, or a random generator can't be moved; nothing is sent then.
         """
         session = self._session()
         assert session is not None
@@ -87,11 +88,14 @@ class Mirror:
                 self._last += 1
                 keyed.append((("shared", self._last), shared))
         if session.size > 1:
+            for _, shared in keyed:
+                if library is not None and library.is_generator(shared):
+                    library.check_generator(shared)
             # Every node comes after those it depends on, so that pickle, which follows references, never goes deep.
             nodes = library.nodes(variables) if library is not None else []
             parcel = self.pack((nodes, [*keyed, *values], len(keyed)))
             try:
-                session.run(Receive(parcel))
+                session.run(Receive(parcel, sys.getrecursionlimit()))
             except BaseException:
                 for key, _ in [*keyed, *values]:
                     session.release_stored(key)
@@ -109,7 +113,13 @@ class Mirror:
         assert session is not None
         buffers: list[pickle.PickleBuffer] = []
         stream = io.BytesIO()
-        _Pickler(stream, self._keys, buffers).dump(value)
+        try:
+            _Pickler(stream, self._keys, buffers).dump(value)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(
+                f"the graph can't be pickled, as it has to be for the workers: {error}; "
+                "what its operations hold must be defined in a module, not inside a function"
+            ) from error
         parts = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
         spans, end = [], 0
         for part in parts:
@@ -143,11 +153,14 @@ class Receive:
     """The command that unpacks what the master sent: on every rank but the master, which has it."""
 
     parcel: Parcel
+    #: The master's: the libraries follow graphs recursively when they compile, and users raise it for deep ones.
+    recursion_limit: int
 
     def run(self, rank: Rank) -> None:
         """Keep the objects, and move the random generators among the new shared variables."""
         if rank.is_master:
             return
+        sys.setrecursionlimit(max(self.recursion_limit, sys.getrecursionlimit()))
         _, values, n_shareds = self.parcel.unpack(rank)
         for key, value in values:
             rank.store[key] = _Kept(value)

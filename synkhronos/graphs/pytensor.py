@@ -13,7 +13,7 @@ from pytensor.compile.mode import get_mode
 from pytensor.graph.basic import Variable
 from pytensor.graph.replace import clone_replace
 
-from synkhronos.graphs.family import GraphLibrary, Input, jump
+from synkhronos.graphs.family import GraphLibrary, Input, check_jumps, jump
 
 
 class PyTensor(GraphLibrary):
@@ -26,6 +26,10 @@ class PyTensor(GraphLibrary):
     def is_generator(self, shared: Any) -> bool:
         """Whether the variable holds a NumPy Generator."""
         return isinstance(self.get(shared), np.random.Generator)
+
+    def check_generator(self, shared: Any) -> None:
+        """Refuse bit generators without jumps."""
+        check_jumps(self.get(shared).bit_generator)
 
     def move_generator(self, shared: Any, distance: int) -> None:
         """Jump the Generator."""

@@ -58,9 +58,9 @@ class Control:
     words : memoryview
         Unsigned 64-bit words, among them (by the constants of this class) the number of the last command posted,
         of the last that failed, and the length of the message in the mailbox.
-    done, arrived, sleeping, report_length, core : memoryview
+    done, arrived, sleeping, report_length, core, committed : memoryview
         One word a rank: the last command it finished, the last step it reached, why it sleeps, how long its report of
-        a failure is, on which core it was last seen (counted from 1).
+        a failure is, on which core it was last seen (counted from 1), the last command whose effects it has applied.
     """
 
     POSTED, FAILED, LENGTH, ANNOUNCED = range(4)
@@ -68,13 +68,13 @@ class Control:
     def __init__(self, size: int, spin: float):
         self.size = size
         self.spin = spin
-        n_words = _FIXED + 5 * size
+        n_words = _FIXED + 6 * size
         self._slots_at = -(-n_words * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
         self._scratch_at = self._slots_at + MAILBOX + 3 * size * SLOT
         self._memory = mmap.mmap(-1, self._scratch_at + 2 * size * SCRATCH)
         self.words = memoryview(self._memory)[: n_words * 8].cast("Q")
-        self.done, self.arrived, self.sleeping, self.report_length, self.core = (
-            self.words[_FIXED + i * size : _FIXED + (i + 1) * size] for i in range(5)
+        self.done, self.arrived, self.sleeping, self.report_length, self.core, self.committed = (
+            self.words[_FIXED + i * size : _FIXED + (i + 1) * size] for i in range(6)
         )
         self.mailbox = memoryview(self._memory)[self._slots_at : self._slots_at + MAILBOX]
         self._bells = [_semaphore() for _ in range(size)]

@@ -66,13 +66,15 @@ class WorkerError(RuntimeError):
         return type(self), (str(self), self.rank, self.worker_traceback, self.failures)
 
     @classmethod
-    def of(cls, reports: Sequence[Report]) -> WorkerError:
+    def of(cls, reports: Sequence[Report], effect: str = "") -> WorkerError:
         """Make the error for ranks that raised exceptions and are still there."""
         first = reports[0]
         head = f"rank {first.rank} raised {first.kind}: {first.message}"
         others = "".join(f"\n  {report.summary()}" for report in reports[1:])
         if others:
             head += f"\nIt was not alone:{others}"
+        if effect:
+            head += f"\n{effect}"
         head += f"\n\nThe traceback of rank {first.rank}:\n{first.traceback}"
         return cls(head, first.rank, first.traceback, {report.rank: report.summary() for report in reports})
 

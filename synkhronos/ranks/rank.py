@@ -29,7 +29,9 @@ ROOM = SLOT - 8
 class Command(Protocol):
     """A small picklable object with one method that every rank runs, the master too.
 
-    A command is sent once and may be run again and again from the same object, so that `run` must not change it.
+    A command is sent once and may be run again and again from the same object, so that `run` must not change it.  One
+    that changes what ranks keep has an attribute ``effect``, words for what it did ("updates were applied"), and calls
+    `Rank.commit` once it has: then the error of one that failed says on which ranks.
     """
 
     def run(self, rank: Rank) -> Any:
@@ -82,6 +84,10 @@ class Rank:
         """Start counting the steps of a new command."""
         self._command = command
         self._step = command << _STEP_BITS
+
+    def commit(self) -> None:
+        """Note that the command's effects are applied on this rank, so that an error can say so."""
+        self.control.committed[self.number] = self._command
 
     def barrier(self) -> None:
         """Return when every rank has come here.

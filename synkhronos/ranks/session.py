@@ -21,7 +21,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -66,12 +66,16 @@ class Session:
         The master's own.
     size : int
         The number of ranks.
+    timeout : float or None
+        Seconds that the master waits for the others in one command, None for ever.
     turn : threading.RLock
         Held while a command is prepared and run: one at a time.
     """
 
-    def __init__(self, size: int, root: int, profile: bool):
+    def __init__(self, size: int, root: int, profile: bool, timeout: float | None = None):
         self.size = size
+        self.timeout = timeout
+        self._began = 0.0
         self.owner = os.getpid()
         self.turn = threading.RLock()
         self.closed: str | None = None
@@ -158,6 +162,7 @@ class Session:
         try:
             result, mine = None, None
             self._command = number = self._command + 1
+            self._began = time.monotonic()
             try:
                 rank.begin(number)
                 if self.size > 1:
@@ -175,13 +180,27 @@ class Session:
             reports = self._reports() if control.words[Control.FAILED] == number else []
         finally:
             self._running = False
-        if mine is not None and not isinstance(mine, Cancelled):
-            for report in reports:
-                mine.add_note(report.summary())
-            raise mine
-        if reports:
-            raise WorkerError.of(reports) from None
-        return result
+        if mine is None and not reports:
+            return result
+        effect = self._effect(command, number)
+        if reports and (mine is None or isinstance(mine, Cancelled)):
+            raise WorkerError.of(reports, effect) from None
+        assert mine is not None
+        for note in [*(report.summary() for report in reports), effect]:
+            if note:
+                mine.add_note(note)
+        raise mine
+
+    def _effect(self, command: Command, number: int) -> str:
+        """Say on which ranks a command that failed has had its effect."""
+        effect = getattr(command, "effect", None)
+        if effect is None:
+            return ""
+        applied = [r for r in range(self.size) if self._control.committed[r] == number]
+        others = [r for r in range(self.size) if r not in applied]
+        if not applied:
+            return f"{effect} on no rank."
+        return f"{effect} on ranks {applied}, and not on ranks {others}: broadcast() makes them equal again."
 
     def _post(self, number: int, command: Command) -> None:
         control, words = self._control, self._control.words
@@ -227,17 +246,31 @@ class Session:
     # -- lives -----------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        if self.timeout is not None and time.monotonic() - self._began > self.timeout:
+            control = self._control
+            late = [
+                r for r in self._children if control.done[r] < control.words[Control.POSTED] and not control.sleeping[r]
+            ]
+            message = (
+                f"rank {late[0]} did not finish within the {self.timeout:g} seconds that fork(timeout=...) allows"
+                if late
+                else f"the ranks did not finish within the {self.timeout:g} seconds that fork(timeout=...) allows"
+            )
+            self._fail(f"{message}; the workers were ended.", late[0] if late else self.rank.number)
         for number, pid in self._children.items():
             code = _ended(pid)
             if code is not None:
                 del self._children[number]
-                message = (
-                    f"rank {number} (process {pid}) {cause_of_death(code)}; the other workers were ended. "
-                    "Call synkhronos.fork() to start again."
+                self._fail(
+                    f"rank {number} (process {pid}) {cause_of_death(code)}; the other workers were ended.", number
                 )
-                self.close(kill=True)
-                self.closed = message
-                raise WorkerError(message, number)
+
+    def _fail(self, message: str, number: int) -> NoReturn:
+        """End all workers, and say why."""
+        message += " Call synkhronos.fork() to start again."
+        self.close(kill=True)
+        self.closed = message
+        raise WorkerError(message, number)
 
     def close(self, kill: bool = False) -> None:
         """End the workers and give back all shared memory.  Does nothing the second time."""
@@ -402,14 +435,14 @@ def session() -> Session:
     return _current
 
 
-def fork(size: int, root: int, profile: bool) -> Session:
+def fork(size: int, root: int, profile: bool, timeout: float | None = None) -> Session:
     """Start a session of ``size`` ranks."""
     global _current
     if _current is not None and _current.closed is None and _current.owner == os.getpid():
         raise RuntimeError(
             f"{_current.size} ranks are running already: call synkhronos.close() before synkhronos.fork()"
         )
-    _current = Session(size, root, profile)
+    _current = Session(size, root, profile, timeout)
     atexit.unregister(close)
     atexit.register(close)
     return _current

@@ -101,6 +101,7 @@ def _serve(rank: Rank, channel: socket.socket) -> None:
                 segment = receive(channel)
                 rank.segments.add(segment)
                 mapped = max(mapped, segment.key)
+                del segment  # or this name would keep the memory after its release
             message = bytes(control.mailbox[: words[Control.LENGTH]])
             command = kept.get(message)
             if command is None:
@@ -112,9 +113,9 @@ def _serve(rank: Rank, channel: socket.socket) -> None:
             control.report_length[rank.number] = 0
         except Cancelled:
             control.report_length[rank.number] = 0
-        except Exception as error:
+        except BaseException as error:  # SystemExit too: whoever calls exit() in a graph means an error
             # The report first: whoever sees that the command failed may look for it.
-            report = pickle.dumps(Report.of(rank.number, error, SLOT // 8))
+            report = pickle.dumps(Report.of(rank.number, error, SLOT // 10))
             control.slot(rank.number, 2)[: len(report)] = report
             control.report_length[rank.number] = len(report)
             words[Control.FAILED] = last

@@ -82,9 +82,7 @@ def check_gradients(loss_or_grads: Any, params: Sequence[Any]) -> list[Any]:
     for i, (g, p) in enumerate(zip(loss_or_grads, params, strict=True)):
         _library(expected, g, p)
         if getattr(g, "ndim", None) != p.ndim:
-            raise ValueError(
-                f"{expected}, that of {p!r} with {p.ndim} dimensions, got {_described(g)} at index {i}"
-            )
+            raise ValueError(f"{expected}, that of {p!r} with {p.ndim} dimensions, got {_described(g)} at index {i}")
     return list(loss_or_grads)
 
 

@@ -185,9 +185,7 @@ def momentum(
     return apply_momentum(updates, momentum=momentum)
 
 
-def apply_nesterov_momentum(
-    updates: Updates, params: Iterable[Any] | None = None, momentum: Any = 0.9
-) -> Updates:
+def apply_nesterov_momentum(updates: Updates, params: Iterable[Any] | None = None, momentum: Any = 0.9) -> Updates:
     r"""Give a rule's steps Nesterov's velocity.
 
     Parameters

@@ -1,0 +1,383 @@
+"""One callable that takes a training step.
+
+`make_train_function`
+    A step on all ranks at once.
+`TrainFunction`
+    What it makes.
+`make_train_function_serial`
+    The same step in one process, with the plain graph library.
+`SerialTrainFunction`
+    What that makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.extensions.updates import RuleUpdates
+from synkhronos.graphs import library_of
+
+#: An array or Data object for one variable, a list of them for a list of variables.
+Rows = npt.ArrayLike | synk.Data | Sequence[npt.ArrayLike | synk.Data]
+
+#: What takes a loss, parameters and hyperparameters, `weight` among them.
+Rule = Callable[..., RuleUpdates]
+
+#: Which rows of the data a step uses.
+Batch = int | slice | Sequence[int] | npt.NDArray[Any] | None
+
+
+class TrainFunction:
+    """A training step on all ranks; made by `make_train_function`.
+
+    Attributes
+    ----------
+    gradient : synkhronos.Function
+        Computes the loss, and writes each rank's gradient into `grad_shared`.
+    update : synkhronos.Function
+        Moves the parameters by what is in `grad_shared`.
+    grad_shared : shared variable
+        The gradients of all parameters in one vector, and how many rows they are from.  After a step it holds
+        the ranks' combination.
+    """
+
+    def __init__(self, model: _Model):
+        expression = model.rule.grad_updates[model.rule.grad_shared]
+        self.grad_shared = model.rule.grad_shared
+        self.gradient = synk.function(
+            [*model.x, *model.y],
+            (model.loss, "mean"),
+            # Slices may differ in their number of rows: their weighted gradients add up.
+            updates=[(self.grad_shared, expression, "sum")],
+            name="train_gradient",
+        )
+        self.update = synk.function([], updates=model.rule.param_updates, name="train_update")
+        zeros = library_of(self.grad_shared).tensor.zeros_like(self.grad_shared)
+        self._clear = synk.function([], updates=[(self.grad_shared, zeros)], name="train_clear")
+        self._model = model
+
+    def __call__(self, x_data: Rows, y_data: Rows, batch: Batch = None, num_slices: int = 1) -> Any:
+        """Take one step.
+
+        Parameters
+        ----------
+        x_data, y_data : Data or array_like, or list of these
+            One for each variable of `x` and of `y`; a list where those were lists.  Data are not copied.
+        batch : int, slice, list of int, or array of int or bool, optional
+            Which rows to use: the first that many, a slice, indexes, or a mask.  By default all.
+        num_slices : int, optional
+            In how many pieces each rank computes its rows, to save memory.
+
+        Returns
+        -------
+        ndarray
+            The loss before the step: the mean over all rows of the batch.
+
+        Raises
+        ------
+        TypeError, ValueError, IndexError
+            If an argument is wrong; the message names it.
+        WorkerError
+            If a worker raised an exception, or died.
+
+        Notes
+        -----
+        Exact, to rounding, for any number of ranks, rows and slices.
+        """
+        arrays = self._model.arrays(x_data, y_data)
+        rows = _count(batch, arrays)
+        if rows == 0:
+            raise ValueError(f"batch: expected at least one row, got {batch!r}")
+        if rows < ranks.session().size:
+            # The ranks without rows sit out, and would contribute what is left of an earlier step.
+            self._clear()
+        loss = self.gradient(*arrays, batch=batch, num_slices=num_slices)
+        synk.all_reduce(self.grad_shared)
+        self.update()
+        return loss
+
+
+class SerialTrainFunction:
+    """A training step in one process; made by `make_train_function_serial`.
+
+    Attributes
+    ----------
+    gradient, update : functions of the graph library
+        Compute the loss and write the gradient into `grad_shared`, and move the parameters by it.
+    grad_shared : shared variable
+        The gradients of all parameters in one vector, and how many rows they are from.
+    """
+
+    def __init__(self, model: _Model):
+        library = library_of(model.loss)
+        self.grad_shared = model.rule.grad_shared
+        self.gradient = library.function(
+            [*model.x, *model.y], model.loss, updates=model.rule.grad_updates, name="train_gradient"
+        )
+        self.update = library.function([], updates=model.rule.param_updates, name="train_update")
+        self._model = model
+
+    def __call__(self, x_data: Rows, y_data: Rows, batch: Batch = None, num_slices: int = 1) -> Any:
+        """Take one step.
+
+        Parameters
+        ----------
+        x_data, y_data : array_like, or list of these
+            One for each variable of `x` and of `y`; a list where those were lists.
+        batch : int, slice, list of int, or array of int or bool, optional
+            Which rows to use: the first that many, a slice, indexes, or a mask.  By default all.
+        num_slices : int, optional
+            In how many pieces to compute the rows, to save memory.
+
+        Returns
+        -------
+        ndarray
+            The loss before the step: the mean over all rows of the batch.
+
+        Raises
+        ------
+        TypeError, ValueError, IndexError
+            If an argument is wrong; the message names it.
+        """
+        if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer):
+            raise TypeError(f"num_slices: expected an integer, got {num_slices!r}")
+        if num_slices < 1:
+            raise ValueError(f"num_slices: expected at least 1, got {num_slices}")
+        arrays = [_take(np.asarray(a), batch) for a in self._model.arrays(x_data, y_data)]
+        lengths = [len(a) for a in arrays]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"x_data, y_data: expected the same number of rows of each, got {lengths}")
+        if lengths[0] == 0:
+            raise ValueError(f"batch: expected at least one row, got {batch!r}")
+        if num_slices == 1:
+            loss = self.gradient(*arrays)
+        else:
+            loss = self._in_slices(arrays, min(num_slices, lengths[0]))
+        self.update()
+        return loss
+
+    def _in_slices(self, arrays: list[np.ndarray], num_slices: int) -> Any:
+        """Sum the weighted gradients of slices; return the mean loss."""
+        losses, rows, gradients = [], [], []
+        for pieces in zip(*(np.array_split(a, num_slices) for a in arrays), strict=True):
+            losses.append(self.gradient(*pieces))
+            rows.append(len(pieces[0]))
+            gradients.append(self.grad_shared.get_value())
+        self.grad_shared.set_value(np.sum(gradients, axis=0))
+        return np.asarray(np.average(losses, weights=rows), dtype=losses[0].dtype)
+
+
+def make_train_function(
+    loss: Any,
+    params: Sequence[Any],
+    x: Any,
+    y: Any,
+    update_rule: Rule,
+    **rule_kwargs: Any,
+) -> TrainFunction:
+    """Make a function that takes a training step on all ranks.
+
+    Call `synkhronos.fork` first.
+
+    Parameters
+    ----------
+    loss : scalar variable
+        What to lower: a mean over the rows of `x`.  What does not depend on the rows may be added to it.
+    params : list of shared variables
+        The parameters.
+    x, y : variable or list of variables
+        Inputs and targets, whose rows are scattered over the ranks.  A list of targets may be empty.
+    update_rule : callable
+        One of `synkhronos.extensions.updates`, or what takes and returns the same.
+    **rule_kwargs
+        For the rule, such as ``learning_rate=0.1``.
+
+    Returns
+    -------
+    TrainFunction
+        To be called as ``train(x_data, y_data, batch=None, num_slices=1)``; returns the loss.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong; the message names it.
+
+    Notes
+    -----
+    Each step computes gradients on all ranks, combines them in one all-reduce, and updates the parameters on
+    all ranks.  Each rank's gradient counts as many times as the rank has rows.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import pytensor, pytensor.tensor as pt
+    >>> import synkhronos as synk
+    >>> from synkhronos.extensions.updates import adam
+    >>> x, y = pt.matrix("x"), pt.vector("y")
+    >>> w = pytensor.shared(np.zeros(3), name="w")
+    >>> loss = ((x @ w - y) ** 2).mean()
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> train = make_train_function(loss, [w], x, y, adam, learning_rate=0.1)
+    >>> x_data, y_data = synk.data(np.eye(3)), synk.data(np.array([1.0, 2.0, 3.0]))
+    >>> for step in range(500):
+    ...     value = train(x_data, y_data)
+    >>> print(w.get_value().round(3))
+    [1. 2. 3.]
+    >>> synk.close()
+    """
+    return TrainFunction(_Model.build(loss, params, x, y, update_rule, rule_kwargs))
+
+
+def make_train_function_serial(
+    loss: Any,
+    params: Sequence[Any],
+    x: Any,
+    y: Any,
+    update_rule: Rule,
+    **rule_kwargs: Any,
+) -> SerialTrainFunction:
+    """Make a function that takes a training step in this process alone, without Synkhronos.
+
+    It computes what `make_train_function` computes, and needs no `synkhronos.fork`: to compare with, or to
+    debug.
+
+    Parameters
+    ----------
+    loss, params, x, y, update_rule, **rule_kwargs
+        As for `make_train_function`.
+
+    Returns
+    -------
+    SerialTrainFunction
+        To be called as ``train(x_data, y_data, batch=None, num_slices=1)``; returns the loss.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong; the message names it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import pytensor, pytensor.tensor as pt
+    >>> from synkhronos.extensions.updates import sgd
+    >>> x, y = pt.matrix("x"), pt.vector("y")
+    >>> w = pytensor.shared(np.zeros(2), name="w")
+    >>> train = make_train_function_serial(((x @ w - y) ** 2).mean(), [w], x, y, sgd, learning_rate=0.5)
+    >>> print(train(np.eye(2), np.array([1.0, 2.0])))
+    2.5
+    >>> print(w.get_value())
+    [0.5 1. ]
+    """
+    return SerialTrainFunction(_Model.build(loss, params, x, y, update_rule, rule_kwargs))
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What to train, and by which rule."""
+
+    loss: Any
+    x: list[Any]
+    y: list[Any]
+    x_is_list: bool
+    y_is_list: bool
+    rule: RuleUpdates
+
+    @classmethod
+    def build(
+        cls,
+        loss: Any,
+        params: Sequence[Any],
+        x: Any,
+        y: Any,
+        update_rule: Rule,
+        rule_kwargs: dict[str, Any],
+    ) -> _Model:
+        """Check the arguments, and apply the rule."""
+        if isinstance(loss, list | tuple):
+            raise TypeError("loss: expected a symbolic scalar, got a list")
+        if not callable(update_rule):
+            raise TypeError(
+                "update_rule: expected a rule of synkhronos.extensions.updates, "
+                f"got {update_rule!r} of type {type(update_rule).__name__}"
+            )
+        if "weight" in rule_kwargs:
+            raise TypeError("weight: a training function sets it to the number of rows; got another")
+        xs, ys = _variables("x", x), _variables("y", y)
+        if not xs:
+            raise ValueError("x: expected at least one variable, got none")
+        rule = update_rule(loss, params, weight=xs[0].shape[0], **rule_kwargs)
+        if not isinstance(rule, tuple) or len(rule) != 3:
+            raise TypeError(
+                "update_rule: expected it to return (grad_updates, param_updates, grad_shared), "
+                f"got {rule!r} of type {type(rule).__name__}"
+            )
+        return cls(loss, xs, ys, isinstance(x, list | tuple), isinstance(y, list | tuple), RuleUpdates(*rule))
+
+    def arrays(self, x_data: Rows, y_data: Rows) -> list[Any]:
+        """One array or Data object for each variable."""
+        return [
+            *_listed("x_data", x_data, self.x, self.x_is_list),
+            *_listed("y_data", y_data, self.y, self.y_is_list),
+        ]
+
+
+def _variables(argument: str, value: Any) -> list[Any]:
+    variables = list(value) if isinstance(value, list | tuple) else [value]
+    for i, variable in enumerate(variables):
+        expected = f"{argument}: expected a variable or a list of variables"
+        try:
+            library_of(variable)
+        except TypeError as error:
+            raise TypeError(f"{expected}; {error}") from None
+        if not getattr(variable, "ndim", 0):
+            raise ValueError(f"{expected} with rows to scatter, got {variable!r} of {variable.type} at index {i}")
+    return variables
+
+
+def _listed(argument: str, value: Any, variables: list[Any], is_list: bool) -> list[Any]:
+    if not is_list:
+        return [value]
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{argument}: expected a list of {len(variables)} arrays, got {type(value).__name__}")
+    if len(value) != len(variables):
+        raise ValueError(f"{argument}: expected a list of {len(variables)} arrays, got {len(value)}")
+    return list(value)
+
+
+def _count(batch: Any, arrays: list[Any]) -> int:
+    """Count the rows of a batch; whether the data has so many, the gradient function itself checks."""
+    if isinstance(batch, int | np.integer):
+        return int(batch)
+    if batch is not None and not isinstance(batch, slice):
+        index = np.asarray(batch)
+        return int(np.count_nonzero(index) if index.dtype == bool else index.size)
+    with_rows = [a for a in arrays if np.ndim(a)]
+    whole = [np.shape(a)[0] for a in with_rows if not getattr(a, "minibatch", False)]
+    if batch is None:
+        return min(whole or [len(a) for a in with_rows], default=1)
+    # Rows of a minibatch are numbered as in the whole data, whose length the minibatch doesn't tell.
+    return len(range(min(whole or [batch.stop or 1]))[batch])
+
+
+def _take(array: np.ndarray, batch: Any) -> np.ndarray:
+    """Pick the rows of a batch, as `synkhronos.Function` does."""
+    if batch is None or isinstance(batch, slice):
+        return array[batch] if batch is not None else array
+    if isinstance(batch, bool):
+        raise TypeError(f"batch: expected a number of rows, a slice, a list of indexes or a mask, got {batch!r}")
+    if isinstance(batch, int | np.integer):
+        if not 0 <= batch <= len(array):
+            raise IndexError(f"batch: expected a number of rows from 0 to {len(array)}, got {batch}")
+        return array[:batch]
+    try:
+        return array[np.asarray(batch, dtype=None if len(batch) else int)]
+    except IndexError as error:
+        raise IndexError(f"batch: {error}") from None

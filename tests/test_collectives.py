@@ -1,0 +1,733 @@
+"""Collectives over shared variables: NumPy over the ranks' values, in rank order, is the oracle."""
+
+import functools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from library import NAME, function, shared
+from library import tensor as T
+
+import synkhronos as synk
+from synkhronos.ranks.control import SCRATCH
+
+INTEGERS = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+FLOATS = ["float16", "float32", "float64", "complex64", "complex128"]
+DTYPES = INTEGERS + FLOATS
+UFUNCS = {"avg": np.add, "sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinities meet
+
+few = settings(max_examples=15)
+
+
+@pytest.fixture(scope="module", params=[(1, 0), (2, 0), (3, 1), (4, 3)], ids=lambda p: f"{p[0]}ranks-master{p[1]}")
+def n(request):
+    """Fork ranks, with another master each time, and yield their number."""
+    size, master = request.param
+    synk.close()
+    synk.fork(size, use_gpu=False, master_rank=master)
+    _variables.clear()
+    yield size
+    synk.close()
+
+
+@pytest.fixture
+def master(request, n):
+    """Yield the master's rank."""
+    return request.node.callspec.params["n"][1]
+
+
+_variables = {}
+
+
+def variable(dtype="float64", ndim=1, which=0):
+    """Return a shared variable that all ranks have, the same one each time: compiling takes longer than testing."""
+    key = str(dtype), ndim, which
+    if key not in _variables:
+        s = shared(np.zeros((0,) * ndim, dtype), f"s{which}")
+        # The function stays: who declares a variable to the ranks need not be called.
+        _variables[key] = s, synk.function([], [], updates=[(s, s)])
+    return _variables[key][0]
+
+
+def put(s, values):
+    """Give each rank its own value."""
+    for r, value in enumerate(values):
+        synk.set_value(r, s, value)
+
+
+def held(s, n):
+    """Return what each rank holds."""
+    return [synk.get_value(r, s) for r in range(n)]
+
+
+def reduced(values, op):
+    """Reduce as ranks should: one by one in rank order, and in the values' dtype."""
+    total = functools.reduce(UFUNCS[op], values)
+    return np.asarray(total / len(values) if op == "avg" else total, values[0].dtype)
+
+
+def assert_same(actual, expected):
+    """Check dtype, shape and every item, and that both hold NaN at the same places."""
+    assert isinstance(actual, np.ndarray)
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    np.testing.assert_array_equal(actual, expected)
+
+
+def assert_held(s, expected):
+    for actual, one in zip(held(s, len(expected)), expected, strict=True):
+        assert_same(actual, one)
+
+
+shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
+layouts = st.sampled_from(["contiguous", "reversed", "transposed", "repeated"])
+
+
+def laid_out(array, layout):
+    """Return an equal array of another memory layout."""
+    if layout == "transposed":
+        return array.T.copy().T
+    if layout == "reversed" and array.ndim:
+        return array[::-1].copy()[::-1]
+    return np.repeat(array, 2, axis=-1)[..., ::2] if layout == "repeated" and array.ndim else array
+
+
+def items(dtype):
+    """Draw numbers whose products are exact for complex dtypes, any for others."""
+    if np.dtype(dtype).kind == "c":  # how products of large parts round is the processor's affair
+        return st.builds(complex, st.integers(-5, 5), st.integers(-5, 5))
+    return None
+
+
+@st.composite
+def values_of_ranks(draw, n, dtypes=tuple(DTYPES), same_shape=True, min_dims=0):
+    """Draw a dtype and a value for each rank."""
+    dtype = draw(st.sampled_from(dtypes))
+    shape = draw(hnp.array_shapes(min_dims=min_dims, max_dims=4, min_side=0, max_side=4))
+    values = []
+    for _ in range(n):
+        if not same_shape:
+            shape = (draw(st.integers(0, 4)), *shape[1:])
+        values.append(draw(st.builds(laid_out, hnp.arrays(dtype, shape, elements=items(dtype)), layouts)))
+    return values
+
+
+def given_as(value, form):
+    return synk.data(value) if form == "data" else value
+
+
+forms = st.sampled_from(["array", "data"])
+
+
+# -- broadcast -----------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+@few
+def test_broadcast_of_the_masters_value(n, draw):
+    (value,) = draw.draw(values_of_ranks(1))
+    s = variable(value.dtype, value.ndim)
+    s.set_value(value)
+    synk.broadcast(s)
+    assert_held(s, [value] * n)
+
+
+@given(st.data())
+@few
+def test_broadcast_of_another_value(n, draw):
+    (value,) = draw.draw(values_of_ranks(1))
+    s = variable(value.dtype, value.ndim)
+    synk.broadcast(s, given_as(value, draw.draw(forms)))
+    assert_held(s, [value] * n)
+
+
+def test_broadcast_replaces_whatever_shapes_there_were(n):
+    s = variable(ndim=2)
+    put(s, [np.full((r, r + 1), float(r)) for r in range(n)])
+    s.set_value(np.ones((2, 3)))
+    synk.broadcast(s)
+    assert_held(s, [np.ones((2, 3))] * n)
+
+
+def test_broadcast_of_a_list(n):
+    a, b, c = variable("int8", 0), variable("float32", 1), variable("float64", 2)
+    values = [np.array(3, "int8"), np.arange(4, dtype="float32"), np.ones((2, 2))]
+    synk.broadcast([a, b, c], [values[0], synk.data(values[1]), values[2].tolist()])
+    for s, value in zip((a, b, c), values, strict=True):
+        assert_held(s, [value] * n)
+        s.set_value(np.zeros_like(value))
+    synk.broadcast((a, b, c))
+    for s, value in zip((a, b, c), values, strict=True):
+        assert_held(s, [np.zeros_like(value)] * n)
+
+
+def test_values_are_cast_up_as_the_variables_own_set_value_would(n):
+    s = variable("float64", 1)
+    synk.broadcast(s, [1, 2, 3])
+    assert_held(s, [np.array([1.0, 2.0, 3.0])] * n)
+    synk.broadcast(s, np.array([4, 5], "int8"))
+    assert_held(s, [np.array([4.0, 5.0])] * n)
+
+
+def test_each_rank_has_its_own_copy_of_a_broadcast_value(n):
+    s, value = variable(), np.arange(3.0)
+    d = synk.data(value)
+    synk.broadcast(s, d)
+    d[...] = 9.0
+    assert_held(s, [np.arange(3.0)] * n)
+    synk.broadcast(s, value)
+    value[...] = 9.0
+    assert_held(s, [np.arange(3.0)] * n)
+
+
+# -- scatter -------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def batches(draw, length):
+    """Draw a batch, and the index that means the same to NumPy."""
+    kind = draw(st.sampled_from(["all", "count", "slice", "indexes", "mask"]))
+    if kind == "all":
+        return None, slice(None)
+    if kind == "count":
+        count = draw(st.integers(0, length))
+        return count, slice(count)
+    if kind == "slice":
+        batch = draw(st.slices(length))
+        return batch, batch
+    if kind == "mask":
+        mask = draw(hnp.arrays(bool, length))
+        return mask, mask
+    index = draw(st.lists(st.integers(-length, length - 1), max_size=8)) if length else []
+    return index, np.array(index, int)
+
+
+@given(st.data())
+@few
+def test_scatter_splits_rows_as_evenly_as_possible(n, draw):
+    (value,) = draw.draw(values_of_ranks(1, min_dims=1))
+    batch, index = draw.draw(batches(len(value)))
+    s = variable(value.dtype, value.ndim)
+    synk.scatter(s, given_as(value, draw.draw(forms)), batch=batch)
+    assert_held(s, np.array_split(value[index], n))
+
+
+def test_scatter_of_a_list_takes_the_same_batch_of_each(n):
+    a, b = variable("int32", 1), variable("float64", 2)
+    values = [np.arange(9, dtype="int32"), np.arange(18.0).reshape(9, 2)]
+    synk.scatter([a, b], values, batch=[8, 0, 3, 3, 1])
+    for s, value in zip((a, b), values, strict=True):
+        assert_held(s, np.array_split(value[[8, 0, 3, 3, 1]], n))
+
+
+def test_scatter_and_gather_are_each_others_inverse(n):
+    s, value = variable(ndim=2), np.random.default_rng(0).normal(size=(11, 3))
+    synk.scatter(s, value)
+    assert_same(synk.gather(s, nd_up=0), value)
+
+
+# -- set_value and get_value ---------------------------------------------------------------------------------
+
+
+@given(st.data())
+@few
+def test_set_value_changes_one_rank(n, draw):
+    before = draw.draw(values_of_ranks(n))
+    s = variable(before[0].dtype, before[0].ndim)
+    put(s, before)
+    (value,) = draw.draw(values_of_ranks(1, (str(before[0].dtype),)).filter(lambda v: v[0].ndim == before[0].ndim))
+    rank = draw.draw(st.integers(0, n - 1))
+    if value.ndim:
+        batch, index = draw.draw(batches(len(value)))
+        synk.set_value(rank, s, given_as(value, draw.draw(forms)), batch=batch)
+        before[rank] = value[index]
+    else:
+        synk.set_value(np.int64(rank), s, given_as(value, draw.draw(forms)))
+        before[rank] = value
+    assert_held(s, before)
+
+
+def test_set_value_and_get_value_of_a_list(n):
+    a, b = variable("int8", 0), variable("float64", 2)
+    for r in range(n):
+        synk.set_value(r, (a, b), [np.array(r, "int8"), np.full((r, 2), float(r))])
+    for r in range(n):
+        first, second = synk.get_value(r, [a, b])
+        assert_same(first, np.array(r, "int8"))
+        assert_same(second, np.full((r, 2), float(r)))
+
+
+def test_what_get_value_and_gather_return_is_the_callers(n, master):
+    s = variable()
+    put(s, [np.full(2, float(r)) for r in range(n)])
+    synk.get_value(master, s)[...] = 9.0
+    synk.gather(s)[...] = 9.0
+    synk.gather(s, nd_up=0)[...] = 9.0
+    synk.reduce(s, "sum", in_place=False)[...] = 9.0
+    assert_held(s, [np.full(2, float(r)) for r in range(n)])
+
+
+def test_the_masters_copy_is_the_variable_itself(n, master):
+    s = variable()
+    put(s, [np.full(2, float(r)) for r in range(n)])
+    assert s.get_value().tolist() == [float(master)] * 2
+    s.set_value(np.array([7.0]))
+    assert synk.get_value(master, s).tolist() == [7.0]
+    assert synk.get_lengths(s) == [1 if r == master else 2 for r in range(n)]
+
+
+# -- gather --------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+@few
+def test_gather_stacks(n, draw):
+    values = draw.draw(values_of_ranks(n))
+    s = variable(values[0].dtype, values[0].ndim)
+    put(s, values)
+    assert_same(synk.gather(s), np.stack(values))
+    assert_held(s, values)
+
+
+@given(st.data())
+@few
+def test_gather_joins(n, draw):
+    values = draw.draw(values_of_ranks(n, same_shape=False, min_dims=1))
+    s = variable(values[0].dtype, values[0].ndim)
+    put(s, values)
+    assert_same(synk.gather(s, nd_up=0), np.concatenate(values))
+
+
+@given(st.data())
+@few
+def test_gather_returns_a_list_where_shapes_do_not_allow_more(n, draw):
+    values = draw.draw(values_of_ranks(n, same_shape=False, min_dims=1))
+    s = variable(values[0].dtype, values[0].ndim)
+    put(s, values)
+    gathered = synk.gather(s, nd_up=1)
+    if len({value.shape for value in values}) == 1:
+        gathered = list(gathered)
+    assert isinstance(gathered, list)
+    for actual, expected in zip(gathered, values, strict=True):
+        assert_same(actual, expected)
+
+
+def test_numbers_can_be_stacked_but_not_joined(n):
+    s = variable("int32", 0)
+    put(s, [np.array(r, "int32") for r in range(n)])
+    assert_same(synk.gather(s), np.arange(n, dtype="int32"))
+    assert [one.tolist() for one in synk.gather(s, nd_up=0)] == list(range(n))
+
+
+def test_lengths_that_differ_behind_axis_0_are_not_joined(n):
+    s = variable(ndim=2)
+    values = [np.full((2, r + 1), float(r)) for r in range(n)]
+    put(s, values)
+    for gathered in (synk.gather(s, nd_up=0), synk.gather(s, nd_up=1)):
+        assert isinstance(gathered, list if n > 1 else np.ndarray)
+        if n > 1:
+            for actual, expected in zip(gathered, values, strict=True):
+                assert_same(actual, expected)
+
+
+def test_gather_of_a_list(n):
+    a, b = variable("int8", 0), variable("float64", 1)
+    put(a, [np.array(r, "int8") for r in range(n)])
+    put(b, [np.full(r, float(r)) for r in range(n)])
+    first, second = synk.gather([a, b], nd_up=0)
+    assert [one.tolist() for one in first] == list(range(n))
+    assert second.tolist() == [float(r) for r in range(n) for _ in range(r)]
+    assert isinstance(synk.gather([a]), list)
+
+
+# -- all_gather ----------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+@few
+def test_all_gather_joins_on_every_rank(n, draw):
+    values = draw.draw(values_of_ranks(n, same_shape=False, min_dims=1))
+    s = variable(values[0].dtype, values[0].ndim)
+    put(s, values)
+    synk.all_gather(s)
+    assert_held(s, [np.concatenate(values)] * n)
+
+
+def test_all_gather_of_a_list(n):
+    a, b = variable("int8", 1), variable("float64", 2)
+    put(a, [np.full(r, r, "int8") for r in range(n)])
+    put(b, [np.full((1, 2), float(r)) for r in range(n)])
+    synk.all_gather([a, b])
+    assert_held(a, [np.repeat(np.arange(n), np.arange(n)).astype("int8")] * n)
+    assert_held(b, [np.repeat(np.arange(float(n)), 2).reshape(n, 2)] * n)
+
+
+# -- reduce and all_reduce -----------------------------------------------------------------------------------
+
+
+@given(st.data())
+@settings(max_examples=25)
+def test_reduce_in_place_changes_the_master_alone(n, master, draw):
+    op = draw.draw(st.sampled_from(list(UFUNCS)))
+    values = draw.draw(values_of_ranks(n, tuple(FLOATS if op == "avg" else DTYPES)))
+    s = variable(values[0].dtype, values[0].ndim)
+    put(s, values)
+    assert synk.reduce(s, op) is None
+    values[master] = reduced(values, op)
+    assert_held(s, values)
+
+
+@given(st.data())
+@settings(max_examples=25)
+def test_reduce_out_of_place_changes_nothing(n, draw):
+    op = draw.draw(st.sampled_from(list(UFUNCS)))
+    values = draw.draw(values_of_ranks(n, tuple(FLOATS if op == "avg" else DTYPES)))
+    s = variable(values[0].dtype, values[0].ndim)
+    put(s, values)
+    assert_same(synk.reduce(s, op, in_place=False), reduced(values, op))
+    assert_held(s, values)
+
+
+@given(st.data())
+@settings(max_examples=25)
+def test_all_reduce_gives_every_rank_the_same_bits(n, draw):
+    op = draw.draw(st.sampled_from(list(UFUNCS)))
+    values = draw.draw(values_of_ranks(n, tuple(FLOATS if op == "avg" else DTYPES)))
+    s = variable(values[0].dtype, values[0].ndim)
+    put(s, values)
+    synk.all_reduce(s, op)
+    after = held(s, n)
+    for one in after:
+        assert_same(one, reduced(values, op))
+    assert len({one.tobytes() for one in after}) == 1
+
+
+def test_sums_of_floats_are_taken_in_rank_order(n):
+    # Any other order gives other digits.
+    s, values = variable(), np.random.default_rng(0).lognormal(sigma=10.0, size=(n, 1000))
+    put(s, values)
+    synk.all_reduce(s, "sum")
+    assert_held(s, [reduced(list(values), "sum")] * n)
+
+
+def test_the_op_is_avg_unless_another_is_named(n, master):
+    s = variable("float32", 1)
+    put(s, [np.full(2, r, "float32") for r in range(n)])
+    average = np.full(2, (n - 1) / 2, "float32")
+    assert_same(synk.reduce(s, in_place=False), average)
+    synk.reduce(s)
+    assert_same(s.get_value(), average)
+    put(s, [np.full(2, r, "float32") for r in range(n)])
+    synk.all_reduce(s)
+    assert_held(s, [average] * n)
+
+
+def test_reductions_of_a_list(n):
+    a, b, c = variable("int16", 0), variable("float64", 1), variable("bool", 2)
+    for r in range(n):
+        synk.set_value(r, [a, b, c], [np.array(r + 1, "int16"), np.full(3, 2.0), np.full((1, 1), r == 0)])
+    product, two_to_n, both = synk.reduce([a, b, c], "prod", in_place=False)
+    assert product == np.prod(np.arange(n) + 1)
+    assert two_to_n.tolist() == [2.0**n] * 3
+    assert both.tolist() == [[n == 1]]
+    assert synk.reduce((a, b, c), "max") is None
+    synk.all_reduce((a, b, c), "max")
+    assert_held(a, [np.array(n, "int16")] * n)
+    assert_held(c, [np.array([[True]])] * n)
+
+
+# -- get_lengths and get_shapes ------------------------------------------------------------------------------
+
+
+@given(st.data())
+@few
+def test_lengths_and_shapes(n, draw):
+    values = draw.draw(values_of_ranks(n, same_shape=False, min_dims=1))
+    s = variable(values[0].dtype, values[0].ndim)
+    put(s, values)
+    assert synk.get_shapes(s) == [value.shape for value in values]
+    assert synk.get_lengths(s) == [len(value) for value in values]
+
+
+def test_lengths_and_shapes_of_a_list(n):
+    a, b = variable("int8", 0), variable("float64", 2)
+    put(a, [np.array(0, "int8")] * n)
+    put(b, [np.zeros((r, 3)) for r in range(n)])
+    assert synk.get_shapes((a, b)) == [[()] * n, [(r, 3) for r in range(n)]]
+    assert synk.get_lengths([b]) == [list(range(n))]
+
+
+# -- arrays longer than the chunks in which they travel ------------------------------------------------------
+
+#: Bytes around multiples of the scratch memory, and none that is a round number of elements for every rank.
+SIZES = [SCRATCH - 8, SCRATCH, SCRATCH + 8, 2 * SCRATCH, 2 * SCRATCH + 24, 3 * SCRATCH - 8]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", ["uint8", "float64"])
+def test_collectives_stream_large_arrays(n, master, size, dtype):
+    s = variable(dtype)
+    rng = np.random.default_rng(size)
+    odd = 5 if dtype == "uint8" else 0
+    values = [rng.integers(0, 100, size // np.dtype(dtype).itemsize - odd).astype(dtype) for _ in range(n)]
+    put(s, values)
+    assert_same(synk.gather(s), np.stack(values))
+    assert_same(synk.reduce(s, "sum", in_place=False), reduced(values, "sum"))
+    synk.all_reduce(s, "max")
+    assert_held(s, [reduced(values, "max")] * n)
+    s.set_value(values[master])
+    synk.broadcast(s)
+    assert_held(s, [values[master]] * n)
+    synk.scatter(s, values[0])
+    synk.all_gather(s)
+    assert_held(s, [values[0]] * n)
+
+
+def test_lengths_of_different_numbers_of_chunks_are_gathered(n):
+    s = variable("uint8")
+    values = [np.full(r * SCRATCH + 3 * r, r, "uint8") for r in range(n)]
+    put(s, values)
+    assert_same(synk.gather(s, nd_up=0), np.concatenate(values))
+    synk.all_gather(s)
+    assert_held(s, [np.concatenate(values)] * n)
+
+
+@pytest.mark.parametrize("collective", ["broadcast", "gather", "all_gather", "reduce", "all_reduce"])
+def test_a_list_streams_one_array_after_another(n, master, collective):
+    # A rank that is done with one array goes on to the next while others still read the first: they must not find
+    # the next one's bytes.  Before the chunks took turns for good, some met in every few rounds.
+    lengths = (100_000, 131_072, 50_000, 77_777, 131_073)
+    many = [variable("float64", 1, which) for which in range(len(lengths))]
+    for turn in range(8):
+        for r in range(n):
+            synk.set_value(r, many, [np.full(size, turn * 100.0 + i * 10 + r) for i, size in enumerate(lengths)])
+        first = [turn * 100.0 + i * 10 for i in range(len(lengths))]
+        if collective == "gather":
+            for one, base in zip(synk.gather(many), first, strict=True):
+                assert (one == base + np.arange(n)[:, None]).all()
+            continue
+        if collective == "reduce":
+            for one, base in zip(synk.reduce(many, "max", in_place=False), first, strict=True):
+                assert (one == base + n - 1).all()
+            continue
+        getattr(synk, collective)(many, *(["max"] if collective == "all_reduce" else []))
+        expected = {
+            "broadcast": lambda size, base: base + master,
+            "all_gather": lambda size, base: base + np.repeat(np.arange(n), size),
+            "all_reduce": lambda size, base: base + n - 1,
+        }[collective]
+        for s, size, base in zip(many, lengths, first, strict=True):
+            for one in held(s, n):
+                assert (one == expected(size, base)).all()
+
+
+# -- arrays that are not contiguous in their containers ------------------------------------------------------
+
+
+@pytest.fixture
+def transposed(n):
+    """Yield a shared variable whose array is a transposed view on every rank, and the ranks' values."""
+    s = variable(ndim=2)
+    values = [np.arange(6.0).reshape(2, 3) + 10 * r for r in range(n)]
+    put(s, values)
+    f = synk.function([], [], updates=[(s, s.T)])
+    f()
+    return s, [value.T for value in values]
+
+
+def test_transposed_arrays_are_gathered(n, transposed):
+    s, values = transposed
+    assert_same(synk.gather(s), np.stack(values))
+    assert_held(s, values)
+
+
+@pytest.mark.parametrize("op", UFUNCS)
+def test_transposed_arrays_are_reduced(n, master, transposed, op):
+    s, values = transposed
+    assert_same(synk.reduce(s, op, in_place=False), reduced(values, op))
+    synk.all_reduce(s, op)
+    assert_held(s, [reduced(values, op)] * n)
+
+
+def test_transposed_arrays_are_reduced_into_the_master(n, master, transposed):
+    s, values = transposed
+    synk.reduce(s, "sum")
+    values[master] = reduced(values, "sum")
+    assert_held(s, values)
+
+
+def test_transposed_arrays_are_broadcast(n, master, transposed):
+    s, values = transposed
+    synk.broadcast(s)
+    assert_held(s, [values[master]] * n)
+
+
+def test_an_array_that_may_not_be_written_is_reduced_into_a_copy(n, master):
+    # As when the user lent one that is somebody else's.
+    s, value = variable(ndim=2), np.broadcast_to(np.arange(3.0), (2, 3))
+    put(s, [value + r for r in range(n)])
+    s.set_value(value, borrow=True)
+    values = [value if r == master else value + r for r in range(n)]
+    synk.all_reduce(s, "sum")
+    assert_held(s, [reduced(values, "sum")] * n)
+    assert value.tolist() == [[0.0, 1.0, 2.0]] * 2
+
+
+# -- shapes that differ --------------------------------------------------------------------------------------
+
+
+def each_rank_has(values):
+    return ", ".join(f"rank {r} has {value.shape}" for r, value in enumerate(values))
+
+
+@pytest.mark.parametrize("collective", ["reduce", "all_reduce"])
+def test_reductions_refuse_shapes_that_differ_and_change_nothing(n, collective):
+    if n == 1:
+        pytest.skip("one rank differs from nobody")
+    fine, s = variable("float64", 1, 1), variable()
+    values = [np.arange(float(r + 1)) for r in range(n)]
+    put(s, values)
+    put(fine, [np.ones(2)] * n)
+    reduce = getattr(synk, collective)
+    for these in (s, [fine, s]):
+        with pytest.raises(ValueError) as caught:
+            reduce(these, "sum")
+        assert str(caught.value).startswith(f"{collective}: 's0' needs the same shape on all ranks, but ")
+        assert each_rank_has(values) in str(caught.value)
+    if collective == "reduce":
+        with pytest.raises(ValueError, match="needs the same shape on all ranks"):
+            synk.reduce(s, "sum", in_place=False)
+    assert_held(s, values)
+    assert_held(fine, [np.ones(2)] * n)
+    synk.all_reduce(fine, "sum")  # the ranks are still in step
+    assert_held(fine, [np.full(2, float(n))] * n)
+
+
+def test_as_many_items_in_another_shape_are_another_shape(n):
+    if n == 1:
+        pytest.skip("one rank differs from nobody")
+    s = variable(ndim=2)
+    values = [np.ones((2, 3) if r else (3, 2)) for r in range(n)]
+    put(s, values)
+    with pytest.raises(ValueError, match="needs the same shape"):
+        synk.all_reduce(s, "sum")
+    assert_held(s, values)
+
+
+def test_all_gather_refuses_what_cannot_be_joined_and_changes_nothing(n):
+    if n == 1:
+        pytest.skip("one rank can be joined with itself")
+    fine, s = variable("float64", 1), variable(ndim=2)
+    values = [np.ones((2, r + 1)) for r in range(n)]
+    put(s, values)
+    put(fine, [np.ones(2)] * n)
+    with pytest.raises(ValueError) as caught:
+        synk.all_gather([fine, s])
+    assert str(caught.value) == f"all_gather: 's0' can't be joined along axis 0: {each_rank_has(values)}"
+    assert_held(s, values)
+    assert_held(fine, [np.ones(2)] * n)
+
+
+def test_all_gather_refuses_numbers(n):
+    s = variable("int32", 0)
+    put(s, [np.array(r, "int32") for r in range(n)])
+    with pytest.raises(ValueError, match=r"all_gather: 's0' can't be joined along axis 0: rank 0 has \(\)"):
+        synk.all_gather(s)
+    assert_held(s, [np.array(r, "int32") for r in range(n)])
+
+
+# -- types that fix a length ---------------------------------------------------------------------------------
+
+
+def row_variable():
+    """Return a shared variable whose axis 0 has length 1 for ever."""
+    fixed = {"shape": (1, None)} if NAME == "pytensor" else {"broadcastable": (True, False)}
+    s = shared(np.zeros((1, 2)), "row", **fixed)
+    return s, synk.function([], [], updates=[(s, s)])
+
+
+def test_a_length_that_the_type_fixes_is_kept(n):
+    s, declared = row_variable()
+    synk.broadcast(s, np.ones((1, 4)))
+    assert_held(s, [np.ones((1, 4))] * n)
+    for attempt in (
+        lambda: synk.broadcast(s, np.ones((2, 2))),
+        lambda: synk.broadcast(s, synk.data(np.ones((2, 2)))),
+        lambda: synk.scatter(s, np.ones((n + 1, 4))),
+        lambda: synk.set_value(0, s, np.ones((2, 2))),
+        lambda: synk.set_value(0, s, synk.data(np.ones((2, 2)))),
+    ):
+        with pytest.raises(ValueError, match="values: 'row' of type .* can't take shape"):
+            attempt()
+        assert_held(s, [np.ones((1, 4))] * n)
+    synk.scatter(s, np.zeros((n, 3)))
+    assert_held(s, [np.zeros((1, 3))] * n)
+    synk.set_value(n - 1, s, np.ones((9, 2)), batch=1)
+    assert synk.get_shapes(s)[n - 1] == (1, 2)
+
+
+def test_all_gather_keeps_a_length_that_the_type_fixes(n):
+    s, declared = row_variable()
+    if n == 1:
+        synk.all_gather(s)
+    else:
+        with pytest.raises(ValueError, match=rf"all_gather: 'row' of type .* can't take shape \({n}, 2\)"):
+            synk.all_gather(s)
+    assert_held(s, [np.zeros((1, 2))] * n)
+
+
+# -- which variables the ranks have --------------------------------------------------------------------------
+
+
+def test_a_variable_travels_at_its_first_collective(n):
+    s = shared(np.arange(3.0), "s")
+    f = synk.function([], (s * 2, None))
+    s.set_value(np.array([4.0]))
+    assert synk.gather(s).tolist() == [[4.0]] * n
+    assert f().tolist() == [8.0]
+
+
+def test_a_variable_in_the_middle_of_a_graph_travels_too(n):
+    s, t = shared(np.arange(3.0), "s"), shared(np.ones(3), "t")
+    f = synk.function([], ((T.sqr(s) + t).sum(), "sum"))
+    put(s, [np.full(3, float(r)) for r in range(n)])
+    assert f() == sum(3 * r**2 + 3 for r in range(n))
+
+
+def test_a_variable_without_a_function_is_not_on_the_ranks(n):
+    s = shared(np.zeros(2), "lonely")
+    for attempt in (lambda: synk.gather(s), lambda: synk.broadcast(s), lambda: synk.get_value(0, s)):
+        with pytest.raises(ValueError, match="shared_vars: no function made since fork.. uses 'lonely'"):
+            attempt()
+
+
+def test_a_plain_function_changes_the_master_alone(n, master):
+    s = variable()
+    put(s, [np.zeros(2)] * n)
+    function([], [], updates=[(s, s + 1)])()
+    assert synk.gather(s).tolist() == [[float(r == master)] * 2 for r in range(n)]
+
+
+def test_variables_without_a_name_work_and_are_told_apart(n):
+    s, t = shared(np.zeros(2)), shared(np.ones(2))
+    declared = synk.function([], [], updates=[(s, s + t)])
+    synk.broadcast([s, t], [np.full(2, 3.0), np.full(2, 4.0)])
+    assert_held(s, [np.full(2, 3.0)] * n)
+    assert_held(t, [np.full(2, 4.0)] * n)
+    declared()
+    assert_held(s, [np.full(2, 7.0)] * n)
+
+
+@pytest.mark.parametrize("nccl", [True, False, np.True_])
+def test_nccl_makes_no_difference_in_host_memory(n, nccl):
+    s = variable()
+    put(s, [np.full(2, float(r)) for r in range(n)])
+    assert synk.gather(s, nccl=nccl).tolist() == [[float(r)] * 2 for r in range(n)]
+    assert synk.reduce(s, "sum", in_place=False, nccl=nccl).tolist() == [n * (n - 1) / 2] * 2
+    synk.all_reduce(s, "max", nccl=nccl)
+    synk.all_gather(s, nccl=nccl)
+    synk.broadcast(s, nccl=nccl)
+    assert_held(s, [np.full(2 * n, n - 1.0)] * n)

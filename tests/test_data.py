@@ -1,0 +1,613 @@
+"""Data: an array in shared memory, with NumPy as the oracle."""
+
+import gc
+import operator
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from library import tensor as T
+
+import synkhronos as synk
+
+DTYPES = (
+    ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+    + ["float16", "float32", "float64", "complex64", "complex128"]
+)
+dtypes = st.sampled_from(DTYPES)
+shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
+
+pytestmark = pytest.mark.usefixtures("two_ranks")
+
+
+@pytest.fixture
+def lives():
+    """Let a test close the ranks and fork again, and leave two of them for the next."""
+    yield
+    synk.close()
+    synk.fork(2, use_gpu=False)
+
+
+def arrays(dtype=dtypes, shape=shapes):
+    """Draw arrays of any dtype, shape and memory layout."""
+    contiguous = hnp.arrays(dtype, shape)
+
+    def laid_out(array, layout):
+        if layout == "transposed":
+            return array.T
+        if layout == "strided" and array.ndim:
+            return np.repeat(array, 2, axis=-1)[..., ::2]
+        return array[::-1] if layout == "reversed" and array.ndim else array
+
+    return st.builds(laid_out, contiguous, st.sampled_from(["contiguous", "transposed", "strided", "reversed"]))
+
+
+def value_of(dtype, shape=(3, 2)):
+    """Return an array whose items differ where the dtype can say so."""
+    return np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+
+
+_functions = {}
+
+
+def seen_by_ranks(data):
+    """Return the rows that ranks find in shared memory, each its own part."""
+    key = data.dtype, data.ndim
+    if key not in _functions:
+        x = T.TensorType(str(data.dtype), (False,) * data.ndim)("x")
+        _functions[key] = synk.function([x], (x, "gather"))
+    return _functions[key](data)
+
+
+def workers():
+    """Return the process ids of the workers."""
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return [int(pid) for pid in file.read().split()]
+
+
+def files_and_mappings():
+    """Return how many files each rank has open, and how many pieces of shared memory it has mapped."""
+    counts = []
+    for pid in [os.getpid(), *workers()]:
+        with open(f"/proc/{pid}/maps") as file:
+            mapped = sum("/dev/shm/" in line or "synkhronos" in line for line in file)
+        counts.append((len(os.listdir(f"/proc/{pid}/fd")), mapped))
+    return counts
+
+
+# -- making it -----------------------------------------------------------------------------------------------
+
+
+@given(arrays())
+def test_data_of_a_value_is_the_value(value):
+    d = synk.data(value)
+    assert (d.dtype, d.ndim, d.shape, d.size) == (value.dtype, value.ndim, value.shape, value.size)
+    assert d.alloc_size >= d.size
+    np.testing.assert_array_equal(d.data, value)
+    assert not np.shares_memory(d.data, value)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranks_see_the_value_of_any_dtype(dtype):
+    np.testing.assert_array_equal(seen_by_ranks(synk.data(value_of(dtype, (5, 2)))), value_of(dtype, (5, 2)))
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (5,), (3, 0), (0, 3), (4, 2, 3), (3, 2, 1, 2)])
+def test_ranks_see_the_value_of_any_shape(shape):
+    value = value_of("float64", shape)
+    seen = seen_by_ranks(synk.data(value))
+    assert seen.shape == shape
+    np.testing.assert_array_equal(seen, value)
+
+
+def test_ranks_see_a_value_without_dimensions():
+    x = T.dscalar("x")
+    f = synk.function([], (x, "sum"), bcast_inputs=[x])
+    d = synk.data(np.float64(2.5))
+    assert f(d) == 5.0
+    d[...] = 3.0
+    assert f(d) == 6.0
+
+
+@pytest.mark.parametrize("shape", [(), (0,), 5, [2, 3], (np.int64(2), 0, 4), np.array([2, 2, 2, 2])])
+def test_data_of_a_shape_is_zeros(shape):
+    d = synk.data(dtype="int32", shape=shape)
+    np.testing.assert_array_equal(d.data, np.zeros(shape, "int32"))
+    assert d.dtype == "int32"
+
+
+@pytest.mark.parametrize("ndim", range(5))
+def test_data_of_dimensions_alone_has_no_rows(ndim):
+    d = synk.data(dtype="float32", ndim=ndim)
+    assert d.shape == (0,) * ndim
+    assert d.dtype == "float32"
+
+
+def test_data_of_a_variable_takes_its_dtype_dimensions_and_name():
+    d = synk.data(var=T.fmatrix("images"))
+    assert (d.dtype, d.ndim, d.name) == ("float32", 2, "images")
+    assert synk.data(var=T.ivector("y"), name="labels").name == "labels"
+    assert synk.data(var=T.TensorType("int32", (False,))()).name is None
+
+
+def test_data_of_a_variable_and_a_value_casts_the_value_up():
+    d = synk.data([[1, 2], [3, 4]], T.dmatrix("x"))
+    assert d.dtype == "float64"
+    assert d.data.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_data_of_a_variable_and_a_shape():
+    d = synk.data(var=T.fmatrix("x"), shape=(2, 3))
+    np.testing.assert_array_equal(d.data, np.zeros((2, 3), "float32"))
+
+
+def test_arguments_may_say_the_same_twice():
+    d = synk.data(np.ones((2, 2)), T.dmatrix("x"), dtype=float, ndim=2)
+    assert (d.dtype, d.ndim) == ("float64", 2)
+
+
+def test_data_of_lists_numbers_and_data():
+    assert synk.data([1.5, 2.5]).data.tolist() == [1.5, 2.5]
+    assert synk.data(7).shape == ()
+    first = synk.data([1.0, 2.0])
+    second = synk.data(first)
+    second[0] = 9.0
+    assert first.data.tolist() == [1.0, 2.0]
+
+
+def test_a_name_and_no_name_are_shown():
+    assert repr(synk.data(np.ones((2, 3)), name="x")) == "<synkhronos.Data 'x': float64, shape (2, 3)>"
+    assert repr(synk.data(np.ones(2, "int8"))) == "<synkhronos.Data: int8, shape (2,)>"
+
+
+def test_minibatch_is_a_flag_that_may_be_changed():
+    d = synk.data(np.ones(3), minibatch=True)
+    assert d.minibatch is True
+    d.minibatch = np.False_
+    assert d.minibatch is False
+    with pytest.raises(TypeError, match="minibatch: expected True or False, got 1"):
+        d.minibatch = 1
+
+
+@pytest.mark.parametrize("member", ["data", "dtype", "ndim", "shape", "size", "alloc_size", "name"])
+def test_what_stays_fixed_cannot_be_assigned(member):
+    with pytest.raises(AttributeError):
+        setattr(synk.data(np.ones(3)), member, None)
+
+
+# -- as an array ---------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_reading_by_numpy_indexing(draw):
+    value = draw.draw(hnp.arrays("int64", hnp.array_shapes(max_dims=3, max_side=4)))
+    index = draw.draw(
+        hnp.basic_indices(value.shape, allow_newaxis=True, allow_ellipsis=True)
+        | hnp.integer_array_indices(value.shape)
+        | hnp.arrays(bool, value.shape)
+    )
+    read = synk.data(value)[index]
+    np.testing.assert_array_equal(read, value[index])
+    assert type(read) is type(value[index])
+
+
+@given(st.data())
+def test_writing_by_numpy_indexing(draw):
+    value = draw.draw(hnp.arrays("int64", hnp.array_shapes(max_dims=3, max_side=4)))
+    index = draw.draw(
+        hnp.basic_indices(value.shape, allow_newaxis=True, allow_ellipsis=True) | hnp.arrays(bool, value.shape)
+    )
+    new = draw.draw(hnp.arrays("int64", np.shape(value[index])) | st.integers(-9, 9))
+    d = synk.data(value)
+    d[index] = new
+    value[index] = new
+    np.testing.assert_array_equal(d.data, value)
+
+
+def test_ranks_see_what_was_written():
+    d = synk.data(np.zeros((5, 2)))
+    d[1:4] = [[1.0, 2.0]]
+    d.data[4] = 7.0
+    np.asarray(d)[0, 1] = 3.0
+    assert seen_by_ranks(d).tolist() == [[0, 3], [1, 2], [1, 2], [1, 2], [7, 7]]
+
+
+def test_a_row_of_one_may_be_written_into_another():
+    d, e = synk.data(np.arange(4.0)), synk.data(np.zeros(4))
+    e[1:] = d[:3]
+    e[0] = synk.data(9.0)
+    assert e.data.tolist() == [9.0, 0.0, 1.0, 2.0]
+
+
+def test_slices_are_views_of_the_shared_memory():
+    d = synk.data(np.zeros(4))
+    d[1:3][:] = 5.0
+    assert d.data.tolist() == [0.0, 5.0, 5.0, 0.0]
+
+
+@pytest.mark.parametrize("index", [5, -6, (0, 0), [5], "a"])
+def test_a_wrong_index_is_numpys_error(index):
+    with pytest.raises(IndexError):
+        synk.data(np.zeros(5))[index]
+
+
+def test_asarray_is_a_view_and_array_a_copy():
+    d = synk.data(np.arange(3.0))
+    assert np.shares_memory(np.asarray(d), d.data)
+    assert not np.shares_memory(np.array(d), d.data)
+    assert not np.shares_memory(d.__array__(copy=True), d.data)
+
+
+def test_asarray_casts():
+    d = synk.data(np.arange(3))
+    cast = np.asarray(d, "float32")
+    assert cast.dtype == "float32"
+    assert cast.tolist() == [0.0, 1.0, 2.0]
+    with pytest.raises(ValueError, match="a cast from int64 to float32 needs a copy"):
+        d.__array__("float32", copy=False)
+
+
+def test_numpys_functions_and_operators_take_it():
+    d = synk.data(np.arange(3.0))
+    assert (np.ones(3) + d).tolist() == [1.0, 2.0, 3.0]
+    assert np.add(d, d).tolist() == [0.0, 2.0, 4.0]
+    assert np.concatenate([d, d]).shape == (6,)
+    assert np.sum(d) == 3.0
+    assert (np.arange(3.0) == d).all()
+
+
+def test_length_and_iteration():
+    d = synk.data(np.arange(6).reshape(3, 2))
+    assert len(d) == 3
+    assert [row.tolist() for row in d] == [[0, 1], [2, 3], [4, 5]]
+    assert len(synk.data(np.empty((0, 4)))) == 0
+
+
+def test_no_dimensions_no_length():
+    d = synk.data(3.0)
+    with pytest.raises(TypeError, match="0 dimensions has no length"):
+        len(d)
+    assert (d.shape, d.size, d[()]) == ((), 1, 3.0)
+
+
+# -- casts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", DTYPES)
+@pytest.mark.parametrize("method", ["set_value", "condition_data", "data"])
+@pytest.mark.filterwarnings("ignore::numpy.ComplexWarning" if hasattr(np, "ComplexWarning") else "ignore:Casting complex")
+def test_only_safe_casts_need_no_word(to, method):
+    for dtype in DTYPES:
+        value, d = value_of(dtype), synk.data(dtype=to, ndim=2)
+
+        def take(value=value, d=d, **kwargs):
+            if method == "data":
+                return synk.data(value, dtype=to, **kwargs).data
+            result = getattr(d, method)(value, **kwargs)
+            return d.data if method == "set_value" else result
+
+        if not np.can_cast(dtype, to, "safe"):
+            with pytest.raises(TypeError, match=rf"(x|value): {dtype} can't be cast safely to {to}.*force_cast=True"):
+                take()
+            assert d.shape == (0, 0)
+        taken = take(force_cast=not np.can_cast(dtype, to, "safe"))
+        assert taken.dtype == to
+        np.testing.assert_array_equal(taken, value.astype(to))
+
+
+def test_condition_data_takes_nothing():
+    d = synk.data(np.zeros((2, 2)), name="x")
+    value = np.ones((5, 2))
+    assert d.condition_data(value) is value
+    assert d.condition_data([[1, 2]]).dtype == "float64"
+    assert d.data.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_another_number_of_dimensions_is_refused():
+    d = synk.data(np.zeros((2, 2)), name="x")
+    for take in (d.set_value, d.condition_data):
+        with pytest.raises(ValueError, match=r"x: expected 2 dimensions for 'x', got 1 \(shape \(3,\)\)"):
+            take(np.ones(3))
+    assert d.data.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("value", [["a", "b"], [None, None], np.zeros(2, "datetime64[s]"), [b"1", b"2"]])
+def test_what_is_no_number_is_refused_even_with_force(value):
+    d = synk.data(np.arange(3.0))
+    with pytest.raises(TypeError, match="x: expected numbers, got an array of"):
+        d.set_value(value, force_cast=True)
+    assert d.data.tolist() == [0.0, 1.0, 2.0]
+
+
+# -- set_value -----------------------------------------------------------------------------------------------
+
+
+@given(st.lists(arrays("int16", hnp.array_shapes(min_dims=2, max_dims=2, min_side=0, max_side=6)), max_size=5))
+def test_set_value_replaces_shape_and_content(values):
+    d = synk.data(dtype="int32", ndim=2)
+    for value in values:
+        d.set_value(value)
+        np.testing.assert_array_equal(d.data, value)
+        assert (d.shape, d.dtype, d.ndim) == (value.shape, "int32", 2)
+        np.testing.assert_array_equal(seen_by_ranks(d), value)
+
+
+def test_memory_is_kept_when_the_value_shrinks():
+    d = synk.data(np.arange(100.0))
+    d.set_value(np.arange(3.0))
+    assert (d.size, d.alloc_size) == (3, 100)
+    before = d.data
+    d.set_value(np.arange(100.0) * 2)
+    assert np.shares_memory(before, d.data)
+
+
+def test_a_value_may_be_made_of_the_old_content():
+    d = synk.data(np.arange(6.0))
+    d.set_value(d[::-1])
+    assert d.data.tolist() == [5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
+    d.set_value(d[1:4])
+    assert d.data.tolist() == [4.0, 3.0, 2.0]
+    d.set_value(np.repeat(d, 100))  # new memory
+    assert d.data[::100].tolist() == [4.0, 3.0, 2.0]
+    d.set_value(d)
+    assert len(d) == 300
+
+
+def test_arrays_taken_before_growth_keep_their_memory():
+    d = synk.data(np.arange(3.0))
+    old = d.data
+    d.set_value(np.zeros(10_000))
+    gc.collect()
+    seen_by_ranks(d)
+    assert old.tolist() == [0.0, 1.0, 2.0]
+
+
+# -- set_length and set_shape --------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_shapes_and_rows_are_those_of_a_numpy_model(draw):
+    ndim = draw.draw(st.integers(1, 3))
+    dtype = draw.draw(st.sampled_from(["uint8", "float64"]))
+    some_shapes = hnp.array_shapes(min_dims=ndim, max_dims=ndim, min_side=0, max_side=5)
+    d, model = synk.data(dtype=dtype, ndim=ndim), np.zeros((0,) * ndim, dtype)
+    for _ in range(draw.draw(st.integers(1, 8))):
+        action = draw.draw(st.sampled_from(["set_length", "set_length", "set_shape", "write", "set_value", "free_memory"]))
+        oversize = draw.draw(st.sampled_from([1, 1.0, 1.5, 2, np.float32(1.25)]))
+        if action == "write":
+            d[...] = model[...] = draw.draw(st.integers(1, 255))
+        elif action == "set_value":
+            model = draw.draw(hnp.arrays(dtype, some_shapes))
+            d.set_value(model, oversize=oversize)
+        elif action == "free_memory":
+            d.free_memory()
+            model = np.zeros((0,) * ndim, dtype)
+        else:
+            if action == "set_length":
+                new = np.zeros((draw.draw(st.integers(0, 8)), *model.shape[1:]), dtype)
+                d.set_length(len(new), oversize)
+            else:
+                new = np.zeros(draw.draw(some_shapes), dtype)
+                d.set_shape(new.shape, oversize)
+            if new.shape[1:] == model.shape[1:]:
+                kept = min(len(new), len(model))
+                new[:kept] = model[:kept]
+            model = new
+        assert (d.shape, d.dtype, d.size) == (model.shape, model.dtype, model.size)
+        assert d.alloc_size >= d.size
+        np.testing.assert_array_equal(d.data, model)
+    np.testing.assert_array_equal(seen_by_ranks(d), model)
+
+
+def test_growth_keeps_rows_and_ranks_see_the_new_memory():
+    d = synk.data(np.arange(10.0).reshape(5, 2))
+    for length in (6, 1000, 100_000):
+        d.set_length(length)
+        seen = seen_by_ranks(d)
+        assert seen.shape == (length, 2)
+        np.testing.assert_array_equal(seen[:5], np.arange(10.0).reshape(5, 2))
+        assert not seen[5:].any()
+
+
+def test_oversize_allocates_ahead():
+    d = synk.data(np.arange(10.0), oversize=1.5)
+    assert (d.size, d.alloc_size) == (10, 15)
+    before = d.data
+    d.set_length(15)
+    assert np.shares_memory(before, d.data)
+    d.set_length(16, oversize=2)
+    assert (d.size, d.alloc_size) == (16, 32)
+    d.set_value(np.ones(33), oversize=1.01)
+    assert d.alloc_size == 34  # rounded up
+    assert d.data.tolist() == [1.0] * 33
+
+
+def test_rows_that_were_cut_off_do_not_come_back():
+    d = synk.data(np.ones(10))
+    d.set_length(4)
+    d.set_length(10)
+    assert d.data.tolist() == [1.0] * 4 + [0.0] * 6
+
+
+def test_a_length_without_dimensions_is_refused():
+    with pytest.raises(ValueError, match="0 dimensions has no length"):
+        synk.data(3.0).set_length(1)
+
+
+def test_a_shape_of_no_dimensions_is_the_only_one_for_a_number():
+    d = synk.data(3.0)
+    d.set_shape(())
+    assert d[()] == 3.0
+    with pytest.raises(ValueError, match=r"shape: expected 0 lengths, got \(1,\)"):
+        d.set_shape((1,))
+
+
+# -- its memory ----------------------------------------------------------------------------------------------
+
+
+def test_free_memory_leaves_an_empty_array_that_may_grow_again():
+    d = synk.data(np.arange(6.0).reshape(3, 2), name="x")
+    old = d.data
+    d.free_memory()
+    assert (d.shape, d.size, d.alloc_size) == ((0, 0), 0, 0)
+    assert old.tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    assert seen_by_ranks(d).shape == (0, 0)
+    d.free_memory()  # a second time does nothing
+    d.set_value(np.ones((4, 2)))
+    assert seen_by_ranks(d).tolist() == [[1.0, 1.0]] * 4
+
+
+def test_a_number_whose_memory_was_freed_is_zero_and_may_be_written():
+    x = T.dscalar("x")
+    f = synk.function([], (x, "sum"), bcast_inputs=[x])
+    d = synk.data(3.0)
+    d.free_memory()
+    assert d[()] == 0.0
+    assert f(d) == 0.0
+    d[()] = 2.0
+    assert f(d) == 4.0
+    d.free_memory()
+    d[()] = 5.0
+    assert f(d) == 10.0
+
+
+@pytest.mark.parametrize("size", [1 << 50, 1 << 62, 1 << 70])
+def test_no_room_is_a_memory_error_and_nothing_is_lost(size):
+    d = synk.data(np.arange(3.0))
+    for attempt in (
+        lambda: synk.data(shape=(size,), dtype="float64"),
+        lambda: d.set_length(size),
+        lambda: d.set_shape((size,), oversize=1.5),
+    ):
+        with pytest.raises(MemoryError, match="bytes of shared memory: see `df -h /dev/shm`"):
+            attempt()
+        assert d.data.tolist() == [0.0, 1.0, 2.0]
+    assert seen_by_ranks(d).tolist() == [0.0, 1.0, 2.0]
+    assert seen_by_ranks(synk.data(np.ones(5))).tolist() == [1.0] * 5
+
+
+def test_hundreds_made_without_a_call_in_between_are_all_seen():
+    many = [synk.data(np.full(3, float(i))) for i in range(300)]
+    for i in (0, 1, 63, 64, 65, 66, 150, 298, 299):
+        assert seen_by_ranks(many[i]).tolist() == [float(i)] * 3
+
+
+def test_hundreds_made_and_dropped_leave_no_files_and_no_mappings():
+    d = synk.data(np.arange(5.0))
+    seen_by_ranks(d)
+    gc.collect()
+    seen_by_ranks(d)
+    before = files_and_mappings()
+    assert len(before) == 2
+    assert before[0][1] >= 1, "the mappings of shared memory are not recognised"
+    for i in range(300):
+        passing = synk.data(np.full(50, float(i)))
+        if i % 10 == 0:
+            seen_by_ranks(passing)
+    del passing
+    gc.collect()
+    seen_by_ranks(d)  # takes along the news of what was dropped
+    assert files_and_mappings() == before
+
+
+def test_growing_leaves_no_files_and_no_mappings():
+    d = synk.data(np.arange(5.0))
+    seen_by_ranks(d)
+    before = files_and_mappings()
+    for i in range(100):
+        d.set_length(6 + i)
+        if i % 7 == 0:
+            seen_by_ranks(d)
+    seen_by_ranks(d)
+    seen_by_ranks(d)
+    assert files_and_mappings() == before
+
+
+def test_free_memory_frees_the_workers_mappings_at_once():
+    d = synk.data(np.arange(5.0))
+    seen_by_ranks(d)
+    before = files_and_mappings()
+    d.free_memory()
+    after = files_and_mappings()
+    assert [mapped for _, mapped in after] == [mapped - 1 for _, mapped in before]
+
+
+# -- close and fork ------------------------------------------------------------------------------------------
+
+USES = {
+    "data": operator.attrgetter("data"),
+    "[]": lambda d: d[0],
+    "[] =": lambda d: operator.setitem(d, 0, 1.0),
+    "asarray": np.asarray,
+    "iter": list,
+    "set_value": lambda d: d.set_value(np.ones(2)),
+    "set_length": lambda d: d.set_length(2),
+    "set_shape": lambda d: d.set_shape((2,)),
+    "call": seen_by_ranks,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("again", [False, True])
+def test_after_close_and_after_another_fork_it_says_that_it_is_gone(lives, use, again):
+    d = synk.data(np.arange(3.0))
+    seen_by_ranks(d)
+    synk.close()
+    if again:
+        synk.fork(2, use_gpu=False)
+    error, message = RuntimeError, "freed when the ranks were closed"
+    if use == "call":
+        error, message = (ValueError, "before the present fork") if again else (RuntimeError, "fork")
+    with pytest.raises(error, match=message):
+        USES[use](d)
+
+
+def test_after_close_it_is_empty_and_can_still_be_described(lives):
+    d = synk.data(np.arange(3.0), name="x")
+    old = d.data
+    synk.close()
+    assert (d.shape, len(d), d.size, d.alloc_size, d.ndim, d.dtype, d.name) == ((0,), 0, 0, 0, 1, "float64", "x")
+    assert repr(d) == "<synkhronos.Data 'x': float64, shape (0,)>"
+    d.free_memory()
+    assert old.tolist() == [0.0, 1.0, 2.0]  # who holds an array holds its memory
+
+
+def test_condition_data_needs_no_ranks(lives):
+    d = synk.data(np.arange(3.0))
+    synk.close()
+    assert d.condition_data([1, 2]).tolist() == [1.0, 2.0]
+
+
+def test_dropping_old_data_after_another_fork_harms_nothing(lives):
+    old = [synk.data(np.arange(3.0)) for _ in range(5)]
+    synk.close()
+    synk.fork(2, use_gpu=False)
+    new = [synk.data(np.full(3, float(i))) for i in range(5)]
+    del old
+    gc.collect()
+    for i, d in enumerate(new):
+        assert seen_by_ranks(d).tolist() == [float(i)] * 3
+
+
+def test_old_data_is_refused_by_collectives(lives):
+    from library import shared
+
+    d = synk.data(np.arange(2.0))
+    synk.close()
+    synk.fork(2, use_gpu=False)
+    s = shared(np.zeros(2), "s")
+    synk.function([], [], updates=[(s, s + 1)])
+    with pytest.raises(ValueError, match="values: this Data object was made before the present fork"):
+        synk.broadcast(s, d)
+    assert synk.gather(s).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_many_ranks_take_hundreds_of_announcements(lives):
+    # Each one that is on its way counts against a limit of the kernel's, once for every rank.
+    synk.close()
+    synk.fork(20, use_gpu=False)
+    many = [synk.data(np.full(20, float(i))) for i in range(200)]
+    assert seen_by_ranks(many[130]).tolist() == [130.0] * 20

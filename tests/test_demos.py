@@ -1,0 +1,36 @@
+"""The scripts in demos/: each checks by itself what it shows."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MNIST = ROOT / "demos" / "mnist" / "train_mnist.py"
+
+
+def run(*command: object) -> str:
+    flags = {
+        "PYTENSOR_FLAGS": f"mode=FAST_COMPILE,{os.environ.get('PYTENSOR_FLAGS', '')}".rstrip(","),
+        "THEANO_FLAGS": f"optimizer=fast_compile,{os.environ.get('THEANO_FLAGS', '')}".rstrip(","),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+    }
+    result = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env={**os.environ, **flags},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("script", sorted((ROOT / "demos").glob("demo_*.py")), ids=lambda path: path.stem)
+def test_demo(script, ranks):
+    assert f"{ranks} ranks" in run(script, "--ranks", ranks)

@@ -1,0 +1,80 @@
+"""The examples in the documentation: they run, and print what they say.
+
+Those of the docstrings need PyTensor, which they import.  Those of the pages in docs/ run with Theano as well, with its
+name in the place of PyTensor's, but for pages that say ``.. needs: pytensor``.
+"""
+
+import doctest
+import importlib
+import importlib.util
+import io
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import synkhronos as synk
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.rst"))
+HAS_PYTENSOR = importlib.util.find_spec("pytensor") is not None
+
+
+def run(example: doctest.DocTest) -> None:
+    report = io.StringIO()
+    try:
+        with np.printoptions():
+            failed, _ = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=report.write)
+    finally:
+        synk.close()  # where an example stopped short of it
+    assert failed == 0, report.getvalue()
+
+
+def docstrings() -> list[doctest.DocTest]:
+    found = {}
+    names = [m.name for m in pkgutil.walk_packages(synk.__path__, "synkhronos.")]
+    for name in ["synkhronos", *names]:
+        if name == "synkhronos.graphs.theano":  # of the other environment
+            continue
+        for test in doctest.DocTestFinder().find(importlib.import_module(name), name):
+            if test.examples:
+                found[test.name] = test
+    return list(found.values())
+
+
+@pytest.mark.skipif(not HAS_PYTENSOR, reason="docstrings import PyTensor")
+@pytest.mark.parametrize("example", docstrings() if HAS_PYTENSOR else [], ids=lambda test: test.name)
+def test_docstring(example):
+    run(example)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_page(page):
+    text = page.read_text()
+    if not HAS_PYTENSOR:
+        if ".. needs: pytensor" in text:
+            pytest.skip("the page is about PyTensor")
+        text = re.sub("import pytensor\\b", "import theano", text)
+        text = re.sub("\\bpytensor\\.", "theano.", text)
+    example = doctest.DocTestParser().get_doctest(text, {}, page.stem, str(page), 0)
+    if not example.examples:
+        pytest.skip("no examples")
+    run(example)
+
+
+def test_every_public_name_is_in_the_reference():
+    text = (ROOT / "docs" / "api.rst").read_text()
+    documented = set(re.findall(r"^\.\. auto\w+:: (\w+)$", text, re.MULTILINE))
+    assert set(synk.__all__) <= documented
+
+
+def test_the_site_builds_without_warnings(tmp_path):
+    pytest.importorskip("sphinx", reason="the extra `docs` is not installed")
+    pytest.importorskip("numpydoc", reason="the extra `docs` is not installed")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "docs", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,1280 @@
+"""Functions on several ranks: what they return is what the serial graph library returns."""
+
+import gc
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from library import NAME, function, grad, package, shared
+from library import tensor as T
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.function.call import _SHOWN
+from synkhronos.ranks.control import SCRATCH
+
+if NAME == "pytensor":
+    from pytensor.graph.basic import Apply
+    from pytensor.graph.op import Op
+else:
+    from theano import Apply, Op
+
+RNG = np.random.default_rng(7)
+In, Out = package.In, package.Out
+
+
+def close_to(actual, expected):
+    """Compare results: the same but for the order of additions."""
+    assert isinstance(actual, np.ndarray)
+    np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
+    assert actual.dtype == expected.dtype
+
+
+def parts_of(rows, n):
+    """Split rows as ranks do, those without rows left out."""
+    return [part for part in np.array_split(np.asarray(rows), n) if len(part)]
+
+
+# -- any rows, any number of ranks -----------------------------------------------------------------------------
+
+
+@st.composite
+def batches(draw, length):
+    """What `batch` may be for data of a length."""
+    index = st.integers(-length, length - 1) if length else st.nothing()
+    some = st.lists(index, max_size=2 * length + 1) if length else st.just([])
+    bound = st.none() | st.integers(-length - 3, length + 3)
+    return draw(
+        st.none()
+        | st.integers(0, length)
+        | st.builds(slice, bound, bound, st.none() | st.integers(-4, 4).filter(bool))
+        | some
+        | some.map(lambda i: np.array(i, "int64"))
+        | some.map(lambda i: np.array(i, "int16"))
+        | st.lists(st.booleans(), min_size=length, max_size=length).map(lambda m: np.array(m, bool))
+    )
+
+
+def rows_of(batch, length):
+    """The row numbers that a batch picks, by NumPy's own indexing."""
+    every = np.arange(length)
+    if batch is None:
+        return every
+    if isinstance(batch, int):
+        return every[:batch]
+    if isinstance(batch, list):
+        return every[np.array(batch, "int64")]
+    return every[batch]
+
+
+@st.composite
+def calls(draw, most=60):
+    """A number of rows, a batch of them, a number of slices, and which inputs come as Data."""
+    length = draw(st.integers(0, 12) | st.integers(0, most) | st.sampled_from([0, 1, 299]))
+    return (
+        length,
+        draw(batches(length)),
+        draw(st.sampled_from([1, 1, 2, 3, 7])),
+        draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
+    )
+
+
+def averaged(plain, rows, n, slices, *args):
+    """The average of ranks' averages of their slices' values."""
+    each = []
+    for part in parts_of(rows, n):
+        each.append(np.mean([plain(*(a[piece] for a in args)) for piece in parts_of(part, min(slices, len(part)))], axis=0))
+    return np.mean(each, axis=0) if each else plain(*(a[rows] for a in args))
+
+
+class Many:
+    """Two scattered inputs and one that goes whole, into outputs of 0 to 3 dimensions under all ops."""
+
+    def __init__(self, prefix):
+        x, y, b = T.dmatrix("x"), T.lvector("y"), T.drow("b")
+        both = T.concatenate([x, b])  # so that there is a minimum even of no rows
+        wide = x.dimshuffle(0, 1, "x") * b.dimshuffle("x", 0, 1)
+        self.exact = [
+            ((x * b).sum(axis=0), "sum"),
+            (x.sum(), "sum"),
+            (y.sum(), "sum"),
+            ((1 + x / 100).prod(axis=0), "prod"),
+            (both.min(axis=0), "min"),
+            (both.max(), "max"),
+            (x.mean(axis=0), "mean"),
+            ((x.sum(axis=1) * y).mean(), "mean"),
+            (x * 2 + y.dimshuffle(0, "x"), "gather"),
+            (y, "gather"),
+            (wide, "gather"),
+        ]
+        average = x.sum(axis=0) * b[0]
+        outputs = [(v, f"{prefix}{op}") for v, op in self.exact] + [(average, f"{prefix}avg"), average]
+        self.synk = synk.function([x, y], outputs, bcast_inputs=[b])
+        self.serial = function([x, y, b], [v for v, _ in self.exact])
+        self.average = function([x, y, b], average, on_unused_input="ignore")
+
+
+@pytest.mark.parametrize("n, prefix", [(1, ""), (2, "c_"), (3, ""), (4, "")])
+def test_exact_ops_give_what_the_serial_function_gives_of_the_whole_rows(fork, n, prefix):
+    fork(n)
+    many = Many(prefix)
+    b = np.array([[1.0, -2.0, 0.5]])
+    every_x, every_y = RNG.normal(size=(300, 3)), RNG.integers(-9, 9, 300)
+
+    @settings(max_examples=30)
+    @given(calls())
+    @example((0, None, 1, (False, True, True)))
+    @example((299, slice(None, None, -3), 3, (True, False, False)))
+    def check(call):
+        length, batch, slices, kinds = call
+        x, y = every_x[:length], every_y[:length]
+        x_in, y_in, b_in = (synk.data(v) if k else v for v, k in zip((x, y, b), kinds, strict=True))
+        results = many.synk(x_in, y_in, b_in, batch=batch, num_slices=slices)
+        rows = rows_of(batch, length)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            expected = many.serial(x[rows], y[rows], b)
+            average = averaged(lambda *args: many.average(*args, b), rows, n, slices, x, y)
+        for result, value in zip(results, expected, strict=False):
+            close_to(result, value)
+        close_to(results[-1], average)
+        close_to(results[-2], average)
+
+    check()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_scalar_outputs_alone_are_reduced_like_any(fork, n):
+    # Functions all of whose outputs have no dimensions take a path of their own.
+    fork(n)
+    x = T.dvector("x")
+    exact = [(x.sum(), "sum"), (x.mean(), "mean"), ((x + 0.5).prod(), "prod"), (x.shape[0], "sum")]
+    f = synk.function([x], [*exact, x.mean(), (x.sum(), "gather"), (x.sum(), None)])
+    serial, mean = function([x], [v for v, _ in exact]), function([x], x.mean())
+    every = RNG.normal(size=300)
+
+    @settings(max_examples=30)
+    @given(calls())
+    def check(call):
+        length, batch, slices, _ = call
+        results = f(every[:length], batch=batch, num_slices=slices)
+        rows = rows_of(batch, length)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            for result, value in zip(results, serial(every[rows]), strict=False):
+                close_to(result, value)
+            close_to(results[4], averaged(mean, rows, n, slices, every))
+        if len(rows) and slices == 1:
+            parts = [every[part].sum() for part in parts_of(rows, n)]
+            close_to(results[5], np.array(parts))
+            close_to(results[6], np.asarray(parts[0]))
+
+    check()
+
+
+def test_none_gives_the_masters_own_value(fork):
+    fork(3, master_rank=1)
+    x = T.dvector("x")
+    f = synk.function([x], [(x, None), (x.sum(), None)])
+    own, total = f(np.arange(7.0))
+    np.testing.assert_array_equal(own, [3, 4])  # 3, 2 and 2 rows
+    assert total == 7
+
+
+@pytest.mark.parametrize("master", [0, 1, 2])
+def test_gather_joins_in_rank_order_whoever_is_the_master(fork, master):
+    fork(3, master_rank=master)
+    x = T.dvector("x")
+    f = synk.function([x], [(x, "gather"), (x.sum(), "gather")])
+    joined, sums = f(np.arange(7.0))
+    np.testing.assert_array_equal(joined, np.arange(7.0))
+    np.testing.assert_array_equal(sums, [3, 7, 11])
+    # With one row rank 0 alone computes, be it the master or not.
+    np.testing.assert_array_equal(f(np.arange(1.0) + 4)[1], [4])
+
+
+def test_avg_weighs_ranks_alike_and_mean_by_their_rows(fork):
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], [x.mean(), (x.mean(), "mean")])
+    average, mean = f(np.array([0.0, 0.0, 9.0]))
+    assert (average, mean) == (4.5, 3.0)
+
+
+def test_elementwise_ops_refuse_shapes_that_differ_between_ranks(fork):
+    fork(3)
+    x = T.dmatrix("x")
+    f = synk.function([x], [(x, "sum")])
+    assert f(np.ones((6, 2)))[0].shape == (2, 2)
+    message = r"output 0: op 'sum' needs the same shape.*rank 0 has \(3, 2\).*rank 2 has \(2, 2\)"
+    with pytest.raises(ValueError, match=message):
+        f(np.ones((7, 2)))
+    assert f(np.ones((6, 2)))[0].shape == (2, 2)
+
+
+def test_gather_refuses_parts_that_can_not_be_joined(fork):
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], (T.zeros((2, x.shape[0])), "gather"))
+    with pytest.raises(ValueError, match="'gather' needs the same lengths behind axis 0"):
+        f(np.ones(3))
+    assert f(np.ones(4)).shape == (4, 2)
+
+
+# -- dtypes and sizes ------------------------------------------------------------------------------------------
+
+OF_TWO = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+@pytest.fixture(scope="module")
+def two_parts():
+    """Rows whose halves are one for each of two ranks."""
+    return np.array([[3, 1, 0], [2, 7, 1], [5, 1, 1], [1, 0, 4]])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "int32", "int64", "uint8", "bool"])
+def test_every_dtype_stays_what_it_is(fork, two_parts, dtype):
+    fork(2)
+    x = T.matrix("x", dtype=dtype)
+    f = synk.function([x], [(x, op) for op in [*OF_TWO, "gather", None]])
+    value = two_parts.astype(dtype)
+    results = f(value)
+    for ufunc, result in zip(OF_TWO.values(), results, strict=False):
+        np.testing.assert_array_equal(result, ufunc(value[:2], value[2:]))
+    np.testing.assert_array_equal(results[-2], value)
+    np.testing.assert_array_equal(results[-1], value[:2])
+    assert {result.dtype for result in results} == {np.dtype(dtype)}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "complex128"])
+def test_averages_of_every_float_keep_its_dtype(fork, two_parts, dtype):
+    fork(2)
+    x = T.matrix("x", dtype=dtype)
+    for result in synk.function([x], [x, (x, "mean")])(two_parts.astype(dtype)):
+        np.testing.assert_array_equal(result, (two_parts[:2] + two_parts[2:]) / 2)
+        assert result.dtype == dtype
+
+
+@pytest.mark.parametrize("op", ["avg", "mean", "c_avg", "c_mean"])
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
+def test_the_average_of_integers_is_refused_when_the_function_is_made(fork, op, dtype):
+    fork(1)
+    x = T.vector("x", dtype=dtype)
+    with pytest.raises(ValueError, match=rf"outputs: op '{op}' of output 0 would not be {dtype}"):
+        synk.function([x], [(x, op)])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "int8"])
+def test_outputs_larger_than_the_scratch_memory_are_streamed(fork, dtype):
+    fork(3)
+    x = T.matrix("x", dtype=dtype)
+    column = x[0]
+    ops = ["sum", "min", "max", "prod"] + (["avg", "mean"] if dtype != "int8" else [])
+    f = synk.function([x], [*((column, op) for op in ops), (x, "gather"), (x, None)])
+    width = 5 * SCRATCH // 2 // np.dtype(dtype).itemsize + 1
+    value = RNG.integers(-3, 4, size=(5, width)).astype(dtype)
+    for n_rows in (2, 5):  # the third rank has none of two
+        rows = value[:n_rows]
+        firsts = np.stack([part[0] for part in parts_of(rows, 3)])
+        *results, joined, own = f(rows)
+        expected = {
+            "sum": firsts.sum(axis=0, dtype=dtype),
+            "prod": firsts.prod(axis=0, dtype=dtype),
+            "min": firsts.min(axis=0),
+            "max": firsts.max(axis=0),
+        }
+        if dtype != "int8":
+            weights = [len(part) for part in parts_of(rows, 3)]
+            expected["avg"] = firsts.mean(axis=0, dtype="float32").astype(dtype)
+            expected["mean"] = np.average(firsts.astype("float32"), axis=0, weights=weights).astype(dtype)
+        for op, result in zip(ops, results, strict=True):
+            np.testing.assert_allclose(result, expected[op], rtol=1e-3 if dtype == "float16" else 1e-6)
+            assert result.dtype == dtype
+        np.testing.assert_array_equal(joined, rows)
+        np.testing.assert_array_equal(own, parts_of(rows, 3)[0])
+
+
+def test_parts_on_both_sides_of_the_streaming_limit_are_joined(fork):
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], (x, "gather"))
+    for length in (_SHOWN // 4 - 1, _SHOWN // 4, _SHOWN // 4 + 1):  # 8 bytes each, half on each rank
+        value = RNG.normal(size=length)
+        np.testing.assert_array_equal(f(value), value)
+
+
+# -- inputs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def difference():
+    """Make a function whose value tells its inputs apart."""
+    x, y, b = T.dmatrix("x"), T.dvector("y"), T.dscalar("b")
+
+    def make():
+        return synk.function([x, y], (x * y.dimshuffle(0, "x") + b, "gather"), bcast_inputs=[b], name="difference")
+
+    return make
+
+
+X, Y = RNG.normal(size=(9, 2)), RNG.normal(size=9)
+
+
+def test_data_and_arrays_and_lists_may_be_mixed(fork, difference):
+    fork(2)
+    f = difference()
+    expected = X * Y[:, None] + 2
+    np.testing.assert_array_equal(f(synk.data(X), Y, 2), expected)
+    np.testing.assert_array_equal(f(X, synk.data(Y), synk.data(2.0)), expected)
+    np.testing.assert_array_equal(f(X.tolist(), Y.tolist(), 2.0), expected)
+    np.testing.assert_array_equal(f(X.astype("float32"), Y, 2), X.astype("float32") * Y[:, None] + 2)
+
+
+def test_inputs_may_be_named(fork, difference):
+    fork(2)
+    f = difference()
+    expected = X * Y[:, None] + 2
+    np.testing.assert_array_equal(f(b=2, x=X, y=Y), expected)
+    np.testing.assert_array_equal(f(X, b=2, y=synk.data(Y)), expected)
+    with pytest.raises(TypeError, match="no input 'z'"):
+        f(X, Y, z=1)
+    with pytest.raises(TypeError, match="'x' was given twice"):
+        f(X, Y, x=X)
+    with pytest.raises(TypeError, match="missing input 2"):
+        f(X, Y)
+
+
+def test_one_data_object_may_be_two_inputs(fork):
+    fork(2)
+    x, y = T.dvectors("x", "y")
+    f = synk.function([x, y], (x * y, "sum"))
+    d = synk.data(np.arange(4.0))
+    np.testing.assert_array_equal(f(d, d), [0 + 4, 1 + 9])
+
+
+@pytest.mark.parametrize("batch", [slice(4, 8), slice(7, 3, -2), [7, 4, 4, 6], np.arange(9) % 2 == 0])
+def test_row_0_of_a_minibatch_stands_for_the_lowest_index(fork, difference, batch):
+    fork(2)
+    f = difference()
+    low = rows_of(batch, 9).min()
+    mini = synk.data(X[low:], minibatch=True)
+    np.testing.assert_array_equal(f(mini, Y, 0, batch=batch), f(X, Y, 0, batch=batch))
+    # What comes as an array is whole, even beside a minibatch; and all of them may be minibatches.
+    both = f(mini, synk.data(Y[low:], minibatch=True), 0, batch=batch if not hasattr(batch, "dtype") else batch.nonzero()[0])
+    np.testing.assert_array_equal(both, f(X, Y, 0, batch=batch))
+
+
+def test_minibatches_alone_without_a_batch_are_used_whole(fork, difference):
+    fork(2)
+    f = difference()
+    x, y = synk.data(X, minibatch=True), synk.data(Y, minibatch=True)
+    np.testing.assert_array_equal(f(x, y, 0), X * Y[:, None])
+
+
+def test_minibatches_alone_can_not_be_indexed_from_an_end_that_nobody_knows(fork, difference):
+    fork(2)
+    f = difference()
+    x, y = synk.data(X, minibatch=True), synk.data(Y, minibatch=True)
+    for batch in ([-1], [3, -2], slice(-3, None), slice(2, None)):
+        with pytest.raises((ValueError, IndexError), match="batch"):
+            f(x, y, 0, batch=batch)
+
+
+def test_a_batch_that_spans_more_than_the_minibatch_is_refused(fork, difference):
+    fork(2)
+    f = difference()
+    with pytest.raises(IndexError, match="input 0 is a minibatch of 3 rows, but batch spans 4"):
+        f(synk.data(X[:3], minibatch=True), Y, 0, batch=slice(2, 6))
+
+
+def test_a_batch_may_pick_of_inputs_with_different_numbers_of_rows(fork, difference):
+    fork(2)
+    f = difference()
+    for batch in (6, slice(2, 6), [5, 0, 6]):
+        rows = rows_of(batch, 7)
+        np.testing.assert_array_equal(f(X, Y[:7], 0, batch=batch), X[rows] * Y[rows, None])
+
+
+@pytest.mark.parametrize("batch", [None, slice(2, None), slice(-3, None), slice(None, -1), [-1, 0], [8], 8])
+def test_a_batch_must_pick_the_same_rows_of_all_inputs(fork, difference, batch):
+    fork(2)
+    f = difference()
+    with pytest.raises((ValueError, IndexError), match=r"rows|batch"):
+        f(X, Y[:7], 0, batch=batch)
+
+
+def test_results_do_not_change_when_the_caller_reuses_the_inputs(fork):
+    fork(2)
+    x, b = T.dmatrix("x"), T.dvector("b")
+    f = synk.function([x], [(x, "gather"), (x, None), (b, None)], bcast_inputs=[b])
+    for make in (np.array, synk.data):
+        value, whole = make(X), make(Y)
+        results = f(value, whole)
+        value[:], whole[:] = 0, 0
+        f(value, whole)
+        np.testing.assert_array_equal(results[0], X)
+        np.testing.assert_array_equal(results[1], X[:5])
+        np.testing.assert_array_equal(results[2], Y)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_identity_functions_results_of_two_index_lists_do_not_alias(fork, n):
+    # Each rank keeps the memory into which it picks rows from call to call.
+    fork(n)
+    x = T.dmatrix("x")
+    f = synk.function([x], [(x, "gather"), (x, None), (x[::2], "gather")])
+    d = synk.data(X)
+    first = f(d, batch=[0, 1, 2, 3])
+    copies = [result.copy() for result in first]
+    second = f(d, batch=[8, 7, 6, 5])
+    for one, copy, two in zip(first, copies, second, strict=True):
+        np.testing.assert_array_equal(one, copy)
+        assert not np.shares_memory(one, two) and not np.shares_memory(one, d.data)
+
+
+@pytest.mark.parametrize("batch", [None, [3, 1, 2]])
+def test_a_shared_variable_that_takes_an_input_does_not_alias_it(fork, batch):
+    fork(2)
+    x, b = T.dmatrix("x"), T.dvector("b")
+    rows, whole = shared(np.zeros((1, 2)), "rows"), shared(np.zeros(1), "whole")
+    f = synk.function([x], bcast_inputs=[b], updates=[(rows, x), (whole, b)])
+    d, e = synk.data(X), synk.data(Y)
+    f(d, e, batch=batch)
+    expected = X[rows_of(batch, 9)]
+    d[:], e[:] = 0, 0
+    f.as_theano(X[:1] * 0, Y)  # the master's variables take other values, and the workers' are asked for theirs
+    np.testing.assert_array_equal(synk.get_value(1, rows), np.array_split(expected, 2)[1])
+    np.testing.assert_array_equal(synk.get_value(1, whole), Y)
+
+
+@pytest.mark.parametrize("batch", [None, slice(0, 6), [0, 1, 2]])
+def test_a_mutable_input_does_not_corrupt_data(fork, batch):
+    fork(2)
+    x, b = T.dmatrix("x"), T.dvector("b")
+    f = synk.function(
+        [In(x, mutable=True)],
+        [(T.inc_subtensor(x[0], 100.0), "gather"), (T.inc_subtensor(b[0], 100.0), None)],
+        bcast_inputs=[In(b, mutable=True)],
+    )
+    d, e = synk.data(X), synk.data(Y)
+    for _ in range(2):
+        changed, whole = f(d, e, batch=batch)
+        assert changed[0, 0] == X[0, 0] + 100 and whole[0] == Y[0] + 100
+    np.testing.assert_array_equal(d, X)
+    np.testing.assert_array_equal(e, Y)
+
+
+def test_an_input_may_be_renamed_and_be_cast_down(fork):
+    fork(2)
+    x = T.fvector("x")
+    f = synk.function([In(x, name="rows", allow_downcast=True)], (x, "gather"))
+    np.testing.assert_array_equal(f(rows=np.array([0.1, 0.2])), np.array([0.1, 0.2], "float32"))
+    with pytest.raises(TypeError, match="float32"):
+        synk.function([x], (x, "gather"))(np.array([0.1, 0.2]))
+
+
+def test_an_output_may_be_borrowed(fork):
+    fork(2)
+    x = T.dmatrix("x")
+    f = synk.function([x], (Out(x * 2, borrow=True), "gather"))
+    np.testing.assert_array_equal(f(X), X * 2)
+    np.testing.assert_array_equal(f(X, num_slices=2), X * 2)
+
+
+# -- the shape of the answer -----------------------------------------------------------------------------------
+
+
+def test_a_list_of_outputs_gives_a_list_and_one_output_an_array(fork):
+    fork(2)
+    x = T.dvector("x")
+    total = x.sum()
+    ones = np.ones(4)
+    assert isinstance(synk.function([x], total)(ones), np.ndarray)
+    assert isinstance(synk.function([x], (total, "sum"))(ones), np.ndarray)
+    for outputs in ([total], [(total, "sum")]):
+        (result,) = synk.function([x], outputs)(ones)
+        assert isinstance(result, np.ndarray) and result.shape == ()
+    assert len(synk.function([x], (total, total + 1))(ones)) == 2
+
+
+def test_no_outputs_give_what_the_serial_library_gives(fork):
+    fork(2)
+    x = T.dvector("x")
+    total = shared(0.0, "total")
+    for outputs in (None, []):
+        f = synk.function([x], outputs, updates=[(total, total + x.sum())])
+        assert f(np.ones(4)) == function([x], outputs, on_unused_input="ignore")(np.ones(4))
+    np.testing.assert_array_equal(synk.gather(total), [4, 4])  # two calls of two rows each
+
+
+@pytest.mark.parametrize("ndim", [0, 1])
+def test_a_subset_of_the_outputs_comes_in_the_order_asked_for(fork, ndim):
+    fork(2)
+    x, y = T.dvectors("x", "y")
+    outputs = [(x.sum(), "sum"), (y.max(), "max"), (x.min(), "min"), (y, "gather" if ndim else None)]
+    f = synk.function([x, y], outputs[: 3 + ndim])
+    a, b = np.arange(4.0), np.arange(4.0) + 10
+    assert [float(v) for v in f(a, b, output_subset=[2, 1])] == [0, 13]
+    # Inputs that no output of the subset needs are passed all the same.
+    assert [float(v) for v in f(a, b, output_subset=[0])] == [6]
+    assert [float(v) for v in f(a, b, output_subset=[0], num_slices=2)] == [6]
+    assert f(a, b, output_subset=[]) == []
+    assert len(f(a, b)) == 3 + ndim
+    for wrong, error in (([4], IndexError), ([-1], IndexError), (["x"], TypeError), (1, TypeError)):
+        with pytest.raises(error, match="output_subset"):
+            f(a, b, output_subset=wrong)
+
+
+def test_a_subset_leaves_no_update_out(fork):
+    fork(2)
+    x = T.dvector("x")
+    count = shared(0.0, "count")
+    f = synk.function([x], [(x.sum(), "sum"), (x.max(), "max")], updates=[(count, count + 1)])
+    f(np.ones(4), output_subset=[1])
+    f(np.ones(4), output_subset=[])
+    f(np.ones(4), output_subset=[0], num_slices=2)
+    np.testing.assert_array_equal(synk.gather(count), [3, 3])
+
+
+def test_a_function_says_what_it_is(fork):
+    fork(1)
+    x = T.dvector("x")
+    w, v = shared(0.0, "w"), shared(0.0, "v")
+    f = synk.function([x], [x, (x, "c_sum"), (x, None)], updates=[(w, x.sum()), (v, x.sum(), "max")], name="train")
+    assert f.name == "train"
+    assert f.output_modes == ["avg", "c_sum", None]
+    assert f.update_modes == ["avg", "max"]
+    assert "train" in repr(f) and "x" in repr(f)
+    assert isinstance(synk.function([x], x).name, str)
+    assert synk.function([x], x).output_modes == ["avg"]
+
+
+# -- rows for nobody -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_a_rank_without_rows_sits_out(fork, slices):
+    fork(3)
+    x = T.dvector("x")
+    seen = shared(np.float64(-1), "seen")
+    f = synk.function([x], [(x.max(), "max"), (x.min(), "min"), x.sum(), x.sum()], updates=[(seen, x.max())])
+    high, low, average, _ = f(np.array([5.0, 3.0]), num_slices=slices)
+    assert (high, low, average) == (5, 3, 4)
+    np.testing.assert_array_equal(synk.gather(seen), [5, 3, -1])
+
+
+@pytest.mark.parametrize("master", [0, 1])
+def test_a_master_without_rows_has_no_value_of_its_own(fork, master):
+    fork(2, master_rank=master)
+    x = T.dvector("x")
+    one = np.array([3.0])
+    own = np.asarray(6.0) if master == 0 else None
+    for outputs in ([((x * 2).sum(), None)], [((x * 2).sum(), None), (x, "sum")], [((x * 2).sum(), None), (x.sum(), "sum")]):
+        results = synk.function([x], outputs, on_unused_input="ignore")(one)
+        assert results[0] == own and len(results) == len(outputs)
+    assert synk.function([x], ((x * 2).sum(), None))(one) == own
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("large", [False, True])
+def test_no_rows_at_all_give_what_the_serial_library_gives(fork, slices, large):
+    fork(2)
+    x = T.dmatrix("x")
+    exact = [(x.sum(), "sum"), (x.mean(), "mean"), (x.mean(), "avg"), (x.prod(), "prod"), (x.sum(), None)]
+    if large:
+        exact += [(x * 2, "gather"), (x.sum(axis=0), "avg"), (x, None)]
+    f, serial = synk.function([x], exact), function([x], [v for v, _ in exact])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        expected = serial(X[:0])
+        for results in (f(X[:0], num_slices=slices), f(synk.data(X), batch=[], num_slices=slices)):
+            for result, value in zip(results, expected, strict=True):
+                np.testing.assert_array_equal(result, value)
+                assert result.shape == value.shape
+
+
+def test_no_rows_at_all_raise_what_the_serial_library_raises(fork):
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], (x.max(), "max"))
+    with pytest.raises(ValueError):
+        function([x], x.max())(Y[:0])
+    with pytest.raises(ValueError):
+        f(Y[:0])
+    assert f(Y) == Y.max()
+
+
+# -- updates ---------------------------------------------------------------------------------------------------
+
+UPDATE_OPS = ["avg", "mean", "sum", "prod", "min", "max", "gather", None]
+
+
+def accumulated(op, values, weights):
+    """What the values of some slices become."""
+    match op:
+        case "avg":
+            return np.mean(values, axis=0)
+        case "mean":
+            return np.average(values, axis=0, weights=weights)
+        case "gather":
+            return np.concatenate(values)
+        case None:
+            return values[-1]
+    return {"sum": np.sum, "prod": np.prod, "min": np.min, "max": np.max}[op](values, axis=0)
+
+
+@pytest.mark.parametrize("n, prefix", [(1, ""), (2, "c_"), (3, "")])
+def test_updates_accumulate_over_slices_by_their_ops_and_only_locally(fork, n, prefix):
+    fork(n)
+    x = T.dmatrix("x")
+    start = np.array([1.0, -2.0])
+    ws = {op: shared(start, f"w_{op}") for op in UPDATE_OPS}
+    # Each slice reads all the variables that other slices have been through.
+    old = sum(w.sum() for op, w in ws.items() if op != "gather")
+    expressions = {op: w[:2] + (x * 2).sum(axis=0) / 10 for op, w in ws.items()}
+    spelled = {op: op if op is None else prefix + op for op in UPDATE_OPS}
+    f = synk.function(
+        [x],
+        [(x * old, "gather")],
+        updates=[(ws[op], expressions[op], spelled[op]) for op in UPDATE_OPS],
+    )
+
+    @settings(max_examples=20)
+    @given(st.integers(1, 20), st.integers(1, 6))
+    def check(length, slices):
+        for w in ws.values():
+            synk.broadcast(w, start)
+        value = np.resize(X, (length, 2))
+        close_to(f(value, num_slices=slices)[0], value * -7.0)
+        split = np.array_split(value, n)
+        for op, w in ws.items():
+            for r, part in enumerate(split):
+                held = synk.get_value(r, w)
+                if not len(part):
+                    np.testing.assert_array_equal(held, start)
+                    continue
+                pieces = np.array_split(part, min(slices, len(part)))
+                values = [start + (piece * 2).sum(axis=0) / 10 for piece in pieces]
+                close_to(held, accumulated(op, values, [len(p) for p in pieces]))
+
+    check()
+
+
+def test_updates_are_as_the_serial_librarys_in_every_rank(fork):
+    fork(2)
+    x, lr = T.dmatrix("x"), T.dscalar("lr")
+    w = shared(np.ones(2), "w")
+    loss = ((x * w).sum(axis=1) ** 2).mean()
+    train = synk.function([x], loss, bcast_inputs=[lr], updates={w: w - lr * grad(loss, w)})
+    v = shared(np.ones(2), "v")
+    serial_loss = ((x * v).sum(axis=1) ** 2).mean()
+    serial = function([x, lr], serial_loss, updates=[(v, v - lr * grad(serial_loss, v))])
+    for step in range(3):
+        value = train(X[:8], 0.1)
+        synk.all_reduce(w)  # of equally many rows: the average is the gradient over all
+        if step == 0:
+            close_to(value, serial(X[:8], 0.1))
+        else:
+            serial(X[:8], 0.1)
+    close_to(synk.get_value(1, w), v.get_value())
+    close_to(w.get_value(), v.get_value())
+
+
+def test_updates_may_be_a_dict_with_ops(fork):
+    fork(2)
+    x = T.dvector("x")
+    low, last = shared(0.0, "low"), shared(0.0, "last")
+    f = synk.function([x], updates={low: (x.min(), "min"), last: (x[-1], None)})
+    f(np.array([1.0, 2, 3, 4, 5, 6]), num_slices=3)
+    np.testing.assert_array_equal(synk.gather([low, last]), [[1, 4], [3, 6]])
+    assert f.update_modes == ["min", None]
+
+
+def test_an_integer_update_needs_an_op_that_gives_integers(fork):
+    fork(2)
+    x = T.lvector("x")
+    count = shared(np.int64(0), "count")
+    f = synk.function([x], updates=[(count, count + x.sum())])
+    f(np.arange(4))  # nothing is accumulated here
+    np.testing.assert_array_equal(synk.gather(count), [1, 5])
+    with pytest.raises(ValueError, match="op 'avg' of the update of 'count' would not be int64"):
+        f(np.arange(4), num_slices=2)
+    g = synk.function([x], updates=[(count, x.sum(), "sum")])
+    g(np.arange(4), num_slices=2)
+    np.testing.assert_array_equal(synk.gather(count), [1, 5])
+
+
+@pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
+@pytest.mark.parametrize("dtype", ["float64", "int64"])
+def test_a_default_update_is_written_once_however_many_slices(fork, dtype):
+    fork(2)
+    x = T.dvector("x")
+    count = shared(np.zeros((), dtype), "count")
+    count.default_update = count + 1
+    f = synk.function([x], [(x * 0 + count, "gather")])
+    f(np.ones(6))
+    np.testing.assert_array_equal(f(np.ones(6), num_slices=3)[0], np.ones(6))
+    np.testing.assert_array_equal(synk.gather(count), [2, 2])
+
+
+def test_pieces_of_rows_are_as_many_as_asked_for(fork):
+    fork(2)
+    x = T.dvector("x")
+    lengths = shared(np.zeros(0, "int64"), "lengths")
+    f = synk.function([x], updates=[(lengths, x.shape[0].dimshuffle("x"), "gather")])
+    f(np.ones(15), num_slices=3)
+    assert [part.tolist() for part in synk.gather(lengths)] == [[3, 3, 2], [3, 2, 2]]
+    f(np.ones(3), num_slices=9)  # no more pieces than rows
+    assert [part.tolist() for part in synk.gather(lengths)] == [[1, 1], [1]]
+
+
+# -- givens and sliceable shared variables ---------------------------------------------------------------------
+
+
+def test_givens_replace_as_in_the_serial_library(fork):
+    fork(2)
+    x, y = T.dmatrix("x"), T.dvector("y")
+    w = shared(np.array([2.0, 3.0]), "w")
+    f = synk.function([x], (x * y, "gather"), givens=[(y, w + 1)])
+    np.testing.assert_array_equal(f(X), X * [3, 4])
+    np.testing.assert_array_equal(f(X, num_slices=2), X * [3, 4])
+
+
+def test_givens_of_sliceable_shareds_are_cut(fork):
+    # The pattern of a data set that lies in the ranks' own memory.
+    fork(2)
+    x = T.dmatrix("x")
+    s = shared(X, "s")
+    f = synk.function([], [((x * 2).sum(axis=0), "sum")], givens={x: s}, sliceable_shareds=[s])
+    synk.distribute()
+    synk.scatter(s, X)
+    close_to(f()[0], (X * 2).sum(axis=0))
+    close_to(f(num_slices=3)[0], (X * 2).sum(axis=0))
+    close_to(f(batch_s=slice(1, 3))[0], (X[[1, 2, 6, 7]] * 2).sum(axis=0))
+    close_to(f(batch_s=[[0], [3, 0]])[0], (X[[0, 8, 5]] * 2).sum(axis=0))
+
+
+def test_givens_of_something_inside_the_graph_hold_when_it_is_cut(fork):
+    fork(2)
+    s = shared(np.arange(6.0), "s")
+    inside = s * 2
+    outputs = (inside + 1).sum()
+    f = synk.function([], (outputs, "sum"), givens={inside: s * 10}, sliceable_shareds=[s])
+    synk.distribute()
+    synk.scatter(s, np.arange(6.0))
+    expected = function([], outputs, givens={inside: s * 10})
+    s.set_value(np.arange(6.0))
+    whole = expected()
+    synk.scatter(s, np.arange(6.0))
+    assert f() == f(num_slices=2) == f(batch_s=slice(0, 3)) == whole == 15 * 10 + 6
+
+
+@st.composite
+def choices(draw, lengths):
+    """What `batch_s` may be for ranks that have so many rows."""
+
+    def spans(length):
+        bound = st.none() | st.integers(-length - 1, length + 1)
+        return st.builds(slice, bound, bound, st.sampled_from([None, None, 1, 2, -1]))
+
+    def indexes(length):
+        return st.lists(st.integers(-length, length - 1), max_size=6)
+
+    shortest = min(lengths)
+    one = spans(shortest) | indexes(shortest) | indexes(shortest).map(lambda i: np.array(i, "int64"))
+    each = st.tuples(*(spans(length) | indexes(length) for length in lengths)).map(list)
+    return draw(st.none() | one | each)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_batch_s_picks_rows_of_each_ranks_own(fork, n):
+    fork(n)
+    s, t = shared(np.zeros((1, 2)), "s"), shared(np.zeros(1), "t")
+    outputs = [(s.sum(axis=0), "sum"), (s * t.dimshuffle(0, "x"), "gather"), (t.mean(), "mean")]
+    f = synk.function([], outputs, sliceable_shareds=[s, t])
+    synk.distribute()
+    value, numbers = RNG.normal(size=(14, 2)), RNG.normal(size=14)
+    synk.scatter([s, t], [value, numbers])
+    split = np.array_split(np.arange(14), n)
+
+    @settings(max_examples=40)
+    @given(choices([len(part) for part in split]), st.sampled_from([1, 1, 2, 5]))
+    @example(slice(0, 3), 2)
+    @example([0, 1, -1], 2)
+    def check(choice, slices):
+        per_rank = [choice] * n
+        if isinstance(choice, list) and choice and isinstance(choice[0], slice | list):
+            per_rank = choice
+        rows = np.concatenate([part[rows_of(one, len(part))] for part, one in zip(split, per_rank, strict=True)])
+        results = f(batch_s=choice, num_slices=slices)
+        close_to(results[0], value[rows].sum(axis=0))
+        close_to(results[1], value[rows] * numbers[rows, None])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            if len(rows):
+                close_to(results[2], np.asarray(numbers[rows].mean()))
+            else:
+                assert np.isnan(results[2])
+
+    check()
+
+
+def test_a_rank_for_which_batch_s_picks_nothing_sits_out(fork):
+    fork(3)
+    s = shared(np.arange(4.0), "s")
+    seen = shared(0.0, "seen")
+    f = synk.function([], [(s.max(), "max"), s.sum()], updates=[(seen, s.max())], sliceable_shareds=[s])
+    high, average = f(batch_s=[[0], [], [1, 2]])
+    assert (high, average) == (2, 1.5)
+    np.testing.assert_array_equal(synk.gather(seen), [0, 0, 2])
+
+
+def test_batch_s_and_batch_go_together(fork):
+    fork(2)
+    x = T.dvector("x")
+    s = shared(np.arange(4.0), "s")
+    f = synk.function([x], (x * s, "gather"), sliceable_shareds=[s])
+    synk.distribute()
+    expected = [10 * 0, 11 * 1, 12 * 2, 13 * 3]
+    result = f(np.arange(20.0), batch=slice(10, 14), batch_s=[slice(0, 2), slice(2, 4)])
+    np.testing.assert_array_equal(result, expected)
+    np.testing.assert_array_equal(
+        f(np.arange(20.0), batch=slice(10, 14), batch_s=[[0, 1], [2, 3]], num_slices=2), expected
+    )
+
+
+def test_no_piece_is_empty_when_there_are_fewer_sliceable_rows_than_pieces(fork):
+    fork(2)
+    x = T.dvector("x")
+    s = shared(np.array([2.0, 4.0]), "s")
+    f = synk.function([x], (x.sum() * 0 + s.mean(), "avg"), sliceable_shareds=[s])
+    assert f(np.ones(10)) == f(np.ones(10), num_slices=2) == f(np.ones(10), num_slices=5) == 3
+
+
+@pytest.mark.parametrize("choice", [[4], [-5], [[0], [7]]])
+def test_batch_s_out_of_range_is_refused_and_changes_nothing(fork, choice):
+    fork(2)
+    s, count = shared(np.arange(4.0), "s"), shared(0.0, "count")
+    f = synk.function([], (s.sum(), "sum"), updates=[(count, count + 1)], sliceable_shareds=[s])
+    with pytest.raises(IndexError, match=r"batch_s: index -?\d is out of range for 4 rows on rank [01]"):
+        f(batch_s=choice)
+    np.testing.assert_array_equal(synk.gather(count), [0, 0])
+    assert f() == 12
+
+
+def test_slices_of_sliceable_shareds_weigh_by_their_rows(fork):
+    fork(2)
+    s = shared(np.arange(7.0), "s")
+    f = synk.function([], [(s.mean(), "mean"), s.mean()], sliceable_shareds=[s])
+    synk.distribute()
+    synk.scatter(s, np.arange(7.0))
+    mean, average = f(num_slices=2)
+    close_to(mean, np.asarray(3.0))
+    close_to(average, np.asarray(((0.5 + 2.5) / 2 + (4.5 + 6) / 2) / 2))
+
+
+# -- many kinds of functions -----------------------------------------------------------------------------------
+
+
+def test_a_function_without_inputs_runs_on_every_rank(fork):
+    fork(3)
+    w = shared(np.array([1.0, 2.0]), "w")
+    f = synk.function([], [(w.sum(), "sum"), (w, "gather"), w])
+    total, joined, average = f()
+    assert total == 9
+    np.testing.assert_array_equal(joined, [1, 2] * 3)
+    np.testing.assert_array_equal(average, [1, 2])
+    with pytest.raises(ValueError, match="batch: .* has no scattered inputs"):
+        f(batch=1)
+    with pytest.raises(ValueError, match="num_slices=2: .* no scattered inputs"):
+        f(num_slices=2)
+
+
+def test_a_function_may_have_whole_inputs_alone(fork):
+    fork(3)
+    b = T.dvector("b")
+    f = synk.function([], [(b.sum(), "sum"), (b.sum(), "mean")], bcast_inputs=[b])
+    total, mean = f(np.ones(2))
+    assert (total, mean) == (6, 2)
+
+
+def test_an_output_that_is_no_array_may_have_op_none(fork):
+    fork(2)
+    x = T.dvector("x")
+    if NAME == "pytensor":
+        rng = shared(np.random.default_rng(1), "rng")
+        other = T.random.normal(rng=rng).owner.outputs[0]
+    else:
+        other = T.shared_randomstreams.RandomStreams(1).normal(size=(1,)).owner.outputs[0]
+    for value, op in ((x.sum(), "sum"), (x, "gather")):
+        state, result = synk.function([x], [(other, None), (value, op)])(np.arange(4.0))
+        assert type(state).__module__.startswith("numpy.random")
+        np.testing.assert_array_equal(result, np.arange(4.0) if op == "gather" else 6)
+
+
+def test_a_scan_runs_on_every_rank(fork):
+    fork(2)
+    x, steps = T.dmatrix("x"), T.iscalar("steps")
+    w = shared(np.array([2.0, 3.0]), "w")
+    if NAME == "pytensor":
+        powers = package.scan(lambda a, w: a * w, outputs_info=[x], non_sequences=[w], n_steps=steps, return_updates=False)
+    else:
+        powers, _ = package.scan(lambda a, w: a * w, outputs_info=[x], non_sequences=[w], n_steps=steps)
+    f = synk.function([x], (powers[-1], "gather"), bcast_inputs=[steps], sliceable_shareds=[])
+    np.testing.assert_allclose(f(X, 3), X * [8, 27])
+    np.testing.assert_allclose(f(X, 2, num_slices=2), X * [4, 9])
+
+
+def test_a_scan_over_sliceable_rows_is_cut(fork):
+    fork(2)
+    s = shared(np.arange(6.0), "s")
+    if NAME == "pytensor":
+        running = package.scan(lambda a, t: t + a, s, outputs_info=[T.as_tensor(np.float64(0))], return_updates=False)
+    else:
+        running, _ = package.scan(lambda a, t: t + a, s, outputs_info=[T.constant(np.float64(0))])
+    f = synk.function([], (running, "gather"), sliceable_shareds=[s])
+    np.testing.assert_array_equal(f(batch_s=[slice(0, 3), slice(3, 6)]), [0, 1, 3, 3, 7, 12])
+
+
+def chain(x, length):
+    for _ in range(length):
+        x = x + 1.0
+    return x
+
+
+def test_a_deep_graph_is_copied(fork):
+    # Pickle follows references recursively, and 3000 are more than Python allows.
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], (chain(x, 3000), "gather"))
+    synk.distribute()
+    assert all(size == 1 for size in ranks.session().run(StoreSizes()))
+    assert f.name
+
+
+def test_a_deep_graph_is_computed_where_the_serial_library_can(fork):
+    # The libraries' own compilers are recursive: whoever has such graphs raises the limit, after fork() or before.
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], (chain(x, 1200), "gather"))
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(10_000)
+    try:
+        np.testing.assert_array_equal(f(np.arange(4.0)), np.arange(4.0) + 1200)
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def test_functions_share_variables(fork):
+    fork(2)
+    x = T.dvector("x")
+    w = shared(0.0, "w")
+    add = synk.function([x], updates=[(w, w + x.sum())])
+    read = synk.function([], (w, "gather"))
+    add(np.arange(4.0))
+    np.testing.assert_array_equal(read(), [1, 5])
+    late = synk.function([], (w * 2, "gather"))  # made when the ranks' values differ already
+    np.testing.assert_array_equal(late(), [2, 10])
+
+
+# -- distributing ----------------------------------------------------------------------------------------------
+
+
+def test_distribute_may_be_repeated_and_overwrites_nothing(fork):
+    fork(3)
+    synk.distribute()  # nothing is there yet
+    x = T.dvector("x")
+    w = shared(1.0, "w")
+    add = synk.function([x], updates=[(w, w + x.sum())])
+    synk.distribute()
+    add(np.arange(3.0))
+    synk.distribute()
+    np.testing.assert_array_equal(synk.gather(w), [1, 2, 3])
+    other = shared(5.0, "other")
+    both = synk.function([], (w + other, "gather"))
+    synk.distribute()
+    np.testing.assert_array_equal(both(), [6, 7, 8])
+    np.testing.assert_array_equal(synk.gather(w), [1, 2, 3])
+
+
+def test_values_are_those_at_the_time_of_distributing(fork):
+    fork(2)
+    w = shared(1.0, "w")
+    read = synk.function([], (w, "gather"))
+    w.set_value(2.0)
+    synk.distribute()
+    w.set_value(3.0)
+    np.testing.assert_array_equal(read(), [3, 2])
+
+
+def counted(monkeypatch):
+    """Collect the sizes of all shared memory made from now on."""
+    sizes = []
+    create = ranks.Session.create_segment
+
+    def counting(self, nbytes):
+        sizes.append(nbytes)
+        return create(self, nbytes)
+
+    monkeypatch.setattr(ranks.Session, "create_segment", counting)
+    return sizes
+
+
+def test_a_large_shared_variable_crosses_once_however_many_functions_use_it(fork, monkeypatch):
+    fork(2)
+    sizes = counted(monkeypatch)
+    w = shared(np.ones(2_000_000), "w")
+    functions = [synk.function([], ((w * i).sum(), "sum")) for i in range(3)]
+    synk.distribute()
+    functions += [synk.function([], ((w * i).sum(), "sum")) for i in range(3, 5)]
+    synk.distribute()
+    assert [float(f()) for f in functions] == [4e6 * i for i in range(5)]
+    assert 16e6 <= sum(sizes) < 17e6
+
+
+def test_a_large_constant_crosses_once_for_functions_that_are_distributed_together(fork, monkeypatch):
+    fork(2)
+    sizes = counted(monkeypatch)
+    c = T.constant(np.arange(2_000_000.0))
+    x = T.dvector("x")
+    functions = [synk.function([x], ((c.sum() * i + x.sum()), "avg")) for i in range(3)]
+    synk.distribute()
+    assert 16e6 <= sum(sizes) < 17e6
+    assert functions[1](np.zeros(2)) == np.arange(2_000_000.0).sum()
+
+
+def test_functions_work_again_after_close_and_a_new_fork(fork):
+    x = T.dvector("x")
+    fork(2)
+    w = shared(1.0, "w")
+    f = synk.function([x], (x * w, "gather"), updates=[(w, w + x.sum())])
+    f(np.arange(4.0))
+    synk.close()
+    with pytest.raises(RuntimeError, match="fork"):
+        f(np.arange(4.0))
+    fork(3)
+    # The new ranks start from the master's value, 1 + 0 + 1.
+    np.testing.assert_array_equal(f(np.arange(4.0)), np.arange(4.0) * 2)
+    np.testing.assert_array_equal(synk.gather(w), [3, 4, 5])
+    np.testing.assert_array_equal(f(np.arange(3.0), num_slices=2), np.arange(3.0) * [3, 4, 5])
+
+
+def test_a_function_that_is_dropped_is_dropped_by_the_workers(fork):
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], (x, "gather"))
+    f(np.arange(4.0))
+    before = ranks.session().run(StoreSizes())
+    del f
+    gc.collect()
+    ranks.session().flush()
+    after = ranks.session().run(StoreSizes())
+    assert all(a == b - 1 for a, b in zip(after, before, strict=True))
+
+
+class StoreSizes:
+    """A command: how many functions each rank keeps."""
+
+    def run(self, rank):
+        return rank.exchange(sum(isinstance(key, tuple) and key[0] == "function" for key in rank.store))
+
+
+# -- as_theano and build_inputs --------------------------------------------------------------------------------
+
+
+def test_as_theano_is_the_plain_function_in_the_master(fork):
+    fork(2)
+    x, b = T.dvector("x"), T.dscalar("b")
+    w = shared(0.0, "w")
+    f = synk.function([x], x.sum() * b, bcast_inputs=[b], updates=[(w, w + x.sum())])
+    assert f.as_theano(np.arange(5.0), 2) == 20
+    assert f.as_theano(synk.data(np.arange(5.0)), b=2) == 20
+    synk.distribute()
+    assert w.get_value() == 20  # all rows, twice
+    assert f.as_theano(np.arange(5.0), 1) == 10
+    np.testing.assert_array_equal(synk.gather(w), [30, 20])
+    (listed,) = synk.function([x], [x.sum()]).as_theano(np.arange(5.0))
+    assert listed == 10
+
+
+def test_build_inputs_makes_data_for_the_inputs(fork, difference):
+    fork(2)
+    f = difference()
+    x, y, b = f.build_inputs(X, Y, b=2.0, minibatch=[False, True, False], oversize=1.5)
+    assert (x.name, y.name, b.name) == ("x", "y", "b")
+    assert (x.minibatch, y.minibatch, b.minibatch) == (False, True, False)
+    assert x.alloc_size >= 1.5 * X.size
+    np.testing.assert_array_equal(f(x, y, b), X * Y[:, None] + 2)
+    with pytest.raises(TypeError, match="float32"):
+        synk.function([T.fvector("z")]).build_inputs(Y)
+    forced = synk.function([T.fvector("z")]).build_inputs(Y, force_cast=True)
+    assert isinstance(forced, synk.Data) and forced.dtype == "float32"
+    with pytest.raises(ValueError, match="minibatch: expected one flag for each of 3"):
+        f.build_inputs(X, Y, 2.0, minibatch=[True])
+
+
+# -- failing ---------------------------------------------------------------------------------------------------
+
+MASTER = os.getpid()
+
+
+class OnWorkers(Op):
+    """Do something terrible in the workers, and nothing in the master."""
+
+    __props__ = ("what",)
+
+    def __init__(self, what):
+        self.what = what
+
+    def make_node(self, x):
+        return Apply(self, [x], [x.type()])
+
+    def perform(self, node, inputs, outputs):
+        if os.getpid() != MASTER:
+            if self.what == "raise":
+                raise LookupError("this worker has had enough")
+            if self.what == "raise if 1" and inputs[0][0] == 1:
+                raise LookupError("this is one")
+            if self.what == "exit":
+                os._exit(3)
+            if self.what.startswith("SIG"):
+                os.kill(os.getpid(), getattr(signal, self.what))
+        outputs[0][0] = inputs[0] + 0
+
+
+def test_an_error_inside_the_graph_on_one_rank_is_raised_with_its_rank(fork):
+    fork(3)
+    x, i = T.dvector("x"), T.lvector("i")
+    f = synk.function([x, i], (x[i], "gather"))
+    value = np.arange(6.0)
+    good = np.array([0, 1, 0, 1, 0, 1])
+    for culprit in (1, 2):
+        bad = good.copy()
+        bad[2 * culprit] = 2  # each rank has two rows
+        with pytest.raises(synk.WorkerError, match=f"rank {culprit} raised IndexError") as caught:
+            f(value, bad)
+        assert caught.value.rank == culprit
+        assert "Traceback" in caught.value.worker_traceback and "IndexError" in caught.value.worker_traceback
+        np.testing.assert_array_equal(f(value, good), value)  # the ranks stay usable
+
+
+def test_an_error_in_the_master_is_raised_as_it_is(fork):
+    fork(2)
+    x, i = T.dvector("x"), T.lvector("i")
+    f = synk.function([x, i], (x[i], "gather"))
+    with pytest.raises(IndexError):
+        f(np.arange(4.0), np.array([2, 0, 0, 1]))
+    np.testing.assert_array_equal(f(np.arange(4.0), np.array([1, 0, 0, 1])), [1, 0, 2, 3])
+
+
+def test_errors_on_several_ranks_are_all_told(fork):
+    fork(3)
+    x = T.dvector("x")
+    f = synk.function([x], OnWorkers("raise")(x).sum())
+    with pytest.raises(synk.WorkerError, match="this worker has had enough") as caught:
+        f(np.arange(3.0))
+    assert caught.value.rank in (1, 2)
+    assert "perform" in caught.value.worker_traceback
+    assert all("LookupError" in line for line in caught.value.failures.values())
+    # Nobody waits for anybody in a function without outputs: both workers come to their error.
+    g = synk.function([x], updates=[(shared(0.0), OnWorkers("raise")(x).sum())])
+    with pytest.raises(synk.WorkerError) as caught:
+        g(np.arange(3.0))
+    assert set(caught.value.failures) == {1, 2}
+    assert synk.function([x], (x.sum(), "sum"))(np.arange(3.0)) == 3
+
+
+def test_an_error_between_slices_leaves_the_shared_variables_of_that_rank(fork):
+    fork(2)
+    x = T.dvector("x")
+    w = shared(0.0, "w")
+    f = synk.function([x], updates=[(w, OnWorkers("raise if 1")(x).sum(), "sum")])
+    with pytest.raises(synk.WorkerError, match="this is one"):
+        f(np.array([3.0, 3, 0, 1]), num_slices=2)
+    np.testing.assert_array_equal(synk.gather(w)[1], 0)
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
+def test_a_worker_that_is_killed_is_noticed_within_two_seconds(fork, how):
+    fork(3)
+    x = T.dvector("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    f(np.arange(3.0))
+    g = synk.function([x], (OnWorkers(how)(x).sum(), "sum"))
+    synk.distribute()
+    start = time.monotonic()
+    with pytest.raises(synk.WorkerError, match=rf"rank [12] \(process \d+\) was killed by {how}"):
+        g(np.arange(3.0))
+    assert time.monotonic() - start < 2
+    assert not children()  # the others were ended with it
+    with pytest.raises(RuntimeError, match="fork"):
+        f(np.arange(3.0))
+    fork(2)
+    assert f(np.arange(3.0)) == 3
+
+
+def test_a_worker_that_exits_is_noticed_with_its_code(fork):
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], updates=[(shared(0.0), OnWorkers("exit")(x).sum())])
+    with pytest.raises(synk.WorkerError, match="rank 1 .* exited with code 3"):
+        f(np.arange(3.0))
+
+
+def test_a_worker_that_dies_between_calls_is_noticed_in_the_next(fork):
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    f(np.arange(3.0))
+    (pid,) = children()
+    os.kill(pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(synk.WorkerError, match=f"rank 1 .process {pid}. was killed by SIGKILL"):
+        f(np.arange(3.0))
+    assert time.monotonic() - start < 2
+
+
+def children():
+    """The processes that this one has forked and that still live."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                with open(f"/proc/{name}/stat") as file:
+                    state, parent = file.read().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if int(parent) == os.getpid() and state != "Z":
+                found.append(int(name))
+    return found
+
+
+class Unpicklable(OnWorkers):
+    """An Op that holds a function without a name."""
+
+    def __init__(self, what):
+        super().__init__(what)
+        self.function = lambda x: x
+
+
+@pytest.mark.parametrize("how", ["distribute", "call"])
+def test_a_graph_that_can_not_be_pickled_is_told_clearly_and_the_ranks_stay_usable(fork, how):
+    fork(2)
+    x = T.dvector("x")
+    w = shared(1.0, "w")
+    f = synk.function([x], (Unpicklable("nothing")(x) * w, "gather"), name="nameless")
+    with pytest.raises(TypeError, match=r"nameless.*pickle.*lambda"):
+        synk.distribute() if how == "distribute" else f(np.arange(4.0))
+    del f
+    gc.collect()
+    synk.distribute()
+    g = synk.function([x], (x * w, "gather"))
+    np.testing.assert_array_equal(g(np.arange(4.0)), np.arange(4.0))
+
+
+def test_one_rank_needs_no_pickle(fork):
+    fork(1)
+    x = T.dvector("x")
+    f = synk.function([x], (Unpicklable("nothing")(x), "gather"))
+    np.testing.assert_array_equal(f(np.arange(4.0)), np.arange(4.0))

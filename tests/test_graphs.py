@@ -1,0 +1,304 @@
+"""Whose variables are these, what is in a graph, and what the workers have of it."""
+
+import gc
+
+import numpy as np
+import pytest
+from library import NAME, shared
+from library import tensor as T
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.graphs import library_named, library_of, loaded_libraries
+from synkhronos.graphs.mirror import Mirror, stored
+
+LIBRARY = library_named(NAME)
+
+# -- library_of ------------------------------------------------------------------------------------------------
+
+
+def test_variables_tell_their_library():
+    for variable in (T.matrix("x"), T.matrix("x").sum(), shared(1.0), T.constant(1.0)):
+        assert library_of(variable) is LIBRARY
+    assert library_of(T.matrix("x"), shared(1.0)) is LIBRARY
+    assert LIBRARY.name == NAME
+
+
+def test_only_the_imported_library_is_loaded():
+    assert [library.name for library in loaded_libraries()] == [NAME]
+
+
+@pytest.mark.parametrize("value", [1.0, np.ones(2), "x", None, object()])
+def test_what_is_no_variable_is_refused(value):
+    with pytest.raises(TypeError, match="expected a variable of PyTensor or Theano, got"):
+        library_of(value)
+    with pytest.raises(TypeError, match="expected a variable of PyTensor or Theano, got"):
+        library_of(T.vector(), value)
+
+
+def test_no_variables_have_no_library():
+    with pytest.raises(TypeError, match="no variable was given"):
+        library_of()
+
+
+def test_a_library_is_pickled_by_its_name():
+    import pickle
+
+    assert pickle.loads(pickle.dumps(LIBRARY)) is LIBRARY
+
+
+# -- graphs ----------------------------------------------------------------------------------------------------
+
+
+def test_every_node_comes_after_those_it_depends_on():
+    x, y = T.vectors("x", "y")
+    a = x + y
+    outputs = [T.exp(a) * a, T.log(a), a.sum()]
+    nodes = LIBRARY.nodes(outputs)
+    assert len(nodes) == len({id(node) for node in nodes})
+    assert all(output.owner in nodes for output in outputs)
+    for position, node in enumerate(nodes):
+        for variable in node.inputs:
+            assert variable.owner is None or variable.owner in nodes[:position]
+
+
+def test_a_graph_deeper_than_pythons_stack_is_walked():
+    x = T.vector("x")
+    for _ in range(5000):
+        x = x + 1
+    assert len(LIBRARY.nodes([x])) >= 5000
+
+
+def test_variables_without_a_graph_have_no_nodes():
+    assert LIBRARY.nodes([T.vector("x"), shared(1.0), T.constant(2.0)]) == []
+
+
+def test_shared_variables_are_found_once_wherever_they_are():
+    a, b, c = shared(1.0, "a"), shared(2.0, "b"), shared(3.0, "c")
+    x = T.scalar("x")
+    found = LIBRARY.shareds([x * a + b, (a + b) * 2, c])
+    assert {variable.name for variable in found} == {"a", "b", "c"} and len(found) == 3
+    assert LIBRARY.shareds([x * 2]) == []
+
+
+@pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
+def test_shared_variables_in_default_updates_are_found():
+    step, count = shared(1.0, "step"), shared(0.0, "count")
+    count.default_update = count + step * 2
+    for variables in ([count], [count * 3]):
+        assert {variable.name for variable in LIBRARY.shareds(variables)} == {"count", "step"}
+        assert count.default_update.owner in LIBRARY.nodes(variables)
+
+
+@pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
+def test_default_updates_that_lead_in_a_circle_are_walked_once():
+    a, b = shared(1.0, "a"), shared(2.0, "b")
+    a.default_update, b.default_update = a + b, b - a
+    assert {variable.name for variable in LIBRARY.shareds([a])} == {"a", "b"}
+
+
+def test_shared_variables_outside_a_scan_are_found():
+    w = shared(2.0, "w")
+    x = T.dscalar("x")
+    package = LIBRARY.package
+    if NAME == "pytensor":
+        powers = package.scan(lambda a: a * w, outputs_info=[x], n_steps=3, return_updates=False)
+    else:
+        powers, _ = package.scan(lambda a: a * w, outputs_info=[x], n_steps=3)
+    assert w in LIBRARY.shareds([powers])
+
+
+def test_a_clone_has_its_variables_replaced():
+    s, x = shared(np.arange(4.0), "s"), T.dscalar("x")
+    (clone,) = LIBRARY.clone([s.sum() * x], {s: s[1:3]})
+    assert LIBRARY.function([x], clone)(2.0) == 6
+
+
+# -- values ----------------------------------------------------------------------------------------------------
+
+
+def test_the_containers_own_array_is_read_and_written():
+    value = np.arange(3.0)
+    s = shared(value, "s")
+    held = LIBRARY.get(s)
+    held[0] = 7
+    np.testing.assert_array_equal(s.get_value(), [7, 1, 2])
+    LIBRARY.put(s, value)
+    assert LIBRARY.get(s) is value
+
+
+def test_a_value_of_the_wrong_type_is_not_put():
+    s = shared(np.arange(3.0), "s")
+    with pytest.raises(TypeError):
+        LIBRARY.put(s, np.zeros((2, 2)))
+
+
+def test_lengths_that_a_type_fixes_are_told():
+    assert LIBRARY.fixed_shape(T.matrix()) == (None, None)
+    assert LIBRARY.fixed_shape(T.row()) == (1, None)
+    assert LIBRARY.fixed_shape(T.scalar()) == ()
+    s = shared(np.zeros((2, 3)))
+    assert LIBRARY.accepts(s, (5, 0)) and not LIBRARY.accepts(s, (5,))
+
+
+def test_inputs_are_cast_where_the_library_casts_them():
+    entry = LIBRARY.input(T.fvector("x"))
+    assert entry.name == "x" and not entry.mutable
+    filtered = LIBRARY.filter(entry, [1, 2])
+    assert filtered.dtype == "float32"
+    with pytest.raises(TypeError):
+        LIBRARY.filter(entry, np.zeros(2))
+    generous = LIBRARY.input(LIBRARY.package.In(T.fvector("x"), name="z", mutable=True, allow_downcast=True))
+    assert generous.name == "z" and generous.mutable
+    assert LIBRARY.filter(generous, np.zeros(2)).dtype == "float32"
+
+
+def test_generators_are_told_from_arrays():
+    assert not LIBRARY.is_generator(shared(np.ones(3)))
+    if NAME == "pytensor":
+        assert LIBRARY.is_generator(shared(np.random.default_rng(1)))
+    else:
+        from theano.sandbox.rng_mrg import MRG_RandomStreams
+
+        assert LIBRARY.is_generator(T.shared_randomstreams.RandomStreams(1).normal().owner.inputs[0])
+        draw = MRG_RandomStreams(1).uniform(size=(2,))
+        (state,) = LIBRARY.shareds([draw])
+        assert LIBRARY.is_generator(state)
+
+
+# -- mirror ----------------------------------------------------------------------------------------------------
+
+
+class Keys:
+    """A command: the keys of all shared variables on each rank."""
+
+    def run(self, rank):
+        return rank.exchange(sorted(key for key in rank.store if isinstance(key, tuple) and key[0] == "shared"))
+
+
+class Describe:
+    """A command: of each key, what each rank has under it."""
+
+    def __init__(self, keys):
+        self.keys = keys
+
+    def run(self, rank):
+        shareds = [stored(rank, key) for key in self.keys]
+        return rank.exchange([(shared.name, library_of(shared).get(shared).tolist()) for shared in shareds])
+
+
+def mirror():
+    return Mirror.of(ranks.session())
+
+
+def test_there_is_one_mirror_a_session(fork):
+    fork(2)
+    first = mirror()
+    assert mirror() is first
+    synk.close()
+    fork(2)
+    assert mirror() is not first
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_shared_variable_has_one_key_on_all_ranks(fork, n):
+    fork(n)
+    a, b = shared(np.arange(2.0), "a"), shared(np.arange(3.0), "b")
+    assert mirror().key(a) is None
+    mirror().send([], [a * b.sum()])
+    keys = [mirror().key(a), mirror().key(b)]
+    assert len(set(keys)) == 2
+    described = ranks.session().run(Describe(keys))
+    assert described == [[("a", [0.0, 1.0]), ("b", [0.0, 1.0, 2.0])]] * n
+    c = shared(1.0, "c")
+    mirror().send([], [a.sum() + c])
+    assert mirror().key(a) == keys[0]
+    assert ranks.session().run(Keys()) == [sorted([*keys, mirror().key(c)])] * n
+
+
+def test_graphs_sent_later_refer_to_the_same_copy(fork):
+    fork(2)
+    w = shared(1.0, "w")
+    f = synk.function([], (w, "gather"), updates=[(w, w + 1)])
+    f()
+    synk.set_value(1, w, 10.0)
+    g = synk.function([], (w * 1, "gather"), updates=[(w, w * 2)])
+    np.testing.assert_array_equal(g(), [2, 10])
+    np.testing.assert_array_equal(f(), [4, 20])
+    assert len(ranks.session().run(Keys())[1]) == 1
+
+
+def test_a_shared_variable_dropped_in_the_master_is_dropped_by_the_workers(fork):
+    fork(2)
+    w, v = shared(np.ones(1000), "w"), shared(1.0, "v")
+    f = synk.function([], ((w * v).sum(), "sum"))
+    f()
+    keep = mirror().key(v)
+    assert len(ranks.session().run(Keys())[1]) == 2
+    del f, w
+    gc.collect()
+    # At the next command at the latest; nothing is sent from a finalizer.
+    assert ranks.session().run(Keys()) == [[keep], [keep]]
+    g = synk.function([], (v, "gather"))
+    np.testing.assert_array_equal(g(), [1, 1])
+
+
+def test_a_shared_variable_that_a_function_uses_is_kept(fork):
+    fork(2)
+    w = shared(2.0, "w")
+    f = synk.function([], (w * 2, "gather"))
+    del w
+    gc.collect()
+    np.testing.assert_array_equal(f(), [4, 4])
+    gc.collect()
+    np.testing.assert_array_equal(f(), [4, 4])
+
+
+def test_the_mirror_keeps_nothing_alive(fork):
+    import weakref
+
+    fork(2)
+    w = shared(np.ones(3), "w")
+    synk.function([], (w.sum(), "sum"))()
+    reference = weakref.ref(w)
+    del w
+    gc.collect()
+    assert reference() is None
+
+
+def test_values_travel_as_they_are(fork):
+    fork(2)
+    values = [
+        np.arange(6.0).reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.arange(12.0).reshape(2, 6)[:, ::2],
+        np.zeros((0, 3)),
+        np.array(5, "int16"),
+        np.arange(4, dtype="float16"),
+        np.array([True, False]),
+        np.arange(2) * 1j,
+    ]
+    shareds = [shared(value, f"s{i}", borrow=True) for i, value in enumerate(values)]
+    mirror().send([], shareds)
+    described = ranks.session().run(Describe([mirror().key(s) for s in shareds]))
+    assert described[1] == described[0] == [(f"s{i}", value.tolist()) for i, value in enumerate(values)]
+
+
+def test_a_workers_copy_is_its_own(fork):
+    fork(2)
+    value = np.arange(3.0)
+    w = shared(value, "w", borrow=True)
+    f = synk.function([], (w, "gather"))
+    synk.distribute()
+    value[:] = 0
+    np.testing.assert_array_equal(f(), [0, 0, 0, 0, 1, 2])
+
+
+def test_nothing_is_kept_of_what_could_not_be_sent(fork):
+    fork(2)
+    w = shared(1.0, "w")
+    with pytest.raises(TypeError, match="pickle"):
+        mirror().send([(("extra", 1), lambda: 0)], [w])
+    assert mirror().key(w) is None
+    mirror().send([], [w])
+    assert len(ranks.session().run(Keys())[1]) == 1

@@ -1,0 +1,217 @@
+"""Random numbers: each rank draws from its own stream, and the master from the serial program's."""
+
+import numpy as np
+import pytest
+from library import NAME, function, shared
+from library import tensor as T
+
+import synkhronos as synk
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+in_pytensor = pytest.mark.skipif(NAME != "pytensor", reason="PyTensor's generators")
+in_theano = pytest.mark.skipif(NAME != "theano", reason="Theano's generators")
+
+#: Draws of one rank in one call.
+K = 5
+
+
+def stream(kind, seed=3):
+    """Make a random variable of K draws, and the updates that have to be passed with it."""
+    if kind == "RandomStream":
+        return T.random.utils.RandomStream(seed).normal(size=(K,)), []
+    if kind == "MRG":
+        from theano.sandbox.rng_mrg import MRG_RandomStreams
+
+        return MRG_RandomStreams(seed).normal(size=(K + K % 2,))[:K], []
+    if kind == "RandomStreams":
+        return T.shared_randomstreams.RandomStreams(seed).normal(size=(K,)), []
+    rng = shared(np.random.Generator(getattr(np.random, kind)(seed)), "rng")
+    next_rng, draws = T.random.normal(rng=rng, size=(K,)).owner.outputs
+    return draws, [(rng, next_rng)]
+
+
+def kinds(*names):
+    mark = in_theano if names[0] == "MRG" else in_pytensor
+    return [pytest.param(name, marks=mark) for name in names]
+
+
+KINDS = kinds("RandomStream", "PCG64", "Philox", "MT19937") + kinds("MRG", "RandomStreams")
+
+
+def drawn(kind, calls=2, seed=3, n=3):
+    """What each rank draws in so many calls: an array of calls, ranks, draws."""
+    draws, updates = stream(kind, seed)
+    f = synk.function([], (draws, "gather"), updates=updates)
+    return np.array([f() for _ in range(calls)]).reshape(calls, n, K)
+
+
+@pytest.mark.parametrize("master", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_master_draws_what_the_serial_program_would(fork, kind, master):
+    fork(3, master_rank=master)
+    draws, updates = stream(kind)
+    serial = function([], draws, updates=updates)
+    np.testing.assert_array_equal(drawn(kind)[:, master], [serial(), serial()])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_number_comes_twice_on_any_ranks(fork, kind):
+    fork(3)
+    values = drawn(kind, calls=20)
+    # MRG31k3p has 31 bits a number, so that chance may repeat one.
+    assert len(np.unique(values)) >= values.size - 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_repeats_from_its_seed(fork, kind):
+    fork(3)
+    first = drawn(kind)
+    synk.close()
+    fork(3)
+    np.testing.assert_array_equal(drawn(kind), first)
+    np.testing.assert_array_equal(drawn(kind), first)  # in the same ranks as well
+    assert not np.any(drawn(kind, seed=4) == first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_distributed_on_every_rank_as_they_should_be(fork, kind):
+    fork(3)
+    each = drawn(kind, calls=200).swapaxes(0, 1).reshape(3, -1)
+    assert np.all(np.abs(each.mean(axis=1)) < 5 / np.sqrt(each.shape[1]))
+    assert np.all(np.abs(each.std(axis=1) - 1) < 0.15)
+    # Streams that follow each other would be correlated.
+    assert np.all(np.abs(np.corrcoef(each)[np.triu_indices(3, 1)]) < 0.2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_of_a_call_draw_on(fork, kind):
+    fork(2)
+    draws, updates = stream(kind)
+    x = T.dvector("x")
+    f = synk.function([x], (draws + 0 * x.sum(), "gather"), updates=updates)
+    values = f(np.ones(8), num_slices=4).reshape(2, 4, K)
+    assert len(np.unique(values)) == values.size
+    draws, updates = stream(kind)
+    serial = function([], draws, updates=updates)
+    np.testing.assert_array_equal(values[0], [serial() for _ in range(4)])
+    later = f(np.ones(8))
+    np.testing.assert_array_equal(later[:K], serial())  # the stream goes on where the pieces left it
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_functions_that_share_a_stream_draw_from_it_in_turn(fork, kind):
+    fork(2)
+    draws, updates = stream(kind)
+    f = synk.function([], (draws, "gather"), updates=updates)
+    a = f()
+    g = synk.function([], (draws * 1, "gather"), updates=updates)  # made later, when the stream is under way
+    b, c = g(), f()
+    values = np.array([a, b, c])
+    assert len(np.unique(values)) == values.size
+    draws, updates = stream(kind)
+    serial = function([], draws, updates=updates)
+    np.testing.assert_array_equal(values[:, :K], [serial() for _ in range(3)])
+
+
+def mask(kind, x):
+    if kind == "MRG":
+        from theano.sandbox.rng_mrg import MRG_RandomStreams
+
+        return MRG_RandomStreams(1).binomial(size=x.shape, p=0.5, dtype="float64")
+    if kind == "RandomStreams":
+        return T.shared_randomstreams.RandomStreams(1).binomial(size=x.shape, p=0.5, dtype="float64")
+    return T.random.utils.RandomStream(1).bernoulli(0.5, size=x.shape).astype("float64")
+
+
+@pytest.mark.parametrize("kind", kinds("RandomStream") + kinds("MRG", "RandomStreams"))
+def test_dropout_masks_differ_between_ranks_calls_and_pieces(fork, kind):
+    fork(2)
+    x = T.dmatrix("x")
+    f = synk.function([x], (x * mask(kind, x), "gather"))
+    ones = np.ones((8, 40))
+    masks = [*np.split(f(ones), 2), *np.split(f(ones, num_slices=2), 4)]
+    assert all(0.25 < m.mean() < 0.75 for m in masks)
+    firsts = [m[:2].tobytes() for m in masks]
+    assert len(set(firsts)) == len(firsts)
+
+
+@in_pytensor
+def test_generators_that_can_not_jump_are_refused_before_any_rank_starts(fork):
+    fork(2)
+    draws, updates = stream("SFC64")
+    f = synk.function([], (draws, "gather"), updates=updates)
+    for start in (synk.distribute, f):
+        with pytest.raises(TypeError, match="SFC64 can't be moved apart by rank: it has no jumps; use .*PCG64"):
+            start()
+    np.testing.assert_array_equal(synk.function([], (T.ones(1), "gather"))(), [1, 1])
+
+
+@in_pytensor
+def test_one_rank_needs_no_jumps(fork):
+    fork(1)
+    draws, updates = stream("SFC64")
+    serial_draws, serial_updates = stream("SFC64")
+    result = synk.function([], (draws, "gather"), updates=updates)()
+    np.testing.assert_array_equal(result, function([], serial_draws, updates=serial_updates)())
+
+
+@in_pytensor
+@pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "Philox", "MT19937"])
+def test_ranks_are_whole_jumps_of_numpys_apart(fork, kind):
+    fork(3)
+    values = drawn(kind, calls=1)[0]
+    for r in range(3):
+        generator = np.random.Generator(getattr(np.random, kind)(3).jumped(r))
+        np.testing.assert_array_equal(values[r], generator.normal(size=K))
+
+
+@in_theano
+class TestMRG:
+    """The jump of MRG31k3p, against Theano's own jumps and steps."""
+
+    @pytest.fixture
+    def ours(self):
+        from synkhronos.graphs import theano
+
+        return theano
+
+    @pytest.fixture
+    def theirs(self):
+        from theano.sandbox import rng_mrg
+
+        return rng_mrg
+
+    STATE = np.array([[12345] * 6, [1, 2, 3, 4, 5, 6], [2147483646, 0, 7, 2147462578, 0, 9]], "int32")
+
+    @pytest.mark.parametrize("exponent", [72, 134])
+    def test_powers_of_the_matrices_are_theanos(self, ours, theirs, exponent):
+        for number, matrix, modulus in ((1, ours._A1, ours._M1), (2, ours._A2, ours._M2)):
+            power = ours._matrix_power(matrix, 2**exponent, modulus)
+            np.testing.assert_array_equal(power.astype("int64"), getattr(theirs, f"A{number}p{exponent}"))
+
+    @pytest.mark.parametrize("exponent, function", [(72, "ff_2p72"), (134, "ff_2p134")])
+    def test_a_jump_of_theanos_length_lands_where_theanos_does(self, ours, theirs, monkeypatch, exponent, function):
+        monkeypatch.setattr(ours, "_MRG_JUMP", 2**exponent)
+        expected = [getattr(theirs, function)(row) for row in self.STATE]
+        np.testing.assert_array_equal(ours._jump_mrg(self.STATE, 1), expected)
+
+    @pytest.mark.parametrize("steps", [0, 1, 2, 100])
+    def test_a_short_jump_is_so_many_steps(self, ours, theirs, monkeypatch, steps):
+        monkeypatch.setattr(ours, "_MRG_JUMP", 1)
+        stepped = self.STATE.copy()
+        for row in stepped:
+            for _ in range(steps):
+                theirs.mrg_next_value(row.copy(), row)
+        jumped = ours._jump_mrg(self.STATE, steps)
+        np.testing.assert_array_equal(jumped, stepped)
+        assert jumped.dtype == self.STATE.dtype
+
+    def test_jumps_add_up(self, ours):
+        once = ours._jump_mrg(self.STATE, 1)
+        np.testing.assert_array_equal(ours._jump_mrg(ours._jump_mrg(once, 1), 1), ours._jump_mrg(self.STATE, 3))
+        assert not np.any(np.all(once == self.STATE, axis=1))
+
+    def test_many_ranks_jumps_stay_within_the_period(self, ours):
+        # About 2**185, and a stream of each random variable takes 2**134 of them.
+        assert 1024 * ours._MRG_JUMP < 2**184 and ours._MRG_JUMP > 2**134 * 2**30

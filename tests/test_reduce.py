@@ -1,0 +1,151 @@
+"""How results of slices and ranks become one: every op against NumPy."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from synkhronos.function.reduce import NAMES, Accumulator, Op
+
+FLOATS = ["float16", "float32", "float64"]
+INTEGERS = ["int8", "uint8", "int32", "int64", "bool"]
+TOLERANCE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
+
+
+def reduced(op, values, weights=None):
+    total = Accumulator(Op.parse(op, "op"))
+    for value, weight in zip(values, weights or [1] * len(values), strict=True):
+        total.add(value, weight)
+    return total.result()
+
+
+@st.composite
+def values(draw, dtypes, least_ndim=0, same_rows=True):
+    """Some arrays of one dtype, alike in shape, or but for axis 0."""
+    dtype = np.dtype(draw(st.sampled_from(dtypes)))
+    shape = draw(hnp.array_shapes(min_dims=least_ndim, max_dims=3, min_side=0, max_side=4))
+    elements = None
+    if dtype.kind == "f":
+        elements = st.integers(-64, 64).map(lambda i: dtype.type(i / 16))
+    made = []
+    for _ in range(draw(st.integers(1, 5))):
+        rows = shape if same_rows else (draw(st.integers(0, 4)), *shape[1:])
+        made.append(draw(hnp.arrays(dtype, rows, elements=elements)))
+    return made
+
+
+@st.composite
+def weighted(draw):
+    made = draw(values(FLOATS))
+    return made, draw(st.lists(st.integers(1, 1000), min_size=len(made), max_size=len(made)))
+
+
+@given(values(FLOATS))
+def test_avg_is_the_average_of_the_values(parts):
+    result = reduced("avg", parts)
+    dtype = parts[0].dtype
+    assert result.dtype == dtype and result.shape == parts[0].shape
+    expected = np.mean([part.astype("float64") for part in parts], axis=0)
+    np.testing.assert_allclose(result, expected, rtol=TOLERANCE[dtype.name], atol=TOLERANCE[dtype.name])
+
+
+@given(weighted())
+def test_mean_weighs_values_by_their_rows(case):
+    parts, weights = case
+    result = reduced("mean", parts, weights)
+    dtype = parts[0].dtype
+    assert result.dtype == dtype and result.shape == parts[0].shape
+    expected = np.average([part.astype("float64") for part in parts], axis=0, weights=weights)
+    np.testing.assert_allclose(result, expected, rtol=TOLERANCE[dtype.name], atol=4 * TOLERANCE[dtype.name])
+
+
+@pytest.mark.parametrize("op, ufunc", [("sum", np.add), ("prod", np.multiply), ("min", np.minimum), ("max", np.maximum)])
+@given(parts=values(FLOATS + INTEGERS))
+def test_elementwise_ops_are_numpys_in_order_and_keep_the_dtype(op, ufunc, parts):
+    expected = parts[0]
+    for part in parts[1:]:
+        with np.errstate(over="ignore"):
+            expected = ufunc(expected, part)
+    with np.errstate(over="ignore"):
+        result = reduced(op, parts)
+    assert result.dtype == parts[0].dtype and result.shape == parts[0].shape
+    np.testing.assert_array_equal(result, expected)
+
+
+@given(values(FLOATS + INTEGERS, least_ndim=1, same_rows=False))
+def test_gather_joins_along_axis_0(parts):
+    result = reduced("gather", parts)
+    assert result.dtype == parts[0].dtype
+    np.testing.assert_array_equal(result, np.concatenate(parts))
+
+
+@given(st.lists(st.integers(-5, 5), min_size=1, max_size=5))
+def test_gathered_scalars_become_a_vector(numbers):
+    np.testing.assert_array_equal(reduced("gather", [np.int64(i) for i in numbers]), numbers)
+
+
+def test_none_keeps_the_last_value_whatever_it_is():
+    last = object()
+    assert reduced(None, [object(), last]) is last
+
+
+@pytest.mark.parametrize("op", [name for name in NAMES if name != "gather"])
+def test_what_was_added_is_neither_changed_nor_returned(op):
+    first, second = np.full(3, 2.0), np.full(3, 5.0)
+    result = reduced(op, [first, second], [1, 3])
+    np.testing.assert_array_equal(first, [2.0] * 3)
+    np.testing.assert_array_equal(second, [5.0] * 3)
+    alone = reduced(op, [first])
+    assert not np.shares_memory(result, first) and not np.shares_memory(alone, first)
+
+
+@pytest.mark.parametrize("op", ["avg", "mean"])
+def test_half_floats_are_summed_where_they_have_room(op):
+    # The sums are 3 and 66 times the largest number that a float16 holds.
+    parts = [np.full(2, 65504, "float16")] * 3
+    np.testing.assert_array_equal(reduced(op, parts, [10, 20, 36]), parts[0])
+
+
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_min_and_max_pass_nan_on(op):
+    assert np.isnan(reduced(op, [np.float64(1), np.float64("nan"), np.float64(2)]))
+
+
+def test_numpy_scalars_are_taken_like_arrays():
+    result = reduced("mean", [np.float32(1), np.float32(2)], [3, 1])
+    assert result.dtype == np.float32 and result.shape == () and result == 1.25
+
+
+def test_complex_numbers_are_averaged():
+    assert reduced("avg", [np.complex64(1 + 2j), np.complex64(3)]) == np.complex64(2 + 1j)
+
+
+@pytest.mark.parametrize("op", [name for name in NAMES if name != "gather"])
+def test_values_of_different_shapes_are_refused(op):
+    with pytest.raises(ValueError, match=rf"'{op}'.*\(2,\).*\(3,\)"):
+        reduced(op, [np.zeros(2), np.zeros(3)])
+
+
+@pytest.mark.parametrize("op", NAMES)
+def test_an_op_says_what_the_user_said(op):
+    plain, host = Op.parse(op, "op"), Op.parse(f"c_{op}", "op")
+    assert (plain.spelled, host.spelled) == (op, f"c_{op}")
+    assert (plain.on_host, host.on_host) == (False, True)
+    assert host.name == op
+
+
+def test_none_is_an_op():
+    assert Op.parse(None, "op").spelled is None
+
+
+@pytest.mark.parametrize("op", ["average", "", "c_", "SUM", "c_c_sum", "None"])
+def test_an_unknown_op_is_named_with_the_known_ones(op):
+    with pytest.raises(ValueError, match=f"outputs: .*'gather'.*got {op!r}"):
+        Op.parse(op, "outputs: the op of output 0")
+
+
+@pytest.mark.parametrize("op", [1, np.add, ["sum"], True])
+def test_an_op_is_a_word(op):
+    with pytest.raises(TypeError, match="outputs"):
+        Op.parse(op, "outputs: the op of output 0")

@@ -1,0 +1,232 @@
+"""Which rows each rank reads: NumPy's own indexing is the oracle."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from synkhronos.data.rows import highest, lowest, pieces, select, share, take
+
+lengths = st.integers(0, 12)
+bounds = st.none() | st.integers(-15, 15)
+slices = st.builds(slice, bounds, bounds, st.none() | st.integers(-4, 4).filter(bool))
+integer_dtypes = st.sampled_from(["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"])
+
+
+@st.composite
+def index_lists(draw, length):
+    """Draw indexes as users write them: lists, tuples, arrays of any integer dtype, strided arrays, ranges."""
+    if not length:
+        return draw(st.sampled_from([[], (), np.empty(0, np.int32), range(0), range(3, 3)]))
+    index = draw(st.lists(st.integers(-length, length - 1), max_size=15))
+    form = draw(st.sampled_from(["list", "tuple", "array", "strided", "range"]))
+    if form == "range":
+        first, last = draw(st.integers(0, length - 1)), draw(st.integers(0, length - 1))
+        step = draw(st.integers(1, 3)) * (1 if last >= first else -1)
+        return range(first, last + (1 if step > 0 else -1), step)
+    if form in ("list", "tuple"):
+        return index if form == "list" else tuple(index)
+    dtype = draw(integer_dtypes)
+    array = np.array(index, np.int64) if dtype.startswith("i") else np.abs(np.array(index, np.int64)) % length
+    array = array.astype(dtype)
+    return np.repeat(array, 2)[::2] if form == "strided" else array
+
+
+@st.composite
+def batches(draw):
+    """Draw a length, a batch that fits it, and the index that means the same to NumPy."""
+    length = draw(lengths)
+    kind = draw(st.sampled_from(["all", "count", "slice", "indexes", "mask"]))
+    if kind == "all":
+        return length, None, slice(None)
+    if kind == "count":
+        count = draw(st.integers(0, length))
+        return length, draw(st.sampled_from([count, np.int16(count), np.uint8(count)])), slice(count)
+    if kind == "slice":
+        batch = draw(slices)
+        return length, batch, batch
+    if kind == "mask":
+        mask = draw(st.lists(st.booleans(), min_size=length, max_size=length))
+        # An empty list can't say that it is a mask; an empty array can.
+        return length, mask if mask and draw(st.booleans()) else np.array(mask, bool), np.array(mask, bool)
+    batch = draw(index_lists(length))
+    return length, batch, np.array(batch, np.int64)
+
+
+def rows_of(length, width=2):
+    return np.arange(length * width).reshape(length, width)
+
+
+# -- select --------------------------------------------------------------------------------------------------
+
+
+@given(batches())
+def test_select_picks_what_numpy_picks(case):
+    length, batch, index = case
+    data = rows_of(length)
+    np.testing.assert_array_equal(take(data, select(batch, length)), data[index])
+
+
+@given(batches())
+def test_a_selection_is_a_range_or_an_array_of_int64_without_negatives(case):
+    length, batch, _ = case
+    rows = select(batch, length)
+    assert isinstance(rows, range) or rows.dtype == np.int64 and rows.ndim == 1
+    assert all(0 <= row < length for row in rows)
+
+
+@given(st.integers(0, 12), st.data())
+def test_select_refuses_an_index_beyond_the_rows(length, data):
+    wrong = data.draw(st.integers(-99, -length - 1) | st.integers(length, 99))
+    right = data.draw(st.lists(st.integers(-length, length - 1), max_size=5)) if length else []
+    batch = data.draw(st.permutations([*right, wrong]))
+    with pytest.raises(IndexError, match=rf"^batch: index {wrong} is out of range for {length} rows$"):
+        select(batch, length)
+
+
+@given(st.integers(0, 12), st.integers(-99, 99))
+def test_select_refuses_more_rows_than_there_are(length, count):
+    if 0 <= count <= length:
+        assert select(count, length) == range(count)
+    else:
+        with pytest.raises(IndexError, match=rf"^batch={count}: .* from 0 to {length}\b"):
+            select(count, length)
+
+
+@given(st.integers(0, 12), st.lists(st.booleans(), min_size=1, max_size=15))
+def test_select_refuses_a_mask_of_another_length(length, mask):
+    if len(mask) != length:
+        with pytest.raises(ValueError, match=rf"^batch: a mask needs .* {length} rows, got {len(mask)}"):
+            select(np.array(mask), length)
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "message"),
+    [
+        (True, TypeError, "batch: expected .* got True"),
+        (np.True_, TypeError, "batch: expected .* got .*True"),
+        (1.0, TypeError, "batch: expected .* got 1.0"),
+        ("3", TypeError, "batch: expected .* got '3'"),
+        (b"3", TypeError, "batch: expected .* got b'3'"),
+        ({0: 1}, TypeError, "batch: expected .* got {0: 1}"),
+        ({0, 1}, TypeError, "batch: expected .* got {0, 1}"),
+        (iter([0]), TypeError, "batch: expected .* got <list_iterator"),
+        ([0.5], TypeError, "batch: expected integer indexes .* got dtype float64"),
+        (["a"], TypeError, "batch: expected integer indexes .* got dtype <U1"),
+        ([[0, 1]], ValueError, r"batch: expected .* one dimension, got .* shape \(1, 2\)"),
+        (np.array(3), ValueError, r"batch: expected .* one dimension, got .* shape \(\)"),
+        (np.ones((5, 1), bool), ValueError, r"batch: expected .* one dimension, got .* shape \(5, 1\)"),
+        (slice("a"), TypeError, "batch: the bounds of a slice .* got slice"),
+        (slice(0, 2.0), TypeError, "batch: the bounds of a slice .* got slice"),
+        (slice(0, 2, 0), ValueError, "batch: the step of a slice can't be zero"),
+        (range(-6, 2), IndexError, "batch: index -6 is out of range for 5 rows"),
+        # Nothing of this length may be allocated to find out.
+        (range(1 << 60), IndexError, "batch: index 1152921504606846975 is out of range for 5 rows"),
+        (np.array([1 << 63], np.uint64), IndexError, "batch: index 9223372036854775808 is out of range"),
+    ],
+)
+def test_select_names_what_is_wrong(batch, error, message):
+    with pytest.raises(error, match=message):
+        select(batch, 5)
+
+
+def test_select_calls_the_argument_as_it_is_told():
+    with pytest.raises(IndexError, match="^rows=9: "):
+        select(9, 5, "rows")
+
+
+def test_a_range_that_begins_before_row_0_counts_from_the_end():
+    assert select(range(-2, 2), 5).tolist() == [3, 4, 0, 1]
+
+
+def test_select_takes_anything_that_numpy_reads_as_indexes():
+    class Indexes:
+        def __len__(self):
+            return 2
+
+        def __array__(self, dtype=None, copy=None):
+            return np.array([3, -1])
+
+    assert select(Indexes(), 5).tolist() == [3, 4]
+
+
+# -- share and pieces ----------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 100), st.integers(1, 9))
+def test_shares_are_numpys_array_split(count, parts):
+    expected = np.array_split(np.arange(count), parts)
+    for part in range(parts):
+        assert np.arange(count)[share(count, parts, part)].tolist() == expected[part].tolist()
+
+
+@given(st.integers(0, 100), st.integers(1, 9))
+def test_shares_differ_by_one_row_at_most_and_the_first_take_the_odd_rows(count, parts):
+    sizes = [len(range(count)[share(count, parts, part)]) for part in range(parts)]
+    assert sum(sizes) == count
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
+
+
+@given(batches(), st.integers(1, 5))
+def test_pieces_joined_are_the_selection(case, count):
+    length, batch, _ = case
+    rows = select(batch, length)
+    cut = list(pieces(rows, count))
+    assert len(cut) == count
+    assert all(isinstance(piece, type(rows)) for piece in cut)
+    assert [row for piece in cut for row in piece] == list(rows)
+
+
+@given(batches(), st.integers(1, 4), st.integers(1, 4))
+def test_pieces_of_shares_lose_no_row(case, parts, count):
+    length, batch, index = case
+    rows = select(batch, length)
+    data = rows_of(length)
+    cut = [piece for part in range(parts) for piece in pieces(rows[share(len(rows), parts, part)], count)]
+    np.testing.assert_array_equal(np.concatenate([take(data, piece) for piece in cut]), data[index])
+
+
+# -- lowest and highest --------------------------------------------------------------------------------------
+
+
+@given(batches())
+def test_lowest_and_highest(case):
+    length, batch, index = case
+    rows, picked = select(batch, length), np.arange(length)[index]
+    assert lowest(rows) == (picked.min() if picked.size else 0)
+    assert highest(rows) == (picked.max() if picked.size else -1)
+    assert type(lowest(rows)) is type(highest(rows)) is int
+
+
+# -- take ----------------------------------------------------------------------------------------------------
+
+
+@given(batches(), st.sampled_from([(), (3,), (2, 2), (0,)]), st.booleans())
+def test_take_of_any_shape_and_layout(case, behind, strided):
+    length, batch, index = case
+    data = np.random.default_rng(0).normal(size=(length, *behind))
+    if strided:
+        data = np.repeat(data, 2, axis=0)[::2]
+    rows = select(batch, length)
+    np.testing.assert_array_equal(take(data, rows), data[index])
+    out = np.full((len(rows), *behind), np.nan)
+    assert take(data, rows, out) is out
+    np.testing.assert_array_equal(out, data[index])
+
+
+@given(st.integers(0, 12), slices)
+def test_take_of_a_range_is_a_view(length, batch):
+    data = rows_of(length)
+    taken = take(data, select(batch, length))
+    taken[...] = -1
+    assert (data[batch] == -1).all()
+    assert (data == -1).sum() == taken.size
+
+
+@given(st.integers(1, 12), st.data())
+def test_take_of_indexes_is_a_copy(length, draw):
+    data = rows_of(length)
+    taken = take(data, select(draw.draw(st.lists(st.integers(0, length - 1), min_size=1)), length))
+    taken[...] = -1
+    assert (data >= 0).all()

@@ -1,0 +1,272 @@
+"""Training functions: what ranks compute together, one process computes alone."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import synkhronos as synk
+from synkhronos.extensions import updates
+from synkhronos.extensions.train import make_train_function, make_train_function_serial
+
+try:
+    import pytensor as library
+except ImportError:
+    import theano as library
+
+T = library.tensor
+
+N_ROWS = 13
+rng = np.random.default_rng(3)
+X, Y = rng.normal(size=(N_ROWS, 3)), rng.normal(size=(N_ROWS, 2))
+W, B = rng.normal(size=(3, 2)), rng.normal(size=2)
+
+RULES = {
+    "sgd": {"learning_rate": 0.3},
+    "momentum": {"learning_rate": 0.1},
+    "nesterov_momentum": {"learning_rate": 0.1, "momentum": 0.8},
+    "adagrad": {"learning_rate": 0.1},
+    "rmsprop": {"learning_rate": 0.05},
+    "adadelta": {"learning_rate": 2.0, "epsilon": 1e-3},
+    "adam": {"learning_rate": 0.1, "beta2": 0.9},
+    "adamax": {"learning_rate": 0.1},
+    "amsgrad": {"learning_rate": 0.1, "beta2": 0.8},
+}
+
+# What a call passes for `batch`; most split unevenly among 2 and 3 ranks, some leave ranks without rows.
+BATCHES = {
+    "all rows": None,
+    "an even number of rows": 12,
+    "an uneven number of rows": 11,
+    "one row": 1,
+    "two rows": 2,
+    "a slice": slice(3, 10),
+    "a slice with steps, backwards": slice(None, None, -2),
+    "indexes": [5, 0, 12, 5, 7],
+    "an array of indexes": np.array([11, 2, -1, 4, 4, 6, 8]),
+    "a mask": np.arange(N_ROWS) % 3 > 0,
+    "a mask of one row": np.arange(N_ROWS) == 4,
+}
+
+
+class Model:
+    """A layer with a penalty on its weights."""
+
+    def __init__(self, dtype="float64"):
+        self.x, self.y = T.matrix("x", dtype=dtype), T.matrix("y", dtype=dtype)
+        self.w, self.b = library.shared(W.astype(dtype), name="w"), library.shared(B.astype(dtype), name="b")
+        self.params = [self.w, self.b]
+        self.predicted = T.tanh(T.dot(self.x, self.w) + self.b)
+        # Numbers of the dtype, so that the loss is too, whatever the default is.
+        self.penalty = np.asarray(0.1, dtype) * (self.w**2).sum()
+        self.loss = ((self.predicted - self.y) ** 2).mean() + self.penalty
+
+    def train_by(self, make, rule="sgd", **kwargs):
+        kwargs = kwargs or RULES[rule]
+        return make(self.loss, self.params, self.x, self.y, getattr(updates, rule), **kwargs)
+
+    def reset(self):
+        self.w.set_value(W)
+        self.b.set_value(B)
+
+    def values(self):
+        return np.concatenate([p.get_value().ravel() for p in self.params])
+
+    def values_of_all_ranks(self):
+        """One row a rank."""
+        gathered = [np.asarray(synk.gather(p)) for p in self.params]
+        return np.concatenate([g.reshape(len(g), -1) for g in gathered], axis=1)
+
+
+def pair(rule="sgd", **kwargs):
+    """A model to train on all ranks, and its twin in one process."""
+    together, alone = Model(), Model()
+    return (
+        together,
+        together.train_by(make_train_function, rule, **kwargs),
+        alone,
+        alone.train_by(make_train_function_serial, rule, **kwargs),
+    )
+
+
+def assert_same(together, alone, n_ranks):
+    values = together.values_of_all_ranks()
+    assert len(values) == n_ranks
+    np.testing.assert_allclose(values, [alone.values()] * n_ranks, rtol=1e-9, atol=1e-12)
+
+
+# -- the serial twin, against what any user would write --------------------------------------------------
+
+
+@functools.cache
+def serial_and_plain():
+    """A serial training function, and a plain function as any user would write it, compiled once."""
+    model, plain = Model(), Model()
+    grads = library.grad(plain.loss, plain.params)
+    rate = T.constant(np.asarray(0.3), dtype="float64")
+    steps = [(p, p - rate * g) for p, g in zip(plain.params, grads, strict=True)]
+    step = library.function([plain.x, plain.y], plain.loss, updates=steps)
+    return model, model.train_by(make_train_function_serial), plain, step
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("num_slices", [1, 3])
+def test_the_serial_function_does_what_a_plain_function_does(batch, num_slices):
+    model, train, plain, step = serial_and_plain()
+    model.reset()
+    plain.reset()
+    rows = batch if batch is not None and not isinstance(batch, int) else slice(batch)
+    for _ in range(3):
+        loss = train(X, Y, batch=batch, num_slices=num_slices)
+        np.testing.assert_allclose(loss, step(X[rows], Y[rows]), rtol=1e-12)
+        np.testing.assert_allclose(model.values(), plain.values(), rtol=1e-12)
+    assert np.shape(loss) == ()
+
+
+# -- all ranks, against the serial twin ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_trains_as_in_one_process(n_ranks, rule):
+    together, train, alone, train_alone = pair(rule)
+    x_data, y_data = synk.data(X), synk.data(Y)
+    for batch, num_slices in [(None, 1), (11, 1), ([5, 0, 12, 5], 1), (1, 1), (slice(2, 12), 3), (None, 3)]:
+        loss = train(x_data, y_data, batch=batch, num_slices=num_slices)
+        np.testing.assert_allclose(loss, train_alone(X, Y, batch=batch), rtol=1e-9)
+        assert_same(together, alone, n_ranks)
+
+
+@pytest.fixture(scope="module")
+def sgd_pair(n_ranks):
+    """Compiled once for each number of ranks."""
+    return pair("sgd")
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_any_choice_of_rows_and_slices_is_exact(n_ranks, sgd_pair, batch):
+    together, train, alone, train_alone = sgd_pair
+    alone.reset()
+    x_data, y_data = synk.data(X), synk.data(Y)
+    train(x_data, y_data)
+    synk.broadcast(together.params, [W, B])
+    # The step so far has left an old gradient, which a rank without rows must not contribute.
+    for num_slices in [1, 3, 20]:
+        loss = train(x_data, y_data, batch=batch, num_slices=num_slices)
+        np.testing.assert_allclose(loss, train_alone(X, Y, batch=batch), rtol=1e-9)
+        assert_same(together, alone, n_ranks)
+
+
+def test_the_first_step_may_have_fewer_rows_than_ranks(n_ranks):
+    together, train, alone, train_alone = pair()
+    train(X[:1], Y[:1])
+    train_alone(X[:1], Y[:1])
+    assert_same(together, alone, n_ranks)
+
+
+def test_plain_arrays_do_for_data(n_ranks):
+    together, train, alone, train_alone = pair("adam")
+    for rows in [None, [3, 1, 2], slice(1)]:
+        np.testing.assert_allclose(train(X, Y, batch=rows), train_alone(X, Y, batch=rows), rtol=1e-9)
+    assert_same(together, alone, n_ranks)
+
+
+def test_minibatches_stand_for_their_rows_of_the_whole(n_ranks):
+    together, train, alone, train_alone = pair()
+    x_data, y_data = synk.data(X[5:9], minibatch=True), synk.data(Y[5:9], minibatch=True)
+    for rows in [slice(5, 9), slice(5, 6), [8, 5, 6], None]:
+        train(x_data, y_data, batch=rows)
+        if rows is None:
+            train_alone(X[5:9], Y[5:9])
+        else:
+            train_alone(X, Y, batch=rows if isinstance(rows, slice) else np.array(rows))
+        assert_same(together, alone, n_ranks)
+
+
+def test_a_mean_of_the_mean_would_not_do(n_ranks):
+    if n_ranks == 1:
+        pytest.skip("one rank has all rows")
+    # Shows that the tests above can tell: plain averages of uneven splits differ.
+    model = Model()
+    grad_updates, param_updates, grad_shared = updates.sgd(model.loss, model.params, 0.3)
+    gradient = synk.function([model.x, model.y], model.loss, updates=grad_updates)
+    update = synk.function([], updates=param_updates)
+    gradient(X, Y)
+    synk.all_reduce(grad_shared)
+    update()
+    alone = Model()
+    alone.train_by(make_train_function_serial)(X, Y)
+    assert np.abs(model.values() - alone.values()).max() > 1e-4
+
+
+def test_the_three_steps_by_hand_are_exact_with_a_weight(n_ranks):
+    together, alone = Model(), Model()
+    weight = together.x.shape[0]
+    rule = updates.amsgrad(together.loss, together.params, learning_rate=0.1, weight=weight)
+    grad_updates, param_updates, grad_shared = rule
+    gradient = synk.function([together.x, together.y], (together.loss, "mean"), updates=grad_updates)
+    update = synk.function([], updates=param_updates)
+    train_alone = alone.train_by(make_train_function_serial, "amsgrad", learning_rate=0.1)
+    for op in ["avg", "sum"]:
+        loss = gradient(X, Y)
+        synk.all_reduce(grad_shared, op=op)
+        update()
+        np.testing.assert_allclose(loss, train_alone(X, Y), rtol=1e-9)
+        assert_same(together, alone, n_ranks)
+
+
+# -- what may be passed ----------------------------------------------------------------------------------
+
+
+def test_inputs_and_targets_may_be_lists(n_ranks):
+    trained = []
+    for make in [make_train_function, make_train_function_serial]:
+        model = Model()
+        x2 = T.matrix("x2", dtype="float64")
+        loss = ((model.predicted + T.dot(x2, model.w) - model.y) ** 2).mean()
+        train = make(loss, model.params, [model.x, x2], [model.y], updates.sgd, learning_rate=0.1)
+        losses = [train([X, X[::-1]], [Y], batch=rows) for rows in [None, [1, 2, 5, 7], 1]]
+        trained.append([*losses, *model.values()])
+    np.testing.assert_allclose(trained[0], trained[1], rtol=1e-9)
+
+
+def test_targets_may_be_missing(n_ranks):
+    trained = []
+    for make in [make_train_function, make_train_function_serial]:
+        model = Model()
+        train = make((model.predicted**2).mean(), model.params, model.x, [], updates.sgd, learning_rate=0.1)
+        trained.append([train(X, []), *model.values()])
+    np.testing.assert_allclose(trained[0], trained[1], rtol=1e-9)
+
+
+def test_a_rule_may_be_put_together(n_ranks):
+    def adagrad_with_momentum(loss, params, **kwargs):
+        return updates.apply_nesterov_momentum(updates.adagrad(loss, params, **kwargs), params, momentum=0.5)
+
+    trained = []
+    for make in [make_train_function, make_train_function_serial]:
+        model = Model()
+        train = make(model.loss, model.params, model.x, model.y, adagrad_with_momentum, learning_rate=0.1)
+        trained.append([*(train(X, Y) for _ in range(3)), *model.values()])
+    np.testing.assert_allclose(trained[0], trained[1], rtol=1e-9)
+
+
+def test_the_learning_rate_may_change_on_all_ranks(n_ranks):
+    model = Model()
+    rate = library.shared(np.asarray(0.3), name="rate")
+    train = model.train_by(make_train_function, learning_rate=rate)
+    train(X, Y)
+    before = model.values()
+    synk.broadcast(rate, np.asarray(0.0))
+    train(X, Y)
+    np.testing.assert_array_equal(model.values_of_all_ranks(), [before] * n_ranks)
+
+
+def test_float32_stays_float32(n_ranks):
+    model = Model("float32")
+    train = model.train_by(make_train_function, "adam")
+    x_data, y_data = synk.data(X.astype("float32")), synk.data(Y.astype("float32"))
+    losses = [train(x_data, y_data) for _ in range(30)]
+    assert losses[-1] < losses[0] / 1.5
+    assert losses[-1].dtype == train.grad_shared.dtype == "float32"
+    values = model.values_of_all_ranks()
+    np.testing.assert_array_equal(values, [values[0]] * n_ranks)

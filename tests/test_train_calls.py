@@ -1,0 +1,120 @@
+"""Training functions: wrong arguments, and what a new fork leaves of them."""
+
+import numpy as np
+import pytest
+
+import synkhronos as synk
+from synkhronos.extensions import updates
+from synkhronos.extensions.train import make_train_function, make_train_function_serial
+
+try:
+    import pytensor as library
+except ImportError:
+    import theano as library
+
+T = library.tensor
+
+N_ROWS = 7
+rng = np.random.default_rng(3)
+X, Y, W = rng.normal(size=(N_ROWS, 3)), rng.normal(size=N_ROWS), rng.normal(size=3)
+
+
+class Model:
+    """Linear regression."""
+
+    def __init__(self):
+        self.x, self.y = T.matrix("x", dtype="float64"), T.vector("y", dtype="float64")
+        self.w = library.shared(W, name="w")
+        self.params = [self.w]
+        self.loss = ((T.dot(self.x, self.w) - self.y) ** 2).mean()
+
+    def train_by(self, make):
+        return make(self.loss, self.params, self.x, self.y, updates.sgd, learning_rate=0.1)
+
+
+@pytest.fixture
+def two_ranks_anew(fork):
+    return fork(2)
+
+
+def test_functions_outlive_a_new_fork(fork):
+    together, alone = Model(), Model()
+    fork(3)
+    train = together.train_by(make_train_function)
+    train_alone = alone.train_by(make_train_function_serial)
+    train(X, Y)
+    train_alone(X, Y)
+    synk.close()
+    fork(2)
+    for rows in [1, None]:
+        np.testing.assert_allclose(train(X, Y, batch=rows), train_alone(X, Y, batch=rows), rtol=1e-9)
+    np.testing.assert_allclose(synk.gather(together.w), [alone.w.get_value()] * 2, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "change"),
+    [
+        (TypeError, "update_rule: .*'adam'", {"update_rule": "adam"}),
+        (TypeError, "update_rule: .*return", {"update_rule": lambda loss, params, weight: {}}),
+        (TypeError, "weight: ", {"weight": 3}),
+        (TypeError, "x: .*3", {"x": 3}),
+        (ValueError, "x: .*none", {"x": []}),
+        (ValueError, "y: .*rows", {"y": T.scalar("y")}),
+        (TypeError, "params: ", {"params": [3]}),
+        (ValueError, "loss_or_grads: ", {"loss": T.vector("v")}),
+        (TypeError, "loss: ", {"loss": []}),
+        (TypeError, "learning_rate: ", {"learning_rate": "fast"}),
+    ],
+)
+@pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
+def test_wrong_arguments_of_the_makers_are_named(two_ranks_anew, make, error, message, change):
+    model = Model()
+    arguments = {
+        "loss": model.loss,
+        "params": model.params,
+        "x": model.x,
+        "y": model.y,
+        "update_rule": updates.sgd,
+        "learning_rate": 0.1,
+    }
+    if callable(change.get("update_rule")):
+        del arguments["learning_rate"]
+    with pytest.raises(error, match=message):
+        make(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (ValueError, "batch: .*at least one row", {"batch": 0}),
+        (ValueError, "batch: .*at least one row", {"batch": []}),
+        (ValueError, "batch: .*at least one row", {"batch": slice(4, 2)}),
+        (ValueError, "batch: .*at least one row", {"batch": np.zeros(N_ROWS, bool)}),
+        (IndexError, "batch", {"batch": N_ROWS + 1}),
+        (IndexError, "batch", {"batch": -1}),
+        (IndexError, "batch", {"batch": [0, N_ROWS]}),
+        ((IndexError, ValueError), "batch", {"batch": np.ones(3, bool)}),
+        (TypeError, "batch", {"batch": True}),
+        (TypeError, "num_slices", {"num_slices": 1.5}),
+        (ValueError, "num_slices", {"num_slices": 0}),
+        (ValueError, "rows|length", {"y_data": Y[:5]}),
+    ],
+)
+@pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
+def test_wrong_arguments_of_a_step_are_named_and_change_nothing(two_ranks_anew, make, error, message, arguments):
+    model = Model()
+    train = model.train_by(make)
+    with pytest.raises(error, match=message):
+        train(**{"x_data": X, "y_data": Y, **arguments})
+    np.testing.assert_array_equal(model.w.get_value(), W)
+    np.testing.assert_allclose(train(X, Y), Model().train_by(make_train_function_serial)(X, Y))
+
+
+def test_lists_of_data_have_one_for_each_variable(two_ranks_anew):
+    model = Model()
+    for make in [make_train_function, make_train_function_serial]:
+        train = make(model.loss, model.params, [model.x], model.y, updates.sgd, learning_rate=0.1)
+        with pytest.raises(TypeError, match="x_data: expected a list of 1"):
+            train(X, Y)
+        with pytest.raises(ValueError, match="x_data: expected a list of 1 arrays, got 2"):
+            train([X, X], Y)
