@@ -200,6 +200,8 @@ class Session:
         others = [r for r in range(self.size) if r not in applied]
         if not applied:
             return f"{effect} on no rank."
+        if not others:
+            return f"{effect} on all ranks."
         return f"{effect} on ranks {applied}, and not on ranks {others}: broadcast() makes them equal again."
 
     def _post(self, number: int, command: Command) -> None:
