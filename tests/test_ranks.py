@@ -5,7 +5,6 @@ import signal
 import time
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 
 from synkhronos import ranks
@@ -253,7 +252,7 @@ def test_a_stopped_worker_is_waited_for(two):
 
 def test_all_ranks_see_a_segment(session):
     segment = session.create_segment(8 * session.size)
-    where = ranks.SharedArray(segment.key, np.dtype(np.int64), (session.size,))
+    where = ranks.SharedArray(segment.key, "i8", (session.size,))
     assert session.run(Fill(where)) == list(range(1, session.size + 1))
 
 

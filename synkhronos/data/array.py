@@ -229,7 +229,7 @@ class Data:
             self._reshape(private.shape, 1, keep=False)
             self._array[...] = private
         assert self._segment is not None
-        return SharedArray(self._segment.key, self._dtype, self._array.shape)
+        return SharedArray(self._segment.key, self._dtype.str, self._array.shape)
 
     def check_session(self, session: ranks.Session, name: str) -> None:
         """Refuse to be used with ranks other than those it was made for."""

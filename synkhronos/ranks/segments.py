@@ -22,9 +22,10 @@ import secrets
 import socket
 import struct
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import posix_ipc
 
 _ANNOUNCEMENT = struct.Struct("=QQ")  # key, bytes
@@ -74,16 +75,16 @@ class Segment:
         self.nbytes = nbytes
         self.buffer = _map(fd, nbytes)
 
-    def array(self, shape: tuple[int, ...], dtype: np.dtype, offset: int = 0) -> np.ndarray:
+    def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> np.ndarray:
         """Return a view of the segment's memory as an array."""
-        return np.ndarray(shape, dtype, self.buffer, offset)
+        return np.ndarray(shape, dtype, cast(Any, self.buffer), offset)
 
 
 class SharedArray(NamedTuple):  # a tuple, because these are pickled with every call
     """Where an array lies in shared memory."""
 
     key: int
-    dtype: np.dtype
+    dtype: str
     shape: tuple[int, ...]
     offset: int = 0
 

@@ -23,8 +23,6 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-import numpy as np
-
 from synkhronos.ranks import worker
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN, Control
 from synkhronos.ranks.errors import Cancelled, Report, WorkerError, cause_of_death
@@ -76,6 +74,7 @@ class Session:
         self.size = size
         self.timeout = timeout
         self._began = 0.0
+        self._pickled: tuple[Any, bytes] = (None, b"")
         self.owner = os.getpid()
         self.turn = threading.RLock()
         self.closed: str | None = None
@@ -206,12 +205,17 @@ class Session:
 
     def _post(self, number: int, command: Command) -> None:
         control, words = self._control, self._control.words
-        message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         parcel = None
+        if type(command) is type(self._pickled[0]) and command == self._pickled[0]:
+            message = self._pickled[1]  # a training loop sends the same again and again
+        else:
+            message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
+            if len(message) <= MAILBOX:
+                self._pickled = command, message
         if len(message) > MAILBOX:
             parcel = self.create_segment(len(message))
             memoryview(parcel.buffer).cast("B")[: len(message)] = message
-            where = SharedArray(parcel.key, np.dtype("u1"), (len(message),))
+            where = SharedArray(parcel.key, "u1", (len(message),))
             message = pickle.dumps(worker.Parcel(where), pickle.HIGHEST_PROTOCOL)
         if self._unannounced:
             self._announce()
