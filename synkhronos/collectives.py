@@ -343,8 +343,9 @@ def _filtered(variable: Any, value: Any) -> np.ndarray:
     of_any_shape = library_of(variable).tensor.TensorType(variable.type.dtype, (False,) * variable.type.ndim)
     try:
         return np.asarray(of_any_shape.filter(value, allow_downcast=variable.container.allow_downcast))
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"values: {_called(variable)} can't take {type(value).__name__}: {error}") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        wrong = ValueError if isinstance(error, ValueError) else TypeError
+        raise wrong(f"values: {_called(variable)} can't take {type(value).__name__}: {error}") from None
 
 
 def _check_shape(variable: Any, shape: tuple[int, ...]) -> None:

@@ -524,6 +524,17 @@ def test_a_list_streams_one_array_after_another(n, master, collective):
                 assert (one == expected(size, base)).all()
 
 
+def test_a_list_may_be_longer_than_what_ranks_show_each_other_at_once(n):
+    many = [shared(np.full(i % 3, float(i)), f"s{i}") for i in range(2500)]
+    declared = synk.function([], [], updates=[(s, s) for s in many])
+    synk.set_value(n - 1, many, [np.full(i % 3, -float(i)) for i in range(len(many))])
+    assert synk.get_shapes(many) == [[(i % 3,)] * n for i in range(len(many))]
+    synk.all_reduce(many, "min")
+    for i, each in enumerate(synk.gather(many)):
+        assert each.tolist() == [[-float(i)] * (i % 3)] * n
+    del declared
+
+
 # -- arrays that are not contiguous in their containers ------------------------------------------------------
 
 

@@ -1,8 +1,10 @@
 """Data: an array in shared memory, with NumPy as the oracle."""
 
+import copy
 import gc
 import operator
 import os
+import pickle
 
 import numpy as np
 import pytest
@@ -13,10 +15,8 @@ from library import tensor as T
 
 import synkhronos as synk
 
-DTYPES = (
-    ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
-    + ["float16", "float32", "float64", "complex64", "complex128"]
-)
+INTEGERS = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+DTYPES = [*INTEGERS, "float16", "float32", "float64", "complex64", "complex128"]
 dtypes = st.sampled_from(DTYPES)
 shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
 
@@ -278,7 +278,9 @@ def test_no_dimensions_no_length():
 
 @pytest.mark.parametrize("to", DTYPES)
 @pytest.mark.parametrize("method", ["set_value", "condition_data", "data"])
-@pytest.mark.filterwarnings("ignore::numpy.ComplexWarning" if hasattr(np, "ComplexWarning") else "ignore:Casting complex")
+@pytest.mark.filterwarnings(
+    "ignore::numpy.ComplexWarning" if hasattr(np, "ComplexWarning") else "ignore:Casting complex"
+)
 def test_only_safe_casts_need_no_word(to, method):
     for dtype in DTYPES:
         value, d = value_of(dtype), synk.data(dtype=to, ndim=2)
@@ -375,7 +377,9 @@ def test_shapes_and_rows_are_those_of_a_numpy_model(draw):
     some_shapes = hnp.array_shapes(min_dims=ndim, max_dims=ndim, min_side=0, max_side=5)
     d, model = synk.data(dtype=dtype, ndim=ndim), np.zeros((0,) * ndim, dtype)
     for _ in range(draw.draw(st.integers(1, 8))):
-        action = draw.draw(st.sampled_from(["set_length", "set_length", "set_shape", "write", "set_value", "free_memory"]))
+        action = draw.draw(
+            st.sampled_from(["set_length", "set_length", "set_shape", "write", "set_value", "free_memory"])
+        )
         oversize = draw.draw(st.sampled_from([1, 1.0, 1.5, 2, np.float32(1.25)]))
         if action == "write":
             d[...] = model[...] = draw.draw(st.integers(1, 255))
@@ -611,3 +615,18 @@ def test_many_ranks_take_hundreds_of_announcements(lives):
     synk.fork(20, use_gpu=False)
     many = [synk.data(np.full(20, float(i))) for i in range(200)]
     assert seen_by_ranks(many[130]).tolist() == [130.0] * 20
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_has_memory_of_its_own(two_ranks, copied):
+    original = synk.data([1.0, 2.0], name="x", minibatch=True)
+    made = copied(original)
+    made[0] = 5
+    original.free_memory()
+    assert made.data.tolist() == [5.0, 2.0]
+    assert (made.name, made.minibatch) == ("x", True)
+
+
+def test_pickling_is_refused(two_ranks):
+    with pytest.raises(TypeError, match="np.asarray"):
+        pickle.dumps(synk.data([1.0]))

@@ -136,6 +136,17 @@ class Data:
             return array.astype(dtype)
         return array.copy() if copy else array
 
+    def __copy__(self) -> Data:
+        made = Data(self._dtype, self._ndim, self._minibatch, self._name)
+        made.set_value(self.data)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Data:
+        return self.__copy__()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("Data can't be pickled: pickle np.asarray(data), and make Data of it where it is loaded")
+
     def __repr__(self) -> str:
         name = "" if self._name is None else f" {self._name!r}"
         return f"<synkhronos.Data{name}: {self._dtype}, shape {self.shape}>"

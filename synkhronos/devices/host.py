@@ -188,6 +188,9 @@ class HostCommunicator:
             rank.barrier()
             if high > low:
                 inputs = [part[low:high] if r == here else shared[r][low:high] for r in contributors]
+                if op == "avg" and dtype == np.float16:
+                    # The sum may be out of range where the average is not: 1/n of each is, as NCCL does it.
+                    inputs = [np.true_divide(values, len(contributors), dtype=np.float32) for values in inputs]
                 result = shared[here][low:high]
                 if len(inputs) == 1:
                     result[:] = inputs[0]
@@ -195,7 +198,7 @@ class HostCommunicator:
                     ufunc(inputs[0], inputs[1], out=result)
                 for values in inputs[2:]:
                     ufunc(result, values, out=result)
-                if op == "avg":
+                if op == "avg" and dtype != np.float16:
                     np.true_divide(result, len(contributors), out=result)
             rank.barrier()
             if target is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,9 +41,10 @@ def build(
     raw_givens = _pairs(givens, "givens")
     sliceable = _list(sliceable_shareds, "sliceable_shareds")
 
-    library = _common_library(scattered + whole, raw_outputs, raw_updates, raw_givens, sliceable)
-    entries = [_input(library, value, "inputs") for value in scattered]
-    entries += [_input(library, value, "bcast_inputs") for value in whole]
+    library = _common_library(scattered, whole, raw_outputs, raw_updates, raw_givens, sliceable)
+    downcast = kwargs.get("allow_input_downcast")
+    entries = [_input(library, value, "inputs", downcast) for value in scattered]
+    entries += [_input(library, value, "bcast_inputs", downcast) for value in whole]
     for entry in entries[: len(scattered)]:
         if entry.variable.type.ndim == 0:
             raise ValueError(f"inputs: {_called(entry.variable)} has no rows to scatter; put it into bcast_inputs")
@@ -62,15 +64,22 @@ def build(
     for shared, expression, op in raw_updates:
         if not library.is_shared(shared):
             raise TypeError(f"updates: expected a shared variable to update, got {shared!r}")
-        pairs.append((shared, expression))
+        pairs.append((shared, _converted(library, shared, expression, "updates")))
         update_ops.append(Op.parse(op, f"updates: the op of {_called(shared)}"))
     if len({id(shared) for shared, _ in pairs}) != len(pairs):
         raise ValueError("updates: a shared variable comes twice")
+    substitutions = [
+        (key, value if library.is_variable(value) else _converted(library, key, value, "givens"))
+        for key, value in raw_givens
+    ]
+    _check_reachable(library, entries, raw_outputs, pairs, substitutions)
     for shared in sliceable:
         if not library.is_shared(shared):
             raise TypeError(f"sliceable_shareds: expected shared variables, got {shared!r}")
         if not library.is_array(shared) or shared.type.ndim == 0 or library.fixed_shape(shared)[0] is not None:
             raise ValueError(f"sliceable_shareds: {_called(shared)} has no rows to cut")
+    if len({id(shared) for shared in sliceable}) != len(sliceable):
+        raise ValueError("sliceable_shareds: a shared variable comes twice")
     _check_kwargs(library, kwargs)
     name = kwargs.get("name")
     if name is not None and not isinstance(name, str):
@@ -82,7 +91,7 @@ def build(
         output_ops=ops,
         updates=pairs,
         update_ops=update_ops,
-        givens=raw_givens,
+        givens=substitutions,
         sliceable=sliceable,
         kwargs=kwargs,
         name=name or f"synk_function_{next(_numbers)}",
@@ -92,6 +101,10 @@ def build(
 
 def _called(variable: Any) -> str:
     return repr(variable.name) if getattr(variable, "name", None) else str(variable)
+
+
+def _is_variable(value: Any) -> bool:
+    return any(library.is_variable(value) for library in loaded_libraries())
 
 
 def _list(values: Any, name: str) -> list[Any]:
@@ -106,7 +119,7 @@ def _pairs(values: Any, name: str) -> list[tuple[Any, Any]]:
     if values is None:
         return []
     items = values.items() if isinstance(values, Mapping) else values
-    if not isinstance(items, Iterable) or isinstance(items, str):
+    if not isinstance(items, Iterable) or isinstance(items, str) or _is_variable(items):
         raise TypeError(f"{name}: expected a dict, or a list of pairs, got {values!r}")
     pairs = []
     for item in items:
@@ -152,7 +165,7 @@ def _split_updates(updates: Any) -> list[tuple[Any, Any, Any]]:
     items: Any = updates
     if isinstance(updates, Mapping):
         items = [(shared, *new) if isinstance(new, tuple) else (shared, new) for shared, new in updates.items()]
-    if isinstance(items, str) or not isinstance(items, Iterable):
+    if isinstance(items, str) or not isinstance(items, Iterable) or _is_variable(items):
         raise TypeError(f"updates: expected a dict, or a list of (shared, expression[, op]), got {updates!r}")
     triples = []
     for item in items:
@@ -162,9 +175,12 @@ def _split_updates(updates: Any) -> list[tuple[Any, Any, Any]]:
     return triples
 
 
-def _common_library(inputs: Any, outputs: Any, updates: Any, givens: Any, sliceable: Any) -> GraphLibrary:
+def _common_library(
+    inputs: Any, bcast_inputs: Any, outputs: Any, updates: Any, givens: Any, sliceable: Any
+) -> GraphLibrary:
     named = [
         *(("inputs", getattr(value, "variable", value)) for value in inputs),
+        *(("bcast_inputs", getattr(value, "variable", value)) for value in bcast_inputs),
         *(("outputs", getattr(value, "variable", value)) for value in outputs),
         *(("updates", shared) for shared, _, _ in updates),
         *(("givens", key) for key, _ in givens),
@@ -187,8 +203,39 @@ def _common_library(inputs: Any, outputs: Any, updates: Any, givens: Any, slicea
     return library
 
 
-def _input(library: GraphLibrary, value: Any, name: str) -> Input:
+def _converted(library: GraphLibrary, target: Any, value: Any, name: str) -> Any:
+    """Return what replaces a variable as a variable of its type: values become constants."""
+    try:
+        return library.convert(target, value)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise TypeError(f"{name}: {_called(target)} of type {target.type} can't take {value!r}: {error}") from None
+
+
+def _check_reachable(library: GraphLibrary, entries: Any, outputs: Any, updates: Any, givens: Any) -> None:
+    """Refuse what is computed from variables that nothing gives a value."""
+    reached = {id(entry.variable) for entry in entries} | {id(key) for key, _ in givens}
+    needed = [
+        *(("givens", value) for _, value in givens),
+        *(("outputs", library.output_variable(output)) for output in outputs),
+        *(("updates", expression) for _, expression in updates),
+    ]
+    for name, expression in needed:
+        stack = [expression]
+        while stack:
+            variable = stack.pop()
+            if id(variable) in reached:
+                continue
+            reached.add(id(variable))
+            if variable.owner is not None:
+                stack.extend(variable.owner.inputs)
+            elif not library.is_shared(variable) and not library.is_constant(variable):
+                raise ValueError(f"{name}: {_called(variable)} is no input, but {expression} is computed from it")
+
+
+def _input(library: GraphLibrary, value: Any, name: str, downcast: bool | None) -> Input:
     entry = library.input(value)
+    if library.is_variable(value):  # an `In` says it for itself
+        entry = replace(entry, allow_downcast=downcast)
     if library.is_shared(entry.variable):
         raise TypeError(f"{name}: {_called(entry.variable)} is a shared variable and can't be passed")
     if entry.variable.owner is not None:

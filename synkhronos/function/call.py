@@ -117,8 +117,12 @@ class Call(NamedTuple):
             return local.values or [None] * len(outputs)
         # What isn't reduced need not be an array.
         reduced = [None if op.name is None else output.type for output, op in zip(outputs, ops, strict=True)]
-        if len(outputs) <= _SCALARS and all(kind is None or kind.ndim == 0 for kind in reduced):
-            return _reduce_scalars(rank, local, ops, [None if kind is None else np.dtype(kind.dtype) for kind in reduced])
+        # A scalar that is gathered over slices is a vector by now.
+        joined = self.variant.accumulate and any(op.name == "gather" for op in ops)
+        if len(outputs) <= _SCALARS and not joined and all(kind is None or kind.ndim == 0 for kind in reduced):
+            return _reduce_scalars(
+                rank, local, ops, [None if kind is None else np.dtype(kind.dtype) for kind in reduced]
+            )
         return _reduce_arrays(rank, local, ops)
 
     def _compiled(self, program: Program, rank: Rank) -> Callable[..., Any]:
@@ -202,6 +206,11 @@ class _Local:
     def compute(self) -> None:
         """Run the compiled function over this rank's rows, in slices if asked for, and keep the outputs."""
         call = self._call
+        if not self.rows:
+            # Nobody has any: the outputs are what the serial library makes of none, and nothing is updated.
+            self._function = self._program.function(call.variant._replace(accumulate=True))
+            self.values = self._run(self._parts, self._sliceable)[: len(self._ops)]
+            return
         if not call.variant.accumulate:
             self.values = self._run(self._parts, self._sliceable)
             return
@@ -217,7 +226,7 @@ class _Local:
             rows = next((len(part) for part in parts if part is not None), 1 if chosen is None else len(chosen))
             values = self._run(parts, chosen)
             for total, value in zip(totals, values, strict=True):
-                total.add(value, max(rows, 1))  # no rows only if nobody has any, and then it is the only value
+                total.add(value, rows)
         results = [total.result() for total in totals]
         self.values = results[: len(self._ops)]
         library = self._program.library

@@ -315,8 +315,9 @@ class Function:
         else:
             try:
                 checked = self._program.library.filter(entry, value)
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"{called}: expected {entry.variable.type}, got {_short(value)}: {error}") from None
+            except (TypeError, ValueError, AttributeError) as error:
+                wrong = ValueError if isinstance(error, ValueError) else TypeError
+                raise wrong(f"{called}: expected {entry.variable.type}, got {_short(value)}: {error}") from None
         fixed = self._program.library.fixed_shape(entry.variable)
         if any(f is not None and f != s for f, s in zip(fixed, checked.shape, strict=True)):
             raise ValueError(f"{called}: expected shape {fixed} (None is any length), got {checked.shape}")
@@ -373,6 +374,7 @@ class Function:
         chosen: list[Any] = []
         for r, one in enumerate([batch_s] if each is None else each):
             if isinstance(one, slice):
+                select(one, 0, "batch_s")  # complains of bounds that are no integers
                 chosen.append(one)
             else:
                 chosen.append(self._shared_index(("batch_s", r), _index_list(one, "batch_s")))
@@ -499,7 +501,7 @@ def function(
     outputs : variable, (variable, op), or a list of these, optional
         Each is reduced over ranks by its op: "avg" (the default: ranks weigh the same), "mean" (each weighs as many
         rows as it computed), "sum", "prod", "min", "max", "gather" (joined along axis 0), or None (the master's own).
-        With "c_" in front the reduction happens in host memory.
+        With ``"c_"`` in front the reduction happens in host memory.
     bcast_inputs : list of variables, optional
         Passed whole to every rank.
     updates : dict, or list of (shared, expression) or (shared, expression, op), optional

@@ -137,7 +137,10 @@ class Program:
             cloned = library.clone([*variables, *expressions, *given, *inside], {s: cut(s) for s in self.sliceable})
             n, m, k = len(variables), len(expressions), len(given)
             variables, expressions, given, inside = (
-                cloned[:n], cloned[n : n + m], cloned[n + m : n + m + k], cloned[n + m + k :]
+                cloned[:n],
+                cloned[n : n + m],
+                cloned[n + m : n + m + k],
+                cloned[n + m + k :],
             )
             givens = [
                 (key if key.owner is None else copy, expression)
@@ -149,8 +152,8 @@ class Program:
             # Generators go on from slice to slice; all else that is updated must look the same to every slice.
             outputs = outputs + [expression for shared, expression in pairs if not library.is_generator(shared)]
             pairs = [(shared, expression) for shared, expression in pairs if library.is_generator(shared)]
-        if self.default_updates:
-            kwargs["no_default_updates"] = True
+            if any(not library.is_generator(shared) for shared, _ in self.default_updates):
+                kwargs["no_default_updates"] = True
         return library.function(inputs, outputs, updates=pairs, givens=givens, **kwargs)
 
     def accumulated(self) -> list[tuple[Any, Op]]:

@@ -91,6 +91,11 @@ class GraphLibrary:
         """The class of shared variables."""
         raise NotImplementedError
 
+    @property
+    def constant_class(self) -> type:
+        """The class of all constants."""
+        raise NotImplementedError
+
     def is_variable(self, value: Any) -> bool:
         """Whether the value is a variable of this library."""
         return isinstance(value, self.variable_class)
@@ -98,6 +103,10 @@ class GraphLibrary:
     def is_shared(self, value: Any) -> bool:
         """Whether the value is a shared variable of this library."""
         return isinstance(value, self.shared_class)
+
+    def is_constant(self, value: Any) -> bool:
+        """Whether the value is a constant of this library."""
+        return isinstance(value, self.constant_class)
 
     def is_array(self, variable: Any) -> bool:
         """Whether the variable's values are arrays with a dtype and a number of dimensions."""
@@ -195,7 +204,7 @@ class GraphLibrary:
         return np.asarray(entry.variable.type.filter(value, strict=entry.strict, allow_downcast=entry.allow_downcast))
 
     def convert(self, shared: Any, expression: Any) -> Any:
-        """Return an update's expression as one of the shared variable's type."""
+        """Return an update's expression, or its value, as a variable of the shared variable's type."""
         return shared.type.filter_variable(expression, allow_convert=True)
 
     def get(self, shared: Any) -> Any:

@@ -129,7 +129,7 @@ class Mirror:
         memory = segment.array((end,), np.dtype(np.uint8))
         for (at, length), part in zip(spans, parts, strict=True):
             memory[at : at + length] = np.frombuffer(part, np.uint8)
-        return Parcel(SharedArray(segment.key, np.dtype(np.uint8), (end,)), tuple(spans))
+        return Parcel(SharedArray(segment.key, "u1", (end,)), tuple(spans))
 
 
 @dataclass(frozen=True, slots=True)

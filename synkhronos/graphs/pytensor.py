@@ -10,7 +10,7 @@ import pytensor
 import pytensor.tensor
 from pytensor.compile import In, Out, SharedVariable
 from pytensor.compile.mode import get_mode
-from pytensor.graph.basic import Variable
+from pytensor.graph.basic import Constant, Variable
 from pytensor.graph.replace import clone_replace
 
 from synkhronos.graphs.family import GraphLibrary, Input, check_jumps, jump
@@ -22,6 +22,7 @@ class PyTensor(GraphLibrary):
     tensor = pytensor.tensor
     variable_class = Variable
     shared_class = SharedVariable
+    constant_class = Constant
 
     def is_generator(self, shared: Any) -> bool:
         """Whether the variable holds a NumPy Generator."""

@@ -10,7 +10,7 @@ import theano
 import theano.tensor
 from theano.compile.io import In, SymbolicInput, SymbolicOutput
 from theano.compile.sharedvalue import SharedVariable
-from theano.gof.graph import Variable
+from theano.gof.graph import Constant, Variable
 
 from synkhronos.graphs.family import GraphLibrary, Input, jump
 
@@ -30,6 +30,7 @@ class Theano(GraphLibrary):
     tensor = theano.tensor
     variable_class = Variable
     shared_class = SharedVariable
+    constant_class = Constant
 
     def is_generator(self, shared: Any) -> bool:
         """Whether the variable holds a RandomState, or the state of an MRG stream."""

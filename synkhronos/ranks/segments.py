@@ -14,6 +14,7 @@ take, and none can be guessed meanwhile: it is random, and the object is open to
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -29,6 +30,8 @@ import numpy.typing as npt
 import posix_ipc
 
 _ANNOUNCEMENT = struct.Struct("=QQ")  # key, bytes
+#: The user may have given SIGPIPE its deadly meaning back.
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
 
 def create_unlinked(nbytes: int) -> int:
@@ -141,8 +144,11 @@ def _map(fd: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def announce(channel: socket.socket, key: int, nbytes: int, fd: int) -> None:
-    """Send a segment to the worker at the other end of ``channel``."""
-    socket.send_fds(channel, [_ANNOUNCEMENT.pack(key, nbytes)], [fd])
+    """Send a segment to the worker at the other end of ``channel``; to one that has died, nothing."""
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))
+    # Whoever waits for the worker next notices its death, and can say more of it than this.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        channel.sendmsg([_ANNOUNCEMENT.pack(key, nbytes)], [rights], _NO_SIGNAL)
 
 
 def receive(channel: socket.socket) -> Segment:
