@@ -1,0 +1,161 @@
+"""Checks the arguments of collectives, in the master, before anything is sent.
+
+`mirrored`
+    The shared variables that a collective names, by the keys that the workers know.
+`one_each`, `stage`, `check_shape`
+    Values for them, in shared memory.
+`everything`, `as_rows`, `shares`
+    Which rows of the values.
+`flag`, `op_name`, `rank_number`
+    Other arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from synkhronos.data import Data, data
+from synkhronos.data.rows import Selection, share
+from synkhronos.graphs import library_of
+from synkhronos.graphs.mirror import Mirror
+from synkhronos.ranks import Session, SharedArray
+
+#: The reductions of collectives.
+OPS = ("avg", "sum", "prod", "min", "max")
+
+
+def called(shared: Any) -> str:
+    """Return what to call a shared variable in an error."""
+    return repr(shared.name) if getattr(shared, "name", None) else str(shared)
+
+
+def mirrored(session: Session, shared_vars: Any) -> tuple[tuple[Any, ...], list[Any], bool]:
+    """Return keys and variables, and whether one was given rather than a list; send those that are still to send."""
+    single = not isinstance(shared_vars, list | tuple)
+    variables = [shared_vars] if single else list(shared_vars)
+    if not variables:
+        raise ValueError("shared_vars: expected at least one shared variable, got an empty list")
+    mirror, missing = Mirror.of(session), []
+    for variable in variables:
+        try:
+            library = library_of(variable)
+        except TypeError as error:
+            raise TypeError(f"shared_vars: {error}") from None
+        if not library.is_shared(variable):
+            raise TypeError(f"shared_vars: expected shared variables, got {variable!r}")
+        if not library.is_array(variable):
+            raise TypeError(
+                f"shared_vars: expected variables whose values are arrays, got {variable!r} of {variable.type}"
+            )
+        if mirror.key(variable) is None:
+            if not mirror.is_declared(variable):
+                raise ValueError(
+                    f"shared_vars: no function made since fork() uses {called(variable)}: the workers don't have it"
+                )
+            missing.append(variable)
+    if len({id(variable) for variable in variables}) != len(variables):
+        raise ValueError("shared_vars: a shared variable comes twice")
+    if missing:
+        mirror.send([], missing)
+    return tuple(mirror.key(variable) for variable in variables), variables, single
+
+
+def one_each(values: Any, variables: Sequence[Any], single: bool) -> list[Any]:
+    """Return a list with one value for each variable."""
+    if single:
+        return [values]
+    expected = f"values: expected a list of {len(variables)} values, one for each shared variable, got"
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{expected} {type(values).__name__}")
+    if len(values) != len(variables):
+        raise ValueError(f"{expected} {len(values)} of them")
+    return list(values)
+
+
+def stage(session: Session, variable: Any, value: Any) -> Data:
+    """Return a value as Data of the variable's dtype and dimensions: itself, or a copy in shared memory."""
+    if isinstance(value, Data):
+        value.check_session(session, "values")
+        if value.dtype != variable.type.dtype or value.ndim != variable.type.ndim:
+            raise TypeError(
+                f"values: {called(variable)} needs {variable.type.dtype} of {variable.type.ndim} dimensions, got Data "
+                f"of {value.dtype} and {value.ndim} dimensions"
+            )
+        return value
+    return data(_filtered(variable, value), dtype=variable.type.dtype)
+
+
+def _filtered(variable: Any, value: Any) -> np.ndarray:
+    """Return a value as the variable's own ``set_value`` would take it.
+
+    Of any shape: which rows of it a rank gets, and whether the variable takes so many, is not known yet.
+    """
+    of_any_shape = library_of(variable).tensor.TensorType(variable.type.dtype, (False,) * variable.type.ndim)
+    try:
+        return np.asarray(of_any_shape.filter(value, allow_downcast=variable.container.allow_downcast))
+    except (TypeError, ValueError, AttributeError) as error:
+        wrong = ValueError if isinstance(error, ValueError) else TypeError
+        raise wrong(f"values: {called(variable)} can't take {type(value).__name__}: {error}") from None
+
+
+def check_shape(variable: Any, shape: tuple[int, ...]) -> None:
+    """Refuse a shape that the variable's type doesn't allow."""
+    if not library_of(variable).accepts(variable, shape):
+        raise ValueError(f"values: {called(variable)} of type {variable.type} can't take shape {shape}")
+
+
+def flag(value: Any, name: str) -> bool:
+    """Return True or False, and refuse anything else."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+    return bool(value)
+
+
+def op_name(op: Any, variables: Sequence[Any]) -> str:
+    """Return the name of a reduction that makes sense for all the variables."""
+    if not isinstance(op, str):
+        raise TypeError(f"op: expected one of {OPS}, got {op!r}")
+    if op not in OPS:
+        raise ValueError(f"op: expected one of {OPS}, got {op!r}")
+    for variable in variables:
+        if op == "avg" and np.dtype(variable.type.dtype).kind in "biu":
+            raise ValueError(
+                f"op: the 'avg' of {called(variable)} would not be {variable.type.dtype}, as it is; "
+                "choose 'sum', 'prod', 'min' or 'max'"
+            )
+    return op
+
+
+def rank_number(rank: Any, session: Session) -> int:
+    """Return the number of a rank that there is."""
+    if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
+        raise TypeError(f"rank: expected an integer, got {rank!r}")
+    if not 0 <= rank < session.size:
+        raise IndexError(f"rank: expected 0 to {session.size - 1}, got {rank}")
+    return int(rank)
+
+
+def everything(value: Data) -> range:
+    """Return all rows of a value, as `Assign` takes them."""
+    return range(len(value)) if value.ndim else range(1)
+
+
+def as_rows(selection: Selection, kept: list[Data]) -> range | SharedArray:
+    """Return a selection as a command can carry it; ``kept`` takes what must live until the command has run."""
+    if isinstance(selection, range):
+        return selection
+    index = data(selection)
+    kept.append(index)
+    return index.where()
+
+
+def shares(selection: Selection, size: int, kept: list[Data]) -> list[range | SharedArray]:
+    """Return each rank's share of a selection, as commands can carry it."""
+    rows, parts = as_rows(selection, kept), [share(len(selection), size, r) for r in range(size)]
+    if isinstance(rows, range):
+        return [rows[part] for part in parts]
+    item = np.dtype(rows.dtype).itemsize
+    return [SharedArray(rows.key, rows.dtype, (part.stop - part.start,), part.start * item) for part in parts]

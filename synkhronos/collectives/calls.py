@@ -1,0 +1,402 @@
+"""The collectives, as users call them.
+
+Each takes one shared variable or a list or tuple of them, checks its arguments, and runs one command on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from synkhronos import ranks
+from synkhronos.collectives.arguments import (
+    as_rows,
+    called,
+    check_shape,
+    everything,
+    flag,
+    mirrored,
+    one_each,
+    op_name,
+    rank_number,
+    shares,
+    stage,
+)
+from synkhronos.collectives.commands import AllGather, Assign, Broadcast, Gather, GetShapes, GetValue, Reduce
+from synkhronos.data import Data
+from synkhronos.data.rows import select, share
+
+
+def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
+    """Give all ranks the master's value, or another.
+
+    Parameters
+    ----------
+    shared_vars : shared variable, or list of them
+    values : array_like or Data, or list of these, optional
+        What to give; the master's own value by default.
+    nccl : bool
+        Whether arrays on GPUs travel by NCCL rather than through host memory.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong arguments; nothing is changed then.
+
+    Examples
+    --------
+    >>> import numpy as np, pytensor, synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> s = pytensor.shared(np.zeros(2), "s")
+    >>> f = synk.function([], [], updates=[(s, s + 1)])
+    >>> synk.broadcast(s, [5.0, 6.0])
+    >>> synk.gather(s).tolist()
+    [[5.0, 6.0], [5.0, 6.0]]
+    >>> synk.close()
+    """
+    with ranks.turn() as session:
+        nccl = flag(nccl, "nccl")
+        if values is None:
+            keys, _, _ = mirrored(session, shared_vars)
+            session.run(Broadcast(keys, nccl))
+            return
+        keys, variables, single = mirrored(session, shared_vars)
+        staged = [
+            stage(session, variable, value)
+            for variable, value in zip(variables, one_each(values, variables, single), strict=True)
+        ]
+        for variable, value in zip(variables, staged, strict=True):
+            check_shape(variable, value.shape)
+        rows = tuple(everything(value) for value in staged)
+        session.run(Assign(keys, tuple(value.where() for value in staged), (rows,) * session.size))
+
+
+def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
+    """Share the rows of values out among ranks.
+
+    Parameters
+    ----------
+    shared_vars : shared variable, or list of them
+    values : array_like or Data, or list of these
+        Of at least one dimension.
+    batch : int, slice, list of int, or array of int or bool, optional
+        Which rows, before they are split: into contiguous runs in rank order, as evenly as possible.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        For wrong arguments; nothing is changed then.
+
+    Examples
+    --------
+    >>> import numpy as np, pytensor, synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> s = pytensor.shared(np.zeros(1), "s")
+    >>> f = synk.function([], s.sum(), sliceable_shareds=[s])
+    >>> synk.scatter(s, np.arange(5.0))
+    >>> synk.get_lengths(s)
+    [3, 2]
+    >>> synk.close()
+    """
+    with ranks.turn() as session:
+        keys, variables, single = mirrored(session, shared_vars)
+        each = one_each(values, variables, single)
+        staged: list[Data] = []
+        for variable, value in zip(variables, each, strict=True):
+            if variable.type.ndim == 0:
+                raise ValueError(f"shared_vars: {called(variable)} has no rows to scatter")
+            staged.append(stage(session, variable, value))
+        selections = [select(batch, len(value)) for value in staged]
+        for variable, value, selection in zip(variables, staged, selections, strict=True):
+            for r in range(session.size):
+                part = share(len(selection), session.size, r)
+                check_shape(variable, (part.stop - part.start, *value.shape[1:]))
+        where = tuple(value.where() for value in staged)
+        kept: list[Data] = []
+        by_variable = [shares(selection, session.size, kept) for selection in selections]
+        session.run(Assign(keys, where, tuple(zip(*by_variable, strict=True))))
+
+
+def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
+    """Return all ranks' values.
+
+    Parameters
+    ----------
+    shared_vars : shared variable, or list of them
+    nd_up : int
+        1 to stack them on a new axis 0, 0 to join them along axis 0.
+    nccl : bool
+        Whether arrays on GPUs travel by NCCL rather than through host memory.
+
+    Returns
+    -------
+    ndarray, or list of ndarray
+        In rank order.  Where the shapes don't allow what ``nd_up`` asks, a list with one array a rank.  For a list of
+        variables, a list of these.
+
+    Examples
+    --------
+    >>> import numpy as np, pytensor, synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> s = pytensor.shared(np.zeros(2), "s")
+    >>> f = synk.function([], [], updates=[(s, s + 1)])
+    >>> synk.set_value(1, s, [3.0, 4.0])
+    >>> synk.gather(s).tolist(), synk.gather(s, nd_up=0).tolist()
+    ([[0.0, 0.0], [3.0, 4.0]], [0.0, 0.0, 3.0, 4.0])
+    >>> synk.close()
+    """
+    with ranks.turn() as session:
+        if isinstance(nd_up, bool) or not isinstance(nd_up, int | np.integer):
+            raise TypeError(f"nd_up: expected 0 or 1, got {nd_up!r}")
+        if nd_up not in (0, 1):
+            raise ValueError(f"nd_up: expected 0 or 1, got {nd_up}")
+        nccl = flag(nccl, "nccl")
+        keys, _, single = mirrored(session, shared_vars)
+        results = session.run(Gather(keys, int(nd_up), nccl))
+    return results[0] if single else results
+
+
+def all_gather(shared_vars: Any, nccl: bool = True) -> None:
+    """Give every rank all ranks' values, joined along axis 0 in rank order.
+
+    Parameters
+    ----------
+    shared_vars : shared variable, or list of them
+        Of at least one dimension.
+    nccl : bool
+        Whether arrays on GPUs travel by NCCL rather than through host memory.
+
+    Raises
+    ------
+    ValueError
+        If lengths differ elsewhere than along axis 0; nothing is changed then.
+
+    Examples
+    --------
+    >>> import numpy as np, pytensor, synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> s = pytensor.shared(np.zeros(1), "s")
+    >>> f = synk.function([], [], updates=[(s, s + 1)])
+    >>> synk.scatter(s, [1.0, 2.0, 3.0])
+    >>> synk.all_gather(s)
+    >>> synk.gather(s).tolist()
+    [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
+    >>> synk.close()
+    """
+    with ranks.turn() as session:
+        nccl = flag(nccl, "nccl")
+        keys, _, _ = mirrored(session, shared_vars)
+        session.run(AllGather(keys, nccl))
+
+
+def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool = True) -> Any:
+    """Reduce all ranks' values into the master's variable, or return the reduction.
+
+    Parameters
+    ----------
+    shared_vars : shared variable, or list of them
+    op : str
+        "avg", "sum", "prod", "min" or "max", elementwise and in rank order.
+    in_place : bool
+        Whether the master's variable takes the result; if not, it is returned and no variable changes.
+    nccl : bool
+        Whether arrays on GPUs travel by NCCL rather than through host memory.
+
+    Returns
+    -------
+    None, or ndarray, or list of ndarray
+        None if in place.
+
+    Raises
+    ------
+    ValueError
+        If shapes differ between ranks, naming each rank's; nothing is changed then.
+
+    Examples
+    --------
+    >>> import numpy as np, pytensor, synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> s = pytensor.shared(np.ones(2), "s")
+    >>> f = synk.function([], [], updates=[(s, s + 1)])
+    >>> synk.reduce(s, "sum", in_place=False)
+    array([2., 2.])
+    >>> synk.close()
+    """
+    with ranks.turn() as session:
+        in_place, nccl = flag(in_place, "in_place"), flag(nccl, "nccl")
+        keys, variables, single = mirrored(session, shared_vars)
+        results = session.run(Reduce(keys, op_name(op, variables), "master" if in_place else "returned", nccl))
+    if in_place:
+        return None
+    return results[0] if single else results
+
+
+def all_reduce(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
+    """Reduce all ranks' values into every rank's variable.
+
+    Parameters
+    ----------
+    shared_vars : shared variable, or list of them
+    op : str
+        "avg", "sum", "prod", "min" or "max", elementwise and in rank order, so that every rank has the same bits.
+    nccl : bool
+        Whether arrays on GPUs travel by NCCL rather than through host memory.
+
+    Raises
+    ------
+    ValueError
+        If shapes differ between ranks, naming each rank's; nothing is changed then.
+
+    Examples
+    --------
+    >>> import numpy as np, pytensor, synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> s = pytensor.shared(np.ones(2), "s")
+    >>> f = synk.function([], [], updates=[(s, s + 1)])
+    >>> synk.all_reduce(s, "sum")
+    >>> synk.gather(s).tolist()
+    [[2.0, 2.0], [2.0, 2.0]]
+    >>> synk.close()
+    """
+    with ranks.turn() as session:
+        nccl = flag(nccl, "nccl")
+        keys, variables, _ = mirrored(session, shared_vars)
+        session.run(Reduce(keys, op_name(op, variables), "everywhere", nccl))
+
+
+def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> None:
+    """Set one rank's copy.
+
+    Parameters
+    ----------
+    rank : int
+    shared_vars : shared variable, or list of them
+    values : array_like or Data, or list of these
+    batch : int, slice, list of int, or array of int or bool, optional
+        Which rows of the values.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        For wrong arguments; nothing is changed then.
+
+    Examples
+    --------
+    >>> import numpy as np, pytensor, synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> s = pytensor.shared(np.zeros(2), "s")
+    >>> f = synk.function([], [], updates=[(s, s + 1)])
+    >>> synk.set_value(1, s, np.arange(9.0), batch=slice(7, 9))
+    >>> synk.get_value(1, s)
+    array([7., 8.])
+    >>> synk.close()
+    """
+    with ranks.turn() as session:
+        rank = rank_number(rank, session)
+        keys, variables, single = mirrored(session, shared_vars)
+        each = one_each(values, variables, single)
+        staged = [stage(session, variable, value) for variable, value in zip(variables, each, strict=True)]
+        kept: list[Data] = []
+        rows: list[Any] = []
+        for variable, value in zip(variables, staged, strict=True):
+            if not value.ndim:
+                if batch is not None:
+                    raise ValueError(f"batch: the value for {called(variable)} has no rows to choose from")
+                rows.append(everything(value))
+                continue
+            selection = select(batch, len(value))
+            check_shape(variable, (len(selection), *value.shape[1:]))
+            rows.append(as_rows(selection, kept))
+        where = tuple(value.where() for value in staged)
+        nothing = (None,) * len(keys)
+        session.run(Assign(keys, where, tuple(tuple(rows) if r == rank else nothing for r in range(session.size))))
+
+
+def get_value(rank: int, shared_vars: Any) -> Any:
+    """Return one rank's copy.
+
+    Parameters
+    ----------
+    rank : int
+    shared_vars : shared variable, or list of them
+
+    Returns
+    -------
+    ndarray, or list of ndarray
+
+    Examples
+    --------
+    >>> import numpy as np, pytensor, synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> s = pytensor.shared(np.zeros(2), "s")
+    >>> f = synk.function([], [], updates=[(s, s + 1)])
+    >>> synk.get_value(0, s)
+    array([0., 0.])
+    >>> synk.close()
+    """
+    with ranks.turn() as session:
+        rank = rank_number(rank, session)
+        keys, _, single = mirrored(session, shared_vars)
+        results = session.run(GetValue(keys, rank))
+    return results[0] if single else results
+
+
+def get_shapes(shared_vars: Any) -> list[Any]:
+    """Return the shape of each rank's copy.
+
+    Parameters
+    ----------
+    shared_vars : shared variable, or list of them
+
+    Returns
+    -------
+    list of tuple of int
+        One a rank; for a list of variables, a list of these.
+
+    Examples
+    --------
+    >>> import numpy as np, pytensor, synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> s = pytensor.shared(np.zeros((2, 3)), "s")
+    >>> f = synk.function([], [], updates=[(s, s + 1)])
+    >>> synk.get_shapes(s)
+    [(2, 3), (2, 3)]
+    >>> synk.close()
+    """
+    with ranks.turn() as session:
+        keys, _, single = mirrored(session, shared_vars)
+        layouts = session.run(GetShapes(keys))
+    each = [[layouts[r][i][0] for r in range(len(layouts))] for i in range(len(keys))]
+    return each[0] if single else each
+
+
+def get_lengths(shared_vars: Any) -> list[Any]:
+    """Return the length along axis 0 of each rank's copy.
+
+    Parameters
+    ----------
+    shared_vars : shared variable, or list of them
+        Of at least one dimension.
+
+    Returns
+    -------
+    list of int
+        One a rank; for a list of variables, a list of these.
+
+    Examples
+    --------
+    >>> import numpy as np, pytensor, synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> s = pytensor.shared(np.zeros((2, 3)), "s")
+    >>> f = synk.function([], [], updates=[(s, s + 1)])
+    >>> synk.get_lengths(s)
+    [2, 2]
+    >>> synk.close()
+    """
+    single = not isinstance(shared_vars, list | tuple)
+    for variable in [shared_vars] if single else shared_vars:
+        if getattr(getattr(variable, "type", None), "ndim", None) == 0:
+            raise ValueError(f"shared_vars: {called(variable)} has no length")
+    shapes = get_shapes(shared_vars)
+    return [shape[0] for shape in shapes] if single else [[shape[0] for shape in each] for each in shapes]

@@ -1,0 +1,271 @@
+"""The commands behind the collectives.
+
+`Broadcast`, `Gather`, `AllGather`, `Reduce`
+    Ranks combine their copies, through the communicator of the device that holds them.
+`Assign`
+    Ranks take values, or rows of them, from shared memory.
+`GetValue`, `GetShapes`
+    The master asks what ranks hold.
+
+A command first lets every rank see the others' shapes: what can't be combined is refused by all alike, before
+anything is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from synkhronos.collectives.arguments import called
+from synkhronos.data.rows import take
+from synkhronos.devices import HOST, Layout, device_of
+from synkhronos.graphs import library_of
+from synkhronos.graphs.mirror import stored
+from synkhronos.ranks import Cancelled, Rank, SharedArray
+
+
+class _Copies:
+    """One rank's copies of the variables that a command names, and the shapes of all ranks'."""
+
+    def __init__(self, rank: Rank, keys: Sequence[Any]):
+        self.rank = rank
+        self.shareds = [stored(rank, key) for key in keys]
+        self.libraries = [library_of(shared) for shared in self.shareds]
+        self.values = [library.get(shared) for library, shared in zip(self.libraries, self.shareds, strict=True)]
+        mine = [(tuple(value.shape), np.dtype(value.dtype)) for value in self.values]
+        #: For each rank, a layout for each variable.
+        self.layouts: list[list[Layout]] = rank.exchange(mine)
+
+    def of(self, position: int) -> list[Layout]:
+        """Return one variable's layout on each rank."""
+        return [each[position] for each in self.layouts]
+
+    def communicator(self, position: int, nccl: bool) -> Any:
+        """Return what combines one variable's arrays."""
+        device = device_of(self.values[position]) if nccl else HOST
+        return device.communicator(self.rank)
+
+    def writable(self, position: int) -> Any:
+        """Return one variable's array to be written in place, and put it into the container if it is a copy."""
+        value = self.values[position]
+        array = device_of(value).writable(value)
+        if array is not value:
+            self.put(position, array)
+        return array
+
+    def readable(self, position: int) -> Any:
+        """Return one variable's array, contiguous."""
+        return np.ascontiguousarray(device_of(self.values[position]).to_host(self.values[position]))
+
+    def put(self, position: int, array: Any) -> None:
+        """Give one variable another array."""
+        self.libraries[position].put(self.shareds[position], array)
+        self.values[position] = self.libraries[position].get(self.shareds[position])
+
+    def refuse(self, message: str) -> None:
+        """Leave the command on every rank: all see the same, and the master says so."""
+        raise ValueError(message) if self.rank.is_master else Cancelled
+
+    def check_equal(self, position: int, what: str) -> None:
+        """Refuse to reduce what differs in shape."""
+        layouts = self.of(position)
+        if len({shape for shape, _ in layouts}) > 1:
+            each = ", ".join(f"rank {r} has {shape}" for r, (shape, _) in enumerate(layouts))
+            self.refuse(
+                f"{what}: {called(self.shareds[position])} needs the same shape on all ranks, but {each}; "
+                "see gather(), which takes any shapes"
+            )
+
+    def check_fits(self, position: int, shape: tuple[int, ...], what: str) -> None:
+        """Refuse a shape that the variable's type doesn't allow."""
+        library, shared = self.libraries[position], self.shareds[position]
+        if not library.accepts(shared, shape):
+            self.refuse(f"{what}: {called(shared)} of type {shared.type} can't take shape {shape}")
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Give every rank the master's value."""
+
+    keys: tuple[Any, ...]
+    nccl: bool
+
+    def run(self, rank: Rank) -> None:
+        """Let each rank take what the root shows."""
+        copies = _Copies(rank, self.keys)
+        for i, layout in enumerate(copies.layouts[rank.root]):
+            for r in range(rank.size):
+                copies.check_fits(i, layout[0], f"broadcast to rank {r}")
+        for i, (shape, dtype) in enumerate(copies.layouts[rank.root]):
+            communicator = copies.communicator(i, self.nccl)
+            if rank.is_master:
+                communicator.broadcast(copies.readable(i), rank.root)
+            elif copies.of(i)[rank.number] == (shape, dtype):
+                communicator.broadcast(copies.writable(i), rank.root)
+            else:
+                # Not into the container yet: if a rank fails meanwhile, the old value is better than a part of the new.
+                array = device_of(copies.values[i]).empty(shape, dtype)
+                communicator.broadcast(array, rank.root)
+                copies.put(i, array)
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Take rows of values in shared memory, each rank its own.
+
+    Attributes
+    ----------
+    keys : tuple
+        The variables'.
+    values : tuple of SharedArray
+        One for each variable.
+    rows : tuple of tuples
+        For each rank, what it takes of each value: a range, indexes in shared memory, or None for nothing.
+    """
+
+    keys: tuple[Any, ...]
+    values: tuple[SharedArray, ...]
+    rows: tuple[tuple[range | SharedArray | None, ...], ...]
+
+    def run(self, rank: Rank) -> None:
+        """Copy the rows into the variables' containers."""
+        for key, value, rows in zip(self.keys, self.values, self.rows[rank.number], strict=True):
+            if rows is None:
+                continue
+            view = value.view(rank.segments)
+            if view.ndim:
+                view = take(view, rows if isinstance(rows, range) else rows.view(rank.segments))
+            shared = stored(rank, key)
+            library = library_of(shared)
+            library.put(shared, device_of(library.get(shared)).from_host(view))
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Hand every rank's value to the master."""
+
+    keys: tuple[Any, ...]
+    nd_up: int
+    nccl: bool
+
+    def run(self, rank: Rank) -> Any:
+        """Return, in the master, what `gather` returns for each variable."""
+        copies = _Copies(rank, self.keys)
+        results = []
+        for i in range(len(self.keys)):
+            layouts = copies.of(i)
+            result, out = _room(layouts, self.nd_up) if rank.is_master else (None, None)
+            copies.communicator(i, self.nccl).gather(copies.readable(i), rank.root, layouts, out)
+            results.append(result)
+        return results
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather:
+    """Give every rank all ranks' values, joined."""
+
+    keys: tuple[Any, ...]
+    nccl: bool
+
+    def run(self, rank: Rank) -> None:
+        """Check that they can be joined, then join them."""
+        copies = _Copies(rank, self.keys)
+        for i, shared in enumerate(copies.shareds):
+            layouts = copies.of(i)
+            if not _joinable(layouts):
+                each = ", ".join(f"rank {r} has {shape}" for r, (shape, _) in enumerate(layouts))
+                copies.refuse(f"all_gather: {called(shared)} can't be joined along axis 0: {each}")
+            rows = sum(shape[0] for shape, _ in layouts)
+            copies.check_fits(i, (rows, *layouts[0][0][1:]), "all_gather")
+        for i in range(len(self.keys)):
+            joined, out = _room(copies.of(i), 0)
+            copies.communicator(i, self.nccl).gather(copies.readable(i), None, copies.of(i), out)
+            copies.put(i, joined)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Reduce every rank's value.
+
+    ``where`` says whose variable takes the result: "everywhere", "master", or nobody's ("returned").
+    """
+
+    keys: tuple[Any, ...]
+    op: str
+    where: str
+    nccl: bool
+
+    def run(self, rank: Rank) -> Any:
+        """Check that shapes agree, then reduce."""
+        copies = _Copies(rank, self.keys)
+        for i in range(len(self.keys)):
+            copies.check_equal(i, "all_reduce" if self.where == "everywhere" else "reduce")
+        results = []
+        for i in range(len(self.keys)):
+            communicator, layout = copies.communicator(i, self.nccl), copies.of(i)[0]
+            if self.where == "everywhere":
+                communicator.all_reduce(copies.writable(i), self.op)
+                continue
+            out = None
+            if rank.is_master:
+                out = copies.writable(i) if self.where == "master" else np.empty(*layout)
+            communicator.reduce(copies.readable(i), self.op, rank.root, out, layout, range(rank.size))
+            results.append(out)
+        return results
+
+
+@dataclass(frozen=True, slots=True)
+class GetValue:
+    """Hand one rank's value to the master."""
+
+    keys: tuple[Any, ...]
+    source: int
+
+    def run(self, rank: Rank) -> Any:
+        """Return, in the master, the source's value of each variable."""
+        copies = _Copies(rank, self.keys)
+        results = []
+        for i in range(len(self.keys)):
+            layouts: list[Layout | None] = [None] * rank.size
+            layouts[self.source] = copies.of(i)[self.source]
+            mine = copies.readable(i) if rank.number == self.source else None
+            out = None
+            if rank.is_master:
+                out = [None if layout is None else np.empty(*layout) for layout in layouts]
+                results.append(out[self.source])
+            HOST.communicator(rank).gather(mine, rank.root, layouts, out)
+        return results
+
+
+@dataclass(frozen=True, slots=True)
+class GetShapes:
+    """Tell the shapes of every rank's values."""
+
+    keys: tuple[Any, ...]
+
+    def run(self, rank: Rank) -> Any:
+        """Return the layouts, by rank and variable."""
+        return _Copies(rank, self.keys).layouts
+
+
+def _joinable(layouts: Sequence[Layout]) -> bool:
+    return all(shape and shape[1:] == layouts[0][0][1:] for shape, _ in layouts)
+
+
+def _room(layouts: Sequence[Layout], nd_up: int) -> tuple[Any, list[np.ndarray]]:
+    """Return what gather returns, and the part of it that each rank's array fills."""
+    shapes = [shape for shape, _ in layouts]
+    dtype = layouts[0][1]
+    if nd_up == 1 and len(set(shapes)) == 1:
+        stacked = np.empty((len(shapes), *shapes[0]), dtype)
+        # Slices, not items: an item of a vector would be a number, not a view.
+        return stacked, [stacked[r : r + 1].reshape(shapes[0]) for r in range(len(shapes))]
+    if nd_up == 0 and _joinable(layouts):
+        ends = np.cumsum([0, *(shape[0] for shape in shapes)])
+        joined = np.empty((int(ends[-1]), *shapes[0][1:]), dtype)
+        return joined, [joined[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    each = [np.empty(*layout) for layout in layouts]
+    return each, each
