@@ -88,7 +88,9 @@ def averaged(plain, rows, n, slices, *args):
     """The average of ranks' averages of their slices' values."""
     each = []
     for part in parts_of(rows, n):
-        each.append(np.mean([plain(*(a[piece] for a in args)) for piece in parts_of(part, min(slices, len(part)))], axis=0))
+        each.append(
+            np.mean([plain(*(a[piece] for a in args)) for piece in parts_of(part, min(slices, len(part)))], axis=0)
+        )
     return np.mean(each, axis=0) if each else plain(*(a[rows] for a in args))
 
 
@@ -363,7 +365,9 @@ def test_row_0_of_a_minibatch_stands_for_the_lowest_index(fork, difference, batc
     mini = synk.data(X[low:], minibatch=True)
     np.testing.assert_array_equal(f(mini, Y, 0, batch=batch), f(X, Y, 0, batch=batch))
     # What comes as an array is whole, even beside a minibatch; and all of them may be minibatches.
-    both = f(mini, synk.data(Y[low:], minibatch=True), 0, batch=batch if not hasattr(batch, "dtype") else batch.nonzero()[0])
+    both = f(
+        mini, synk.data(Y[low:], minibatch=True), 0, batch=batch if not hasattr(batch, "dtype") else batch.nonzero()[0]
+    )
     np.testing.assert_array_equal(both, f(X, Y, 0, batch=batch))
 
 
@@ -476,6 +480,41 @@ def test_an_input_may_be_renamed_and_be_cast_down(fork):
         synk.function([x], (x, "gather"))(np.array([0.1, 0.2]))
 
 
+def test_all_inputs_may_be_cast_down_if_the_function_says_so(fork):
+    fork(2)
+    x, b = T.fvector("x"), T.iscalar("b")
+    f = synk.function([x], (x * b, "gather"), bcast_inputs=[b], allow_input_downcast=True)
+    np.testing.assert_array_equal(f(np.array([0.1, 0.2]), 2.9), np.array([0.1, 0.2], "float32") * 2)
+    g = synk.function([In(x, allow_downcast=False)], (x, "gather"), allow_input_downcast=True)
+    with pytest.raises(TypeError, match="float32"):
+        g(np.array([0.1, 0.2]))
+
+
+if NAME == "theano":  # PyTensor has given defaults up
+
+    def test_an_input_may_have_a_default(fork):
+        fork(2)
+        x, b = T.dvector("x"), T.dscalar("b")
+        f = synk.function([x], (x * b, "gather"), bcast_inputs=[In(b, value=3.0)])
+        for args, factor in (([], 3), ([2.0], 2), ([], 3)):
+            np.testing.assert_array_equal(f(Y, *args), Y * factor)
+            np.testing.assert_array_equal(f(Y, *args, num_slices=2), Y * factor)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_outputs_that_are_shared_variables_or_constants_are_copies(fork, n):
+    fork(n)
+    w = shared(np.ones(2), "w")
+    f = synk.function([], [(w, "gather"), w, (w, None), (T.constant(np.ones(2)), "sum")])
+    for _ in range(2):
+        *results, constant = f()
+        np.testing.assert_array_equal(constant, [n, n])
+        for result in (*results, constant):
+            np.testing.assert_array_equal(np.unique(result), [n] if result is constant else [1])
+            result[...] = 7
+        np.testing.assert_array_equal(w.get_value(), [1, 1])
+
+
 def test_an_output_may_be_borrowed(fork):
     fork(2)
     x = T.dmatrix("x")
@@ -572,7 +611,11 @@ def test_a_master_without_rows_has_no_value_of_its_own(fork, master):
     x = T.dvector("x")
     one = np.array([3.0])
     own = np.asarray(6.0) if master == 0 else None
-    for outputs in ([((x * 2).sum(), None)], [((x * 2).sum(), None), (x, "sum")], [((x * 2).sum(), None), (x.sum(), "sum")]):
+    for outputs in (
+        [((x * 2).sum(), None)],
+        [((x * 2).sum(), None), (x, "sum")],
+        [((x * 2).sum(), None), (x.sum(), "sum")],
+    ):
         results = synk.function([x], outputs, on_unused_input="ignore")(one)
         assert results[0] == own and len(results) == len(outputs)
     assert synk.function([x], ((x * 2).sum(), None))(one) == own
@@ -583,7 +626,14 @@ def test_a_master_without_rows_has_no_value_of_its_own(fork, master):
 def test_no_rows_at_all_give_what_the_serial_library_gives(fork, slices, large):
     fork(2)
     x = T.dmatrix("x")
-    exact = [(x.sum(), "sum"), (x.mean(), "mean"), (x.mean(), "avg"), (x.prod(), "prod"), (x.sum(), None)]
+    exact = [
+        (x.sum(), "sum"),
+        (x.mean(), "mean"),
+        (x.mean(), "avg"),
+        (x.prod(), "prod"),
+        (x.sum(), None),
+        (x.sum(), "gather"),
+    ]
     if large:
         exact += [(x * 2, "gather"), (x.sum(axis=0), "avg"), (x, None)]
     f, serial = synk.function([x], exact), function([x], [v for v, _ in exact])
@@ -593,6 +643,27 @@ def test_no_rows_at_all_give_what_the_serial_library_gives(fork, slices, large):
             for result, value in zip(results, expected, strict=True):
                 np.testing.assert_array_equal(result, value)
                 assert result.shape == value.shape
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("ndim", [0, 1])
+def test_no_rows_at_all_update_nothing_on_any_rank(fork, slices, ndim):
+    fork(2)
+    x = T.dvector("x")
+    count, s = shared(0.0, "count"), shared(np.arange(3.0), "s")
+    output = x * 2 if ndim else x.sum()
+    f = synk.function([x], (output, "gather" if ndim else "sum"), updates=[(count, count + 1)])
+    assert f(Y[:0], num_slices=slices).sum() == 0
+    g = synk.function(
+        [],
+        (s * 2 if ndim else s.sum(), "gather" if ndim else "sum"),
+        updates=[(count, count + 1)],
+        sliceable_shareds=[s],
+    )
+    assert g(batch_s=slice(0, 0), num_slices=slices).sum() == g(batch_s=[[], []], num_slices=slices).sum() == 0
+    np.testing.assert_array_equal(synk.gather(count), [0, 0])
+    f(Y)
+    np.testing.assert_array_equal(synk.gather(count), [1, 1])
 
 
 def test_no_rows_at_all_raise_what_the_serial_library_raises(fork):
@@ -723,7 +794,7 @@ def test_pieces_of_rows_are_as_many_as_asked_for(fork):
     fork(2)
     x = T.dvector("x")
     lengths = shared(np.zeros(0, "int64"), "lengths")
-    f = synk.function([x], updates=[(lengths, x.shape[0].dimshuffle("x"), "gather")])
+    f = synk.function([x], updates=[(lengths, x.shape, "gather")])
     f(np.ones(15), num_slices=3)
     assert [part.tolist() for part in synk.gather(lengths)] == [[3, 3, 2], [3, 2, 2]]
     f(np.ones(3), num_slices=9)  # no more pieces than rows
@@ -918,7 +989,9 @@ def test_a_scan_runs_on_every_rank(fork):
     x, steps = T.dmatrix("x"), T.iscalar("steps")
     w = shared(np.array([2.0, 3.0]), "w")
     if NAME == "pytensor":
-        powers = package.scan(lambda a, w: a * w, outputs_info=[x], non_sequences=[w], n_steps=steps, return_updates=False)
+        powers = package.scan(
+            lambda a, w: a * w, outputs_info=[x], non_sequences=[w], n_steps=steps, return_updates=False
+        )
     else:
         powers, _ = package.scan(lambda a, w: a * w, outputs_info=[x], non_sequences=[w], n_steps=steps)
     f = synk.function([x], (powers[-1], "gather"), bcast_inputs=[steps], sliceable_shareds=[])
@@ -1177,10 +1250,11 @@ def test_errors_on_several_ranks_are_all_told(fork):
     assert caught.value.rank in (1, 2)
     assert "perform" in caught.value.worker_traceback
     assert all("LookupError" in line for line in caught.value.failures.values())
-    # Nobody waits for anybody in a function without outputs: both workers come to their error.
-    g = synk.function([x], updates=[(shared(0.0), OnWorkers("raise")(x).sum())])
-    with pytest.raises(synk.WorkerError) as caught:
-        g(np.arange(3.0))
+    # Nobody waits for anybody in a function without outputs that is compiled: both workers come to their error.
+    g = synk.function([x], updates=[(shared(0.0), OnWorkers("raise if 1")(x).sum())])
+    g(np.zeros(3))
+    with pytest.raises(synk.WorkerError, match="It was not alone") as caught:
+        g(np.ones(3))
     assert set(caught.value.failures) == {1, 2}
     assert synk.function([x], (x.sum(), "sum"))(np.arange(3.0)) == 3
 

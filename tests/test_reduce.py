@@ -60,7 +60,9 @@ def test_mean_weighs_values_by_their_rows(case):
     np.testing.assert_allclose(result, expected, rtol=TOLERANCE[dtype.name], atol=4 * TOLERANCE[dtype.name])
 
 
-@pytest.mark.parametrize("op, ufunc", [("sum", np.add), ("prod", np.multiply), ("min", np.minimum), ("max", np.maximum)])
+@pytest.mark.parametrize(
+    "op, ufunc", [("sum", np.add), ("prod", np.multiply), ("min", np.minimum), ("max", np.maximum)]
+)
 @given(parts=values(FLOATS + INTEGERS))
 def test_elementwise_ops_are_numpys_in_order_and_keep_the_dtype(op, ufunc, parts):
     expected = parts[0]

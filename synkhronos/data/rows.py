@@ -2,8 +2,8 @@
 
 A selection of rows is a ``range`` or an array of indexes, and both are cut by slicing.
 
-`select`
-    What ``batch`` means for data of some length.
+`select`, `select_unbounded`, `flat`
+    What ``batch`` means for data of some length, or of any; a list of indexes as an array.
 `share`
     One rank's part of so many rows.
 `take`
@@ -66,27 +66,61 @@ def select(batch: Any, length: int, name: str = "batch") -> Selection:
         if low >= 0:
             return batch
         batch = np.arange(batch.start, batch.stop, batch.step)
-    if isinstance(batch, str | bytes | dict | set) or not hasattr(batch, "__len__"):
-        raise TypeError(
-            f"{name}: expected None, an int, a slice, a list or array of indexes, or a boolean mask, got {batch!r}"
-        )
+    index = flat(batch, name)
+    if index.dtype == bool:
+        if len(index) != length:
+            raise ValueError(f"{name}: a mask needs one entry for each of the {length} rows, got {len(index)}")
+        return np.flatnonzero(index)
+    if index.size == 0:
+        return index
+    low, _ = _in_range(int(index.min()), int(index.max()), length, name)
+    return np.where(index < 0, index + length, index) if low < 0 else index
+
+
+def select_unbounded(batch: Any, name: str = "batch") -> Selection:
+    """Return the rows that ``batch`` picks where nothing says how many there are.
+
+    As `select`, but rows can't be counted from the end.
+    """
+    if isinstance(batch, slice):
+        select(batch, 0, name)  # complains of bounds that are no integers
+        far = batch.start if (batch.step or 1) < 0 else batch.stop
+        if far is None or min(far, batch.start or 0, batch.stop or 0) < 0:
+            raise ValueError(f"{name}: with minibatch inputs alone a slice needs bounds from the start, got {batch!r}")
+        return select(batch, far + 1, name)
+    if isinstance(batch, int | np.integer) and not isinstance(batch, bool):
+        return select(batch, max(0, int(batch)), name)
+    if not isinstance(batch, range | bool | np.bool_):
+        index = flat(batch, name)
+        if index.dtype == bool:
+            return np.flatnonzero(index)
+    endless = int(np.iinfo(np.int64).max)
+    rows = select(batch, endless, name)
+    if highest(rows) > endless // 2:
+        raise IndexError(f"{name}: with minibatch inputs alone indexes need to be from the start, got {batch!r:.80}")
+    return rows
+
+
+_ANY = "None, an int, a slice, a list or array of indexes, or a boolean mask"
+
+
+def flat(batch: Any, name: str, expected: str = _ANY) -> np.ndarray:
+    """Return a list of indexes as an array of int64, or a mask as one of bool; neither is compared with a length."""
+    if isinstance(batch, int | np.integer | str | bytes | dict | set) or not hasattr(batch, "__len__"):
+        raise TypeError(f"{name}: expected {expected}, got {batch!r}")
     try:
         index = np.asarray(batch)
     except ValueError as error:
         raise TypeError(f"{name}: expected a flat list of indexes, got {batch!r}") from error
     if index.ndim != 1:
         raise ValueError(f"{name}: expected indexes in one dimension, got an array of shape {index.shape}")
-    if index.dtype == bool:
-        if len(index) != length:
-            raise ValueError(f"{name}: a mask needs one entry for each of the {length} rows, got {len(index)}")
-        return np.flatnonzero(index)
-    if index.size == 0:
+    if index.size == 0 and index.dtype != bool:
         return np.empty(0, np.int64)
-    if index.dtype.kind not in "iu":
+    if index.dtype.kind not in "biu":
         raise TypeError(f"{name}: expected integer indexes or a boolean mask, got dtype {index.dtype}")
-    low, _ = _in_range(int(index.min()), int(index.max()), length, name)
-    index = index.astype(np.int64, copy=False)
-    return np.where(index < 0, index + length, index) if low < 0 else index
+    if index.dtype == np.uint64 and index.max() > np.iinfo(np.int64).max:
+        raise IndexError(f"{name}: index {index.max()} is out of range for whatever data")
+    return index if index.dtype == bool else index.astype(np.int64, copy=False)
 
 
 def _in_range(low: int, high: int, length: int, name: str) -> tuple[int, int]:

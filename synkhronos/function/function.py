@@ -20,12 +20,12 @@ import numpy.typing as npt
 
 from synkhronos import ranks
 from synkhronos.data import Data, data
-from synkhronos.data.rows import Selection, highest, lowest, select, take
 from synkhronos.function.build import build, is_single
-from synkhronos.function.call import Call, Scattered, Whole
+from synkhronos.function.call import Call
+from synkhronos.function.inputs import Inputs, all_slices
 from synkhronos.function.program import Program, Variant
 from synkhronos.graphs.mirror import Mirror
-from synkhronos.ranks import Session, SharedArray
+from synkhronos.ranks import Session
 
 _keys = itertools.count()
 
@@ -42,8 +42,7 @@ class Function:
         self._key = ("function", next(_keys))
         self._session: Session | None = None
         self._ready: set[Variant] = set()
-        self._kept: dict[Any, Data] = {}
-        self._by_name = {e.name: i for i, e in enumerate(program.inputs) if e.name is not None}
+        self._inputs = Inputs(program)
 
     # -- what it is ------------------------------------------------------------------------------------------
 
@@ -128,8 +127,8 @@ class Function:
         """
         with ranks.turn() as session:
             variant = self._variant(batch_s, num_slices, output_subset)
-            arrays, count = self._locate(session, inputs, named_inputs, batch)
-            chosen = self._chosen(session, batch_s)
+            arrays, count = self._inputs.locate(session, inputs, named_inputs, batch)
+            chosen = self._inputs.choose(session, batch_s)
             self._distribute(session)
             has_updates = bool(self._program.updates)
             call = Call(self._key, variant, variant not in self._ready, arrays, count, chosen, num_slices, has_updates)
@@ -195,7 +194,7 @@ class Function:
         >>> synk.close()
         """
         ranks.session()
-        values = self._values(args, named)
+        values = self._inputs.values(args, named)
         entries = self._program.inputs
         if isinstance(minibatch, list | tuple):
             if len(minibatch) != len(entries):
@@ -232,7 +231,7 @@ class Function:
         if batch_s is not None and not program.sliceable:
             raise ValueError(f"batch_s: {self.name} was made without sliceable_shareds")
         if program.sliceable and (batch_s is not None or num_slices > 1):
-            spans = batch_s is None or _all_slices(batch_s)
+            spans = batch_s is None or all_slices(batch_s)
             rows = "slice" if spans and not program.asynchronous else "index"
         return Variant(rows, bool(num_slices > 1), self._subset(output_subset))
 
@@ -249,136 +248,6 @@ class Function:
                 raise IndexError(f"output_subset: {self.name} has {n} outputs, got index {index}")
             subset.append(int(index))
         return tuple(subset)
-
-    def _values(self, args: Sequence[Any], named: dict[str, Any]) -> list[Any]:
-        """Put positional and named arguments, and defaults, in the inputs' order."""
-        entries = self._program.inputs
-        if len(args) > len(entries):
-            raise TypeError(f"{self.name} takes {len(entries)} inputs, got {len(args)}")
-        values: list[Any] = [*args, *[_MISSING] * (len(entries) - len(args))]
-        for name, value in named.items():
-            position = self._by_name.get(name)
-            if position is None:
-                raise TypeError(f"{self.name} has no input {name!r}; its inputs are {list(self._by_name)}")
-            if values[position] is not _MISSING:
-                raise TypeError(f"{self.name}: input {name!r} was given twice")
-            values[position] = value
-        for i, entry in enumerate(entries):
-            if values[i] is _MISSING:
-                if not entry.default:
-                    raise TypeError(f"{self.name}: missing input {i} ({entry.name or entry.variable})")
-                values[i] = entry.default[0]
-        return values
-
-    def _locate(
-        self, session: Session, args: Sequence[Any], named: dict[str, Any], batch: Any
-    ) -> tuple[tuple[Scattered | Whole, ...], int | None]:
-        """Check the inputs, put arrays into shared memory, and say where each rank finds its rows."""
-        program, n = self._program, self._program.n_scattered
-        values = self._values(args, named)
-        checked = [self._checked(i, value, session) for i, value in enumerate(values)]
-        if n == 0:
-            if batch is not None:
-                raise ValueError(f"batch: {self.name} has no scattered inputs")
-            return tuple(self._whole(i, value) for i, value in enumerate(checked)), None
-
-        rows, low = self._select(checked[:n], batch)
-        located: list[Scattered | Whole] = []
-        index: SharedArray | None = None
-        for i, value in enumerate(checked):
-            copy = program.inputs[i].mutable
-            if i >= n:
-                located.append(self._whole(i, value))
-            elif not isinstance(value, Data):
-                # The master picks the rows while it copies: nothing is moved that isn't asked for.
-                kept = self._keep(i, value.dtype, value.ndim)
-                take(value, rows, kept.resized((len(rows), *value.shape[1:])))
-                located.append(Scattered(kept.where(), range(len(rows)), 0, copy))
-            else:
-                if index is None and not isinstance(rows, range):
-                    index = self._shared_index("batch", rows)
-                where: range | SharedArray = rows if isinstance(rows, range) else index  # type: ignore[assignment]
-                located.append(Scattered(value.where(), where, low if value.minibatch else 0, copy))
-        return tuple(located), len(rows)
-
-    def _checked(self, position: int, value: Any, session: Session) -> Data | np.ndarray:
-        entry = self._program.inputs[position]
-        called = f"input {position} ({entry.name or entry.variable}) of {self.name}"
-        if isinstance(value, Data):
-            value.check_session(session, called)
-            if value.dtype != entry.variable.type.dtype or value.ndim != entry.variable.type.ndim:
-                raise TypeError(
-                    f"{called}: expected {entry.variable.type.dtype} of {entry.variable.type.ndim} dimensions, "
-                    f"got Data of {value.dtype} and {value.ndim} dimensions"
-                )
-            checked: Data | np.ndarray = value
-        else:
-            try:
-                checked = self._program.library.filter(entry, value)
-            except (TypeError, ValueError, AttributeError) as error:
-                wrong = ValueError if isinstance(error, ValueError) else TypeError
-                raise wrong(f"{called}: expected {entry.variable.type}, got {_short(value)}: {error}") from None
-        fixed = self._program.library.fixed_shape(entry.variable)
-        if any(f is not None and f != s for f, s in zip(fixed, checked.shape, strict=True)):
-            raise ValueError(f"{called}: expected shape {fixed} (None is any length), got {checked.shape}")
-        return checked
-
-    def _select(self, values: Sequence[Data | np.ndarray], batch: Any) -> tuple[Selection, int]:
-        """Return the selected rows of all ranks together, and the lowest index among them."""
-        lengths = [len(v) for v in values if not (isinstance(v, Data) and v.minibatch)]
-        if not lengths and batch is None:
-            lengths = [len(v) for v in values]  # all are minibatches, and the batch is what they hold
-        if not lengths:
-            rows = _select_freely(batch)
-        else:
-            rows = select(batch, min(lengths))
-            # What counts from the end picks other rows where there are more of them.
-            if any(not np.array_equal(select(batch, length), rows) for length in set(lengths) - {min(lengths)}):
-                raise ValueError(
-                    f"{self.name}: scattered inputs need equally many rows, got {lengths}"
-                    + ("" if batch is None else f", of which batch={_short(batch)} picks different ones")
-                )
-        low = lowest(rows) if any(isinstance(v, Data) and v.minibatch for v in values) else 0
-        for i, value in enumerate(values):
-            if isinstance(value, Data) and value.minibatch and highest(rows) - low >= len(value):
-                raise IndexError(
-                    f"batch: input {i} is a minibatch of {len(value)} rows, but batch spans {highest(rows) - low + 1}"
-                )
-        return rows, low
-
-    def _whole(self, position: int, value: Data | np.ndarray) -> Whole:
-        if not isinstance(value, Data):
-            kept = self._keep(position, value.dtype, value.ndim)
-            kept.resized(value.shape)[...] = value
-            value = kept
-        return Whole(value.where(), self._program.inputs[position].mutable)
-
-    def _keep(self, key: Any, dtype: np.dtype, ndim: int) -> Data:
-        """Return the shared memory that is kept for an input."""
-        kept = self._kept.get(key)
-        session = ranks.session()
-        if kept is None or kept.dtype != dtype or not kept.belongs_to(session):
-            kept = self._kept[key] = Data(dtype, ndim)
-        return kept
-
-    def _shared_index(self, key: Any, index: np.ndarray) -> SharedArray:
-        kept = self._keep(key, np.dtype(np.int64), 1)
-        kept.resized(index.shape)[...] = index
-        return kept.where()
-
-    def _chosen(self, session: Session, batch_s: Any) -> tuple[Any, ...] | None:
-        """Check ``batch_s`` as far as the master can, and return each rank's."""
-        if batch_s is None:
-            return None
-        each = _one_a_rank(batch_s, session.size)
-        chosen: list[Any] = []
-        for r, one in enumerate([batch_s] if each is None else each):
-            if isinstance(one, slice):
-                select(one, 0, "batch_s")  # complains of bounds that are no integers
-                chosen.append(one)
-            else:
-                chosen.append(self._shared_index(("batch_s", r), _index_list(one, "batch_s")))
-        return tuple(chosen * session.size if each is None else chosen)
 
     # -- distributing ----------------------------------------------------------------------------------------
 
@@ -398,9 +267,6 @@ class Function:
         weakref.finalize(self, _release, reference, self._key)
 
 
-_MISSING = object()
-
-
 def _release(session: weakref.ref[Session], key: Any) -> None:
     alive = session()
     if alive is not None:
@@ -409,76 +275,6 @@ def _release(session: weakref.ref[Session], key: Any) -> None:
 
 def _presentable(result: Any) -> Any:
     return np.asarray(result) if isinstance(result, np.generic) else result
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        return f"an array of {value.dtype} and shape {value.shape}"
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _all_slices(batch_s: Any) -> bool:
-    """Whether every rank's choice is a run of rows."""
-    candidates = batch_s if isinstance(batch_s, list | tuple) else [batch_s]
-    return all(isinstance(one, slice) and one.step in (None, 1) for one in candidates) and len(candidates) > 0
-
-
-def _one_a_rank(batch_s: Any, size: int) -> list[Any] | None:
-    """Return a list of choices if ``batch_s`` is one, None if it is one choice for all ranks."""
-    if isinstance(batch_s, slice):
-        return None
-    if isinstance(batch_s, list | tuple) and any(
-        isinstance(one, slice | list | tuple | range) or isinstance(one, np.ndarray) and one.ndim for one in batch_s
-    ):
-        if len(batch_s) != size:
-            raise ValueError(f"batch_s: expected one choice of rows for each of {size} ranks, got {len(batch_s)}")
-        return list(batch_s)
-    if isinstance(batch_s, np.ndarray) and batch_s.ndim == 2:
-        return _one_a_rank(list(batch_s), size)
-    return None
-
-
-def _index_list(one: Any, name: str) -> np.ndarray:
-    """Check a list of indexes whose range only the rank knows."""
-    if isinstance(one, int | np.integer | str | bytes | dict | set) or not hasattr(one, "__len__"):
-        raise TypeError(f"{name}: expected a slice, a list of indexes, or a list of these, one a rank, got {one!r}")
-    try:
-        index = np.asarray(one)
-    except ValueError as error:
-        raise TypeError(f"{name}: expected a flat list of indexes, got {one!r}") from error
-    if index.ndim != 1:
-        raise ValueError(f"{name}: expected indexes in one dimension, got an array of shape {index.shape}")
-    if index.size == 0:
-        return np.empty(0, np.int64)
-    if index.dtype.kind not in "iu":
-        raise TypeError(f"{name}: expected integer indexes, got dtype {index.dtype}")
-    return index.astype(np.int64, copy=False)
-
-
-def _select_freely(batch: Any) -> Selection:
-    """Return the rows of a batch where every input is a minibatch, so that nothing bounds it."""
-    if isinstance(batch, slice):
-        select(batch, 0)  # complains of bounds that are no integers
-        far = batch.start if (batch.step or 1) < 0 else batch.stop
-        if far is None or min(far, batch.start or 0, batch.stop or 0) < 0:
-            raise ValueError(f"batch: with minibatch inputs alone a slice needs bounds from the start, got {batch!r}")
-        return select(batch, far + 1)
-    if isinstance(batch, int | np.integer) and not isinstance(batch, bool):
-        return select(batch, max(0, int(batch)))
-    if (
-        isinstance(batch, np.ndarray)
-        and batch.dtype == bool
-        or isinstance(batch, list)
-        and batch
-        and isinstance(batch[0], bool)
-    ):
-        return select(batch, len(batch))
-    endless = np.iinfo(np.int64).max
-    rows = select(batch, endless)
-    if highest(rows) > endless // 2:
-        raise IndexError(f"batch: with minibatch inputs alone indexes need to be from the start, got {_short(batch)}")
-    return rows
 
 
 def function(

@@ -1,0 +1,159 @@
+"""What the benchmarks share.
+
+`interleaved`
+    Runs several sides in turn and keeps their times.
+`Table`
+    Prints rows under a header, as they come.
+`bar`
+    Prints a figure beside its bar.
+`graph_library`
+    PyTensor or Theano.
+`processes`
+    The forked peers of a benchmark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+from time import perf_counter
+from types import ModuleType
+from typing import Any
+
+import synkhronos as synk
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Return how long a call takes."""
+    start = perf_counter()
+    call()
+    return perf_counter() - start
+
+
+def interleaved(
+    sides: Mapping[str, Callable[[], Any]], rounds: int, calls: int = 1, warm: int = 1
+) -> dict[str, list[float]]:
+    """Time several sides in turn.
+
+    Parameters
+    ----------
+    sides : dict of str to callable
+    rounds : int
+        How often each side has its turn; which side begins changes from round to round.
+    calls : int
+        Timed calls in each turn.
+    warm : int
+        Calls before these, not timed.
+
+    Returns
+    -------
+    dict of str to list of float
+        The seconds of each timed call.
+    """
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            call = sides[name]
+            for _ in range(warm):
+                call()
+            times[name] += [seconds(call) for _ in range(calls)]
+    return times
+
+
+def quartiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    ordered = sorted(times)
+    return ordered[len(ordered) // 4], median(ordered), ordered[3 * len(ordered) // 4]
+
+
+class Table:
+    """Prints rows under a header, as they come.
+
+    Parameters
+    ----------
+    columns : dict of str to int
+        Each column's title and width; the first is set flush left.
+    """
+
+    def __init__(self, columns: Mapping[str, int]):
+        self._widths = list(columns.values())
+        self.row(*columns)
+        print("-" * (sum(self._widths) + 2 * (len(self._widths) - 1)), flush=True)
+
+    def row(self, *cells: str) -> None:
+        """Print one row."""
+        first, *rest = zip(cells, self._widths, strict=True)
+        print("  ".join([f"{first[0]:<{first[1]}}", *(f"{c:>{w}}" for c, w in rest)]).rstrip(), flush=True)
+
+
+def bar(what: str, figure: float, unit: str = "", most: float | None = None, least: float | None = None) -> bool:
+    """Print a figure beside its bar, and return whether it passes."""
+    passed = (most is None or figure <= most) and (least is None or figure >= least)
+    words = f"at most {most:g}{unit}" if most is not None else f"at least {least:g}{unit}"
+    print(f"{'PASS' if passed else 'FAIL'}  {what}: {figure:.2f}{unit}  (bar: {words})", flush=True)
+    return passed
+
+
+def duration(time: float) -> str:
+    """Return seconds in a readable unit."""
+    for unit, scale in (("s ", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if time >= scale:
+            return f"{time / scale:.3g} {unit}" if time / scale < 100 else f"{time / scale:.0f} {unit}"
+    return f"{time * 1e9:.0f} ns"
+
+
+def size(nbytes: float) -> str:
+    """Return bytes in a readable unit."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def graph_library() -> tuple[ModuleType, ModuleType]:
+    """Return PyTensor and its tensors where it is installed, else Theano and its."""
+    name = "pytensor" if importlib.util.find_spec("pytensor") else "theano"
+    return importlib.import_module(name), importlib.import_module(f"{name}.tensor")
+
+
+def heading(title: str) -> None:
+    """Print what is measured, and on what."""
+    library, _ = graph_library()
+    load = os.getloadavg()[0]
+    print(
+        f"\n{title}\n{library.__name__} {library.__version__}, Python {platform.python_version()}, "
+        f"{len(os.sched_getaffinity(0))} cores, load {load:.1f} before the start\n",
+        flush=True,
+    )
+
+
+@contextlib.contextmanager
+def ranks(count: int) -> Iterator[int]:
+    """Fork ranks, and close them at the end."""
+    try:
+        yield synk.fork(count, use_gpu=False)
+    finally:
+        synk.close()
+
+
+@contextlib.contextmanager
+def processes(target: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> Iterator[None]:
+    """Fork one process for each tuple of arguments, and end them at the end."""
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=target, args=args, daemon=True) for args in arguments]
+    try:
+        for process in started:
+            process.start()
+        yield
+    finally:
+        for process in started:
+            process.terminate()
+            process.join()

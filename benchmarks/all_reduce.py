@@ -1,0 +1,171 @@
+"""How fast do ranks add up a large array?
+
+`synkhronos.all_reduce` of a float32 shared variable, beside
+
+- one process that adds two arrays with NumPy and copies the result once, into memory that was used before ("warm") and
+  into new memory ("cold"): what two ranks have to do at least, done by one;
+- the same all_reduce by PyTorch's gloo, in as many processes and with as many threads, if PyTorch is installed.
+
+The first row of each size has medians, which the bars are for; the second has the best times, which say what the
+machine can do when nothing else runs: two ranks need two cores at the same moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+import synkhronos as synk
+from benchmarks._measure import Table, bar, duration, graph_library, heading, ranks, seconds, size
+
+#: Bytes of the arrays: the bars are for the last.
+SIZES = (4_000, 4_000_000, 100_000_000)
+
+
+class Gloo:
+    """PyTorch's processes.
+
+    Parameters
+    ----------
+    python : str
+        The Python that has PyTorch.
+    count : int
+        The number of processes.
+    """
+
+    def __init__(self, python: str, count: int):
+        script = Path(__file__).with_name("_gloo.py")
+        self._process = subprocess.Popen(
+            [python, str(script), str(count)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        self.version = self._process.stdout.readline().removeprefix("ready ").strip()
+        self.there = bool(self.version)
+
+    def all_reduce(self, count: int) -> float:
+        """Reduce so many float32, and return the seconds that it took."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(count, file=self._process.stdin, flush=True)
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End the processes."""
+        self._process.communicate()
+
+
+class Ours:
+    """The ranks' side: one shared variable for each size."""
+
+    def __init__(self, count: int):
+        library, _ = graph_library()
+        self._count = count
+        self._s = library.shared(np.zeros(1, np.float32), "s")
+        self._f = synk.function([], [], updates=[(self._s, self._s)])
+
+    def prepare(self, items: int) -> None:
+        """Give each rank an array, and see once that what comes out is right."""
+        for r in range(self._count):
+            synk.set_value(r, self._s, np.full(items, 1 + r, np.float32))
+        synk.all_reduce(self._s, "sum")
+        expected = self._count * (self._count + 1) / 2
+        for r in range(self._count):
+            assert (synk.get_value(r, self._s) == expected).all()
+        synk.broadcast(self._s, np.full(items, 1e-30, np.float32))  # sums that stay far from infinity
+
+    def all_reduce(self) -> float:
+        """Reduce, and return the seconds that it took."""
+        return seconds(lambda: synk.all_reduce(self._s, "sum"))
+
+
+def numpy_sides(items: int) -> tuple[Callable[[], float], Callable[[], float]]:
+    """Return what one process does with two arrays, into used memory and into new."""
+    a, b = np.full(items, 1.0, np.float32), np.full(items, 2.0, np.float32)
+    c, d = np.zeros_like(a), np.zeros_like(a)
+
+    def add_and_copy() -> None:
+        np.add(a, b, out=c)
+        np.copyto(d, c)
+
+    return lambda: seconds(add_and_copy), lambda: seconds(lambda: np.add(a, b).copy())
+
+
+def rounds_for(nbytes: int, rounds: int) -> int:
+    """Return more rounds for small arrays."""
+    return rounds if nbytes > 10_000_000 else 10 * rounds
+
+
+def print_rows(table: Table, label: str, middle: dict[str, float], best: dict[str, float]) -> tuple[float, float]:
+    """Print medians and best times, and return the medians' ratios: ours to NumPy's, gloo's to ours."""
+    for name, time in ((label, middle), ("  best", best)):
+        ratios = time["ours"] / time["warm"], time.get("gloo", 0) / time["ours"]
+        table.row(
+            name,
+            *(duration(time[side]) for side in ("ours", "warm", "cold")),
+            duration(time["gloo"]) if "gloo" in time else "-",
+            f"{ratios[0]:.2f}",
+            f"{ratios[1]:.2f}" if "gloo" in time else "-",
+        )
+        if time is middle:
+            result = ratios
+    return result
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.all_reduce",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes (default: 4 KB, 4 MB, 100 MB)")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each side (default: %(default)s)")
+    parser.add_argument(
+        "--torch-python", default=sys.executable, metavar="PATH", help="a Python that has PyTorch (default: this one)"
+    )
+    options = parser.parse_args()
+
+    heading(f"all_reduce: the sum of float32 on {options.ranks} ranks")
+    gloo = Gloo(options.torch_python, options.ranks)
+    print(f"gloo: PyTorch {gloo.version}\n" if gloo.there else "gloo: left out, PyTorch is not installed\n")
+    table = Table({"": 8, "ours": 9, "NumPy": 9, "NumPy cold": 10, "gloo": 9, "ours/NumPy": 10, "gloo/ours": 9})
+    ratios: dict[int, tuple[float, float]] = {}
+    with ranks(options.ranks):
+        ours = Ours(options.ranks)
+        for nbytes in options.sizes:
+            items = nbytes // 4
+            ours.prepare(items)
+            warm, cold = numpy_sides(items)
+            sides: dict[str, Callable[[], float]] = {"ours": ours.all_reduce, "warm": warm, "cold": cold}
+            if gloo.there:
+                sides["gloo"] = lambda items=items: gloo.all_reduce(items)  # type: ignore[misc]
+            times: dict[str, list[float]] = {name: [] for name in sides}
+            for turn in range(rounds_for(nbytes, options.rounds)):
+                if turn % 8 == 0:
+                    ours.prepare(items)
+                for name, side in sides.items():
+                    side()  # after another's turn the caches hold the other's arrays, and processes sleep
+                    times[name].append(side())
+            middle = {name: median(values) for name, values in times.items()}
+            best = {name: min(values) for name, values in times.items()}
+            ratios[nbytes] = print_rows(table, size(nbytes), middle, best)
+    gloo.close()
+    largest = max(options.sizes)
+    print()
+    bar(f"time beside NumPy's add and copy, {size(largest)}", ratios[largest][0], " times", most=1.5)
+    if gloo.there:
+        bar(f"speed beside gloo, {size(largest)}", ratios[largest][1], " times", least=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Rows of the inputs: batch and minibatch.
+
+`batch` picks rows of the whole data, before they are shared out among ranks. Each rank copies its own, so that a
+shuffled batch costs each rank only its part.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+
+import synkhronos as synk
+
+try:
+    import pytensor as library
+    import pytensor.tensor as T
+except ImportError:
+    import theano as library
+    import theano.tensor as T
+
+
+def main() -> None:
+    """Run the demo."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="how many (default: %(default)s)")
+    n = synk.fork(parser.parse_args().ranks, use_gpu=False)
+    print(f"{n} ranks")
+
+    x, y = T.dmatrix("x"), T.lvector("y")
+    f = synk.function([x, y], [(x.sum(axis=1) * y, "gather"), (y.sum(), "sum")])
+    plain = library.function([x, y], [x.sum(axis=1) * y, y.sum()])
+    rng = np.random.default_rng(0)
+    points, labels = rng.integers(0, 9, (12, 2)).astype(float), np.arange(12)
+    x_data, y_data = f.build_inputs(points, labels)
+
+    def check(batch: Any, index: Any) -> None:
+        gathered, total = f(x_data, y_data, batch=batch)
+        print(f"   batch={batch!r}: labels' sum {int(total)}, {len(gathered)} rows")
+        for result, expected in zip((gathered, total), plain(points[index], labels[index]), strict=True):
+            assert np.array_equal(result, expected)
+
+    print("\n1. An int, a slice, a list of indexes, a mask")
+    check(5, slice(5))  # the first five
+    check(slice(2, None, 3), slice(2, None, 3))
+    check([11, 0, 3, 3], [11, 0, 3, 3])
+    mask = labels % 4 == 1
+    check(mask.tolist(), mask)
+
+    print("\n2. An epoch over shuffled rows, without a copy in the master")
+    seen = 0
+    for rows in np.array_split(rng.permutation(12), 3):
+        check(rows.tolist(), rows)
+        seen += len(rows)
+    assert seen == 12
+
+    print("\n3. Fewer rows than ranks: the others sit out")
+    check([6], [6])
+
+    print("\n4. A minibatch: Data that holds only the rows of the batch, from its lowest index on")
+    part = synk.data(points[4:8], var=x, minibatch=True)
+    print(f"   {part} beside {y_data}")
+    for batch in (slice(4, 8), [7, 4, 5]):
+        gathered, total = f(part, y_data, batch=batch)
+        print(f"   batch={batch!r}: {gathered.tolist()}")
+        assert np.array_equal(gathered, plain(points[batch], labels[batch])[0])
+
+    print("\n5. Both inputs are minibatches: what they hold is the batch")
+    x_part, y_part = f.build_inputs(points[:4], labels[:4], minibatch=True)
+    for start in range(0, 12, 4):  # as one would read from a file that is too large for the memory
+        x_part.set_value(points[start : start + 4])
+        y_part.set_value(labels[start : start + 4])
+        gathered, total = f(x_part, y_part)
+        print(f"   rows from {start} on: labels' sum {int(total)}")
+        assert np.array_equal(gathered, plain(points[start : start + 4], labels[start : start + 4])[0])
+
+    print("\n6. An index that isn't there is refused before any rank starts")
+    try:
+        f(x_data, y_data, batch=[3, 12])
+    except IndexError as error:
+        print(f"   IndexError: {error}")
+    else:
+        raise AssertionError("index 12 of 12 rows was taken")
+    synk.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,469 @@
+"""Train a network on MNIST on all cores, then in one process, and compare.
+
+The network is plain PyTensor or Theano code (class `MLP`). Synkhronos enters in `train_on_all_ranks`: four
+calls make the same network train data-parallel. `train_in_one_process` is the serial program beside it. Both
+start from the same weights and see the same batches. Dropout masks differ between ranks, so the two curves
+are alike but not the same; with ``--dropout 0`` they lie on one another.
+
+Run it with ``python3 run.py mnist``; ``python3 run.py mnist --help`` lists the options.
+
+Only the training steps are timed. Each run's first step, in which the graph library compiles, is not counted,
+nor is the validation; what was left out is printed.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pooch
+from threadpoolctl import threadpool_info, threadpool_limits
+from tqdm import tqdm
+
+import mnist
+import synkhronos as synk
+from synkhronos.extensions import updates
+from synkhronos.extensions.train import make_train_function, make_train_function_serial
+
+try:
+    import pytensor as graph_library
+    import pytensor.tensor as T
+except ImportError:
+    import theano as graph_library
+    import theano.tensor as T
+    from theano.sandbox.rng_mrg import MRG_RandomStreams
+
+matplotlib.use("Agg")
+graph_library.config.floatX = "float32"
+
+# The update rules and a learning rate that suits each on this problem.
+LEARNING_RATES = {
+    "sgd": 0.5,
+    "momentum": 0.1,
+    "nesterov_momentum": 0.1,
+    "adagrad": 0.02,
+    "rmsprop": 0.001,
+    "adadelta": 1.0,
+    "adam": 0.001,
+    "adamax": 0.002,
+    "amsgrad": 0.001,
+}
+# Validation and test go through the network in this many pieces, which bounds the memory that they need.
+EVALUATION_SLICES = 4
+
+
+class MLP:
+    """A multi-layer perceptron: fully connected layers with rectifiers, and a softmax at the end.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Number of units of each layer, the input and the output included.
+    dropout : float
+        The share of hidden units that a training step leaves out, from 0 up to 1.
+    seed : int
+        Of the initial weights and the dropout masks.
+
+    Attributes
+    ----------
+    x, y : tensor variables
+        Images, shape (n, sizes[0]), and labels, shape (n,).
+    params : list of shared variables
+        A matrix of weights and a vector of biases for each layer.
+    loss : scalar tensor variable
+        The mean cross-entropy, with dropout.
+    error : scalar tensor variable
+        The share of images whose most probable digit is not the label, without dropout.
+    """
+
+    def __init__(self, sizes: list[int], dropout: float, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.x = T.matrix("x")
+        self.y = T.ivector("y")
+        self.layers = []
+        for n_in, n_out in pairwise(sizes):
+            # He et al. (2015): keeps the variance of the activations from layer to layer.
+            weights = rng.normal(0, np.sqrt(2 / n_in), (n_in, n_out)).astype(np.float32)
+            biases = np.zeros(n_out, dtype=np.float32)
+            self.layers.append((graph_library.shared(weights, "W"), graph_library.shared(biases, "b")))
+        self.params = [param for layer in self.layers for param in layer]
+        self.loss = self._cross_entropy(self._scores(dropout, seed))
+        self.error = T.neq(T.argmax(self._scores(), axis=1), self.y).mean(dtype="float32")
+
+    def _scores(self, dropout: float = 0.0, seed: int = 0) -> Any:
+        """Return the last layer's values before the softmax."""
+        keep = np.float32(1 - dropout)
+        hidden = self.x
+        for number, (weights, biases) in enumerate(self.layers[:-1], start=1):
+            hidden = T.maximum(T.dot(hidden, weights) + biases, 0)
+            if dropout:
+                kept = uniform(hidden.shape, seed + number) < keep
+                # Dividing by the share that is kept leaves the expected value as it is.
+                hidden = hidden * T.cast(kept, "float32") / keep
+        weights, biases = self.layers[-1]
+        return T.dot(hidden, weights) + biases
+
+    def _cross_entropy(self, scores: Any) -> Any:
+        # Subtracting the largest score changes nothing but keeps exp() from overflowing.
+        scores = scores - scores.max(axis=1, keepdims=True)
+        log_probabilities = scores - T.log(T.exp(scores).sum(axis=1, keepdims=True))
+        return -log_probabilities[T.arange(self.y.shape[0]), self.y].mean()
+
+
+def uniform(shape: Any, seed: int) -> Any:
+    """Return random numbers from 0 to 1, new ones at each call of the function that they are in.
+
+    Parameters
+    ----------
+    shape : tensor variable
+        How many.
+    seed : int
+        Of the generator.
+
+    Returns
+    -------
+    tensor variable
+        The numbers, float32.
+    """
+    if graph_library.__name__ == "theano":
+        return MRG_RandomStreams(seed).uniform(size=shape, dtype="float32")
+    generator = T.random.shared_rng(seed=seed)
+    # The generator that the function leaves behind, for its next call.
+    generator.default_update, numbers = generator.uniform(size=shape, dtype="float32")
+    return numbers
+
+
+@dataclass
+class Run:
+    """What one training run showed.
+
+    Attributes
+    ----------
+    title : str
+        What to call it.
+    n_ranks, blas_threads : int
+        Processes, and threads of linear algebra in each.
+    losses : list of float
+        The mean training loss of each epoch.
+    errors : list of float
+        The validation error, from 0 to 1, before the first epoch and after each.
+    setup_seconds : float
+        From the start to the end of the first step: building, compiling, and for ranks forking.
+    seconds : float
+        Time in all training steps but the first.
+    n_images : int
+        Images that these steps saw.
+    test_accuracy : float
+        From 0 to 1, after the last epoch.
+    """
+
+    title: str
+    n_ranks: int
+    blas_threads: int
+    losses: list[float] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+    setup_seconds: float = 0.0
+    seconds: float = 0.0
+    n_images: int = 0
+    test_accuracy: float = 0.0
+
+    @property
+    def images_per_second(self) -> float:
+        """Speed of training; not a number when there was only one step, which is not timed."""
+        return self.n_images / self.seconds if self.seconds else float("nan")
+
+
+def train_on_all_ranks(digits: mnist.Digits, options: argparse.Namespace) -> Run:
+    """Train data-parallel: every rank computes the gradient for its share of each batch.
+
+    Parameters
+    ----------
+    digits : Digits
+        The data.
+    options : Namespace
+        The command line's.
+
+    Returns
+    -------
+    Run
+        Curves, times and accuracy.
+    """
+    start = perf_counter()
+    n_ranks = synk.fork(options.ranks)
+    model = MLP(options.sizes, options.dropout, options.seed)
+    train = make_train_function(
+        model.loss, model.params, model.x, model.y, options.rule, learning_rate=options.learning_rate
+    )
+    # "mean" weighs each rank and slice by its rows: exact for any number of images.
+    error = synk.function([model.x, model.y], (model.error, "mean"))
+    synk.distribute()
+    parts = [(synk.data(part.images, model.x), synk.data(part.labels, model.y)) for part in digits]
+
+    def evaluate(images: synk.Data, labels: synk.Data) -> float:
+        return float(error(images, labels, num_slices=EVALUATION_SLICES))
+
+    run = Run(f"{n_ranks} ranks", n_ranks, blas_threads())
+    fit(run, start, train, evaluate, parts, options)
+    synk.close()
+    return run
+
+
+def train_in_one_process(digits: mnist.Digits, options: argparse.Namespace) -> Run:
+    """Train the same network without ranks.
+
+    Parameters
+    ----------
+    digits : Digits
+        The data.
+    options : Namespace
+        The command line's.
+
+    Returns
+    -------
+    Run
+        Curves, times and accuracy.
+    """
+    start = perf_counter()
+    # The fair opponent: linear algebra on all cores, as in any program that does not use Synkhronos.
+    with threadpool_limits(len(os.sched_getaffinity(0))):
+        model = MLP(options.sizes, options.dropout, options.seed)
+        train = make_train_function_serial(
+            model.loss, model.params, model.x, model.y, options.rule, learning_rate=options.learning_rate
+        )
+        error = graph_library.function([model.x, model.y], model.error)
+        run = Run("one process", 1, blas_threads())
+        fit(run, start, train, lambda images, labels: float(error(images, labels)), digits, options)
+    return run
+
+
+def fit(
+    run: Run,
+    start: float,
+    train: Callable[..., Any],
+    evaluate: Callable[..., float],
+    parts: Sequence[tuple[Any, Any]],
+    options: argparse.Namespace,
+) -> None:
+    """Train for some epochs in shuffled batches, validate after each, and test at the end.
+
+    Parameters
+    ----------
+    run : Run
+        Where to put the results.
+    start : float
+        When the run began, by `perf_counter`.
+    train : callable
+        Called as ``train(images, labels, batch=rows)``; makes one step and returns the loss.
+    evaluate : callable
+        Called as ``evaluate(images, labels)``; returns the share of wrong answers.
+    parts : sequence of three tuples
+        Images and labels to train, to validate and to test, in the form that `train` and `evaluate` take.
+    options : Namespace
+        The command line's.
+    """
+    rng = np.random.default_rng(options.seed)
+    train_part, valid_part, test_part = parts
+    n_train = len(train_part[1])
+    n_batches = -(-n_train // options.batch_size)
+    run.errors.append(evaluate(*valid_part))
+    with tqdm(total=options.epochs * n_batches, desc=run.title, unit="batch") as bar:
+        for _ in range(options.epochs):
+            order = rng.permutation(n_train)
+            total_loss = 0.0
+            for first in range(0, n_train, options.batch_size):
+                rows = order[first : first + options.batch_size]
+                step_start = perf_counter()
+                total_loss += len(rows) * float(train(*train_part, batch=rows))
+                now = perf_counter()
+                if run.setup_seconds == 0:
+                    run.setup_seconds = now - start
+                else:
+                    run.seconds += now - step_start
+                    run.n_images += len(rows)
+                bar.update()
+            run.losses.append(total_loss / n_train)
+            run.errors.append(evaluate(*valid_part))
+            bar.set_postfix(loss=f"{run.losses[-1]:.4f}", validation_error=f"{run.errors[-1]:.2%}")
+    run.test_accuracy = 1 - evaluate(*test_part)
+
+
+def blas_threads() -> int:
+    """Return the number of threads that linear algebra uses in this process now.
+
+    Returns
+    -------
+    int
+        1 where no BLAS library that threadpoolctl knows is loaded.
+    """
+    return max((pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"), default=1)
+
+
+def print_table(runs: list[Run]) -> None:
+    """Print a line for each run.
+
+    Parameters
+    ----------
+    runs : list of Run
+        The speed-up is in relation to the last one.
+    """
+    print("\n             ranks  BLAS threads  seconds  images/s  speed-up  test accuracy")
+    print("                      in a rank")
+    for run in runs:
+        speed_up = run.images_per_second / runs[-1].images_per_second
+        print(
+            f"{run.title:<12} {run.n_ranks:5d}  {run.blas_threads:12d}  {run.seconds:7.2f}"
+            f"  {run.images_per_second:8,.0f}  {speed_up:8.2f}  {run.test_accuracy:13.1%}"
+        )
+    print("\nSeconds are those of the training steps, without each run's first step and without validation.")
+    for run in runs:
+        print(f"Not counted for {run.title}: {run.setup_seconds:.1f} s to start, build and compile.")
+
+
+def save_plot(runs: list[Run], path: Path) -> None:
+    """Draw the loss and the validation error of each run over the epochs.
+
+    Parameters
+    ----------
+    runs : list of Run
+        What to draw.
+    path : Path
+        The picture's file, whose suffix chooses the format.
+    """
+    # Its import waits for matplotlib.use() above.
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    # The curves may cover each other, so the first is wide and pale and the second thin and dashed.
+    styles = [
+        {"color": "tab:blue", "alpha": 0.45, "linewidth": 5},
+        {"color": "black", "linestyle": "--", "linewidth": 1.5},
+    ]
+    for run, style in zip(runs, styles, strict=False):
+        label = f"{run.title}, {run.seconds:.2f} s"
+        left.plot(range(1, len(run.losses) + 1), run.losses, label=label, **style)
+        right.plot(range(len(run.errors)), [100 * error for error in run.errors], label=label, **style)
+    left.set(title="Training", xlabel="epoch", ylabel="mean cross-entropy", yscale="log")
+    right.set(title="Validation", xlabel="epoch", ylabel="error in %", yscale="log")
+    for axes in (left, right):
+        axes.grid(alpha=0.3, which="both")
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def load_digits(options: argparse.Namespace) -> mnist.Digits:
+    """Load the data that the command line asks for.
+
+    Parameters
+    ----------
+    options : Namespace
+        The command line's.
+
+    Returns
+    -------
+    Digits
+        The data.
+    """
+    if not (options.data or options.download):
+        return mnist.load_embedded()
+    directory = options.data or Path(pooch.os_cache("synkhronos-mnist"))
+    try:
+        if options.download:
+            mnist.download(directory)
+        return mnist.load_idx(directory)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"train_mnist.py: {error}") from None
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line's options.
+
+    Returns
+    -------
+    Namespace
+        With the update rule itself in `rule`, and all layers' sizes in `sizes`.
+    """
+    parser = argparse.ArgumentParser(
+        prog="train_mnist.py",
+        description="Train a network on MNIST on all cores, then in one process, and compare.",
+    )
+    add = parser.add_argument
+    add("--data", type=Path, metavar="DIR", help="the full set's IDX files, instead of 5,000 digits")
+    add("--download", action="store_true", help="fetch the full set (11 MB), to --data or to a cache")
+    add("--ranks", type=int, metavar="N", help="processes (default: one for each core)")
+    add("--epochs", type=positive, default=30, metavar="N", help="passes over the digits (%(default)s)")
+    add("--batch-size", type=positive, default=500, metavar="N", help="images a step (%(default)s)")
+    add("--hidden", type=positive, nargs="+", default=[800, 800], metavar="N", help="layers (800 800)")
+    add("--dropout", type=float, default=0.5, metavar="P", help="hidden units to leave out (%(default)s)")
+    rules = list(LEARNING_RATES)
+    add("--rule", choices=rules, default="nesterov_momentum", help="the update rule (%(default)s)")
+    add("--learning-rate", type=float, metavar="R", help="(default: one that suits the rule)")
+    add("--seed", type=int, default=1, metavar="N", help="of weights, batches and dropout (%(default)s)")
+    add("--no-serial", action="store_true", help="leave out the training in one process")
+    add("--plot", type=Path, default=Path("mnist.png"), metavar="FILE", help="the curves (%(default)s)")
+    add("--target", type=float, default=92, metavar="PERCENT", help="test accuracy to reach (%(default)s)")
+    options = parser.parse_args()
+    if not 0 <= options.dropout < 1:
+        parser.error(f"argument --dropout: {options.dropout} is not from 0 up to 1")
+    if options.learning_rate is None:
+        options.learning_rate = LEARNING_RATES[options.rule]
+    options.rule = getattr(updates, options.rule)
+    options.sizes = [28 * 28, *options.hidden, 10]
+    return options
+
+
+def positive(text: str) -> int:
+    """Return the number that a text gives, if it is at least 1.
+
+    Parameters
+    ----------
+    text : str
+        An argument of the command line.
+
+    Returns
+    -------
+    int
+        The number.
+    """
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
+def main() -> int:
+    """Train both ways, print the table and save the plot.
+
+    Returns
+    -------
+    int
+        The exit status: 0 when the test accuracy is high enough.
+    """
+    options = parse_arguments()
+    digits = load_digits(options)
+    print(
+        f"{len(digits.train.labels):,} digits to train, {len(digits.valid.labels):,} to validate, "
+        f"{len(digits.test.labels):,} to test; layers of {', '.join(map(str, options.sizes))} units; "
+        f"{graph_library.__name__} {graph_library.__version__}"
+    )
+    runs = [train_on_all_ranks(digits, options)]
+    if not options.no_serial:
+        runs.append(train_in_one_process(digits, options))
+    print_table(runs)
+    save_plot(runs, options.plot)
+    print(f"Curves saved in {options.plot}.")
+    accuracy = 100 * runs[0].test_accuracy
+    reached = accuracy >= options.target
+    verdict = "reached" if reached else "NOT reached"
+    print(f"Test accuracy {accuracy:.1f} %; at least {options.target:g} % wanted: {verdict}.")
+    return 0 if reached else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,363 @@
+#!/usr/bin/env python3
+"""Make the environments in .venv/ and run the demos, the tests and the tools in them.
+
+On a machine with Python 3.11 nothing needs to be installed before::
+
+    python3 run.py mnist     # train on MNIST, on all cores
+    python3 run.py test      # all tests, with PyTensor and with Theano
+
+There are two environments, because PyTensor needs NumPy 2 and Theano 1.0.5 needs NumPy 1.23. They are made
+at the first use and kept; pip runs again only when pyproject.toml changes or a command needs more packages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import xml.etree.ElementTree
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+ENVIRONMENTS = ROOT / ".venv"
+OLDEST_PYTHON = (3, 11)
+# Theano 1.0.5 needs NumPy 1.23 and distutils; neither exists for Python 3.12.
+NEWEST_PYTHON_FOR_THEANO = (3, 11)
+
+
+def say(text: str) -> None:
+    """Tell the user what happens: on stderr, since `env` is used as ``$(python3 run.py env theano)``."""
+    print(f"run.py: {text}", file=sys.stderr, flush=True)
+
+
+def fail(text: str) -> SystemExit:
+    """Return the exception that ends run.py with a message."""
+    return SystemExit(f"run.py: {text}")
+
+
+def python_name() -> str:
+    """Return the running Python's name, as in ``Python 3.11``."""
+    return f"Python {sys.version_info[0]}.{sys.version_info[1]}"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Commands in other processes
+# ---------------------------------------------------------------------------------------------------------
+
+
+def child_variables() -> dict[str, str]:
+    """Return the environment variables of the commands."""
+    variables = dict(os.environ)
+    flags = variables.get("THEANO_FLAGS", "")
+    if "blas.ldflags" not in flags:
+        # Without it `import theano` asks numpy.distutils for a BLAS, which fails on NumPy 1.23.
+        variables["THEANO_FLAGS"] = f"{flags},blas.ldflags=".lstrip(",")
+    return variables
+
+
+def call(command: Sequence[object], to_stderr: bool = False) -> int:
+    """Run a command in the repository's root and return its exit status."""
+    words = [str(word) for word in command]
+    say(shlex.join(words))
+    stdout = sys.stderr if to_stderr else None
+    interrupted = False
+    with subprocess.Popen(words, cwd=ROOT, env=child_variables(), stdout=stdout) as process:
+        while process.returncode is None:
+            try:
+                process.wait()
+            except KeyboardInterrupt:
+                # The terminal sent the command the same Ctrl-C: it cleans up and ends, or goes on.
+                interrupted = True
+    if interrupted:
+        raise SystemExit(130)
+    # A signal's number is negative here; 128 more than the number is what a shell would say.
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def call_all(commands: Sequence[Sequence[object]]) -> int:
+    """Run every command, whatever the ones before it said, and return the first failure's exit status."""
+    statuses = [call(command) for command in commands]
+    return next((status for status in statuses if status != 0), 0)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Environments
+# ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment with this package and one graph library.
+
+    Parameters
+    ----------
+    name : str
+        The graph library, which is also the name of its extra in pyproject.toml.
+    """
+
+    name: str
+
+    @property
+    def directory(self) -> Path:
+        """Where the environment lies."""
+        return ENVIRONMENTS / self.name
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.directory / "bin" / "python"
+
+    @property
+    def stamp(self) -> Path:
+        """The file that says what was installed; it is there only while the environment is whole."""
+        return self.directory / "synkhronos.json"
+
+    def prepare(self, *extras: str) -> None:
+        """Make the environment, or bring it up to date, with these extras of pyproject.toml."""
+        with locked(ENVIRONMENTS / "lock"):
+            installed = self._installed()
+            wanted = sorted({self.name, *extras, *installed.get("extras", [])})
+            stamp = {
+                "root": str(ROOT),
+                "python": sys.version,
+                "pyproject": hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest(),
+                "extras": wanted,
+            }
+            if stamp == installed:
+                return
+            if not installed:
+                self._create()
+            # Removed meanwhile: an install that is cut short starts from nothing the next time.
+            self.stamp.unlink(missing_ok=True)
+            status = self._install(wanted)
+            if status == 0:
+                self._write(stamp)
+                return
+            if installed:
+                # pip failed before it changed anything, so what worked before works on without a network.
+                self._write(installed)
+            raise fail("pip could not install the packages; its messages are above.")
+
+    def _write(self, stamp: dict) -> None:
+        self.stamp.write_text(json.dumps(stamp, indent=2) + "\n")
+
+    def _installed(self) -> dict:
+        """Return what is installed, or nothing when the environment has to be made from scratch."""
+        try:
+            stamp = json.loads(self.stamp.read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return {}
+        # Another Python's packages do not load here, and a moved environment imports from its old place.
+        usable = stamp["python"] == sys.version and stamp["root"] == str(ROOT) and self.python.exists()
+        return stamp if usable else {}
+
+    def _create(self) -> None:
+        say(f"making {self.directory.relative_to(ROOT)} with {python_name()}")
+        if call([sys.executable, "-m", "venv", "--clear", self.directory], to_stderr=True) != 0:
+            raise fail(
+                f"could not make a virtual environment with {sys.executable}. "
+                "On Debian or Ubuntu the package python3-venv may be missing."
+            )
+
+    def _install(self, extras: Sequence[str]) -> int:
+        say(f"installing synkhronos[{','.join(extras)}]; the first time takes a few minutes")
+        pip = [self.python, "-m", "pip", "--disable-pip-version-check"]
+        package = f"{ROOT}[{','.join(extras)}]"
+        return call([*pip, "install", "--quiet", "--editable", package], to_stderr=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file, so that two starts of run.py do not install into one environment at once."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another run.py is installing; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+PYTENSOR = Environment("pytensor")
+THEANO = Environment("theano")
+BY_NAME = {environment.name: environment for environment in (PYTENSOR, THEANO)}
+
+
+def require_theano_python() -> None:
+    """End with a message when this Python is too new for Theano."""
+    if sys.version_info[:2] > NEWEST_PYTHON_FOR_THEANO:
+        raise fail(f"Theano 1.0.5 needs Python 3.11; this is {python_name()}.")
+
+
+def require_compiler(reason: str) -> None:
+    """End with a message when C++ extension modules cannot be compiled."""
+    if shutil.which("g++") is None:
+        raise fail(f"g++ was not found: {reason}. On Debian or Ubuntu: apt-get install g++")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        raise fail(f"{header} was not found: {reason}. On Debian or Ubuntu: apt-get install python3-dev")
+
+
+def prepare(name: str, *extras: str) -> Environment:
+    """Return the environment of that name with these extras installed."""
+    environment = BY_NAME[name]
+    if environment is THEANO:
+        require_theano_python()
+        require_compiler("Theano 1.0.5 compiles each function as C++")
+    environment.prepare(*extras)
+    return environment
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The commands of run.py
+# ---------------------------------------------------------------------------------------------------------
+
+
+def mnist(options: argparse.Namespace, rest: list[str]) -> int:
+    """Train on MNIST; options go to demos/mnist/train_mnist.py."""
+    environment = prepare(options.env, "demos")
+    return call([environment.python, "demos/mnist/train_mnist.py", *rest])
+
+
+def test(options: argparse.Namespace, rest: list[str]) -> int:
+    """Run the tests in each environment; further arguments go to pytest."""
+    require_compiler("the tests use Theano 1.0.5 and PyTensor's C mode")
+    names = [options.env] if options.env else list(BY_NAME)
+    left_out = []
+    if options.env is None and sys.version_info[:2] > NEWEST_PYTHON_FOR_THEANO:
+        names.remove(THEANO.name)
+        left_out.append(f"theano: left out, Theano 1.0.5 needs Python 3.11 and this is {python_name()}")
+        say(left_out[0])
+    extras = {PYTENSOR.name: ["jax", "demos", "test"], THEANO.name: ["demos", "test"]}
+    environments = [prepare(name, *extras[name]) for name in names]
+
+    summaries, statuses = [], []
+    for environment in environments:
+        report = environment.directory / "tests.xml"
+        report.unlink(missing_ok=True)
+        status = call([environment.python, "-m", "pytest", f"--junit-xml={report}", *rest])
+        statuses.append(status)
+        summaries.append(f"{environment.name}: {counts(report, status)}")
+    print("\n".join(summaries + left_out), flush=True)
+    return max(statuses)
+
+
+def counts(report: Path, status: int) -> str:
+    """Return how many tests passed, failed and were skipped, from pytest's report file."""
+    try:
+        suites = xml.etree.ElementTree.parse(report).getroot().findall("testsuite")
+    except (FileNotFoundError, xml.etree.ElementTree.ParseError):
+        return f"no result, pytest ended with exit status {status}"
+    total, failures, errors, skipped = (
+        sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "failures", "errors", "skipped")
+    )
+    failed = failures + errors
+    text = f"{total - failed - skipped} passed, {failed} failed"
+    return f"{text}, {skipped} skipped" if skipped else text
+
+
+def lint(options: argparse.Namespace, rest: list[str]) -> int:
+    """Check style, format and types: ruff and mypy."""
+    python = prepare(PYTENSOR.name, "dev").python
+    tools = ("ruff check", "ruff format --check", "mypy")
+    return call_all([[python, "-m", *tool.split()] for tool in tools])
+
+
+def docs(options: argparse.Namespace, rest: list[str]) -> int:
+    """Build the documentation into docs/_build/html; a warning is an error."""
+    python = prepare(PYTENSOR.name, "docs").python
+    return call([python, "-m", "sphinx", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html"])
+
+
+def bench(options: argparse.Namespace, rest: list[str]) -> int:
+    """Run one benchmark, or all of them; further arguments go to it."""
+    known = sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py") if not p.stem.startswith("_"))
+    if options.name and options.name not in known:
+        raise fail(f"there is no benchmark {options.name!r}; there are: {', '.join(known) or 'none'}")
+    names = [options.name] if options.name else known
+    python = prepare(options.env, "bench").python
+    return call_all([[python, "-m", f"benchmarks.{name}", *rest] for name in names])
+
+
+def demo(options: argparse.Namespace, rest: list[str]) -> int:
+    """Run one of the numbered scripts in demos/."""
+    scripts = sorted((ROOT / "demos").glob("demo_*.py"))
+    chosen = [p for p in scripts if p.stem.split("_")[1] == options.number]
+    if not chosen:
+        names = ", ".join(p.name for p in scripts) or "none"
+        raise fail(f"there is no demo {options.number}; there are: {names}")
+    return call([prepare(options.env).python, chosen[0], *rest])
+
+
+def env(options: argparse.Namespace, rest: list[str]) -> int:
+    """Print the path of an environment's Python, and make the environment if need be."""
+    print(prepare(options.name).python)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of run.py's arguments."""
+    result = argparse.ArgumentParser(
+        prog="run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = result.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(
+        function: Callable[[argparse.Namespace, list[str]], int],
+        passes_on: bool = False,
+        add_help: bool = True,
+    ) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            function.__name__,
+            help=function.__doc__,
+            description=function.__doc__,
+            add_help=add_help,
+            # Otherwise --e of a script's options would be taken for --env.
+            allow_abbrev=False,
+        )
+        sub.set_defaults(function=function, passes_on=passes_on)
+        return sub
+
+    def add_env(sub: argparse.ArgumentParser, default: str | None, text: str) -> None:
+        sub.add_argument("--env", choices=list(BY_NAME), default=default, help=text)
+
+    which = "the graph library to use (default: %(default)s)"
+    # --help goes to the script too, which lists its options.
+    add_env(add(mnist, passes_on=True, add_help=False), PYTENSOR.name, which)
+    add_env(add(test, passes_on=True), None, "test in this environment only (default: in both)")
+    add(lint)
+    add(docs)
+    bench_parser = add(bench, passes_on=True)
+    bench_parser.add_argument("name", nargs="?", help="a module in benchmarks/ (default: all of them)")
+    add_env(bench_parser, PYTENSOR.name, which)
+    demo_parser = add(demo, passes_on=True)
+    demo_parser.add_argument("number", help="which one")
+    add_env(demo_parser, PYTENSOR.name, which)
+    add(env).add_argument("name", choices=list(BY_NAME), help="the environment")
+    return result
+
+
+def main() -> int:
+    """Run the command that the user named."""
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        raise fail(f"Synkhronos needs Python 3.11 or newer; this is {python_name()}.")
+    arguments = parser()
+    options, rest = arguments.parse_known_args()
+    if rest and not options.passes_on:
+        arguments.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options.function(options, rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

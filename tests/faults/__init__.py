@@ -1,0 +1,1 @@
+"""Programs that are hurt at a chosen moment, and what watches them."""

@@ -1,0 +1,197 @@
+"""Starts a real program in a session of its own, hurts it, and sees what is left of it.
+
+`Program`
+    The process: what it tells, what it prints, and how it ends.
+`lives`, `state`
+    What the system says of a process.
+
+Every wait has a limit.  What the program tells comes through a pipe that all its processes hold, so that the pipe's end
+is the end of them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+#: Seconds for anything that should take a moment, on a machine that is busy with other things.
+LIMIT = 30
+#: Seconds from a fault to its error.
+PROMPT = 2
+_HERE = pathlib.Path(__file__).parent
+
+
+class Program:
+    """A scenario of `scenarios.py`, running.
+
+    Parameters
+    ----------
+    scenario : str
+        The function in `scenarios.py`.
+    *command : str
+        What to put in front of Python, such as ``unshare -m``.
+    **arguments
+        For the scenario, as JSON can carry them.
+    """
+
+    def __init__(self, scenario: str, *command: str, pass_on: dict[str, Any] | None = None, **arguments: Any):
+        self._read, events = os.pipe()
+        release, self._release = os.pipe()
+        self._text = b""
+        self.told: list[dict[str, Any]] = []
+        self.output = tempfile.TemporaryFile("w+")
+        self._names = names()
+        environment = {
+            **os.environ,
+            "FAULTS_EVENTS": str(events),
+            "FAULTS_RELEASE": str(release),
+            "PYTHONPATH": os.pathsep.join([str(_HERE.parent), str(_HERE.parent.parent)]),
+        }
+        self.process = subprocess.Popen(
+            [*command, sys.executable, str(_HERE / "scenarios.py"), scenario, json.dumps(arguments)],
+            start_new_session=True,
+            pass_fds=(events, release),
+            env=environment,
+            **{"stdin": subprocess.DEVNULL, "stdout": self.output, "stderr": self.output, **(pass_on or {})},
+        )
+        os.close(events)
+        os.close(release)
+
+    @property
+    def pid(self) -> int:
+        """The master's process, and the number of the session."""
+        return self.process.pid
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.wait(LIMIT)
+        os.close(self._read)
+        self.release()
+        self.output.close()
+
+    # -- what it tells ---------------------------------------------------------------------------------------
+
+    def printed(self) -> str:
+        """Return all that it has printed."""
+        self.output.seek(0)
+        return self.output.read()
+
+    def release(self) -> None:
+        """Let the ranks go that hold."""
+        if self._release is not None:
+            os.close(self._release)  # the end of a pipe is there for everyone to see, however often they look
+            self._release = None
+
+    def next(self, limit: float = LIMIT) -> dict[str, Any] | None:
+        """Return what it tells next, None if it and all its processes have ended; fail if it is silent."""
+        deadline = time.monotonic() + limit
+        while b"\n" not in self._text:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._read], [], [], left)[0]:
+                raise AssertionError(f"silent for {limit} s after {self.told}\n{self.printed()}")
+            more = os.read(self._read, 1 << 16)
+            if not more:
+                return None
+            self._text += more
+        line, self._text = self._text.split(b"\n", 1)
+        self.told.append(json.loads(line))
+        return self.told[-1]
+
+    def wait(self, event: str, limit: float = LIMIT) -> dict[str, Any]:
+        """Return what it tells with this event."""
+        deadline = time.monotonic() + limit
+        while True:
+            told = self.next(deadline - time.monotonic())
+            assert told is not None, f"it ended before {event!r}, after {self.told}\n{self.printed()}"
+            if told["event"] == event:
+                return told
+
+    def is_silent(self, seconds: float) -> bool:
+        """Whether it tells nothing for so long."""
+        return not self._text and not select.select([self._read], [], [], seconds)[0]
+
+    # -- what is done to it ----------------------------------------------------------------------------------
+
+    def hurt(self, pid: int | None, number: int) -> float:
+        """Send a signal to one process, or to all of them for None, as a terminal does, and return when."""
+        moment = time.monotonic()
+        if pid is None:
+            os.killpg(self.pid, number)
+        else:
+            os.kill(pid, number)
+        return moment
+
+    # -- what is left of it ----------------------------------------------------------------------------------
+
+    def end(self, limit: float = LIMIT) -> int:
+        """Wait for the master's end, and return its exit code."""
+        try:
+            return self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still there after {limit} s; told {self.told}\n{self.printed()}") from None
+
+    def nothing_left(self, limit: float = 1) -> None:
+        """Check that all processes are gone, that nothing is left in /dev/shm, and return what was told last."""
+        deadline = time.monotonic() + limit
+        try:
+            while self.next(max(0.001, deadline - time.monotonic())) is not None:
+                pass
+        except AssertionError:
+            raise AssertionError(f"{members(self.pid)} are left\n{self.printed()}") from None
+        while members(self.pid):  # the pipe is closed a moment before the process is gone
+            assert time.monotonic() < deadline, f"{members(self.pid)} are left"
+            time.sleep(0.005)
+        # Other programs may use the library just now: their names stay for a moment only.
+        while left := names() - self._names:
+            assert time.monotonic() < deadline + 0.5, f"{left} are left in /dev/shm"
+            time.sleep(0.005)
+
+
+def names() -> set[str]:
+    """Return the names in /dev/shm that look like the library's."""
+    return {name for name in os.listdir("/dev/shm") if "synkhronos" in name}
+
+
+def state(pid: int) -> str:
+    """Return a process' state as the system writes it: R, S, T for stopped, Z for a zombie; "" if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def until_state(pid: int, wanted: str) -> None:
+    """Wait until a process is in a state."""
+    deadline = time.monotonic() + LIMIT
+    while state(pid) != wanted:
+        assert time.monotonic() < deadline, f"{pid} is {state(pid)!r}, not {wanted!r}"
+        time.sleep(0.001)
+
+
+def members(session: int) -> dict[int, str]:
+    """Return the processes of a session that still run, and their states; zombies are their parent's business."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                with open(f"/proc/{name}/stat") as stat:
+                    fields = stat.read().rsplit(")", 1)[1].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(fields[3]) == session and fields[0] not in "ZX":
+                found[int(name)] = fields[0]
+    return found

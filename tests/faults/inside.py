@@ -1,0 +1,286 @@
+"""What the hurt programs have in common; on the master and in the workers alike.
+
+`tell`, `attempt`, `footprint`
+    What the harness learns.
+`reach`, `plant`
+    Points in the program, and what happens there.
+`Point`
+    An operation of the graph library that reaches points when it is unpickled, built, and performed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from library import NAME, shared, tensor
+
+import synkhronos as synk
+from synkhronos import collectives, ranks
+from synkhronos.devices.host import HostCommunicator
+
+if NAME == "pytensor":
+    from pytensor.graph.basic import Apply
+    from pytensor.graph.op import Op
+else:
+    from theano.gof import Apply, Op
+
+_EVENTS = int(os.environ.get("FAULTS_EVENTS", -1))
+_RELEASE = int(os.environ.get("FAULTS_RELEASE", -1))
+
+#: This process' rank, once `know` has run.
+RANK: int | None = None
+#: What happens at a point, after how many times.
+PLANS: dict[str, tuple[int, str]] = {}
+
+
+# -- what the harness learns ---------------------------------------------------------------------------------
+
+
+def tell(event: str, **data: Any) -> None:
+    """Tell the harness; short enough to be written at once."""
+    line = json.dumps({"event": event, "time": time.monotonic(), "pid": os.getpid(), "rank": RANK, **data})
+    assert len(line) < select.PIPE_BUF, line
+    os.write(_EVENTS, line.encode() + b"\n")
+
+
+def attempt(call: Any) -> dict[str, Any]:
+    """Return what a call returned, or raised, and when it did."""
+    try:
+        value = call()
+    except BaseException as error:
+        return {
+            "ended": time.monotonic(),
+            "error": type(error).__name__,
+            "message": str(error)[:900],
+            "effect": next((line for line in str(error).splitlines() if "updates were applied" in line), ""),
+            "notes": [note[:300] for note in getattr(error, "__notes__", [])],
+            "worker": getattr(error, "rank", None),
+            "failures": {str(r): line[:100] for r, line in getattr(error, "failures", {}).items()},
+            "traceback": getattr(error, "worker_traceback", "")[-300:],
+        }
+    return {"ended": time.monotonic(), "value": np.asarray(value).tolist() if value is not None else None}
+
+
+def children() -> list[int]:
+    """Return this process' children, zombies among them."""
+    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as listed:
+        return [int(child) for child in listed.read().split()]
+
+
+def footprint() -> dict[str, Any]:
+    """Return what a program must have no more of after a fault than before it."""
+    files = sorted(os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in _files())
+    with open("/proc/self/maps") as maps:
+        mapped = sum("synkhronos" in line or "/dev/zero" in line or "/dev/shm" in line for line in maps)
+    return {"files": files, "maps": mapped, "children": children()}
+
+
+def _files() -> list[int]:
+    return [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+
+
+# -- points --------------------------------------------------------------------------------------------------
+
+
+def reach(point: str) -> None:
+    """Do what was planted for this point."""
+    plan = PLANS.get(point)
+    if plan is None:
+        return
+    skip, action = plan
+    if skip:
+        PLANS[point] = skip - 1, action
+        return
+    del PLANS[point]
+    _act(action, point)
+
+
+def _act(action: str, point: str) -> None:
+    kind, _, what = action.partition(":")
+    if kind == "raise":
+        raise {"ValueError": ValueError, "MemoryError": MemoryError, "OSError": OSError}[what](f"{point} on {RANK}")
+    if kind == "raise-silent":
+        raise Silent
+    if kind == "raise-long":
+        raise ValueError("\N{SNOWMAN}" * 1_000_000)
+    tell("inside", point=point)
+    if kind == "kill":
+        os.kill(os.getpid(), signal.Signals[what])
+        time.sleep(60)
+    elif kind == "_exit":
+        os._exit(int(what))
+    elif kind == "exit":
+        sys.exit(int(what))
+    elif kind == "memory":
+        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + (64 << 20), resource.RLIM_INFINITY))
+        try:
+            np.ones(1 << 28)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    elif kind == "hold":
+        hold(what)
+    else:
+        raise AssertionError(action)
+
+
+class Silent(Exception):
+    """An exception that can't even say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def _address_space() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[0]) * resource.getpagesize()
+
+
+class _Poll(ctypes.Structure):
+    _fields_ = [("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short)]
+
+
+def hold(how: str) -> None:
+    """Wait until the harness lets go: in Python, or as compiled code does, with no Python running meanwhile."""
+    if how == "python":
+        deadline = time.monotonic() + 60
+        while not select.select([_RELEASE], [], [], 0.01)[0]:
+            if time.monotonic() > deadline:
+                raise TimeoutError
+    else:
+        poll = ctypes.PyDLL(None).poll  # keeps the interpreter's lock
+        deadline = time.monotonic() + 60
+        while poll(ctypes.byref(_Poll(_RELEASE, select.POLLIN, 0)), 1, 60_000) < 1 and time.monotonic() < deadline:
+            pass
+
+
+@dataclass(frozen=True)
+class Know:
+    """Let each process know its rank."""
+
+    def run(self, rank: ranks.Rank) -> Any:
+        global RANK
+        RANK = rank.number
+        return rank.exchange(os.getpid())
+
+
+@dataclass(frozen=True)
+class Plant:
+    """Have something happen at a point, on some ranks."""
+
+    point: str
+    action: str
+    on: tuple[int, ...]
+    skip: int = 0
+
+    def run(self, rank: ranks.Rank) -> None:
+        PLANS.clear()
+        if rank.number in self.on:
+            PLANS[self.point] = self.skip, self.action
+
+
+def know() -> dict[int, int]:
+    """Return each rank's process."""
+    return dict(enumerate(ranks.session().run(Know())))
+
+
+def plant(point: str, action: str, on: Any, skip: int = 0) -> None:
+    """Have something happen at a point, on some ranks."""
+    ranks.session().run(Plant(point, action, tuple(on), skip))
+
+
+def instrument() -> None:
+    """Put points into the library: where collectives find variables, and where they go on to the next chunk."""
+    real_stored, real_halves = collectives.stored, HostCommunicator._next_halves
+
+    def stored(rank: ranks.Rank, key: Any) -> Any:
+        reach("stored")
+        return real_stored(rank, key)
+
+    def halves(self: HostCommunicator) -> Any:
+        reach("chunk")
+        return real_halves(self)
+
+    collectives.stored = stored
+    HostCommunicator._next_halves = halves
+
+
+class Point(Op):
+    """The identity, which reaches points."""
+
+    __props__ = ()
+
+    def make_node(self, x: Any) -> Any:
+        return Apply(self, [x], [x.type()])
+
+    def prepare_node(self, *_: Any, **__: Any) -> None:
+        reach("build")
+
+    def perform(self, node: Any, inputs: Any, outputs: Any, *_: Any) -> None:
+        reach("perform")
+        outputs[0][0] = inputs[0].copy()
+
+    def __reduce__(self) -> Any:
+        return _unpickled, ()
+
+
+def _unpickled() -> Point:
+    reach("unpickle")
+    return Point()
+
+
+class Arguments:
+    """A command that fails, or worse, where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return _unpickled_command, ()
+
+    def run(self, rank: ranks.Rank) -> str:
+        return "done"
+
+
+def _unpickled_command() -> Arguments:
+    reach("arguments")
+    return Arguments()
+
+
+# -- what the programs do ------------------------------------------------------------------------------------
+
+
+class Work:
+    """A function and shared variables: what works before a fault, and has to work after it."""
+
+    def __init__(self) -> None:
+        x = tensor.dvector("x")
+        self.w = shared(np.zeros(2), "w")
+        self.big = shared(np.zeros(300_000), "big")  # 2.4 MB: three chunks of scratch memory
+        outputs = [(Point()(x).sum(), "sum"), (self.big[0] + x.sum(), None)]
+        self.f = synk.function([x], outputs, updates=[(self.w, self.w + 1, "sum")], name="f")
+        self.n = 0
+
+    def call(self, **kwargs: Any) -> float:
+        """Return 15.0, and add one to w on each rank, for each slice."""
+        return float(self.f(np.arange(6.0), **kwargs)[0])
+
+    def check(self) -> list[Any]:
+        """Return what is 15.0, all equal and all right where everything works, after new values everywhere."""
+        synk.broadcast([self.w, self.big], [np.ones(2), np.ones(300_000)])
+        value = self.call()
+        synk.all_reduce([self.w, self.big], "sum")
+        n = synk.get_lengths(self.w)
+        big = synk.gather(self.big)
+        return [value, synk.gather(self.w).tolist(), bool((big == len(n)).all()), len(n)]
+
+
+def right(n: int) -> list[Any]:
+    """Return what `Work.check` returns on n ranks where all is right."""
+    return [15.0, [[2.0 * n] * 2] * n, True, n]

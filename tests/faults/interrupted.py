@@ -1,0 +1,1 @@
+"""The programs that Ctrl-C is pressed in."""

@@ -1,0 +1,377 @@
+"""The programs that are hurt: `python scenarios.py NAME JSON`.
+
+They leave by the interpreter's ordinary end, so that what runs at exit is tested too.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from faults import inside
+from faults.inside import Arguments, Work, attempt, children, footprint, hold, know, plant, reach, right, tell
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.ranks import worker
+
+N = 3
+
+#: Where the fault happens, and the point in the program that is.
+POINTS = {
+    "call": "perform",
+    "slice": "perform",
+    "collective": "chunk",
+    "distribute": "unpickle",
+    "build": "build",
+    "arguments": "arguments",
+}
+
+
+def _operation(where: str, work: Work, name: str) -> Any:
+    if where in ("idle", "call", "distribute", "build", "fork"):
+        return work.call
+    if where == "slice":
+        return lambda: work.call(num_slices=2)
+    if where == "arguments":
+        return lambda: ranks.session().run(Arguments())
+    return lambda: _collective(name, work.big)
+
+
+def _collective(name: str, variable: Any) -> Any:
+    values = np.full(300_000, 2.0)
+    arguments = {
+        "scatter": (variable, values),
+        "broadcast": (variable,),
+        "set_value": (1, variable, values),
+        "get_value": (1, variable),
+    }.get(name, (variable, "sum") if "reduce" in name else (variable,))
+    result = getattr(synk, name)(*arguments)
+    return np.asarray(result).ravel()[:3].tolist() if result is not None else None
+
+
+def at_a_point(
+    where: str, action: str = "hold:python", on: Any = (2,), skip: int = 0, name: str = "all_reduce", point: str = ""
+) -> None:
+    """Reach a point in which something happens, look at what came of it, and work on."""
+    inside.instrument()
+    before = footprint()
+    synk.fork(N, use_gpu=False)
+    pids = know()
+    work = Work()
+    if where not in ("distribute", "build"):
+        assert work.call() == 15.0
+    if where == "build":
+        synk.distribute()
+    if where == "idle":
+        tell("ready", pids=pids)
+        hold("python")
+    else:
+        plant(point or POINTS[where], action, on, skip)
+        tell("ready", pids=pids)
+    tell("outcome", **attempt(_operation(where, work, name)))
+    after(before, work)
+
+
+def after(before: dict[str, Any], work: Work | None) -> None:
+    """Tell whether the ranks go on, whether they compute what is right, and what is left when they are closed."""
+    if _closed():
+        tell("dead", before=before, after=footprint())
+        synk.fork(N, use_gpu=False)
+        know()
+        work = Work()
+    else:
+        assert work is not None
+        plant("none", "none", ())
+        tell("alive", w=[float(w[0]) for w in synk.gather(work.w)] if work.f._session is not None else None)
+    tell("works", right=right(N), **attempt(work.check))
+    synk.close()
+    tell("closed", before=before, after=footprint())
+
+
+def _closed() -> bool:
+    try:
+        ranks.session()
+    except RuntimeError:
+        return True
+    return False
+
+
+def at_fork(how: str, on: int = 2) -> None:
+    """Fork, with something that happens in the master, or in a worker, while it does."""
+    before = footprint()
+    real_fork, real_leave = os.fork, worker._leave_the_masters_things
+    forked: list[int] = []
+
+    def fork() -> int:
+        if len(forked) == 2 and how == "raise":
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        pid = real_fork()
+        if pid:
+            forked.append(pid)
+            if len(forked) == 2 and how == "master":
+                tell("inside", pids={0: os.getpid()})
+                hold("python")
+        return pid
+
+    def leave(*arguments: Any) -> None:
+        number = len(forked) + 1
+        real_leave(*arguments)
+        if number == on and how == "worker":
+            tell("inside", pids={on: os.getpid()})
+            hold("python")
+
+    os.fork, worker._leave_the_masters_things = fork, leave
+    outcome = attempt(lambda: synk.fork(4, use_gpu=False))
+    os.fork, worker._leave_the_masters_things = real_fork, real_leave
+    tell("outcome", **outcome)
+    tell("dead", before=before, after=footprint())
+    if "error" in outcome:
+        synk.fork(N, use_gpu=False)
+        tell("works", right=right(N), **attempt(Work().check))
+    synk.close()
+    tell("closed", before=before, after=footprint())
+
+
+def never_returns(timeout: float) -> None:
+    """Wait for a rank that never comes, for as long as the user allows."""
+    before = footprint()
+    synk.fork(N, use_gpu=False, timeout=timeout)
+    know()
+    work = Work()
+    assert work.call() == 15.0
+    plant("perform", "hold:compiled", (1,))
+    began = time.monotonic()
+    outcome = attempt(work.call)
+    tell("outcome", began=began, **outcome)
+    after(before, None)
+
+
+def no_room() -> None:
+    """Use the library where /dev/shm is as good as full: 8 MB, of which the program takes what it can."""
+    before = footprint()
+    synk.fork(N, use_gpu=False)
+    know()
+    work = Work()
+    kept = synk.data(np.arange(1000.0))
+    hog = []
+    while True:
+        try:
+            hog.append(synk.data(shape=1 << 16, dtype="float64"))
+        except MemoryError:
+            break
+    with open("/dev/shm/filler", "wb") as filler:  # what remains, to the last page
+        try:
+            while True:
+                filler.write(bytes(4096))
+                filler.flush()
+        except OSError:
+            pass
+    tell("data", **attempt(lambda: synk.data(np.ones(100_000))))
+    tell("grow", **attempt(lambda: kept.set_length(100_000)))
+    tell("kept", right=bool((np.asarray(kept) == np.arange(1000.0)).all()))
+    tell("call", **attempt(lambda: work.f(np.ones(100_000))))
+    tell("distribute", **attempt(synk.distribute))
+    tell("collective", **attempt(lambda: synk.broadcast(work.big, np.ones(300_000))))
+    other = attempt(lambda: [synk.close(), synk.fork(N, use_gpu=False)][1])
+    tell("fork", **other)
+    os.unlink("/dev/shm/filler")
+    hog.clear()
+    work = Work()
+    tell("works", right=right(N), **attempt(work.check))
+    synk.close()
+    tell("closed", before=before, after=footprint())
+
+
+def few_files(who: str, spare: int) -> None:
+    """Run out of file descriptors: in the master at fork or when it makes segments, or in a worker."""
+    synk.fork(N, use_gpu=False)  # what opens files once and for all has done so
+    synk.close()
+    before = footprint()
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(before["files"]) + spare, usual[1]
+    if who == "fork":
+        resource.setrlimit(resource.RLIMIT_NOFILE, few)
+        tell("outcome", **attempt(lambda: synk.fork(8, use_gpu=False)))
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        tell("dead", before=before, after=footprint())
+        synk.fork(N, use_gpu=False)
+    else:
+        synk.fork(N, use_gpu=False)
+        know()
+        if who == "master":
+            few = len(footprint()["files"]) + spare, usual[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, few)
+            made = [synk.data(np.full(10, i)) for i in range(60)]
+            tell("outcome", value=all(int(d[0]) == i for i, d in enumerate(made)), ended=time.monotonic())
+            resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        else:
+            work = Work()
+            synk.distribute()
+            ranks.session().run(Limit(2, 0))
+            tell("outcome", **attempt(work.call))
+            ranks.session().run(Limit(2, usual[0]))
+            tell("again", **attempt(work.call))
+            work.f._kept.clear()
+    tell("works", right=right(N), **attempt(Work().check))
+    synk.close()
+    tell("closed", before=before, after=footprint())
+
+
+class Limit:
+    """Allow a rank only so many open files more."""
+
+    def __init__(self, who: int, files: int):
+        self.who, self.files = who, files
+
+    def run(self, rank: ranks.Rank) -> None:
+        if rank.number == self.who:
+            files = self.files or len(os.listdir("/proc/self/fd")) - 1
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def unmappable() -> None:
+    """Make a segment that a worker's address space has no room for."""
+    before = footprint()
+    synk.fork(N, use_gpu=False)
+    know()
+    work = Work()
+    synk.distribute()
+    ranks.session().run(LimitSpace(2, 32 << 20))
+    rows = np.ones(12_000_000)
+    tell("outcome", **attempt(lambda: work.f(rows)))
+    ranks.session().run(LimitSpace(2, -1))
+    tell("again", **attempt(work.call))
+    tell("works", right=right(N), **attempt(work.check))
+    synk.close()
+    tell("closed", before=before, after=footprint())
+
+
+class LimitSpace:
+    """Allow a rank only so many more bytes of address space."""
+
+    def __init__(self, who: int, spare: int):
+        self.who, self.spare = who, spare
+
+    def run(self, rank: ranks.Rank) -> None:
+        if rank.number == self.who:
+            limit = resource.RLIM_INFINITY if self.spare < 0 else inside._address_space() + self.spare
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+
+def unpicklable() -> None:
+    """Distribute a graph that can't be pickled."""
+    before = footprint()
+    synk.fork(N, use_gpu=False)
+    know()
+    work = Work()
+    assert work.call() == 15.0
+
+    class Local(inside.Point):
+        def __reduce__(self) -> Any:
+            return super(inside.Point, self).__reduce__()
+
+    x = inside.tensor.dvector("x")
+    g = synk.function([x], (Local()(x).sum(), "sum"), name="g")
+    tell("outcome", **attempt(synk.distribute))
+    tell("again", **attempt(lambda: g(np.ones(3))))
+    del g
+    after(before, work)
+
+
+def announced_to_the_dead() -> None:
+    """Make a segment after a worker has died, which nobody has noticed yet."""
+    before = footprint()
+    synk.fork(N, use_gpu=False)
+    pids = know()
+    work = Work()
+    assert work.call() == 15.0
+    tell("ready", pids=pids)
+    hold("python")
+    kept = synk.data(np.arange(6.0))
+    tell("outcome", **attempt(lambda: work.f(kept)))
+    del kept
+    after(before, None)
+
+
+def from_a_thread() -> None:
+    """Fork in a thread, which ends, and work on in another."""
+    before = footprint()
+    results: list[Any] = []
+
+    def in_a_thread(call: Any) -> Any:
+        thread = threading.Thread(target=lambda: results.append(attempt(call)))
+        thread.start()
+        thread.join(20)
+        return results.pop()
+
+    tell("fork", **in_a_thread(lambda: synk.fork(N, use_gpu=False)))
+    pids = know()
+    work = Work()
+    assert work.call() == 15.0
+    tell("outcome", **in_a_thread(work.call))
+    tell("ready", pids=pids)
+    if os.environ.get("FAULTS_HOLD"):
+        hold("python")
+    tell("works", right=right(N), **attempt(work.check))
+    in_a_thread(synk.close)
+    tell("closed", before=before, after=footprint())
+
+
+def deaf_and_mute() -> None:
+    """Work where standard input, output and error are closed."""
+    before = footprint()
+    synk.fork(N, use_gpu=False)
+    know()
+    work = Work()
+    tell("works", right=right(N), **attempt(work.check))
+    synk.close()
+    tell("closed", before=before, after=footprint())
+
+
+class Print:
+    """Print much on every worker, where nobody reads."""
+
+    def run(self, rank: ranks.Rank) -> None:
+        if not rank.is_master:
+            print("x" * 100_000)
+
+
+def printing_into_nothing() -> None:
+    """Print in a worker when the reader of the pipe has gone, as in ``python script.py | head -1``."""
+    before = footprint()
+    synk.fork(N, use_gpu=False)
+    know()
+    work = Work()
+    tell("ready")
+    hold("python")
+    tell("outcome", **attempt(lambda: ranks.session().run(Print())))
+    after(before, work)
+    sys.stdout = None
+
+
+def main() -> None:
+    """Run the scenario that the harness asked for."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    name, arguments = sys.argv[1], json.loads(sys.argv[2])
+    {**globals(), **_interrupted()}[name](**arguments)
+
+
+def _interrupted() -> dict[str, Any]:
+    from faults import interrupted
+
+    return vars(interrupted)
+
+
+if __name__ == "__main__":
+    main()
+    reach("end")
+    assert not children()

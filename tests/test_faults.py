@@ -1,0 +1,444 @@
+"""Every way in which a rank can fail or die: what the master gets, how soon, and what is left.
+
+Each test starts a real program (see `faults`), which is hurt at a moment that it tells itself.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+from faults.harness import PROMPT, Program, state, until_state
+from library import NAME
+
+DEADLY = ["SIGKILL", "SIGSEGV", "SIGABRT", "SIGTERM"]
+PLACES = ["idle", "call", "compiled", "collective", "distribute"]
+COLLECTIVES = [
+    "broadcast", "scatter", "gather", "all_gather", "reduce",
+    "all_reduce", "set_value", "get_value", "get_lengths", "get_shapes",
+]  # fmt: skip
+STREAMED = ["broadcast", "gather", "all_gather", "reduce", "all_reduce", "get_value"]
+
+
+def thin(cases, keep=4):
+    """With Theano every so many cases: what happens in ranks/ does not depend on the graph library."""
+    return cases if NAME == "pytensor" else cases[::keep]
+
+
+def held_at(place, on):
+    """Return a program that holds at a place, on some ranks."""
+    where, how = ("call", "compiled") if place == "compiled" else (place, "python")
+    return Program("at_a_point", where=where, action=f"hold:{how}", on=on)
+
+
+def until_inside(program, place, n):
+    """Return each rank's process, once it is where it is to be hurt."""
+    pids = {int(r): pid for r, pid in program.wait("ready")["pids"].items()}
+    if place != "idle":
+        for _ in range(n):
+            program.wait("inside")
+    return pids
+
+
+def check_footprint(told):
+    """Check that a program has what it had before: open files, shared memory, children."""
+    assert told["after"] == told["before"]
+    assert told["after"]["children"] == []
+
+
+def check_goes_on(program, survived):
+    """Check that the next calls are right, and that nothing is left once the program has ended by itself."""
+    told = program.wait("alive" if survived else "dead")
+    if not survived:
+        check_footprint(told)
+    works = program.wait("works")
+    assert works.get("value") == works["right"], works
+    check_footprint(program.wait("closed"))
+    assert program.end() == 0, program.printed()
+    program.nothing_left()
+    return told
+
+
+def check_error(outcome, moment, error="WorkerError", words=(), worker=None):
+    """Check what came of a fault, and how soon."""
+    assert outcome.get("error") == error, outcome
+    for word in words:
+        assert word in outcome["message"], outcome["message"]
+    if worker is not None:
+        assert outcome["worker"] == worker
+    assert outcome["ended"] - moment < PROMPT
+
+
+# -- signals -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", thin(DEADLY))
+def test_a_worker_that_a_signal_ends_is_named(name, place):
+    with held_at(place, [2]) as program:
+        pids = until_inside(program, place, 1)
+        moment = program.hurt(pids[2], signal.Signals[name])
+        if place == "idle":
+            program.release()
+        outcome = program.wait("outcome")
+        check_error(outcome, moment, words=["rank 2", str(pids[2]), name, "synkhronos.fork()"], worker=2)
+        check_goes_on(program, survived=False)
+
+
+@pytest.mark.parametrize("who", ["worker", "master", "all"])
+@pytest.mark.parametrize("place", thin(PLACES, 2))
+def test_processes_that_are_stopped_go_on_when_they_are_continued(place, who):
+    on = {"worker": [2], "master": [0], "all": [0, 1, 2]}[who]
+    if place == "distribute" and who != "worker":
+        on = [1, 2]  # the master has no copy to unpickle
+    with held_at(place, on) as program:
+        pids = until_inside(program, place, len(on))
+        hurt = [program.pid] if who == "master" else [pids[2]] if who == "worker" else list(pids.values())
+        program.hurt(None if who == "all" else hurt[0], signal.SIGSTOP)
+        for pid in hurt:
+            until_state(pid, "T")
+        program.release()
+        assert program.is_silent(0.1)
+        moment = program.hurt(None if who == "all" else hurt[0], signal.SIGCONT)
+        outcome = program.wait("outcome")
+        assert "error" not in outcome, outcome
+        assert outcome["ended"] - moment < PROMPT
+        check_goes_on(program, survived=True)
+
+
+@pytest.mark.parametrize("place", thin(PLACES, 2))
+def test_a_worker_ignores_interrupts(place):
+    with held_at(place, [2]) as program:
+        pids = until_inside(program, place, 1)
+        program.hurt(pids[2], signal.SIGINT)
+        program.release()
+        assert "error" not in program.wait("outcome")
+        check_goes_on(program, survived=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    thin([*(("SIGKILL", place) for place in PLACES), *((name, "compiled") for name in DEADLY[1:])]),
+)
+@pytest.mark.parametrize("who", ["master", "all"])
+def test_nothing_outlives_the_master(name, place, who):
+    on = [1, 2] if place == "distribute" else [0, 1, 2] if who == "all" else [0]
+    if place == "compiled":
+        on = [0, 1, 2]  # workers in compiled code run no Python that could notice anything
+    with held_at(place, on) as program:
+        until_inside(program, place, len(on))
+        program.hurt(program.pid if who == "master" else None, signal.Signals[name])
+        program.nothing_left(limit=1)
+        assert program.end() == -signal.Signals[name]
+
+
+@pytest.mark.parametrize("place", ["idle", "call"])
+def test_a_stopped_worker_does_not_outlive_the_master(place):
+    with held_at(place, [2]) as program:
+        pids = until_inside(program, place, 1)
+        program.hurt(pids[2], signal.SIGSTOP)
+        until_state(pids[2], "T")
+        program.hurt(program.pid, signal.SIGKILL)
+        program.nothing_left(limit=1)
+
+
+# -- while forking -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", thin(["SIGKILL", "SIGSEGV", "SIGTERM"]))
+def test_a_worker_that_dies_while_it_starts_is_named(name):
+    with Program("at_fork", how="worker") as program:
+        pid = program.wait("inside")["pids"]["2"]
+        moment = program.hurt(pid, signal.Signals[name])
+        check_error(program.wait("outcome"), moment, words=["rank 2", str(pid), name], worker=2)
+        check_goes_on(program, survived=False)
+
+
+def test_a_worker_that_is_stopped_while_it_starts_is_waited_for():
+    with Program("at_fork", how="worker") as program:
+        pid = program.wait("inside")["pids"]["2"]
+        program.hurt(pid, signal.SIGSTOP)
+        until_state(pid, "T")
+        program.release()
+        assert program.is_silent(0.1)
+        program.hurt(pid, signal.SIGCONT)
+        assert program.wait("outcome")["value"] == 4
+        check_footprint(program.wait("closed"))
+        assert program.end() == 0
+
+
+@pytest.mark.parametrize("who", ["master", "all"])
+@pytest.mark.parametrize("name", thin(["SIGKILL", "SIGTERM"]))
+def test_nothing_outlives_a_master_that_dies_while_it_forks(name, who):
+    with Program("at_fork", how="master") as program:
+        program.wait("inside")
+        program.hurt(program.pid if who == "master" else None, signal.Signals[name])
+        program.nothing_left(limit=1)
+
+
+def test_a_fork_that_fails_half_way():
+    with Program("at_fork", how="raise") as program:
+        outcome = program.wait("outcome")
+        assert outcome["error"] == "BlockingIOError"
+        check_goes_on(program, survived=False)
+
+
+# -- what ranks do to themselves -----------------------------------------------------------------------------
+
+
+def run(where, action, on=(2,), **kwargs):
+    """Return a program in which ranks do something to themselves."""
+    return Program("at_a_point", where=where, action=action, on=list(on), **kwargs)
+
+
+@pytest.mark.parametrize("place", thin(["call", "slice", "collective", "distribute", "build", "arguments"], 2))
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_worker_that_leaves_is_named_with_its_code(place, code):
+    with run(place, f"_exit:{code}") as program:
+        moment = program.wait("inside")["time"]
+        check_error(program.wait("outcome"), moment, words=["rank 2", f"exited with code {code}"], worker=2)
+        check_goes_on(program, survived=False)
+
+
+@pytest.mark.parametrize("place", thin(["call", "slice", "collective", "distribute", "build", "arguments"], 2))
+@pytest.mark.parametrize(
+    ("action", "kind"),
+    thin([("raise:ValueError", "ValueError"), ("exit:3", "SystemExit"), ("raise-silent", "Silent"),
+          ("raise-long", "ValueError")], 3),
+)  # fmt: skip
+def test_an_exception_in_one_worker_leaves_the_ranks_usable(place, action, kind):
+    with run(place, action) as program:
+        moment = program.wait("ready")["time"]
+        outcome = program.wait("outcome")
+        check_error(outcome, moment, words=["rank 2", kind, "Traceback"], worker=2)
+        assert list(outcome["failures"]) == ["2"]
+        assert kind in outcome["traceback"] or action == "raise-silent"
+        check_goes_on(program, survived=True)
+
+
+@pytest.mark.parametrize("place", thin(["call", "slice", "collective", "distribute", "build", "arguments"], 2))
+def test_exceptions_in_several_workers_are_all_told(place):
+    with run(place, "raise:ValueError", on=[1, 2]) as program:
+        moment = program.wait("ready")["time"]
+        outcome = program.wait("outcome")
+        # A rank that fails is heard even if another failed before it, unless it learnt of that first.
+        assert set(outcome["failures"]) <= {"1", "2"}
+        for r, line in outcome["failures"].items():
+            assert line.startswith(f"rank {r}: ValueError: ") and line.split()[-1] in (r, f"on {r}", "None"), line
+        check_error(outcome, moment, words=["ValueError"], worker=int(min(outcome["failures"])))
+        check_goes_on(program, survived=True)
+
+
+@pytest.mark.parametrize("place", thin(["call", "slice", "collective", "build"], 2))
+@pytest.mark.parametrize("on", [[0], [0, 1, 2]])
+def test_the_masters_own_exception_comes_as_it_is(place, on):
+    with run(place, "raise:ValueError", on=on) as program:
+        moment = program.wait("ready")["time"]
+        outcome = program.wait("outcome")
+        check_error(outcome, moment, "ValueError", words=["on 0"])
+        if place in ("call", "slice") and len(on) > 1:  # nothing to meet for before it
+            assert [note.split(":")[0] for note in outcome["notes"] if note.startswith("rank")] == ["rank 1", "rank 2"]
+        check_goes_on(program, survived=True)
+
+
+@pytest.mark.parametrize(("on", "skip"), [([2], 0), ([0], 0), ([0, 1, 2], 0), ([1], 1)])
+def test_the_error_says_where_updates_were_applied(on, skip):
+    with run("slice" if skip else "call", "raise:ValueError", on=on, skip=skip) as program:
+        outcome = program.wait("outcome")
+        alive = check_goes_on(program, survived=True)
+        text = outcome["effect"] or next(note for note in outcome["notes"] if "updates were applied" in note)
+        applied = [r for r in range(3) if r not in on]
+        assert ("on no rank" if not applied else f"on ranks {applied}, and not on ranks {on}") in text
+        # One call came before, and each slice that is accumulated adds one.
+        added = 2 if skip else 1
+        assert alive["w"] == [1.0 + added * (r in applied) for r in range(3)]
+
+
+def test_a_worker_without_memory():
+    with run("call", "memory") as program:
+        moment = program.wait("inside")["time"]
+        check_error(program.wait("outcome"), moment, words=["rank 2", "MemoryError", "Traceback"], worker=2)
+        check_goes_on(program, survived=True)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("on", thin([[2], [0]], 2))
+def test_a_collective_in_which_one_rank_has_no_memory(name, on):
+    with run("collective", "raise:MemoryError", on=on, name=name, point="stored") as program:
+        moment = program.wait("ready")["time"]
+        outcome = program.wait("outcome")
+        check_error(outcome, moment, "MemoryError" if on == [0] else "WorkerError", worker=None if on == [0] else 2)
+        check_goes_on(program, survived=True)
+
+
+@pytest.mark.parametrize("name", thin(STREAMED))
+@pytest.mark.parametrize("on", [[1], [0]])
+def test_a_collective_in_which_one_rank_fails_between_chunks(name, on):
+    with run("collective", "raise:OSError", on=on, name=name, skip=1) as program:
+        moment = program.wait("ready")["time"]
+        outcome = program.wait("outcome")
+        check_error(outcome, moment, "OSError" if on == [0] else "WorkerError", worker=None if on == [0] else 1)
+        check_goes_on(program, survived=True)
+
+
+@pytest.mark.parametrize("name", thin(STREAMED))
+def test_a_collective_in_which_a_worker_dies_between_chunks(name):
+    with run("collective", "kill:SIGKILL", on=[1], name=name, skip=1) as program:
+        moment = program.wait("inside")["time"]
+        check_error(program.wait("outcome"), moment, words=["rank 1", "SIGKILL"], worker=1)
+        check_goes_on(program, survived=False)
+
+
+def test_a_graph_that_cannot_be_pickled_is_refused():
+    with Program("unpicklable") as program:
+        outcome = program.wait("outcome")
+        check_error(outcome, time.monotonic(), "TypeError", words=["g", "can't be pickled", "module"])
+        again = program.wait("again")
+        assert again["error"] == "TypeError"
+        check_goes_on(program, survived=True)
+
+
+def test_a_worker_that_never_returns_is_ended_when_the_user_says():
+    with Program("never_returns", timeout=0.5) as program:
+        outcome = program.wait("outcome")
+        check_error(outcome, outcome["began"] + 0.5, words=["rank 1", "0.5 seconds", "timeout"], worker=1)
+        check_goes_on(program, survived=False)
+
+
+# -- what the machine has not got ----------------------------------------------------------------------------
+
+
+def _own_dev_shm():
+    command = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=8M tmpfs /dev/shm && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*command, "true"], capture_output=True).returncode:
+        return None
+    return command
+
+
+def test_a_full_dev_shm_is_a_memory_error_and_no_more():
+    command = _own_dev_shm()
+    if command is None:
+        pytest.skip("needs the right to mount")
+    with Program("no_room", *command) as program:
+        for event in ("data", "grow"):
+            outcome = program.wait(event)
+            assert outcome.get("error") == "MemoryError", outcome
+            assert "/dev/shm" in outcome["message"]
+        assert program.wait("kept")["right"]
+        for event in ("call", "collective"):
+            outcome = program.wait(event)
+            assert outcome.get("error") == "MemoryError", outcome
+            assert "/dev/shm" in outcome["message"]
+        assert program.wait("fork").get("value") == 3  # forking takes nothing there
+        works = program.wait("works")
+        assert works.get("value") == works["right"], works
+        check_footprint(program.wait("closed"))
+        assert program.end() == 0, program.printed()
+
+
+@pytest.mark.parametrize("spare", [0, 1, 3, 5])
+def test_fork_with_too_few_open_files(spare):
+    with Program("few_files", who="fork", spare=spare) as program:
+        outcome = program.wait("outcome")
+        assert outcome["error"] == "OSError" and "open files" in outcome["message"], outcome
+        check_goes_on(program, survived=False)
+
+
+def test_data_with_few_open_files():
+    with Program("few_files", who="master", spare=8) as program:
+        assert program.wait("outcome").get("value") is True, program.told
+        works = program.wait("works")
+        assert works.get("value") == works["right"], works
+        check_footprint(program.wait("closed"))
+        assert program.end() == 0
+
+
+def test_a_worker_without_open_files_says_so_and_goes_on():
+    with Program("few_files", who="worker", spare=0) as program:
+        began = program.told[-1]["time"] if program.told else time.monotonic()
+        outcome = program.wait("outcome")
+        check_error(outcome, began, words=["rank 2", "open files"], worker=2)
+        assert "error" in program.wait("again")  # what it could not map is lost to it
+        works = program.wait("works")
+        assert works.get("value") == works["right"], works
+        check_footprint(program.wait("closed"))
+        assert program.end() == 0
+
+
+def test_a_worker_without_address_space_says_so_and_goes_on():
+    with Program("unmappable") as program:
+        outcome = program.wait("outcome")
+        assert outcome["error"] == "WorkerError" and "can't be mapped" in outcome["message"], outcome
+        works = program.wait("works")
+        assert works.get("value") == works["right"], works
+        check_footprint(program.wait("closed"))
+        assert program.end() == 0
+
+
+# -- odd circumstances ---------------------------------------------------------------------------------------
+
+
+def test_memory_made_after_a_worker_died_unnoticed():
+    with Program("announced_to_the_dead") as program:
+        pids = program.wait("ready")["pids"]
+        program.hurt(pids["1"], signal.SIGKILL)
+        until_state(pids["1"], "Z")
+        program.release()
+        outcome = program.wait("outcome")
+        assert outcome["error"] == "WorkerError" and outcome["worker"] == 1, outcome
+        assert "SIGKILL" in outcome["message"]
+        check_goes_on(program, survived=False)
+
+
+def test_ranks_outlive_the_thread_that_forked_them():
+    with Program("from_a_thread") as program:
+        assert program.wait("fork")["value"] == 3
+        assert program.wait("outcome").get("value") == 15.0, program.told
+        works = program.wait("works")
+        assert works.get("value") == works["right"], works
+        check_footprint(program.wait("closed"))
+        assert program.end() == 0
+
+
+def test_ranks_forked_in_a_thread_do_not_outlive_the_master(monkeypatch):
+    monkeypatch.setenv("FAULTS_HOLD", "1")
+    with Program("from_a_thread") as program:
+        program.wait("ready")
+        program.hurt(program.pid, signal.SIGKILL)
+        program.nothing_left(limit=1)
+
+
+def test_ranks_need_no_standard_streams():
+    with Program("deaf_and_mute", "sh", "-c", '"$@" <&- >&- 2>&-', "sh") as program:
+        works = program.wait("works")
+        assert works.get("value") == works["right"], works
+        check_footprint(program.wait("closed"))
+        assert program.end() == 0
+
+
+def test_printing_where_nobody_reads_is_an_error_that_leaves_the_ranks_usable():
+    read, write = os.pipe()
+    with Program("printing_into_nothing", pass_on={"stdout": write}) as program:
+        os.close(write)
+        program.wait("ready")
+        os.close(read)
+        program.release()
+        outcome = program.wait("outcome")
+        assert outcome["error"] == "WorkerError" and "BrokenPipeError" in outcome["message"], outcome
+        check_goes_on(program, survived=True)
+
+
+def test_close_ends_a_worker_that_is_stopped():
+    with held_at("idle", []) as program:
+        pids = until_inside(program, "idle", 0)
+        program.hurt(pids[2], signal.SIGSTOP)
+        until_state(pids[2], "T")
+        moment = program.hurt(program.pid, signal.SIGINT)  # ends the program, which closes the ranks
+        program.nothing_left(limit=5)
+        assert program.end() == 1 or time.monotonic() - moment < 5
+        assert state(pids[2]) in ("", "Z")
+
+
+
