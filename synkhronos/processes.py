@@ -97,12 +97,7 @@ def fork(
     device, size = choose(use_gpu, n_parallel)
     if not 0 <= master_rank < size:
         raise ValueError(f"master_rank: expected 0 to {size - 1}, got {master_rank}")
-    session = ranks.fork(size, master_rank, bool(profile_workers), timeout)
-    try:
-        session.run(_Bind(device))
-    except BaseException:
-        session.close(kill=True)
-        raise
+    ranks.fork(size, master_rank, bool(profile_workers), timeout, _Bind(device))
     return size
 
 

@@ -1352,3 +1352,16 @@ def test_one_rank_needs_no_pickle(fork):
     x = T.dvector("x")
     f = synk.function([x], (Unpicklable("nothing")(x), "gather"))
     np.testing.assert_array_equal(f(np.arange(4.0)), np.arange(4.0))
+
+
+def test_after_a_new_fork_distribute_sends_the_functions_made_before(fork):
+    fork(2)
+    weights = shared(np.zeros(2), "weights")
+    f = synk.function([], [], updates=[(weights, weights + 1)])
+    synk.distribute()
+    synk.close()
+    fork(3)
+    synk.broadcast(weights, [1.0, 2.0])  # no function of these ranks uses it yet, but one does
+    synk.distribute()
+    f()
+    assert synk.gather(weights).tolist() == [[2.0, 3.0]] * 3

@@ -20,7 +20,7 @@ import numpy as np
 from synkhronos.data import Data, data
 from synkhronos.data.rows import Selection, share
 from synkhronos.graphs import library_of
-from synkhronos.graphs.mirror import Mirror
+from synkhronos.graphs.mirror import Mirror, is_declared
 from synkhronos.ranks import Session, SharedArray
 
 #: The reductions of collectives.
@@ -51,10 +51,8 @@ def mirrored(session: Session, shared_vars: Any) -> tuple[tuple[Any, ...], list[
                 f"shared_vars: expected variables whose values are arrays, got {variable!r} of {variable.type}"
             )
         if mirror.key(variable) is None:
-            if not mirror.is_declared(variable):
-                raise ValueError(
-                    f"shared_vars: no function made since fork() uses {called(variable)}: the workers don't have it"
-                )
+            if not is_declared(variable):
+                raise ValueError(f"shared_vars: no function uses {called(variable)}: the workers have no copy of it")
             missing.append(variable)
     if len({id(variable) for variable in variables}) != len(variables):
         raise ValueError("shared_vars: a shared variable comes twice")

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,15 +17,13 @@ import numpy as np
 from synkhronos.data.rows import Selection, pieces, select, share, take
 from synkhronos.devices import HOST, Layout, device_of
 from synkhronos.devices.xla import check_usable
-from synkhronos.function.program import Program, Variant
+from synkhronos.function.program import Compiled, Program, Variant
 from synkhronos.function.reduce import Accumulator, Op
 from synkhronos.graphs.mirror import stored
 from synkhronos.ranks import Cancelled, Rank, SharedArray
 
 #: Bytes up to which an output is shown to the master at once; larger ones are streamed.
 _SHOWN = 1 << 12
-#: Outputs of no dimensions up to which they fit into one slot.
-_SCALARS = 1024
 
 
 class Whole(NamedTuple):
@@ -107,41 +105,28 @@ class Call(NamedTuple):
     def run(self, rank: Rank) -> Any:
         """Compute this rank's part; the master returns the outputs' reductions, in a list."""
         program: Program = stored(rank, self.program)
-        function = self._compiled(program, rank)
-        outputs, ops = _outputs(program, self.variant)
-        local = _Local(self, program, function, rank, ops)
+        compiled = self._compiled(program, rank)
+        ops = compiled.ops
+        local = _Local(self, program, compiled, rank)
         if local.active or (self.n_rows == 0 and rank.is_master):
             local.compute()
             rank.commit()
-        if not outputs or all(op.name is None for op in ops):
-            return local.values or [None] * len(outputs)
-        # What isn't reduced need not be an array.
-        reduced = [None if op.name is None else output.type for output, op in zip(outputs, ops, strict=True)]
-        # A scalar that is gathered over slices is a vector by now.
-        joined = self.variant.accumulate and any(op.name == "gather" for op in ops)
-        if len(outputs) <= _SCALARS and not joined and all(kind is None or kind.ndim == 0 for kind in reduced):
-            return _reduce_scalars(
-                rank, local, ops, [None if kind is None else np.dtype(kind.dtype) for kind in reduced]
-            )
+        if all(op.name is None for op in ops):
+            return local.values or [None] * len(ops)
+        if compiled.scalars is not None:
+            return _reduce_scalars(rank, local, ops, compiled.scalars)
         return _reduce_arrays(rank, local, ops)
 
-    def _compiled(self, program: Program, rank: Rank) -> Callable[..., Any]:
+    def _compiled(self, program: Program, rank: Rank) -> Compiled:
         if not self.compile:
-            return program.function(self.variant)
+            return program.compile(self.variant)
         if program.asynchronous:
             check_usable(rank)
         # The master first: it fills the compiler's cache, and the others don't queue for the compiler's lock.
         if rank.is_master:
-            function = program.function(self.variant)
+            program.compile(self.variant)
         rank.barrier()
-        return function if rank.is_master else program.function(self.variant)
-
-
-def _outputs(program: Program, variant: Variant) -> tuple[list[Any], list[Op]]:
-    chosen = range(len(program.outputs)) if variant.subset is None else variant.subset
-    return [program.library.output_variable(program.outputs[i]) for i in chosen], [
-        program.output_ops[i] for i in chosen
-    ]
+        return program.compile(self.variant)
 
 
 class _Local:
@@ -157,8 +142,9 @@ class _Local:
         The outputs, reduced over slices, once computed.
     """
 
-    def __init__(self, call: Call, program: Program, function: Callable[..., Any], rank: Rank, ops: Sequence[Op]):
-        self._call, self._program, self._function, self._rank, self._ops = call, program, function, rank, ops
+    def __init__(self, call: Call, program: Program, compiled: Compiled, rank: Rank):
+        self._call, self._program, self._rank = call, program, rank
+        self._function, self._ops = compiled.function, compiled.ops
         self._parts = [entry.part(rank) if isinstance(entry, Scattered) else None for entry in call.inputs]
         self._sliceable = self._sliceable_rows() if call.variant.rows is not None else None
         self.values: list[Any] = []
@@ -208,7 +194,7 @@ class _Local:
         call = self._call
         if not self.rows:
             # Nobody has any: the outputs are what the serial library makes of none, and nothing is updated.
-            self._function = self._program.function(call.variant._replace(accumulate=True))
+            self._function = self._program.compile(call.variant._replace(accumulate=True)).function
             self.values = self._run(self._parts, self._sliceable)[: len(self._ops)]
             return
         if not call.variant.accumulate:

@@ -24,7 +24,7 @@ from synkhronos.function.build import build, is_single
 from synkhronos.function.call import Call
 from synkhronos.function.inputs import Inputs, all_slices
 from synkhronos.function.program import Program, Variant
-from synkhronos.graphs.mirror import Mirror
+from synkhronos.graphs.mirror import Mirror, declare
 from synkhronos.ranks import Session
 
 _keys = itertools.count()
@@ -153,7 +153,7 @@ class Function:
         """
         plain = [np.asarray(arg) if isinstance(arg, Data) else arg for arg in args]
         named = {key: np.asarray(arg) if isinstance(arg, Data) else arg for key, arg in kwargs.items()}
-        result = self._program.function(Variant())(*plain, **named)
+        result = self._program.compile(Variant()).function(*plain, **named)
         if isinstance(result, list | tuple):
             return result[0] if self._single else list(result)
         return [] if result is None else result if self._single else [result]
@@ -333,11 +333,11 @@ def function(
     [[3.0, 3.0, 3.0], [3.0, 3.0, 3.0]]
     >>> synk.close()
     """
-    session = ranks.session()
+    ranks.session()
     program = build(inputs, outputs, bcast_inputs, updates, givens, sliceable_shareds, kwargs)
     made = Function(program, is_single(outputs))
-    _undistributed(session).add(made)
-    Mirror.of(session).declare(program.shareds())
+    _made.add(made)
+    declare(program.shareds())
     return made
 
 
@@ -354,11 +354,11 @@ def distribute() -> None:
     the serial program.
     """
     with ranks.turn() as session:
-        _distribute(session, list(_undistributed(session)))
+        _distribute(session, list(_made))
 
 
-def _undistributed(session: Session) -> weakref.WeakSet[Function]:
-    return session.rank.store.setdefault("undistributed", weakref.WeakSet())
+#: All functions that are still there.  Ranks come and go; a function is sent to those that don't have it.
+_made: weakref.WeakSet[Function] = weakref.WeakSet()
 
 
 def _distribute(session: Session, functions: Sequence[Function]) -> None:
@@ -376,4 +376,3 @@ def _distribute(session: Session, functions: Sequence[Function]) -> None:
             raise TypeError(f"{', '.join(f.name for f in group)}: {error}") from error
     for f in functions:
         f._entered(session)
-        _undistributed(session).discard(f)

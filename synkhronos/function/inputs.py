@@ -35,6 +35,9 @@ class Inputs:
         self.program = program
         self._kept: dict[Any, Data] = {}
         self._by_name = {e.name: i for i, e in enumerate(program.inputs) if e.name is not None}
+        self._dtypes = [np.dtype(entry.variable.type.dtype) for entry in program.inputs]
+        shapes = [program.library.fixed_shape(entry.variable) for entry in program.inputs]
+        self._fixed_shapes = [None if all(length is None for length in shape) else shape for shape in shapes]
 
     def values(self, args: Sequence[Any], named: dict[str, Any]) -> list[Any]:
         """Put positional and named arguments, and defaults, in the inputs' order."""
@@ -89,12 +92,13 @@ class Inputs:
 
     def _checked(self, position: int, value: Any, session: Session) -> Data | np.ndarray:
         entry = self.program.inputs[position]
-        called = f"input {position} ({entry.name or entry.variable}) of {self.program.name}"
+        kind = entry.variable.type
         if isinstance(value, Data):
-            value.check_session(session, called)
-            if value.dtype != entry.variable.type.dtype or value.ndim != entry.variable.type.ndim:
+            if not value.belongs_to(session):
+                value.check_session(session, self._called(position))
+            if value.dtype != self._dtypes[position] or value.ndim != kind.ndim:
                 raise TypeError(
-                    f"{called}: expected {entry.variable.type.dtype} of {entry.variable.type.ndim} dimensions, "
+                    f"{self._called(position)}: expected {kind.dtype} of {kind.ndim} dimensions, "
                     f"got Data of {value.dtype} and {value.ndim} dimensions"
                 )
             checked: Data | np.ndarray = value
@@ -103,11 +107,17 @@ class Inputs:
                 checked = self.program.library.filter(entry, value)
             except (TypeError, ValueError, AttributeError) as error:
                 wrong = ValueError if isinstance(error, ValueError) else TypeError
-                raise wrong(f"{called}: expected {entry.variable.type}, got {_short(value)}: {error}") from None
-        fixed = self.program.library.fixed_shape(entry.variable)
-        if any(f is not None and f != s for f, s in zip(fixed, checked.shape, strict=True)):
-            raise ValueError(f"{called}: expected shape {fixed} (None is any length), got {checked.shape}")
+                raise wrong(f"{self._called(position)}: expected {kind}, got {_short(value)}: {error}") from None
+        fixed = self._fixed_shapes[position]
+        if fixed is not None and any(f is not None and f != s for f, s in zip(fixed, checked.shape, strict=True)):
+            raise ValueError(
+                f"{self._called(position)}: expected shape {fixed} (None is any length), got {checked.shape}"
+            )
         return checked
+
+    def _called(self, position: int) -> str:
+        entry = self.program.inputs[position]
+        return f"input {position} ({entry.name or entry.variable}) of {self.program.name}"
 
     def _select(self, values: Sequence[Data | np.ndarray], batch: Any) -> tuple[Selection, int]:
         """Return the selected rows of all ranks together, and the lowest index among them."""

@@ -2,8 +2,8 @@
 
 `Program`
     The user's inputs, outputs and updates, and the compiled functions made of them.
-`Variant`
-    One of the ways in which a program is compiled.
+`Variant`, `Compiled`
+    One of the ways in which a program is compiled, and what comes of it.
 
 A program is compiled in variants, each when it is first called for: as the user wrote it; with rows chosen from the
 sliceable shared variables; with updates returned, to be accumulated over slices; with a subset of the outputs.
@@ -11,7 +11,7 @@ sliceable shared variables; with updates returned, to be accumulated over slices
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -43,6 +43,39 @@ class Variant(NamedTuple):
     subset: tuple[int, ...] | None = None
 
 
+class Compiled(NamedTuple):
+    """A compiled variant.
+
+    Attributes
+    ----------
+    function : callable
+        The graph library's.
+    ops : list of Op
+        Of its outputs.
+    scalars : list of dtype or None, or None
+        The outputs' dtypes (None for one that isn't reduced) if all that are reduced are numbers, few enough for one
+        slot; else None.
+    """
+
+    function: Callable[..., Any]
+    ops: list[Op]
+    scalars: list[np.dtype | None] | None
+
+
+#: Outputs of no dimensions up to which they fit into one slot.
+_SCALARS = 1024
+
+
+def _scalars(kinds: Sequence[Any], ops: Sequence[Op], variant: Variant) -> list[np.dtype | None] | None:
+    if len(kinds) > _SCALARS or variant.accumulate and any(op.name == "gather" for op in ops):
+        return None  # a scalar that is gathered over slices is a vector by then
+    # What isn't reduced need not be an array.
+    reduced = [None if op.name is None else kind for kind, op in zip(kinds, ops, strict=True)]
+    if any(kind is not None and kind.ndim for kind in reduced):
+        return None
+    return [None if kind is None else np.dtype(kind.dtype) for kind in reduced]
+
+
 @dataclass
 class Program:
     """What a function computes.
@@ -64,7 +97,7 @@ class Program:
     name : str
     library : GraphLibrary
         Whose variables these are.
-    compiled : dict of Variant to function
+    compiled : dict of Variant to Compiled
         What this rank has compiled so far.
     buffers : dict of int to ndarray
         Memory for the rows that this rank picks for each input.
@@ -81,7 +114,7 @@ class Program:
     kwargs: dict[str, Any]
     name: str
     library: GraphLibrary
-    compiled: dict[Variant, Callable[..., Any]] = field(default_factory=dict)
+    compiled: dict[Variant, Compiled] = field(default_factory=dict)
     buffers: dict[int, Any] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,12 +139,15 @@ class Program:
         """Whether a compiled function may return before it has computed."""
         return self.library.uses_xla(self.kwargs.get("mode"))
 
-    def function(self, variant: Variant) -> Callable[..., Any]:
-        """Return the compiled function, compiling it now if it isn't yet."""
-        function = self.compiled.get(variant)
-        if function is None:
-            function = self.compiled[variant] = self._compile(variant)
-        return function
+    def compile(self, variant: Variant) -> Compiled:
+        """Return the compiled variant, compiling it now if it isn't yet."""
+        compiled = self.compiled.get(variant)
+        if compiled is None:
+            chosen = range(len(self.outputs)) if variant.subset is None else variant.subset
+            ops = [self.output_ops[i] for i in chosen]
+            kinds = [self.library.output_variable(self.outputs[i]).type for i in chosen]
+            compiled = self.compiled[variant] = Compiled(self._compile(variant), ops, _scalars(kinds, ops, variant))
+        return compiled
 
     def _compile(self, variant: Variant) -> Callable[..., Any]:
         library = self.library

@@ -1,5 +1,7 @@
 """Copies graphs to all ranks, each shared variable once.
 
+`declare`, `is_declared`
+    Which shared variables functions use.
 `Mirror`
     The master's record of which shared variables the workers have.
 `Parcel`, `Receive`
@@ -30,6 +32,21 @@ from synkhronos.ranks import Rank, Session, SharedArray
 _ALIGNMENT = 64
 
 
+#: The shared variables that functions use, whatever ranks there are.
+_declared: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def declare(shareds: Iterable[Any]) -> None:
+    """Note that a function uses these shared variables: they may be sent when somebody asks for them."""
+    for shared in shareds:
+        _declared.add(shared)
+
+
+def is_declared(shared: Any) -> bool:
+    """Whether a function uses the shared variable."""
+    return shared in _declared
+
+
 class Mirror:
     """The master's record of the shared variables that the workers have.
 
@@ -39,7 +56,6 @@ class Mirror:
     def __init__(self, session: Session):
         self._session = weakref.ref(session)
         self._keys: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
-        self._declared: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last = 0
 
     @classmethod
@@ -49,15 +65,6 @@ class Mirror:
         if mirror is None:
             mirror = session.rank.store["mirror"] = cls(session)
         return mirror
-
-    def declare(self, shareds: Iterable[Any]) -> None:
-        """Note that a function uses these shared variables: they may be sent when somebody asks for them."""
-        for shared in shareds:
-            self._declared.add(shared)
-
-    def is_declared(self, shared: Any) -> bool:
-        """Whether a function uses the shared variable."""
-        return shared in self._declared
 
     def key(self, shared: Any) -> tuple[str, int] | None:
         """Return a shared variable's key, None if the workers don't have it."""

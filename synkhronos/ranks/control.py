@@ -2,9 +2,11 @@
 
 `Control`
     Counters, mailbox, slots and scratch memory that all ranks inherit at the fork, and the one way to wait.
+`Bell`
+    A semaphore.
 
-Everything here is made by the master before it forks and has no name any more by then: the memory is anonymous,
-and the semaphores are unlinked as soon as they are open.
+Everything here is made by the master before it forks, and nothing has a name: the memory is anonymous, and the
+semaphores lie in it.
 
 Counters only grow, and each has one writer, so that reading them needs no lock.  A rank that waits for a counter
 spins for some microseconds and then sleeps on its own semaphore, its *bell*; whoever writes the counter rings it
@@ -15,14 +17,13 @@ does no harm, and it wakes by itself every `POLL` seconds to see whether its pee
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
-import secrets
 import threading
+import time
 from collections.abc import Callable
 from time import perf_counter
-
-import posix_ipc
 
 #: Bytes of the mailbox; a longer command travels in a shared segment of its own.
 MAILBOX = 1 << 18
@@ -41,6 +42,7 @@ SPIN = 250e-6
 AWAKE, FOR_COMMAND, FOR_STEP, FOR_JOIN = range(4)
 
 _FIXED = 8  # words before the counters of the ranks
+_BELL = 64  # bytes for a semaphore: more than any system's takes, and a cache line
 
 
 class Control:
@@ -71,13 +73,14 @@ class Control:
         n_words = _FIXED + 6 * size
         self._slots_at = -(-n_words * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
         self._scratch_at = self._slots_at + MAILBOX + 3 * size * SLOT
-        self._memory = mmap.mmap(-1, self._scratch_at + 2 * size * SCRATCH)
+        bells_at = self._scratch_at + 2 * size * SCRATCH
+        self._memory = mmap.mmap(-1, bells_at + size * _BELL)
         self.words = memoryview(self._memory)[: n_words * 8].cast("Q")
         self.done, self.arrived, self.sleeping, self.report_length, self.core, self.committed = (
             self.words[_FIXED + i * size : _FIXED + (i + 1) * size] for i in range(6)
         )
         self.mailbox = memoryview(self._memory)[self._slots_at : self._slots_at + MAILBOX]
-        self._bells = [_semaphore() for _ in range(size)]
+        self._bells = [Bell(self._memory, bells_at + rank * _BELL) for rank in range(size)]
         self._fence_lock = threading.Lock()
 
     def slot(self, rank: int, which: int) -> memoryview:
@@ -102,14 +105,14 @@ class Control:
     def ring(self, rank: int, reason: int) -> None:
         """Wake a rank, if it sleeps for this reason.  Call `fence` between the write and this."""
         if self.sleeping[rank] == reason:
-            self._bells[rank].release()
+            self._bells[rank].ring()
 
     def ring_all(self) -> None:
         """Wake every rank that sleeps, for whatever reason."""
         self.fence()
         for rank in range(self.size):
             if self.sleeping[rank] != AWAKE:
-                self._bells[rank].release()
+                self._bells[rank].ring()
 
     def wait(self, me: int, ready: Callable[[], bool], reason: int, watch: Callable[[], None], poll: float) -> None:
         """Return when ``ready()`` is true.
@@ -143,15 +146,10 @@ class Control:
                 self.fence()
                 if ready():
                     return
-                try:
-                    bell.acquire(poll)
-                except posix_ipc.BusyError:
+                if not bell.wait(poll):
                     watch()
-                except posix_ipc.SignalError:
-                    pass  # a signal whose handler returned: look again
-                else:
-                    if self.spin:
-                        self._leave_shared_core(me)
+                elif self.spin:
+                    self._leave_shared_core(me)
         finally:
             self.sleeping[me] = AWAKE
 
@@ -173,13 +171,9 @@ class Control:
             os.sched_setaffinity(0, allowed)
             self.core[me] = current_core()
 
-    def close(self) -> None:
-        """Close the semaphores; the memory goes with the last view of it."""
-        for bell in self._bells:
-            bell.close()
 
-
-_getcpu = getattr(ctypes.CDLL(None), "sched_getcpu", None)  # only Linux says
+_libc = ctypes.CDLL(None, use_errno=True)
+_getcpu = getattr(_libc, "sched_getcpu", None)  # only Linux says
 
 
 def current_core() -> int:
@@ -187,12 +181,36 @@ def current_core() -> int:
     return _getcpu() + 1 if _getcpu is not None else 0
 
 
-def _semaphore() -> posix_ipc.Semaphore:
-    while True:
-        name = f"/synkhronos-{secrets.token_hex(8)}"
-        try:
-            semaphore = posix_ipc.Semaphore(name, posix_ipc.O_CREX, mode=0o600)
-        except posix_ipc.ExistentialError:
-            continue
-        semaphore.unlink()
-        return semaphore
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("ns", ctypes.c_long)]
+
+
+class Bell:
+    """A semaphore in memory that processes share.
+
+    One with a name, unlinked at once, would leave the name if the process were killed in between, and take a file
+    descriptor or a place in /dev/shm.
+
+    Parameters
+    ----------
+    memory : mmap.mmap
+    at : int
+        Where in it.
+    """
+
+    def __init__(self, memory: mmap.mmap, at: int):
+        self._semaphore = (ctypes.c_char * _BELL).from_buffer(memory, at)
+        if _libc.sem_init(self._semaphore, 1, 0):
+            raise OSError(ctypes.get_errno(), "a semaphore can't be made")
+
+    def ring(self) -> None:
+        """Wake who waits, or the next who does."""
+        _libc.sem_post(self._semaphore)
+
+    def wait(self, seconds: float) -> bool:
+        """Return when the bell rings, or a signal's handler has run; False if neither does in time."""
+        until = time.time() + seconds
+        deadline = _Timespec(int(until), int(until % 1 * 1e9))
+        return not (
+            _libc.sem_timedwait(self._semaphore, ctypes.byref(deadline)) and ctypes.get_errno() == errno.ETIMEDOUT
+        )

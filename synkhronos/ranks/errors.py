@@ -27,16 +27,22 @@ class Report:
 
     @classmethod
     def of(cls, rank: int, error: BaseException, limit: int) -> Report:
-        """Describe ``error``, with at most ``limit`` characters of its traceback (the end, which says most)."""
+        """Describe ``error``, with about ``limit`` characters of its message and of its traceback at most."""
+        try:
+            message = str(error)
+        except Exception as another:
+            message = f"<no message: its __str__ raised {type(another).__qualname__}>"
         text = "".join(traceback.format_exception(error))
-        message = str(error)
-        if len(text) > limit:
-            text = "[...]\n" + text[-limit:]
-        return cls(rank, type(error).__qualname__, message[:limit], text)
+        return cls(rank, type(error).__qualname__, _cut(message, limit), _cut(text, limit))
 
     def summary(self) -> str:
         """One line: the rank, the exception's class and the first line of its message."""
         return f"rank {self.rank}: {self.kind}: {(self.message.splitlines() or [''])[0]}"
+
+
+def _cut(text: str, limit: int) -> str:
+    """Leave out the middle of what is too long: its beginning and its end say most."""
+    return text if len(text) <= limit else f"{text[: limit // 2]}\n[...]\n{text[-limit // 2 :]}"
 
 
 class WorkerError(RuntimeError):

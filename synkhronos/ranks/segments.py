@@ -2,14 +2,18 @@
 
 `Segment`
     One POSIX shared memory object, mapped into this process.
+`Unmapped`
+    One that there was no room for.
 `SegmentTable`
     The segments that one rank has mapped, by key.
 `SharedArray`
     Where an array lies: what a command carries in place of the array.
+`announce`, `Receiver`
+    How segments come from the master to the workers.
 
-The master makes a segment and unlinks its name at once; workers get it as an open file over the socket pair
-that each of them inherited at the fork.  So no name stays in ``/dev/shm`` for longer than the two system calls
-take, and none can be guessed meanwhile: it is random, and the object is open to this user alone.
+The master makes a segment without a name; workers get it as an open file over the socket pair that each of them
+inherited at the fork.  So no crash leaves a name in ``/dev/shm``, and nobody else can open what has none.  (Where the
+system makes none without, the name is random, for this user alone, and unlinked at once.)
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import io
 import mmap
 import os
 import secrets
@@ -29,39 +34,52 @@ import numpy as np
 import numpy.typing as npt
 import posix_ipc
 
+from synkhronos.ranks.interrupts import uninterrupted
+
 _ANNOUNCEMENT = struct.Struct("=QQ")  # key, bytes
 #: The user may have given SIGPIPE its deadly meaning back.
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
 
-def create_unlinked(nbytes: int) -> int:
-    """Make a shared memory object of ``nbytes`` without a name, and return its file descriptor.
+def create_unlinked(nbytes: int) -> io.FileIO:
+    """Make a shared memory object of ``nbytes`` without a name, and return it as an open file.
 
     The pages are allocated here and now: a full ``/dev/shm`` is a MemoryError in this call, not a bus error
     at some later write.
     """
-    while True:
-        name = f"/synkhronos-{secrets.token_hex(16)}"
-        try:
-            fd = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600).fd
-        except posix_ipc.ExistentialError:
-            continue
-        break
-    posix_ipc.unlink_shared_memory(name)
+    with uninterrupted():
+        file = io.FileIO(_open_unlinked(), "r+")  # closed with the last reference, whatever happens
     try:
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, nbytes)
+            os.posix_fallocate(file.fileno(), 0, nbytes)
         else:
-            os.ftruncate(fd, nbytes)
+            os.ftruncate(file.fileno(), nbytes)
     except (OSError, OverflowError) as error:  # the latter for more than the kernel can count
-        os.close(fd)
+        file.close()
         if isinstance(error, OverflowError) or error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise MemoryError(
                 f"no room for {nbytes:,} bytes of shared memory: see `df -h /dev/shm`, free Data objects that are no "
                 "longer needed, or start the container with a larger --shm-size"
             ) from error
         raise
-    return fd
+    return file
+
+
+def _open_unlinked() -> int:
+    if hasattr(os, "O_TMPFILE"):
+        try:
+            return os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.EACCES):
+                raise
+    while True:
+        name = f"/synkhronos-{secrets.token_hex(16)}"
+        try:
+            fd: int = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600).fd
+        except posix_ipc.ExistentialError:
+            continue
+        posix_ipc.unlink_shared_memory(name)
+        return fd
 
 
 class Segment:
@@ -83,6 +101,24 @@ class Segment:
         return np.ndarray(shape, dtype, cast(Any, self.buffer), offset)
 
 
+class Unmapped:
+    """A segment that this process had no room for when it came: whoever needs it tries again, or gets the error."""
+
+    def __init__(self, key: int, file: io.FileIO | None, nbytes: int):
+        self.key = key
+        self._file = file
+        self._nbytes = nbytes
+
+    def map(self) -> Segment:
+        """Return the segment."""
+        if self._file is None:
+            raise OSError(
+                errno.EMFILE,
+                f"{self._nbytes:,} bytes of shared memory could not be received: too many open files (see `ulimit -n`)",
+            )
+        return Segment(self.key, self._file.fileno(), self._nbytes)
+
+
 class SharedArray(NamedTuple):  # a tuple, because these are pickled with every call
     """Where an array lies in shared memory."""
 
@@ -101,24 +137,34 @@ class SegmentTable:
 
     def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}
+        self._unmapped: dict[int, Unmapped] = {}
 
     def __getitem__(self, key: int) -> Segment:
-        return self._segments[key]
+        segment = self._segments.get(key)
+        if segment is None:
+            segment = self._segments[key] = self._unmapped[key].map()
+            del self._unmapped[key]
+        return segment
 
     def __len__(self) -> int:
-        return len(self._segments)
+        return len(self._segments) + len(self._unmapped)
 
-    def add(self, segment: Segment) -> None:
-        """Enter a segment; one that is there already (announced twice after an interrupt) stays."""
-        self._segments.setdefault(segment.key, segment)
+    def add(self, segment: Segment | Unmapped) -> None:
+        """Enter a segment."""
+        if isinstance(segment, Segment):
+            self._segments[segment.key] = segment
+        else:
+            self._unmapped[segment.key] = segment
 
     def drop(self, key: int) -> None:
         """Forget a segment; its memory goes with the last view of it."""
         self._segments.pop(key, None)
+        self._unmapped.pop(key, None)
 
     def clear(self) -> None:
         """Forget all segments."""
         self._segments.clear()
+        self._unmapped.clear()
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -136,7 +182,10 @@ def _map(fd: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
     address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
     if address == _FAILED:
         error = ctypes.get_errno()
-        raise MemoryError(f"{nbytes:,} bytes of shared memory can't be mapped: {os.strerror(error)}")
+        raise MemoryError(
+            f"{nbytes:,} bytes of shared memory can't be mapped: {os.strerror(error)}; see `ulimit -v`, and "
+            "`sysctl vm.max_map_count` for how many Data objects there may be"
+        )
     buffer = (ctypes.c_char * nbytes).from_address(address)
     # Not at exit, when arrays may still be there: the system takes the memory back by itself.
     weakref.finalize(buffer, _libc.munmap, address, nbytes).atexit = False
@@ -144,20 +193,44 @@ def _map(fd: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def announce(channel: socket.socket, key: int, nbytes: int, fd: int) -> None:
-    """Send a segment to the worker at the other end of ``channel``; to one that has died, nothing."""
-    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))
-    # Whoever waits for the worker next notices its death, and can say more of it than this.
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        channel.sendmsg([_ANNOUNCEMENT.pack(key, nbytes)], [rights], _NO_SIGNAL)
+    """Send a segment to the worker at the other end of ``channel``."""
+    socket.send_fds(channel, [_ANNOUNCEMENT.pack(key, nbytes)], [fd])
 
 
-def receive(channel: socket.socket) -> Segment:
-    """Receive the next announced segment and map it."""
-    message, fds, _, _ = socket.recv_fds(channel, _ANNOUNCEMENT.size, 1)
-    if not fds:
-        raise EOFError("the master closed the channel")
-    key, nbytes = _ANNOUNCEMENT.unpack(message)
-    try:
-        return Segment(key, fds[0], nbytes)
-    finally:
-        os.close(fds[0])
+class Receiver:
+    """The worker's end of the channel.
+
+    It keeps a file descriptor in reserve, so that segments come in even where the user's code has used up all others.
+    """
+
+    def __init__(self, channel: socket.socket):
+        self._channel = channel
+        self._reserve: io.FileIO | None = None
+        self._keep_reserve()
+
+    def receive(self) -> Segment | Unmapped:
+        """Receive the next announced segment, and map it if there is room."""
+        if self._reserve is not None:
+            self._reserve.close()
+        try:
+            message, fds, _, _ = socket.recv_fds(self._channel, _ANNOUNCEMENT.size, 1)
+            if not message:
+                raise EOFError("the master closed the channel")
+            key, nbytes = _ANNOUNCEMENT.unpack(message)
+            if not fds:
+                return Unmapped(key, None, nbytes)
+            file = io.FileIO(fds[0], "r+")
+            try:
+                segment = Segment(key, file.fileno(), nbytes)
+            except MemoryError:
+                return Unmapped(key, file, nbytes)
+            file.close()
+            return segment
+        finally:
+            self._keep_reserve()
+
+    def _keep_reserve(self) -> None:
+        try:
+            self._reserve = io.FileIO(os.devnull)
+        except OSError:
+            self._reserve = None

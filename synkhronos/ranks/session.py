@@ -70,7 +70,7 @@ class Session:
         Held while a command is prepared and run: one at a time.
     """
 
-    def __init__(self, size: int, root: int, profile: bool, timeout: float | None = None):
+    def __init__(self, size: int, root: int, timeout: float | None = None):
         self.size = size
         self.timeout = timeout
         self._began = 0.0
@@ -90,15 +90,15 @@ class Session:
         self._control = Control(size, SPIN if size <= available_cores() else 0.0)
         self.rank = Rank(root, size, root, self._control, self._watch)
         self._threads = share_threads(size, environment=False)
+
+    def start(self, profile: bool) -> None:
+        """Fork the workers: all of them, or none and an error."""
         try:
             # An interrupt has to wait: a child must not be forgotten, nor begin as a second master.
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                for number in range(size):
-                    if number != root:
+            with _interrupts_held():
+                for number in range(self.size):
+                    if number != self.rank.number:
                         self._fork_worker(number, profile)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         except BaseException:
             self.close(kill=True)
             raise
@@ -400,6 +400,27 @@ class Session:
         return Release(segments, stored)
 
 
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Keep SIGINT for later, from this thread's Python code and from a child that has not parted with it yet.
+
+    Blocking the signal would not do: in a process of several threads another one takes it, and Python runs the handler
+    in the main thread all the same.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield  # handlers run in the main thread, or are not Python's
+        return
+    held: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+
 def _nobody_to_watch() -> None:
     """Stand where a closed session has no workers."""
 
@@ -441,17 +462,26 @@ def session() -> Session:
     return _current
 
 
-def fork(size: int, root: int, profile: bool, timeout: float | None = None) -> Session:
-    """Start a session of ``size`` ranks."""
+def fork(size: int, root: int, profile: bool, timeout: float | None = None, first: Command | None = None) -> Session:
+    """Start a session of ``size`` ranks, and run its first command: both, or neither and an error."""
     global _current
     if _current is not None and _current.closed is None and _current.owner == os.getpid():
         raise RuntimeError(
             f"{_current.size} ranks are running already: call synkhronos.close() before synkhronos.fork()"
         )
-    _current = Session(size, root, profile, timeout)
     atexit.unregister(close)
     atexit.register(close)
-    return _current
+    session = Session(size, root, timeout)
+    # Before there is a worker: whatever interrupts this, somebody knows of those that there are.
+    _current = session
+    session.start(profile)
+    try:
+        if first is not None:
+            session.run(first)
+    except BaseException:
+        session.close(kill=True)
+        raise
+    return session
 
 
 def close() -> None:
@@ -460,13 +490,23 @@ def close() -> None:
         _current.close()
 
 
-@contextlib.contextmanager
-def turn() -> Iterator[Session]:
+class turn:  # noqa: N801 - used as `with turn() as session`
     """Hold the session while a command is prepared and run."""
-    current = session()
-    with current.turn:
-        current.settle()
-        yield current
+
+    __slots__ = ("_session",)
+
+    def __enter__(self) -> Session:
+        self._session = current = session()
+        current.turn.acquire()
+        try:
+            current.settle()
+        except BaseException:
+            current.turn.release()
+            raise
+        return current
+
+    def __exit__(self, *_: object) -> None:
+        self._session.turn.release()
 
 
 def released_with(owner: object, current: Session, key: int) -> weakref.finalize:
