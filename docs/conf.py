@@ -15,6 +15,8 @@ extensions = ["sphinx.ext.autodoc", "sphinx.ext.autosummary", "numpydoc"]
 exclude_patterns = ["_build"]
 # `name` in a docstring is a name of the library, where there is such a name.
 default_role = "py:obj"
+# `fork` on a page means `synkhronos.fork`.
+rst_prolog = ".. currentmodule:: synkhronos\n"
 highlight_language = "python"
 
 autosummary_generate = False

@@ -28,7 +28,7 @@ def thin(cases, keep=4):
 
 
 def held_at(place, on):
-    """Return a program that holds at a place, on some ranks."""
+    """Return a program that holds at a place, on some ranks; all of it waits for them there."""
     where, how = ("call", "compiled") if place == "compiled" else (place, "python")
     return Program("at_a_point", where=where, action=f"hold:{how}", on=on)
 
@@ -212,9 +212,10 @@ def test_an_exception_in_one_worker_leaves_the_ranks_usable(place, action, kind)
     with run(place, action) as program:
         moment = program.wait("ready")["time"]
         outcome = program.wait("outcome")
-        check_error(outcome, moment, words=["rank 2", kind, "Traceback"], worker=2)
+        check_error(outcome, moment, words=["rank 2", kind], worker=2)
         assert list(outcome["failures"]) == ["2"]
-        assert kind in outcome["traceback"] or action == "raise-silent"
+        assert outcome["traceback"].startswith("Traceback")
+        assert kind in outcome["traceback"] or action == "raise-long"
         check_goes_on(program, survived=True)
 
 
@@ -252,24 +253,28 @@ def test_the_error_says_where_updates_were_applied(on, skip):
         applied = [r for r in range(3) if r not in on]
         assert ("on no rank" if not applied else f"on ranks {applied}, and not on ranks {on}") in text
         # One call came before, and each slice that is accumulated adds one.
-        added = 2 if skip else 1
-        assert alive["w"] == [1.0 + added * (r in applied) for r in range(3)]
+        after = 4.0 if skip else 2.0  # each of two slices makes 2 of the 1, and their sum is kept
+        assert alive["w"] == [after if r in applied else 1.0 for r in range(3)]
 
 
 def test_a_worker_without_memory():
     with run("call", "memory") as program:
         moment = program.wait("inside")["time"]
-        check_error(program.wait("outcome"), moment, words=["rank 2", "MemoryError", "Traceback"], worker=2)
+        outcome = program.wait("outcome")
+        check_error(outcome, moment, words=["rank 2", "MemoryError"], worker=2)
+        assert outcome["traceback"].startswith("Traceback")
         check_goes_on(program, survived=True)
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-@pytest.mark.parametrize("on", thin([[2], [0]], 2))
+@pytest.mark.parametrize("on", thin([[1], [0]], 2))
 def test_a_collective_in_which_one_rank_has_no_memory(name, on):
+    if name == "set_value" and on == [0]:
+        pytest.skip("the master has no part in it")
     with run("collective", "raise:MemoryError", on=on, name=name, point="stored") as program:
         moment = program.wait("ready")["time"]
         outcome = program.wait("outcome")
-        check_error(outcome, moment, "MemoryError" if on == [0] else "WorkerError", worker=None if on == [0] else 2)
+        check_error(outcome, moment, "MemoryError" if on == [0] else "WorkerError", worker=None if on == [0] else 1)
         check_goes_on(program, survived=True)
 
 
@@ -355,12 +360,10 @@ def test_data_with_few_open_files():
         assert program.end() == 0
 
 
-def test_a_worker_without_open_files_says_so_and_goes_on():
+def test_a_worker_without_open_files_goes_on():
     with Program("few_files", who="worker", spare=0) as program:
-        began = program.told[-1]["time"] if program.told else time.monotonic()
-        outcome = program.wait("outcome")
-        check_error(outcome, began, words=["rank 2", "open files"], worker=2)
-        assert "error" in program.wait("again")  # what it could not map is lost to it
+        assert program.wait("outcome").get("value") == 15.0, program.told  # it keeps one in reserve
+        assert program.wait("again").get("value") == 15.0
         works = program.wait("works")
         assert works.get("value") == works["right"], works
         check_footprint(program.wait("closed"))
@@ -371,6 +374,7 @@ def test_a_worker_without_address_space_says_so_and_goes_on():
     with Program("unmappable") as program:
         outcome = program.wait("outcome")
         assert outcome["error"] == "WorkerError" and "can't be mapped" in outcome["message"], outcome
+        assert program.wait("again").get("value") == 15.0, program.told  # it is mapped now
         works = program.wait("works")
         assert works.get("value") == works["right"], works
         check_footprint(program.wait("closed"))

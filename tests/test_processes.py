@@ -218,3 +218,23 @@ def test_get_n_gpu_counts_what_is_visible(monkeypatch):
 def test_gpus_that_nothing_can_drive_are_refused():
     with pytest.raises(RuntimeError, match="use_gpu=True"):
         synk.fork(2, use_gpu=True)
+
+
+@pytest.mark.skipif(available_cores() < 2, reason="one core can't be shared out")
+def test_a_blas_that_a_compiler_loads_is_limited_too():
+    printed = python("""
+        import sys
+        sys.path.insert(0, "tests")
+        import numpy as np, threadpoolctl
+        from library import tensor as T, shared
+        import synkhronos as synk
+        from synkhronos.ranks import available_cores
+        synk.fork(2, use_gpu=False)
+        x, w = T.matrix("x"), shared(np.ones((3, 3)), "w")
+        f = synk.function([x], (T.dot(x, w).sum(), "sum"))
+        f(np.ones((4, 3)))
+        print([pool["num_threads"] for pool in threadpoolctl.threadpool_info()], available_cores() // 2)
+    """)
+    *threads, share = printed.replace("[", "").replace("]", "").replace(",", "").split()
+    assert threads
+    assert all(int(number) <= max(1, int(share)) for number in threads)

@@ -148,8 +148,8 @@ class Run:
     ----------
     title : str
         What to call it.
-    n_ranks, blas_threads : int
-        Processes, and threads of linear algebra in each.
+    n_ranks : int
+        Processes.
     losses : list of float
         The mean training loss of each epoch.
     errors : list of float
@@ -162,17 +162,19 @@ class Run:
         Images that these steps saw.
     test_accuracy : float
         From 0 to 1, after the last epoch.
+    blas_threads : int
+        Threads of linear algebra in this process.
     """
 
     title: str
     n_ranks: int
-    blas_threads: int
     losses: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     setup_seconds: float = 0.0
     seconds: float = 0.0
     n_images: int = 0
     test_accuracy: float = 0.0
+    blas_threads: int = 0
 
     @property
     def images_per_second(self) -> float:
@@ -209,7 +211,7 @@ def train_on_all_ranks(digits: mnist.Digits, options: argparse.Namespace) -> Run
     def evaluate(images: synk.Data, labels: synk.Data) -> float:
         return float(error(images, labels, num_slices=EVALUATION_SLICES))
 
-    run = Run(f"{n_ranks} ranks", n_ranks, blas_threads())
+    run = Run(f"{n_ranks} ranks", n_ranks)
     fit(run, start, train, evaluate, parts, options)
     synk.close()
     return run
@@ -238,7 +240,7 @@ def train_in_one_process(digits: mnist.Digits, options: argparse.Namespace) -> R
             model.loss, model.params, model.x, model.y, options.rule, learning_rate=options.learning_rate
         )
         error = graph_library.function([model.x, model.y], model.error)
-        run = Run("one process", 1, blas_threads())
+        run = Run("one process", 1)
         fit(run, start, train, lambda images, labels: float(error(images, labels)), digits, options)
     return run
 
@@ -292,6 +294,8 @@ def fit(
             run.errors.append(evaluate(*valid_part))
             bar.set_postfix(loss=f"{run.losses[-1]:.4f}", validation_error=f"{run.errors[-1]:.2%}")
     run.test_accuracy = 1 - evaluate(*test_part)
+    # Now, since the compiled functions may have loaded one more BLAS library.
+    run.blas_threads = blas_threads()
 
 
 def blas_threads() -> int:

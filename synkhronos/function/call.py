@@ -111,6 +111,8 @@ class Call(NamedTuple):
         if local.active or (self.n_rows == 0 and rank.is_master):
             local.compute()
             rank.commit()
+        if self.compile:
+            rank.threads.limit()  # what was compiled may have brought a BLAS with it
         if all(op.name is None for op in ops):
             return local.values or [None] * len(ops)
         if compiled.scalars is not None:

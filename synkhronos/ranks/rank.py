@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from synkhronos.ranks.control import FOR_STEP, POLL, SLOT, Control
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.segments import SegmentTable
+from synkhronos.ranks.threads import ThreadShare
 
 #: Steps of one command: the lower bits of the counter in which a rank says how far it has come.
 _STEP_BITS = 24
@@ -49,6 +50,8 @@ class Rank:
         What they share.
     watch : callable
         Raises, or ends this process, when a peer has died.
+    threads : ThreadShare
+        How many threads its BLAS may use.
 
     Attributes
     ----------
@@ -58,12 +61,21 @@ class Rank:
         What the rooms above keep on each rank, by a key of their own.
     """
 
-    def __init__(self, number: int, size: int, root: int, control: Control, watch: Callable[[], None]):
+    def __init__(
+        self,
+        number: int,
+        size: int,
+        root: int,
+        control: Control,
+        watch: Callable[[], None],
+        threads: ThreadShare,
+    ):
         self.number = number
         self.size = size
         self.root = root
         self.control = control
         self.watch = watch
+        self.threads = threads
         self.segments = SegmentTable()
         self.store: dict[Any, Any] = {}
         self.pid = os.getpid()

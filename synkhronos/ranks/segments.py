@@ -193,8 +193,11 @@ def _map(fd: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def announce(channel: socket.socket, key: int, nbytes: int, fd: int) -> None:
-    """Send a segment to the worker at the other end of ``channel``."""
-    socket.send_fds(channel, [_ANNOUNCEMENT.pack(key, nbytes)], [fd])
+    """Send a segment to the worker at the other end of ``channel``; to one that has died, nothing."""
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))
+    # Whoever waits for the worker next notices its death, and can say more of it than this.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        channel.sendmsg([_ANNOUNCEMENT.pack(key, nbytes)], [rights], _NO_SIGNAL)
 
 
 class Receiver:

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
+import fcntl
+import io
 import logging
 import os
 import pickle
@@ -20,15 +23,15 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from synkhronos.ranks import worker
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN, Control
 from synkhronos.ranks.errors import Cancelled, Report, WorkerError, cause_of_death
+from synkhronos.ranks.interrupts import uninterrupted
 from synkhronos.ranks.rank import Command, Rank
 from synkhronos.ranks.segments import Segment, SharedArray, announce, create_unlinked
-from synkhronos.ranks.threads import available_cores, share_threads
+from synkhronos.ranks.threads import ThreadShare, available_cores
 
 _log = logging.getLogger("synkhronos")
 
@@ -81,21 +84,20 @@ class Session:
         self._command = 0
         self._running = False
         self._last_key = 0
-        self._unannounced: list[tuple[Segment, int, set[int]]] = []
+        self._unannounced: list[tuple[Segment, io.FileIO, set[int]]] = []
         self._garbage: list[int] = []
         self._stored_garbage: list[Any] = []
         self._at_close: weakref.WeakSet[Any] = weakref.WeakSet()
         self._children: dict[int, int] = {}
         self._channels: dict[int, socket.socket] = {}
         self._control = Control(size, SPIN if size <= available_cores() else 0.0)
-        self.rank = Rank(root, size, root, self._control, self._watch)
-        self._threads = share_threads(size, environment=False)
+        self.rank = Rank(root, size, root, self._control, self._watch, ThreadShare(size, environment=False))
 
     def start(self, profile: bool) -> None:
         """Fork the workers: all of them, or none and an error."""
         try:
             # An interrupt has to wait: a child must not be forgotten, nor begin as a second master.
-            with _interrupts_held():
+            with uninterrupted():
                 for number in range(self.size):
                     if number != self.rank.number:
                         self._fork_worker(number, profile)
@@ -107,6 +109,8 @@ class Session:
         ours, theirs = socket.socketpair(
             socket.AF_UNIX, socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_STREAM
         )
+        # Where the user closed standard streams, their numbers are free, but a worker uses them as what they are.
+        ours, theirs = _above_standard_streams(ours), _above_standard_streams(theirs)
         self._channels[number] = ours
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
@@ -116,9 +120,10 @@ class Session:
             # The worker waits on no lock of the master's: it makes its own streams, never runs the master's exit, and
             # refuses to use a JAX that was started before.
             warnings.simplefilter("ignore")
+            in_main_thread = threading.current_thread() is threading.main_thread()
             pid = os.fork()
             if pid == 0:
-                worker.main(number, self.size, self.rank.root, self._control, theirs, profile)
+                worker.main(number, self.size, self.rank.root, self._control, theirs, profile, in_main_thread)
         self._children[number] = pid
 
     # -- commands --------------------------------------------------------------------------------------------
@@ -174,8 +179,9 @@ class Session:
                 control.ring_all()
                 mine = error
             control.done[rank.number] = number
-            # A worker that is deep in compiled code may take long to notice an interrupt: `settle` waits for it.
-            self._join(GRACE / 4 if isinstance(mine, KeyboardInterrupt) else None)
+            # A worker that is deep in compiled code may take long to notice an interrupt, or the exit that a signal's
+            # handler asks for: `settle` waits for it, or `close` ends it.
+            self._join(None if mine is None or isinstance(mine, Exception) else GRACE / 4)
             reports = self._reports() if control.words[Control.FAILED] == number else []
         finally:
             self._running = False
@@ -196,6 +202,9 @@ class Session:
         if effect is None:
             return ""
         applied = [r for r in range(self.size) if self._control.committed[r] == number]
+        busy = [r for r in range(self.size) if r not in applied and self._control.done[r] < number]
+        if busy and self._control.words[Control.POSTED] == number:
+            return f"{effect} on ranks {applied} so far; ranks {busy} are still busy, and may do so yet."
         others = [r for r in range(self.size) if r not in applied]
         if not applied:
             return f"{effect} on no rank."
@@ -291,17 +300,24 @@ class Session:
                 self._join(GRACE)
                 kill = self._busy()
                 if not kill:
-                    self._run(worker.Exit())
+                    # Not joined, as other commands are: one that is stopped would never come.
+                    self._command += 1
+                    self._post(self._command, worker.Exit())
         except Exception as error:
+            kill = True
             _log.debug("a worker did not take the command to end: %s", error)
+        except BaseException:
+            kill = True
+            raise
         finally:
             if self.closed is None:
                 self.closed = "the ranks were closed: call synkhronos.fork() first"
                 try:
                     self._end_children(0.0 if kill else GRACE)
                 finally:
-                    self._end_children(0.0)  # an interrupt may have cut the waiting short
-                    self._free()
+                    with uninterrupted():
+                        self._end_children(0.0)  # an interrupt may have cut the waiting short
+                        self._free()
 
     def _end_children(self, grace: float) -> None:
         deadline = time.monotonic() + grace
@@ -323,17 +339,14 @@ class Session:
     def _free(self) -> None:
         for owner in list(self._at_close):
             owner.session_closed()
-        for _, fd, _ in self._unannounced:
-            os.close(fd)
         self._unannounced.clear()
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
         self.rank.segments.clear()
         self.rank.store.clear()
-        self._control.close()
         self.rank.watch = _nobody_to_watch  # this session's own method: a cycle that would keep the memory a while
-        self._threads.restore_original_limits()
+        self.rank.threads.restore()
 
     # -- shared memory ---------------------------------------------------------------------------------------
 
@@ -344,35 +357,38 @@ class Session:
         ------
         MemoryError
             If there is no room in ``/dev/shm``.
+        OSError
+            If this process has too many files open.
         """
         if self.closed is not None:
             raise RuntimeError(self.closed)
         nbytes = max(1, nbytes)
-        fd = create_unlinked(nbytes)
         try:
-            segment = Segment(self._last_key + 1, fd, nbytes)
-        except BaseException:
-            os.close(fd)
-            raise
-        self._last_key += 1
-        self.rank.segments.add(segment)
-        if self._children:
-            self._unannounced.append((segment, fd, set(self._children)))
-            if len(self._unannounced) > _UNANNOUNCED and not self._running:
-                self.run(Release([], []))
-        else:
-            os.close(fd)
+            file = create_unlinked(nbytes)
+        except OSError as error:
+            if error.errno != errno.EMFILE or not self._unannounced or self._running:
+                raise
+            self.run(Release([], []))  # closes those that wait to be announced
+            file = create_unlinked(nbytes)
+        segment = Segment(self._last_key + 1, file.fileno(), nbytes)
+        with uninterrupted():  # a worker would wait for ever for a key that is never announced
+            self._last_key += 1
+            self.rank.segments.add(segment)
+            if self._children:
+                self._unannounced.append((segment, file, set(self._children)))
+        if len(self._unannounced) > _UNANNOUNCED and not self._running:
+            self.run(Release([], []))
         return segment
 
     def _announce(self) -> None:
         while self._unannounced:
-            segment, fd, waiting = self._unannounced[0]
+            segment, file, waiting = self._unannounced[0]
             while waiting:
                 number = next(iter(waiting))
-                announce(self._channels[number], segment.key, segment.nbytes, fd)
+                announce(self._channels[number], segment.key, segment.nbytes, file.fileno())
                 waiting.discard(number)
             del self._unannounced[0]
-            os.close(fd)
+            file.close()
 
     def release_segment(self, key: int) -> None:
         """Let go of a segment on every rank: here at once, elsewhere with the next command."""
@@ -400,27 +416,6 @@ class Session:
         return Release(segments, stored)
 
 
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Keep SIGINT for later, from this thread's Python code and from a child that has not parted with it yet.
-
-    Blocking the signal would not do: in a process of several threads another one takes it, and Python runs the handler
-    in the main thread all the same.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is None:
-        yield  # handlers run in the main thread, or are not Python's
-        return
-    held: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: held.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if held:
-            signal.raise_signal(signal.SIGINT)
-
-
 def _nobody_to_watch() -> None:
     """Stand where a closed session has no workers."""
 
@@ -432,6 +427,13 @@ def _ended(pid: int) -> int | None:
     except ChildProcessError:
         return 0  # somebody else has waited for it, or the system was told not to keep it
     return os.waitstatus_to_exitcode(status) if found else None
+
+
+def _above_standard_streams(end: socket.socket) -> socket.socket:
+    if end.fileno() > 2:
+        return end
+    with end:
+        return socket.socket(fileno=fcntl.fcntl(end.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
 
 
 def _wait_for(pid: int) -> None:
@@ -474,8 +476,8 @@ def fork(size: int, root: int, profile: bool, timeout: float | None = None, firs
     session = Session(size, root, timeout)
     # Before there is a worker: whatever interrupts this, somebody knows of those that there are.
     _current = session
-    session.start(profile)
     try:
+        session.start(profile)
         if first is not None:
             session.run(first)
     except BaseException:

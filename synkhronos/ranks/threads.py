@@ -2,7 +2,7 @@
 
 `available_cores`
     How many cores this process may use.
-`share_threads`
+`ThreadShare`
     Limits this process' thread pools (BLAS, OpenMP) to one rank's share.
 """
 
@@ -29,27 +29,38 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def share_threads(size: int, environment: bool) -> threadpoolctl.threadpool_limits:
-    """Limit this process to its share of threads, so that ``size`` ranks together use about all cores.
+class ThreadShare:
+    """One rank's share of the threads, so that all ranks together use about all cores.
 
     Parameters
     ----------
     size : int
         The number of ranks.
     environment : bool
-        Whether to set the environment variables as well, for libraries that are loaded later.  Right for a
-        worker, whose environment is its own; the master's belongs to the user.
-
-    Returns
-    -------
-    threadpoolctl.threadpool_limits
-        Its ``restore_original_limits()`` undoes the limits.
+        Whether to set the environment variables as well, for libraries that are loaded later.  Right for a worker,
+        whose environment is its own; the master's belongs to the user.
     """
-    share = max(1, available_cores() // size)
-    if environment:
-        for variable in _VARIABLES:
-            os.environ[variable] = str(min(share, _positive(os.environ.get(variable), share)))
-    return threadpoolctl.threadpool_limits(limits=share)
+
+    def __init__(self, size: int, environment: bool):
+        self.threads = max(1, available_cores() // size)
+        self._limits: list[threadpoolctl.threadpool_limits] = []
+        if environment:
+            for variable in _VARIABLES:
+                os.environ[variable] = str(min(self.threads, _positive(os.environ.get(variable), self.threads)))
+        self.limit()
+
+    def limit(self) -> None:
+        """Limit the thread pools of all libraries that are loaded by now.
+
+        To be called again when a function has run for the first time: its compiler may have loaded another BLAS.
+        """
+        if any(pool["num_threads"] > self.threads for pool in threadpoolctl.threadpool_info()):
+            self._limits.append(threadpoolctl.threadpool_limits(limits=self.threads))
+
+    def restore(self) -> None:
+        """Give the thread pools what they had before."""
+        while self._limits:
+            self._limits.pop().restore_original_limits()
 
 
 def _positive(text: str | None, default: int) -> int:

@@ -6,15 +6,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import cProfile
 import ctypes
 import gc
 import os
 import pickle
+import select
 import signal
 import socket
 import stat
 import sys
+import threading
 import traceback
 from dataclasses import dataclass
 from typing import NoReturn
@@ -22,8 +25,8 @@ from typing import NoReturn
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, SLOT, Control
 from synkhronos.ranks.errors import Cancelled, Report
 from synkhronos.ranks.rank import Command, Rank
-from synkhronos.ranks.segments import SharedArray, receive
-from synkhronos.ranks.threads import share_threads
+from synkhronos.ranks.segments import Receiver, SharedArray
+from synkhronos.ranks.threads import ThreadShare
 
 #: Seconds between two looks of an idle worker at its master, where the system doesn't report the master's death.
 IDLE_POLL = 0.5
@@ -54,23 +57,31 @@ class Parcel:
         return self.open(rank).run(rank)
 
 
-def main(number: int, size: int, root: int, control: Control, channel: socket.socket, profile: bool) -> NoReturn:
+def main(
+    number: int,
+    size: int,
+    root: int,
+    control: Control,
+    channel: socket.socket,
+    profile: bool,
+    in_main_thread: bool,
+) -> NoReturn:
     """Be a worker: run what the master posts, and end with it.
 
     Called in the forked process, on top of the master's stack: it must not return, and must not run anything that
-    the master has registered to run at exit.
+    the master has registered to run at exit.  ``in_main_thread`` says where in the master the fork was called.
     """
     code = 1
     try:
         master = os.getppid()
-        _leave_the_masters_things(master, channel)
-        _threads = share_threads(size, environment=True)
+        _end_with_the_master(master, in_main_thread)
+        _leave_the_masters_things(channel)
 
         def watch() -> None:
             if os.getppid() != master:
                 os._exit(1)
 
-        rank = Rank(number, size, root, control, watch)
+        rank = Rank(number, size, root, control, watch, ThreadShare(size, environment=True))
         if profile:
             profiler = cProfile.Profile()
             profiler.runcall(_serve, rank, channel)
@@ -92,15 +103,18 @@ def _serve(rank: Rank, channel: socket.socket) -> None:
     control, words = rank.control, rank.control.words
     posted, last, mapped = Control.POSTED, 0, 0
     kept: dict[bytes, Command] = {}
+    receiver = Receiver(channel)
     while True:
+        command: Command | None = None
         control.wait(rank.number, lambda: words[posted] > last, FOR_COMMAND, rank.watch, IDLE_POLL)  # noqa: B023
         last = words[posted]
         rank.begin(last)
         try:
             while mapped < words[Control.ANNOUNCED]:
-                segment = receive(channel)
-                rank.segments.add(segment)
-                mapped = max(mapped, segment.key)
+                segment = receiver.receive()
+                if segment.key > mapped:  # else it was announced twice, because of an interrupt
+                    rank.segments.add(segment)
+                    mapped = segment.key
                 del segment  # or this name would keep the memory after its release
             message = bytes(control.mailbox[: words[Control.LENGTH]])
             command = kept.get(message)
@@ -121,7 +135,7 @@ def _serve(rank: Rank, channel: socket.socket) -> None:
             words[Control.FAILED] = last
             control.ring_all()
             del error
-        if sys.stdout is not None:
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # none, nobody reads it any more, or closed
             sys.stdout.flush()
         control.done[rank.number] = last
         control.fence()
@@ -131,7 +145,7 @@ def _serve(rank: Rank, channel: socket.socket) -> None:
             return
 
 
-def _leave_the_masters_things(master: int, channel: socket.socket) -> None:
+def _leave_the_masters_things(channel: socket.socket) -> None:
     """Part from what this process inherited and must not touch: signals, sockets, files, objects to collect."""
     # Ctrl-C goes to every process of the terminal, and it is the master who decides what it means.
     signal.set_wakeup_fd(-1)
@@ -139,7 +153,6 @@ def _leave_the_masters_things(master: int, channel: socket.socket) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
-    _end_with_the_master(master)
 
     # Objects made before the fork are the master's: no finalizer of theirs may run here because a cycle was found.
     gc.freeze()
@@ -153,19 +166,34 @@ def _leave_the_masters_things(master: int, channel: socket.socket) -> None:
                     os.dup2(null, fd, inheritable=False)
             except OSError:
                 continue  # the descriptor that listed the folder
-    os.dup2(null, 0)
-    os.close(null)
+    for fd, stream in enumerate((None, sys.__stdout__, sys.__stderr__)):
+        if stream is None:  # the master has closed it, and may have opened something else under its number
+            os.dup2(null, fd)
+    if null > 2:
+        os.close(null)
     # A notebook's sys.stdout sends to the notebook through one of those sockets.
     for fd, name in ((1, "stdout"), (2, "stderr")):
         setattr(sys, name, open(fd, "w", buffering=1, errors="backslashreplace", closefd=False))
 
 
-def _end_with_the_master(master: int) -> None:
-    """Have the kernel kill this process when the master dies, even in the middle of compiled code."""
-    if sys.platform == "linux":
+def _end_with_the_master(master: int, in_main_thread: bool) -> None:
+    """Have the kernel kill this process when the master dies, even in the middle of compiled code.
+
+    The kernel does so when the thread ends that called fork, which is too early if that is not the master's main
+    thread.  Then a thread of this process watches, which can't do anything while compiled code holds Python's lock.
+    """
+    if sys.platform == "linux" and in_main_thread:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    elif hasattr(os, "pidfd_open"):
+        with contextlib.suppress(ProcessLookupError):
+            threading.Thread(target=_kill_at_the_end_of, args=(os.pidfd_open(master),), daemon=True).start()
     if os.getppid() != master:  # it died before that
         os._exit(1)
+
+
+def _kill_at_the_end_of(process: int) -> None:
+    select.select([process], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _open_files() -> list[int]:

@@ -1,0 +1,245 @@
+"""Who can reach what ranks share: nobody but this user, and by no name and no network address."""
+
+import ast
+import contextlib
+import ctypes
+import os
+import pathlib
+import re
+import secrets
+import stat
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import posix_ipc
+import pytest
+from library import tensor
+
+import synkhronos as synk
+from synkhronos import ranks
+
+PACKAGE = pathlib.Path(synk.__file__).parent
+
+
+def work():
+    """Make segments, small and large commands, and results of all sizes."""
+    x = tensor.dmatrix("x")
+    f = synk.function([x], [(x.sum(), "sum"), (x * 2, "gather")])
+    d = synk.data(np.ones((3000, 60)))
+    f(d)
+    f(d, batch=[1, 5, 3])
+    return d
+
+
+def sockets_of(pid):
+    """Return the inodes of a process' sockets."""
+    inodes = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{fd}"))
+            if found:
+                inodes.add(int(found[1]))
+    return inodes
+
+
+def shared_mappings(pid):
+    """Return what a process has mapped to share, and may write."""
+    with open(f"/proc/{pid}/maps") as maps:
+        fields = [line.split(maxsplit=5) for line in maps]
+    return [each[5].strip() for each in fields if len(each) == 6 and each[1].startswith("rw") and each[1].endswith("s")]
+
+
+@pytest.fixture
+def no_umask():
+    """Take away what would hide a mode that is too wide."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@contextlib.contextmanager
+def names_made_in_dev_shm():
+    """Collect every name that comes up in /dev/shm, however briefly."""
+    libc, names = ctypes.CDLL(None), []
+    watch = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    assert libc.inotify_add_watch(watch, b"/dev/shm", 0x100 | 0x80) >= 0  # IN_CREATE, IN_MOVED_TO
+    try:
+        yield names
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                events, at = os.read(watch, 1 << 16), 0
+                while at < len(events):
+                    length = struct.unpack_from("iIII", events, at)[3]
+                    names.append(events[at + 16 : at + 16 + length].rstrip(b"\0").decode())
+                    at += 16 + length
+    finally:
+        os.close(watch)
+
+
+def test_the_watch_sees_a_name_that_lives_for_a_moment():
+    with names_made_in_dev_shm() as names:
+        posix_ipc.SharedMemory("/test-moment", posix_ipc.O_CREX).close_fd()
+        posix_ipc.unlink_shared_memory("/test-moment")
+    assert "test-moment" in names
+
+
+@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="needs files that are made without a name")
+def test_nothing_ever_has_a_name(fork):
+    with names_made_in_dev_shm() as names:
+        fork(3)
+        work()
+        synk.close()
+    assert not [name for name in names if "synkhronos" in name]
+
+
+def test_segments_are_for_this_user_only(fork, no_umask):
+    fork(3)
+    d = work()
+    d.set_value(np.ones((5000, 60)))  # new memory, that the workers have not got yet
+    files = [file for _, file, _ in ranks.session()._unannounced]
+    assert files
+    for file in files:
+        status = os.fstat(file.fileno())
+        assert stat.S_IMODE(status.st_mode) == 0o600
+        assert status.st_uid == os.geteuid()
+        assert status.st_nlink == 0
+
+
+def test_where_files_need_a_name_it_is_secret_and_short_lived(fork, no_umask, monkeypatch):
+    drawn, seen = [], []
+    token_hex, unlink = secrets.token_hex, posix_ipc.unlink_shared_memory
+
+    def recorded_token(n):
+        drawn.append(token_hex(n))
+        return drawn[-1]
+
+    def recorded_unlink(name):
+        status = os.stat(f"/dev/shm{name}")
+        seen.append((name, stat.S_IMODE(status.st_mode), status.st_uid, status.st_size))
+        unlink(name)
+
+    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    monkeypatch.setattr(secrets, "token_hex", recorded_token)
+    monkeypatch.setattr(posix_ipc, "unlink_shared_memory", recorded_unlink)
+    with names_made_in_dev_shm() as names:
+        fork(2)
+        work()
+    assert seen
+    for name, mode, owner, size in seen:
+        assert name.removeprefix("/synkhronos-") in drawn
+        assert len(name.removeprefix("/synkhronos-")) >= 32  # 128 bits
+        assert (mode, owner) == (0o600, os.geteuid())
+        assert size == 0  # nothing is in it yet
+    assert {name.lstrip("/") for name, *_ in seen} >= {name for name in names if "synkhronos" in name}
+    assert not [name for name in os.listdir("/dev/shm") if name.removeprefix("synkhronos-") in drawn]
+
+
+def test_a_name_that_exists_already_is_not_used(fork, monkeypatch):
+    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    tokens = iter(["0" * 32])
+    token_hex = secrets.token_hex
+    monkeypatch.setattr(secrets, "token_hex", lambda n: next(tokens, None) or token_hex(n))
+    planted = posix_ipc.SharedMemory("/synkhronos-" + "0" * 32, posix_ipc.O_CREX, size=4096, mode=0o666)
+    try:
+        fork(1)
+        synk.data(np.ones(10))
+        assert os.pread(planted.fd, 4096, 0) == bytes(4096)
+    finally:
+        planted.close_fd()
+        posix_ipc.unlink_shared_memory("/synkhronos-" + "0" * 32)
+
+
+def test_sockets_are_pairs_without_an_address(fork):
+    before = sockets_of(os.getpid())
+    fork(3)
+    work()
+    made = sockets_of(os.getpid()) - before
+    assert len(made) == 2
+    for pid in ranks.session()._children.values():
+        theirs = sockets_of(pid)
+        assert len(theirs) == 1
+        assert not theirs & before
+        made |= theirs
+    networks = pathlib.Path("/proc/net")
+    for protocol in ("tcp", "tcp6", "udp", "udp6", "udplite", "udplite6", "raw", "raw6", "icmp", "packet", "netlink"):
+        with contextlib.suppress(FileNotFoundError):
+            used = {field for line in (networks / protocol).read_text().splitlines()[1:] for field in line.split()}
+            assert not used & {str(inode) for inode in made}
+    lines = [line.split() for line in (networks / "unix").read_text().splitlines()[1:]]
+    ours = [line for line in lines if int(line[6]) in made]
+    assert len(ours) == len(made)
+    assert all(len(line) == 7 for line in ours)  # an eighth field would be the path
+    assert all(int(line[3], 16) & 0x10000 == 0 for line in ours)  # none listens
+
+
+def test_all_that_is_shared_is_anonymous_or_has_lost_its_name(fork):
+    before = shared_mappings(os.getpid())
+    fork(3)
+    keep = work()
+    assert len(shared_mappings(os.getpid())) > len(before)
+    for pid in (os.getpid(), *ranks.session()._children.values()):
+        assert all(name.endswith("(deleted)") for name in shared_mappings(pid) if name not in before)
+    assert keep.size
+
+
+def test_programs_that_the_user_starts_inherit_nothing(fork):
+    fork(3)
+    d = work()
+    d.set_value(np.ones((7000, 60)))
+    listing = "import os\nfor fd in os.listdir('/proc/self/fd'):\n  try: print(os.readlink('/proc/self/fd/' + fd))\n"
+    listing += "  except OSError: pass"
+    printed = subprocess.run(
+        [sys.executable, "-c", listing], close_fds=False, capture_output=True, text=True, timeout=60
+    ).stdout
+    made = {f"socket:[{inode}]" for inode in sockets_of(os.getpid())}
+    assert not made & set(printed.split())
+    assert "/dev/shm" not in printed
+
+
+def test_what_is_unpickled_comes_from_these_places():
+    """A new place where something is unpickled has to be thought about, and named in docs/security.rst."""
+    places = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+            if isinstance(node, ast.ImportFrom) and node.module in ("pickle", "marshal", "shelve", "dill", "cloudpickle"):
+                places.add((str(path.relative_to(PACKAGE)), "import"))
+            if name in ("loads", "Unpickler", "eval", "exec") or (name == "load" and "pickle" in path.read_text()):
+                places.add((str(path.relative_to(PACKAGE)), name))
+    assert places == {
+        ("graphs/mirror.py", "Unpickler"),  # graphs, from a segment that the master filled
+        ("graphs/mirror.py", "load"),
+        ("ranks/rank.py", "loads"),  # what ranks show each other, from the slots
+        ("ranks/session.py", "loads"),  # a worker's report of a failure, from its slot
+        ("ranks/worker.py", "loads"),  # commands, from the mailbox or a segment that the master filled
+    }
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user to be")
+def test_another_user_can_reach_nothing(fork):
+    fork(2)
+    d = work()
+    d.set_value(np.ones((9000, 60)))
+    worker = ranks.session()._children[1]
+    file = ranks.session()._unannounced[0][1].fileno()
+    attempts = f"""
+import os, signal
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+def attempt(name, action):
+    try:
+        action()
+    except (PermissionError, FileNotFoundError) as error:
+        pass
+    else:
+        print(name)
+attempt("memory", lambda: open("/proc/{worker}/mem", "rb"))
+attempt("maps", lambda: os.listdir("/proc/{worker}/map_files"))
+attempt("segment", lambda: open("/proc/{os.getpid()}/fd/{file}", "rb"))
+attempt("descriptors", lambda: os.listdir("/proc/{worker}/fd"))
+attempt("kill", lambda: os.kill({worker}, signal.SIGTERM))
+print("tried")
+"""
+    done = subprocess.run([sys.executable, "-c", attempts], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["tried"], done.stdout + done.stderr
