@@ -1074,6 +1074,7 @@ class Soak:
                 with self._interrupts(float(rng.exponential(0.01))):
                     synk.fork(size, use_gpu=False, master_rank=root)
             except KeyboardInterrupt:
+                synk.close()  # it may have come when all was done
                 self.check_ended()
             else:
                 self._forked(size, root)
@@ -1082,7 +1083,7 @@ class Soak:
 
     @contextlib.contextmanager
     def _interrupts(self, seconds: float) -> Any:
-        timer = threading.Timer(seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))  # any thread may get it
         timer.start()
         try:
             self.interruptible = True
@@ -1105,9 +1106,9 @@ class Soak:
             for _, r, number in faults.outside:
                 os.kill(before[r], number)
             time.sleep(float(self.rng.choice([0.0, 0.01])))
-        over = threading.Event()
+        over, hurt = threading.Event(), {r for _, r, _ in faults.outside} if faults.kind == "kill idle" else set()
         threads = [
-            threading.Thread(target=self._hurt, args=(before, event, over))
+            threading.Thread(target=self._hurt, args=(before, event, over, hurt))
             for event in ([] if faults.kind == "kill idle" else faults.outside)
         ]
         stopped = [r for r, deeds in may.items() if STOP in deeds]
@@ -1129,10 +1130,10 @@ class Soak:
         over.set()
         for thread in threads:
             thread.join()
-        self._judge(step, faults, may, error, result, took, before)
+        self._judge(step, faults, may, error, result, took, before, hurt)
 
     @staticmethod
-    def _hurt(pids: dict[int, int], event: tuple[float, int, int], over: threading.Event) -> None:
+    def _hurt(pids: dict[int, int], event: tuple[float, int, int], over: threading.Event, hurt: set[int]) -> None:
         seconds, r, number = event
         over.wait(seconds)
         if over.is_set():
@@ -1140,8 +1141,9 @@ class Soak:
         if r in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids[r], number)
+                hurt.add(r)
         else:
-            signal.pthread_kill(threading.main_thread().ident, number)
+            os.kill(os.getpid(), number)  # any thread may get it
 
     @staticmethod
     def _continue(pid: int, over: threading.Event) -> None:
@@ -1161,6 +1163,7 @@ class Soak:
         result: Any,
         took: float,
         before: dict[int, int],
+        hurt: set[int],
     ) -> None:
         """Check that the outcome is one that the faults allow, and every variable with it."""
         session_ended = ranks.session.__globals__["_current"].closed is not None
@@ -1198,13 +1201,11 @@ class Soak:
             return
         if faults.sabotage:
             ranks.session().run(Repair())
-        if mortal:  # who died after the step, or was to die at a moment that never came
-            for r in mortal:
-                if any(number != signal.SIGSTOP for _, who, number in faults.outside if who == r):
-                    self._expect_death(r, before[r])
-                    if ranks.session.__globals__["_current"].closed is not None:
-                        self._recover(step, applied=error is None)
-                        return
+        for r in mortal:
+            if r in hurt:  # when the step was over, or nearly
+                self._expect_death(r, before[r])
+                self._recover(step, applied=error is None)
+                return
         if error is None:
             for variable, values in step.new.items():
                 variable.values = list(values)
@@ -1218,10 +1219,10 @@ class Soak:
         self._tame(step)
 
     def _expect_death(self, r: int, pid: int) -> None:
-        """Run something where a worker has died meanwhile; where it lives after all (the step was quick), nothing."""
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/stat") as stat:
-            if stat.read().rsplit(")", 1)[1].split()[0] not in "ZX":
-                return
+        """Run something after a worker was killed, once the kernel has done it."""
+        with contextlib.suppress(FileNotFoundError):
+            while pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
+                time.sleep(0.001)
         start = time.monotonic()
         try:
             synk.get_shapes(self.w.shared)

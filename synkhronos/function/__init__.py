@@ -4,6 +4,8 @@
     What users call (`function`).
 `build`
     Checks the arguments of `function` and makes a program of them.
+`inputs`
+    Checks a call's inputs and puts them where all ranks find them.
 `program`
     What a function computes, on any rank, and the variants in which it is compiled.
 `call`

@@ -123,6 +123,10 @@ class Program:
         """Whether it tells nothing for so long."""
         return not self._text and not select.select([self._read], [], [], seconds)[0]
 
+    def fault(self) -> float:
+        """Return when the last of the ranks reached the point where something happens to it."""
+        return max(told["time"] for told in self.told if told["event"] == "inside")
+
     # -- what is done to it ----------------------------------------------------------------------------------
 
     def hurt(self, pid: int | None, number: int) -> float:

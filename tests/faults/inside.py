@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -25,7 +26,8 @@ import numpy as np
 from library import NAME, shared, tensor
 
 import synkhronos as synk
-from synkhronos import collectives, ranks
+from synkhronos import ranks
+from synkhronos.collectives import commands
 from synkhronos.devices.host import HostCommunicator
 
 if NAME == "pytensor":
@@ -61,14 +63,28 @@ def attempt(call: Any) -> dict[str, Any]:
         return {
             "ended": time.monotonic(),
             "error": type(error).__name__,
-            "message": str(error)[:900],
-            "effect": next((line for line in str(error).splitlines() if "updates were applied" in line), ""),
-            "notes": [note[:300] for note in getattr(error, "__notes__", [])],
+            "message": _short(error, 900),
+            "effect": next((line for line in _short(error, 1 << 20).splitlines() if "updates were applied" in line), ""),
+            "notes": [note[:200] for note in getattr(error, "__notes__", [])],
             "worker": getattr(error, "rank", None),
-            "failures": {str(r): line[:100] for r, line in getattr(error, "failures", {}).items()},
-            "traceback": getattr(error, "worker_traceback", "")[-300:],
+            "failures": {str(r): line[:60] for r, line in getattr(error, "failures", {}).items()},
+            "traceback": _trimmed(getattr(error, "worker_traceback", ""), 400),
         }
-    return {"ended": time.monotonic(), "value": np.asarray(value).tolist() if value is not None else None}
+    return {"ended": time.monotonic(), "value": value}
+
+
+def _short(error: BaseException, limit: int) -> str:
+    try:
+        text = str(error)
+    except Exception as other:
+        return f"<{other}>"
+    return _trimmed(text, limit)
+
+
+def _trimmed(text: str, limit: int) -> str:
+    if len(text) > limit:
+        text = text[: limit // 2] + " ... " + text[-limit // 2 :]
+    return text.encode("ascii", "replace").decode()
 
 
 def children() -> list[int]:
@@ -79,10 +95,18 @@ def children() -> list[int]:
 
 def footprint() -> dict[str, Any]:
     """Return what a program must have no more of after a fault than before it."""
-    files = sorted(os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in _files())
+    gc.collect()
+    files = sorted(os.readlink(f"/proc/self/fd/{fd}").split(":")[0][-40:] for fd in _files())
     with open("/proc/self/maps") as maps:
         mapped = sum("synkhronos" in line or "/dev/zero" in line or "/dev/shm" in line for line in maps)
     return {"files": files, "maps": mapped, "children": children()}
+
+
+def start() -> dict[str, Any]:
+    """Return the footprint before all, once what the first fork leaves for good is there."""
+    synk.fork(1, use_gpu=False)
+    synk.close()
+    return footprint()
 
 
 def _files() -> list[int]:
@@ -107,13 +131,13 @@ def reach(point: str) -> None:
 
 def _act(action: str, point: str) -> None:
     kind, _, what = action.partition(":")
+    tell("inside", point=point)
     if kind == "raise":
         raise {"ValueError": ValueError, "MemoryError": MemoryError, "OSError": OSError}[what](f"{point} on {RANK}")
     if kind == "raise-silent":
         raise Silent
     if kind == "raise-long":
         raise ValueError("\N{SNOWMAN}" * 1_000_000)
-    tell("inside", point=point)
     if kind == "kill":
         os.kill(os.getpid(), signal.Signals[what])
         time.sleep(60)
@@ -200,7 +224,7 @@ def plant(point: str, action: str, on: Any, skip: int = 0) -> None:
 
 def instrument() -> None:
     """Put points into the library: where collectives find variables, and where they go on to the next chunk."""
-    real_stored, real_halves = collectives.stored, HostCommunicator._next_halves
+    real_stored, real_halves = commands.stored, HostCommunicator._next_halves
 
     def stored(rank: ranks.Rank, key: Any) -> Any:
         reach("stored")
@@ -210,7 +234,7 @@ def instrument() -> None:
         reach("chunk")
         return real_halves(self)
 
-    collectives.stored = stored
+    commands.stored = stored
     HostCommunicator._next_halves = halves
 
 

@@ -5,6 +5,7 @@ They leave by the interpreter's ordinary end, so that what runs at exit is teste
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from faults import inside
-from faults.inside import Arguments, Work, attempt, children, footprint, hold, know, plant, reach, right, tell
+from faults.inside import Arguments, Work, attempt, children, footprint, hold, know, plant, reach, right, start, tell
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -63,7 +64,7 @@ def at_a_point(
 ) -> None:
     """Reach a point in which something happens, look at what came of it, and work on."""
     inside.instrument()
-    before = footprint()
+    before = start()
     synk.fork(N, use_gpu=False)
     pids = know()
     work = Work()
@@ -84,6 +85,8 @@ def at_a_point(
 def after(before: dict[str, Any], work: Work | None) -> None:
     """Tell whether the ranks go on, whether they compute what is right, and what is left when they are closed."""
     if _closed():
+        if work is not None:
+            vars(work).clear()  # a function holds on to the ranks it was distributed to, and they to their memory
         tell("dead", before=before, after=footprint())
         synk.fork(N, use_gpu=False)
         know()
@@ -107,7 +110,7 @@ def _closed() -> bool:
 
 def at_fork(how: str, on: int = 2) -> None:
     """Fork, with something that happens in the master, or in a worker, while it does."""
-    before = footprint()
+    before = start()
     real_fork, real_leave = os.fork, worker._leave_the_masters_things
     forked: list[int] = []
 
@@ -143,21 +146,25 @@ def at_fork(how: str, on: int = 2) -> None:
 
 def never_returns(timeout: float) -> None:
     """Wait for a rank that never comes, for as long as the user allows."""
-    before = footprint()
+    before = start()
     synk.fork(N, use_gpu=False, timeout=timeout)
+    session = ranks.session()
+    session.timeout = None  # compiling may take longer
     know()
     work = Work()
     assert work.call() == 15.0
+    session.timeout = timeout
+    del session
     plant("perform", "hold:compiled", (1,))
     began = time.monotonic()
     outcome = attempt(work.call)
     tell("outcome", began=began, **outcome)
-    after(before, None)
+    after(before, work)
 
 
 def no_room() -> None:
     """Use the library where /dev/shm is as good as full: 8 MB, of which the program takes what it can."""
-    before = footprint()
+    before = start()
     synk.fork(N, use_gpu=False)
     know()
     work = Work()
@@ -168,13 +175,9 @@ def no_room() -> None:
             hog.append(synk.data(shape=1 << 16, dtype="float64"))
         except MemoryError:
             break
-    with open("/dev/shm/filler", "wb") as filler:  # what remains, to the last page
-        try:
-            while True:
-                filler.write(bytes(4096))
-                filler.flush()
-        except OSError:
-            pass
+    with contextlib.suppress(MemoryError):  # what remains, to the last page
+        while True:
+            hog.append(synk.data(shape=1, dtype="float64"))
     tell("data", **attempt(lambda: synk.data(np.ones(100_000))))
     tell("grow", **attempt(lambda: kept.set_length(100_000)))
     tell("kept", right=bool((np.asarray(kept) == np.arange(1000.0)).all()))
@@ -183,8 +186,8 @@ def no_room() -> None:
     tell("collective", **attempt(lambda: synk.broadcast(work.big, np.ones(300_000))))
     other = attempt(lambda: [synk.close(), synk.fork(N, use_gpu=False)][1])
     tell("fork", **other)
-    os.unlink("/dev/shm/filler")
     hog.clear()
+    del kept
     work = Work()
     tell("works", right=right(N), **attempt(work.check))
     synk.close()
@@ -193,12 +196,10 @@ def no_room() -> None:
 
 def few_files(who: str, spare: int) -> None:
     """Run out of file descriptors: in the master at fork or when it makes segments, or in a worker."""
-    synk.fork(N, use_gpu=False)  # what opens files once and for all has done so
-    synk.close()
-    before = footprint()
+    before = start()
     usual = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = len(before["files"]) + spare, usual[1]
     if who == "fork":
+        few = _limit(spare), usual[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, few)
         tell("outcome", **attempt(lambda: synk.fork(8, use_gpu=False)))
         resource.setrlimit(resource.RLIMIT_NOFILE, usual)
@@ -208,7 +209,7 @@ def few_files(who: str, spare: int) -> None:
         synk.fork(N, use_gpu=False)
         know()
         if who == "master":
-            few = len(footprint()["files"]) + spare, usual[1]
+            few = _limit(spare), usual[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, few)
             made = [synk.data(np.full(10, i)) for i in range(60)]
             tell("outcome", value=all(int(d[0]) == i for i, d in enumerate(made)), ended=time.monotonic())
@@ -226,6 +227,14 @@ def few_files(who: str, spare: int) -> None:
     tell("closed", before=before, after=footprint())
 
 
+def _limit(spare: int) -> int:
+    """Return the limit of open files with which so many more can be opened."""
+    opened = [os.dup(1) for _ in range(spare + 1)]
+    for fd in opened:
+        os.close(fd)
+    return max(opened)
+
+
 class Limit:
     """Allow a rank only so many open files more."""
 
@@ -234,13 +243,13 @@ class Limit:
 
     def run(self, rank: ranks.Rank) -> None:
         if rank.number == self.who:
-            files = self.files or len(os.listdir("/proc/self/fd")) - 1
+            files = self.files or _limit(0)
             resource.setrlimit(resource.RLIMIT_NOFILE, (files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def unmappable() -> None:
     """Make a segment that a worker's address space has no room for."""
-    before = footprint()
+    before = start()
     synk.fork(N, use_gpu=False)
     know()
     work = Work()
@@ -269,7 +278,7 @@ class LimitSpace:
 
 def unpicklable() -> None:
     """Distribute a graph that can't be pickled."""
-    before = footprint()
+    before = start()
     synk.fork(N, use_gpu=False)
     know()
     work = Work()
@@ -289,7 +298,7 @@ def unpicklable() -> None:
 
 def announced_to_the_dead() -> None:
     """Make a segment after a worker has died, which nobody has noticed yet."""
-    before = footprint()
+    before = start()
     synk.fork(N, use_gpu=False)
     pids = know()
     work = Work()
@@ -299,12 +308,12 @@ def announced_to_the_dead() -> None:
     kept = synk.data(np.arange(6.0))
     tell("outcome", **attempt(lambda: work.f(kept)))
     del kept
-    after(before, None)
+    after(before, work)
 
 
 def from_a_thread() -> None:
     """Fork in a thread, which ends, and work on in another."""
-    before = footprint()
+    before = start()
     results: list[Any] = []
 
     def in_a_thread(call: Any) -> Any:
@@ -328,7 +337,7 @@ def from_a_thread() -> None:
 
 def deaf_and_mute() -> None:
     """Work where standard input, output and error are closed."""
-    before = footprint()
+    before = start()
     synk.fork(N, use_gpu=False)
     know()
     work = Work()
@@ -347,7 +356,7 @@ class Print:
 
 def printing_into_nothing() -> None:
     """Print in a worker when the reader of the pipe has gone, as in ``python script.py | head -1``."""
-    before = footprint()
+    before = start()
     synk.fork(N, use_gpu=False)
     know()
     work = Work()
@@ -355,7 +364,7 @@ def printing_into_nothing() -> None:
     hold("python")
     tell("outcome", **attempt(lambda: ranks.session().run(Print())))
     after(before, work)
-    sys.stdout = None
+    sys.stdout = None  # what is left in it can't be written either
 
 
 def main() -> None:
