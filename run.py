@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make the environments in .venv/ and run the demos, the tests and the tools in them.
 
-On a machine with Python 3.11 nothing needs to be installed before::
+On a machine with Python 3.11 nothing needs to be installed before:
 
     python3 run.py mnist     # train on MNIST, on all cores
     python3 run.py test      # all tests, with PyTensor and with Theano
@@ -227,6 +227,8 @@ def prepare(name: str, *extras: str) -> Environment:
 def mnist(options: argparse.Namespace, rest: list[str]) -> int:
     """Train on MNIST; options go to demos/mnist/train_mnist.py."""
     environment = prepare(options.env, "demos")
+    if {"-h", "--help"} & set(rest):
+        print("run.py's own option: --env {pytensor,theano}, the graph library (default: pytensor)\n", flush=True)
     return call([environment.python, "demos/mnist/train_mnist.py", *rest])
 
 
@@ -281,7 +283,7 @@ def docs(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def bench(options: argparse.Namespace, rest: list[str]) -> int:
-    """Run one benchmark, or all of them; further arguments go to it."""
+    """Run one benchmark, or all of them; further arguments go to it (``-- --help`` lists them)."""
     known = sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py") if not p.stem.startswith("_"))
     if options.name and options.name not in known:
         raise fail(f"there is no benchmark {options.name!r}; there are: {', '.join(known) or 'none'}")
@@ -291,7 +293,7 @@ def bench(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def demo(options: argparse.Namespace, rest: list[str]) -> int:
-    """Run one of the numbered scripts in demos/."""
+    """Run one of the numbered scripts in demos/; further arguments go to it (``--ranks 4``)."""
     scripts = sorted((ROOT / "demos").glob("demo_*.py"))
     chosen = [p for p in scripts if p.stem.split("_")[1] == options.number]
     if not chosen:
@@ -342,7 +344,7 @@ def parser() -> argparse.ArgumentParser:
     bench_parser.add_argument("name", nargs="?", help="a module in benchmarks/ (default: all of them)")
     add_env(bench_parser, PYTENSOR.name, which)
     demo_parser = add(demo, passes_on=True)
-    demo_parser.add_argument("number", help="which one")
+    demo_parser.add_argument("number", help="which one, 1 to 5")
     add_env(demo_parser, PYTENSOR.name, which)
     add(env).add_argument("name", choices=list(BY_NAME), help="the environment")
     return result

@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="how many (default: %(default)s)")
     n = synk.fork(parser.parse_args().ranks, use_gpu=False)
-    print(f"{n} ranks: this process and {n - 1} workers")
+    print(f"{n} ranks: the master, which is this process, and {n - 1} beside it")
 
     x, scale = T.dmatrix("x"), T.dscalar("scale")
     y = x * scale
@@ -62,7 +62,7 @@ def main() -> None:
     print("\n4. Slices: each rank computes its rows piece by piece, in less memory, to the same result")
     for num_slices in (1, 2, 5):
         total, gathered = f(rows, 2.0, num_slices=num_slices, output_subset=[2, 6])
-        print(f"   {num_slices} slices: sum {total.round(3)}, gather of {len(gathered)} rows")
+        print(f"   num_slices={num_slices}: sum {total.round(3)}, gather of {len(gathered)} rows")
         assert np.allclose(total, plain(rows, 2.0)[2])
         assert np.allclose(gathered, plain(rows, 2.0)[6])
 
@@ -74,7 +74,7 @@ def main() -> None:
     assert (synk.gather(count) == 4).all()
 
     print("\n6. The plain function is still there, in the master alone")
-    print(f"   f.as_theano: {[str(np.shape(out)) for out in f.as_theano(rows, 2.0)]}")
+    print(f"   the shapes of what f.as_theano returns: {[str(np.shape(out)) for out in f.as_theano(rows, 2.0)]}")
     for result, expected in zip(f.as_theano(rows, 2.0), plain(rows, 2.0), strict=True):
         assert np.allclose(result, expected)
     synk.close()

@@ -1,7 +1,8 @@
 """The examples in the documentation: they run, and print what they say.
 
 Those of the docstrings need PyTensor, which they import.  Those of the pages in docs/ run with Theano as well, with its
-name in the place of PyTensor's, but for pages that say ``.. needs: pytensor``.
+name in the place of PyTensor's, but for pages that say ``.. needs: pytensor``.  Scripts without a prompt, the README's
+among them, run in a process of their own.
 """
 
 import doctest
@@ -12,6 +13,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ import synkhronos as synk
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.rst"))
 HAS_PYTENSOR = importlib.util.find_spec("pytensor") is not None
+HAS_THEANO = importlib.util.find_spec("theano") is not None
 
 
 def run(example: doctest.DocTest) -> None:
@@ -64,6 +67,30 @@ def test_page(page):
     if not example.examples:
         pytest.skip("no examples")
     run(example)
+
+
+def scripts() -> dict[str, str]:
+    found = {}
+    for page in [ROOT / "README.rst", *PAGES]:
+        blocks = re.findall(r"^\.\. code-block:: python\n\n((?: +.*\n|\n)+)", page.read_text(), re.MULTILINE)
+        found |= {f"{page.stem}-{i}": textwrap.dedent(block) for i, block in enumerate(blocks)}
+    return found
+
+
+@pytest.mark.parametrize("script", scripts().values(), ids=scripts())
+def test_script(script):
+    if not HAS_THEANO and "theano" in script:
+        pytest.skip("the script is about Theano")
+    if not HAS_PYTENSOR:
+        script = re.sub("^import pytensor$", "import theano as pytensor", script, flags=re.MULTILINE)
+        script = script.replace("import pytensor.tensor", "import theano.tensor")
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+
+
+def test_the_readme_has_a_complete_script():
+    assert "README-0" in scripts()
 
 
 def test_every_public_name_is_in_the_reference():

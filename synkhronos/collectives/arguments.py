@@ -52,7 +52,10 @@ def mirrored(session: Session, shared_vars: Any) -> tuple[tuple[Any, ...], list[
             )
         if mirror.key(variable) is None:
             if not is_declared(variable):
-                raise ValueError(f"shared_vars: no function uses {called(variable)}: the workers have no copy of it")
+                raise ValueError(
+                    f"shared_vars: no function uses {called(variable)}: the workers have no copy of it; "
+                    "make a synkhronos.function() of it first"
+                )
             missing.append(variable)
     if len({id(variable) for variable in variables}) != len(variables):
         raise ValueError("shared_vars: a shared variable comes twice")

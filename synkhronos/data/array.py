@@ -245,7 +245,9 @@ class Data:
     def check_session(self, session: ranks.Session, name: str) -> None:
         """Refuse to be used with ranks other than those it was made for."""
         if not self.belongs_to(session):
-            raise ValueError(f"{name}: this Data object was made before the present fork(), and its memory is freed")
+            raise ValueError(
+                f"{name}: this Data object was made before the present fork(), and its memory is freed: make a new one"
+            )
 
     def belongs_to(self, session: ranks.Session) -> bool:
         """Whether it was made for these ranks, and they still run."""
@@ -262,7 +264,9 @@ class Data:
 
     def _check(self) -> None:
         if self._session.closed is not None:
-            raise RuntimeError("this Data object's memory was freed when the ranks were closed")
+            raise RuntimeError(
+                "this Data object's memory was freed when the ranks were closed: make a new one after synkhronos.fork()"
+            )
 
     def _set_value(self, x: npt.ArrayLike, force_cast: bool, oversize: float, argument: str) -> None:
         value = self._conditioned(x, force_cast, argument)

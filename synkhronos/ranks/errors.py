@@ -92,7 +92,7 @@ class Cancelled(Exception):
 def cause_of_death(code: int) -> str:
     """Say in words what ``os.waitstatus_to_exitcode`` says in a number."""
     if code >= 0:
-        return f"exited with code {code}"
+        return f"exited with code {code} (something in it ended the process; see what it printed)"
     try:
         name = signal.Signals(-code).name
     except ValueError:

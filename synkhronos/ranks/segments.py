@@ -27,7 +27,6 @@ import os
 import secrets
 import socket
 import struct
-import weakref
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -170,26 +169,34 @@ class SegmentTable:
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.mmap.restype = ctypes.c_void_p
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
 
 
-def _map(fd: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+def _map(fd: int, nbytes: int) -> mmap.mmap:
     """Map shared memory, until the last reference to what is returned has gone.
 
-    Python's own mmap objects hold a file descriptor each, of which a process may have a thousand or so.
+    Python's own mapping of a file holds a file descriptor, of which a process may have a thousand or so.  So Python
+    maps as much anonymous memory, and the file takes its place.  No finalizer written in Python does the unmapping: an
+    interrupt in the middle of one is swallowed, and the memory stays.
     """
-    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
-    if address == _FAILED:
-        error = ctypes.get_errno()
+    error = 0
+    try:
+        memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    except OSError as caught:
+        error = caught.errno or errno.ENOMEM
+    else:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+        if _libc.mmap(address, nbytes, protection, flags, fd, 0) == _FAILED:
+            error = ctypes.get_errno()
+    if error:
         raise MemoryError(
             f"{nbytes:,} bytes of shared memory can't be mapped: {os.strerror(error)}; see `ulimit -v`, and "
             "`sysctl vm.max_map_count` for how many Data objects there may be"
         )
-    buffer = (ctypes.c_char * nbytes).from_address(address)
-    # Not at exit, when arrays may still be there: the system takes the memory back by itself.
-    weakref.finalize(buffer, _libc.munmap, address, nbytes).atexit = False
-    return buffer
+    return memory
 
 
 def announce(channel: socket.socket, key: int, nbytes: int, fd: int) -> None:

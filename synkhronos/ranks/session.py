@@ -153,7 +153,8 @@ class Session:
             raise RuntimeError(self.closed)
         if self._running:
             raise RuntimeError(
-                "another command is running: a call of this library came from a finalizer or signal handler"
+                "another command is running: a call of this library came from within it (a finalizer, a signal handler, an "
+                "operation's own code); make it when that one has returned"
             )
         self._join()
 
@@ -292,7 +293,9 @@ class Session:
         if self.closed is not None:
             return
         if os.getpid() != self.owner:  # a process that the user forked from the master: the ranks aren't its own
-            self.closed = "the ranks belong to the process that called synkhronos.fork()"
+            self.closed = (
+                "the ranks belong to the process that called synkhronos.fork(): call it here for ranks of its own"
+            )
             return
         try:
             if not kill:

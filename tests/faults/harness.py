@@ -169,6 +169,15 @@ def names() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "synkhronos" in name}
 
 
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process' threads have forked."""
+    found = []
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{thread}/children") as listed:
+            found += [int(child) for child in listed.read().split()]
+    return found
+
+
 def state(pid: int) -> str:
     """Return a process' state as the system writes it: R, S, T for stopped, Z for a zombie; "" if there is none."""
     try:

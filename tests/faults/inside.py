@@ -254,6 +254,7 @@ class Point(Op):
         outputs[0][0] = inputs[0].copy()
 
     def __reduce__(self) -> Any:
+        reach("pickle")
         return _unpickled, ()
 
 

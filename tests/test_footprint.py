@@ -1,0 +1,225 @@
+"""What the library uses stays flat, and two programs that use it leave each other alone."""
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from library import NAME, shared, tensor
+
+import synkhronos as synk
+from synkhronos import ranks
+
+
+def status_of(pid):
+    with open(f"/proc/{pid}/status") as status:
+        return dict(line.rstrip("\n").split(":", 1) for line in status)
+
+
+def footprint(pid):
+    """Return what a process uses: resident memory in kB, and what can be counted."""
+    with open(f"/proc/{pid}/maps") as maps:
+        shared_maps = sum(line.split()[1].endswith("s") for line in maps)
+    status = status_of(pid)
+    counted = {
+        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+        "shared mappings": shared_maps,
+        "threads": int(status["Threads"]),
+    }
+    return int(status["VmRSS"].split()[0]), counted
+
+
+def workers():
+    return list(ranks.session()._children.values())
+
+
+class Stores:
+    """How much each rank keeps."""
+
+    def run(self, rank):
+        return rank.exchange((len(rank.store), len(rank.segments)))
+
+
+def settled():
+    """Let go of all that is garbage, on all ranks, and return what ranks keep."""
+    gc.collect()
+    ranks.session().flush()
+    return ranks.session().run(Stores())
+
+
+def test_a_program_that_forks_and_closes_200_times_does_not_grow():
+    x, w = tensor.dvector("x"), shared(np.zeros(3), "w")
+
+    synk.fork(2, use_gpu=False)
+    f = synk.function([x], (x[:3], "gather"), updates=[(w, w)])
+    synk.close()
+
+    def once():
+        synk.fork(2, use_gpu=False)
+        d = synk.data(np.arange(60_000.0))
+        assert f(d).tolist() == [0, 1, 2, 30_000, 30_001, 30_002]
+        synk.close()
+
+    for _ in range(20):
+        once()
+    gc.collect()
+    rss, counted = footprint(os.getpid())
+    for _ in range(180):
+        once()
+    gc.collect()
+    later, counted_later = footprint(os.getpid())
+    assert counted_later == counted
+    assert later - rss < 6_000  # 180 sessions, of at least 2 MB of shared memory each
+    assert not [name for name in os.listdir("/dev/shm") if f"synkhronos-{os.getpid()}" in name]
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_two_thousand_data_objects_leave_nothing(fork):
+    fork(3)
+
+    def some(count):
+        for i in range(count):
+            d = synk.data(np.full(10_000, float(i)))
+            assert d[-1] == i
+            if i % 3 == 0:
+                d.set_length(20_000 + i)
+
+    some(200)
+    kept = settled()
+    before = [footprint(pid) for pid in (os.getpid(), *workers())]
+    some(2_000)
+    assert settled() == kept
+    for (rss, counted), (rss_later, counted_later) in zip(
+        before, [footprint(pid) for pid in (os.getpid(), *workers())], strict=True
+    ):
+        assert counted_later == counted
+        assert rss_later - rss < 5_000  # of 160 MB
+
+
+def test_a_thousand_functions_leave_nothing(fork):
+    fork(2)
+    x = tensor.dvector("x")
+    w = shared(np.zeros(3), "w")  # one that stays
+    options = {"mode": "FAST_COMPILE"}
+
+    def some(count):
+        for i in range(0, count, 50):
+            functions = []
+            for _ in range(50):
+                own = shared(np.zeros(10_000), "own")
+                functions.append(synk.function([x], (x.sum() + own.sum() + w.sum(), "sum"), updates=[(own, own)], **options))
+            synk.distribute()
+            assert functions[i // 50 % 50](np.arange(4.0)) == 6
+
+    some(200)
+    kept = settled()
+    before = [footprint(pid) for pid in (os.getpid(), *workers())]
+    objects = len(gc.get_objects())
+    some(1_000)
+    assert settled() == kept
+    for (rss, counted), (rss_later, counted_later) in zip(
+        before, [footprint(pid) for pid in (os.getpid(), *workers())], strict=True
+    ):
+        assert counted_later == counted
+        assert rss_later - rss < 20_000  # of 80 MB of shared variables
+    gc.collect()
+    assert len(gc.get_objects()) - objects < 1_000
+
+
+def test_calls_and_collectives_leave_nothing(fork):
+    fork(2)
+    x, s = tensor.dmatrix("x"), shared(np.zeros((50, 40)), "s")
+    f = synk.function([x], [(x.sum(axis=0), "mean"), (x * 2, "gather")], updates=[(s, s + 1)])
+
+    def some(count):
+        for i in range(count):
+            f(np.ones((20 + i % 50, 40)), batch=list(range(i % 20)), num_slices=1 + i % 3)
+            synk.all_reduce(s, "max")
+            synk.scatter(s, np.ones((60, 40)), batch=list(range(i % 60)))
+            synk.broadcast(s, np.zeros((50, 40)))
+            synk.gather(s)
+
+    some(50)
+    kept = settled()
+    before = [footprint(pid) for pid in (os.getpid(), *workers())]
+    some(200)
+    assert settled() == kept
+    for (rss, counted), (rss_later, counted_later) in zip(
+        before, [footprint(pid) for pid in (os.getpid(), *workers())], strict=True
+    ):
+        assert counted_later == counted
+        assert rss_later - rss < 4_000
+
+
+PROGRAM = f"""
+    import sys
+    import numpy as np
+    import {NAME} as library, {NAME}.tensor as tensor
+    import synkhronos as synk
+
+    n, offset = int(sys.argv[1]), float(sys.argv[2])
+    synk.fork(n, use_gpu=False)
+    x, w = tensor.dmatrix("x"), library.shared(np.full(5, offset), "w")
+    f = synk.function([x], [(x.sum(axis=0) + 0 * w, "sum"), (x + w, "gather")], updates=[(w, w + 1)])
+    d = synk.data(np.full((30, 5), offset))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        for i in range(int(line)):
+            total, rows = f(d)
+            assert (total == 30 * offset).all(), total
+            assert (rows == offset + w.get_value()[0] - 1).all(), rows
+            synk.all_reduce(w, "max")
+            assert (synk.gather(w) == w.get_value()).all()
+            d.set_value(np.full((30 + i % 7, 5), offset))
+            d.set_length(30)
+            d[:] = offset
+        print("right", flush=True)
+    synk.close()
+    print("closed", flush=True)
+"""
+
+
+def test_two_programs_leave_each_other_alone():
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(PROGRAM), str(n), str(offset)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for n, offset in ((2, 1.0), (3, -7.0))
+    ]
+    first, second = programs
+
+    def ask(program, count):
+        program.stdin.write(f"{count}\n")
+        program.stdin.flush()
+
+    try:
+        for program in programs:
+            assert program.stdout.readline() == "ready\n"
+        for program in programs:  # both at once
+            ask(program, 25)
+        for program in programs:
+            assert program.stdout.readline() == "right\n"
+        ask(second, 25)
+        first.stdin.close()  # ends, while the other is at work
+        assert first.stdout.readline() == "closed\n"
+        assert first.wait(10) == 0
+        assert second.stdout.readline() == "right\n"
+        ask(second, 10)
+        assert second.stdout.readline() == "right\n"
+        second.stdin.close()
+        assert second.stdout.readline() == "closed\n"
+        assert second.wait(10) == 0
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+            program.stdout.close()
+            if not program.stdin.closed:
+                program.stdin.close()

@@ -1,0 +1,111 @@
+"""Ctrl-C, pressed at every moment: the signal goes to the whole process group, as a terminal sends it."""
+
+import signal
+
+import pytest
+from faults.harness import PROMPT, Program
+from library import NAME
+
+PLACES = [
+    ("call", [2], "python"), ("call", [2], "compiled"), ("call", [0], "python"), ("call", [0, 1, 2], "compiled"),
+    ("collective", [2], "python"), ("collective", [0], "python"), ("collective", [0, 1, 2], "compiled"),
+    ("distribute", [1, 2], "python"), ("distribute", [2], "compiled"), ("pickle", [0], "python"),
+    ("build", [0], "python"), ("build", [2], "python"),
+]  # fmt: skip
+
+
+def check_goes_on(program):
+    """Check that the next calls are right, and that nothing is left in the program, nor of it."""
+    works = program.wait("works")
+    assert works.get("value") == works["right"], works
+    closed = program.wait("closed")
+    assert closed["after"] == closed["before"]
+    assert program.end() == 0, program.printed()
+    program.nothing_left()
+
+
+@pytest.mark.parametrize(("where", "on", "how"), PLACES if NAME == "pytensor" else PLACES[1::3])
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_interrupt_reaches_the_user_and_the_next_call_works(where, on, how, times):
+    with Program("at_a_place", where=where, on=on, how=how) as program:
+        for _ in on:
+            program.wait("inside")
+        for _ in range(times):
+            moment = program.hurt(None, signal.SIGINT)
+        outcome = program.wait("outcome")
+        assert outcome.get("error") == "KeyboardInterrupt", outcome
+        assert outcome["ended"] - moment < PROMPT
+        program.release()  # a worker that is busy finishes, and then takes the next call
+        check_goes_on(program)
+
+
+def test_an_interrupt_says_which_ranks_have_updated():
+    with Program("at_a_place", where="call", on=[0], how="python") as program:
+        program.wait("inside")
+        program.hurt(None, signal.SIGINT)
+        notes = program.wait("outcome")["notes"]
+        assert any("updates were applied on ranks [1, 2], and not on ranks [0]" in note for note in notes), notes
+        program.release()
+        check_goes_on(program)
+
+
+def test_an_interrupt_does_not_say_more_of_busy_ranks_than_it_knows():
+    with Program("at_a_place", where="call", on=[0, 2], how="compiled") as program:
+        program.wait("inside")
+        program.wait("inside")
+        program.hurt(program.pid, signal.SIGINT)
+        notes = program.wait("outcome")["notes"]
+        assert any("on ranks [1] so far; ranks [2] are still busy" in note for note in notes), notes
+        program.release()
+        check_goes_on(program)
+
+
+@pytest.mark.parametrize("where", ["call", "collective"])
+def test_a_program_that_is_interrupted_ends_with_its_workers(where):
+    with Program("at_a_place", where=where, on=[2], how="compiled", unhandled=True) as program:
+        program.wait("inside")
+        program.hurt(None, signal.SIGINT)
+        program.nothing_left(limit=5)  # the worker gets its two seconds
+        assert program.end() == -signal.SIGINT
+        assert "KeyboardInterrupt" in program.printed()
+
+
+@pytest.mark.parametrize("where", ["master", "child", "worker"])
+def test_an_interrupt_while_forking_leaves_no_worker(where):
+    with Program("while_forking", where=where) as program:
+        program.wait("inside")
+        moment = program.hurt(None, signal.SIGINT)
+        if where != "worker":
+            program.release()
+        outcome = program.wait("outcome")
+        assert outcome.get("error") == "KeyboardInterrupt", outcome
+        assert outcome["ended"] - moment < PROMPT
+        told = program.wait("dead")
+        assert told["after"] == told["before"]
+        check_goes_on(program)
+
+
+@pytest.mark.parametrize("where", ["waiting", "busy"])
+def test_an_interrupt_while_closing_ends_the_workers_at_once(where):
+    with Program("while_closing", where=where) as program:
+        program.wait("inside")
+        if where == "busy":
+            program.hurt(None, signal.SIGINT)
+            assert program.wait("first")["error"] == "KeyboardInterrupt"
+            program.wait("inside")
+        moment = program.hurt(None, signal.SIGINT)
+        outcome = program.wait("outcome")
+        assert outcome.get("error") == "KeyboardInterrupt", outcome
+        assert outcome["ended"] - moment < PROMPT / 2  # and not after the time that they have to end by themselves
+        told = program.wait("dead")
+        assert told["after"] == told["before"]
+        check_goes_on(program)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_interrupts_at_random_moments(seed):
+    with Program("at_random", seed=seed, times=40) as program:
+        outcome = program.wait("outcome", 60)
+        assert outcome["wrong"] == 0
+        assert outcome["interrupted"] > 40, outcome
+        check_goes_on(program)

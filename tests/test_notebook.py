@@ -1,0 +1,173 @@
+"""In a notebook: a real kernel forks, computes, is interrupted, computes on, is restarted, and leaves nothing."""
+
+import os
+import pathlib
+import queue
+import textwrap
+import time
+
+import pytest
+from faults.harness import LIMIT, children_of, names, state
+
+pytest.importorskip("ipykernel")
+jupyter_client = pytest.importorskip("jupyter_client")
+
+SETUP = f"""
+    import ctypes, os, sys, time
+    sys.path[:0] = {[str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parent.parent)]!r}
+    import numpy as np
+    from library import shared, tensor
+    import synkhronos as synk
+    from synkhronos import ranks
+
+    # What a command is made of has to be there when the workers are forked.
+    class Long:
+        def __init__(self, busy):
+            self.busy = busy
+        def run(self, rank):
+            if rank.is_master:
+                print("inside", flush=True)
+                while self.busy == "master":
+                    time.sleep(0.01)
+            elif rank.number == 1 and self.busy == "worker":
+                ctypes.PyDLL(None).usleep(2_000_000)  # Python does not run meanwhile, as in compiled code
+            rank.barrier()
+
+    class Fails:
+        def run(self, rank):
+            if rank.number == 2:
+                raise LookupError("not here")
+            rank.barrier()
+
+    n = synk.fork(3, use_gpu=False)
+    pids = list(ranks.session()._children.values())
+    x = tensor.dvector("x")
+    w = shared(np.zeros(2), "w")
+    f = synk.function([x], (x.sum(), "sum"), updates=[(w, w + 1)])
+    print(*pids)
+"""
+
+
+class Notebook:
+    """A kernel, and what its cells print."""
+
+    def __init__(self):
+        self.manager = jupyter_client.KernelManager(kernel_name="python3")
+        self.manager.start_kernel(env={**os.environ, "IPYTHONDIR": "/nonexistent"})
+        self.connect()
+
+    def connect(self):
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=LIMIT)
+
+    @property
+    def pid(self):
+        return self.manager.provisioner.pid
+
+    def start(self, code):
+        """Run a cell, and return once it has begun."""
+        asked = self.client.execute(textwrap.dedent(code))
+        while True:
+            message = self.client.get_iopub_msg(timeout=LIMIT)
+            if message["parent_header"].get("msg_id") == asked and message["msg_type"] == "execute_input":
+                return asked
+
+    def until_printed(self, asked, text):
+        """Wait until a cell has printed something."""
+        while True:
+            message = self.client.get_iopub_msg(timeout=LIMIT)
+            if message["parent_header"].get("msg_id") == asked and text in message["content"].get("text", ""):
+                return
+
+    def finish(self, asked):
+        """Return what a cell printed from now on, and the name of its error."""
+        text, error = "", None
+        while True:
+            try:
+                message = self.client.get_iopub_msg(timeout=LIMIT)
+            except queue.Empty:
+                raise AssertionError(f"silent after {text!r}") from None
+            if message["parent_header"].get("msg_id") != asked:
+                continue
+            content = message["content"]
+            if message["msg_type"] == "stream":
+                text += content["text"]
+            elif message["msg_type"] == "error":
+                error = content["ename"]
+            elif message["msg_type"] == "status" and content["execution_state"] == "idle":
+                return text.strip(), error
+
+    def run(self, code):
+        return self.finish(self.start(code))
+
+
+@pytest.fixture
+def notebook():
+    before = names()
+    made = Notebook()
+    yield made
+    made.client.stop_channels()
+    made.manager.shutdown_kernel(now=True)
+    assert not names() - before
+
+
+def until_gone(pids, limit=1):
+    deadline = time.monotonic() + limit
+    while any(state(pid) not in ("", "Z") for pid in pids):
+        assert time.monotonic() < deadline, {pid: state(pid) for pid in pids}
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("busy", ["master", "worker"])
+def test_fork_run_interrupt_run_restart(notebook, busy):
+    printed, error = notebook.run(SETUP)
+    assert error is None
+    pids = [int(pid) for pid in printed.split()]
+    assert sorted(pids) == sorted(children_of(notebook.pid))
+    assert notebook.run("print(float(f(np.arange(6.0))))") == ("15.0", None)
+
+    asked = notebook.start(f"ranks.session().run(Long({busy!r}))")
+    notebook.until_printed(asked, "inside")
+    moment = time.monotonic()
+    notebook.manager.interrupt_kernel()
+    assert notebook.finish(asked)[1] == "KeyboardInterrupt"
+    assert time.monotonic() - moment < 2
+    assert notebook.run("print(float(f(np.arange(6.0))), synk.gather(w).tolist())") == (
+        "15.0 [[2.0, 2.0], [2.0, 2.0], [2.0, 2.0]]",
+        None,
+    )
+
+    # The first cell a second time, as people do.
+    assert notebook.run("synk.close()") == ("", None)
+    until_gone(pids)
+    printed, error = notebook.run(SETUP)
+    assert error is None
+    assert notebook.run("print(float(f(np.arange(6.0))))") == ("15.0", None)
+
+    notebook.manager.restart_kernel()
+    until_gone([int(pid) for pid in printed.split()])
+    notebook.client.stop_channels()
+    notebook.connect()
+    assert notebook.run(SETUP)[1] is None
+    assert notebook.run("print(float(f(np.arange(6.0))))") == ("15.0", None)
+
+
+def test_a_kernel_that_is_killed_leaves_no_worker(notebook):
+    printed, error = notebook.run(SETUP)
+    assert error is None
+    os.kill(notebook.pid, 9)
+    until_gone([int(pid) for pid in printed.split()])
+
+
+def test_an_error_in_a_worker_is_shown_with_its_traceback(notebook):
+    assert notebook.run(SETUP)[1] is None
+    printed, error = notebook.run("""
+        try:
+            ranks.session().run(Fails())
+        except synk.WorkerError as error:
+            print(error.rank, error.worker_traceback.splitlines()[-1])
+            raise
+    """)
+    assert (printed, error) == ("2 LookupError: not here", "WorkerError")
+    assert notebook.run("print(float(f(np.arange(6.0))))") == ("15.0", None)
