@@ -745,13 +745,17 @@ class Soak:
             combined = results[0]
         else:
             ops = [*recipe.ops, *(op for _, op in recipe.updates)]
-            ops = ["sum" if op in ("avg", "mean") and results[0][i].dtype.kind == "i" else op for i, op in enumerate(ops)]
+            ops = [
+                "sum" if op in ("avg", "mean") and results[0][i].dtype.kind == "i" else op for i, op in enumerate(ops)
+            ]
             combined = [reduced(op, [each[i] for each in results], weights) for i, op in enumerate(ops)]
         return combined[: len(recipe.ops)], combined[len(recipe.ops) :]
 
     def collective(self, faults: Faults) -> Step:
         rng = self.rng
-        name = str(rng.choice("broadcast scatter gather all_gather reduce all_reduce set_value get_value shapes".split()))
+        name = str(
+            rng.choice("broadcast scatter gather all_gather reduce all_reduce set_value get_value shapes".split())
+        )
         count = 1 if rng.random() < 0.6 else int(rng.integers(2, 4))
         pool = self.variables
         if name in ("scatter", "all_gather", "set_value"):
@@ -796,7 +800,9 @@ class Soak:
     def _scatter_step(self, picked: list[Variable], single: bool) -> Step:
         shareds = [v.shared for v in picked]
         if any(v.ndim == 0 for v in picked):
-            return Step("", lambda: synk.scatter(shareds, [np.zeros(())] * len(picked)), refused=(ValueError, TypeError))
+            return Step(
+                "", lambda: synk.scatter(shareds, [np.zeros(())] * len(picked)), refused=(ValueError, TypeError)
+            )
         rows = int(self.rng.integers(0, 20))
         pairs = [self._value(v, self._shape(v, rows)) for v in picked]
         batch, _ = self._rows(min(len(value) for _, value in pairs))
@@ -991,7 +997,15 @@ class Soak:
             return Faults()
         choices = ["raise here", "interrupt", "interrupt here"]
         if workers:
-            choices += ["raise", "raise", "raise several", "raise at a meeting", "kill", "kill at a meeting", "kill outside"]
+            choices += [
+                "raise",
+                "raise",
+                "raise several",
+                "raise at a meeting",
+                "kill",
+                "kill at a meeting",
+                "kill outside",
+            ]
             choices += ["kill idle", "stop", "stop outside", "stop at a meeting"]
         kind = str(rng.choice(choices))
         one = int(rng.choice(workers)) if workers else self.root
@@ -1011,7 +1025,9 @@ class Soak:
             who = rng.permutation(n)[: rng.integers(2, n + 1)].tolist()
             return Faults(kind, orders=[(r, RAISE) for r in who])
         if kind == "raise at a meeting":
-            return Faults(kind, sabotage=tuple((int(r), k, RAISE) for r in rng.permutation(n)[: rng.integers(1, n + 1)]))
+            return Faults(
+                kind, sabotage=tuple((int(r), k, RAISE) for r in rng.permutation(n)[: rng.integers(1, n + 1)])
+            )
         if kind == "kill":
             return Faults(kind, orders=[(one, death)])
         if kind == "kill at a meeting":

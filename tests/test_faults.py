@@ -13,7 +13,10 @@ import pytest
 from faults.harness import PROMPT, Program, state, until_state
 from library import NAME
 
+pytestmark = pytest.mark.faults
+
 DEADLY = ["SIGKILL", "SIGSEGV", "SIGABRT", "SIGTERM"]
+ELSEWHERE = ["distribute", "build", "arguments"]
 PLACES = ["idle", "call", "compiled", "collective", "distribute"]
 COLLECTIVES = [
     "broadcast", "scatter", "gather", "all_gather", "reduce",
@@ -74,8 +77,12 @@ def check_error(outcome, moment, error="WorkerError", words=(), worker=None):
 # -- signals -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", thin(DEADLY))
+@pytest.mark.parametrize(
+    ("name", "place"),
+    thin(
+        [*(("SIGKILL", place) for place in PLACES), *((name, "compiled") for name in DEADLY[1:]), ("SIGTERM", "idle")]
+    ),
+)
 def test_a_worker_that_a_signal_ends_is_named(name, place):
     with held_at(place, [2]) as program:
         pids = until_inside(program, place, 1)
@@ -87,12 +94,14 @@ def test_a_worker_that_a_signal_ends_is_named(name, place):
         check_goes_on(program, survived=False)
 
 
-@pytest.mark.parametrize("who", ["worker", "master", "all"])
-@pytest.mark.parametrize("place", thin(PLACES, 2))
+@pytest.mark.parametrize(
+    ("who", "place"),
+    thin(
+        [*(("worker", place) for place in PLACES), *((w, p) for w in ("master", "all") for p in ("idle", "collective"))]
+    ),
+)
 def test_processes_that_are_stopped_go_on_when_they_are_continued(place, who):
     on = {"worker": [2], "master": [0], "all": [0, 1, 2]}[who]
-    if place == "distribute" and who != "worker":
-        on = [1, 2]  # the master has no copy to unpickle
     with held_at(place, on) as program:
         pids = until_inside(program, place, len(on))
         hurt = [program.pid] if who == "master" else [pids[2]] if who == "worker" else list(pids.values())
@@ -118,10 +127,15 @@ def test_a_worker_ignores_interrupts(place):
 
 
 @pytest.mark.parametrize(
-    ("name", "place"),
-    thin([*(("SIGKILL", place) for place in PLACES), *((name, "compiled") for name in DEADLY[1:])]),
+    ("name", "place", "who"),
+    thin(
+        [
+            *(("SIGKILL", place, "master") for place in PLACES),
+            *((name, "compiled", "master") for name in DEADLY[1:]),
+            *((name, place, "all") for name, place in [("SIGKILL", "idle"), ("SIGTERM", "collective")]),
+        ]
+    ),
 )
-@pytest.mark.parametrize("who", ["master", "all"])
 def test_nothing_outlives_the_master(name, place, who):
     on = [1, 2] if place == "distribute" else [0, 1, 2] if who == "all" else [0]
     if place == "compiled":
@@ -192,8 +206,9 @@ def run(where, action, on=(2,), **kwargs):
     return Program("at_a_point", where=where, action=action, on=list(on), **kwargs)
 
 
-@pytest.mark.parametrize("place", thin(["call", "slice", "collective", "distribute", "build", "arguments"], 2))
-@pytest.mark.parametrize("code", [0, 7])
+@pytest.mark.parametrize(
+    ("code", "place"), thin([(0, "call"), *((7, place) for place in ["call", "slice", "collective", *ELSEWHERE])])
+)
 def test_a_worker_that_leaves_is_named_with_its_code(place, code):
     with run(place, f"_exit:{code}") as program:
         outcome = program.wait("outcome")
@@ -201,12 +216,17 @@ def test_a_worker_that_leaves_is_named_with_its_code(place, code):
         check_goes_on(program, survived=False)
 
 
-@pytest.mark.parametrize("place", thin(["call", "slice", "collective", "distribute", "build", "arguments"], 2))
 @pytest.mark.parametrize(
-    ("action", "kind"),
-    thin([("raise:ValueError", "ValueError"), ("exit:3", "SystemExit"), ("raise-silent", "Silent"),
-          ("raise-long", "ValueError")], 3),
-)  # fmt: skip
+    ("action", "kind", "place"),
+    thin(
+        [
+            *(("raise:ValueError", "ValueError", place) for place in ["call", "slice", "collective", *ELSEWHERE]),
+            *(("exit:3", "SystemExit", place) for place in ["call", "distribute", "arguments"]),
+            *(("raise-silent", "Silent", place) for place in ["call", "collective"]),
+            *(("raise-long", "ValueError", place) for place in ["call", "collective"]),
+        ]
+    ),
+)
 def test_an_exception_in_one_worker_leaves_the_ranks_usable(place, action, kind):
     with run(place, action) as program:
         outcome = program.wait("outcome")
@@ -217,7 +237,7 @@ def test_an_exception_in_one_worker_leaves_the_ranks_usable(place, action, kind)
         check_goes_on(program, survived=True)
 
 
-@pytest.mark.parametrize("place", thin(["call", "slice", "collective", "distribute", "build", "arguments"], 2))
+@pytest.mark.parametrize("place", thin(["call", "slice", "collective", *ELSEWHERE]))
 def test_exceptions_in_several_workers_are_all_told(place):
     with run(place, "raise:ValueError", on=[1, 2]) as program:
         outcome = program.wait("outcome")
@@ -265,23 +285,27 @@ def test_a_worker_without_memory():
         check_goes_on(program, survived=True)
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
-@pytest.mark.parametrize("on", thin([[1], [0]], 2))
+@pytest.mark.parametrize(
+    ("name", "on"), [*((name, [1]) for name in COLLECTIVES), *thin([(name, [0]) for name in STREAMED[::2]])]
+)
 def test_a_collective_in_which_one_rank_has_no_memory(name, on):
-    if name == "set_value" and on == [0]:
-        pytest.skip("the master has no part in it")
     with run("collective", "raise:MemoryError", on=on, name=name, point="stored") as program:
         outcome = program.wait("outcome")
-        check_error(outcome, program.fault(), "MemoryError" if on == [0] else "WorkerError", worker=None if on == [0] else 1)
+        check_error(
+            outcome, program.fault(), "MemoryError" if on == [0] else "WorkerError", worker=None if on == [0] else 1
+        )
         check_goes_on(program, survived=True)
 
 
-@pytest.mark.parametrize("name", thin(STREAMED))
-@pytest.mark.parametrize("on", [[1], [0]])
+@pytest.mark.parametrize(
+    ("name", "on"), thin([*((name, [1]) for name in STREAMED), *((name, [0]) for name in STREAMED[1::2])])
+)
 def test_a_collective_in_which_one_rank_fails_between_chunks(name, on):
     with run("collective", "raise:OSError", on=on, name=name, skip=1) as program:
         outcome = program.wait("outcome")
-        check_error(outcome, program.fault(), "OSError" if on == [0] else "WorkerError", worker=None if on == [0] else 1)
+        check_error(
+            outcome, program.fault(), "OSError" if on == [0] else "WorkerError", worker=None if on == [0] else 1
+        )
         check_goes_on(program, survived=True)
 
 
@@ -439,6 +463,3 @@ def test_close_ends_a_worker_that_is_stopped():
         program.nothing_left(limit=5)
         assert program.end() == 1 or time.monotonic() - moment < 5
         assert state(pids[2]) in ("", "Z")
-
-
-

@@ -206,7 +206,13 @@ def test_what_is_unpickled_comes_from_these_places():
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-            if isinstance(node, ast.ImportFrom) and node.module in ("pickle", "marshal", "shelve", "dill", "cloudpickle"):
+            if isinstance(node, ast.ImportFrom) and node.module in (
+                "pickle",
+                "marshal",
+                "shelve",
+                "dill",
+                "cloudpickle",
+            ):
                 places.add((str(path.relative_to(PACKAGE)), "import"))
             if name in ("loads", "Unpickler", "eval", "exec") or (name == "load" and "pickle" in path.read_text()):
                 places.add((str(path.relative_to(PACKAGE)), name))

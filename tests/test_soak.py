@@ -80,4 +80,4 @@ def test_a_broadcast_of_another_shape_that_fails_half_way_leaves_the_old_value(f
         synk.broadcast(s)
     assert [synk.get_value(r, s).tolist() for r in (1, 2)] == [[1.0] * 3] * 2
     synk.broadcast(s)
-    assert [shape for shape in synk.get_shapes(s)] == [(300_000,)] * 3
+    assert synk.get_shapes(s) == [(300_000,)] * 3

@@ -153,8 +153,8 @@ class Session:
             raise RuntimeError(self.closed)
         if self._running:
             raise RuntimeError(
-                "another command is running: a call of this library came from within it (a finalizer, a signal handler, an "
-                "operation's own code); make it when that one has returned"
+                "another command is running: a call of this library came from within it (a finalizer, a signal "
+                "handler, an operation's own code); make it when that one has returned"
             )
         self._join()
 

@@ -54,6 +54,9 @@ class Program:
             **os.environ,
             "FAULTS_EVENTS": str(events),
             "FAULTS_RELEASE": str(release),
+            # Nothing here is about what the compilers make of a graph.
+            "PYTENSOR_FLAGS": "mode=Mode,linker=py,optimizer=None",
+            "THEANO_FLAGS": "blas.ldflags=,mode=Mode,linker=py,optimizer=None",
             "PYTHONPATH": os.pathsep.join([str(_HERE.parent), str(_HERE.parent.parent)]),
         }
         self.process = subprocess.Popen(

@@ -64,7 +64,9 @@ def attempt(call: Any) -> dict[str, Any]:
             "ended": time.monotonic(),
             "error": type(error).__name__,
             "message": _short(error, 900),
-            "effect": next((line for line in _short(error, 1 << 20).splitlines() if "updates were applied" in line), ""),
+            "effect": next(
+                (line for line in _short(error, 1 << 20).splitlines() if "updates were applied" in line), ""
+            ),
             "notes": [note[:200] for note in getattr(error, "__notes__", [])],
             "worker": getattr(error, "rank", None),
             "failures": {str(r): line[:60] for r, line in getattr(error, "failures", {}).items()},
