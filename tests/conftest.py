@@ -8,11 +8,15 @@ os.environ.setdefault("PYTENSOR_FLAGS", "mode=FAST_COMPILE")
 os.environ.setdefault("THEANO_FLAGS", "blas.ldflags=,mode=FAST_COMPILE")
 
 import gc
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 import synkhronos as synk
+
+# A shell starts what it puts into the background with interrupts ignored, and programs inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "synkhronos", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40

@@ -76,7 +76,6 @@ def test_a_program_that_forks_and_closes_200_times_does_not_grow():
     later, counted_later = footprint(os.getpid())
     assert counted_later == counted
     assert later - rss < 6_000  # 180 sessions, of at least 2 MB of shared memory each
-    assert not [name for name in os.listdir("/dev/shm") if f"synkhronos-{os.getpid()}" in name]
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
 
@@ -119,6 +118,8 @@ def test_a_thousand_functions_leave_nothing(fork):
                 )
             synk.distribute()
             assert functions[i // 50 % 50](np.arange(4.0)) == 6
+            del functions, own
+            settled()  # or how much is garbage at some moment is chance
 
     some(200)
     kept = settled()

@@ -1354,7 +1354,7 @@ def test_one_rank_needs_no_pickle(fork):
     np.testing.assert_array_equal(f(np.arange(4.0)), np.arange(4.0))
 
 
-def test_after_a_new_fork_distribute_sends_the_functions_made_before(fork):
+def test_after_a_new_fork_functions_made_before_and_their_variables_work(fork):
     fork(2)
     weights = shared(np.zeros(2), "weights")
     f = synk.function([], [], updates=[(weights, weights + 1)])

@@ -81,3 +81,24 @@ def test_a_broadcast_of_another_shape_that_fails_half_way_leaves_the_old_value(f
     assert [synk.get_value(r, s).tolist() for r in (1, 2)] == [[1.0] * 3] * 2
     synk.broadcast(s)
     assert synk.get_shapes(s) == [(300_000,)] * 3
+
+
+REFUSED = {
+    "an op": lambda s, i: synk.all_reduce([s, i], "avg"),
+    "an op of reduce": lambda s, i: synk.reduce([s, i], "avg", in_place=False),
+    "a value": lambda s, i: synk.broadcast([s, i], [np.ones(3), np.ones((3, 3))]),
+    "too few values": lambda s, i: synk.scatter([s, i], [np.ones(3)]),
+    "a batch": lambda s, i: synk.set_value(1, s, np.ones(3), batch=[7]),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_refused_collective_sends_nothing(fork, what):
+    fork(2)
+    s, i = shared(np.zeros(3), "s"), shared(np.zeros(3, np.int64), "i")
+    f = synk.function([], [], updates=[(s, s), (i, i)])
+    with pytest.raises((TypeError, ValueError, IndexError)):
+        REFUSED[what](s, i)
+    s.set_value(np.full(3, 5.0))  # still the value that the workers begin with
+    assert synk.get_value(1, s).tolist() == [5.0] * 3
+    f()

@@ -1,7 +1,9 @@
 """Checks the arguments of collectives, in the master, before anything is sent.
 
+`named`
+    The shared variables that a collective names.
 `mirrored`
-    The shared variables that a collective names, by the keys that the workers know.
+    The keys by which the workers know them.
 `one_each`, `stage`, `check_shape`
     Values for them, in shared memory.
 `everything`, `as_rows`, `shares`
@@ -32,13 +34,13 @@ def called(shared: Any) -> str:
     return repr(shared.name) if getattr(shared, "name", None) else str(shared)
 
 
-def mirrored(session: Session, shared_vars: Any) -> tuple[tuple[Any, ...], list[Any], bool]:
-    """Return keys and variables, and whether one was given rather than a list; send those that are still to send."""
+def named(session: Session, shared_vars: Any) -> tuple[list[Any], bool]:
+    """Return the shared variables that a collective names, and whether one was given rather than a list."""
     single = not isinstance(shared_vars, list | tuple)
     variables = [shared_vars] if single else list(shared_vars)
     if not variables:
         raise ValueError("shared_vars: expected at least one shared variable, got an empty list")
-    mirror, missing = Mirror.of(session), []
+    mirror = Mirror.of(session)
     for variable in variables:
         try:
             library = library_of(variable)
@@ -50,18 +52,27 @@ def mirrored(session: Session, shared_vars: Any) -> tuple[tuple[Any, ...], list[
             raise TypeError(
                 f"shared_vars: expected variables whose values are arrays, got {variable!r} of {variable.type}"
             )
-        if mirror.key(variable) is None:
-            if not is_declared(variable):
-                raise ValueError(
-                    f"shared_vars: no function uses {called(variable)}: the workers have no copy of it; "
-                    "make a synkhronos.function() of it first"
-                )
-            missing.append(variable)
+        if mirror.key(variable) is None and not is_declared(variable):
+            raise ValueError(
+                f"shared_vars: no function uses {called(variable)}: the workers have no copy of it; "
+                "make a synkhronos.function() of it first"
+            )
     if len({id(variable) for variable in variables}) != len(variables):
         raise ValueError("shared_vars: a shared variable comes twice")
+    return variables, single
+
+
+def mirrored(session: Session, variables: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the keys by which the workers know variables; send them those that they don't have yet.
+
+    To be called when all arguments have been checked: from now on the workers' copies are their own, which a call that
+    is refused must not bring about.
+    """
+    mirror = Mirror.of(session)
+    missing = [variable for variable in variables if mirror.key(variable) is None]
     if missing:
         mirror.send([], missing)
-    return tuple(mirror.key(variable) for variable in variables), variables, single
+    return tuple(mirror.key(variable) for variable in variables)
 
 
 def one_each(values: Any, variables: Sequence[Any], single: bool) -> list[Any]:

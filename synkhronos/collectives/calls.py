@@ -17,6 +17,7 @@ from synkhronos.collectives.arguments import (
     everything,
     flag,
     mirrored,
+    named,
     one_each,
     op_name,
     rank_number,
@@ -58,10 +59,10 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
     with ranks.turn() as session:
         nccl = flag(nccl, "nccl")
         if values is None:
-            keys, _, _ = mirrored(session, shared_vars)
-            session.run(Broadcast(keys, nccl))
+            variables, _ = named(session, shared_vars)
+            session.run(Broadcast(mirrored(session, variables), nccl))
             return
-        keys, variables, single = mirrored(session, shared_vars)
+        variables, single = named(session, shared_vars)
         staged = [
             stage(session, variable, value)
             for variable, value in zip(variables, one_each(values, variables, single), strict=True)
@@ -69,7 +70,9 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
         for variable, value in zip(variables, staged, strict=True):
             check_shape(variable, value.shape)
         rows = tuple(everything(value) for value in staged)
-        session.run(Assign(keys, tuple(value.where() for value in staged), (rows,) * session.size))
+        session.run(
+            Assign(mirrored(session, variables), tuple(value.where() for value in staged), (rows,) * session.size)
+        )
 
 
 def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
@@ -100,7 +103,7 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
     >>> synk.close()
     """
     with ranks.turn() as session:
-        keys, variables, single = mirrored(session, shared_vars)
+        variables, single = named(session, shared_vars)
         each = one_each(values, variables, single)
         staged: list[Data] = []
         for variable, value in zip(variables, each, strict=True):
@@ -115,7 +118,7 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
         where = tuple(value.where() for value in staged)
         kept: list[Data] = []
         by_variable = [shares(selection, session.size, kept) for selection in selections]
-        session.run(Assign(keys, where, tuple(zip(*by_variable, strict=True))))
+        session.run(Assign(mirrored(session, variables), where, tuple(zip(*by_variable, strict=True))))
 
 
 def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
@@ -152,8 +155,8 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
         if nd_up not in (0, 1):
             raise ValueError(f"nd_up: expected 0 or 1, got {nd_up}")
         nccl = flag(nccl, "nccl")
-        keys, _, single = mirrored(session, shared_vars)
-        results = session.run(Gather(keys, int(nd_up), nccl))
+        variables, single = named(session, shared_vars)
+        results = session.run(Gather(mirrored(session, variables), int(nd_up), nccl))
     return results[0] if single else results
 
 
@@ -186,8 +189,8 @@ def all_gather(shared_vars: Any, nccl: bool = True) -> None:
     """
     with ranks.turn() as session:
         nccl = flag(nccl, "nccl")
-        keys, _, _ = mirrored(session, shared_vars)
-        session.run(AllGather(keys, nccl))
+        variables, _ = named(session, shared_vars)
+        session.run(AllGather(mirrored(session, variables), nccl))
 
 
 def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool = True) -> Any:
@@ -225,8 +228,9 @@ def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool 
     """
     with ranks.turn() as session:
         in_place, nccl = flag(in_place, "in_place"), flag(nccl, "nccl")
-        keys, variables, single = mirrored(session, shared_vars)
-        results = session.run(Reduce(keys, op_name(op, variables), "master" if in_place else "returned", nccl))
+        variables, single = named(session, shared_vars)
+        op = op_name(op, variables)
+        results = session.run(Reduce(mirrored(session, variables), op, "master" if in_place else "returned", nccl))
     if in_place:
         return None
     return results[0] if single else results
@@ -261,8 +265,9 @@ def all_reduce(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
     """
     with ranks.turn() as session:
         nccl = flag(nccl, "nccl")
-        keys, variables, _ = mirrored(session, shared_vars)
-        session.run(Reduce(keys, op_name(op, variables), "everywhere", nccl))
+        variables, _ = named(session, shared_vars)
+        op = op_name(op, variables)
+        session.run(Reduce(mirrored(session, variables), op, "everywhere", nccl))
 
 
 def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> None:
@@ -294,7 +299,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
     """
     with ranks.turn() as session:
         rank = rank_number(rank, session)
-        keys, variables, single = mirrored(session, shared_vars)
+        variables, single = named(session, shared_vars)
         each = one_each(values, variables, single)
         staged = [stage(session, variable, value) for variable, value in zip(variables, each, strict=True)]
         kept: list[Data] = []
@@ -309,8 +314,14 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
             check_shape(variable, (len(selection), *value.shape[1:]))
             rows.append(as_rows(selection, kept))
         where = tuple(value.where() for value in staged)
-        nothing = (None,) * len(keys)
-        session.run(Assign(keys, where, tuple(tuple(rows) if r == rank else nothing for r in range(session.size))))
+        nothing = (None,) * len(variables)
+        session.run(
+            Assign(
+                mirrored(session, variables),
+                where,
+                tuple(tuple(rows) if r == rank else nothing for r in range(session.size)),
+            )
+        )
 
 
 def get_value(rank: int, shared_vars: Any) -> Any:
@@ -337,8 +348,8 @@ def get_value(rank: int, shared_vars: Any) -> Any:
     """
     with ranks.turn() as session:
         rank = rank_number(rank, session)
-        keys, _, single = mirrored(session, shared_vars)
-        results = session.run(GetValue(keys, rank))
+        variables, single = named(session, shared_vars)
+        results = session.run(GetValue(mirrored(session, variables), rank))
     return results[0] if single else results
 
 
@@ -365,9 +376,9 @@ def get_shapes(shared_vars: Any) -> list[Any]:
     >>> synk.close()
     """
     with ranks.turn() as session:
-        keys, _, single = mirrored(session, shared_vars)
-        layouts = session.run(GetShapes(keys))
-    each = [[layouts[r][i][0] for r in range(len(layouts))] for i in range(len(keys))]
+        variables, single = named(session, shared_vars)
+        layouts = session.run(GetShapes(mirrored(session, variables)))
+    each = [[layouts[r][i][0] for r in range(len(layouts))] for i in range(len(variables))]
     return each[0] if single else each
 
 

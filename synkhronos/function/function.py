@@ -333,10 +333,10 @@ def function(
     [[3.0, 3.0, 3.0], [3.0, 3.0, 3.0]]
     >>> synk.close()
     """
-    ranks.session()
+    session = ranks.session()
     program = build(inputs, outputs, bcast_inputs, updates, givens, sliceable_shareds, kwargs)
     made = Function(program, is_single(outputs))
-    _made.add(made)
+    _undistributed(session).add(made)
     declare(program.shareds())
     return made
 
@@ -354,11 +354,12 @@ def distribute() -> None:
     the serial program.
     """
     with ranks.turn() as session:
-        _distribute(session, list(_made))
+        _distribute(session, list(_undistributed(session)))
 
 
-#: All functions that are still there.  Ranks come and go; a function is sent to those that don't have it.
-_made: weakref.WeakSet[Function] = weakref.WeakSet()
+def _undistributed(session: Session) -> weakref.WeakSet[Function]:
+    """Return the functions made since the fork that the workers don't have; earlier ones are sent when called."""
+    return session.rank.store.setdefault("undistributed", weakref.WeakSet())
 
 
 def _distribute(session: Session, functions: Sequence[Function]) -> None:
@@ -376,3 +377,4 @@ def _distribute(session: Session, functions: Sequence[Function]) -> None:
             raise TypeError(f"{', '.join(f.name for f in group)}: {error}") from error
     for f in functions:
         f._entered(session)
+        _undistributed(session).discard(f)

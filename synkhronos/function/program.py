@@ -134,7 +134,7 @@ class Program:
         """Return every shared variable that the program reads or writes."""
         return self.library.shareds(self.variables())
 
-    @property
+    @cached_property
     def asynchronous(self) -> bool:
         """Whether a compiled function may return before it has computed."""
         return self.library.uses_xla(self.kwargs.get("mode"))

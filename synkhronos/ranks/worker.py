@@ -139,7 +139,9 @@ def _serve(rank: Rank, channel: socket.socket) -> None:
             sys.stdout.flush()
         control.done[rank.number] = last
         control.fence()
-        if all(control.done[r] >= last for r in range(rank.size) if r != rank.root):
+        done = control.done.tolist()
+        done[rank.root] = last
+        if min(done) >= last:
             control.ring(rank.root, FOR_JOIN)
         if isinstance(command, Exit):
             return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import resource
@@ -70,6 +71,8 @@ def at_a_point(
     work = Work()
     if where not in ("distribute", "build"):
         assert work.call() == 15.0
+    if where == "slice":
+        assert work.call(num_slices=2) == 15.0
     if where == "build":
         synk.distribute()
     if where == "idle":
@@ -180,7 +183,7 @@ def no_room() -> None:
         while True:
             hog.append(synk.data(shape=1, dtype="float64"))
     tell("data", **attempt(lambda: synk.data(np.ones(100_000))))
-    tell("grow", **attempt(lambda: kept.set_length(100_000)))
+    tell("grow", **attempt(functools.partial(kept.set_length, 100_000)))
     tell("kept", right=bool((np.asarray(kept) == np.arange(1000.0)).all()))
     tell("call", **attempt(lambda: work.f(np.ones(100_000))))
     tell("distribute", **attempt(synk.distribute))
@@ -293,7 +296,7 @@ def unpicklable() -> None:
     x = inside.tensor.dvector("x")
     g = synk.function([x], (Local()(x).sum(), "sum"), name="g")
     tell("outcome", **attempt(synk.distribute))
-    tell("again", **attempt(lambda: g(np.ones(3))))
+    tell("again", **attempt(functools.partial(g, np.ones(3))))
     del g
     after(before, work)
 
@@ -308,7 +311,7 @@ def announced_to_the_dead() -> None:
     tell("ready", pids=pids)
     hold("python")
     kept = synk.data(np.arange(6.0))
-    tell("outcome", **attempt(lambda: work.f(kept)))
+    tell("outcome", **attempt(functools.partial(work.f, kept)))
     del kept
     after(before, work)
 
