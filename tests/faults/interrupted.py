@@ -162,7 +162,7 @@ def at_random(seed: int, times: int) -> None:
     synk.fork(2, use_gpu=False)
     work = Work()
     work.check()
-    kept: list[Any] = []
+    kept = [synk.data(np.ones(10))]
     for i in range(times * 4):
         rows = chance.randrange(1, 4000)
 
