@@ -4,8 +4,13 @@ import os
 
 # The libraries read these when they are imported.  Python's linkers compile in milliseconds; tests that are about a
 # compiler ask for its mode.
-os.environ.setdefault("PYTENSOR_FLAGS", "mode=FAST_COMPILE")
-os.environ.setdefault("THEANO_FLAGS", "blas.ldflags=,mode=FAST_COMPILE")
+for variable, flags in {
+    "PYTENSOR_FLAGS": ["mode=FAST_COMPILE"],
+    "THEANO_FLAGS": ["blas.ldflags=", "mode=FAST_COMPILE"],
+}.items():
+    given = [flag for flag in os.environ.get(variable, "").split(",") if flag]
+    named = {flag.split("=")[0] for flag in given}
+    os.environ[variable] = ",".join(given + [flag for flag in flags if flag.split("=")[0] not in named])
 
 import gc
 import signal

@@ -10,7 +10,7 @@ import subprocess
 import time
 
 import pytest
-from faults.harness import PROMPT, Program, state, until_state
+from faults.harness import PROMPT, Program, until_state
 from library import NAME
 
 pytestmark = pytest.mark.faults
@@ -277,6 +277,14 @@ def test_the_error_says_where_updates_were_applied(on, skip):
         assert alive["w"] == [end if r in applied else start for r in range(3)]
 
 
+def test_a_worker_without_memory():
+    with run("call", "memory") as program:
+        outcome = program.wait("outcome")
+        check_error(outcome, program.fault(), words=["rank 2", "MemoryError"], worker=2)
+        assert outcome["traceback"].startswith("Traceback")
+        check_goes_on(program, survived=True)
+
+
 @pytest.mark.parametrize(
     ("name", "on"), [*((name, [1]) for name in COLLECTIVES), *thin([(name, [0]) for name in STREAMED[::2]])]
 )
@@ -418,12 +426,22 @@ def test_ranks_outlive_the_thread_that_forked_them():
         assert program.end() == 0
 
 
-def test_ranks_forked_in_a_thread_do_not_outlive_the_master(monkeypatch):
-    monkeypatch.setenv("FAULTS_HOLD", "1")
-    with Program("from_a_thread") as program:
-        program.wait("ready")
+def test_ranks_forked_in_a_thread_do_not_outlive_the_master():
+    with Program("from_a_thread", busy=True) as program:
+        program.wait("inside")
+        program.wait("inside")
         program.hurt(program.pid, signal.SIGKILL)
         program.nothing_left(limit=1)
+
+
+def test_a_failure_in_the_first_command_of_all():
+    with Program("first_command") as program:
+        outcome = program.wait("outcome")
+        check_error(outcome, program.fault(), words=["ValueError"], worker=1)
+        works = program.wait("works")
+        assert works.get("value") == works["right"], works
+        check_footprint(program.wait("closed"))
+        assert program.end() == 0
 
 
 def test_ranks_need_no_standard_streams():
@@ -441,17 +459,18 @@ def test_printing_where_nobody_reads_is_an_error_that_leaves_the_ranks_usable():
         program.wait("ready")
         os.close(read)
         program.release()
+        assert "error" not in program.wait("buffered")
         outcome = program.wait("outcome")
         assert outcome["error"] == "WorkerError" and "BrokenPipeError" in outcome["message"], outcome
         check_goes_on(program, survived=True)
 
 
-def test_close_ends_a_worker_that_is_stopped():
+def test_close_ends_workers_that_are_stopped():
     with held_at("idle", []) as program:
         pids = until_inside(program, "idle", 0)
-        program.hurt(pids[2], signal.SIGSTOP)
-        until_state(pids[2], "T")
-        moment = program.hurt(program.pid, signal.SIGINT)  # ends the program, which closes the ranks
-        program.nothing_left(limit=5)
-        assert program.end() == 1 or time.monotonic() - moment < 5
-        assert state(pids[2]) in ("", "Z")
+        for r in (1, 2):
+            program.hurt(pids[r], signal.SIGSTOP)
+            until_state(pids[r], "T")
+        program.hurt(program.pid, signal.SIGINT)  # ends the program, which closes the ranks
+        program.nothing_left(limit=5)  # they get their two seconds
+        assert program.end() == -signal.SIGINT

@@ -94,16 +94,12 @@ class Session:
         self.rank = Rank(root, size, root, self._control, self._watch, ThreadShare(size, environment=False))
 
     def start(self, profile: bool) -> None:
-        """Fork the workers: all of them, or none and an error."""
-        try:
-            # An interrupt has to wait: a child must not be forgotten, nor begin as a second master.
-            with uninterrupted():
-                for number in range(self.size):
-                    if number != self.rank.number:
-                        self._fork_worker(number, profile)
-        except BaseException:
-            self.close(kill=True)
-            raise
+        """Fork the workers.  If that fails half-way, `close` ends those that there are."""
+        # An interrupt has to wait: a child must not be forgotten, nor begin as a second master.
+        with uninterrupted():
+            for number in range(self.size):
+                if number != self.rank.number:
+                    self._fork_worker(number, profile)
 
     def _fork_worker(self, number: int, profile: bool) -> None:
         ours, theirs = socket.socketpair(

@@ -316,7 +316,7 @@ def announced_to_the_dead() -> None:
     after(before, work)
 
 
-def from_a_thread() -> None:
+def from_a_thread(busy: bool = False) -> None:
     """Fork in a thread, which ends, and work on in another."""
     before = start()
     results: list[Any] = []
@@ -333,10 +333,22 @@ def from_a_thread() -> None:
     assert work.call() == 15.0
     tell("outcome", **in_a_thread(work.call))
     tell("ready", pids=pids)
-    if os.environ.get("FAULTS_HOLD"):
-        hold("python")
+    if busy:
+        plant("perform", "hold:python", (1, 2))
     tell("works", right=right(N), **attempt(work.check))
     in_a_thread(synk.close)
+    tell("closed", before=before, after=footprint())
+
+
+def first_command() -> None:
+    """Fail in the very first command that workers get."""
+    before = start()
+    inside.PLANS["arguments"] = 0, "raise:ValueError"
+    session = ranks.fork(N, 0, False)
+    tell("outcome", **attempt(lambda: session.run(Arguments())))
+    tell("works", right="done", **attempt(lambda: session.run(Arguments())))
+    del session
+    synk.close()
     tell("closed", before=before, after=footprint())
 
 
@@ -352,11 +364,14 @@ def deaf_and_mute() -> None:
 
 
 class Print:
-    """Print much on every worker, where nobody reads."""
+    """Print on every worker, where nobody reads."""
+
+    def __init__(self, text: str):
+        self.text = text
 
     def run(self, rank: ranks.Rank) -> None:
         if not rank.is_master:
-            print("x" * 100_000)
+            print(self.text, end="")
 
 
 def printing_into_nothing() -> None:
@@ -367,7 +382,9 @@ def printing_into_nothing() -> None:
     work = Work()
     tell("ready")
     hold("python")
-    tell("outcome", **attempt(lambda: ranks.session().run(Print())))
+    # What waits in a buffer is lost without a word when the command ends; what is written now is an error.
+    tell("buffered", **attempt(lambda: ranks.session().run(Print("x"))))
+    tell("outcome", **attempt(lambda: ranks.session().run(Print("x" * 100_000))))
     after(before, work)
     sys.stdout = None  # what is left in it can't be written either
 
