@@ -6,6 +6,8 @@ import pytest
 from faults.harness import PROMPT, Program
 from library import NAME
 
+pytestmark = pytest.mark.faults
+
 PLACES = [
     ("call", [2], "python"), ("call", [2], "compiled"), ("call", [0], "python"), ("call", [0, 1, 2], "compiled"),
     ("collective", [2], "python"), ("collective", [0], "python"), ("collective", [0, 1, 2], "compiled"),

@@ -9,6 +9,8 @@ import time
 import pytest
 from faults.harness import LIMIT, children_of, names, state
 
+pytestmark = pytest.mark.faults
+
 pytest.importorskip("ipykernel")
 jupyter_client = pytest.importorskip("jupyter_client")
 

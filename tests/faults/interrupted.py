@@ -112,14 +112,14 @@ def while_closing(where: str) -> None:
     else:
         plant("perform", "hold:compiled", (2,))
         tell("first", **attempt(work.call))
-        session = ranks.session()
-        join = session._join
+        join = ranks.Session._join
 
-        def joined(limit: float | None = None) -> None:
-            tell("inside")  # in the library, and not on the way there
-            join(limit)
+        def joined(self: ranks.Session, limit: float | None = None) -> None:
+            if limit is not None:
+                tell("inside")  # in the library, and not on the way there
+            join(self, limit)
 
-        session._join = joined  # type: ignore[method-assign]
+        ranks.Session._join = joined  # type: ignore[method-assign]
     tell("outcome", **attempt(synk.close))
     vars(work).clear()
     tell("dead", before=before, after=footprint())
