@@ -113,7 +113,7 @@ class Call(NamedTuple):
             rank.commit()
         if self.compile:
             rank.threads.limit()  # what was compiled may have brought a BLAS with it
-        if all(op.name is None for op in ops):
+        if not compiled.reduces:
             return local.values or [None] * len(ops)
         if compiled.scalars is not None:
             return _reduce_scalars(rank, local, ops, compiled.scalars)

@@ -23,7 +23,7 @@ from synkhronos.data import Data, data
 from synkhronos.function.build import build, is_single
 from synkhronos.function.call import Call
 from synkhronos.function.inputs import Inputs, all_slices
-from synkhronos.function.program import Program, Variant
+from synkhronos.function.program import PLAIN, Program, Variant
 from synkhronos.graphs.mirror import Mirror, declare
 from synkhronos.ranks import Session
 
@@ -153,7 +153,7 @@ class Function:
         """
         plain = [np.asarray(arg) if isinstance(arg, Data) else arg for arg in args]
         named = {key: np.asarray(arg) if isinstance(arg, Data) else arg for key, arg in kwargs.items()}
-        result = self._program.compile(Variant()).function(*plain, **named)
+        result = self._program.compile(PLAIN).function(*plain, **named)
         if isinstance(result, list | tuple):
             return result[0] if self._single else list(result)
         return [] if result is None else result if self._single else [result]
@@ -211,6 +211,8 @@ class Function:
     # -- preparing a call ------------------------------------------------------------------------------------
 
     def _variant(self, batch_s: Any, num_slices: Any, output_subset: Any) -> Variant:
+        if batch_s is None and output_subset is None and type(num_slices) is int and num_slices == 1:
+            return PLAIN
         program = self._program
         if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer):
             raise TypeError(f"num_slices: expected an integer, got {num_slices!r}")

@@ -44,6 +44,8 @@ class Inputs:
         entries = self.program.inputs
         if len(args) > len(entries):
             raise TypeError(f"{self.program.name} takes {len(entries)} inputs, got {len(args)}")
+        if len(args) == len(entries) and not named:
+            return list(args)
         values: list[Any] = [*args, *[_MISSING] * (len(entries) - len(args))]
         for name, value in named.items():
             position = self._by_name.get(name)

@@ -43,6 +43,10 @@ class Variant(NamedTuple):
     subset: tuple[int, ...] | None = None
 
 
+#: As the user wrote it.
+PLAIN = Variant()
+
+
 class Compiled(NamedTuple):
     """A compiled variant.
 
@@ -52,6 +56,8 @@ class Compiled(NamedTuple):
         The graph library's.
     ops : list of Op
         Of its outputs.
+    reduces : bool
+        Whether there is anything to reduce over ranks.
     scalars : list of dtype or None, or None
         The outputs' dtypes (None for one that isn't reduced) if all that are reduced are numbers, few enough for one
         slot; else None.
@@ -59,6 +65,7 @@ class Compiled(NamedTuple):
 
     function: Callable[..., Any]
     ops: list[Op]
+    reduces: bool
     scalars: list[np.dtype | None] | None
 
 
@@ -146,7 +153,9 @@ class Program:
             chosen = range(len(self.outputs)) if variant.subset is None else variant.subset
             ops = [self.output_ops[i] for i in chosen]
             kinds = [self.library.output_variable(self.outputs[i]).type for i in chosen]
-            compiled = self.compiled[variant] = Compiled(self._compile(variant), ops, _scalars(kinds, ops, variant))
+            compiled = self.compiled[variant] = Compiled(
+                self._compile(variant), ops, any(op.name is not None for op in ops), _scalars(kinds, ops, variant)
+            )
         return compiled
 
     def _compile(self, variant: Variant) -> Callable[..., Any]:
@@ -154,7 +163,7 @@ class Program:
         inputs = [entry.wrapped for entry in self.inputs]
         outputs = self.outputs if variant.subset is None else [self.outputs[i] for i in variant.subset]
         kwargs = dict(self.kwargs)
-        if variant != Variant():
+        if variant != PLAIN:
             # A subset of the outputs may need a subset of the inputs, and some outputs no sliceable variable.
             kwargs["on_unused_input"] = "ignore"
         if variant.rows is None and not variant.accumulate:

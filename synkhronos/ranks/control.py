@@ -173,6 +173,7 @@ class Control:
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_sem_post, _sem_timedwait = _libc.sem_post, _libc.sem_timedwait
 _getcpu = getattr(_libc, "sched_getcpu", None)  # only Linux says
 
 
@@ -199,18 +200,20 @@ class Bell:
     """
 
     def __init__(self, memory: mmap.mmap, at: int):
-        self._semaphore = (ctypes.c_char * _BELL).from_buffer(memory, at)
+        self._memory = (ctypes.c_char * _BELL).from_buffer(memory, at)  # keeps it
+        self._semaphore = ctypes.c_void_p(ctypes.addressof(self._memory))
+        self._deadline = _Timespec()
+        self._until = ctypes.byref(self._deadline)
         if _libc.sem_init(self._semaphore, 1, 0):
             raise OSError(ctypes.get_errno(), "a semaphore can't be made")
 
     def ring(self) -> None:
         """Wake who waits, or the next who does."""
-        _libc.sem_post(self._semaphore)
+        _sem_post(self._semaphore)
 
     def wait(self, seconds: float) -> bool:
         """Return when the bell rings, or a signal's handler has run; False if neither does in time."""
-        until = time.time() + seconds
-        deadline = _Timespec(int(until), int(until % 1 * 1e9))
-        return not (
-            _libc.sem_timedwait(self._semaphore, ctypes.byref(deadline)) and ctypes.get_errno() == errno.ETIMEDOUT
-        )
+        deadline, until = self._deadline, time.time() + seconds
+        deadline.seconds = whole = int(until)
+        deadline.ns = int((until - whole) * 1e9)
+        return not (_sem_timedwait(self._semaphore, self._until) and ctypes.get_errno() == errno.ETIMEDOUT)

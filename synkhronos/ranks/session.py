@@ -163,7 +163,8 @@ class Session:
         try:
             result, mine = None, None
             self._command = number = self._command + 1
-            self._began = time.monotonic()
+            if self.timeout is not None:
+                self._began = time.monotonic()
             try:
                 rank.begin(number)
                 if self.size > 1:

@@ -135,8 +135,10 @@ def _serve(rank: Rank, channel: socket.socket) -> None:
             words[Control.FAILED] = last
             control.ring_all()
             del error
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # none, nobody reads it any more, or closed
+        try:
             sys.stdout.flush()
+        except (AttributeError, OSError, ValueError):  # none, nobody reads it any more, or closed
+            pass
         control.done[rank.number] = last
         control.fence()
         done = control.done.tolist()
