@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.devices import Device, choose
+from synkhronos.devices import HOST, choose, device_named, keep_off_gpus, needs_fresh_processes
 from synkhronos.ranks import Rank
 
 __all__ = ["close", "fork"]
@@ -27,10 +27,15 @@ _MOST = 1024
 class _Bind:
     """Bind each rank to its device."""
 
-    device: Device
+    name: str
+    places: list[str]
 
     def run(self, rank: Rank) -> None:
-        self.device.bind(rank)
+        device = device_named(self.name)
+        rank.store["device"] = device
+        if device is HOST:
+            keep_off_gpus()
+        device.bind(rank, self.places[rank.number])
 
 
 def fork(
@@ -97,7 +102,8 @@ def fork(
     device, size = choose(use_gpu, n_parallel)
     if not 0 <= master_rank < size:
         raise ValueError(f"master_rank: expected 0 to {size - 1}, got {master_rank}")
-    ranks.fork(size, master_rank, bool(profile_workers), timeout, _Bind(device))
+    first = _Bind(device.name, device.places(size, master_rank))
+    ranks.fork(size, master_rank, bool(profile_workers), timeout, first, needs_fresh_processes())
     return size
 
 

@@ -1,11 +1,23 @@
-"""What all tests share: one graph library, ranks that are forked when asked for, and nothing left behind."""
+"""What all tests share: one graph library, ranks that are forked when asked for, and nothing left behind.
+
+The environment variable SYNKHRONOS_TEST_DEVICE says where functions compute whose tests don't say it themselves:
+
+====  ===============================================================================
+host  NumPy arrays, the graph library's own compiler (by default)
+jax   JAX arrays on the CPU, compiled by XLA
+gpu   JAX arrays on GPUs, one a rank; tests for more ranks than there are GPUs are left out
+====  ===============================================================================
+"""
 
 import os
+
+DEVICE = os.environ.get("SYNKHRONOS_TEST_DEVICE", "host")
+assert DEVICE in ("host", "jax", "gpu"), DEVICE
 
 # The libraries read these when they are imported.  Python's linkers compile in milliseconds; tests that are about a
 # compiler ask for its mode.
 for variable, flags in {
-    "PYTENSOR_FLAGS": ["mode=FAST_COMPILE"],
+    "PYTENSOR_FLAGS": ["mode=JAX" if DEVICE == "jax" else "mode=FAST_COMPILE"],
     "THEANO_FLAGS": ["blas.ldflags=", "mode=FAST_COMPILE"],
 }.items():
     given = [flag for flag in os.environ.get(variable, "").split(",") if flag]
@@ -34,10 +46,17 @@ def shared_memory_names():
     return [name for name in os.listdir("/dev/shm") if "synkhronos" in name]
 
 
+def fork_ranks(n, **kwargs):
+    """Fork ranks on the device under test."""
+    if DEVICE == "gpu" and n > synk.get_n_gpu():
+        pytest.skip(f"needs {n} GPUs")
+    return synk.fork(n, use_gpu=DEVICE == "gpu", **kwargs)
+
+
 @pytest.fixture
 def fork():
     """Give ``fork(n, **kwargs)``, and close the ranks after the test."""
-    yield lambda n, **kwargs: synk.fork(n, use_gpu=False, **kwargs)
+    yield fork_ranks
     synk.close()
 
 
@@ -45,7 +64,7 @@ def fork():
 def n_ranks(request):
     """Fork 1, 2 and 3 ranks for all tests of a module, and yield the number."""
     gc.collect()  # a cycle of an earlier test's must not be found in the middle of this one's
-    synk.fork(request.param, use_gpu=False)
+    fork_ranks(request.param)
     yield request.param
     synk.close()
 
@@ -53,7 +72,7 @@ def n_ranks(request):
 @pytest.fixture(scope="module")
 def two_ranks():
     """Fork 2 ranks for all tests of a module."""
-    synk.fork(2, use_gpu=False)
+    fork_ranks(2)
     yield 2
     synk.close()
 

@@ -15,7 +15,7 @@ from library import tensor as T
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.function.call import _SHOWN
+from synkhronos.function.combine import _SHOWN
 from synkhronos.ranks.control import SCRATCH
 
 if NAME == "pytensor":

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from synkhronos.data.rows import highest, lowest, pieces, select, share, take
+from synkhronos.data.rows import highest, lowest, pieces, select, share
+from synkhronos.devices import take
 
 lengths = st.integers(0, 12)
 bounds = st.none() | st.integers(-15, 15)

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from synkhronos.data import Data, data
-from synkhronos.data.rows import Selection, share
+from synkhronos.data.rows import share
+from synkhronos.devices import Selection
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import Mirror, is_declared
 from synkhronos.ranks import Session, SharedArray

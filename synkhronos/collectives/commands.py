@@ -7,12 +7,13 @@
 `GetValue`, `GetShapes`
     The master asks what ranks hold.
 
-A command first lets every rank see the others' shapes: what can't be combined is refused by all alike, before
-anything is changed.
+A command first lets every rank see the others' shapes, and which device holds what: what can't be combined is refused
+by all alike, before anything is changed.  Arrays travel as their device combines them, or through host memory.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,45 +21,77 @@ from typing import Any
 import numpy as np
 
 from synkhronos.collectives.arguments import called
-from synkhronos.data.rows import take
-from synkhronos.devices import HOST, Layout, device_of
+from synkhronos.devices import HOST, Device, Layout, device_named, device_of
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import stored
 from synkhronos.ranks import Cancelled, Rank, SharedArray
 
 
 class _Copies:
-    """One rank's copies of the variables that a command names, and the shapes of all ranks'."""
+    """One rank's copies of the variables that a command names, and the shapes of all ranks'.
 
-    def __init__(self, rank: Rank, keys: Sequence[Any]):
+    Attributes
+    ----------
+    homes : list of Device
+        What holds each variable: the GPUs if they do on any rank, for the user may have put NumPy arrays there since.
+    ways : list of Device
+        What combines each variable's arrays: its home, or the host.
+    """
+
+    def __init__(self, rank: Rank, keys: Sequence[Any], nccl: bool = False):
         self.rank = rank
         self.shareds = [stored(rank, key) for key in keys]
         self.libraries = [library_of(shared) for shared in self.shareds]
         self.values = [library.get(shared) for library, shared in zip(self.libraries, self.shareds, strict=True)]
-        mine = [(tuple(value.shape), np.dtype(value.dtype)) for value in self.values]
+        mine = tuple((tuple(value.shape), value.dtype.str, device_of(value).name) for value in self.values)
+        device = rank.store["device"]
+        communicator = device.communicator(rank)
+        shown = rank.exchange_known((mine, communicator.epoch))
         #: For each rank, a layout for each variable.
-        self.layouts: list[list[Layout]] = rank.exchange(mine)
+        self.layouts: list[list[Layout]] = [[(shape, np.dtype(name)) for shape, name, _ in each] for each, _ in shown]
+        self.homes: list[Device] = []
+        self.ways: list[Device] = []
+        for i, value in enumerate(self.values):
+            names = {each[i][2] for each, _ in shown} - {HOST.name}
+            home = device_named(names.pop()) if names else HOST
+            if not home.holds(value):
+                self.put(i, home.from_host(value))
+            direct = nccl and all(home.communicates(each[i][1]) for each in self.layouts)
+            self.homes.append(home)
+            self.ways.append(home if direct else HOST)
+        if device in self.ways:
+            communicator.connect([epoch for _, epoch in shown])
 
     def of(self, position: int) -> list[Layout]:
         """Return one variable's layout on each rank."""
         return [each[position] for each in self.layouts]
 
-    def communicator(self, position: int, nccl: bool) -> Any:
+    def communicator(self, position: int) -> Any:
         """Return what combines one variable's arrays."""
-        device = device_of(self.values[position]) if nccl else HOST
-        return device.communicator(self.rank)
+        return self.ways[position].communicator(self.rank)
 
     def writable(self, position: int) -> Any:
-        """Return one variable's array to be written in place, and put it into the container if it is a copy."""
+        """Return one variable's array to be written in place, and then to be given to `written`."""
         value = self.values[position]
-        array = device_of(value).writable(value)
+        if self.ways[position] is not self.homes[position]:
+            return np.array(self.homes[position].to_host(value), order="C")
+        array = self.homes[position].writable(value)
         if array is not value:
             self.put(position, array)
         return array
 
-    def readable(self, position: int) -> Any:
-        """Return one variable's array, contiguous."""
-        return np.ascontiguousarray(device_of(self.values[position]).to_host(self.values[position]))
+    def written(self, position: int, array: Any) -> None:
+        """Take an array that was written as the variable's."""
+        home, way = self.homes[position], self.ways[position]
+        new = home.written(array) if way is home else home.from_host(array)
+        if new is not self.values[position]:
+            self.put(position, new)
+
+    def readable(self, position: int, way: Device | None = None) -> Any:
+        """Return one variable's array, contiguous, where it is combined."""
+        way = way or self.ways[position]
+        value = self.values[position]
+        return way.contiguous(value if way is self.homes[position] else self.homes[position].to_host(value))
 
     def put(self, position: int, array: Any) -> None:
         """Give one variable another array."""
@@ -95,21 +128,22 @@ class Broadcast:
 
     def run(self, rank: Rank) -> None:
         """Let each rank take what the root shows."""
-        copies = _Copies(rank, self.keys)
+        copies = _Copies(rank, self.keys, self.nccl)
         for i, layout in enumerate(copies.layouts[rank.root]):
             for r in range(rank.size):
                 copies.check_fits(i, layout[0], f"broadcast to rank {r}")
         for i, (shape, dtype) in enumerate(copies.layouts[rank.root]):
-            communicator = copies.communicator(i, self.nccl)
+            communicator = copies.communicator(i)
             if rank.is_master:
                 communicator.broadcast(copies.readable(i), rank.root)
-            elif copies.of(i)[rank.number] == (shape, dtype):
-                communicator.broadcast(copies.writable(i), rank.root)
+                continue
+            if copies.of(i)[rank.number] == (shape, dtype):
+                array = copies.writable(i)
             else:
                 # Not into the container yet: if a rank fails meanwhile, the old value is better than a part of the new.
-                array = device_of(copies.values[i]).empty(shape, dtype)
-                communicator.broadcast(array, rank.root)
-                copies.put(i, array)
+                array = copies.ways[i].empty(shape, dtype)
+            communicator.broadcast(array, rank.root)
+            copies.written(i, array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +169,12 @@ class Assign:
         for key, value, rows in zip(self.keys, self.values, self.rows[rank.number], strict=True):
             if rows is None:
                 continue
-            view = value.view(rank.segments)
-            if view.ndim:
-                view = take(view, rows if isinstance(rows, range) else rows.view(rank.segments))
+            chosen = None
+            if value.shape:
+                chosen = rows if isinstance(rows, range) else rows.view(rank.segments)
             shared = stored(rank, key)
             library = library_of(shared)
-            library.put(shared, device_of(library.get(shared)).from_host(view))
+            library.put(shared, device_of(library.get(shared)).load(rank, value, chosen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +187,12 @@ class Gather:
 
     def run(self, rank: Rank) -> Any:
         """Return, in the master, what `gather` returns for each variable."""
-        copies = _Copies(rank, self.keys)
+        copies = _Copies(rank, self.keys, self.nccl)
         results = []
         for i in range(len(self.keys)):
             layouts = copies.of(i)
-            result, out = _room(layouts, self.nd_up) if rank.is_master else (None, None)
-            copies.communicator(i, self.nccl).gather(copies.readable(i), rank.root, layouts, out)
+            result, out = _room(copies.ways[i], layouts, self.nd_up) if rank.is_master else (None, None)
+            copies.communicator(i).gather(copies.readable(i), rank.root, layouts, out)
             results.append(result)
         return results
 
@@ -172,7 +206,7 @@ class AllGather:
 
     def run(self, rank: Rank) -> None:
         """Check that they can be joined, then join them."""
-        copies = _Copies(rank, self.keys)
+        copies = _Copies(rank, self.keys, self.nccl)
         for i, shared in enumerate(copies.shareds):
             layouts = copies.of(i)
             if not _joinable(layouts):
@@ -181,9 +215,9 @@ class AllGather:
             rows = sum(shape[0] for shape, _ in layouts)
             copies.check_fits(i, (rows, *layouts[0][0][1:]), "all_gather")
         for i in range(len(self.keys)):
-            joined, out = _room(copies.of(i), 0)
-            copies.communicator(i, self.nccl).gather(copies.readable(i), None, copies.of(i), out)
-            copies.put(i, joined)
+            joined, out = _room(copies.ways[i], copies.of(i), 0)
+            copies.communicator(i).gather(copies.readable(i), None, copies.of(i), out)
+            copies.written(i, joined)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,19 +234,25 @@ class Reduce:
 
     def run(self, rank: Rank) -> Any:
         """Check that shapes agree, then reduce."""
-        copies = _Copies(rank, self.keys)
+        copies = _Copies(rank, self.keys, self.nccl)
         for i in range(len(self.keys)):
             copies.check_equal(i, "all_reduce" if self.where == "everywhere" else "reduce")
         results = []
         for i in range(len(self.keys)):
-            communicator, layout = copies.communicator(i, self.nccl), copies.of(i)[0]
+            communicator, layout = copies.communicator(i), copies.of(i)[0]
             if self.where == "everywhere":
-                communicator.all_reduce(copies.writable(i), self.op)
+                array = copies.writable(i)
+                communicator.all_reduce(array, self.op)
+                copies.written(i, array)
                 continue
+            in_place = self.where == "master"
             out = None
             if rank.is_master:
-                out = copies.writable(i) if self.where == "master" else np.empty(*layout)
-            communicator.reduce(copies.readable(i), self.op, rank.root, out, layout, range(rank.size))
+                out = copies.writable(i) if in_place else copies.ways[i].empty(*layout)
+            mine = out if out is not None and in_place else copies.readable(i)
+            communicator.reduce(mine, self.op, rank.root, out, layout, range(rank.size))
+            if out is not None and in_place:
+                copies.written(i, out)
             results.append(out)
         return results
 
@@ -231,7 +271,7 @@ class GetValue:
         for i in range(len(self.keys)):
             layouts: list[Layout | None] = [None] * rank.size
             layouts[self.source] = copies.of(i)[self.source]
-            mine = copies.readable(i) if rank.number == self.source else None
+            mine = copies.readable(i, HOST) if rank.number == self.source else None
             out = None
             if rank.is_master:
                 out = [None if layout is None else np.empty(*layout) for layout in layouts]
@@ -255,17 +295,16 @@ def _joinable(layouts: Sequence[Layout]) -> bool:
     return all(shape and shape[1:] == layouts[0][0][1:] for shape, _ in layouts)
 
 
-def _room(layouts: Sequence[Layout], nd_up: int) -> tuple[Any, list[np.ndarray]]:
+def _room(device: Device, layouts: Sequence[Layout], nd_up: int) -> tuple[Any, list[Any]]:
     """Return what gather returns, and the part of it that each rank's array fills."""
     shapes = [shape for shape, _ in layouts]
     dtype = layouts[0][1]
     if nd_up == 1 and len(set(shapes)) == 1:
-        stacked = np.empty((len(shapes), *shapes[0]), dtype)
-        # Slices, not items: an item of a vector would be a number, not a view.
-        return stacked, [stacked[r : r + 1].reshape(shapes[0]) for r in range(len(shapes))]
-    if nd_up == 0 and _joinable(layouts):
-        ends = np.cumsum([0, *(shape[0] for shape in shapes)])
-        joined = np.empty((int(ends[-1]), *shapes[0][1:]), dtype)
-        return joined, [joined[a:b] for a, b in zip(ends, ends[1:], strict=False)]
-    each = [np.empty(*layout) for layout in layouts]
-    return each, each
+        whole: Any = device.empty((len(shapes), *shapes[0]), dtype)
+    elif nd_up == 0 and _joinable(layouts):
+        whole = device.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype)
+    else:
+        whole = [device.empty(*layout) for layout in layouts]
+        return whole, [device.part(array, 0, shape) for array, shape in zip(whole, shapes, strict=True)]
+    starts = np.cumsum([0, *(math.prod(shape) for shape in shapes)])
+    return whole, [device.part(whole, int(start), shape) for start, shape in zip(starts, shapes, strict=False)]

@@ -6,8 +6,6 @@ A selection of rows is a ``range`` or an array of indexes, and both are cut by s
     What ``batch`` means for data of some length, or of any; a list of indexes as an array.
 `share`
     One rank's part of so many rows.
-`take`
-    The selected rows of an array.
 """
 
 from __future__ import annotations
@@ -17,9 +15,7 @@ from typing import Any
 
 import numpy as np
 
-#: Rows, in order: evenly spaced ones, or any.
-Selection = range | np.ndarray
-
+from synkhronos.devices import Selection
 
 def select(batch: Any, length: int, name: str = "batch") -> Selection:
     """Return the rows that ``batch`` picks of ``length``.
@@ -161,32 +157,3 @@ def highest(rows: Selection) -> int:
     if isinstance(rows, range):
         return max(rows[0], rows[-1]) if rows else -1
     return int(rows.max()) if rows.size else -1
-
-
-def take(array: np.ndarray, rows: Selection, out: np.ndarray | None = None) -> np.ndarray:
-    """Return the selected rows of an array.
-
-    Parameters
-    ----------
-    array : ndarray
-    rows : range or ndarray
-        Non-negative, and in range.
-    out : ndarray, optional
-        Where to put them.  Without it a range gives a view of ``array``.
-
-    Returns
-    -------
-    ndarray
-    """
-    if isinstance(rows, range):
-        if not rows:
-            view = array[:0]
-        else:
-            stop: int | None = rows[-1] + (1 if rows.step > 0 else -1)
-            view = array[rows[0] : None if stop is not None and stop < 0 else stop : rows.step]
-        if out is None:
-            return view
-        out[...] = view
-        return out
-    # The indexes are known to be in range; with mode="raise" NumPy would go through a buffer of its own.
-    return np.take(array, rows, axis=0, out=out, mode="clip")

@@ -5,10 +5,14 @@ combine arrays of its kind (its communicator).  A new kind is one new module her
 
 `Device`, `Communicator`
     The protocols.
+`HOST`, `JAX`
+    The kinds that there are.
 `choose`
     The device that `fork` uses.
-`device_of`
-    The device that holds a value.
+`device_of`, `device_named`
+    The device that holds a value, or has a name.
+`keep_off_gpus`
+    Have a rank compute on the CPU although there are GPUs.
 `get_n_gpu`
     How many GPUs are visible.
 """
@@ -22,10 +26,25 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from synkhronos.devices.host import Host, Layout
-from synkhronos.ranks import Rank, available_cores
+from synkhronos.devices.host import Host, Layout, Selection, take
+from synkhronos.devices.jax import Jax, missing, started
+from synkhronos.ranks import Rank, SharedArray, available_cores
 
-__all__ = ["HOST", "Communicator", "Device", "Layout", "choose", "device_of", "get_n_gpu"]
+__all__ = [
+    "HOST",
+    "JAX",
+    "Communicator",
+    "Device",
+    "Layout",
+    "Selection",
+    "choose",
+    "device_named",
+    "device_of",
+    "get_n_gpu",
+    "keep_off_gpus",
+    "needs_fresh_processes",
+    "take",
+]
 
 
 class Communicator(Protocol):
@@ -34,6 +53,12 @@ class Communicator(Protocol):
     Arrays are contiguous.  ``root`` is a rank; shapes are known to all ranks beforehand.  Nothing that calls a
     communicator may assume that ranks share memory.
     """
+
+    #: Counts the connections that this rank has made; 0 while it has none.
+    epoch: int
+
+    def connect(self, epochs: Sequence[int]) -> None:
+        """Connect the ranks unless they are; ``epochs`` has each rank's."""
 
     def broadcast(self, array: Any, root: int) -> None:
         """Copy the root's array into every other rank's, in place."""
@@ -60,11 +85,17 @@ class Device(Protocol):
 
     name: str
 
-    def bind(self, rank: Rank) -> None:
+    def places(self, size: int, root: int) -> list[str]:
+        """Return for each rank a word for its own device; called in the master."""
+
+    def bind(self, rank: Rank, place: str) -> None:
         """Make this process use its own device; runs once on every rank, after the fork."""
 
-    def communicator(self, rank: Rank) -> Communicator:
-        """Return the rank's communicator for arrays of this kind."""
+    def communicator(self, rank: Rank) -> Any:
+        """Return the rank's `Communicator` for arrays of this kind."""
+
+    def communicates(self, dtype: np.dtype) -> bool:
+        """Whether it combines arrays of this dtype; if not, they go through host memory."""
 
     def holds(self, value: Any) -> bool:
         """Whether a value is an array of this kind."""
@@ -72,20 +103,72 @@ class Device(Protocol):
     def writable(self, value: Any) -> Any:
         """Return the value as a contiguous array that may be written in place: itself, or else a copy."""
 
+    def written(self, value: Any) -> Any:
+        """Return an array that was written in place, for its container."""
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Return a new array of this kind."""
+
+    def part(self, array: Any, start: int, shape: tuple[int, ...]) -> Any:
+        """Return a run of an array's items, from item ``start`` on, as `Communicator.gather` takes it."""
+
+    def contiguous(self, value: Any) -> Any:
+        """Return the value, or else a contiguous copy."""
 
     def to_host(self, value: Any) -> np.ndarray:
         """Return the value as a NumPy array, without a copy where there can be one."""
 
+    def fetch(self, values: Sequence[Any]) -> list[Any]:
+        """Return values as NumPy arrays, all at once; what is no array of this kind stays."""
+
     def from_host(self, array: np.ndarray) -> Any:
         """Return a NumPy array as one of this kind, which nobody else holds."""
+
+    def load(self, rank: Rank, where: SharedArray, rows: Selection | None) -> Any:
+        """Return rows of an array in shared memory, or all of it, as a new array."""
+
+    def array(self, value: Any) -> Any:
+        """Return the value as an array of this kind."""
+
+    def apply(self, name: str, one: Any, other: Any) -> Any:
+        """Return what NumPy's function of this name makes of two arrays; it may be written into the first."""
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """Return arrays joined along axis 0."""
+
+    def input(
+        self, rank: Rank, kept: dict[Any, Any], key: Any, where: SharedArray, rows: Selection | None, copy: bool
+    ) -> Any:
+        """Return rows of an array in shared memory, or all of it, as an input of the next launch.
+
+        ``kept`` is where memory may be kept from call to call, under ``key``; ``copy`` says that the function may
+        overwrite what it gets.
+        """
+
+    def indexes(self, rank: Rank, kept: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
+        """Return a vector of indexes as an input of the next launch."""
+
+    def launching(self) -> None:
+        """Called before a function is launched: all its inputs have to be there."""
+
+    def launched(self, token: Any) -> None:
+        """Called after it, with an array that will be there when the function is done with its inputs."""
+
+    def wait(self, values: Sequence[Any]) -> None:
+        """Wait until values have been computed."""
 
 
 #: Host memory, which every rank has.
 HOST = Host()
+#: JAX arrays, on GPUs where ranks are bound to them.
+JAX = Jax()
 #: All kinds, most particular first: the host's holds whatever NumPy can read.
-KINDS: tuple[Device, ...] = (HOST,)
+KINDS: tuple[Device, ...] = (JAX, HOST)
+
+
+def device_named(name: str) -> Device:
+    """Return the device of this name."""
+    return next(device for device in KINDS if device.name == name)
 
 
 def device_of(value: Any) -> Device:
@@ -106,12 +189,57 @@ def choose(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device, int]:
     n_parallel : int or None
         None for one rank for each GPU, or for each core that this process may use.
     """
-    if use_gpu:
+    n_gpu = get_n_gpu() if use_gpu is None or use_gpu else 0
+    lacking = missing() if n_gpu else []
+    if use_gpu and not n_gpu:
+        raise RuntimeError("use_gpu=True, but there is no GPU: leave use_gpu out, or pass False to compute on the CPU")
+    if use_gpu and lacking:
         raise RuntimeError(
-            f"use_gpu=True, but nothing installed here can drive GPUs ({get_n_gpu()} visible): "
-            "this release computes on CPU cores; leave use_gpu out, or pass False"
+            f"use_gpu=True, and {n_gpu} GPUs are visible, but nothing installed here can drive them: "
+            f"install {', '.join(lacking)}: pip install 'synkhronos[gpu]'"
         )
-    return HOST, available_cores() if n_parallel is None else n_parallel
+    if not n_gpu or lacking:
+        return HOST, available_cores() if n_parallel is None else n_parallel
+    if n_parallel is not None and n_parallel > n_gpu:
+        raise ValueError(
+            f"n_parallel={n_parallel}, but {n_gpu} GPUs are visible, and each rank needs one: "
+            "pass use_gpu=False to compute on the CPU"
+        )
+    if not JAX.on_gpu and _cuda_is_started():
+        raise RuntimeError(
+            "this process has started CUDA already, so that its workers could not: call synkhronos.fork() before "
+            "anything touches a GPU (an import that does so, jax.devices(), torch.cuda, ...), or pass use_gpu=False"
+        )
+    return JAX, n_gpu if n_parallel is None else n_parallel
+
+
+def needs_fresh_processes() -> bool:
+    """Whether workers have to start anew, since copies of this process could not compute.
+
+    XLA, once started, has threads that a copy lacks and waits for; CUDA refuses to work in a copy.
+    """
+    return started()
+
+
+def keep_off_gpus() -> None:
+    """Have this rank's JAX compute on the CPU although there are GPUs, unless it has been started already."""
+    if not started() and get_n_gpu():
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def _cuda_is_started() -> bool:
+    """Whether this process has a CUDA context: then it holds the device of CUDA's unified memory open."""
+    try:
+        files = os.listdir("/proc/self/fd")
+    except OSError:
+        return started()
+    for name in files:
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia-uvm"):
+                return True
+        except OSError:  # the one that listed the folder
+            continue
+    return False
 
 
 def get_n_gpu() -> int:

@@ -2,6 +2,8 @@
 
 `Host`
     The device.
+`take`
+    The selected rows of an array.
 `HostCommunicator`
     Streams arrays of any size through the ranks' scratch memory, each rank reducing its own share of the elements.
 """
@@ -14,25 +16,30 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices.xla import note_at_fork
-from synkhronos.ranks import Rank
+from synkhronos.ranks import Rank, SharedArray
 from synkhronos.ranks.control import SCRATCH
 
 #: An array's shape and dtype.
 Layout = tuple[tuple[int, ...], np.dtype]
+
+#: Rows, in order: evenly spaced ones, or any, by their indexes.
+Selection = range | np.ndarray
 
 #: What each reduction does to two arrays; "avg" divides the sum.
 UFUNCS = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
 class Host:
-    """Arrays in host memory.  Holds whatever NumPy can read, JAX arrays on the CPU among it."""
+    """Arrays in host memory.  Holds whatever NumPy can read."""
 
     name = "host"
 
-    def bind(self, rank: Rank) -> None:
-        """Nothing to bind: any core will do."""
-        note_at_fork(rank)
+    def places(self, size: int, root: int) -> list[str]:
+        """Any core will do for each rank."""
+        return [""] * size
+
+    def bind(self, rank: Rank, place: str) -> None:
+        """Nothing to bind."""
 
     def communicator(self, rank: Rank) -> HostCommunicator:
         """Return the rank's communicator, the same one each time."""
@@ -40,6 +47,10 @@ class Host:
         if communicator is None:
             communicator = rank.store["host communicator"] = HostCommunicator(rank)
         return communicator
+
+    def communicates(self, dtype: np.dtype) -> bool:
+        """Whether ranks can combine arrays of a dtype: of any."""
+        return True
 
     def holds(self, value: Any) -> bool:
         """Whether NumPy can read the value as an array."""
@@ -51,17 +62,114 @@ class Host:
             return value
         return np.array(value, order="C")
 
+    def written(self, value: Any) -> Any:
+        """Return an array that was written in place."""
+        return value
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return a new array."""
         return np.empty(shape, dtype)
+
+    def part(self, array: np.ndarray, start: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Return a run of an array's items, as a view of the given shape."""
+        return array.reshape(-1)[start : start + math.prod(shape)].reshape(shape)
+
+    def contiguous(self, value: Any) -> np.ndarray:
+        """Return the value, or else a contiguous copy."""
+        return np.ascontiguousarray(value)
 
     def to_host(self, value: Any) -> np.ndarray:
         """Return the value as NumPy sees it."""
         return np.asarray(value)
 
+    def fetch(self, values: Sequence[Any]) -> list[Any]:
+        """Return values on the host: there they are."""
+        return list(values)
+
     def from_host(self, array: np.ndarray) -> np.ndarray:
         """Return a copy."""
         return np.array(array, order="C")
+
+    def load(self, rank: Rank, where: SharedArray, rows: Selection | None) -> np.ndarray:
+        """Return rows of an array in shared memory (None: all of it) as a new array."""
+        view = where.view(rank.segments)
+        return self.from_host(view if rows is None else take(view, rows))
+
+    def apply(self, name: str, one: np.ndarray, other: Any) -> np.ndarray:
+        """Return what NumPy's function of this name makes of two arrays, in the first one's memory."""
+        result: np.ndarray = getattr(np, name)(one, other, out=one)
+        return result
+
+    def join(self, parts: Sequence[Any]) -> np.ndarray:
+        """Return arrays joined along axis 0."""
+        return np.concatenate(parts)
+
+    def array(self, value: Any) -> np.ndarray:
+        """Return the value as a NumPy array."""
+        return np.asarray(value)
+
+    def input(
+        self, rank: Rank, kept: dict[Any, Any], key: Any, where: SharedArray, rows: Selection | None, copy: bool
+    ) -> np.ndarray:
+        """Return rows of an array in shared memory as an input: the memory itself, unless ``copy``; rows by index in
+        memory that is kept for them.
+        """
+        array = where.view(rank.segments)
+        if rows is None:
+            return array.copy() if copy else array
+        if isinstance(rows, range):
+            part = take(array, rows)
+            return part.copy() if copy else part
+        # Memory that is touched for the first time costs more than the copy: keep it from call to call.  Compiled
+        # functions hand out nothing that aliases their inputs.
+        shape = (len(rows), *array.shape[1:])
+        size = math.prod(shape)
+        buffer = kept.get(key)
+        if buffer is None or buffer.size < size or buffer.dtype != array.dtype:
+            buffer = kept[key] = np.empty(size, array.dtype)
+        return take(array, rows, buffer[:size].reshape(shape))
+
+    def indexes(self, rank: Rank, kept: dict[Any, Any], key: Any, values: np.ndarray) -> np.ndarray:
+        """Return a rank's own vector of indexes as an input."""
+        return values
+
+    def launching(self) -> None:
+        """Nothing is on its way."""
+
+    def launched(self, token: Any) -> None:
+        """Nothing is launched: functions return when they have computed."""
+
+    def wait(self, values: Sequence[Any]) -> None:
+        """Nothing has to be waited for."""
+
+
+def take(array: np.ndarray, rows: Selection, out: np.ndarray | None = None) -> np.ndarray:
+    """Return the selected rows of an array.
+
+    Parameters
+    ----------
+    array : ndarray
+    rows : range or ndarray
+        Non-negative, and in range.
+    out : ndarray, optional
+        Where to put them.  Without it a range gives a view of ``array``.
+
+    Returns
+    -------
+    ndarray
+    """
+    if isinstance(rows, range):
+        if not rows:
+            view = array[:0]
+        else:
+            stop: int | None = rows[-1] + (1 if rows.step > 0 else -1)
+            view = array[rows[0] : None if stop is not None and stop < 0 else stop : rows.step]
+        if out is None:
+            return view
+        out[...] = view
+        return out
+    # The indexes are known to be in range; with mode="raise" NumPy would go through a buffer of its own.
+    return np.take(array, rows, axis=0, out=out, mode="clip")
 
 
 class HostCommunicator:
@@ -77,12 +185,18 @@ class HostCommunicator:
     rank order.
     """
 
+    #: Counts connections: this one is made by the fork.
+    epoch = 0
+
     def __init__(self, rank: Rank):
         self._rank = rank
         self._halves = [
             [np.frombuffer(rank.control.scratch(r, half), np.uint8) for r in range(rank.size)] for half in range(2)
         ]
         self._command = self._turn = 0
+
+    def connect(self, epochs: Sequence[int]) -> None:
+        """Nothing to do: ranks are connected as long as they live."""
 
     def _next_halves(self) -> list[np.ndarray]:
         """Return every rank's half for the next chunk of this command.

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.devices import Device
 from synkhronos.function.program import Program
 from synkhronos.function.reduce import Op
 from synkhronos.graphs import GraphLibrary, library_of, loaded_libraries
@@ -26,8 +27,9 @@ def build(
     givens: Any,
     sliceable_shareds: Any,
     kwargs: dict[str, Any],
+    device: Device,
 ) -> Program:
-    """Return the program that the arguments describe.
+    """Return the program that the arguments describe, for ranks that compute on a device.
 
     Raises
     ------
@@ -81,6 +83,8 @@ def build(
     if len({id(shared) for shared in sliceable}) != len(sliceable):
         raise ValueError("sliceable_shareds: a shared variable comes twice")
     _check_kwargs(library, kwargs)
+    if kwargs.get("mode") is None:
+        kwargs = {**kwargs, "mode": library.default_mode(device)}
     name = kwargs.get("name")
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name: expected a string, got {name!r}")

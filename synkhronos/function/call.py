@@ -8,22 +8,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.data.rows import Selection, pieces, select, share, take
-from synkhronos.devices import HOST, Layout, device_of
-from synkhronos.devices.xla import check_usable
+from synkhronos.data.rows import pieces, select, share
+from synkhronos.devices import Selection
+from synkhronos.function.combine import Outputs, combined
 from synkhronos.function.program import Compiled, Program, Variant
-from synkhronos.function.reduce import Accumulator, Op
+from synkhronos.function.reduce import Accumulator
+from synkhronos.function.results import keep, nbytes
 from synkhronos.graphs.mirror import stored
 from synkhronos.ranks import Cancelled, Rank, SharedArray
-
-#: Bytes up to which an output is shown to the master at once; larger ones are streamed.
-_SHOWN = 1 << 12
 
 
 class Whole(NamedTuple):
@@ -31,11 +28,6 @@ class Whole(NamedTuple):
 
     array: SharedArray
     copy: bool
-
-    def value(self, rank: Rank) -> np.ndarray:
-        """Return the input."""
-        view = self.array.view(rank.segments)
-        return view.copy() if self.copy else view
 
 
 class Scattered(NamedTuple):
@@ -113,17 +105,24 @@ class Call(NamedTuple):
             rank.commit()
         if self.compile:
             rank.threads.limit()  # what was compiled may have brought a BLAS with it
+        if program.asynchronous:
+            return self._keep(rank, local, compiled, program) if ops else []
         if not compiled.reduces:
             return local.values or [None] * len(ops)
-        if compiled.scalars is not None:
-            return _reduce_scalars(rank, local, ops, compiled.scalars)
-        return _reduce_arrays(rank, local, ops)
+        return combined(rank, local.outputs(compiled))
+
+    def _keep(self, rank: Rank, local: _Local, compiled: Compiled, program: Program) -> tuple[int, int]:
+        """Keep the outputs until they are read; return the call's number and their size."""
+        if not local.values and rank.is_master:
+            local.compute()  # of none: now, while the variables are as this call found them
+        values = local.values
+        if not rank.is_master:
+            values = [None if op.name is None else v for v, op in zip(values, compiled.ops, strict=False)]
+        return keep(rank, local.outputs(compiled)._replace(values=values), program.device), nbytes(values)
 
     def _compiled(self, program: Program, rank: Rank) -> Compiled:
         if not self.compile:
             return program.compile(self.variant)
-        if program.asynchronous:
-            check_usable(rank)
         # The master first: it fills the compiler's cache, and the others don't queue for the compiler's lock.
         if rank.is_master:
             program.compile(self.variant)
@@ -146,7 +145,7 @@ class _Local:
 
     def __init__(self, call: Call, program: Program, compiled: Compiled, rank: Rank):
         self._call, self._program, self._rank = call, program, rank
-        self._function, self._ops = compiled.function, compiled.ops
+        self._run_compiled, self._ops, self._device = compiled.run, compiled.ops, program.device
         self._parts = [entry.part(rank) if isinstance(entry, Scattered) else None for entry in call.inputs]
         self._sliceable = self._sliceable_rows() if call.variant.rows is not None else None
         self.values: list[Any] = []
@@ -159,6 +158,14 @@ class _Local:
             self.active = self.rows > 0
         else:
             self.rows, self.active = 1, True
+
+    def outputs(self, compiled: Compiled) -> Outputs:
+        """Return what was computed."""
+        return Outputs(self.rows, self.active, self.values, compiled.ops, compiled.scalars, self._of_none)
+
+    def _of_none(self) -> list[Any]:
+        self.compute()
+        return self.values
 
     def _lengths(self) -> list[int]:
         library = self._program.library
@@ -196,7 +203,7 @@ class _Local:
         call = self._call
         if not self.rows:
             # Nobody has any: the outputs are what the serial library makes of none, and nothing is updated.
-            self._function = self._program.compile(call.variant._replace(accumulate=True)).function
+            self._run_compiled = self._program.compile(call.variant._replace(accumulate=True)).run
             self.values = self._run(self._parts, self._sliceable)[: len(self._ops)]
             return
         if not call.variant.accumulate:
@@ -205,7 +212,7 @@ class _Local:
         lengths = [self.rows] if self._sliceable is None else [self.rows, len(self._sliceable)]
         count = max(1, min(call.slices, *lengths))
         targets = self._program.accumulated()
-        totals = [Accumulator(op) for op in [*self._ops, *(op for _, op in targets)]]
+        totals = [Accumulator(op, self._device) for op in [*self._ops, *(op for _, op in targets)]]
         cut = [None if part is None else list(pieces(part, count)) for part in self._parts]
         sliceable = None if self._sliceable is None else list(pieces(self._sliceable, count))
         for piece in range(count):
@@ -222,190 +229,19 @@ class _Local:
             library.put(shared, value)
 
     def _inputs(self, parts: Sequence[Selection | None], sliceable: Selection | None) -> list[Any]:
-        values: list[Any] = []
-        for position, (entry, part) in enumerate(zip(self._call.inputs, parts, strict=True)):
-            if isinstance(entry, Whole):
-                values.append(entry.value(self._rank))
-            else:
-                assert part is not None
-                values.append(self._rows(position, entry, part))
+        rank, device, kept = self._rank, self._device, self._program.buffers
+        values = [
+            device.input(rank, kept, position, entry.array, part, entry.copy)
+            for position, (entry, part) in enumerate(zip(self._call.inputs, parts, strict=True))
+        ]
         if sliceable is not None:
             if self._call.variant.rows == "slice":
                 assert isinstance(sliceable, range)
                 values += [np.int64(sliceable.start), np.int64(sliceable.stop)]
             else:
-                values.append(np.asarray(sliceable, np.int64))
+                values.append(device.indexes(rank, kept, "rows", np.asarray(sliceable, np.int64)))
         return values
-
-    def _rows(self, position: int, entry: Scattered, part: Selection) -> np.ndarray:
-        array = entry.array.view(self._rank.segments)
-        if isinstance(part, range):
-            rows = take(array, part)
-            return rows.copy() if entry.copy else rows
-        # Memory that is touched for the first time costs more than the copy: keep it from call to call.  Compiled
-        # functions hand out nothing that aliases their inputs.
-        shape = (len(part), *array.shape[1:])
-        kept = self._program.buffers
-        buffer = kept.get(position)
-        size = math.prod(shape)
-        if buffer is None or buffer.size < size or buffer.dtype != array.dtype:
-            buffer = kept[position] = np.empty(size, array.dtype)
-        return take(array, part, buffer[:size].reshape(shape))
 
     def _run(self, parts: Sequence[Selection | None], sliceable: Selection | None) -> list[Any]:
-        result = self._function(*self._inputs(parts, sliceable))
-        values = [] if result is None else list(result) if isinstance(result, list | tuple) else [result]
-        if self._program.asynchronous:
-            # It may still be reading the memory that its inputs lie in.
-            library = self._program.library
-            library.finish([*values, *(library.get(shared) for shared, _ in self._program.updates)])
-        return values
-
-
-def _reduce_scalars(rank: Rank, local: _Local, ops: Sequence[Op], dtypes: Sequence[np.dtype | None]) -> Any:
-    """Reduce outputs of no dimensions: the workers leave theirs to the master and wait for nobody.
-
-    What a worker leaves is the number of its rows and the values' bytes: a training loop comes here at every step, and
-    pickling small arrays would take longer than all the rest.
-    """
-    shown = rank.gather(b"" if rank.is_master or not local.active else _packed(local, dtypes))
-    if shown is None:
-        return None
-    contributions = [_unpacked(part, dtypes) for part in shown]
-    if local.active:
-        contributions[rank.number] = local.rows, local.values
-    return _combine(local, ops, contributions)
-
-
-def _packed(local: _Local, dtypes: Sequence[np.dtype | None]) -> bytes:
-    parts = [local.rows.to_bytes(8, "little")]
-    for value, dtype in zip(local.values, dtypes, strict=True):
-        if dtype is not None:
-            parts.append(np.asarray(value, dtype).tobytes())
-    return b"".join(parts)
-
-
-def _unpacked(part: bytes, dtypes: Sequence[np.dtype | None]) -> tuple[int, list[Any] | None]:
-    if not part:
-        return 0, None
-    values: list[Any] = []
-    at = 8
-    for dtype in dtypes:
-        if dtype is None:
-            values.append(None)
-            continue
-        values.append(np.ndarray((), dtype, part, at))
-        at += dtype.itemsize
-    return int.from_bytes(part[:8], "little"), values
-
-
-def _combine(local: _Local, ops: Sequence[Op], contributions: Sequence[tuple[int, list[Any] | None]]) -> list[Any]:
-    active = [(rows, values) for rows, values in contributions if values is not None]
-    if not active:  # no rank has rows: what the serial library makes of none
-        if not local.values:
-            local.compute()
-        return local.values
-    results = []
-    for i, op in enumerate(ops):
-        if op.name is None:
-            results.append(local.values[i] if local.values else None)
-            continue
-        total = Accumulator(op)
-        for rows, values in active:
-            total.add(values[i], rows)
-        results.append(total.result())
-    return results
-
-
-def _reduce_arrays(rank: Rank, local: _Local, ops: Sequence[Op]) -> Any:
-    """Reduce outputs of any shape: every rank learns of all shapes, and large arrays are streamed."""
-    host = [None if op.name is None else device_of(v).to_host(v) for v, op in zip(local.values, ops, strict=False)]
-    mine = (local.rows, [_show(value) for value in host]) if local.active else (0, None)
-    shown = rank.exchange(mine)
-    contributors = [r for r, (_, values) in enumerate(shown) if values is not None]
-    if not contributors:
-        return _combine(local, ops, shown) if rank.is_master else None
-    results: list[Any] = []
-    for i, op in enumerate(ops):
-        if op.name is None:
-            results.append(local.values[i] if local.values else None)
-            continue
-        entries = {r: shown[r][1][i] for r in contributors}
-        layouts = {r: _layout(entry) for r, entry in entries.items()}
-        _check_shapes(rank, i, op, layouts)
-        if all(isinstance(entry, np.ndarray) for entry in entries.values()):
-            if rank.is_master:
-                total = Accumulator(op)
-                for r in contributors:
-                    total.add(entries[r], shown[r][0])
-                results.append(total.result())
-        elif op.name == "gather":
-            results.append(_gather(rank, host[i] if local.active else None, layouts))
-        else:
-            weights = {r: shown[r][0] for r in contributors}
-            results.append(_stream(rank, op, host[i] if local.active else None, layouts, weights))
-    return results if rank.is_master else None
-
-
-def _show(value: np.ndarray | None) -> Any:
-    """Return a small array itself, of a large one its layout."""
-    if value is None or value.nbytes <= _SHOWN:
-        return value
-    return value.shape, value.dtype
-
-
-def _layout(entry: Any) -> Layout:
-    return (entry.shape, entry.dtype) if isinstance(entry, np.ndarray) else entry
-
-
-def _check_shapes(rank: Rank, position: int, op: Op, layouts: dict[int, Layout]) -> None:
-    shapes = {r: shape for r, (shape, _) in layouts.items()}
-    compared = {shape if op.elementwise else shape[1:] for shape in shapes.values()}
-    if len(compared) > 1:
-        if not rank.is_master:
-            raise Cancelled
-        needed = "the same shape" if op.elementwise else "the same lengths behind axis 0"
-        each = ", ".join(f"rank {r} has {shape}" for r, shape in shapes.items())
-        raise ValueError(f"output {position}: op {op.spelled!r} needs {needed} on all ranks, but {each}")
-
-
-def _gather(rank: Rank, value: np.ndarray | None, layouts: dict[int, Layout]) -> np.ndarray | None:
-    """Join arrays along axis 0 in the master."""
-    communicator = HOST.communicator(rank)
-    everyone = [layouts.get(r) for r in range(rank.size)]
-    mine = None if value is None else np.ascontiguousarray(value)
-    if not rank.is_master:
-        communicator.gather(mine, rank.root, everyone, None)
-        return None
-    (_, *rest), dtype = next(iter(layouts.values()))
-    joined = np.empty((sum(shape[0] for shape, _ in layouts.values()), *rest), dtype)
-    out, at = [], 0
-    for layout in everyone:
-        rows = 0 if layout is None else layout[0][0]
-        out.append(None if layout is None else joined[at : at + rows])
-        at += rows
-    communicator.gather(mine, rank.root, everyone, out)
-    return joined
-
-
-def _stream(
-    rank: Rank, op: Op, value: np.ndarray | None, layouts: dict[int, Layout], weights: dict[int, int]
-) -> np.ndarray | None:
-    """Reduce large arrays into the master, each rank doing its share of the work."""
-    shape, dtype = next(iter(layouts.values()))
-    # What each rank adds is weighted by itself; what remains is a plain reduction, and one division.
-    working = np.dtype(np.float32) if op.divides and dtype == np.float16 else dtype
-    mine = None
-    if value is not None:
-        mine = np.ascontiguousarray(value, working)
-        if op.name == "mean":
-            mine = np.multiply(mine, weights[rank.number], dtype=working)
-    out = np.empty(shape, working) if rank.is_master else None
-    plain = "sum" if op.divides else str(op.name)
-    HOST.communicator(rank).reduce(mine, plain, rank.root, out, (shape, working), sorted(layouts))
-    if out is None:
-        return None
-    if op.divides:
-        total = sum(weights.values()) if op.name == "mean" else len(weights)
-        np.true_divide(out, total, out=out)
-    return out.astype(dtype, copy=False)
+        result = self._run_compiled(*self._inputs(parts, sliceable))
+        return [] if result is None else list(result) if isinstance(result, list | tuple) else [result]

@@ -24,6 +24,7 @@ from synkhronos.function.build import build, is_single
 from synkhronos.function.call import Call
 from synkhronos.function.inputs import Inputs, all_slices
 from synkhronos.function.program import PLAIN, Program, Variant
+from synkhronos.function.results import Results
 from synkhronos.graphs.mirror import Mirror, declare
 from synkhronos.ranks import Session
 
@@ -98,7 +99,8 @@ class Function:
         Returns
         -------
         ndarray, or list of ndarray
-            A list if ``outputs`` was one.
+            A list if ``outputs`` was one.  In JAX mode `Result` objects, which stand for arrays and are read when they
+            are looked at: the call itself returns before the ranks have computed.
 
         Raises
         ------
@@ -132,11 +134,22 @@ class Function:
             self._distribute(session)
             has_updates = bool(self._program.updates)
             call = Call(self._key, variant, variant not in self._ready, arrays, count, chosen, num_slices, has_updates)
-            results = session.run(call)
+            if self._program.asynchronous:
+                results = self._start(session, call, variant)
+            else:
+                results = session.run(call)
             self._ready.add(variant)
         if self._single:
             return _presentable(results[0]) if results else []
         return [_presentable(result) for result in results]
+
+    def _start(self, session: Session, call: Call, variant: Variant) -> list[Any]:
+        """Start a call whose outputs are read when somebody looks at them."""
+        record = Results.of(session)
+        record.tidy(session)
+        started = session.run(call)
+        count = len(self._program.outputs) if variant.subset is None else len(variant.subset)
+        return record.add(*started, count) if count else []
 
     def as_theano(self, *args: Any, **kwargs: Any) -> Any:
         """Run as the plain library would, in the master alone, on all rows.
@@ -265,6 +278,7 @@ class Function:
         self._session = session
         self._ready = set()
         session.rank.store[self._key] = weakref.ref(self._program)
+        self._program.settle()
         reference = weakref.ref(session)
         weakref.finalize(self, _release, reference, self._key)
 
@@ -336,7 +350,7 @@ def function(
     >>> synk.close()
     """
     session = ranks.session()
-    program = build(inputs, outputs, bcast_inputs, updates, givens, sliceable_shareds, kwargs)
+    program = build(inputs, outputs, bcast_inputs, updates, givens, sliceable_shareds, kwargs, session.rank.store["device"])
     made = Function(program, is_single(outputs))
     _undistributed(session).add(made)
     declare(program.shareds())

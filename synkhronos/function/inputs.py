@@ -15,7 +15,8 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.data import Data
-from synkhronos.data.rows import Selection, flat, highest, lowest, select, select_unbounded, take
+from synkhronos.data.rows import flat, highest, lowest, select, select_unbounded
+from synkhronos.devices import Selection, take
 from synkhronos.function.call import Scattered, Whole
 from synkhronos.function.program import Program
 from synkhronos.ranks import Session, SharedArray

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from synkhronos.devices import HOST, JAX, Device
 from synkhronos.function.reduce import Op
 from synkhronos.graphs import GraphLibrary
 from synkhronos.graphs.family import Input
@@ -54,6 +55,8 @@ class Compiled(NamedTuple):
     ----------
     function : callable
         The graph library's.
+    run : callable
+        How ranks call it: with arrays of the program's device.
     ops : list of Op
         Of its outputs.
     reduces : bool
@@ -64,6 +67,7 @@ class Compiled(NamedTuple):
     """
 
     function: Callable[..., Any]
+    run: Callable[..., Any]
     ops: list[Op]
     reduces: bool
     scalars: list[np.dtype | None] | None
@@ -146,6 +150,20 @@ class Program:
         """Whether a compiled function may return before it has computed."""
         return self.library.uses_xla(self.kwargs.get("mode"))
 
+    @property
+    def device(self) -> Device:
+        """What holds the values that it computes with."""
+        return JAX if self.asynchronous else HOST
+
+    def settle(self) -> None:
+        """Move the shared variables' values to the device."""
+        if not self.asynchronous:
+            return
+        library = self.library
+        for shared in self.shareds():
+            if library.is_array(shared) and isinstance(library.get(shared), np.ndarray):
+                library.put(shared, self.device.from_host(library.get(shared)))
+
     def compile(self, variant: Variant) -> Compiled:
         """Return the compiled variant, compiling it now if it isn't yet."""
         compiled = self.compiled.get(variant)
@@ -153,9 +171,12 @@ class Program:
             chosen = range(len(self.outputs)) if variant.subset is None else variant.subset
             ops = [self.output_ops[i] for i in chosen]
             kinds = [self.library.output_variable(self.outputs[i]).type for i in chosen]
-            compiled = self.compiled[variant] = Compiled(
-                self._compile(variant), ops, any(op.name is not None for op in ops), _scalars(kinds, ops, variant)
-            )
+            function = self._compile(variant)
+            n_inputs = len(self.inputs) + {None: 0, "index": 1, "slice": 2}[variant.rows]
+            run = self.library.executable(function, n_inputs, self.device) if self.asynchronous else function
+            reduces = any(op.name is not None for op in ops)
+            compiled = Compiled(function, run, ops, reduces, _scalars(kinds, ops, variant))
+            self.compiled[variant] = compiled
         return compiled
 
     def _compile(self, variant: Variant) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.devices import HOST, Device
 from synkhronos.devices.host import UFUNCS
 
 NAMES = ("avg", "mean", "sum", "prod", "min", "max", "gather")
@@ -88,6 +89,8 @@ class Accumulator:
     Parameters
     ----------
     op : Op
+    device : Device
+        What holds the values; by default the host.
 
     Examples
     --------
@@ -98,8 +101,9 @@ class Accumulator:
     array(1.25)
     """
 
-    def __init__(self, op: Op):
+    def __init__(self, op: Op, device: Device = HOST):
         self.op = op
+        self._device = device
         self.rows = 0
         self.count = 0
         self._value: Any = None
@@ -113,35 +117,36 @@ class Accumulator:
         if self.op.name is None:
             self._value = value
             return
-        value = np.asarray(value)
+        value = self._device.array(value)
         if self.op.name == "gather":
-            self._parts.append(np.atleast_1d(value))
+            self._parts.append(value if value.ndim else value.reshape(1))
             return
         weighted = self._weigh(value, rows)
         if self._value is None:
-            self._value = np.array(weighted) if weighted is value else np.asarray(weighted)
+            # What came may be the caller's own, and this will be written in.
+            self._value = np.array(weighted) if weighted is value and self._device is HOST else weighted
         elif self._value.shape != value.shape:
             raise ValueError(
                 f"op {self.op.spelled!r} needs the same shape from all, got {self._value.shape} and {value.shape}"
             )
         else:
-            self.op.ufunc(self._value, weighted, out=self._value)
+            self._value = self._device.apply(self.op.ufunc.__name__, self._value, weighted)
 
-    def _weigh(self, value: np.ndarray, rows: int) -> np.ndarray:
+    def _weigh(self, value: Any, rows: int) -> Any:
         if not self.op.divides:
             return value
         self._dtype = value.dtype
         if value.dtype == np.float16:  # a sum over rows soon exceeds its range
             value = value.astype(np.float32)
-        return np.multiply(value, rows, dtype=value.dtype) if self.op.name == "mean" else value
+        return self._device.array(value * np.asarray(rows, value.dtype)) if self.op.name == "mean" else value
 
     def result(self) -> Any:
         """Return the reduction of what was taken; at least one value."""
         if self.op.name == "gather":
-            return self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts)
+            return self._parts[0] if len(self._parts) == 1 else self._device.join(self._parts)
         if not self.op.divides:
             return self._value
         total = self.rows if self.op.name == "mean" else self.count
         # Nothing was computed from any row: the serial library's own word (0 / 0) stays.
-        value = self._value if total == 0 and self.count else np.true_divide(self._value, total)
-        return np.asarray(value, self._dtype)
+        value = self._value if total == 0 and self.count else self._value / np.asarray(total, self._value.dtype)
+        return self._device.array(value).astype(self._dtype, copy=False)

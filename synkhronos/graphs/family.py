@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.devices import Device
+
 
 @dataclass(frozen=True)
 class Input:
@@ -153,8 +155,16 @@ class GraphLibrary:
         """
         return False
 
-    def finish(self, values: Sequence[Any]) -> None:
-        """Wait until values that XLA promised are there."""
+    def executable(self, function: Any, n_inputs: int, device: Device) -> Callable[..., Any]:
+        """Return a function that XLA compiles so that it takes and returns a device's arrays."""
+        raise NotImplementedError
+
+    def default_mode(self, device: Device) -> Any:
+        """Return the mode of functions for which the user names none, where ranks compute on this device.
+
+        As it is set in the master now: workers may have been started with another.
+        """
+        return self.package.config.mode
 
     def nodes(self, variables: Iterable[Any]) -> list[Any]:
         """Return the Apply nodes above some variables, every node after those that it depends on.
@@ -213,7 +223,10 @@ class GraphLibrary:
 
     def put(self, shared: Any, value: Any) -> None:
         """Put an array into a shared variable's container, as it is where the type allows."""
-        shared.container.value = value
+        if isinstance(value, np.ndarray):
+            shared.container.value = value
+        else:  # a device's array, which the type might take for something to be copied to the host
+            shared.container.storage[0] = value
 
     def accepts(self, shared: Any, shape: tuple[int, ...]) -> bool:
         """Whether values of this shape fit the shared variable's type."""

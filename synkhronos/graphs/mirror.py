@@ -76,7 +76,7 @@ class Mirror:
         Parameters
         ----------
         values : list of (key, object)
-            What to keep in the workers' stores; may be none.
+            What to keep in the workers' stores; may be none.  Each has a method ``settle``, called where it arrives.
         variables : list of variables
             All that the values are made of.
 
@@ -172,6 +172,8 @@ class Receive:
         for key, value in values:
             rank.store[key] = _Kept(value)
         _move_generators([shared for _, shared in values[:n_shareds]], rank)
+        for _, value in values[n_shareds:]:
+            value.settle()
 
 
 class _Pickler(pickle.Pickler):

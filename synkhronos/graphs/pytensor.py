@@ -13,7 +13,9 @@ from pytensor.compile.mode import get_mode
 from pytensor.graph.basic import Constant, Variable
 from pytensor.graph.replace import clone_replace
 
+from synkhronos.devices import JAX, Device
 from synkhronos.graphs.family import GraphLibrary, Input, check_jumps, jump
+from synkhronos.graphs.xla import Executable
 
 
 class PyTensor(GraphLibrary):
@@ -59,11 +61,13 @@ class PyTensor(GraphLibrary):
         """JAX mode does."""
         return type(get_mode(mode).linker).__name__ == "JAXLinker"
 
-    def finish(self, values: Sequence[Any]) -> None:
-        """Wait for JAX arrays."""
-        for value in values:
-            if hasattr(value, "block_until_ready"):
-                value.block_until_ready()
+    def executable(self, function: Any, n_inputs: int, device: Device) -> Executable:
+        """Return a function in JAX mode that takes and returns JAX arrays."""
+        return Executable(function, n_inputs, device)
+
+    def default_mode(self, device: Device) -> Any:
+        """JAX mode, where arrays are JAX's."""
+        return "JAX" if device is JAX else super().default_mode(device)
 
     def fixed_shape(self, variable: Any) -> tuple[int | None, ...]:
         """Return the static shape."""

@@ -54,6 +54,10 @@ class Control:
         The number of ranks.
     spin : float
         Seconds for which to look at a counter before sleeping.
+    file : int, optional
+        A file descriptor of shared memory in which to lie, for processes that don't inherit this one's.
+    made : bool
+        Whether another process has made it there already.
 
     Attributes
     ----------
@@ -67,21 +71,26 @@ class Control:
 
     POSTED, FAILED, LENGTH, ANNOUNCED = range(4)
 
-    def __init__(self, size: int, spin: float):
+    def __init__(self, size: int, spin: float, file: int = -1, made: bool = False):
         self.size = size
         self.spin = spin
         n_words = _FIXED + 6 * size
         self._slots_at = -(-n_words * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
         self._scratch_at = self._slots_at + MAILBOX + 3 * size * SLOT
         bells_at = self._scratch_at + 2 * size * SCRATCH
-        self._memory = mmap.mmap(-1, bells_at + size * _BELL)
+        self._memory = mmap.mmap(file, bells_at + size * _BELL)
         self.words = memoryview(self._memory)[: n_words * 8].cast("Q")
         self.done, self.arrived, self.sleeping, self.report_length, self.core, self.committed = (
             self.words[_FIXED + i * size : _FIXED + (i + 1) * size] for i in range(6)
         )
         self.mailbox = memoryview(self._memory)[self._slots_at : self._slots_at + MAILBOX]
-        self._bells = [Bell(self._memory, bells_at + rank * _BELL) for rank in range(size)]
+        self._bells = [Bell(self._memory, bells_at + rank * _BELL, made) for rank in range(size)]
         self._fence_lock = threading.Lock()
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Return the size of the memory, at most."""
+        return MAILBOX + size * (3 * SLOT + 2 * SCRATCH + _BELL + 6 * 8) + _FIXED * 8 + mmap.PAGESIZE
 
     def slot(self, rank: int, which: int) -> memoryview:
         """Return a slot of a rank: 0 and 1 for steps, in turn, 2 for its report."""
@@ -197,14 +206,16 @@ class Bell:
     memory : mmap.mmap
     at : int
         Where in it.
+    made : bool
+        Whether it is there already.
     """
 
-    def __init__(self, memory: mmap.mmap, at: int):
+    def __init__(self, memory: mmap.mmap, at: int, made: bool):
         self._memory = (ctypes.c_char * _BELL).from_buffer(memory, at)  # keeps it
         self._semaphore = ctypes.c_void_p(ctypes.addressof(self._memory))
         self._deadline = _Timespec()
         self._until = ctypes.byref(self._deadline)
-        if _libc.sem_init(self._semaphore, 1, 0):
+        if not made and _libc.sem_init(self._semaphore, 1, 0):
             raise OSError(ctypes.get_errno(), "a semaphore can't be made")
 
     def ring(self) -> None:

@@ -23,6 +23,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from synkhronos.ranks import worker
@@ -73,11 +74,11 @@ class Session:
         Held while a command is prepared and run: one at a time.
     """
 
-    def __init__(self, size: int, root: int, timeout: float | None = None):
+    def __init__(self, size: int, root: int, timeout: float | None = None, fresh: bool = False):
         self.size = size
         self.timeout = timeout
         self._began = 0.0
-        self._pickled: tuple[Any, bytes] = (None, b"")
+        self._pickled: dict[Any, bytes] = {}
         self.owner = os.getpid()
         self.turn = threading.RLock()
         self.closed: str | None = None
@@ -88,9 +89,13 @@ class Session:
         self._garbage: list[int] = []
         self._stored_garbage: list[Any] = []
         self._at_close: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._before_close: list[Callable[[], None]] = []
         self._children: dict[int, int] = {}
         self._channels: dict[int, socket.socket] = {}
-        self._control = Control(size, SPIN if size <= available_cores() else 0.0)
+        # Copies of this process inherit its memory; workers that start anew get it as an open file.
+        self._file = create_unlinked(Control.nbytes(size)) if fresh and size > 1 else None
+        spin = SPIN if size <= available_cores() else 0.0
+        self._control = Control(size, spin, -1 if self._file is None else self._file.fileno())
         self.rank = Rank(root, size, root, self._control, self._watch, ThreadShare(size, environment=False))
 
     def start(self, profile: bool) -> None:
@@ -99,9 +104,11 @@ class Session:
         with uninterrupted():
             for number in range(self.size):
                 if number != self.rank.number:
-                    self._fork_worker(number, profile)
+                    self._start_worker(number, profile)
+            if self._file is not None:
+                self._file.close()
 
-    def _fork_worker(self, number: int, profile: bool) -> None:
+    def _start_worker(self, number: int, profile: bool) -> None:
         ours, theirs = socket.socketpair(
             socket.AF_UNIX, socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_STREAM
         )
@@ -117,6 +124,11 @@ class Session:
             # refuses to use a JAX that was started before.
             warnings.simplefilter("ignore")
             in_main_thread = threading.current_thread() is threading.main_thread()
+            if self._file is not None:
+                self._children[number] = worker.start_anew(
+                    number, self.size, self.rank.root, self._control.spin, self._file, theirs, profile, in_main_thread
+                )
+                return
             pid = os.fork()
             if pid == 0:
                 worker.main(number, self.size, self.rank.root, self._control, theirs, profile, in_main_thread)
@@ -213,12 +225,7 @@ class Session:
     def _post(self, number: int, command: Command) -> None:
         control, words = self._control, self._control.words
         parcel = None
-        if type(command) is type(self._pickled[0]) and command == self._pickled[0]:
-            message = self._pickled[1]  # a training loop sends the same again and again
-        else:
-            message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
-            if len(message) <= MAILBOX:
-                self._pickled = command, message
+        message = self._pickle(command)
         if len(message) > MAILBOX:
             parcel = self.create_segment(len(message))
             memoryview(parcel.buffer).cast("B")[: len(message)] = message
@@ -235,6 +242,22 @@ class Session:
             control.ring(r, FOR_COMMAND)
         if parcel is not None:
             self.release_segment(parcel.key)
+
+    def _pickle(self, command: Command) -> bytes:
+        """Return the command as bytes: a training loop sends the same few again and again."""
+        # Commands of two classes may be equal tuples.
+        key = type(command), command
+        try:
+            message = self._pickled.get(key)
+        except TypeError:  # it holds a slice, say
+            return pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
+        if message is None:
+            message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
+            if len(message) <= worker.LONGEST_KEPT:
+                if len(self._pickled) >= worker.KEPT:
+                    self._pickled.clear()
+                self._pickled[key] = message
+        return message
 
     def _join(self, limit: float | None = None) -> None:
         done, number = self._control.done, self._control.words[Control.POSTED]
@@ -296,6 +319,8 @@ class Session:
             return
         try:
             if not kill:
+                for read in self._before_close:
+                    read()
                 # Workers busy with what an interrupt left get their time, and no more.
                 self._join(GRACE)
                 kill = self._busy()
@@ -331,6 +356,10 @@ class Session:
                     break
                 time.sleep(0.001)
             self._children.pop(number, None)
+
+    def before_close(self, read: Callable[[], None]) -> None:
+        """Call ``read()`` while the ranks still run, when they are closed in an orderly way."""
+        self._before_close.append(read)
 
     def tell_at_close(self, owner: Any) -> None:
         """Call ``owner.session_closed()`` when the ranks end, if the owner is still there."""
@@ -464,8 +493,18 @@ def session() -> Session:
     return _current
 
 
-def fork(size: int, root: int, profile: bool, timeout: float | None = None, first: Command | None = None) -> Session:
-    """Start a session of ``size`` ranks, and run its first command: both, or neither and an error."""
+def fork(
+    size: int,
+    root: int,
+    profile: bool,
+    timeout: float | None = None,
+    first: Command | None = None,
+    fresh: bool = False,
+) -> Session:
+    """Start a session of ``size`` ranks, and run its first command: both, or neither and an error.
+
+    With ``fresh`` the workers are no copies of this process, but start anew.
+    """
     global _current
     if _current is not None and _current.closed is None and _current.owner == os.getpid():
         raise RuntimeError(
@@ -473,7 +512,7 @@ def fork(size: int, root: int, profile: bool, timeout: float | None = None, firs
         )
     atexit.unregister(close)
     atexit.register(close)
-    session = Session(size, root, timeout)
+    session = Session(size, root, timeout, fresh)
     # Before there is a worker: whatever interrupts this, somebody knows of those that there are.
     _current = session
     try:

@@ -2,6 +2,8 @@
 
 `main`
     Never returns: takes commands until the master goes.
+`start_anew`, `started_anew`
+    The same in a process that is no copy of the master.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import contextlib
 import cProfile
 import ctypes
 import gc
+import io
+import json
 import os
 import pickle
 import select
@@ -31,7 +35,9 @@ from synkhronos.ranks.threads import ThreadShare
 #: Seconds between two looks of an idle worker at its master, where the system doesn't report the master's death.
 IDLE_POLL = 0.5
 #: Commands that a worker keeps unpickled: a training loop sends the same few for ever.
-_KEPT = 32
+KEPT = 32
+#: Bytes up to which one is kept.
+LONGEST_KEPT = 1 << 14
 _PR_SET_PDEATHSIG = 1
 
 
@@ -99,6 +105,45 @@ def main(
             os._exit(code)
 
 
+def start_anew(
+    number: int,
+    size: int,
+    root: int,
+    spin: float,
+    memory: io.FileIO,
+    channel: socket.socket,
+    profile: bool,
+    in_main_thread: bool,
+) -> int:
+    """Start a worker that is no copy of this process, and return its process id.
+
+    It inherits the environment, the arguments' files and `sys.path`, and imports what it needs.
+    """
+    code = "from synkhronos.ranks.worker import started_anew; started_anew()"
+    settings = (number, size, root, spin, memory.fileno(), channel.fileno(), profile, in_main_thread)
+    path = json.dumps([os.path.abspath(folder) for folder in sys.path])
+    arguments = [sys.executable, "-c", f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); {code}", path]
+    files = (memory.fileno(), channel.fileno())
+    for file in files:
+        os.set_inheritable(file, True)
+    try:
+        # `main` lets interrupts through once it ignores them.
+        return os.posix_spawn(
+            sys.executable, [*arguments, json.dumps(settings)], os.environ, setsigmask=[signal.SIGINT]
+        )
+    finally:
+        for file in files:
+            os.set_inheritable(file, False)
+
+
+def started_anew() -> NoReturn:
+    """Be the worker that `start_anew` started."""
+    number, size, root, spin, memory, channel, profile, in_main_thread = json.loads(sys.argv[2])
+    control = Control(size, spin, memory, made=True)
+    os.close(memory)
+    main(number, size, root, control, socket.socket(fileno=channel), profile, in_main_thread)
+
+
 def _serve(rank: Rank, channel: socket.socket) -> None:
     control, words = rank.control, rank.control.words
     posted, last, mapped = Control.POSTED, 0, 0
@@ -120,9 +165,10 @@ def _serve(rank: Rank, channel: socket.socket) -> None:
             command = kept.get(message)
             if command is None:
                 command = pickle.loads(message)
-                if len(kept) >= _KEPT:
-                    kept.clear()
-                kept[message] = command
+                if len(message) <= LONGEST_KEPT:
+                    if len(kept) >= KEPT:
+                        kept.clear()
+                    kept[message] = command
             command.run(rank)
             control.report_length[rank.number] = 0
         except Cancelled:

@@ -1,0 +1,84 @@
+"""How fast do shared variables on GPUs combine?
+
+`synkhronos.all_reduce`, from the call to its return in the master, beside NCCL alone in processes of its own: when each
+all_reduce is waited for, as ours is, and when many are queued.  Bus bandwidth is 2 (n - 1) / n times the bytes over the
+time, as NCCL's own tests count it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from statistics import median
+
+import numpy as np
+
+import synkhronos as synk
+from benchmarks._measure import Table, bar, duration, graph_library, heading, seconds, size
+
+SIZES = [4_000, 4_200_000, 102_000_000]
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_all_reduce",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, help="number of GPUs (default: all)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes (default: 4 KB, 4.2 MB, 102 MB)")
+    parser.add_argument("--calls", type=int, default=200, help="timed calls (default: %(default)s)")
+    options = parser.parse_args()
+    count = options.ranks or synk.get_n_gpu()
+    heading(f"all_reduce on {count} GPUs: the sum of float32")
+    nccl = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks._nccl", str(count)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert nccl.stdin is not None and nccl.stdout is not None
+    assert nccl.stdout.readline().strip() == "ready"
+    synk.fork(count, use_gpu=True)
+    library, _ = graph_library()
+    shared = library.shared(np.zeros(1, np.float32), "s")
+    synk.function([], shared, updates=[(shared, shared)])()
+    table = Table({"": 8, "ours": 9, "waited": 9, "queued": 9, "GB/s": 6, "of waited": 9, "of queued": 9})
+    results = {}
+    for nbytes in options.sizes:
+        items = nbytes // 4
+        for r in range(count):
+            synk.set_value(r, shared, np.full(items, 1 + r, np.float32))
+        synk.all_reduce(shared, "sum")
+        expected = count * (count + 1) / 2
+        assert all((synk.get_value(r, shared) == expected).all() for r in range(count))
+        synk.broadcast(shared, np.zeros(items, np.float32))
+        ours: list[float] = []
+        raw: list[tuple[float, float]] = []
+        for _ in range(3):
+            for _ in range(10):
+                synk.all_reduce(shared, "sum")
+            ours += [seconds(lambda: synk.all_reduce(shared, "sum")) for _ in range(options.calls // 3)]
+            print(items, file=nccl.stdin, flush=True)
+            queued, waited = map(float, nccl.stdout.readline().split())
+            raw.append((queued, waited))
+        mine = median(ours)
+        queued, waited = (median(values) for values in zip(*raw, strict=True))
+        bandwidth = 2 * (count - 1) / count * nbytes / mine / 1e9
+        results[nbytes] = mine, waited / mine
+        table.row(
+            size(nbytes),
+            *map(duration, (mine, waited, queued)),
+            f"{bandwidth:.0f}",
+            f"{waited / mine:.3f}",
+            f"{queued / mine:.3f}",
+        )
+    nccl.communicate()
+    synk.close()
+    print()
+    largest, smallest = max(options.sizes), min(options.sizes)
+    bar(f"bus bandwidth beside NCCL, {size(largest)}", 100 * results[largest][1], " %", least=95)
+    bar(f"call to return, {size(smallest)}", 1e6 * results[smallest][0], " us", most=100)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""How fast do rows of a Data object get to the GPUs?
+
+A function that does next to nothing with its input is called with a shuffled list of rows, and with a slice of as many:
+the time from one call to the next, the GPUs' work waited for.  Beside it the bus: a copy of as many bytes from the same
+page-locked memory, by the CUDA driver alone, in the master.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+
+import synkhronos as synk
+from benchmarks._measure import Table, bar, duration, graph_library, heading, interleaved, quartiles, size
+from synkhronos import ranks
+from synkhronos.devices import JAX
+from synkhronos.devices.jax.staging import check
+
+WIDTH = 784
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_rows", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, help="number of GPUs (default: all)")
+    parser.add_argument("--rows", type=int, nargs="+", default=[500, 5000, 20000], help="rows a rank")
+    parser.add_argument("--rounds", type=int, default=30, help="turns of each side (default: %(default)s)")
+    options = parser.parse_args()
+    count = options.ranks or synk.get_n_gpu()
+    heading(f"rows of {size(4 * WIDTH)} to {count} GPUs, each its own")
+    synk.fork(count, use_gpu=True)
+    library, tensor = graph_library()
+    x, last = tensor.fmatrix("x"), library.shared(np.zeros(WIDTH, np.float32), "last")
+    f = synk.function([x], [], updates=[(last, x[-1])])
+    rng = np.random.default_rng(0)
+    data = synk.data(rng.random((max(options.rows) * count * 2, WIDTH), dtype=np.float32))
+    staging, rank = JAX.staging, ranks.session().rank
+
+    table = Table({"rows": 7, "bytes": 8, "by index": 9, "GB/s": 6, "slice": 9, "GB/s ": 6, "driver": 9, "GB/s  ": 6})
+    rates = {}
+    for rows in options.rows:
+        nbytes = rows * WIDTH * 4
+        index = rng.permutation(len(data))[: rows * count]
+        f(data, batch=index)
+        assert (synk.get_value(0, last) == data[index[rows - 1]]).all()
+        target = JAX.empty((rows, WIDTH), np.dtype(np.float32))
+        at, source = target.unsafe_buffer_pointer(), staging._locked(rank, data.where().key)
+
+        def by_index(index: np.ndarray = index) -> None:
+            f(data, batch=index)
+            last.get_value(borrow=True).block_until_ready()
+
+        def by_slice(rows: int = rows) -> None:
+            f(data, batch=slice(0, rows * count))
+            last.get_value(borrow=True).block_until_ready()
+
+        def by_driver(at: int = at, source: int = source, nbytes: int = nbytes) -> None:
+            check(staging._driver.cuMemcpyAsync(at, source, nbytes, staging.handle))
+            staging.stream.sync()
+
+        sides = {"index": by_index, "slice": by_slice, "driver": by_driver}
+        times = interleaved(sides, options.rounds, calls=5, warm=2)
+        middle = {name: quartiles(values)[1] for name, values in times.items()}
+        rates[rows] = {name: nbytes / time / 1e9 for name, time in middle.items()}
+        cells = [cell for name in sides for cell in (duration(middle[name]), f"{rates[rows][name]:.1f}")]
+        table.row(str(rows), size(nbytes), *cells)
+    synk.close()
+    print()
+    most = max(options.rows)
+    bar(f"rate by index, {most} rows a rank", rates[most]["index"], " GB/s", least=25)
+    bar(
+        f"rate by index beside the driver's copy, {most} rows a rank",
+        100 * rates[most]["index"] / rates[most]["driver"],
+        " %",
+        least=60,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""Collectives between GPUs, over NCCL.
+
+`NcclCommunicator`
+    Combines arrays where they lie.
+
+NCCL runs on the rank's own stream, beside XLA's.  A rank waits for its array before, and for NCCL after, looking from
+time to time whether its peers are alive and well: what a peer that has failed would leave waiting for ever is aborted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from synkhronos.devices.host import Layout
+from synkhronos.devices.jax.staging import Part, Staging, check, pointer
+from synkhronos.ranks import Rank
+
+#: NCCL's numbers for dtypes (ncclDataType_t).
+DTYPES = {
+    np.dtype(np.int8): 0,
+    np.dtype(np.uint8): 1,
+    np.dtype(np.int32): 2,
+    np.dtype(np.uint32): 3,
+    np.dtype(np.int64): 4,
+    np.dtype(np.uint64): 5,
+    np.dtype(np.float16): 6,
+    np.dtype(np.float32): 7,
+    np.dtype(np.float64): 8,
+}
+#: NCCL's numbers for reductions (ncclRedOp_t).
+OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+_BYTES = DTYPES[np.dtype(np.uint8)]
+#: Seconds between two looks at the peers while NCCL works.
+_LOOK = 0.02
+
+
+class NcclCommunicator:
+    """Combines arrays on GPUs.
+
+    Connected at its first use, and anew after a failure in the middle of a collective, which ends in `abort` on the
+    ranks that were in it: every collective begins with a look whether all ranks still have the same connection.
+
+    Parameters
+    ----------
+    rank : Rank
+    staging : Staging
+        Whose stream to use.
+    """
+
+    def __init__(self, rank: Rank, staging: Staging):
+        from nccl.bindings import nccl
+
+        self._rank = rank
+        self._staging = staging
+        self._nccl = nccl
+        self._comm: Any = None
+        self._stream = staging.handle
+        #: Counts the connections, alike on all ranks that share one; 0 without any.
+        self.epoch = 0
+
+    def connect(self, epochs: Sequence[int]) -> None:
+        """Connect all ranks anew, unless all have the same connection.
+
+        Parameters
+        ----------
+        epochs : list of int
+            Each rank's `epoch`.
+        """
+        if len(set(epochs)) == 1 and self.epoch:
+            return
+        from nccl.core import get_unique_id
+
+        self.abort()
+        self._staging.enter()
+        mine = bytes(get_unique_id()) if self._rank.number == 0 else b""
+        unique_id = self._rank.exchange(mine)[0]
+        # NCCL blocks while it connects, and a peer that dies meanwhile would keep it for ever: so it does so in a
+        # thread, which may be left behind.  (A communicator that doesn't block starts a thread for each collective.)
+        errors: list[BaseException] = []
+        thread = threading.Thread(target=self._connect, args=(unique_id, errors), daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_LOOK)
+            self._rank.check()
+        if errors:
+            raise errors[0]
+        self.epoch = max(epochs) + 1
+
+    def _connect(self, unique_id: bytes, errors: list[BaseException]) -> None:
+        from nccl.core import Communicator, UniqueId
+
+        rank, nccl, stream = self._rank, self._nccl, self._stream
+        try:
+            self._staging.enter()
+            comm = Communicator.init(rank.size, rank.number, UniqueId.from_bytes(unique_id))
+            self._handle = at = comm._comm  # what the bindings take; the class around it looks at every array anew
+            # What NCCL sets up at the first collective of each kind, it sets up here.
+            room = self._staging.scratch(rank.size)
+            nccl.all_reduce(room, room, 1, _BYTES, OPS["sum"], at, stream)
+            nccl.broadcast(room, room, 1, _BYTES, 0, at, stream)
+            nccl.reduce(room, room, 1, _BYTES, OPS["sum"], 0, at, stream)
+            nccl.group_start()
+            for r in range(rank.size):
+                if r != rank.number:
+                    nccl.send(room, 1, _BYTES, r, at, stream)
+                    nccl.recv(room + r, 1, _BYTES, r, at, stream)
+            nccl.group_end()
+            self._staging.stream.sync()
+            self._comm = comm
+        except BaseException as error:
+            errors.append(error)
+
+    def abort(self) -> None:
+        """Give up the connection, and what is on its way."""
+        comm, self._comm, self.epoch = self._comm, None, 0
+        if comm is not None:
+            self._staging.enter()
+            comm.abort()
+
+    session_closed = abort
+
+    def broadcast(self, array: Any, root: int) -> None:
+        """Copy the root's array into every other rank's, in place."""
+        at, count, dtype = _span(array)
+        if count:
+            self._start()
+            self._nccl.broadcast(at, at, count, dtype, root, self._handle, self._stream)
+            self._finish()
+
+    def all_reduce(self, array: Any, op: str) -> None:
+        """Replace every rank's array by the reduction of all ranks'."""
+        at, count, dtype = _span(array)
+        if count:
+            self._start()
+            self._nccl.all_reduce(at, at, count, dtype, OPS[op], self._handle, self._stream)
+            self._finish()
+
+    def reduce(
+        self, array: Any, op: str, root: int, out: Any | None, layout: Layout, contributors: Sequence[int]
+    ) -> None:
+        """Write the reduction of all ranks' arrays into the root's ``out``."""
+        assert len(contributors) == self._rank.size
+        at, count, dtype = _span(array)
+        if count:
+            to = at if out is None else _span(out)[0]
+            self._start()
+            self._nccl.reduce(at, to, count, dtype, OPS[op], root, self._handle, self._stream)
+            self._finish()
+
+    def gather(
+        self, array: Any, root: int | None, layouts: Sequence[Layout | None], out: Sequence[Any | None] | None
+    ) -> None:
+        """Copy rank r's array into ``out[r]`` on the root, or on every rank if ``root`` is None."""
+        here, everyone = self._rank.number, range(self._rank.size)
+        takers = everyone if root is None else [root]
+        at, count, _ = _span(array)
+        size = count * array.dtype.itemsize
+        parts: list[Part | None] = [part for part in out] if out is not None else [None] * self._rank.size
+        self._start()
+        own = parts[here]
+        if own is not None and size:
+            check(self._staging._driver.cuMemcpyAsync(own.pointer, at, size, self._stream))
+        self._nccl.group_start()
+        try:
+            for r in takers:
+                if r != here and size:
+                    self._nccl.send(at, size, _BYTES, r, self._handle, self._stream)
+            for r, part in enumerate(parts):
+                if part is not None and r != here and part.size:
+                    nbytes = part.size * part.array.dtype.itemsize
+                    self._nccl.recv(part.pointer, nbytes, _BYTES, r, self._handle, self._stream)
+        finally:
+            self._nccl.group_end()
+        self._finish()
+
+    # -- waiting ---------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._staging.enter()
+
+    def _finish(self) -> None:
+        """Wait for the stream, and watch the peers."""
+        query = self._staging._driver.cuStreamQuery
+        not_ready = self._staging._driver.CUresult.CUDA_ERROR_NOT_READY
+        look = perf_counter() + _LOOK
+        while (result := query(self._stream)[0]) == not_ready:
+            if perf_counter() > look:
+                self._look()
+                look = perf_counter() + _LOOK
+        check((result,))
+
+    def _look(self) -> None:
+        """Abort, and leave the command, if a peer has failed or died."""
+        try:
+            self._rank.check()
+        except BaseException:
+            self.abort()
+            raise
+        state = self._nccl.comm_get_async_error(self._handle)
+        if state not in (0, 7):  # success, in progress
+            self.abort()
+            raise RuntimeError(f"NCCL failed in the middle of a collective (ncclResult_t {state})")
+
+
+def _span(array: Any) -> tuple[int, int, int]:
+    """Return an array's address, its number of items, and NCCL's number for its dtype."""
+    if isinstance(array, Part):
+        return array.pointer, array.size, DTYPES[array.array.dtype]
+    return pointer(array), array.size, DTYPES[array.dtype]

@@ -1,0 +1,248 @@
+"""Outputs that are read when somebody asks for them.
+
+`Result`
+    What a call returns in place of an array whose computation has only been started.
+`Results`
+    The master's record of those that were not read yet.
+`Unread`
+    What each rank keeps until then.
+`Read`, `Forget`
+    The commands that reduce unread outputs over the ranks, or drop them.
+
+A training loop that reads its loss once an epoch should not wait for it at every step, nor move it between ranks.  So
+each rank keeps its own outputs where they were computed, and the master gets a `Result`; when one is looked at, all
+that are unread are reduced, in one command.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from synkhronos.devices import Device
+from synkhronos.function.combine import Outputs, combined
+from synkhronos.ranks import Rank, Session, turn
+
+_KEY = "unread outputs"
+#: Calls whose outputs nobody will read, and their bytes on a rank, up to which they are kept on the ranks.
+_MOST_CALLS, _MOST_BYTES = 256, 1 << 24
+
+
+@dataclass
+class Unread:
+    """One rank's outputs of one call."""
+
+    outputs: Outputs
+    device: Device
+
+
+def keep(rank: Rank, outputs: Outputs, device: Device) -> int:
+    """Keep a rank's outputs of the present command until they are read, and return their number."""
+    rank.store.setdefault(_KEY, {})[rank.command] = Unread(outputs, device)
+    return rank.command
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Reduce unread outputs over the ranks."""
+
+    calls: tuple[int, ...]
+
+    def run(self, rank: Rank) -> Any:
+        """Return, in the master, each call's outputs."""
+        unread = [rank.store[_KEY][call] for call in self.calls]
+        values = [value for one in unread for value in one.outputs.values]
+        values = unread[0].device.fetch(values)
+        results = []
+        at = 0
+        for one in unread:
+            count = len(one.outputs.values)
+            results.append(combined(rank, one.outputs._replace(values=values[at : at + count])))
+            at += count
+        for call in self.calls:
+            del rank.store[_KEY][call]
+        return results
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Drop unread outputs."""
+
+    calls: tuple[int, ...]
+
+    def run(self, rank: Rank) -> None:
+        """Drop them on this rank."""
+        for call in self.calls:
+            rank.store[_KEY].pop(call, None)
+
+
+class _Call:
+    """One call's outputs: a number on the ranks, or the values, once they are read."""
+
+    def __init__(self, number: int, nbytes: int):
+        self.number = number
+        self.nbytes = nbytes
+        self.values: list[Any] | None = None
+        self.error: Exception | None = None
+
+
+class Results:
+    """The master's record of the calls of one session whose outputs are unread."""
+
+    def __init__(self, session: Session):
+        self._session = weakref.ref(session)
+        self._unread: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
+        self._dropped: list[tuple[int, int]] = []
+        session.before_close(self.read)
+
+    @classmethod
+    def of(cls, session: Session) -> Results:
+        """Return the session's record."""
+        found = session.rank.store.get("results")
+        if found is None:
+            found = session.rank.store["results"] = cls(session)
+        return found
+
+    def add(self, number: int, nbytes: int, count: int) -> list[Result]:
+        """Return the results of a call that has just been started."""
+        call = _Call(number, nbytes)
+        self._unread[number] = call
+        weakref.finalize(call, self._dropped.append, (number, nbytes)).atexit = False
+        return [Result(self, call, i) for i in range(count)]
+
+    def tidy(self, session: Session) -> None:
+        """Have the ranks drop what nobody will read, when it has become much."""
+        if len(self._dropped) < _MOST_CALLS and sum(nbytes for _, nbytes in self._dropped) < _MOST_BYTES:
+            return
+        dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
+        session.run(Forget(tuple(number for number, _ in dropped)))
+
+    def read(self) -> None:
+        """Read all that is unread and that somebody still holds."""
+        session = self._session()
+        assert session is not None
+        calls = sorted(self._unread.values(), key=lambda call: call.number)
+        if not calls:
+            return
+        try:
+            together = session.run(Read(tuple(call.number for call in calls)))
+        except Exception:
+            if session.closed is not None:
+                raise
+            # Some can't be reduced: who looks at those gets the error, and the others are read all the same.
+            for call in calls:
+                try:
+                    (call.values,) = session.run(Read((call.number,)))
+                except Exception as error:
+                    if session.closed is not None:
+                        raise
+                    call.error = error
+        else:
+            for call, values in zip(calls, together, strict=True):
+                call.values = values
+        for call in calls:
+            del self._unread[call.number]
+
+    def values(self, call: _Call) -> list[Any]:
+        """Return a call's outputs, reading all that is unread if they are."""
+        if call.values is None:
+            if call.error is None and call.number in self._unread:
+                with turn():
+                    self.read()
+            if call.error is not None:
+                raise call.error
+        if call.values is None:
+            raise RuntimeError("the ranks ended before this output was read")
+        return call.values
+
+
+class Result(np.lib.mixins.NDArrayOperatorsMixin):
+    """An output that is read when it is looked at.
+
+    Behaves as the NumPy array that it stands for: in arithmetic, indexing, ``float()``, ``np.asarray()``, and by all of
+    an array's attributes.  Looking at it waits for the computation, reduces over the ranks, and keeps the array.
+    """
+
+    __slots__ = ("__weakref__", "_call", "_index", "_results")
+    __array_priority__ = 1000
+
+    def __init__(self, results: Results, call: _Call, index: int):
+        self._results: Results | None = results
+        self._call = call
+        self._index = index
+
+    def _read(self) -> Any:
+        if self._results is not None:
+            value = self._results.values(self._call)[self._index]
+            self._results = None
+            return value
+        assert self._call.values is not None
+        return self._call.values[self._index]
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        array = np.asarray(self._read(), dtype)
+        return array.copy() if copy else array
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        plain = [value._read() if isinstance(value, Result) else value for value in inputs]
+        return getattr(ufunc, method)(*plain, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a protocol that arrays may have, asked for without a wish to read
+            raise AttributeError(name)
+        return getattr(self._read(), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._read()[key]
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._read())
+
+    def __float__(self) -> float:
+        return float(self._read())
+
+    def __int__(self) -> int:
+        return int(self._read())
+
+    def __complex__(self) -> complex:
+        return complex(self._read())
+
+    def __index__(self) -> int:
+        return self._read().__index__()
+
+    def __bool__(self) -> bool:
+        return bool(self._read())
+
+    def __contains__(self, value: Any) -> bool:
+        return value in self._read()
+
+    def __format__(self, spec: str) -> str:
+        return format(self._read(), spec)
+
+    def __repr__(self) -> str:
+        return repr(self._read())
+
+    def __str__(self) -> str:
+        return str(self._read())
+
+    def __copy__(self) -> np.ndarray:
+        return np.array(self._read())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> np.ndarray:
+        return np.array(self._read())
+
+    def __reduce__(self) -> Any:
+        return np.array, (np.asarray(self._read()),)
+
+
+def nbytes(values: Sequence[Any]) -> int:
+    """Return the size of a rank's outputs."""
+    return sum(int(getattr(value, "nbytes", 0)) for value in values)

@@ -1,0 +1,134 @@
+"""How functions run that XLA compiles.
+
+`Executable`
+    A PyTensor function in JAX mode, called on device arrays: it returns before it has computed.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from synkhronos.devices import Device
+
+
+class Executable:
+    """A PyTensor function in JAX mode, called on device arrays.
+
+    PyTensor's own call takes NumPy inputs and leaves shared variables where they were, so that NumPy values would cross
+    to the device at each call.  This one calls the same compiled graph, with what the containers hold; values that the
+    user put there as NumPy arrays are moved to the device first, and stay there.
+
+    Memory of a shared variable that is updated is donated: XLA writes the new value into it.  An array that somebody
+    holds beside the container (``get_value(borrow=True)``) is copied before, or it would vanish under its holder.
+
+    Parameters
+    ----------
+    function : pytensor.compile.Function
+        Compiled in JAX mode.
+    n_inputs : int
+        How many inputs it takes; all behind these are shared variables.
+    device : Device
+        Where arrays live.
+    """
+
+    def __init__(self, function: Any, n_inputs: int, device: Device):
+        import jax
+        import jax.numpy as jnp
+
+        self._device = device
+        self._n_inputs = n_inputs
+        thunk, graph = function.vm, function.maker.fgraph
+        self._graph, self._thunk = graph, thunk
+        self._storages: list[list[Any]] = list(thunk.inputs)[n_inputs:]
+        #: Position among outputs, and the container's storage that takes the output.
+        self._updates = [(i, thunk.inputs[j]) for i, j in graph.update_mapping.items()]
+        self._n_outputs = len(graph.outputs) - len(self._updates)
+        updated = {id(storage) for _, storage in self._updates}
+        arrays = [isinstance(storage[0], np.ndarray) or device.holds(storage[0]) for storage in self._storages]
+        self._donated = [id(s) in updated and is_array for s, is_array in zip(self._storages, arrays, strict=True)]
+        self._copy = jnp.copy
+        self._tells = hasattr(thunk.jit_fn, "__wrapped__")
+        if not self._tells:  # scalar inputs that shapes depend on: PyTensor has them compiled anew for each value
+            self._run = thunk.jit_fn
+            self._donated = [False] * len(self._donated)
+            return
+
+        traced = _converted(graph, thunk.storage_map)
+
+        def with_token(*arguments: Any) -> tuple[Any, ...]:
+            return (*(traced(*arguments) or ()), jnp.zeros((), np.int8))
+
+        # A variable whose new value has another shape can't be written into the old memory, which is no mistake.
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        positions = tuple(n_inputs + i for i, donated in enumerate(self._donated) if donated)
+        self._run = jax.jit(with_token, donate_argnums=positions)
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        """Start the computation, and return its outputs: arrays that will be there when they are read."""
+        arguments = list(inputs)
+        for storage, donated in zip(self._storages, self._donated, strict=True):
+            if isinstance(storage[0], np.ndarray):
+                storage[0] = self._device.from_host(storage[0])
+            elif donated and sys.getrefcount(storage[0]) > 2:  # the storage's own, and this call's
+                storage[0] = self._copy(storage[0])
+            arguments.append(storage[0])
+        self._device.launching()
+        try:
+            results = self._run(*arguments)
+        except Exception:
+            self._explain()
+            raise
+        finally:
+            del arguments
+        if self._tells:
+            *results, token = results
+            self._device.launched(token)
+        else:
+            self._device.wait(results)
+        for position, storage in self._updates:
+            storage[0] = results[position]
+        return list(results[: self._n_outputs])
+
+    def _explain(self) -> None:
+        """Raise the present exception again with PyTensor's words on where in the graph it came from."""
+        from pytensor.link.utils import raise_with_op
+
+        node = next((output.owner for output in self._graph.outputs if output.owner is not None), None)
+        if node is not None:
+            raise_with_op(self._graph, node, self._thunk)
+
+
+def _converted(graph: Any, storage_map: Any) -> Callable[..., Any]:
+    """Return a graph as a function of JAX arrays in which everything has the dtype that the graph says.
+
+    PyTensor's own conversion follows JAX's promotions, by which a float32 divided by a length is a float64, and with it
+    all that is computed from it: a gradient of a mean, say.
+    """
+    from pytensor.link.jax.dispatch import jax_funcify, jax_typify
+    from pytensor.link.utils import fgraph_to_python
+
+    def convert(op: Any, node: Any = None, **kwargs: Any) -> Any:
+        run = jax_funcify(op, node=node, **kwargs)
+        if node is None or not callable(run):
+            return run
+        dtypes = [getattr(output.type, "dtype", None) for output in node.outputs]
+        if len(dtypes) == 1:
+            return lambda *inputs: _as(run(*inputs), dtypes[0])
+        return lambda *inputs: tuple(map(_as, run(*inputs), dtypes))
+
+    converted: Callable[..., Any] = fgraph_to_python(
+        graph, convert, type_conversion_fn=jax_typify, fgraph_name="synkhronos_graph", storage_map=storage_map
+    )
+    return converted
+
+
+def _as(value: Any, dtype: str | None) -> Any:
+    """Return an array in a dtype; what is none as it is."""
+    if dtype is None or not hasattr(value, "astype") or value.dtype == dtype:
+        return value
+    return value.astype(dtype)
