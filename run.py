@@ -241,7 +241,7 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
         names.remove(THEANO.name)
         left_out.append(f"theano: left out, Theano 1.0.5 needs Python 3.11 and this is {python_name()}")
         say(left_out[0])
-    extras = {PYTENSOR.name: ["jax", "demos", "test"], THEANO.name: ["demos", "test"]}
+    extras = {PYTENSOR.name: ["jax", "demos", "lasagne", "test"], THEANO.name: ["demos", "lasagne", "test"]}
     environments = [prepare(name, *extras[name]) for name in names]
 
     summaries, statuses = [], []
@@ -293,13 +293,14 @@ def bench(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def demo(options: argparse.Namespace, rest: list[str]) -> int:
-    """Run one of the numbered scripts in demos/; further arguments go to it (``--ranks 4``)."""
-    scripts = sorted((ROOT / "demos").glob("demo_*.py"))
-    chosen = [p for p in scripts if p.stem.split("_")[1] == options.number]
-    if not chosen:
-        names = ", ".join(p.name for p in scripts) or "none"
-        raise fail(f"there is no demo {options.number}; there are: {names}")
-    return call([prepare(options.env).python, chosen[0], *rest])
+    """Run one of the scripts in demos/; further arguments go to it (``--ranks 4``, or ``-- --help``)."""
+    numbered = {p.stem.split("_")[1]: p for p in sorted((ROOT / "demos").glob("demo_*.py"))}
+    lasagne = {p.stem: p for p in sorted((ROOT / "demos").glob("*/train_*.py")) if p.parent.name != "mnist"}
+    known = {**numbered, **lasagne}
+    if options.script not in known:
+        raise fail(f"there is no demo {options.script!r}; there are: {', '.join(known) or 'none'}")
+    extras = ["lasagne"] if options.script in lasagne else []
+    return call([prepare(options.env, *extras).python, known[options.script], *(word for word in rest if word != "--")])
 
 
 def env(options: argparse.Namespace, rest: list[str]) -> int:
@@ -344,7 +345,7 @@ def parser() -> argparse.ArgumentParser:
     bench_parser.add_argument("name", nargs="?", help="a module in benchmarks/ (default: all of them)")
     add_env(bench_parser, PYTENSOR.name, which)
     demo_parser = add(demo, passes_on=True)
-    demo_parser.add_argument("number", help="which one, 1 to 5")
+    demo_parser.add_argument("script", help="which one: 1 to 5, or train_resnet for example")
     add_env(demo_parser, PYTENSOR.name, which)
     add(env).add_argument("name", choices=list(BY_NAME), help="the environment")
     return result

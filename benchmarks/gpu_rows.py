@@ -8,6 +8,7 @@ page-locked memory, by the CUDA driver alone, in the master.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 import numpy as np
 
@@ -61,7 +62,7 @@ def main() -> None:
             check(staging._driver.cuMemcpyAsync(at, source, nbytes, staging.handle))
             staging.stream.sync()
 
-        sides = {"index": by_index, "slice": by_slice, "driver": by_driver}
+        sides: dict[str, Callable[[], None]] = {"index": by_index, "slice": by_slice, "driver": by_driver}
         times = interleaved(sides, options.rounds, calls=5, warm=2)
         middle = {name: quartiles(values)[1] for name, values in times.items()}
         rates[rows] = {name: nbytes / time / 1e9 for name, time in middle.items()}

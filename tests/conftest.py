@@ -31,12 +31,17 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import synkhronos as synk
+from synkhronos import ranks
 
 # A shell starts what it puts into the background with interrupts ignored, and programs inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
-    "synkhronos", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40
+    "synkhronos",
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    # XLA compiles each function anew for each shape.
+    max_examples=40 if DEVICE == "host" else 6,
 )
 settings.load_profile("synkhronos")
 
@@ -53,17 +58,62 @@ def fork_ranks(n, **kwargs):
     return synk.fork(n, use_gpu=DEVICE == "gpu", **kwargs)
 
 
+class Kept:
+    """Ranks that are kept for the next test that wants as many: where XLA was used, workers take a second to start."""
+
+    session = None
+
+    def fork(self, n, **kwargs):
+        if kwargs or not self.usable(n):
+            self.close()
+            fork_ranks(n, **kwargs)
+            self.session = None if kwargs else ranks.session()
+        return n
+
+    def usable(self, n):
+        session = self.session
+        if session is None or session.closed is not None or session.size != n:
+            return False
+        gc.collect()  # what the last test has made
+        session.flush()
+        return True
+
+    def close(self):
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+
+kept = Kept()
+
+
 @pytest.fixture
-def fork():
-    """Give ``fork(n, **kwargs)``, and close the ranks after the test."""
-    yield fork_ranks
-    synk.close()
+def fork(request):
+    """Give ``fork(n, **kwargs)``, and close the ranks after the test.
+
+    Not on other devices than the host: there the next test may have them, unless it is marked ``new_ranks``.
+    """
+    if DEVICE == "host" or request.node.get_closest_marker("new_ranks"):
+        yield fork_ranks
+        synk.close()
+    else:
+        yield kept.fork
+        if kept.session is None:
+            synk.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(request):
+    """End kept ranks for tests that don't ask for them."""
+    if "fork" not in request.fixturenames or request.node.get_closest_marker("new_ranks"):
+        kept.close()
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def n_ranks(request):
     """Fork 1, 2 and 3 ranks for all tests of a module, and yield the number."""
     gc.collect()  # a cycle of an earlier test's must not be found in the middle of this one's
+    kept.close()
     fork_ranks(request.param)
     yield request.param
     synk.close()
@@ -72,6 +122,7 @@ def n_ranks(request):
 @pytest.fixture(scope="module")
 def two_ranks():
     """Fork 2 ranks for all tests of a module."""
+    kept.close()
     fork_ranks(2)
     yield 2
     synk.close()

@@ -1,4 +1,24 @@
-"""The graph library of this environment, under one set of names."""
+"""The graph library of this environment, under one set of names, and what tests need on any device.
+
+`DEVICE`
+    Where functions compute whose tests don't say it themselves: see conftest.py.
+`INTERPRETED`
+    The mode for functions with Ops written in Python, which XLA doesn't know.
+`function`
+    The library's own.
+`few`
+    Hypothesis' settings, with fewer examples where each new shape is compiled.
+`is_array`, `read`, `same`
+    What a call returns: an array, or one that is there when somebody looks at it.
+"""
+
+import os
+
+import numpy as np
+from hypothesis import settings
+
+from synkhronos.devices import JAX
+from synkhronos.function.results import Result
 
 try:
     import pytensor as package
@@ -10,7 +30,60 @@ except ImportError:
 #: "pytensor" or "theano"
 NAME = package.__name__
 shared = package.shared
-function = package.function
 grad = package.grad
 
-__all__ = ["NAME", "function", "grad", "package", "shared", "tensor"]
+DEVICE = os.environ.get("SYNKHRONOS_TEST_DEVICE", "host")
+#: Whether XLA compiles: JAX arrays, outputs that are read later, products and sums that are joined.
+XLA = DEVICE != "host"
+INTERPRETED = "FAST_COMPILE"
+
+
+def function(*args, **kwargs):
+    """Make a serial function to compare with: not by XLA, which would take its time for every shape."""
+    if XLA:
+        kwargs.setdefault("mode", INTERPRETED)
+    return package.function(*args, **kwargs)
+
+
+def few(most):
+    """Return settings with at most this many examples; with fewer where XLA compiles anew for each shape."""
+    return settings(max_examples=min(most, 6) if XLA else most)
+
+
+def is_array(value):
+    """Whether a value is an array, or where XLA compiles what stands for one."""
+    return isinstance(value, np.ndarray) or XLA and (isinstance(value, Result) or JAX.holds(value))
+
+
+def read(results):
+    """Look at what a call returned: where it returns before it has computed, what can't be reduced fails now."""
+    for result in results if isinstance(results, list) else [results]:
+        np.asarray(result)
+    return results
+
+
+def same(actual, expected):
+    """Compare to the last bit, or where another compiler has made one of the two, short of it."""
+    kind = np.asarray(expected).dtype
+    if XLA and kind.kind in "fc":
+        few_bits = 16 * float(np.finfo(kind).eps)
+        np.testing.assert_allclose(actual, expected, rtol=few_bits, atol=few_bits)
+    else:
+        np.testing.assert_array_equal(actual, expected)
+
+
+__all__ = [
+    "DEVICE",
+    "INTERPRETED",
+    "NAME",
+    "XLA",
+    "few",
+    "function",
+    "grad",
+    "is_array",
+    "package",
+    "read",
+    "same",
+    "shared",
+    "tensor",
+]

@@ -15,7 +15,7 @@ from library import NAME
 
 pytestmark = pytest.mark.faults
 
-DEADLY = ["SIGKILL", "SIGSEGV", "SIGABRT", "SIGTERM"]
+DEADLY = ["SIGKILL", "SIGABRT", "SIGSEGV", "SIGTERM"]
 ELSEWHERE = ["distribute", "build", "arguments"]
 PLACES = ["idle", "call", "compiled", "collective", "distribute"]
 COLLECTIVES = [
@@ -26,8 +26,13 @@ STREAMED = ["broadcast", "gather", "all_gather", "reduce", "all_reduce", "get_va
 
 
 def thin(cases, keep=4):
-    """With Theano every so many cases: what happens in ranks/ does not depend on the graph library."""
-    return cases if NAME == "pytensor" else cases[::keep]
+    """Take every second case, and with Theano fewer and others: what happens in ranks/ is the same for both.
+
+    With FAULTS=all in the environment all are taken.
+    """
+    if os.environ.get("FAULTS") == "all":
+        return cases
+    return cases[::2] if NAME == "pytensor" else cases[1::keep] or cases[:1]
 
 
 def held_at(place, on):
@@ -47,8 +52,10 @@ def until_inside(program, place, n):
 
 def check_footprint(told):
     """Check that a program has what it had before: open files, shared memory, children."""
-    assert told["after"] == told["before"]
-    assert told["after"]["children"] == []
+    before, after = told["before"], told["after"]
+    assert len(after.pop("maps")) == len(before.pop("maps")), told
+    assert after == before
+    assert after["children"] == []
 
 
 def check_goes_on(program, survived):
@@ -147,6 +154,53 @@ def test_nothing_outlives_the_master(name, place, who):
         assert program.end() == -signal.Signals[name]
 
 
+@pytest.mark.parametrize(
+    ("place", "how"), [("call", "python"), ("call", "sleep"), ("build", "python"), ("collective", "python")]
+)
+def test_a_master_that_is_busy_hears_of_a_workers_death(place, how):
+    with Program("at_a_point", where=place, action=f"hold:{how}", on=[0]) as program:
+        pids = until_inside(program, place, 1)
+        moment = program.hurt(pids[2], signal.SIGKILL)
+        outcome = program.wait("outcome")  # it is not released
+        check_error(outcome, moment, words=["rank 2", str(pids[2]), "SIGKILL"], worker=2)
+        check_goes_on(program, survived=False)
+
+
+def test_a_master_that_has_another_handler_for_the_signal_notices_a_death_afterwards():
+    with Program("at_a_point", where="call", action="hold:python", on=[0, 2], urgent=True) as program:
+        pids = until_inside(program, "call", 2)
+        program.hurt(pids[2], signal.SIGKILL)
+        assert program.is_silent(0.2)
+        program.release()
+        check_error(program.wait("outcome"), time.monotonic(), words=["rank 2", "SIGKILL"], worker=2)
+        check_goes_on(program, survived=False)
+
+
+@pytest.mark.parametrize("reaper", ["system", "master"])
+def test_a_death_whose_code_somebody_else_has_taken(reaper):
+    with Program("at_a_point", where="call", action="hold:python", on=[2], reaper=reaper) as program:
+        pids = until_inside(program, "call", 1)
+        moment = program.hurt(pids[2], signal.SIGKILL)
+        outcome = program.wait("outcome")
+        check_error(outcome, moment, words=["rank 2", str(pids[2]), "ended (how is not known"], worker=2)
+        check_goes_on(program, survived=False)
+
+
+@pytest.mark.parametrize("action", thin(["raise:ValueError", "hold:python", "kill:SIGKILL"]))
+def test_workers_that_are_no_copies_of_the_master(action):
+    with Program("at_a_point", where="call", action=action, on=[2], fresh=True) as program:
+        pids = until_inside(program, "call", 1)
+        if action == "hold:python":
+            program.hurt(program.pid, signal.SIGKILL)
+            program.nothing_left(limit=1)
+            return
+        outcome = program.wait("outcome")
+        check_error(outcome, program.fault(), words=["rank 2", action.partition(":")[2]], worker=2)
+        if "SIGKILL" in action:
+            assert str(pids[2]) in outcome["message"]
+        check_goes_on(program, survived="raise" in action)
+
+
 @pytest.mark.parametrize("place", ["idle", "call"])
 def test_a_stopped_worker_does_not_outlive_the_master(place):
     with held_at(place, [2]) as program:
@@ -182,19 +236,34 @@ def test_a_worker_that_is_stopped_while_it_starts_is_waited_for():
         assert program.end() == 0
 
 
-@pytest.mark.parametrize("who", ["master", "all"])
-@pytest.mark.parametrize("name", thin(["SIGKILL", "SIGTERM"]))
-def test_nothing_outlives_a_master_that_dies_while_it_forks(name, who):
-    with Program("at_fork", how="master") as program:
+@pytest.mark.parametrize(
+    ("name", "who", "fresh"),
+    [*thin([("SIGKILL", "master", False), ("SIGTERM", "all", False)]), ("SIGKILL", "master", True)],
+)
+def test_nothing_outlives_a_master_that_dies_while_it_forks(name, who, fresh):
+    with Program("at_fork", how="master", fresh=fresh) as program:
         program.wait("inside")
         program.hurt(program.pid if who == "master" else None, signal.Signals[name])
         program.nothing_left(limit=1)
 
 
-def test_a_fork_that_fails_half_way():
-    with Program("at_fork", how="raise") as program:
+def test_a_worker_whose_master_dies_before_it_has_begun():
+    with Program("at_fork", how="child") as program:
+        program.wait("inside")
+        program.hurt(program.pid, signal.SIGKILL)
+        program.process.wait()
+        program.release()
+        program.nothing_left(limit=1)
+
+
+@pytest.mark.parametrize(("how", "fresh"), [("raise", False), ("limit", False), ("raise", True)])
+def test_a_fork_that_fails_half_way(how, fresh):
+    if how == "limit" and os.geteuid() != 0:
+        pytest.skip("needs a user who has no other processes")
+    # OpenBLAS presses Ctrl-C when it can't have a thread.
+    with Program("at_fork", "env", "OPENBLAS_NUM_THREADS=1", how=how, fresh=fresh) as program:
         outcome = program.wait("outcome")
-        assert outcome["error"] == "BlockingIOError"
+        assert outcome["error"] == "BlockingIOError", outcome
         check_goes_on(program, survived=False)
 
 
@@ -286,7 +355,11 @@ def test_a_worker_without_memory():
 
 
 @pytest.mark.parametrize(
-    ("name", "on"), [*((name, [1]) for name in COLLECTIVES), *thin([(name, [0]) for name in STREAMED[::2]])]
+    ("name", "on"),
+    [
+        *((name, [1]) for name in COLLECTIVES[:: 1 if NAME == "pytensor" else 3]),
+        *thin([(name, [0]) for name in STREAMED]),
+    ],
 )
 def test_a_collective_in_which_one_rank_has_no_memory(name, on):
     with run("collective", "raise:MemoryError", on=on, name=name, point="stored") as program:
@@ -298,7 +371,7 @@ def test_a_collective_in_which_one_rank_has_no_memory(name, on):
 
 
 @pytest.mark.parametrize(
-    ("name", "on"), thin([*((name, [1]) for name in STREAMED), *((name, [0]) for name in STREAMED[1::2])])
+    ("name", "on"), thin([*((name, [1]) for name in STREAMED), *((name, [0]) for name in STREAMED)])
 )
 def test_a_collective_in_which_one_rank_fails_between_chunks(name, on):
     with run("collective", "raise:OSError", on=on, name=name, skip=1) as program:
@@ -337,10 +410,11 @@ def test_a_worker_that_never_returns_is_ended_when_the_user_says():
 
 
 def _own_dev_shm():
-    command = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=8M tmpfs /dev/shm && exec "$@"', "sh"]
-    if shutil.which("unshare") is None or subprocess.run([*command, "true"], capture_output=True).returncode:
-        return None
-    return command
+    for right in ("-m", "-rm"):  # as root, or as the root of a namespace of one's own
+        command = ["unshare", right, "sh", "-c", 'mount -t tmpfs -o size=8M tmpfs /dev/shm && exec "$@"', "sh"]
+        if shutil.which("unshare") and not subprocess.run([*command, "true"], capture_output=True).returncode:
+            return command
+    return None
 
 
 def test_a_full_dev_shm_is_a_memory_error_and_no_more():
@@ -364,7 +438,7 @@ def test_a_full_dev_shm_is_a_memory_error_and_no_more():
         assert program.end() == 0, program.printed()
 
 
-@pytest.mark.parametrize("spare", [0, 1, 3, 5])
+@pytest.mark.parametrize("spare", thin([0, 1, 3, 5]))
 def test_fork_with_too_few_open_files(spare):
     with Program("few_files", who="fork", spare=spare) as program:
         outcome = program.wait("outcome")

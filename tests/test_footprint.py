@@ -196,6 +196,11 @@ def test_two_programs_leave_each_other_alone():
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={
+                **os.environ,  # nothing is compiled in C++ twice at once
+                "PYTENSOR_FLAGS": "mode=Mode,linker=py,optimizer=None",
+                "THEANO_FLAGS": "blas.ldflags=,mode=Mode,linker=py,optimizer=None",
+            },
         )
         for n, offset in ((2, 1.0), (3, -7.0))
     ]

@@ -8,9 +8,9 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from library import NAME, function, grad, package, shared
+from library import INTERPRETED, NAME, XLA, few, function, grad, is_array, package, read, same, shared
 from library import tensor as T
 
 import synkhronos as synk
@@ -30,7 +30,7 @@ In, Out = package.In, package.Out
 
 def close_to(actual, expected):
     """Compare results: the same but for the order of additions."""
-    assert isinstance(actual, np.ndarray)
+    assert is_array(actual)
     np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
     assert actual.dtype == expected.dtype
 
@@ -128,7 +128,7 @@ def test_exact_ops_give_what_the_serial_function_gives_of_the_whole_rows(fork, n
     b = np.array([[1.0, -2.0, 0.5]])
     every_x, every_y = RNG.normal(size=(300, 3)), RNG.integers(-9, 9, 300)
 
-    @settings(max_examples=30)
+    @few(30)
     @given(calls())
     @example((0, None, 1, (False, True, True)))
     @example((299, slice(None, None, -3), 3, (True, False, False)))
@@ -159,7 +159,7 @@ def test_scalar_outputs_alone_are_reduced_like_any(fork, n):
     serial, mean = function([x], [v for v, _ in exact]), function([x], x.mean())
     every = RNG.normal(size=300)
 
-    @settings(max_examples=30)
+    @few(30)
     @given(calls())
     def check(call):
         length, batch, slices, _ = call
@@ -213,7 +213,7 @@ def test_elementwise_ops_refuse_shapes_that_differ_between_ranks(fork):
     assert f(np.ones((6, 2)))[0].shape == (2, 2)
     message = r"output 0: op 'sum' needs the same shape.*rank 0 has \(3, 2\).*rank 2 has \(2, 2\)"
     with pytest.raises(ValueError, match=message):
-        f(np.ones((7, 2)))
+        read(f(np.ones((7, 2))))
     assert f(np.ones((6, 2)))[0].shape == (2, 2)
 
 
@@ -222,7 +222,7 @@ def test_gather_refuses_parts_that_can_not_be_joined(fork):
     x = T.dvector("x")
     f = synk.function([x], (T.zeros((2, x.shape[0])), "gather"))
     with pytest.raises(ValueError, match="'gather' needs the same lengths behind axis 0"):
-        f(np.ones(3))
+        read(f(np.ones(3)))
     assert f(np.ones(4)).shape == (4, 2)
 
 
@@ -329,18 +329,18 @@ def test_data_and_arrays_and_lists_may_be_mixed(fork, difference):
     fork(2)
     f = difference()
     expected = X * Y[:, None] + 2
-    np.testing.assert_array_equal(f(synk.data(X), Y, 2), expected)
-    np.testing.assert_array_equal(f(X, synk.data(Y), synk.data(2.0)), expected)
-    np.testing.assert_array_equal(f(X.tolist(), Y.tolist(), 2.0), expected)
-    np.testing.assert_array_equal(f(X.astype("float32"), Y, 2), X.astype("float32") * Y[:, None] + 2)
+    same(f(synk.data(X), Y, 2), expected)
+    same(f(X, synk.data(Y), synk.data(2.0)), expected)
+    same(f(X.tolist(), Y.tolist(), 2.0), expected)
+    same(f(X.astype("float32"), Y, 2), X.astype("float32") * Y[:, None] + 2)
 
 
 def test_inputs_may_be_named(fork, difference):
     fork(2)
     f = difference()
     expected = X * Y[:, None] + 2
-    np.testing.assert_array_equal(f(b=2, x=X, y=Y), expected)
-    np.testing.assert_array_equal(f(X, b=2, y=synk.data(Y)), expected)
+    same(f(b=2, x=X, y=Y), expected)
+    same(f(X, b=2, y=synk.data(Y)), expected)
     with pytest.raises(TypeError, match="no input 'z'"):
         f(X, Y, z=1)
     with pytest.raises(TypeError, match="'x' was given twice"):
@@ -531,11 +531,11 @@ def test_a_list_of_outputs_gives_a_list_and_one_output_an_array(fork):
     x = T.dvector("x")
     total = x.sum()
     ones = np.ones(4)
-    assert isinstance(synk.function([x], total)(ones), np.ndarray)
-    assert isinstance(synk.function([x], (total, "sum"))(ones), np.ndarray)
+    assert is_array(synk.function([x], total)(ones))
+    assert is_array(synk.function([x], (total, "sum"))(ones))
     for outputs in ([total], [(total, "sum")]):
         (result,) = synk.function([x], outputs)(ones)
-        assert isinstance(result, np.ndarray) and result.shape == ()
+        assert is_array(result) and result.shape == ()
     assert len(synk.function([x], (total, total + 1))(ones)) == 2
 
 
@@ -712,7 +712,7 @@ def test_updates_accumulate_over_slices_by_their_ops_and_only_locally(fork, n, p
         updates=[(ws[op], expressions[op], spelled[op]) for op in UPDATE_OPS],
     )
 
-    @settings(max_examples=20)
+    @few(20)
     @given(st.integers(1, 20), st.integers(1, 6))
     def check(length, slices):
         for w in ws.values():
@@ -870,7 +870,7 @@ def test_batch_s_picks_rows_of_each_ranks_own(fork, n):
     synk.scatter([s, t], [value, numbers])
     split = np.array_split(np.arange(14), n)
 
-    @settings(max_examples=40)
+    @few(40)
     @given(choices([len(part) for part in split]), st.sampled_from([1, 1, 2, 5]))
     @example(slice(0, 3), 2)
     @example([0, 1, -1], 2)
@@ -970,6 +970,7 @@ def test_a_function_may_have_whole_inputs_alone(fork):
     assert (total, mean) == (6, 2)
 
 
+@pytest.mark.skipif(XLA, reason="PyTensor's JAX mode has no generators as outputs")
 def test_an_output_that_is_no_array_may_have_op_none(fork):
     fork(2)
     x = T.dvector("x")
@@ -994,7 +995,8 @@ def test_a_scan_runs_on_every_rank(fork):
         )
     else:
         powers, _ = package.scan(lambda a, w: a * w, outputs_info=[x], non_sequences=[w], n_steps=steps)
-    f = synk.function([x], (powers[-1], "gather"), bcast_inputs=[steps], sliceable_shareds=[])
+    # XLA needs to know the number of steps when it compiles.
+    f = synk.function([x], (powers[-1], "gather"), bcast_inputs=[steps], sliceable_shareds=[], mode=INTERPRETED)
     np.testing.assert_allclose(f(X, 3), X * [8, 27])
     np.testing.assert_allclose(f(X, 2, num_slices=2), X * [4, 9])
 
@@ -1178,7 +1180,7 @@ def test_build_inputs_makes_data_for_the_inputs(fork, difference):
     assert (x.name, y.name, b.name) == ("x", "y", "b")
     assert (x.minibatch, y.minibatch, b.minibatch) == (False, True, False)
     assert x.alloc_size >= 1.5 * X.size
-    np.testing.assert_array_equal(f(x, y, b), X * Y[:, None] + 2)
+    same(f(x, y, b), X * Y[:, None] + 2)
     with pytest.raises(TypeError, match="float32"):
         synk.function([T.fvector("z")]).build_inputs(Y)
     forced = synk.function([T.fvector("z")]).build_inputs(Y, force_cast=True)
@@ -1189,8 +1191,6 @@ def test_build_inputs_makes_data_for_the_inputs(fork, difference):
 
 # -- failing ---------------------------------------------------------------------------------------------------
 
-MASTER = os.getpid()
-
 
 class OnWorkers(Op):
     """Do something terrible in the workers, and nothing in the master."""
@@ -1199,12 +1199,13 @@ class OnWorkers(Op):
 
     def __init__(self, what):
         self.what = what
+        self.master = os.getpid()
 
     def make_node(self, x):
         return Apply(self, [x], [x.type()])
 
     def perform(self, node, inputs, outputs):
-        if os.getpid() != MASTER:
+        if os.getpid() != self.master:
             if self.what == "raise":
                 raise LookupError("this worker has had enough")
             if self.what == "raise if 1" and inputs[0][0] == 1:
@@ -1219,7 +1220,7 @@ class OnWorkers(Op):
 def test_an_error_inside_the_graph_on_one_rank_is_raised_with_its_rank(fork):
     fork(3)
     x, i = T.dvector("x"), T.lvector("i")
-    f = synk.function([x, i], (x[i], "gather"))
+    f = synk.function([x, i], (x[i], "gather"), mode=INTERPRETED)  # XLA takes the nearest index that there is
     value = np.arange(6.0)
     good = np.array([0, 1, 0, 1, 0, 1])
     for culprit in (1, 2):
@@ -1235,7 +1236,7 @@ def test_an_error_inside_the_graph_on_one_rank_is_raised_with_its_rank(fork):
 def test_an_error_in_the_master_is_raised_as_it_is(fork):
     fork(2)
     x, i = T.dvector("x"), T.lvector("i")
-    f = synk.function([x, i], (x[i], "gather"))
+    f = synk.function([x, i], (x[i], "gather"), mode=INTERPRETED)
     with pytest.raises(IndexError):
         f(np.arange(4.0), np.array([2, 0, 0, 1]))
     np.testing.assert_array_equal(f(np.arange(4.0), np.array([1, 0, 0, 1])), [1, 0, 2, 3])
@@ -1244,14 +1245,14 @@ def test_an_error_in_the_master_is_raised_as_it_is(fork):
 def test_errors_on_several_ranks_are_all_told(fork):
     fork(3)
     x = T.dvector("x")
-    f = synk.function([x], OnWorkers("raise")(x).sum())
+    f = synk.function([x], OnWorkers("raise")(x).sum(), mode=INTERPRETED)
     with pytest.raises(synk.WorkerError, match="this worker has had enough") as caught:
         f(np.arange(3.0))
     assert caught.value.rank in (1, 2)
     assert "perform" in caught.value.worker_traceback
     assert all("LookupError" in line for line in caught.value.failures.values())
     # Nobody waits for anybody in a function without outputs that is compiled: both workers come to their error.
-    g = synk.function([x], updates=[(shared(0.0), OnWorkers("raise if 1")(x).sum())])
+    g = synk.function([x], updates=[(shared(0.0), OnWorkers("raise if 1")(x).sum())], mode=INTERPRETED)
     g(np.zeros(3))
     with pytest.raises(synk.WorkerError, match="It was not alone") as caught:
         g(np.ones(3))
@@ -1263,7 +1264,7 @@ def test_an_error_between_slices_leaves_the_shared_variables_of_that_rank(fork):
     fork(2)
     x = T.dvector("x")
     w = shared(0.0, "w")
-    f = synk.function([x], updates=[(w, OnWorkers("raise if 1")(x).sum(), "sum")])
+    f = synk.function([x], updates=[(w, OnWorkers("raise if 1")(x).sum(), "sum")], mode=INTERPRETED)
     with pytest.raises(synk.WorkerError, match="this is one"):
         f(np.array([3.0, 3, 0, 1]), num_slices=2)
     np.testing.assert_array_equal(synk.gather(w)[1], 0)
@@ -1275,7 +1276,7 @@ def test_a_worker_that_is_killed_is_noticed_within_two_seconds(fork, how):
     x = T.dvector("x")
     f = synk.function([x], (x.sum(), "sum"))
     f(np.arange(3.0))
-    g = synk.function([x], (OnWorkers(how)(x).sum(), "sum"))
+    g = synk.function([x], (OnWorkers(how)(x).sum(), "sum"), mode=INTERPRETED)
     synk.distribute()
     start = time.monotonic()
     with pytest.raises(synk.WorkerError, match=rf"rank [12] \(process \d+\) was killed by {how}"):
@@ -1291,7 +1292,7 @@ def test_a_worker_that_is_killed_is_noticed_within_two_seconds(fork, how):
 def test_a_worker_that_exits_is_noticed_with_its_code(fork):
     fork(2)
     x = T.dvector("x")
-    f = synk.function([x], updates=[(shared(0.0), OnWorkers("exit")(x).sum())])
+    f = synk.function([x], updates=[(shared(0.0), OnWorkers("exit")(x).sum())], mode=INTERPRETED)
     with pytest.raises(synk.WorkerError, match="rank 1 .* exited with code 3"):
         f(np.arange(3.0))
 
@@ -1350,7 +1351,7 @@ def test_a_graph_that_can_not_be_pickled_is_told_clearly_and_the_ranks_stay_usab
 def test_one_rank_needs_no_pickle(fork):
     fork(1)
     x = T.dvector("x")
-    f = synk.function([x], (Unpicklable("nothing")(x), "gather"))
+    f = synk.function([x], (Unpicklable("nothing")(x), "gather"), mode=INTERPRETED)
     np.testing.assert_array_equal(f(np.arange(4.0)), np.arange(4.0))
 
 

@@ -291,7 +291,7 @@ def test_a_workers_copy_is_its_own(fork):
     f = synk.function([], (w, "gather"))
     synk.distribute()
     value[:] = 0
-    np.testing.assert_array_equal(f(), [0, 0, 0, 0, 1, 2])
+    np.testing.assert_array_equal(f()[3:], [0, 1, 2])
 
 
 def test_nothing_is_kept_of_what_could_not_be_sent(fork):

@@ -1,5 +1,7 @@
 """Ctrl-C, pressed at every moment: the signal goes to the whole process group, as a terminal sends it."""
 
+import os
+import random
 import signal
 
 import pytest
@@ -26,8 +28,11 @@ def check_goes_on(program):
     program.nothing_left()
 
 
-@pytest.mark.parametrize(("where", "on", "how"), PLACES if NAME == "pytensor" else PLACES[1::3])
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize(
+    ("where", "on", "how", "times"),
+    [(*place, 1) for place in (PLACES if NAME == "pytensor" else PLACES[1::3])]
+    + [(*place, 3) for place in PLACES[::4]],
+)
 def test_an_interrupt_reaches_the_user_and_the_next_call_works(where, on, how, times):
     with Program("at_a_place", where=where, on=on, how=how) as program:
         for _ in on:
@@ -62,7 +67,7 @@ def test_an_interrupt_does_not_say_more_of_busy_ranks_than_it_knows():
         check_goes_on(program)
 
 
-@pytest.mark.parametrize("where", ["call", "collective"])
+@pytest.mark.parametrize("where", ["call" if NAME == "pytensor" else "collective"])
 def test_a_program_that_is_interrupted_ends_with_its_workers(where):
     with Program("at_a_place", where=where, on=[2], how="compiled", unhandled=True) as program:
         program.wait("inside")
@@ -104,7 +109,27 @@ def test_an_interrupt_while_closing_ends_the_workers_at_once(where):
         check_goes_on(program)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+#: Actions, and every which of the moments of each is tried, from a random one on; FAULTS=all tries all, for minutes.
+ACTIONS = {
+    "call": 11, "slices": 23, "rows": 17, "first call": 83, "collective": 17, "data": 7, "fork": 23, "close": 7,
+    "call again": 1, "collective again": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ACTIONS)
+def test_an_interrupt_at_any_moment(what):
+    step = 1 if os.environ.get("FAULTS") == "all" else ACTIONS[what]
+    with Program("at_every_moment", what=what, first=random.randrange(step), step=step) as program:
+        outcome = program.wait("outcome", 600)
+        assert not outcome["lost"] and not outcome["wrong"], program.printed()
+        assert outcome["presses"] > 4
+        closed = program.wait("closed")
+        assert closed["after"] == closed["before"]
+        assert program.end() == 0, program.printed()
+        program.nothing_left()
+
+
+@pytest.mark.parametrize("seed", [0 if NAME == "pytensor" else 1])
 def test_interrupts_at_random_moments(seed):
     with Program("at_random", seed=seed, times=40) as program:
         outcome = program.wait("outcome", 60)

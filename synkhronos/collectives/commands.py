@@ -27,6 +27,36 @@ from synkhronos.graphs.mirror import stored
 from synkhronos.ranks import Cancelled, Rank, SharedArray
 
 
+#: Plans that a rank keeps.
+_KNOWN = 64
+
+
+class _Plan:
+    """What follows from what all ranks show of some variables.
+
+    Attributes
+    ----------
+    layouts : list of lists
+        For each rank, a layout for each variable.
+    homes, ways : list of Device
+        As in `_Copies`.
+    epochs : list of int
+        Each rank's connection.
+    """
+
+    def __init__(self, shown: Sequence[Any], nccl: bool):
+        self.layouts: list[list[Layout]] = [[layout[:2] for layout in each] for each, _ in shown]
+        self.epochs = [epoch for _, epoch in shown]
+        self.homes: list[Device] = []
+        self.ways: list[Device] = []
+        for i in range(len(self.layouts[0])):
+            names = {each[i][2] for each, _ in shown} - {HOST.name}
+            home = device_named(names.pop()) if names else HOST
+            direct = nccl and all(home.communicates(each[i][1]) for each in self.layouts)
+            self.homes.append(home)
+            self.ways.append(home if direct else HOST)
+
+
 class _Copies:
     """One rank's copies of the variables that a command names, and the shapes of all ranks'.
 
@@ -43,24 +73,22 @@ class _Copies:
         self.shareds = [stored(rank, key) for key in keys]
         self.libraries = [library_of(shared) for shared in self.shareds]
         self.values = [library.get(shared) for library, shared in zip(self.libraries, self.shareds, strict=True)]
-        mine = tuple((tuple(value.shape), value.dtype.str, device_of(value).name) for value in self.values)
-        device = rank.store["device"]
-        communicator = device.communicator(rank)
-        shown = rank.exchange_known((mine, communicator.epoch))
-        #: For each rank, a layout for each variable.
-        self.layouts: list[list[Layout]] = [[(shape, np.dtype(name)) for shape, name, _ in each] for each, _ in shown]
-        self.homes: list[Device] = []
-        self.ways: list[Device] = []
-        for i, value in enumerate(self.values):
-            names = {each[i][2] for each, _ in shown} - {HOST.name}
-            home = device_named(names.pop()) if names else HOST
-            if not home.holds(value):
-                self.put(i, home.from_host(value))
-            direct = nccl and all(home.communicates(each[i][1]) for each in self.layouts)
-            self.homes.append(home)
-            self.ways.append(home if direct else HOST)
-        if device in self.ways:
-            communicator.connect([epoch for _, epoch in shown])
+        mine = tuple([(value.shape, value.dtype, device_of(value).name) for value in self.values])
+        communicator = rank.store["device"].communicator(rank)
+        shown = tuple(rank.exchange_known((mine, communicator.epoch)))
+        # A training loop comes here at every step with the same.
+        known = rank.store.setdefault("what copies show", {})
+        found = known.get((shown, nccl))
+        if found is None:
+            if len(known) > _KNOWN:
+                known.clear()
+            found = known[shown, nccl] = _Plan(shown, nccl)
+        self.layouts, self.homes, self.ways = found.layouts, found.homes, found.ways
+        for i, home in enumerate(self.homes):
+            if not home.holds(self.values[i]):
+                self.put(i, home.from_host(self.values[i]))
+        if rank.store["device"] in self.ways:
+            communicator.connect(found.epochs)
 
     def of(self, position: int) -> list[Layout]:
         """Return one variable's layout on each rank."""

@@ -58,7 +58,6 @@ class Data:
         self.minibatch = minibatch
         self._session = ranks.session()
         self._segment: ranks.Segment | None = None
-        self._release: Any = None
         try:
             self._array = np.zeros((0,) * ndim, self._dtype)
         except ValueError as error:
@@ -254,7 +253,9 @@ class Data:
         return self._session is session and session.closed is None
 
     def resized(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Take a new shape, with whatever content, and return the array to be filled."""
+        """Take a new shape, with whatever content, and return the array to be filled; between commands only."""
+        if self._segment is not None and shape == self._array.shape and self._session.closed is None:
+            return self._array
         self._reshape(shape, 1, keep=False)
         return self._array
 
@@ -322,12 +323,12 @@ class Data:
         segment = self._session.create_segment(size * self._dtype.itemsize)
         self._drop(keep_array=True)
         self._segment = segment
-        self._release = ranks.released_with(self, self._session, segment.key)
+        self._session.release_with(self, "segment", segment.key)
 
     def _drop(self, keep_array: bool = False) -> None:
-        if self._release is not None:
-            self._release()
-        self._segment = self._release = None
+        if self._segment is not None:
+            self._session.release_segment(self._segment.key)
+        self._segment = None
         if not keep_array:
             self._array = np.zeros((0,) * self._ndim, self._dtype)
 

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,12 +113,19 @@ class Call(NamedTuple):
 
     def _keep(self, rank: Rank, local: _Local, compiled: Compiled, program: Program) -> tuple[int, int]:
         """Keep the outputs until they are read; return the call's number and their size."""
-        if not local.values and rank.is_master:
-            local.compute()  # of none: now, while the variables are as this call found them
+        of_none: Callable[[], list[Any]] = list
+        if not local.values and rank.is_master and not self.n_rows:
+            # Of none: now, while the variables are as this call found them, in case that no rank has rows.
+            try:
+                local.compute()
+            except Exception as error:
+                of_none = _Raising(error)
         values = local.values
         if not rank.is_master:
             values = [None if op.name is None else v for v, op in zip(values, compiled.ops, strict=False)]
-        return keep(rank, local.outputs(compiled)._replace(values=values), program.device), nbytes(values)
+        # What is kept must not hold the program, which the user may have dropped by then.
+        outputs = local.outputs(compiled)._replace(values=values, of_none=of_none)
+        return keep(rank, outputs, program.device), nbytes(values)
 
     def _compiled(self, program: Program, rank: Rank) -> Compiled:
         if not self.compile:
@@ -128,6 +135,16 @@ class Call(NamedTuple):
             program.compile(self.variant)
         rank.barrier()
         return program.compile(self.variant)
+
+
+class _Raising:
+    """Raises an error when somebody asks for the values."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+    def __call__(self) -> list[Any]:
+        raise self.error
 
 
 class _Local:

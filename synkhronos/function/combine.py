@@ -98,7 +98,7 @@ def _combine(mine: Outputs, contributions: Sequence[tuple[int, list[Any] | None]
     results = []
     for i, op in enumerate(mine.ops):
         if op.name is None:
-            results.append(mine.values[i] if mine.values else None)
+            results.append(mine.values[i] if mine.active else None)
             continue
         total = Accumulator(op)
         for rows, values in active:
@@ -117,7 +117,7 @@ def _reduce_arrays(rank: Rank, mine: Outputs) -> Any:
     results: list[Any] = []
     for i, op in enumerate(mine.ops):
         if op.name is None:
-            results.append(mine.values[i] if mine.values else None)
+            results.append(mine.values[i] if mine.active else None)
             continue
         entries = {r: shown[r][1][i] for r in contributors}
         layouts = {r: _layout(entry) for r, entry in entries.items()}

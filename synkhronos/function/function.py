@@ -148,8 +148,11 @@ class Function:
         record = Results.of(session)
         record.tidy(session)
         started = session.run(call)
+        if not started:
+            return []
+        number, nbytes = started
         count = len(self._program.outputs) if variant.subset is None else len(variant.subset)
-        return record.add(*started, count) if count else []
+        return record.add(number, nbytes, count)
 
     def as_theano(self, *args: Any, **kwargs: Any) -> Any:
         """Run as the plain library would, in the master alone, on all rows.
@@ -279,14 +282,7 @@ class Function:
         self._ready = set()
         session.rank.store[self._key] = weakref.ref(self._program)
         self._program.settle()
-        reference = weakref.ref(session)
-        weakref.finalize(self, _release, reference, self._key)
-
-
-def _release(session: weakref.ref[Session], key: Any) -> None:
-    alive = session()
-    if alive is not None:
-        alive.release_stored(key)
+        session.release_with(self, "stored", self._key)
 
 
 def _presentable(result: Any) -> Any:
@@ -350,7 +346,8 @@ def function(
     >>> synk.close()
     """
     session = ranks.session()
-    program = build(inputs, outputs, bcast_inputs, updates, givens, sliceable_shareds, kwargs, session.rank.store["device"])
+    device = session.rank.store["device"]
+    program = build(inputs, outputs, bcast_inputs, updates, givens, sliceable_shareds, kwargs, device)
     made = Function(program, is_single(outputs))
     _undistributed(session).add(made)
     declare(program.shareds())

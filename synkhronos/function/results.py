@@ -17,7 +17,7 @@ that are unread are reduced, in one command.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,11 +84,26 @@ class Forget:
 class _Call:
     """One call's outputs: a number on the ranks, or the values, once they are read."""
 
-    def __init__(self, number: int, nbytes: int):
+    __slots__ = ("__weakref__", "error", "number", "values")
+
+    def __init__(self, number: int):
         self.number = number
-        self.nbytes = nbytes
         self.values: list[Any] | None = None
         self.error: Exception | None = None
+
+
+class _Reference(weakref.ref[_Call]):
+    """A weak reference to a call that knows what it was when it is gone."""
+
+    number: int
+    nbytes: int
+
+    @classmethod
+    def to(cls, call: _Call, callback: Callable[[_Reference], None], number: int, nbytes: int) -> _Reference:
+        """Return a reference that is handed to ``callback`` when the call is gone."""
+        made = cls(call, callback)
+        made.number, made.nbytes = number, nbytes
+        return made
 
 
 class Results:
@@ -96,8 +111,9 @@ class Results:
 
     def __init__(self, session: Session):
         self._session = weakref.ref(session)
-        self._unread: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
-        self._dropped: list[tuple[int, int]] = []
+        self._unread: dict[int, _Reference] = {}
+        self._dropped: list[int] = []
+        self._dropped_bytes = 0
         session.before_close(self.read)
 
     @classmethod
@@ -110,23 +126,29 @@ class Results:
 
     def add(self, number: int, nbytes: int, count: int) -> list[Result]:
         """Return the results of a call that has just been started."""
-        call = _Call(number, nbytes)
-        self._unread[number] = call
-        weakref.finalize(call, self._dropped.append, (number, nbytes)).atexit = False
+        call = _Call(number)
+        self._unread[number] = _Reference.to(call, self._drop, number, nbytes)
         return [Result(self, call, i) for i in range(count)]
+
+    def _drop(self, reference: _Reference) -> None:
+        """Note that nobody can read a call's outputs any more; may be called at any moment."""
+        if self._unread.pop(reference.number, None) is not None:
+            self._dropped.append(reference.number)
+            self._dropped_bytes += reference.nbytes
 
     def tidy(self, session: Session) -> None:
         """Have the ranks drop what nobody will read, when it has become much."""
-        if len(self._dropped) < _MOST_CALLS and sum(nbytes for _, nbytes in self._dropped) < _MOST_BYTES:
+        if len(self._dropped) < _MOST_CALLS and self._dropped_bytes < _MOST_BYTES:
             return
-        dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
-        session.run(Forget(tuple(number for number, _ in dropped)))
+        self._dropped_bytes = 0
+        session.run(Forget(tuple(self._dropped.pop() for _ in range(len(self._dropped)))))
 
     def read(self) -> None:
         """Read all that is unread and that somebody still holds."""
         session = self._session()
         assert session is not None
-        calls = sorted(self._unread.values(), key=lambda call: call.number)
+        held = [reference() for _, reference in sorted(self._unread.items())]
+        calls = [call for call in held if call is not None]
         if not calls:
             return
         try:
@@ -161,14 +183,18 @@ class Results:
         return call.values
 
 
-class Result(np.lib.mixins.NDArrayOperatorsMixin):
+_Mixin = np.lib.mixins.NDArrayOperatorsMixin
+
+
+class Result(_Mixin):
     """An output that is read when it is looked at.
 
     Behaves as the NumPy array that it stands for: in arithmetic, indexing, ``float()``, ``np.asarray()``, and by all of
     an array's attributes.  Looking at it waits for the computation, reduces over the ranks, and keeps the array.
     """
 
-    __slots__ = ("__weakref__", "_call", "_index", "_results")
+    # Older NumPy's mixin has no slots, and so a place for weak references already.
+    __slots__ = ("_call", "_index", "_results") + ("__weakref__",) * (not hasattr(_Mixin, "__weakref__"))
     __array_priority__ = 1000
 
     def __init__(self, results: Results, call: _Call, index: int):
@@ -184,12 +210,22 @@ class Result(np.lib.mixins.NDArrayOperatorsMixin):
         assert self._call.values is not None
         return self._call.values[self._index]
 
+    def _writable(self) -> Any:
+        """Return the array, to be written in place: in memory of its own, if it still lies in JAX's."""
+        value = self._read()
+        if isinstance(value, np.generic) or isinstance(value, np.ndarray) and not value.flags.writeable:
+            assert self._call.values is not None
+            value = self._call.values[self._index] = np.array(value)
+        return value
+
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         array = np.asarray(self._read(), dtype)
         return array.copy() if copy else array
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         plain = [value._read() if isinstance(value, Result) else value for value in inputs]
+        if "out" in kwargs:
+            kwargs["out"] = tuple(value._writable() if isinstance(value, Result) else value for value in kwargs["out"])
         return getattr(ufunc, method)(*plain, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -199,6 +235,9 @@ class Result(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getitem__(self, key: Any) -> Any:
         return self._read()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._writable()[key] = value
 
     def __len__(self) -> int:
         return len(self._read())

@@ -112,7 +112,7 @@ class Mirror:
         for key, shared in keyed:
             self._keys[shared] = key
             session.rank.store[key] = weakref.ref(shared)
-            weakref.finalize(shared, _release, self._session, key)
+            session.release_with(shared, "stored", key)
 
     def pack(self, value: Any) -> Parcel:
         """Pickle a value for the workers: shared variables that they have become keys."""
@@ -203,12 +203,6 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, key: Any) -> Any:
         return self.rank.store[key]()
-
-
-def _release(session: weakref.ref[Session], key: tuple[str, int]) -> None:
-    alive = session()
-    if alive is not None:
-        alive.release_stored(key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,19 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
+import weakref
 from collections.abc import Callable
+from sys import getrefcount
 from typing import Any
 
 import numpy as np
 
 from synkhronos.devices import Device
+
+
+#: Random generators as JAX takes them, by the containers that hold them as NumPy's, and those.
+_streams: weakref.WeakKeyDictionary[Any, tuple[np.random.Generator, list[Any]]] = weakref.WeakKeyDictionary()
 
 
 class Executable:
@@ -44,18 +49,20 @@ class Executable:
         self._n_inputs = n_inputs
         thunk, graph = function.vm, function.maker.fgraph
         self._graph, self._thunk = graph, thunk
-        self._storages: list[list[Any]] = list(thunk.inputs)[n_inputs:]
+        specs = function.maker.expanded_inputs
+        inputs = [_stream(spec.value, storage) for spec, storage in zip(specs, thunk.inputs, strict=True)]
+        self._storages: list[list[Any]] = inputs[n_inputs:]
         #: Position among outputs, and the container's storage that takes the output.
-        self._updates = [(i, thunk.inputs[j]) for i, j in graph.update_mapping.items()]
+        self._updates = [(i, inputs[j]) for i, j in graph.update_mapping.items()]
         self._n_outputs = len(graph.outputs) - len(self._updates)
         updated = {id(storage) for _, storage in self._updates}
         arrays = [isinstance(storage[0], np.ndarray) or device.holds(storage[0]) for storage in self._storages]
-        self._donated = [id(s) in updated and is_array for s, is_array in zip(self._storages, arrays, strict=True)]
+        donated = [id(s) in updated and is_array for s, is_array in zip(self._storages, arrays, strict=True)]
         self._copy = jnp.copy
         self._tells = hasattr(thunk.jit_fn, "__wrapped__")
         if not self._tells:  # scalar inputs that shapes depend on: PyTensor has them compiled anew for each value
             self._run = thunk.jit_fn
-            self._donated = [False] * len(self._donated)
+            self._donated: list[list[Any]] = []
             return
 
         traced = _converted(graph, thunk.storage_map)
@@ -65,18 +72,21 @@ class Executable:
 
         # A variable whose new value has another shape can't be written into the old memory, which is no mistake.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        positions = tuple(n_inputs + i for i, donated in enumerate(self._donated) if donated)
-        self._run = jax.jit(with_token, donate_argnums=positions)
+        self._donated = [storage for storage, is_donated in zip(self._storages, donated, strict=True) if is_donated]
+        positions = tuple(n_inputs + i for i, is_donated in enumerate(donated) if is_donated)
+        # Old values that nothing is computed from are kept as arguments: the new ones then take their place, and
+        # addresses stay the same from launch to launch, as the launches that XLA records need them.
+        self._run = jax.jit(with_token, donate_argnums=positions, keep_unused=True)
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Start the computation, and return its outputs: arrays that will be there when they are read."""
-        arguments = list(inputs)
-        for storage, donated in zip(self._storages, self._donated, strict=True):
-            if isinstance(storage[0], np.ndarray):
+        for storage in self._storages:
+            if type(storage[0]) is np.ndarray:
                 storage[0] = self._device.from_host(storage[0])
-            elif donated and sys.getrefcount(storage[0]) > 2:  # the storage's own, and this call's
+        for storage in self._donated:
+            if getrefcount(storage[0]) > 2:  # the storage's own, and this call's
                 storage[0] = self._copy(storage[0])
-            arguments.append(storage[0])
+        arguments = [*inputs, *[storage[0] for storage in self._storages]]
         self._device.launching()
         try:
             results = self._run(*arguments)
@@ -101,6 +111,21 @@ class Executable:
         node = next((output.owner for output in self._graph.outputs if output.owner is not None), None)
         if node is not None:
             raise_with_op(self._graph, node, self._thunk)
+
+
+def _stream(container: Any, storage: list[Any]) -> list[Any]:
+    """Return the storage of a function's input; for a random generator the same one in all functions.
+
+    PyTensor gives each function a copy of its own, so that two functions, or the variants of one, would draw the same
+    numbers again.
+    """
+    if not isinstance(storage[0], dict):
+        return storage
+    generator = container.storage[0]
+    known = _streams.get(container)
+    if known is None or known[0] is not generator:  # the first, or the user has put another one there since
+        known = _streams[container] = generator, storage
+    return known[1]
 
 
 def _converted(graph: Any, storage_map: Any) -> Callable[..., Any]:

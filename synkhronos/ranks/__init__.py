@@ -18,7 +18,7 @@ meaning, graphs or devices.
 from synkhronos.ranks.errors import Cancelled, WorkerError
 from synkhronos.ranks.rank import ROOM, Command, Rank
 from synkhronos.ranks.segments import Segment, SharedArray
-from synkhronos.ranks.session import Session, close, fork, released_with, session, turn
+from synkhronos.ranks.session import Session, close, fork, session, turn
 from synkhronos.ranks.threads import available_cores
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "available_cores",
     "close",
     "fork",
-    "released_with",
     "session",
     "turn",
 ]

@@ -25,6 +25,8 @@ import time
 from collections.abc import Callable
 from time import perf_counter
 
+from synkhronos.ranks.segments import map_file
+
 #: Bytes of the mailbox; a longer command travels in a shared segment of its own.
 MAILBOX = 1 << 18
 #: Bytes of one slot: what a rank shows to the others at one step.
@@ -78,7 +80,8 @@ class Control:
         self._slots_at = -(-n_words * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
         self._scratch_at = self._slots_at + MAILBOX + 3 * size * SLOT
         bells_at = self._scratch_at + 2 * size * SCRATCH
-        self._memory = mmap.mmap(file, bells_at + size * _BELL)
+        nbytes = bells_at + size * _BELL
+        self._memory = mmap.mmap(-1, nbytes) if file < 0 else map_file(file, nbytes)
         self.words = memoryview(self._memory)[: n_words * 8].cast("Q")
         self.done, self.arrived, self.sleeping, self.report_length, self.core, self.committed = (
             self.words[_FIXED + i * size : _FIXED + (i + 1) * size] for i in range(6)

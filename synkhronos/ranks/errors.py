@@ -89,8 +89,17 @@ class Cancelled(Exception):
     """Another rank failed, and this one leaves the command."""
 
 
+#: Stands for the exit code of a process that somebody else has waited for; no exit code is as large.
+UNKNOWN = 1 << 16
+
+
 def cause_of_death(code: int) -> str:
     """Say in words what ``os.waitstatus_to_exitcode`` says in a number."""
+    if code == UNKNOWN:
+        return (
+            "ended (how is not known: this process ignores SIGCHLD, or something in it, such as os.wait(), "
+            "has taken the exit code)"
+        )
     if code >= 0:
         return f"exited with code {code} (something in it ended the process; see what it printed)"
     try:

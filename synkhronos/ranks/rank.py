@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 from collections.abc import Callable, Hashable
@@ -125,16 +126,18 @@ class Rank:
         known = self._known
         if len(known) > _KNOWN:
             known.clear()
-        payload = known.get(value)
-        if payload is None:
-            payload = known[value] = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-        values = []
-        for whole in self.exchange_bytes(payload):
-            found = known.get(whole)
-            if found is None:
-                found = known[whole] = pickle.loads(whole)
-            values.append(found)
-        return values
+        found = known.get(value)
+        if found is None:
+            payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+            found = known[value] = payload, hashlib.blake2b(payload, digest_size=16).digest()
+        payload, digest = found
+        # Nearly always all show the same, and a digest tells.
+        step = self._open_slot(digest)
+        self.barrier()
+        slots = [self.control.slot(r, step & 1)[8:24] for r in range(self.size)]
+        if all(slot == digest for slot in slots):
+            return [value] * self.size
+        return [pickle.loads(whole) for whole in self.exchange_bytes(payload)]
 
     def exchange_bytes(self, payload: bytes) -> list[bytes]:
         """Show bytes to all ranks, and return theirs, in rank order."""

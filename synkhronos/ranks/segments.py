@@ -8,6 +8,8 @@
     The segments that one rank has mapped, by key.
 `SharedArray`
     Where an array lies: what a command carries in place of the array.
+`map_file`
+    Maps shared memory without keeping its file open.
 `announce`, `Receiver`
     How segments come from the master to the workers.
 
@@ -93,7 +95,7 @@ class Segment:
     def __init__(self, key: int, fd: int, nbytes: int):
         self.key = key
         self.nbytes = nbytes
-        self.buffer = _map(fd, nbytes)
+        self.buffer = map_file(fd, nbytes)
 
     def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> np.ndarray:
         """Return a view of the segment's memory as an array."""
@@ -174,7 +176,7 @@ _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 
 
-def _map(fd: int, nbytes: int) -> mmap.mmap:
+def map_file(fd: int, nbytes: int) -> mmap.mmap:
     """Map shared memory, until the last reference to what is returned has gone.
 
     Python's own mapping of a file holds a file descriptor, of which a process may have a thousand or so.  So Python

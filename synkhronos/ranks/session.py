@@ -24,11 +24,12 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from synkhronos.ranks import worker
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN, Control
-from synkhronos.ranks.errors import Cancelled, Report, WorkerError, cause_of_death
+from synkhronos.ranks.deaths import DeathWatch
+from synkhronos.ranks.errors import UNKNOWN, Cancelled, Report, WorkerError, cause_of_death
 from synkhronos.ranks.interrupts import uninterrupted
 from synkhronos.ranks.rank import Command, Rank
 from synkhronos.ranks.segments import Segment, SharedArray, announce, create_unlinked
@@ -88,10 +89,13 @@ class Session:
         self._unannounced: list[tuple[Segment, io.FileIO, set[int]]] = []
         self._garbage: list[int] = []
         self._stored_garbage: list[Any] = []
+        self._owned: dict[tuple[str, Any], weakref.ref[Any]] = {}
+        self._orphaned: list[Any] = []
         self._at_close: weakref.WeakSet[Any] = weakref.WeakSet()
         self._before_close: list[Callable[[], None]] = []
         self._children: dict[int, int] = {}
         self._channels: dict[int, socket.socket] = {}
+        self._deaths = DeathWatch()
         # Copies of this process inherit its memory; workers that start anew get it as an open file.
         self._file = create_unlinked(Control.nbytes(size)) if fresh and size > 1 else None
         spin = SPIN if size <= available_cores() else 0.0
@@ -107,6 +111,7 @@ class Session:
                     self._start_worker(number, profile)
             if self._file is not None:
                 self._file.close()
+            self._deaths.start((pid, self._channels[number]) for number, pid in self._children.items())
 
     def _start_worker(self, number: int, profile: bool) -> None:
         ours, theirs = socket.socketpair(
@@ -131,7 +136,9 @@ class Session:
                 return
             pid = os.fork()
             if pid == 0:
-                worker.main(number, self.size, self.rank.root, self._control, theirs, profile, in_main_thread)
+                worker.main(
+                    number, self.size, self.rank.root, self._control, theirs, profile, self.owner, in_main_thread
+                )
         self._children[number] = pid
 
     # -- commands --------------------------------------------------------------------------------------------
@@ -149,7 +156,7 @@ class Session:
         with self.turn:
             self.settle()
             if self._garbage or self._stored_garbage:
-                self._run(self._take_garbage())
+                self._release_garbage()
             return self._run(command)
 
     def settle(self) -> None:
@@ -164,15 +171,17 @@ class Session:
                 "another command is running: a call of this library came from within it (a finalizer, a signal "
                 "handler, an operation's own code); make it when that one has returned"
             )
+        if self._orphaned:
+            self._release_orphaned()
         self._join()
 
     def _busy(self) -> bool:
         return min(self._control.done) < self._control.words[Control.POSTED]
 
     def _run(self, command: Command) -> Any:
-        control, rank = self._control, self.rank
-        self._running = True
+        control, rank, deaths = self._control, self.rank, self._deaths
         try:
+            self._running = True
             result, mine = None, None
             self._command = number = self._command + 1
             if self.timeout is not None:
@@ -181,14 +190,19 @@ class Session:
                 rank.begin(number)
                 if self.size > 1:
                     self._post(number, command)
+                deaths.at_work = threading.get_ident()
                 result = command.run(rank)
+                deaths.at_work = 0
             except BaseException as error:
+                deaths.at_work = 0
                 if self.closed is not None:  # a worker died, and there is nobody left to tell
                     raise
                 control.words[Control.FAILED] = number
                 control.ring_all()
                 mine = error
             control.done[rank.number] = number
+            if deaths.heard:
+                self._look_for_deaths()
             # A worker that is deep in compiled code may take long to notice an interrupt, or the exit that a signal's
             # handler asks for: `settle` waits for it, or `close` ends it.
             self._join(None if mine is None or isinstance(mine, Exception) else GRACE / 4)
@@ -260,8 +274,12 @@ class Session:
         return message
 
     def _join(self, limit: float | None = None) -> None:
-        done, number = self._control.done, self._control.words[Control.POSTED]
-        done[self.rank.number] = number  # the master does nothing else, or would not come here
+        control, me = self._control, self.rank.number
+        done, number = control.done, control.words[Control.POSTED]
+        if done[me] < number:  # interrupts have cut short the master's part, and then what it had to say of that
+            control.words[Control.FAILED] = number
+            control.ring_all()
+            done[me] = number
         if min(done) >= number:
             return
         deadline = None if limit is None else time.monotonic() + limit
@@ -269,7 +287,7 @@ class Session:
         def finished() -> bool:
             return min(done) >= number or (deadline is not None and time.monotonic() > deadline)
 
-        self._control.wait(self.rank.number, finished, FOR_JOIN, self._watch, POLL)
+        control.wait(me, finished, FOR_JOIN, self._watch, POLL)
 
     def _reports(self) -> list[Report]:
         control = self._control
@@ -293,13 +311,18 @@ class Session:
                 else f"the ranks did not finish within the {self.timeout:g} seconds that fork(timeout=...) allows"
             )
             self._fail(f"{message}; the workers were ended.", late[0] if late else self.rank.number)
+        self._look_for_deaths()
+
+    def _look_for_deaths(self) -> None:
+        deaths = self._deaths
+        at_work, deaths.at_work = deaths.at_work, 0  # one hears of it no more while one looks
         for number, pid in self._children.items():
             code = _ended(pid)
             if code is not None:
-                del self._children[number]
                 self._fail(
                     f"rank {number} (process {pid}) {cause_of_death(code)}; the other workers were ended.", number
                 )
+        deaths.at_work = at_work
 
     def _fail(self, message: str, number: int) -> NoReturn:
         """End all workers, and say why."""
@@ -317,6 +340,7 @@ class Session:
                 "the ranks belong to the process that called synkhronos.fork(): call it here for ranks of its own"
             )
             return
+        self._deaths.at_work = 0
         try:
             if not kill:
                 for read in self._before_close:
@@ -366,6 +390,9 @@ class Session:
         self._at_close.add(owner)
 
     def _free(self) -> None:
+        self._deaths.stop()
+        if self._file is not None:
+            self._file.close()
         for owner in list(self._at_close):
             owner.session_closed()
         self._unannounced.clear()
@@ -374,6 +401,7 @@ class Session:
         self._channels.clear()
         self.rank.segments.clear()
         self.rank.store.clear()
+        self._owned.clear()
         self.rank.watch = _nobody_to_watch  # this session's own method: a cycle that would keep the memory a while
         self.rank.threads.restore()
 
@@ -392,12 +420,15 @@ class Session:
         if self.closed is not None:
             raise RuntimeError(self.closed)
         nbytes = max(1, nbytes)
+        if self._orphaned:
+            self._release_orphaned()
         try:
             file = create_unlinked(nbytes)
-        except OSError as error:
-            if error.errno != errno.EMFILE or not self._unannounced or self._running:
+        except (MemoryError, OSError) as error:
+            useful = self._garbage if isinstance(error, MemoryError) else error.errno == errno.EMFILE
+            if not useful or self._running:
                 raise
-            self.run(Release([], []))  # closes those that wait to be announced
+            self.run(Release([], []))  # frees what was let go, and closes the files that wait to be announced
             file = create_unlinked(nbytes)
         segment = Segment(self._last_key + 1, file.fileno(), nbytes)
         with uninterrupted():  # a worker would wait for ever for a key that is never announced
@@ -422,27 +453,43 @@ class Session:
     def release_segment(self, key: int) -> None:
         """Let go of a segment on every rank: here at once, elsewhere with the next command."""
         if self.closed is None:
+            self._owned.pop(("segment", key), None)
             self.rank.segments.drop(key)
             self._garbage.append(key)
 
     def release_stored(self, key: Any) -> None:
         """Let go of what the ranks keep in their stores under this key."""
         if self.closed is None:
+            self._owned.pop(("stored", key), None)
             self.rank.store.pop(key, None)
             self._stored_garbage.append(key)
+
+    def release_with(self, owner: object, what: Literal["segment", "stored"], key: Any) -> None:
+        """Let go of a segment, or of what is stored, some time after the owner is collected.
+
+        At the next command, or when memory is made next.  At the collection itself nothing runs that is written in
+        Python: an interrupt that came in the middle of it would be swallowed.
+        """
+        self._owned[what, key] = weakref.KeyedRef(owner, self._orphaned.append, (what, key))
 
     def flush(self) -> None:
         """Have the workers let go, now, of what was released."""
         with self.turn:
             self.settle()
             if self._garbage or self._stored_garbage:
-                self._run(self._take_garbage())
+                self._release_garbage()
 
-    def _take_garbage(self) -> Release:
-        # Finalizers append to these lists at any moment: take what is there, item by item.
-        segments = [self._garbage.pop() for _ in range(len(self._garbage))]
-        stored = [self._stored_garbage.pop() for _ in range(len(self._stored_garbage))]
-        return Release(segments, stored)
+    def _release_orphaned(self) -> None:
+        while self._orphaned:
+            what, key = self._orphaned[0].key
+            (self.release_segment if what == "segment" else self.release_stored)(key)
+            del self._orphaned[0]
+
+    def _release_garbage(self) -> None:
+        # Interrupts come at any moment: nothing is forgotten before it is done.
+        release = Release(self._garbage[:], self._stored_garbage[:])
+        self._run(release)
+        del self._garbage[: len(release.segments)], self._stored_garbage[: len(release.stored)]
 
 
 def _nobody_to_watch() -> None:
@@ -450,11 +497,11 @@ def _nobody_to_watch() -> None:
 
 
 def _ended(pid: int) -> int | None:
-    """Return the exit code of a child that has ended (minus the signal's number), None for one that lives."""
+    """Return the exit code of a child that has ended (minus a signal's number; `UNKNOWN`), None for one that lives."""
     try:
         found, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
-        return 0  # somebody else has waited for it, or the system was told not to keep it
+        return UNKNOWN  # somebody else has waited for it, or the system was told not to keep it
     return os.waitstatus_to_exitcode(status) if found else None
 
 
@@ -548,16 +595,3 @@ class turn:  # noqa: N801 - used as `with turn() as session`
 
     def __exit__(self, *_: object) -> None:
         self._session.turn.release()
-
-
-def released_with(owner: object, current: Session, key: int) -> weakref.finalize:
-    """Release a segment when ``owner`` is collected."""
-    # The session is held weakly: a Data object must not keep closed ranks' memory alive.
-    reference = weakref.ref(current)
-
-    def release() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.release_segment(key)
-
-    return weakref.finalize(owner, release)

@@ -70,16 +70,17 @@ def main(
     control: Control,
     channel: socket.socket,
     profile: bool,
+    master: int,
     in_main_thread: bool,
 ) -> NoReturn:
     """Be a worker: run what the master posts, and end with it.
 
     Called in the forked process, on top of the master's stack: it must not return, and must not run anything that
-    the master has registered to run at exit.  ``in_main_thread`` says where in the master the fork was called.
+    the master has registered to run at exit.  ``master`` is the master's process, which may have gone already, so that
+    this one has another parent by now.  ``in_main_thread`` says where in the master the fork was called.
     """
     code = 1
     try:
-        master = os.getppid()
         _end_with_the_master(master, in_main_thread)
         _leave_the_masters_things(channel)
 
@@ -119,10 +120,14 @@ def start_anew(
 
     It inherits the environment, the arguments' files and `sys.path`, and imports what it needs.
     """
-    code = "from synkhronos.ranks.worker import started_anew; started_anew()"
-    settings = (number, size, root, spin, memory.fileno(), channel.fileno(), profile, in_main_thread)
+    settings = (number, size, root, spin, memory.fileno(), channel.fileno(), profile, os.getpid(), in_main_thread)
     path = json.dumps([os.path.abspath(folder) for folder in sys.path])
-    arguments = [sys.executable, "-c", f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); {code}", path]
+    code = "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    if sys.platform == "linux" and in_main_thread:  # the master may go before the imports are done, which take long
+        code += f"import ctypes; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {signal.SIGKILL:d}, 0, 0, 0); "
+    code += f"os.getppid() == {os.getpid()} or os._exit(1); "
+    code += "from synkhronos.ranks.worker import started_anew; started_anew()"
+    arguments = [sys.executable, "-c", code, path]
     files = (memory.fileno(), channel.fileno())
     for file in files:
         os.set_inheritable(file, True)
@@ -138,10 +143,10 @@ def start_anew(
 
 def started_anew() -> NoReturn:
     """Be the worker that `start_anew` started."""
-    number, size, root, spin, memory, channel, profile, in_main_thread = json.loads(sys.argv[2])
+    number, size, root, spin, memory, channel, profile, master, in_main_thread = json.loads(sys.argv[2])
     control = Control(size, spin, memory, made=True)
     os.close(memory)
-    main(number, size, root, control, socket.socket(fileno=channel), profile, in_main_thread)
+    main(number, size, root, control, socket.socket(fileno=channel), profile, master, in_main_thread)
 
 
 def _serve(rank: Rank, channel: socket.socket) -> None:
@@ -201,8 +206,8 @@ def _leave_the_masters_things(channel: socket.socket) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_DFL)
+    for name in ("TERM", "HUP", "CHLD", "ALRM", "USR1", "USR2", "URG"):
+        signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
 
     # Objects made before the fork are the master's: no finalizer of theirs may run here because a cycle was found.
     gc.freeze()

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import gc
 import json
@@ -29,6 +30,8 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives import commands
 from synkhronos.devices.host import HostCommunicator
+from synkhronos.ranks.control import Control
+from synkhronos.ranks.segments import Segment
 
 if NAME == "pytensor":
     from pytensor.graph.basic import Apply
@@ -43,6 +46,8 @@ _RELEASE = int(os.environ.get("FAULTS_RELEASE", -1))
 RANK: int | None = None
 #: What happens at a point, after how many times.
 PLANS: dict[str, tuple[int, str]] = {}
+#: What to do before "interrupt".
+INTERRUPTED: Any = None
 
 
 # -- what the harness learns ---------------------------------------------------------------------------------
@@ -100,8 +105,20 @@ def footprint() -> dict[str, Any]:
     gc.collect()
     files = sorted(os.readlink(f"/proc/self/fd/{fd}").split(":")[0][-40:] for fd in _files())
     with open("/proc/self/maps") as maps:
-        mapped = sum("synkhronos" in line or "/dev/zero" in line or "/dev/shm" in line for line in maps)
-    return {"files": files, "maps": mapped, "children": children()}
+        lines = [line for line in maps if "synkhronos" in line or "/dev/zero" in line or "/dev/shm" in line]
+    if len(lines) > 1:  # the last session's control memory is always there
+        _print_holders(lines)
+    # By kind: anonymous memory that ranks inherit, or what has been a file.
+    return {"files": files, "maps": sorted(line.split()[5][:9] for line in lines), "children": children()}
+
+
+def _print_holders(lines: list[str]) -> None:
+    """Print who holds shared memory, for a test that fails because of it."""
+    print(*lines, sep="", flush=True)
+    for held in gc.get_objects():
+        if isinstance(held, Control | Segment | ranks.Session):
+            holders = [h for h in gc.get_referrers(held) if type(h).__name__ not in ("frame", "list_iterator")]
+            print(f"{held!r:.100} is held by", *(f"{type(h).__name__} {h!r:.150}" for h in holders), flush=True)
 
 
 def start() -> dict[str, Any]:
@@ -133,9 +150,12 @@ def reach(point: str) -> None:
 
 def _act(action: str, point: str) -> None:
     kind, _, what = action.partition(":")
+    if kind == "interrupt":
+        INTERRUPTED()
+        raise KeyboardInterrupt
     tell("inside", point=point)
     if kind == "raise":
-        raise {"ValueError": ValueError, "MemoryError": MemoryError, "OSError": OSError}[what](f"{point} on {RANK}")
+        raise getattr(builtins, what)(f"{point} on {RANK}")
     if kind == "raise-silent":
         raise Silent
     if kind == "raise-long":
@@ -176,8 +196,13 @@ class _Poll(ctypes.Structure):
 
 
 def hold(how: str) -> None:
-    """Wait until the harness lets go: in Python, or as compiled code does, with no Python running meanwhile."""
-    if how == "python":
+    """Wait until the harness lets go: in Python, or as compiled code does, with no Python running meanwhile.
+
+    Or sleep for a minute, in one system call.
+    """
+    if how == "sleep":
+        time.sleep(60)
+    elif how == "python":
         deadline = time.monotonic() + 60
         while not select.select([_RELEASE], [], [], 0.01)[0]:
             if time.monotonic() > deadline:

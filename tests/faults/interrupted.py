@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import gc
 import os
 import random
 import signal
@@ -129,6 +131,120 @@ def while_closing(where: str) -> None:
     synk.close()
     vars(work).clear()
     tell("closed", before=before, after=footprint())
+
+
+class Press:
+    """Presses Ctrl-C where the interpreter looks for signals in the library's code for the ``at``-th time from now on.
+
+    That is where a function begins, after a call, and where a loop turns back.
+    """
+
+    LOOKS = ("RESUME", "CALL", "JUMP_BACKWARD")
+
+    def __init__(self, at: int):
+        self.at = self.left = at
+        self.place = ""
+        self._last: dict[int, str] = {}
+
+    def begin(self) -> None:
+        """Begin, be it in the middle of what the library does."""
+        frame: Any = sys._getframe()
+        while frame is not None:
+            if (trace := self._called(frame, "call", None)) is not None:
+                frame.f_trace = trace
+            frame = frame.f_back
+        sys.settrace(self._called)
+
+    def _called(self, frame: Any, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(os.path.dirname(synk.__file__)):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self._last[id(frame)] = ""
+        return self._traced
+
+    def _traced(self, frame: Any, event: str, argument: Any) -> Any:
+        if event == "opcode":
+            before, now = self._last[id(frame)], dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            if now in ("CACHE", "PRECALL"):
+                return self._traced
+            self._last[id(frame)] = now
+            if before.startswith(self.LOOKS):
+                self.left -= 1
+                if self.left == -1:
+                    self.place = f"{frame.f_code.co_qualname}:{frame.f_lineno}, {frame.f_code.co_filename}"
+                    signal.raise_signal(signal.SIGINT)
+        return self._traced
+
+
+def at_every_moment(what: str, first: int = 0, step: int = 1) -> None:
+    """Press Ctrl-C at each moment of an action in turn at which it can come, and see each time whether all works."""
+    inside.instrument()
+    before = start()
+    lost, wrong, presses = [], [], 0
+    made: dict[str, Any] = {}
+
+    def forked() -> None:
+        if _current() is None:
+            synk.fork(2, use_gpu=False)
+            made["work"] = Work()
+            made["work"].check()
+
+    actions = {
+        "call": lambda: made["work"].call(),
+        "slices": lambda: made["work"].call(num_slices=2),
+        "rows": lambda: made["work"].f(np.arange(9.0), batch=[0, 3, 5]),
+        "first call": lambda: Work().call(),
+        "collective": lambda: synk.all_reduce(made["work"].big, "sum"),
+        "data": lambda: synk.data(np.ones(9)).set_length(5000),
+        "fork": lambda: synk.fork(2, use_gpu=False),
+        "close": synk.close,
+        "call again": lambda: made["work"].call(),
+        "collective again": lambda: synk.all_reduce(made["work"].big, "sum"),
+    }
+    for k in range(first, 1_000_000, step):
+        if what == "fork":
+            made.clear()
+            synk.close()
+        else:
+            forked()
+        error = None
+        press = Press(k)
+        if what.endswith("again"):  # once in the master's own part, and a second time at each moment after that
+            inside.PLANS["perform" if what.startswith("call") else "chunk"] = 0, "interrupt"
+            inside.INTERRUPTED = press.begin
+        else:
+            press.begin()
+        try:
+            actions[what]()
+        except BaseException as caught:
+            error = repr(caught)
+        finally:
+            sys.settrace(None)
+        if not press.place:  # it was not pressed any more
+            break
+        presses += 1
+        if error is None:
+            lost.append(press.place)
+        elif error != "KeyboardInterrupt()":
+            wrong.append((error, press.place))
+        forked()
+        works = attempt(made["work"].check)
+        if works.get("value") != right(2):
+            wrong.append((str(works), press.place))
+    made.clear()
+    gc.collect()
+    synk.close()
+    print("lost:", *lost, sep="\n")
+    print("wrong:", *wrong, sep="\n")
+    tell("outcome", presses=presses, lost=len(lost), wrong=len(wrong))
+    tell("closed", before=before, after=footprint())
+
+
+def _current() -> Any:
+    try:
+        return ranks.session()
+    except RuntimeError:
+        return None
 
 
 def at_random(seed: int, times: int) -> None:

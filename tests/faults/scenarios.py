@@ -6,6 +6,7 @@ They leave by the interpreter's ordinary end, so that what runs at exit is teste
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import functools
 import json
@@ -22,7 +23,7 @@ import numpy as np
 import synkhronos as synk
 from faults import inside
 from faults.inside import Arguments, Work, attempt, children, footprint, hold, know, plant, reach, right, start, tell
-from synkhronos import ranks
+from synkhronos import processes, ranks
 from synkhronos.ranks import worker
 
 N = 3
@@ -36,6 +37,13 @@ POINTS = {
     "build": "build",
     "arguments": "arguments",
 }
+
+
+def _reap(*_: Any) -> None:
+    """Wait for whatever child has ended, as programs do that start many."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _operation(where: str, work: Work, name: str) -> Any:
@@ -61,10 +69,30 @@ def _collective(name: str, variable: Any) -> Any:
 
 
 def at_a_point(
-    where: str, action: str = "hold:python", on: Any = (2,), skip: int = 0, name: str = "all_reduce", point: str = ""
+    where: str,
+    action: str = "hold:python",
+    on: Any = (2,),
+    skip: int = 0,
+    name: str = "all_reduce",
+    point: str = "",
+    urgent: bool = False,
+    reaper: str = "library",
+    fresh: bool = False,
 ) -> None:
-    """Reach a point in which something happens, look at what came of it, and work on."""
+    """Reach a point in which something happens, look at what came of it, and work on.
+
+    Perhaps in a program that handles SIGURG itself, or in which somebody else than the library takes exit codes, or
+    with workers that are no copies of the master.
+    """
     inside.instrument()
+    if fresh:
+        processes.needs_fresh_processes = lambda: True
+    if urgent:
+        signal.signal(signal.SIGURG, lambda *_: None)
+    if reaper == "system":
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    elif reaper == "master":
+        signal.signal(signal.SIGCHLD, _reap)
     before = start()
     synk.fork(N, use_gpu=False)
     pids = know()
@@ -112,21 +140,29 @@ def _closed() -> bool:
     return False
 
 
-def at_fork(how: str, on: int = 2) -> None:
+def at_fork(how: str, on: int = 2, fresh: bool = False) -> None:
     """Fork, with something that happens in the master, or in a worker, while it does."""
+    if how == "limit":
+        _become_nobody()
     before = start()
-    real_fork, real_leave = os.fork, worker._leave_the_masters_things
+    real_fork, real_leave, real_start = os.fork, worker._leave_the_masters_things, worker.start_anew
+    usual = resource.getrlimit(resource.RLIMIT_NPROC)
     forked: list[int] = []
 
     def fork() -> int:
         if len(forked) == 2 and how == "raise":
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        if len(forked) == 2 and how == "limit":
+            resource.setrlimit(resource.RLIMIT_NPROC, (1, usual[1]))
         pid = real_fork()
         if pid:
             forked.append(pid)
             if len(forked) == 2 and how == "master":
                 tell("inside", pids={0: os.getpid()})
                 hold("python")
+        elif len(forked) == 1 and how == "child":
+            tell("inside", pids={2: os.getpid()})
+            hold("python")
         return pid
 
     def leave(*arguments: Any) -> None:
@@ -136,9 +172,21 @@ def at_fork(how: str, on: int = 2) -> None:
             tell("inside", pids={on: os.getpid()})
             hold("python")
 
-    os.fork, worker._leave_the_masters_things = fork, leave
+    def start_anew(*arguments: Any) -> int:
+        if len(forked) == 2 and how == "raise":
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        forked.append(real_start(*arguments))
+        if len(forked) == 3 and how == "master":
+            tell("inside", pids={0: os.getpid()})
+            hold("python")
+        return forked[-1]
+
+    os.fork, worker._leave_the_masters_things, worker.start_anew = fork, leave, start_anew
+    if fresh:
+        processes.needs_fresh_processes = lambda: True
     outcome = attempt(lambda: synk.fork(4, use_gpu=False))
-    os.fork, worker._leave_the_masters_things = real_fork, real_leave
+    os.fork, worker._leave_the_masters_things, worker.start_anew = real_fork, real_leave, real_start
+    resource.setrlimit(resource.RLIMIT_NPROC, usual)
     tell("outcome", **outcome)
     tell("dead", before=before, after=footprint())
     if "error" in outcome:
@@ -146,6 +194,14 @@ def at_fork(how: str, on: int = 2) -> None:
         tell("works", right=right(N), **attempt(Work().check))
     synk.close()
     tell("closed", before=before, after=footprint())
+
+
+def _become_nobody() -> None:
+    """Be a user who has no other processes: limits are counted by user, and don't hold for root."""
+    user = 1 << 20 | os.getpid()
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: or /proc/self is root's
 
 
 def never_returns(timeout: float) -> None:

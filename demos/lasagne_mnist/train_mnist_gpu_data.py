@@ -1,0 +1,136 @@
+"""Train a network on handwritten digits, data-parallel, with the data in the ranks' own memory.
+
+Each rank gets its part of the data once, in shared variables: on a GPU, where the rank computes on one. A step is
+told by `batch_s` which rows each rank takes of its own part, so that nothing but indexes travels. The ranks shuffle
+their parts; the parts stay as they are.
+"""
+
+from __future__ import annotations
+
+import synkhronos.compat  # noqa: F401 - before Lasagne
+
+# isort: split
+import argparse
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+import synkhronos as synk
+from digits import EXAMPLES, Part, arguments, finish, load
+from lasagne_tools import options as common
+from lasagne_tools.fit import fit
+from lasagne_tools.library import theano, title
+from lasagne_tools.report import conclude, run_serial
+from models import IMAGE, Network, build
+
+SERIAL = Path(__file__).with_name("train_mnist_theano.py")
+
+
+class GpuData:
+    """A network that all ranks train, and its data in the ranks' own memory.
+
+    Parameters
+    ----------
+    network : Network
+        What to train.
+    parts : list of three Part
+        Images and labels to train, to validate and to test.
+    options : Namespace
+        The command line's.
+    n_ranks : int
+        What `synk.fork` returned.
+    """
+
+    def __init__(self, network: Network, parts: list[Part], options: argparse.Namespace, n_ranks: int) -> None:
+        self.n_ranks, self._options = n_ranks, options
+        train, valid, test = [self._shared_part(name) for name in ("train", "valid", "test")]
+
+        # A step in three parts. Each rank writes its gradient into one flat shared vector, weighed by its rows.
+        grad_updates, param_updates, self._grad_shared = options.update_rule(
+            network.loss, network.params, learning_rate=options.learning_rate, weight=network.x.shape[0]
+        )
+        self._gradient = self._on_rows_of(train, network, (network.loss, "mean"), updates=grad_updates)
+        self._update = synk.function([], updates=param_updates)
+
+        loss_and_error = [(network.test_loss, "mean"), (network.test_error, "mean")]
+        self._validate = self._on_rows_of(valid, network, loss_and_error)
+        self._test = self._on_rows_of(test, network, loss_and_error)
+        synk.distribute()
+        for variables, part in zip((train, valid, test), parts, strict=True):
+            synk.scatter(variables, list(part))
+        self._lengths = synk.get_lengths(train[1])
+
+    @staticmethod
+    def _shared_part(name: str) -> list[Any]:
+        """Return shared variables for images and labels, which the ranks' rows go into."""
+        images = np.zeros((1, *IMAGE), theano.config.floatX)
+        labels = np.zeros(1, "int32")
+        return [theano.shared(images, f"{name}_images"), theano.shared(labels, f"{name}_labels")]
+
+    @staticmethod
+    def _on_rows_of(variables: list[Any], network: Network, outputs: Any, **kwargs: Any) -> synk.Function:
+        """Make a function that has shared variables in the place of its inputs."""
+        givens = list(zip((network.x, network.y), variables, strict=True))
+        return synk.function([], outputs, givens=givens, sliceable_shareds=variables, **kwargs)
+
+    def batches(self, rng: np.random.Generator) -> list[list[np.ndarray]]:
+        """Return for each step a list of shuffled indexes for each rank."""
+        # Not more steps than the rank with the fewest rows can take part in: without rows it would sit out, and
+        # contribute an old gradient.
+        n_steps = min(-(-sum(self._lengths) // self._options.batch_size), *self._lengths)
+        by_rank = [np.array_split(rng.permutation(length), n_steps) for length in self._lengths]
+        return [list(rows) for rows in zip(*by_rank, strict=True)]
+
+    def shares(self, batch: list[np.ndarray]) -> list[int]:
+        """Return how many rows of a batch each rank computes."""
+        return [len(rows) for rows in batch]
+
+    def train(self, batch: list[np.ndarray]) -> Any:
+        """Take a step; return the loss."""
+        loss = self._gradient(batch_s=batch)
+        # One collective for all gradients, after which the ranks hold the same sum.
+        synk.all_reduce(self._grad_shared)
+        self._update()
+        return loss
+
+    def validate(self) -> tuple[float, float]:
+        """Return loss and error of the validation data, by one call on all of it."""
+        return self._loss_and_error(self._validate)
+
+    def test(self) -> tuple[float, float]:
+        """Return loss and error of the test data."""
+        return self._loss_and_error(self._test)
+
+    def _loss_and_error(self, function: synk.Function) -> tuple[float, float]:
+        # Each rank takes its rows in slices, so that a large set needs no more memory than a small one.
+        loss, error = function(num_slices=self._options.slices)
+        return float(loss), float(error)
+
+
+def main() -> None:
+    """Train, test, and print what came out."""
+    parser = arguments(__doc__.splitlines()[0], EXAMPLES, __file__)
+    common.add_ranks(parser)
+    options = finish(parser)
+    serial = run_serial(SERIAL) if options.compare else None
+
+    start = perf_counter()
+    n_ranks = synk.fork(options.ranks, use_gpu=options.use_gpu)
+    if options.batch_size < n_ranks:
+        parser.error(f"argument --batch-size: {options.batch_size} images are too few for {n_ranks} ranks")
+    network = build(options.model, options.seed, options.dropout)
+    trainer = GpuData(network, load(options), options, n_ranks)
+    print(f"{options.model} on {n_ranks} ranks, data in the ranks' memory; {title()}")
+    run = fit(trainer, options, f"{n_ranks} ranks", start)
+    run.test = trainer.test()
+    synk.close()
+    conclude(run, options, serial)
+
+
+if __name__ == "__main__":
+    main()

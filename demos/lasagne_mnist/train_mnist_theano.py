@@ -1,0 +1,107 @@
+"""Train a network on handwritten digits in one process, with plain functions of the graph library.
+
+The serial program that the other two scripts are to be compared with; their option --compare runs it. Its functions
+are Theano's own (PyTensor's, where that is installed).
+"""
+
+from __future__ import annotations
+
+import synkhronos.compat  # noqa: F401 - before Lasagne
+
+# isort: split
+import argparse
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+import synkhronos as synk
+from digits import Part, arguments, finish, load
+from lasagne_tools import options as common
+from lasagne_tools.batches import evaluate_in_slices, shuffled_batches
+from lasagne_tools.fit import fit
+from lasagne_tools.library import theano, title
+from lasagne_tools.report import conclude
+from models import Network, build
+
+EXAMPLES = ["mlp --epochs 50", "cnn --data ~/mnist --rule adam --gpu"]
+
+
+class OneProcess:
+    """A network and its data.
+
+    Parameters
+    ----------
+    network : Network
+        What to train.
+    parts : list of three Part
+        Images and labels to train, to validate and to test.
+    options : Namespace
+        The command line's.
+    """
+
+    n_ranks = 1
+
+    def __init__(self, network: Network, parts: list[Part], options: argparse.Namespace) -> None:
+        self._options = options
+        self._train_part, self._valid_part, self._test_part = parts
+        # The update rules of Synkhronos need no ranks. Lasagne's own have the same formulas.
+        grad_updates, param_updates, _ = options.update_rule(
+            network.loss, network.params, learning_rate=options.learning_rate
+        )
+        inputs = [network.x, network.y]
+        self._gradient = theano.function(inputs, network.loss, updates=grad_updates)
+        self._update = theano.function([], updates=param_updates)
+        self._evaluate = theano.function(inputs, [network.test_loss, network.test_error])
+
+    def batches(self, rng: np.random.Generator) -> list[np.ndarray]:
+        """Return shuffled indexes, so many a step as a batch has."""
+        return shuffled_batches(rng, len(self._train_part.labels), self._options.batch_size)
+
+    def shares(self, batch: np.ndarray) -> list[int]:
+        """Return how many rows of a batch the process computes: all."""
+        return [len(batch)]
+
+    def train(self, batch: np.ndarray) -> Any:
+        """Take a step; return the loss."""
+        loss = self._gradient(self._train_part.images[batch], self._train_part.labels[batch])
+        self._update()
+        return loss
+
+    def validate(self) -> tuple[float, float]:
+        """Return loss and error of the validation data."""
+        return self._loss_and_error(self._valid_part)
+
+    def test(self) -> tuple[float, float]:
+        """Return loss and error of the test data."""
+        return self._loss_and_error(self._test_part)
+
+    def _loss_and_error(self, part: Part) -> tuple[float, float]:
+        # What num_slices does for the ranks.
+        return evaluate_in_slices(self._evaluate, *part, self._options.slices)
+
+
+def main() -> None:
+    """Train, test, and print what came out."""
+    parser = arguments(__doc__.splitlines()[0], EXAMPLES, __file__)
+    common.add_device(parser)
+    options = finish(parser)
+
+    start = perf_counter()
+    # One rank has no workers. This is for the GPU, which it opens where there is one.
+    synk.fork(1, use_gpu=options.use_gpu)
+    network = build(options.model, options.seed, options.dropout)
+    trainer = OneProcess(network, load(options), options)
+    print(f"{options.model} in one process; {title()}")
+    run = fit(trainer, options, "one process", start)
+    run.test = trainer.test()
+    synk.close()
+    conclude(run, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Batch normalisation as a Lasagne layer, which Lasagne 0.1 does not have.
+
+`BatchNormLayer`
+    Gives every channel mean 0 and variance 1, then a scale and a shift that are learned.
+`running_averages`
+    The shared variables that such layers remember their statistics in.
+
+Training normalises by the statistics of the batch and moves running averages towards them; with
+``deterministic=True`` the running averages take their place.  A layer does not change its averages by itself:
+``get_output(network, average_updates=updates)`` puts what is to become of them into the dict `updates`, which then
+goes to the function that trains.
+
+On several ranks a batch is the rows of one rank.  So each rank normalises by its own statistics and has running
+averages of its own.  Before validation they are averaged:
+
+    synk.all_reduce(running_averages(network))
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from lasagne_tools.library import T, lasagne
+
+__all__ = ["BatchNormLayer", "running_averages"]
+
+
+class BatchNormLayer(lasagne.layers.Layer):
+    r"""Batch normalisation.
+
+    Parameters
+    ----------
+    incoming : Layer or tuple
+        The layer below, or the shape of the input: rows first, channels second, then any positions.
+    epsilon : float
+        Is added to the variance, so that a constant channel does not divide by zero.
+    alpha : float
+        The step of the running averages, from 0 (they stay) to 1 (they are the last batch's statistics).
+    beta, gamma : shared variable, array, callable or None
+        The initial shift and scale of each channel, as for other Lasagne layers; None leaves it out.
+    nonlinearity : callable or None
+        Applied at the end.
+    **kwargs
+        For the base class: ``name``.
+
+    Attributes
+    ----------
+    beta, gamma : shared variable of shape (channels,), or None
+        Shift and scale.  They are trained; weight decay leaves them alone.
+    mean, variance : shared variables of shape (channels,)
+        The running averages, tagged ``running_average``.
+
+    Notes
+    -----
+    .. math:: y = \gamma\, \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta
+
+    Mean :math:`\mu` and variance :math:`\sigma^2` are taken over rows and positions.  The variance is that of the
+    batch itself, a division by the number of values, in training and in the running average alike.
+
+    Put it between a layer without biases and its nonlinearity: the shift takes the biases' place.
+
+    References
+    ----------
+    .. [1] Ioffe, S. and Szegedy, C. (2015): Batch normalization: accelerating deep network training by reducing
+       internal covariate shift. ICML, arXiv:1502.03167.
+    """
+
+    def __init__(
+        self,
+        incoming: Any,
+        epsilon: float = 1e-5,
+        alpha: float = 0.1,
+        beta: Any = lasagne.init.Constant(0),  # noqa: B008 - as in Lasagne: it holds nothing that changes
+        gamma: Any = lasagne.init.Constant(1),  # noqa: B008
+        nonlinearity: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(incoming, **kwargs)
+        if len(self.input_shape) < 2 or self.input_shape[1] is None:
+            raise ValueError(
+                f"BatchNormLayer: expected an input with rows and a known number of channels, got {self.input_shape}"
+            )
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"BatchNormLayer: alpha: expected a number from 0 to 1, got {alpha!r}")
+        self.epsilon, self.alpha = epsilon, alpha
+        self.nonlinearity = nonlinearity or lasagne.nonlinearities.identity
+        shape = (self.input_shape[1],)
+        self.beta = self._learned(beta, shape, "beta")
+        self.gamma = self._learned(gamma, shape, "gamma")
+        self.mean = self._averaged(0, shape, "mean")
+        self.variance = self._averaged(1, shape, "variance")
+
+    def _learned(self, initial: Any, shape: tuple[int, ...], name: str) -> Any:
+        return None if initial is None else self.add_param(initial, shape, name, regularizable=False)
+
+    def _averaged(self, initial: float, shape: tuple[int, ...], name: str) -> Any:
+        start = lasagne.init.Constant(initial)
+        return self.add_param(start, shape, name, trainable=False, regularizable=False, running_average=True)
+
+    def get_output_for(
+        self,
+        input: Any,
+        deterministic: bool = False,
+        average_updates: MutableMapping[Any, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Normalise.
+
+        Parameters
+        ----------
+        input : tensor variable
+            What the layer below computes.
+        deterministic : bool
+            Whether to use the running averages instead of the batch's own statistics.
+        average_updates : dict, optional
+            Where to put the running averages' new values; nothing is put there when `deterministic`.
+        **kwargs
+            Ignored: what other layers take.
+
+        Returns
+        -------
+        tensor variable
+            Of the shape of `input`.
+        """
+        mean, variance = self.mean, self.variance
+        if not deterministic:
+            axes = [axis for axis in range(input.ndim) if axis != 1]
+            mean, variance = input.mean(axis=axes), input.var(axis=axes)
+            if average_updates is not None:
+                for average, value in ((self.mean, mean), (self.variance, variance)):
+                    average_updates[average] = (1 - self.alpha) * average + self.alpha * value
+        scale = 1 / T.sqrt(variance + self.epsilon)
+        if self.gamma is not None:
+            scale = self.gamma * scale
+        normalised = (input - self._per_channel(mean)) * self._per_channel(scale)
+        if self.beta is not None:
+            normalised = normalised + self._per_channel(self.beta)
+        return self.nonlinearity(normalised)
+
+    def _per_channel(self, vector: Any) -> Any:
+        """Lay a vector along the input's axis 1."""
+        return vector.dimshuffle("x", 0, *["x"] * (len(self.input_shape) - 2))
+
+
+def running_averages(network: Any) -> list[Any]:
+    """Return the running averages of a network's batch normalisation layers.
+
+    Parameters
+    ----------
+    network : Layer or list of Layer
+        The last layer, or layers.
+
+    Returns
+    -------
+    list of shared variables
+        Means and variances, from the first layer to the last.
+    """
+    return lasagne.layers.get_all_params(network, running_average=True)

@@ -1,0 +1,134 @@
+"""Epochs with a progress bar, and their times.
+
+`Trainer`
+    What every script provides: batches, a step, a validation.
+`Run`
+    What a run showed.
+`fit`
+    Trains for some epochs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+from tqdm import tqdm
+
+__all__ = ["Run", "Trainer", "fit"]
+
+
+class Trainer(Protocol):
+    """A network's functions and their data.
+
+    Attributes
+    ----------
+    n_ranks : int
+        Processes that compute.
+    """
+
+    n_ranks: int
+
+    def batches(self, rng: np.random.Generator) -> Sequence[Any]:
+        """Shuffle the training data, and return an epoch's batches in the form that `train` takes."""
+
+    def shares(self, batch: Any) -> list[int]:
+        """Return how many rows of a batch each rank computes."""
+
+    def train(self, batch: Any) -> Any:
+        """Take a step; return the mean loss before it, a scalar that may still be on its way from a GPU."""
+
+    def validate(self) -> tuple[float, float]:
+        """Return the mean loss, and the share of wrong answers from 0 to 1, of the validation data."""
+
+
+@dataclass
+class Run:
+    """What a run showed.
+
+    Attributes
+    ----------
+    title : str
+        What to call it.
+    n_ranks : int
+        Processes that computed.
+    losses : list of float
+        The mean training loss of each epoch.
+    validation : list of (float, float)
+        Loss, and error from 0 to 1, after each epoch.
+    test : (float, float) or None
+        The same of the test data, at the end.
+    setup_seconds : float
+        From the start to the end of the first step: building, forking, compiling.
+    seconds : float
+        Time of all training steps but the first.
+    images : list of int
+        How many images each rank computed in that time.
+    """
+
+    title: str
+    n_ranks: int
+    losses: list[float] = field(default_factory=list)
+    validation: list[tuple[float, float]] = field(default_factory=list)
+    test: tuple[float, float] | None = None
+    setup_seconds: float = 0.0
+    seconds: float = 0.0
+    images: list[int] = field(default_factory=list)
+
+    def speed(self, images: int) -> float:
+        """Return images a second; not a number when the first step was the only one."""
+        return images / self.seconds if sum(self.images) else math.nan
+
+
+def fit(trainer: Trainer, options: argparse.Namespace, title: str, start: float) -> Run:
+    """Train for some epochs, and validate after each.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        What to train.
+    options : Namespace
+        The command line's: `epochs`, `steps`, `seed` and `quiet`.
+    title : str
+        What to call the run.
+    start : float
+        When it began, by `perf_counter`.
+
+    Returns
+    -------
+    Run
+        The curves and the times.
+    """
+    rng = np.random.default_rng(options.seed)
+    run = Run(title, trainer.n_ranks, images=[0] * trainer.n_ranks)
+    with tqdm(desc=title, unit="step", disable=options.quiet) as bar:
+        for epoch in range(options.epochs):
+            batches = trainer.batches(rng)[: options.steps]
+            if not batches:
+                raise SystemExit("there are fewer images than one batch has: choose a smaller batch size")
+            bar.total = options.epochs * len(batches)
+            losses, begin = [], perf_counter()
+            for batch in batches:
+                losses.append(trainer.train(batch))
+                if run.setup_seconds == 0:
+                    # The functions were compiled in the first step, which is waited for and not counted.
+                    float(losses[0])
+                    begin = perf_counter()
+                    run.setup_seconds = begin - start
+                else:
+                    run.images = [a + b for a, b in zip(run.images, trainer.shares(batch), strict=True)]
+                bar.update()
+            # Losses are read once an epoch. To read one waits for the GPUs, which then wait for the next step.
+            values = [float(loss) for loss in losses]
+            run.seconds += perf_counter() - begin
+            run.losses.append(float(np.average(values, weights=[sum(trainer.shares(batch)) for batch in batches])))
+            run.validation.append(trainer.validate())
+            bar.set_postfix(
+                epoch=epoch + 1, loss=f"{run.losses[-1]:.4f}", validation_error=f"{run.validation[-1][1]:.2%}"
+            )
+    return run

@@ -1,0 +1,156 @@
+"""The arguments that all scripts take.
+
+`parser`
+    An argument parser that prints defaults and examples.
+`add_device`
+    GPUs or CPU cores.
+`add_ranks`
+    The same, how many ranks, and whether to compare with one process.
+`add_training`
+    Epochs, the update rule, the seed.
+`fill_in`
+    What depends on other arguments.
+`positive`
+    The type of a number that is at least 1.
+`serial_command`
+    The same arguments for the script that runs in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from synkhronos.extensions import updates
+
+# The update rules, and a learning rate with which each trains the demos' networks well.
+LEARNING_RATES = {
+    "sgd": 0.1,
+    "momentum": 0.05,
+    "nesterov_momentum": 0.05,
+    "adagrad": 0.01,
+    "rmsprop": 0.0005,
+    "adadelta": 1.0,
+    "adam": 0.0005,
+    "adamax": 0.001,
+    "amsgrad": 0.0005,
+}
+
+
+def parser(description: str, examples: list[str], script: str) -> argparse.ArgumentParser:
+    """Return a parser without arguments.
+
+    Parameters
+    ----------
+    description : str
+        What the script does.
+    examples : list of str
+        Arguments to show under the list of options.
+    script : str
+        The path of the script.
+    """
+    name = Path(script).name
+    lines = "\n".join(f"  python {name} {example}".rstrip() for example in examples)
+    return argparse.ArgumentParser(
+        prog=name,
+        description=description,
+        epilog=f"examples:\n{lines}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        # serial_command() knows the arguments by their whole names.
+        allow_abbrev=False,
+    )
+
+
+def add_device(arguments: Any) -> None:
+    """Add the choice between GPUs and CPU cores.
+
+    Parameters
+    ----------
+    arguments : ArgumentParser or group of one
+        Where to add it.
+    """
+    add = arguments.add_mutually_exclusive_group().add_argument
+    which = {"dest": "use_gpu", "action": "store_const"}
+    add("--gpu", const=True, help="compute on GPUs (default: where there are some that can be used)", **which)
+    add("--cpu", const=False, help="compute on CPU cores", **which)
+
+
+def add_ranks(arguments: argparse.ArgumentParser) -> None:
+    """Add what `synkhronos.fork` is told, and ``--compare``.
+
+    Parameters
+    ----------
+    arguments : ArgumentParser
+        Where to add it.
+    """
+    group = arguments.add_argument_group("ranks")
+    add = group.add_argument
+    add("--ranks", type=positive, metavar="N", help="processes (default: one for each GPU, or for each core)")
+    add_device(group)
+    add("--compare", action="store_true", help="train in one process too, before, and show the speed-up")
+
+
+def add_training(arguments: argparse.ArgumentParser, epochs: int) -> None:
+    """Add what says how to train.
+
+    Parameters
+    ----------
+    arguments : ArgumentParser
+        Where to add it.
+    epochs : int
+        The default.
+    """
+    add = arguments.add_argument_group("training").add_argument
+    add("--epochs", type=positive, default=epochs, metavar="N", help="passes over the data (%(default)s)")
+    add("--steps", type=positive, metavar="N", help="at most this many steps in an epoch")
+    rules = list(LEARNING_RATES)
+    add("--rule", choices=rules, default="nesterov_momentum", metavar="NAME", help=f"{', '.join(rules)} (%(default)s)")
+    add("--learning-rate", type=float, metavar="R", help="(default: one that suits the rule)")
+    add("--seed", type=int, default=1, metavar="N", help="of weights, batches and dropout (%(default)s)")
+    add("--slices", type=positive, default=4, metavar="N", help="pieces of validation and test, to save memory (4)")
+    add("--quiet", action="store_true", help="no progress bar")
+    add("--result", type=Path, metavar="FILE", help="write the figures into a file, as JSON")
+
+
+def fill_in(options: argparse.Namespace) -> None:
+    """Choose the learning rate where none was given, and the rule by its name.
+
+    Parameters
+    ----------
+    options : Namespace
+        `learning_rate` is filled in; `update_rule`, a function of `synkhronos.extensions.updates`, is new.
+    """
+    if options.learning_rate is None:
+        options.learning_rate = LEARNING_RATES[options.rule]
+    options.update_rule = getattr(updates, options.rule)
+
+
+def positive(text: str) -> int:
+    """Return the number that a text gives, if it is at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
+def serial_command(script: Path, result: Path) -> list[str]:
+    """Return the command that trains in one process with the arguments that this script was given.
+
+    Parameters
+    ----------
+    script : Path
+        The script that runs in one process.
+    result : Path
+        Where it writes its figures.
+    """
+    arguments, skip = [], False
+    for word in sys.argv[1:]:
+        if skip:
+            skip = False
+        elif word in ("--ranks", "--result"):
+            skip = True
+        elif word != "--compare" and not word.startswith(("--ranks=", "--result=")):
+            arguments.append(word)
+    return [sys.executable, str(script), *arguments, "--result", str(result)]

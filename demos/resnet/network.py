@@ -1,0 +1,198 @@
+"""A residual network of bottleneck blocks (He et al., 2015), from Lasagne's layers.
+
+`BLOCKS`
+    The blocks of each stage, by the depth that the network is called after.
+`build`
+    Makes a network: ResNet-50, or a smaller or larger one.
+`Network`
+    What was made.
+`training_loss`
+    The loss of some rows, and what becomes of the running averages.
+
+References
+----------
+.. [1] He, K., Zhang, X., Ren, S. and Sun, J. (2015): Deep residual learning for image recognition. arXiv:1512.03385.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lasagne_tools.batch_norm import BatchNormLayer, running_averages
+from lasagne_tools.library import T, lasagne, theano
+
+__all__ = ["BLOCKS", "Network", "build", "training_loss"]
+
+BLOCKS = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+# A block's output has so many times the channels of the convolutions inside it.
+EXPANSION = 4
+# About the mean and the spread of pixels, 0 to 255: the network gets numbers around 0.
+PIXEL_MEAN, PIXEL_SPREAD = 127.5, 64.0
+
+_layers = lasagne.layers
+_rectify = lasagne.nonlinearities.rectify
+
+
+class Network(NamedTuple):
+    """A network and what is computed with it.
+
+    Attributes
+    ----------
+    output : Layer
+        The last layer.
+    x, y : tensor variables
+        Images, uint8 of shape (n, 3, size, size), and labels, shape (n,).
+    params : list of shared variables
+        What is trained.
+    averages : list of shared variables
+        The running averages of the batch normalisation layers.
+    loss : scalar variable
+        Mean cross-entropy, by the batch's own statistics, and the penalty of large weights.
+    average_updates : OrderedDict
+        The running averages' new values, after a batch.
+    test_loss, test_error : scalar variables
+        Mean cross-entropy, and the share of wrong answers, by the running averages.
+    """
+
+    output: Any
+    x: Any
+    y: Any
+    params: list[Any]
+    averages: list[Any]
+    loss: Any
+    average_updates: OrderedDict[Any, Any]
+    test_loss: Any
+    test_error: Any
+
+
+class ConvLayer(lasagne.layers.Conv2DLayer):
+    """A convolution that pads by itself: Lasagne 0.1 copies its input into a larger array of zeros for that."""
+
+    def get_output_for(self, input: Any, **kwargs: Any) -> Any:
+        """Convolve; there are no biases, since batch normalisation follows."""
+        convolved = self.convolution(
+            input,
+            self.W,
+            input_shape=self.input_shape,
+            filter_shape=self.get_W_shape(),
+            border_mode=self.pad,
+            subsample=self.stride,
+        )
+        return self.nonlinearity(convolved)
+
+
+class MeanLayer(lasagne.layers.GlobalPoolLayer):
+    """The mean of each channel: Lasagne 0.1 reshapes its input for that, which XLA can't where lengths are symbols."""
+
+    def get_output_for(self, input: Any, **kwargs: Any) -> Any:
+        """Take the mean over height and width."""
+        return input.mean(axis=(2, 3))
+
+
+def build(
+    blocks: Sequence[int], width: int, size: int, n_classes: int, weight_decay: float = 1e-4, seed: int = 1
+) -> Network:
+    """Make a residual network.
+
+    Parameters
+    ----------
+    blocks : sequence of int
+        How many bottleneck blocks each stage has; those of `BLOCKS`, for example.
+    width : int
+        Filters of the first convolution, and of the inner ones of the first stage.  Each stage doubles it.
+    size : int
+        Height and width of an image.
+    n_classes : int
+        How many classes there are.
+    weight_decay : float
+        What the sum of the squared weights counts in the loss.
+    seed : int
+        Of the initial weights.
+
+    Returns
+    -------
+    Network
+        The network; nothing is compiled yet.
+    """
+    lasagne.random.set_rng(np.random.RandomState(seed))
+    x, y = T.tensor4("images", dtype="uint8"), T.ivector("labels")
+    layer = _layers.InputLayer((None, 3, size, size), _scaled(x))
+    layer = _normalised_conv(layer, width, 7, stride=2, nonlinearity=_rectify)
+    layer = _layers.MaxPool2DLayer(layer, pool_size=3, stride=2, pad=1)
+    for stage, n_blocks in enumerate(blocks):
+        for block in range(n_blocks):
+            # Each stage but the first begins by halving height and width.
+            layer = _bottleneck(layer, width * 2**stage, stride=2 if stage > 0 and block == 0 else 1)
+    layer = MeanLayer(layer)
+    output = _layers.DenseLayer(layer, n_classes, nonlinearity=lasagne.nonlinearities.softmax)
+
+    loss, average_updates = training_loss(output, x, y)
+    penalty = lasagne.regularization.regularize_network_params(output, lasagne.regularization.l2)
+    tested = _layers.get_output(output, deterministic=True)
+    return Network(
+        output,
+        x,
+        y,
+        _layers.get_all_params(output, trainable=True),
+        running_averages(output),
+        loss + weight_decay * penalty,
+        average_updates,
+        lasagne.objectives.categorical_crossentropy(tested, y).mean(),
+        T.neq(T.argmax(tested, axis=1), y).mean(dtype=theano.config.floatX),
+    )
+
+
+def training_loss(output: Any, x: Any, y: Any) -> tuple[Any, OrderedDict[Any, Any]]:
+    """Return the loss of some rows, normalised by the statistics of these rows alone.
+
+    Parameters
+    ----------
+    output : Layer
+        The network's last layer.
+    x, y : tensor variables
+        Images, uint8, and labels.
+
+    Returns
+    -------
+    loss : scalar variable
+        The mean cross-entropy.
+    average_updates : OrderedDict
+        The running averages' new values.
+    """
+    average_updates: OrderedDict[Any, Any] = OrderedDict()
+    probabilities = _layers.get_output(output, _scaled(x), average_updates=average_updates)
+    return lasagne.objectives.categorical_crossentropy(probabilities, y).mean(), average_updates
+
+
+def _scaled(pixels: Any) -> Any:
+    """Return numbers around 0. Pixels travel as bytes, a fourth of what they take as numbers."""
+    return (T.cast(pixels, theano.config.floatX) - PIXEL_MEAN) / PIXEL_SPREAD
+
+
+def _normalised_conv(layer: Any, n_filters: int, filter_size: int, stride: int = 1, nonlinearity: Any = None) -> Any:
+    layer = ConvLayer(
+        layer,
+        n_filters,
+        filter_size,
+        stride=stride,
+        pad=filter_size // 2,
+        W=lasagne.init.HeNormal(gain="relu"),
+        b=None,
+        nonlinearity=None,
+    )
+    return BatchNormLayer(layer, nonlinearity=nonlinearity)
+
+
+def _bottleneck(layer: Any, width: int, stride: int) -> Any:
+    """Three convolutions, added to what came in."""
+    inner = _normalised_conv(layer, width, 1, stride, nonlinearity=_rectify)
+    inner = _normalised_conv(inner, width, 3, nonlinearity=_rectify)
+    inner = _normalised_conv(inner, EXPANSION * width, 1)
+    if stride != 1 or layer.output_shape[1] != EXPANSION * width:
+        # What came in has another shape; a projection gives it the right one.
+        layer = _normalised_conv(layer, EXPANSION * width, 1, stride)
+    return _layers.ElemwiseMergeLayer([inner, layer], merge_function=lambda a, b: _rectify(a + b))

@@ -1,0 +1,91 @@
+"""The arguments that both ResNet scripts take.
+
+`arguments`
+    A parser with them.
+`finish`
+    Checks what was parsed.
+`describe`
+    What is trained, in a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from lasagne_tools import options as common
+from lasagne_tools.library import title
+from network import BLOCKS
+
+__all__ = ["arguments", "describe", "finish"]
+
+
+def arguments(description: str, examples: list[str], script: str) -> argparse.ArgumentParser:
+    """Return a parser with the arguments of both scripts.
+
+    Parameters
+    ----------
+    description : str
+        What the script does.
+    examples : list of str
+        Arguments to show under the list of options.
+    script : str
+        The path of the script.
+
+    Returns
+    -------
+    ArgumentParser
+        To which the script adds its own.
+    """
+    result = common.parser(description, examples, script)
+    add = result.add_argument_group("network").add_argument
+    depths = ", ".join(map(str, BLOCKS))
+    add("--depth", type=int, choices=BLOCKS, default=50, metavar="N", help=f"layers: {depths} (%(default)s)")
+    add("--blocks", type=_blocks, metavar="N,N,...", help="blocks of each stage, instead of a depth: 1,1,1,1")
+    add("--width", type=common.positive, default=64, metavar="N", help="filters of the first layer (%(default)s)")
+    add("--weight-decay", type=float, default=1e-4, metavar="R", help="penalty of large weights (%(default)s)")
+    add = result.add_argument_group("images").add_argument
+    add("--data", type=Path, metavar="DIR", help="a folder with a subfolder of images for each class")
+    add("--images", type=common.positive, default=1280, metavar="N", help="made-up images, without DIR (%(default)s)")
+    add("--classes", type=common.positive, default=10, metavar="N", help="made-up classes (%(default)s)")
+    add("--size", type=common.positive, default=224, metavar="N", help="height and width (%(default)s)")
+    add("--validation", type=float, default=0.1, metavar="SHARE", help="of the images to validate (%(default)s)")
+    add("--batch-size", type=common.positive, default=32, metavar="N", help="images a step, of each rank (%(default)s)")
+    common.add_training(result, epochs=3)
+    return result
+
+
+def finish(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line, and end with a message when something in it is wrong.
+
+    Parameters
+    ----------
+    parser : ArgumentParser
+        The script's.
+    words : list of str, optional
+        The arguments, if they are not the command line's.
+
+    Returns
+    -------
+    Namespace
+        The options; `blocks` is filled in.
+    """
+    options = parser.parse_args(words)
+    if not 0 < options.validation < 1:
+        parser.error(f"argument --validation: {options.validation} is not between 0 and 1")
+    options.blocks = options.blocks or BLOCKS[options.depth]
+    common.fill_in(options)
+    return options
+
+
+def describe(options: argparse.Namespace) -> str:
+    """Return what is trained, in a line."""
+    return (
+        f"residual network with {','.join(map(str, options.blocks))} blocks and {options.width} filters, "
+        f"{options.size}x{options.size} images, {options.batch_size} a step and rank; {title()}"
+    )
+
+
+def _blocks(text: str) -> tuple[int, ...]:
+    return tuple(common.positive(word) for word in text.split(","))

@@ -1,0 +1,117 @@
+"""Train a residual network on images, data-parallel.
+
+Each rank computes the gradient for its own rows of a batch. Batch normalisation sees these rows alone, and moves
+running averages of its own, which are averaged over the ranks before validation.
+"""
+
+from __future__ import annotations
+
+import synkhronos.compat  # noqa: F401 - before Lasagne
+
+# isort: split
+import argparse
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+import synkhronos as synk
+from images import Part, load
+from lasagne_tools import options as common
+from lasagne_tools.batches import full_batches
+from lasagne_tools.fit import fit
+from lasagne_tools.report import conclude, run_serial
+from network import Network, build
+from settings import arguments, describe, finish
+
+SERIAL = Path(__file__).with_name("train_resnet_theano.py")
+EXAMPLES = [
+    "--ranks 2 --batch-size 32 --compare",
+    "--data ~/pictures --epochs 50 --rule adam",
+    "--depth 14 --width 16 --size 32 --images 512 --batch-size 16 --cpu",
+]
+
+
+class AllRanks:
+    """A network that all ranks train, and its images.
+
+    Parameters
+    ----------
+    network : Network
+        What to train.
+    parts : list of two Part
+        Images and labels to train and to validate; the images are Data objects.
+    options : Namespace
+        The command line's.
+    n_ranks : int
+        What `synk.fork` returned.
+    """
+
+    def __init__(self, network: Network, parts: list[Part], options: argparse.Namespace, n_ranks: int) -> None:
+        self.n_ranks, self._options = n_ranks, options
+        self._batch_size = n_ranks * options.batch_size
+        self._train_part, self._valid_part = [(part.images, synk.data(part.labels, network.y)) for part in parts]
+
+        # All ranks have equally many rows, so that their gradients weigh the same.
+        grad_updates, param_updates, self._grad_shared = options.update_rule(
+            network.loss, network.params, learning_rate=options.learning_rate
+        )
+        # Each rank moves its running averages by its own rows; updates are not reduced over ranks.
+        updates = [*grad_updates.items(), *network.average_updates.items()]
+        self._gradient = synk.function([network.x, network.y], network.loss, updates=updates)
+        self._update = synk.function([], updates=param_updates)
+        self._averages = network.averages
+        self._evaluate = synk.function(
+            [network.x, network.y], [(network.test_loss, "mean"), (network.test_error, "mean")]
+        )
+        synk.distribute()
+
+    def batches(self, rng: np.random.Generator) -> list[np.ndarray]:
+        """Return shuffled indexes, so many a step as all ranks take; what is left over waits for another epoch."""
+        return full_batches(rng, len(self._train_part[1]), self._batch_size)
+
+    def shares(self, batch: np.ndarray) -> list[int]:
+        """Return how many rows of a batch each rank computes."""
+        return [len(batch) // self.n_ranks] * self.n_ranks
+
+    def train(self, batch: np.ndarray) -> Any:
+        """Take a step; return the loss."""
+        loss = self._gradient(*self._train_part, batch=batch)
+        # One collective for all gradients, after which the ranks hold the same average.
+        synk.all_reduce(self._grad_shared)
+        self._update()
+        return loss
+
+    def validate(self) -> tuple[float, float]:
+        """Return loss and error of the validation images, by one call on all of them."""
+        # Else each rank would judge by what it has seen alone.
+        synk.all_reduce(self._averages)
+        # Each rank takes its rows in slices, which bounds the memory that they need.
+        loss, error = self._evaluate(*self._valid_part, num_slices=self._options.slices)
+        return float(loss), float(error)
+
+
+def main() -> None:
+    """Train, and print what came out."""
+    parser = arguments(__doc__.splitlines()[0], EXAMPLES, __file__)
+    common.add_ranks(parser)
+    options = finish(parser)
+    serial = run_serial(SERIAL) if options.compare else None
+
+    start = perf_counter()
+    n_ranks = synk.fork(options.ranks, use_gpu=options.use_gpu)
+    parts, n_classes = load(options, lambda shape: synk.data(dtype="uint8", shape=shape))
+    network = build(options.blocks, options.width, options.size, n_classes, options.weight_decay, options.seed)
+    trainer = AllRanks(network, parts, options, n_ranks)
+    print(f"{n_ranks} ranks, {describe(options)}")
+    run = fit(trainer, options, f"{n_ranks} ranks", start)
+    synk.close()
+    conclude(run, options, serial)
+
+
+if __name__ == "__main__":
+    main()

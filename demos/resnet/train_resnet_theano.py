@@ -1,0 +1,106 @@
+"""Train a residual network on images in one process, with plain functions of the graph library.
+
+The serial program that train_resnet.py is to be compared with; its option --compare runs this. The functions are
+Theano's own (PyTensor's, where Theano is not installed).
+"""
+
+from __future__ import annotations
+
+import synkhronos.compat  # noqa: F401 - before Lasagne
+
+# isort: split
+import argparse
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+import synkhronos as synk
+from images import Part, load
+from lasagne_tools import options as common
+from lasagne_tools.batches import evaluate_in_slices, full_batches
+from lasagne_tools.fit import fit
+from lasagne_tools.library import theano
+from lasagne_tools.report import conclude
+from network import Network, build
+from settings import arguments, describe, finish
+
+EXAMPLES = [
+    "--batch-size 64 --gpu",
+    "--data ~/pictures --epochs 50 --rule adam",
+    "--depth 14 --width 16 --size 32 --images 512 --batch-size 16 --cpu",
+]
+
+
+class OneProcess:
+    """A network and its images.
+
+    Parameters
+    ----------
+    network : Network
+        What to train.
+    parts : list of two Part
+        Images and labels to train and to validate.
+    options : Namespace
+        The command line's.
+    """
+
+    n_ranks = 1
+
+    def __init__(self, network: Network, parts: list[Part], options: argparse.Namespace) -> None:
+        self._options = options
+        self._train_part, self._valid_part = parts
+        # The update rules of Synkhronos need no ranks. Lasagne's own have the same formulas.
+        grad_updates, param_updates, _ = options.update_rule(
+            network.loss, network.params, learning_rate=options.learning_rate
+        )
+        inputs = [network.x, network.y]
+        updates = [*grad_updates.items(), *network.average_updates.items()]
+        self._gradient = theano.function(inputs, network.loss, updates=updates)
+        self._update = theano.function([], updates=param_updates)
+        self._evaluate = theano.function(inputs, [network.test_loss, network.test_error])
+
+    def batches(self, rng: np.random.Generator) -> list[np.ndarray]:
+        """Return shuffled indexes, so many a step as a batch has; what is left over waits for another epoch."""
+        return full_batches(rng, len(self._train_part.labels), self._options.batch_size)
+
+    def shares(self, batch: np.ndarray) -> list[int]:
+        """Return how many rows of a batch the process computes: all."""
+        return [len(batch)]
+
+    def train(self, batch: np.ndarray) -> Any:
+        """Take a step; return the loss."""
+        loss = self._gradient(self._train_part.images[batch], self._train_part.labels[batch])
+        self._update()
+        return loss
+
+    def validate(self) -> tuple[float, float]:
+        """Return loss and error of the validation images."""
+        # What num_slices does for the ranks.
+        return evaluate_in_slices(self._evaluate, *self._valid_part, self._options.slices)
+
+
+def main() -> None:
+    """Train, and print what came out."""
+    parser = arguments(__doc__.splitlines()[0], EXAMPLES, __file__)
+    common.add_device(parser)
+    options = finish(parser)
+
+    start = perf_counter()
+    # One rank has no workers. This is for the GPU, which it opens where there is one.
+    synk.fork(1, use_gpu=options.use_gpu)
+    parts, n_classes = load(options, lambda shape: np.empty(shape, np.uint8))
+    network = build(options.blocks, options.width, options.size, n_classes, options.weight_decay, options.seed)
+    trainer = OneProcess(network, parts, options)
+    print(f"one process, {describe(options)}")
+    run = fit(trainer, options, "one process", start)
+    synk.close()
+    conclude(run, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Run a program written for Theano as it is, on Theano or on PyTensor.
+
+    python -m synkhronos script.py arguments...
+    python -m synkhronos -m module arguments...
+
+The program runs as if it were started by Python itself, with ``import synkhronos.compat`` before its first line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+
+
+def main(arguments: list[str]) -> None:
+    """Run the program that the arguments name.
+
+    Parameters
+    ----------
+    arguments : list of str
+        Those of the command line, without the program's name.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m synkhronos",
+        description="Run a program written for Theano. Where Theano is not installed, PyTensor takes its place.",
+    )
+    parser.add_argument(
+        "--theano",
+        choices=("theano", "pytensor"),
+        help="which of them answers to `import theano`; also set by SYNKHRONOS_THEANO",
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module's name")
+    parser.add_argument("program", help="a script, or with -m a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
+    options = parser.parse_args(arguments)
+    if options.theano:
+        os.environ["SYNKHRONOS_THEANO"] = options.theano
+
+    import synkhronos.compat  # noqa: F401 - it reads the variable
+
+    sys.argv = [options.program, *options.arguments]
+    if options.module:
+        runpy.run_module(options.program, run_name="__main__", alter_sys=True)
+        return
+    # As Python does: modules beside the script are found first.
+    sys.path[0] = os.path.dirname(os.path.abspath(options.program))
+    runpy.run_path(options.program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,119 @@
+"""How are modules named ``theano`` served from PyTensor?
+
+`install`, `is_installed`
+    Put the finder first in ``sys.meta_path``.
+`TreeFinder`
+    Finds ``theano.a.b`` as the file ``tree/a/b.py``, and refuses what is not there with a message.
+`missing`
+    That message.
+
+The modules in `tree` are ordinary ones, under other names: each re-exports PyTensor's functions, and holds those
+whose arguments differ.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_TREE = Path(__file__).parent / "tree"
+_IMPORT_FROM = dis.opmap["IMPORT_FROM"]
+
+
+def is_installed() -> bool:
+    """Whether ``import theano`` gives PyTensor."""
+    return any(isinstance(finder, TreeFinder) for finder in sys.meta_path)
+
+
+def install() -> None:
+    """Serve ``theano`` from `tree`, from now on."""
+    if not is_installed():
+        # First, so that it is asked before the finder that knows an installed Theano.
+        sys.meta_path.insert(0, TreeFinder())
+
+
+def missing(name: str) -> str:
+    """Return what is said of a module or a name that Theano has and `tree` lacks.
+
+    Examples
+    --------
+    >>> missing("theano.gpuarray").split(";")[0]
+    'theano.gpuarray is not among what synkhronos.compat serves on top of PyTensor'
+    """
+    return (
+        f"{name} is not among what synkhronos.compat serves on top of PyTensor; "
+        "the page docs/from_theano.rst, \"From Theano\", lists what is"
+    )
+
+
+class TreeFinder(importlib.abc.MetaPathFinder):
+    """Finds the modules of `tree` under the name ``theano``."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of ``theano`` or of a module below it."""
+        head, *parts = fullname.split(".")
+        if head != "theano":
+            return None
+        if not parts:
+            _require_pytensor()
+        where = _TREE.joinpath(*parts)
+        file = where / "__init__.py" if where.is_dir() else where.with_suffix(".py")
+        if not file.exists():
+            # Without `name` set, since `from package import module` would swallow it.
+            raise ModuleNotFoundError(missing(fullname))
+        # Every module is a package, so that what it lacks is asked of this finder, which says so.
+        locations = [str(where)] if where.is_dir() else []
+        return importlib.util.spec_from_file_location(
+            fullname, file, loader=_Loader(fullname, str(file)), submodule_search_locations=locations
+        )
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads a module, and gives it the answer to names that it lacks."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module's code."""
+        super().exec_module(module)
+        own: Callable[[str], Any] | None = module.__dict__.get("__getattr__")
+
+        def getattr_(name: str) -> Any:
+            if own is not None:
+                try:
+                    return own(name)
+                except AttributeError:
+                    pass
+            text = missing(f"{module.__name__}.{name}")
+            if name.startswith("__"):
+                raise AttributeError(text)
+            # Python puts words of its own in the place of an AttributeError's in `from module import name`.
+            caller = sys._getframe(1)
+            if caller.f_code.co_code[caller.f_lasti] == _IMPORT_FROM:
+                raise ImportError(text, name=module.__name__)
+            raise AttributeError(text, name=name, obj=module)
+
+        module.__getattr__ = getattr_  # type: ignore[method-assign]
+
+
+def _require_pytensor() -> None:
+    """Raise ImportError when there is no PyTensor, and pass flags meant for Theano on to one not yet imported."""
+    if importlib.util.find_spec("pytensor") is None:
+        raise ModuleNotFoundError(
+            "neither Theano nor PyTensor is installed; PyTensor takes Theano's place with "
+            "`pip install synkhronos[pytensor]`",
+            name="theano",
+        )
+    if "pytensor" not in sys.modules and "THEANO_FLAGS" in os.environ:
+        from synkhronos.compat.flags import pytensor_flags
+
+        flags = pytensor_flags(os.environ["THEANO_FLAGS"], os.environ.get("PYTENSOR_FLAGS", ""))
+        os.environ["PYTENSOR_FLAGS"] = flags

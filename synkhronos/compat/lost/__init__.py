@@ -1,0 +1,1 @@
+"""Modules that `synkhronos.compat.gaps` gives back under their own names."""

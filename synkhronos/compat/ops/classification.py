@@ -1,0 +1,261 @@
+"""Softmax and crossentropy, stable together.
+
+`softmax`, `log_softmax`
+    Over the last axis.
+`Softmax`
+    PyTensor's, with a gradient that does not divide by what it has multiplied with.
+`crossentropy`
+    Of probabilities and the numbers of the classes.
+`OneHotCrossentropy`, `OneHotCrossentropyGrad`, `OneHot`
+    Its Ops.
+
+The logarithm of a probability that rounds to zero is lost, and so is the gradient through it.  Theano's rewrites put
+functions of the scores in the place of functions of the probabilities.  Here a gradient through softmax is stable as
+it is built; for the value there is a rewrite, and PyTensor has another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytensor.tensor as pt
+from pytensor.gradient import disconnected_type
+from pytensor.graph.basic import Apply
+from pytensor.graph.rewriting.basic import node_rewriter
+from pytensor.tensor import special
+from pytensor.tensor.elemwise import Elemwise
+from pytensor.tensor.rewriting.basic import register_stabilize
+from pytensor.tensor.type import TensorType
+
+from synkhronos.compat.ops.base import NumpyOp, lowers
+
+__all__ = ["OneHot", "OneHotCrossentropy", "OneHotCrossentropyGrad", "Softmax", "crossentropy", "log_softmax", "softmax"]
+
+
+def softmax(x: Any) -> Any:
+    """Return softmax over the last axis.
+
+    Examples
+    --------
+    >>> softmax(np.zeros((1, 4))).eval()
+    array([[0.25, 0.25, 0.25, 0.25]])
+    """
+    x = pt.as_tensor_variable(x)
+    return Softmax(axis=(x.ndim - 1,))(x)
+
+
+def log_softmax(x: Any) -> Any:
+    """Return the logarithm of softmax over the last axis.
+
+    Examples
+    --------
+    >>> log_softmax(np.array([[0.0, 1000.0]])).eval()
+    array([[-1000.,     0.]])
+    """
+    return special.log_softmax(x, axis=-1)
+
+
+def crossentropy(probabilities: Any, classes: Any) -> Any:
+    """Return minus the logarithm of the probability of each row's class.
+
+    Parameters
+    ----------
+    probabilities : variable
+        A row for each example.
+    classes : variable
+        A vector of integers.
+
+    Returns
+    -------
+    variable
+        A vector.
+
+    Examples
+    --------
+    >>> crossentropy(np.array([[0.5, 0.5], [0.0, 1.0]]), np.array([0, 1])).eval().round(3) + 0.0
+    array([0.693, 0.   ])
+    """
+    return OneHotCrossentropy()(probabilities, classes)
+
+
+class Softmax(special.Softmax):
+    """PyTensor's softmax; its gradient takes out the division by probabilities that gradients of logarithms make."""
+
+    def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
+        """Return the gradient with respect to the scores."""
+        (probabilities,), (g,) = outputs, output_grads
+        product = _times(g, probabilities)
+        return [product - probabilities * product.sum(axis=self.axis, keepdims=True)]
+
+
+def _times(g: Any, p: Any) -> Any:
+    """Return ``g * p``, without what divides by ``p`` in ``g``."""
+    if g.owner is not None and g.type.ndim == p.type.ndim:
+        op, inputs = g.owner.op, g.owner.inputs
+        if isinstance(op, OneHotCrossentropyGrad) and inputs[1] is p:
+            return op.times_probabilities(*inputs)
+        if isinstance(op, Elemwise):
+            if op == pt.true_div and inputs[1] is p:
+                return inputs[0] + pt.zeros_like(p) if inputs[0].type.ndim != p.type.ndim else inputs[0]
+            if op == pt.neg:
+                return -_times(inputs[0], p)
+            if op == pt.add and all(i.type.ndim == p.type.ndim for i in inputs):
+                return pt.add(*(_times(i, p) for i in inputs))
+    return g * p
+
+
+class OneHot(NumpyOp):
+    """Which is each row's class: a matrix of booleans in the shape of another."""
+
+    __props__ = ()
+
+    def make_node(self, classes: Any, like: Any) -> Apply:
+        """Take classes, and a matrix with a column for each class."""
+        classes, like = pt.as_tensor_variable(classes), pt.as_tensor_variable(like)
+        return Apply(self, [classes, like], [TensorType("bool", shape=like.type.shape)()])
+
+    def output_shape(self, classes: Any, like: Any) -> tuple[Any, ...]:
+        """Return the matrix's."""
+        return tuple(like)
+
+    def compute(self, classes: np.ndarray, like: np.ndarray) -> np.ndarray:
+        """Compare."""
+        return np.arange(like.shape[1]) == classes[:, None]
+
+    def connection_pattern(self, node: Any) -> list[list[bool]]:
+        """There are no gradients."""
+        return [[False], [False]]
+
+    def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
+        """Return none."""
+        return [disconnected_type(), disconnected_type()]
+
+
+_one_hot = OneHot()
+
+
+class OneHotCrossentropy(NumpyOp):
+    """Minus the logarithm of the probability of each row's class.
+
+    Parameters
+    ----------
+    of_logarithms : bool
+        Whether the logarithms are given already.
+    """
+
+    __props__ = ("of_logarithms",)
+
+    def __init__(self, of_logarithms: bool = False):
+        self.of_logarithms = of_logarithms
+
+    def make_node(self, p: Any, classes: Any) -> Apply:
+        """Take a matrix and a vector of integers."""
+        p, classes = pt.as_tensor_variable(p), pt.as_tensor_variable(classes)
+        if p.ndim != 2 or classes.ndim != 1:
+            raise TypeError(f"a matrix and a vector are needed, not {p.type} and {classes.type}")
+        if classes.dtype not in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"):
+            raise TypeError(f"classes are integers, not {classes.dtype}")
+        return Apply(self, [p, classes], [TensorType(p.dtype, shape=classes.type.shape)()])
+
+    def output_shape(self, p: Any, classes: Any) -> tuple[Any, ...]:
+        """Return a vector's."""
+        return (p[0],)
+
+    def compute(self, p: np.ndarray, classes: np.ndarray) -> np.ndarray:
+        """Pick and take the logarithm."""
+        if len(p) != len(classes):
+            raise ValueError(f"{len(p)} rows of probabilities and {len(classes)} classes")
+        picked = p[np.arange(len(p)), classes]
+        with np.errstate(divide="ignore"):
+            return -picked if self.of_logarithms else -np.log(picked)
+
+    def connection_pattern(self, node: Any) -> list[list[bool]]:
+        """Classes have no gradient."""
+        return [[True], [False]]
+
+    def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
+        """Return the gradient with respect to the probabilities."""
+        p, classes = inputs
+        (g,) = output_grads
+        if self.of_logarithms:
+            return [pt.switch(_one_hot(classes, p), -g[:, None], np.zeros((), p.dtype)), disconnected_type()]
+        return [OneHotCrossentropyGrad()(g, p, classes), disconnected_type()]
+
+
+class OneHotCrossentropyGrad(NumpyOp):
+    """The gradient of `OneHotCrossentropy`: one element in a row."""
+
+    __props__ = ()
+
+    def make_node(self, g: Any, p: Any, classes: Any) -> Apply:
+        """Take the output's gradient, probabilities and classes."""
+        inputs = [pt.as_tensor_variable(v) for v in (g, p, classes)]
+        return Apply(self, inputs, [TensorType(inputs[1].dtype, shape=inputs[1].type.shape)()])
+
+    def output_shape(self, g: Any, p: Any, classes: Any) -> tuple[Any, ...]:
+        """Return the probabilities'."""
+        return tuple(p)
+
+    def compute(self, g: np.ndarray, p: np.ndarray, classes: np.ndarray) -> np.ndarray:
+        """Divide by the probabilities."""
+        result = np.zeros(p.shape, p.dtype)
+        rows = np.arange(len(p))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            result[rows, classes] = -g / p[rows, classes]
+        return result
+
+    def times_probabilities(self, g: Any, p: Any, classes: Any) -> Any:
+        """Return the gradient times the probabilities, not divided by them before."""
+        return pt.switch(_one_hot(classes, p), -g[:, None], np.zeros((), p.dtype))
+
+    def connection_pattern(self, node: Any) -> list[list[bool]]:
+        """Classes have no gradient."""
+        return [[True], [True], [False]]
+
+    def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
+        """Return the gradients with respect to the output's gradient and the probabilities."""
+        g, p, classes = inputs
+        (d,) = output_grads
+        here = _one_hot(classes, p)
+        zero = np.zeros((), p.dtype)
+        picked = pt.switch(here, d / p, zero)
+        return [-picked.sum(axis=-1), pt.switch(here, g[:, None] * d / pt.sqr(p), zero), disconnected_type()]
+
+
+@register_stabilize("fast_compile")
+@node_rewriter([OneHotCrossentropy])
+def crossentropy_of_softmax(fgraph: Any, node: Any) -> Any:
+    """Compute the crossentropy of softmax from the scores."""
+    p, classes = node.inputs
+    if p.owner is None or not isinstance(p.owner.op, special.Softmax) or p.owner.op.axis not in ((1,), (-1,)):
+        return None
+    if node.op.of_logarithms:
+        return None
+    return [OneHotCrossentropy(of_logarithms=True)(special.log_softmax(p.owner.inputs[0], axis=-1), classes)]
+
+
+# -- XLA -----------------------------------------------------------------------------------------------------------
+
+
+@lowers(OneHotCrossentropy)
+def _crossentropy_xla(op: OneHotCrossentropy, p: Any, classes: Any) -> Any:
+    import jax.numpy as jnp
+
+    picked = jnp.take_along_axis(p, classes[:, None], axis=1)[:, 0]
+    return -picked if op.of_logarithms else -jnp.log(picked)
+
+
+@lowers(OneHot)
+def _one_hot_xla(op: OneHot, classes: Any, like: Any) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.arange(like.shape[1]) == classes[:, None]
+
+
+@lowers(OneHotCrossentropyGrad)
+def _crossentropy_grad_xla(op: OneHotCrossentropyGrad, g: Any, p: Any, classes: Any) -> Any:
+    import jax.numpy as jnp
+
+    here = jnp.arange(p.shape[1]) == classes[:, None]
+    return jnp.where(here, -g[:, None] / jnp.where(here, p, 1), jnp.zeros((), p.dtype))

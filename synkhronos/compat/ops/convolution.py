@@ -1,0 +1,319 @@
+"""Convolution over any number of axes, and its two gradients.
+
+`Conv`
+    Images and filters to an output.
+`ConvGradWeights`, `ConvGradInputs`
+    Its gradients.  Each of the three is linear in both of its arguments, and the gradients of each are the other two.
+`Padding`, `pads`, `output_length`
+    How much is put around an axis, and what comes out.
+
+Arrays are laid out as Theano has them: (batch, channel, *spatial) and (output channel, input channel, *spatial).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytensor.tensor as pt
+from pytensor.gradient import disconnected_type
+from pytensor.graph.basic import Apply
+from pytensor.tensor.type import TensorType
+
+from synkhronos.compat.ops.base import NumpyOp, lowers
+from synkhronos.compat.ops.windows import fold, unfold
+
+__all__ = ["Conv", "ConvGradInputs", "ConvGradWeights", "Padding", "output_length", "pads"]
+
+#: "valid", "full", "half", or what is put before and behind each axis.
+Padding = str | tuple[tuple[int, int], ...]
+
+#: Columns of at most this many bytes are made at a time.
+_COLUMN_BYTES = 2**25
+
+
+def pads(padding: Padding, kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[Any, Any]]:
+    """Return what is put before and behind each axis.
+
+    Examples
+    --------
+    >>> pads("half", (3, 5), (1, 1))
+    [(1, 1), (2, 2)]
+    """
+    reach = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
+    if padding == "valid":
+        return [(0, 0) for _ in reach]
+    if padding == "full":
+        return [(r, r) for r in reach]
+    if padding == "half":
+        return [((r + 1) // 2, (r + 1) // 2) for r in reach]
+    return [(before, behind) for before, behind in padding if not isinstance(before, str)]
+
+
+def output_length(length: Any, kernel: Any, pad: tuple[Any, Any], stride: int, dilation: int) -> Any:
+    """Return the number of windows on an axis.
+
+    Examples
+    --------
+    >>> output_length(7, 3, (1, 1), 2, 1)
+    4
+    """
+    return (length + pad[0] + pad[1] - (kernel - 1) * dilation - 1) // stride + 1
+
+
+class _Conv(NumpyOp):
+    """What the three have in common.
+
+    Parameters
+    ----------
+    n : int
+        Number of spatial axes.
+    padding : Padding
+    stride, dilation : tuple of int
+        Of the windows, and within one.
+    flip : bool
+        Whether the filters are turned around, as in mathematics, or not, as in most programs of today.
+    groups : int
+        Into how many the channels are split; each output channel sees one of them.
+    """
+
+    __props__ = ("n", "padding", "stride", "dilation", "flip", "groups")
+
+    def __init__(
+        self,
+        n: int,
+        padding: Padding = "valid",
+        stride: Sequence[int] | None = None,
+        dilation: Sequence[int] | None = None,
+        flip: bool = True,
+        groups: int = 1,
+    ):
+        self.n = n
+        self.padding = padding
+        self.stride = tuple(int(s) for s in stride or (1,) * n)
+        self.dilation = tuple(int(d) for d in dilation or (1,) * n)
+        self.flip = bool(flip)
+        self.groups = int(groups)
+        if len(self.stride) != n or len(self.dilation) != n:
+            raise ValueError(f"{n} strides and dilations are needed, not {self.stride} and {self.dilation}")
+
+    def _like(self, op: type[_Conv]) -> Any:
+        return op(self.n, self.padding, self.stride, self.dilation, self.flip, self.groups)
+
+    def _arguments(self, *variables: Any) -> list[Any]:
+        """Return the inputs as variables of one dtype and of the right number of dimensions."""
+        tensors = [pt.as_tensor_variable(v) for v in variables]
+        for tensor in tensors:
+            if tensor.ndim != self.n + 2:
+                raise TypeError(f"{type(self).__name__} needs arrays of {self.n + 2} dimensions, not {tensor.type}")
+        dtype = np.result_type(*(t.dtype for t in tensors[:2]))
+        if not np.issubdtype(dtype, np.floating):
+            dtype = np.dtype("float64")
+        return [t.astype(dtype.name) for t in tensors[:2]] + tensors[2:]
+
+    def _output(self, first: Any, *shape: Any) -> Any:
+        return TensorType(first.dtype, shape=tuple(s if isinstance(s, int) else None for s in shape))()
+
+    def pads(self, kernel: Sequence[int]) -> list[tuple[Any, Any]]:
+        """Return what is put around each axis."""
+        return pads(self.padding, kernel, self.dilation)
+
+    def out_spatial(self, image: Sequence[Any], kernel: Sequence[Any]) -> list[Any]:
+        """Return the output's spatial lengths for numbers or variables."""
+        sizes = zip(image, kernel, self.pads(kernel), self.stride, self.dilation, strict=True)
+        return [output_length(*size) for size in sizes]
+
+    def _columns(self, padded: np.ndarray, kernel: Sequence[int], out: Sequence[int]) -> np.ndarray:
+        """Return (batch, groups, channels of a group * kernel, *out)."""
+        columns = unfold(padded, kernel, out, self.stride, self.dilation)
+        batch, channels = columns.shape[:2]
+        return columns.reshape(batch, self.groups, channels // self.groups * int(np.prod(kernel)), int(np.prod(out)))
+
+    def _matrix(self, weights: np.ndarray) -> np.ndarray:
+        """Return the filters as (groups, outputs of a group, channels of a group * kernel)."""
+        if self.flip:
+            weights = weights[(slice(None), slice(None)) + (slice(None, None, -1),) * self.n]
+        return weights.reshape(self.groups, weights.shape[0] // self.groups, -1)
+
+    def _batches(self, images: np.ndarray, kernel: Sequence[int], out: Sequence[int]) -> list[slice]:
+        """Return parts of the batch, so that one part's columns stay small."""
+        row = images.shape[1] * int(np.prod(kernel)) * int(np.prod(out)) * images.itemsize
+        step = max(1, _COLUMN_BYTES // max(1, row))
+        return [slice(i, i + step) for i in range(0, images.shape[0], step)]
+
+    def _padded(self, images: np.ndarray, kernel: Sequence[int]) -> np.ndarray:
+        around = self.pads(kernel)
+        return np.pad(images, [(0, 0), (0, 0), *around]) if any(map(any, around)) else images
+
+    def _check_channels(self, images: Sequence[int], weights: Sequence[int]) -> None:
+        if images[1] != weights[1] * self.groups or weights[0] % self.groups:
+            raise ValueError(
+                f"filters of shape {tuple(weights)} in {self.groups} groups don't fit images of shape {tuple(images)}"
+            )
+
+
+class Conv(_Conv):
+    """Convolve images with filters.
+
+    Examples
+    --------
+    >>> x, w = pt.tensor4("x"), pt.tensor4("w")
+    >>> Conv(2, padding="half")(x, w).ndim
+    4
+    """
+
+    def make_node(self, images: Any, weights: Any) -> Apply:
+        """Take images and filters."""
+        x, w = self._arguments(images, weights)
+        known = [None if None in pair else 1 for pair in zip(x.type.shape[2:], w.type.shape[2:], strict=True)]
+        spatial = [None] * self.n
+        for axis in range(self.n):
+            if known[axis]:
+                # A pattern of one axis, so that lengths known on some axes only are used.
+                kernel = [k or 1 for k in w.type.shape[2:]]
+                spatial[axis] = self.out_spatial([s or 1 for s in x.type.shape[2:]], kernel)[axis]
+        return Apply(self, [x, w], [self._output(x, x.type.shape[0], w.type.shape[0], *spatial)])
+
+    def output_shape(self, x: Any, w: Any) -> tuple[Any, ...]:
+        """Return the output's shape."""
+        return (x[0], w[0], *self.out_spatial(x[2:], w[2:]))
+
+    def compute(self, x: np.ndarray, w: np.ndarray) -> np.ndarray:
+        """Multiply the filters by the columns of all windows."""
+        self._check_channels(x.shape, w.shape)
+        kernel = w.shape[2:]
+        out = self.out_spatial(x.shape[2:], kernel)
+        if min(out) < 1:
+            raise ValueError(f"filters of shape {w.shape} don't fit into images of shape {x.shape}")
+        result = np.empty((x.shape[0], w.shape[0], *out), x.dtype)
+        matrix = self._matrix(w)
+        for part in self._batches(x, kernel, out):
+            columns = self._columns(self._padded(x[part], kernel), kernel, out)
+            result[part] = np.matmul(matrix, columns).reshape(result[part].shape)
+        return result
+
+    def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
+        """Return the gradients with respect to images and filters."""
+        x, w = inputs
+        (g,) = output_grads
+        return [self._like(ConvGradInputs)(w, g, x), self._like(ConvGradWeights)(x, g, w)]
+
+
+class ConvGradWeights(_Conv):
+    """The gradient with respect to the filters; the third input tells their shape."""
+
+    def make_node(self, images: Any, output_grad: Any, like: Any) -> Apply:
+        """Take images, the output's gradient, and filters."""
+        x, g, like = self._arguments(images, output_grad, like)
+        return Apply(self, [x, g, like], [self._output(x, *like.type.shape)])
+
+    def connection_pattern(self, node: Any) -> list[list[bool]]:
+        """Only the shape of the third input matters."""
+        return [[True], [True], [False]]
+
+    def output_shape(self, x: Any, g: Any, like: Any) -> tuple[Any, ...]:
+        """Return the filters' shape."""
+        return tuple(like)
+
+    def compute(self, x: np.ndarray, g: np.ndarray, like: np.ndarray) -> np.ndarray:
+        """Multiply the gradient by the columns, and sum over the batch."""
+        self._check_channels(x.shape, like.shape)
+        kernel, out = like.shape[2:], g.shape[2:]
+        matrix = np.zeros((self.groups, like.shape[0] // self.groups, like[0].size), x.dtype)
+        for part in self._batches(x, kernel, out):
+            columns = self._columns(self._padded(x[part], kernel), kernel, out)
+            rows = g[part].reshape(-1, self.groups, g.shape[1] // self.groups, int(np.prod(out)))
+            matrix += np.matmul(rows, columns.swapaxes(-1, -2)).sum(axis=0)
+        weights = matrix.reshape(like.shape)
+        return weights[(slice(None), slice(None)) + (slice(None, None, -1),) * self.n] if self.flip else weights
+
+    def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
+        """Return the gradients with respect to images and the output's gradient."""
+        x, g, _ = inputs
+        (d,) = output_grads
+        return [self._like(ConvGradInputs)(d, g, x), self._like(Conv)(x, d), disconnected_type()]
+
+
+class ConvGradInputs(_Conv):
+    """The gradient with respect to the images, or transposed convolution; the third input tells the images' shape."""
+
+    def make_node(self, weights: Any, output_grad: Any, like: Any) -> Apply:
+        """Take filters, the output's gradient, and images."""
+        w, g, like = self._arguments(weights, output_grad, like)
+        return Apply(self, [w, g, like], [self._output(w, *like.type.shape)])
+
+    def connection_pattern(self, node: Any) -> list[list[bool]]:
+        """Only the shape of the third input matters."""
+        return [[True], [True], [False]]
+
+    def output_shape(self, w: Any, g: Any, like: Any) -> tuple[Any, ...]:
+        """Return the images' shape."""
+        return tuple(like)
+
+    def compute(self, w: np.ndarray, g: np.ndarray, like: np.ndarray) -> np.ndarray:
+        """Multiply the filters, transposed, by the gradient, and add up the windows."""
+        self._check_channels(like.shape, w.shape)
+        kernel, out = w.shape[2:], g.shape[2:]
+        if tuple(out) != tuple(self.out_spatial(like.shape[2:], kernel)):
+            raise ValueError(f"images of shape {like.shape} give no output of shape {g.shape}")
+        around = self.pads(kernel)
+        padded = [s + a + b for s, (a, b) in zip(like.shape[2:], around, strict=True)]
+        inside = tuple(slice(a, a + s) for s, (a, _) in zip(like.shape[2:], around, strict=True))
+        matrix = self._matrix(w).swapaxes(-1, -2)
+        result = np.empty(like.shape, w.dtype)
+        for part in self._batches(like, kernel, out):
+            rows = g[part].reshape(-1, self.groups, g.shape[1] // self.groups, int(np.prod(out)))
+            columns = np.matmul(matrix, rows).reshape(-1, like.shape[1], *kernel, *out)
+            result[part] = fold(columns, padded, self.stride, self.dilation)[(slice(None), slice(None), *inside)]
+        return result
+
+    def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
+        """Return the gradients with respect to filters and the output's gradient."""
+        w, g, _ = inputs
+        (d,) = output_grads
+        return [self._like(ConvGradWeights)(d, g, w), self._like(Conv)(d, w), disconnected_type()]
+
+
+# -- XLA -----------------------------------------------------------------------------------------------------------
+
+
+def _xla_conv(op: _Conv, x: Any, w: Any) -> Any:
+    """One convolution of XLA's; shapes are numbers when a function is traced, so that paddings are too."""
+    from jax import lax
+
+    letters = "DHW"[-op.n :] if op.n <= 3 else "".join(map(str, range(op.n)))
+    if op.flip:
+        w = lax.rev(w, tuple(range(2, op.n + 2)))
+    return lax.conv_general_dilated(
+        x,
+        w,
+        window_strides=op.stride,
+        padding=op.pads(w.shape[2:]),
+        rhs_dilation=op.dilation,
+        dimension_numbers=(f"NC{letters}", f"OI{letters}", f"NC{letters}"),
+        feature_group_count=op.groups,
+    )
+
+
+@lowers(Conv)
+def _conv_xla(op: Conv, x: Any, w: Any) -> Any:
+    return _xla_conv(op, x, w)
+
+
+@lowers(ConvGradWeights)
+def _grad_weights_xla(op: ConvGradWeights, x: Any, g: Any, like: Any) -> Any:
+    import jax
+
+    shape = jax.ShapeDtypeStruct(like.shape, x.dtype)
+    (result,) = jax.linear_transpose(lambda w: _xla_conv(op, x, w), shape)(g)
+    return result
+
+
+@lowers(ConvGradInputs)
+def _grad_inputs_xla(op: ConvGradInputs, w: Any, g: Any, like: Any) -> Any:
+    import jax
+
+    shape = jax.ShapeDtypeStruct(like.shape, w.dtype)
+    (result,) = jax.linear_transpose(lambda x: _xla_conv(op, x, w), shape)(g)
+    return result

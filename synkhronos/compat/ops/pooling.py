@@ -1,0 +1,326 @@
+"""Pooling over the last axes, and its gradients.
+
+`Pool`
+    The maximum, the sum or the mean of each window.
+`MaxPoolGrad`, `MaxPoolPick`
+    The gradient of the maximum, which goes to all elements equal to it, and that one's own gradient.
+`SumPoolGrad`
+    The gradient of sums and means, which is linear.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytensor.tensor as pt
+from pytensor.gradient import disconnected_type
+from pytensor.graph.basic import Apply
+from pytensor.tensor.type import TensorType
+
+from synkhronos.compat.ops.base import NumpyOp, lowers
+from synkhronos.compat.ops.windows import offsets
+
+__all__ = ["MODES", "MaxPoolGrad", "MaxPoolPick", "Pool", "SumPoolGrad"]
+
+MODES = ("max", "sum", "average_inc_pad", "average_exc_pad")
+
+
+class _Pool(NumpyOp):
+    """What pooling and its gradients have in common.
+
+    Parameters
+    ----------
+    window, stride, pad : tuple of int
+        A number for each pooled axis; ``pad`` is added on both sides.
+    mode : {'max', 'sum', 'average_inc_pad', 'average_exc_pad'}
+    ignore_border : bool
+        Whether windows that reach over the edge are left out.
+    """
+
+    __props__ = ("window", "stride", "pad", "mode", "ignore_border")
+
+    def __init__(
+        self, window: Sequence[int], stride: Sequence[int], pad: Sequence[int], mode: str, ignore_border: bool
+    ):
+        self.window = tuple(int(n) for n in window)
+        self.stride = tuple(int(n) for n in stride)
+        self.pad = tuple(int(n) for n in pad)
+        self.mode = mode
+        self.ignore_border = bool(ignore_border)
+        self.n = len(self.window)
+        if mode not in MODES:
+            raise ValueError(f"pooling mode {mode!r} is none of {', '.join(MODES)}")
+        if min(self.window + self.stride) < 1 or len(self.stride) != self.n or len(self.pad) != self.n:
+            raise ValueError(f"{self.n} windows, strides and pads are needed, not {window}, {stride} and {pad}")
+        if any(self.pad) and not ignore_border:
+            raise NotImplementedError("padding works only with ignore_border=True")
+        if any(p >= w for p, w in zip(self.pad, self.window, strict=True)):
+            raise NotImplementedError("padding must be smaller than the window")
+
+    def _like(self, op: type[_Pool]) -> Any:
+        return op(self.window, self.stride, self.pad, self.mode, self.ignore_border)
+
+    def _inputs(self, *variables: Any) -> list[Any]:
+        tensors = [pt.as_tensor_variable(v) for v in variables]
+        if tensors[0].ndim < self.n:
+            raise TypeError(f"pooling over {self.n} axes needs as many dimensions, not {tensors[0].type}")
+        return tensors
+
+    def out_length(self, axis: int, length: Any) -> Any:
+        """Return the number of windows on an axis, for a number or a variable."""
+        window, stride = self.window[axis], self.stride[axis]
+        length = length + 2 * self.pad[axis]
+        largest = max if isinstance(length, int | np.integer) else pt.maximum
+        if self.ignore_border:
+            return largest((length - window) // stride + 1, 0)
+        if stride >= window:
+            return (length - 1) // stride + 1
+        return largest((length - 1 - window) // stride + 1, 0) + 1
+
+    def out_spatial(self, spatial: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the number of windows on each axis."""
+        return tuple(self.out_length(axis, length) for axis, length in enumerate(spatial))
+
+    def around(self, spatial: Sequence[int]) -> list[tuple[int, int]]:
+        """Return what is put before and behind each axis for all windows to be whole."""
+        pairs = []
+        for axis, out in enumerate(self.out_spatial(spatial)):
+            needed = (out - 1) * self.stride[axis] + self.window[axis] - self.pad[axis] - spatial[axis]
+            pairs.append((self.pad[axis], max(needed, self.pad[axis] if self.ignore_border else 0)))
+        return pairs
+
+    def counts(self, spatial: Sequence[int], dtype: Any) -> np.ndarray:
+        """Return by how much each window's sum is divided for its mean."""
+        per_axis = []
+        for axis, (length, out) in enumerate(zip(spatial, self.out_spatial(spatial), strict=True)):
+            pad = self.pad[axis]
+            first, last = (-pad, length + pad) if self.mode == "average_inc_pad" else (0, length)
+            starts = np.arange(out) * self.stride[axis] - pad
+            per_axis.append(np.minimum(starts + self.window[axis], last) - np.maximum(starts, first))
+        return functools.reduce(np.multiply.outer, per_axis).astype(dtype)
+
+    def places(self, spatial: Sequence[int]) -> Any:
+        """Yield the slices that pick each place out of all windows of the padded array."""
+        for _, where in offsets(self.window, self.out_spatial(spatial), self.stride, (1,) * self.n):
+            yield (Ellipsis, *where)
+
+    def padded(self, x: np.ndarray, value: Any) -> np.ndarray:
+        """Return the array with a value around it."""
+        around = self.around(x.shape[-self.n :])
+        if not any(map(any, around)):
+            return x
+        return np.pad(x, [(0, 0)] * (x.ndim - self.n) + around, constant_values=value)
+
+    def inside(self, spatial: Sequence[int]) -> tuple[Any, ...]:
+        """Return the slices that cut off what was put around."""
+        return (Ellipsis, *(slice(a, a + s) for s, (a, _) in zip(spatial, self.around(spatial), strict=True)))
+
+
+class Pool(_Pool):
+    """The maximum, the sum or the mean of each window of the last axes.
+
+    Examples
+    --------
+    >>> Pool((2, 2), (2, 2), (0, 0), "max", True)(pt.tensor4("x")).ndim
+    4
+    """
+
+    def make_node(self, x: Any) -> Apply:
+        """Take an array."""
+        (x,) = self._inputs(x)
+        lead, spatial = x.type.shape[: -self.n], x.type.shape[-self.n :]
+        out = [None if s is None else int(self.out_length(axis, s)) for axis, s in enumerate(spatial)]
+        return Apply(self, [x], [TensorType(x.dtype, shape=(*lead, *out))()])
+
+    def output_shape(self, x: Any) -> tuple[Any, ...]:
+        """Return the output's shape."""
+        return (*x[: -self.n], *self.out_spatial(x[-self.n :]))
+
+    def compute(self, x: np.ndarray) -> np.ndarray:
+        """Go through the places of a window."""
+        spatial = x.shape[-self.n :]
+        combine = np.maximum if self.mode == "max" else np.add
+        padded = self.padded(x, _lowest(x.dtype) if self.mode == "max" else 0)
+        result: Any = None
+        for where in self.places(spatial):
+            result = padded[where].copy() if result is None else combine(result, padded[where], out=result)
+        return result / self.counts(spatial, x.dtype) if self.mode.startswith("average") else result
+
+    def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
+        """Return the gradient with respect to the array."""
+        (x,), (g,) = inputs, output_grads
+        return [self._like(MaxPoolGrad)(x, outputs[0], g) if self.mode == "max" else self._like(SumPoolGrad)(g, x)]
+
+
+class SumPoolGrad(_Pool):
+    """The gradient of sums and means; the second input tells the array's shape."""
+
+    def make_node(self, g: Any, like: Any) -> Apply:
+        """Take the output's gradient and the array."""
+        g, like = self._inputs(g, like)
+        return Apply(self, [g, like], [TensorType(g.dtype, shape=like.type.shape)()])
+
+    def connection_pattern(self, node: Any) -> list[list[bool]]:
+        """Only the shape of the second input matters."""
+        return [[True], [False]]
+
+    def output_shape(self, g: Any, like: Any) -> tuple[Any, ...]:
+        """Return the array's shape."""
+        return tuple(like)
+
+    def compute(self, g: np.ndarray, like: np.ndarray) -> np.ndarray:
+        """Add each window's share to all of its places."""
+        spatial = like.shape[-self.n :]
+        share = g / self.counts(spatial, g.dtype) if self.mode.startswith("average") else g
+        lengths = [a + s + b for s, (a, b) in zip(spatial, self.around(spatial), strict=True)]
+        result = np.zeros((*like.shape[: -self.n], *lengths), g.dtype)
+        for where in self.places(spatial):
+            result[where] += share
+        return result[self.inside(spatial)]
+
+    def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
+        """Return the gradient with respect to the output's gradient: pooling."""
+        return [self._like(Pool)(output_grads[0]), disconnected_type()]
+
+
+class MaxPoolGrad(_Pool):
+    """The gradient of the maximum: each window's goes to all of its elements that equal the maximum."""
+
+    def make_node(self, x: Any, y: Any, g: Any) -> Apply:
+        """Take the array, the maxima, and their gradient."""
+        x, y, g = self._inputs(x, y, g)
+        return Apply(self, [x, y, g], [TensorType(g.dtype, shape=x.type.shape)()])
+
+    def output_shape(self, x: Any, y: Any, g: Any) -> tuple[Any, ...]:
+        """Return the array's shape."""
+        return tuple(x)
+
+    def compute(self, x: np.ndarray, y: np.ndarray, g: np.ndarray) -> np.ndarray:
+        """Compare place by place."""
+        padded = self.padded(x, _lowest(x.dtype))
+        result = np.zeros(padded.shape, g.dtype)
+        for where in self.places(x.shape[-self.n :]):
+            result[where] += np.where(padded[where] == y, g, 0)
+        return result[self.inside(x.shape[-self.n :])]
+
+    def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
+        """Return the gradient with respect to the maxima's; which element is the maximum does not change."""
+        x, y, _ = inputs
+        return [pt.zeros_like(x), pt.zeros_like(y), self._like(MaxPoolPick)(x, y, output_grads[0])]
+
+
+class MaxPoolPick(_Pool):
+    """The sum of one array's elements over the places where another has its windows' maxima."""
+
+    def make_node(self, x: Any, y: Any, d: Any) -> Apply:
+        """Take the array, the maxima, and the array to pick from."""
+        x, y, d = self._inputs(x, y, d)
+        return Apply(self, [x, y, d], [TensorType(d.dtype, shape=y.type.shape)()])
+
+    def output_shape(self, x: Any, y: Any, d: Any) -> tuple[Any, ...]:
+        """Return the maxima's shape."""
+        return tuple(y)
+
+    def compute(self, x: np.ndarray, y: np.ndarray, d: np.ndarray) -> np.ndarray:
+        """Compare place by place."""
+        padded, picked = self.padded(x, _lowest(x.dtype)), self.padded(d, 0)
+        result = np.zeros(y.shape, d.dtype)
+        for where in self.places(x.shape[-self.n :]):
+            result += np.where(padded[where] == y, picked[where], 0)
+        return result
+
+    def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
+        """Return the gradient with respect to the array picked from."""
+        x, y, _ = inputs
+        return [pt.zeros_like(x), pt.zeros_like(y), self._like(MaxPoolGrad)(x, y, output_grads[0])]
+
+
+def _lowest(dtype: Any) -> Any:
+    return -np.inf if np.issubdtype(dtype, np.floating) else np.iinfo(dtype).min
+
+
+# -- XLA -----------------------------------------------------------------------------------------------------------
+
+
+def _reduce(op: _Pool, x: Any, start: Any, combine: Any) -> Any:
+    from jax import lax
+
+    lead = x.ndim - op.n
+    padding = [(0, 0)] * lead + op.around(x.shape[lead:])
+    ones = (1,) * lead
+    return lax.reduce_window(x, start, combine, (*ones, *op.window), (*ones, *op.stride), padding)
+
+
+def _xla_max(op: _Pool, x: Any) -> Any:
+    from jax import lax
+
+    return _reduce(op, x, np.asarray(_lowest(x.dtype), x.dtype), lax.max)
+
+
+@lowers(Pool)
+def _pool_xla(op: Pool, x: Any) -> Any:
+    from jax import lax
+
+    if op.mode == "max":
+        return _xla_max(op, x)
+    sums = _reduce(op, x, np.zeros((), x.dtype), lax.add)
+    return sums / op.counts(x.shape[-op.n :], x.dtype) if op.mode.startswith("average") else sums
+
+
+@lowers(SumPoolGrad)
+def _sum_grad_xla(op: SumPoolGrad, g: Any, like: Any) -> Any:
+    import jax
+    from jax import lax
+
+    if op.mode.startswith("average"):
+        g = g / op.counts(like.shape[-op.n :], g.dtype)
+    shape = jax.ShapeDtypeStruct(like.shape, g.dtype)
+    # JAX knows the transposed of a sum over windows by lax.add only.
+    (result,) = jax.linear_transpose(lambda x: _reduce(op, x, 0.0, lax.add), shape)(g)
+    return result
+
+
+def _equal_places(op: _Pool, x: Any) -> tuple[Any, Any, list[Any]]:
+    """Return the padded array, its windows' maxima, and the slices of all places.
+
+    The maxima are computed anew from an array that XLA may not compute twice: it could round the two differently, and
+    no element would equal the maximum.
+    """
+    import jax.numpy as jnp
+    from jax import lax
+
+    x = lax.optimization_barrier(x)
+    lead = x.ndim - op.n
+    padded = jnp.pad(x, [(0, 0)] * lead + op.around(x.shape[lead:]), constant_values=_lowest(x.dtype))
+    return padded, _xla_max(op, x), list(op.places(x.shape[lead:]))
+
+
+@lowers(MaxPoolGrad)
+def _max_grad_xla(op: MaxPoolGrad, x: Any, y: Any, g: Any) -> Any:
+    import jax.numpy as jnp
+    from jax import lax
+
+    padded, top, places = _equal_places(op, x)
+    lead = x.ndim - op.n
+    result: Any = 0
+    zero = np.zeros((), g.dtype)
+    for where in places:
+        share = jnp.where(padded[where] == top, g, zero)
+        gaps = [(0, 0, 0)] * lead
+        for axis, part in enumerate(where[1:]):
+            gaps.append((part.start, padded.shape[lead + axis] - part.stop, part.step - 1))
+        result = result + lax.pad(share, zero, gaps)
+    return result[op.inside(x.shape[lead:])]
+
+
+@lowers(MaxPoolPick)
+def _max_pick_xla(op: MaxPoolPick, x: Any, y: Any, d: Any) -> Any:
+    import jax.numpy as jnp
+
+    padded, top, places = _equal_places(op, x)
+    lead = x.ndim - op.n
+    picked = jnp.pad(d, [(0, 0)] * lead + op.around(x.shape[lead:]))
+    return sum(jnp.where(padded[where] == top, picked[where], 0) for where in places)

@@ -1,0 +1,68 @@
+"""The windows of an array: all at once as columns, and back.
+
+`unfold`
+    Copies each window's elements side by side.
+`fold`
+    Adds windows up where they lie over each other: `unfold` transposed.
+`offsets`
+    The elements at one place of all windows, as a slice, for each place.
+
+Loops run over the few places in a window, never over the windows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+__all__ = ["fold", "offsets", "unfold"]
+
+
+def offsets(
+    kernel: Sequence[int], out: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    """Yield each place in a window, and the slices that pick it out of all windows.
+
+    Examples
+    --------
+    >>> list(offsets((2,), (3,), (2,), (1,)))
+    [((0,), (slice(0, 5, 2),)), ((1,), (slice(1, 6, 2),))]
+    """
+    for place in itertools.product(*map(range, kernel)):
+        starts = [p * d for p, d in zip(place, dilation, strict=True)]
+        yield place, tuple(slice(a, a + (n - 1) * s + 1, s) for a, n, s in zip(starts, out, stride, strict=True))
+
+
+def unfold(
+    array: np.ndarray, kernel: Sequence[int], out: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> np.ndarray:
+    """Return the windows of (batch, channel, *spatial) as (batch, channel, *kernel, *out).
+
+    Examples
+    --------
+    >>> unfold(np.arange(4.0).reshape(1, 1, 4), (2,), (3,), (1,), (1,))[0, 0]
+    array([[0., 1., 2.],
+           [1., 2., 3.]])
+    """
+    columns = np.empty((*array.shape[:2], *kernel, *out), array.dtype)
+    for place, where in offsets(kernel, out, stride, dilation):
+        columns[(slice(None), slice(None), *place)] = array[(slice(None), slice(None), *where)]
+    return columns
+
+
+def fold(columns: np.ndarray, spatial: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> np.ndarray:
+    """Return (batch, channel, *spatial) with each window of (batch, channel, *kernel, *out) added in its place.
+
+    Examples
+    --------
+    >>> fold(np.ones((1, 1, 2, 3)), (4,), (1,), (1,))[0, 0]
+    array([1., 2., 2., 1.])
+    """
+    n = len(spatial)
+    kernel, out = columns.shape[2 : 2 + n], columns.shape[2 + n :]
+    array = np.zeros((*columns.shape[:2], *spatial), columns.dtype)
+    for place, where in offsets(kernel, out, stride, dilation):
+        array[(slice(None), slice(None), *where)] += columns[(slice(None), slice(None), *place)]
+    return array

@@ -1,0 +1,124 @@
+"""The module ``theano.compile``, on PyTensor: functions and shared variables."""
+
+import warnings
+from typing import Any
+
+import pytensor
+from pytensor.compile.builders import OpFromGraph
+from pytensor.compile import (
+    FAST_COMPILE,
+    In,
+    Mode,
+    Out,
+    ProfileStats,
+    SharedVariable,
+    ViewOp,
+    deep_copy_op,
+    get_default_mode,
+    get_mode,
+    optdb,
+    predefined_modes,
+    register_mode,
+    shared_constructor,
+    view_op,
+)
+
+from theano.compile import io, mode, sharedvalue  # noqa: F401
+
+__all__ = [
+    "FAST_COMPILE",
+    "FAST_RUN",
+    "In",
+    "Mode",
+    "OpFromGraph",
+    "Out",
+    "Param",
+    "ProfileStats",
+    "SharedVariable",
+    "ViewOp",
+    "deep_copy_op",
+    "function",
+    "get_default_mode",
+    "get_mode",
+    "optdb",
+    "predefined_modes",
+    "register_mode",
+    "shared",
+    "shared_constructor",
+    "view_op",
+]
+
+Param = In
+FAST_RUN = get_mode("FAST_RUN")
+
+
+def function(
+    inputs: Any,
+    outputs: Any = None,
+    mode: Any = None,
+    updates: Any = None,
+    givens: Any = None,
+    no_default_updates: Any = False,
+    accept_inplace: bool = False,
+    name: str | None = None,
+    rebuild_strict: bool = True,
+    allow_input_downcast: bool | None = None,
+    profile: Any = None,
+    on_unused_input: str | None = None,
+) -> Any:
+    """Compile a function; the arguments are Theano's, and PyTensor's too.
+
+    Examples
+    --------
+    >>> x = T.dscalar("x")
+    >>> theano.function([x], x**2)(3.0)
+    array(9.)
+    """
+    kwargs = {"no_default_updates": no_default_updates} if no_default_updates else {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The no_default_updates parameter", DeprecationWarning)
+        warnings.filterwarnings("ignore", "The no_default_updates parameter", FutureWarning)
+        return pytensor.function(
+            inputs,
+            outputs,
+            mode=mode,
+            updates=updates,
+            givens=givens,
+            accept_inplace=accept_inplace,
+            name=name,
+            rebuild_strict=rebuild_strict,
+            allow_input_downcast=allow_input_downcast,
+            profile=profile,
+            on_unused_input=on_unused_input,
+            **kwargs,
+        )
+
+
+def shared(value: Any, name: str | None = None, strict: bool = False, allow_downcast: Any = None, **kwargs: Any) -> Any:
+    """Make a shared variable.
+
+    Parameters
+    ----------
+    value : array or number
+    name : str, optional
+    strict : bool
+        Whether new values have to have the type exactly.
+    allow_downcast : bool, optional
+        Whether new values may lose precision.
+    **kwargs
+        ``borrow``; ``broadcastable``, for which PyTensor's type has lengths of one; ``target``, which is dropped.
+
+    Returns
+    -------
+    shared variable
+
+    Examples
+    --------
+    >>> theano.shared(np.zeros((1, 3)), "b", broadcastable=(True, False)).broadcastable
+    (True, False)
+    """
+    kwargs.pop("target", None)
+    pattern = kwargs.pop("broadcastable", None)
+    if pattern is not None:
+        kwargs["shape"] = tuple(1 if b else None for b in pattern)
+    return pytensor.shared(value, name=name, strict=strict, allow_downcast=allow_downcast, **kwargs)

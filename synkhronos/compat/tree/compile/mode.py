@@ -1,0 +1,32 @@
+"""The module ``theano.compile.mode``, on PyTensor: how functions are compiled."""
+
+from pytensor.compile.mode import (
+    FAST_COMPILE,
+    Mode,
+    get_default_mode,
+    get_mode,
+    optdb,
+    predefined_linkers,
+    predefined_modes,
+    predefined_optimizers,
+    register_linker,
+    register_mode,
+    register_optimizer,
+)
+
+__all__ = [
+    "FAST_COMPILE",
+    "FAST_RUN",
+    "Mode",
+    "get_default_mode",
+    "get_mode",
+    "optdb",
+    "predefined_linkers",
+    "predefined_modes",
+    "predefined_optimizers",
+    "register_linker",
+    "register_mode",
+    "register_optimizer",
+]
+
+FAST_RUN = get_mode("FAST_RUN")

@@ -1,0 +1,53 @@
+"""The module ``theano.gof``, on PyTensor: graphs and what is in them."""
+
+import inspect
+from typing import Any
+
+import pytensor.graph.op
+from pytensor.graph.basic import Apply, Constant, Variable
+from pytensor.graph.features import Feature
+from pytensor.graph.fg import FunctionGraph
+from pytensor.graph.type import Type
+from pytensor.graph.utils import InconsistencyError, MethodNotDefined, MissingInputError
+from pytensor.link.c.params_type import ParamsType
+from pytensor.link.c.type import EnumList, Generic, generic
+
+__all__ = [
+    "Apply",
+    "Constant",
+    "EnumList",
+    "Feature",
+    "FunctionGraph",
+    "Generic",
+    "InconsistencyError",
+    "MethodNotDefined",
+    "MissingInputError",
+    "Op",
+    "ParamsType",
+    "Type",
+    "Variable",
+    "generic",
+    "graph",
+]
+
+
+class Op(pytensor.graph.op.Op):
+    """The base class of a program's own Ops, with methods as Theano called them.
+
+    ``infer_shape(self, node, shapes)`` is called so in each version of PyTensor; ``grad`` and ``R_op`` are PyTensor's
+    words still.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let ``infer_shape`` take the arguments of either version."""
+        method: Any = cls.__dict__.get("infer_shape")
+        if method is not None and len(inspect.signature(method).parameters) == 3:
+
+            def infer_shape(self: Any, *args: Any) -> Any:
+                return method(self, *args[-2:])
+
+            cls.infer_shape = infer_shape  # type: ignore[method-assign]
+        super().__init_subclass__(**kwargs)
+
+
+from theano.gof import graph  # noqa: E402

@@ -1,0 +1,63 @@
+"""The module ``theano.gof.graph``, on PyTensor: walks through graphs."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from pytensor.graph.basic import Apply, Constant, Variable, clone, clone_get_equiv, equal_computations
+from pytensor.graph.traversal import ancestors, io_toposort, variable_depends_on
+from pytensor.graph.traversal import graph_inputs as _graph_inputs
+
+__all__ = [
+    "Apply",
+    "Constant",
+    "Variable",
+    "ancestors",
+    "clone",
+    "clone_get_equiv",
+    "inputs",
+    "io_toposort",
+    "is_same_graph",
+    "ops",
+    "variable_depends_on",
+    "variables",
+]
+
+
+def inputs(variable_list: Iterable[Any], blockers: Any = None) -> list[Any]:
+    """Return the variables that no Op has computed, above some variables."""
+    return list(_graph_inputs(list(variable_list), blockers))
+
+
+def variables(i: Iterable[Any], o: Iterable[Any]) -> set[Any]:
+    """Return the variables between inputs and outputs, both included."""
+    return set(ancestors(list(o), list(i))) | set(i) | set(o)
+
+
+def ops(i: Iterable[Any], o: Iterable[Any]) -> set[Any]:
+    """Return the Apply nodes between inputs and outputs."""
+    return set(io_toposort(list(i), list(o)))
+
+
+def is_same_graph(var1: Any, var2: Any, givens: Any = None, debug: bool = False) -> bool:
+    """Whether two variables are computed in the same way.
+
+    Parameters
+    ----------
+    var1, var2 : variable
+    givens : dict, optional
+        Variables of either graph, and what stands in their places.
+    debug : bool
+        Without a meaning here.
+
+    Returns
+    -------
+    bool
+
+    Examples
+    --------
+    >>> x = T.dscalar("x")
+    >>> theano.gof.graph.is_same_graph(x + 1, x + 1)
+    True
+    """
+    pairs = dict(givens or {})
+    return equal_computations([var1], [var2], list(pairs), list(pairs.values()))

@@ -1,0 +1,1 @@
+"""The module ``theano.sandbox``, on PyTensor."""

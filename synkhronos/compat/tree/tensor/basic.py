@@ -1,0 +1,289 @@
+"""The module ``theano.tensor.basic``, on PyTensor: functions whose arguments or names have changed since Theano.
+
+Each takes what Theano's took, and hands it to PyTensor's; what PyTensor's has in addition may be given too.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytensor.tensor as pt
+from pytensor.gradient import DisconnectedType, grad_undefined  # noqa: F401
+from pytensor.gradient import zero_grad as consider_constant  # noqa: F401
+from pytensor.tensor.basic import (
+    Alloc,
+    AllocEmpty,
+    ARange,
+    Eye,
+    Join,
+    MakeVector,
+    ScalarFromTensor,
+    Split,
+    TensorFromScalar,
+    get_scalar_constant_value,
+)
+from pytensor.tensor.exceptions import NotScalarConstantError
+from pytensor.tensor.math import Argmax, Dot, Sum
+from pytensor.tensor.shape import Reshape, Shape, SpecifyShape
+from pytensor.tensor.type import TensorType
+from pytensor.tensor.variable import TensorConstant, TensorVariable
+
+__all__ = [
+    "ARange",
+    "Alloc",
+    "AllocEmpty",
+    "Argmax",
+    "Dot",
+    "Eye",
+    "Join",
+    "MakeVector",
+    "NotScalarConstantError",
+    "Reshape",
+    "ScalarFromTensor",
+    "Shape",
+    "SpecifyShape",
+    "Split",
+    "Sum",
+    "TensorConstant",
+    "TensorFromScalar",
+    "TensorType",
+    "TensorVariable",
+    "abs_",
+    "addbroadcast",
+    "argtopk",
+    "batched_dot",
+    "batched_tensordot",
+    "choose",
+    "dot",
+    "extract_constant",
+    "flatten",
+    "get_scalar_constant_value",
+    "inv",
+    "isinf_",
+    "isnan_",
+    "join_",
+    "makeKeepDims",
+    "mean",
+    "ones_like",
+    "patternbroadcast",
+    "repeat",
+    "reshape",
+    "shape_i",
+    "sort",
+    "split",
+    "squeeze",
+    "stack",
+    "tile",
+    "topk",
+    "topk_and_argtopk",
+    "unbroadcast",
+    "zeros_like",
+]
+
+# -- names that have changed -----------------------------------------------------------------------------------------
+
+abs_ = pt.abs
+inv = pt.reciprocal
+isnan_ = pt.isnan
+isinf_ = pt.isinf
+join_ = pt.join
+
+
+def extract_constant(x: Any, elemwise: bool = True, only_process_constants: bool = False) -> Any:
+    """Return the value of a constant scalar, or the variable itself."""
+    try:
+        return get_scalar_constant_value(x)
+    except NotScalarConstantError:
+        return x
+
+
+def shape_i(var: Any, i: int, fgraph: Any = None) -> Any:
+    """Return one of a variable's lengths."""
+    return var.shape[i]
+
+
+def addbroadcast(x: Any, *axes: int) -> Any:
+    """Make dimensions broadcastable; their lengths have to be one."""
+    return pt.specify_broadcastable(x, *axes) if axes else x
+
+
+def unbroadcast(x: Any, *axes: int) -> Any:
+    """Return the variable: what PyTensor knows of its lengths does not stand in the way."""
+    return x
+
+
+def patternbroadcast(x: Any, broadcastable: Sequence[bool]) -> Any:
+    """Make the dimensions broadcastable where the pattern says so."""
+    return addbroadcast(x, *(axis for axis, b in enumerate(broadcastable) if b))
+
+
+def makeKeepDims(x: Any, y: Any, axis: Any) -> Any:  # noqa: N802 - Theano's name
+    """Give a reduced variable back the dimensions that were reduced, with length one."""
+    x = pt.as_tensor_variable(x)
+    axes = range(x.ndim) if axis is None else [axis] if isinstance(axis, int) else axis
+    return pt.expand_dims(y, [a % x.ndim for a in axes])
+
+
+# -- arguments that have changed -------------------------------------------------------------------------------------
+
+
+def dot(a: Any, b: Any) -> Any:
+    """Multiply vectors and matrices; with more dimensions the last of the first and the last but one of the second.
+
+    Examples
+    --------
+    >>> T.dot(T.matrix(), T.vector()).ndim
+    1
+    """
+    return pt.dot(a, b)
+
+
+def flatten(x: Any, ndim: int | None = None, outdim: int | None = None) -> Any:
+    """Join the last dimensions, so that ``ndim`` (by its old name, ``outdim``) are left; 1 by default."""
+    return pt.flatten(x, ndim=ndim or outdim or 1)
+
+
+def stack(*tensors: Any, **kwargs: Any) -> Any:
+    """Join along a new axis; the tensors come in a list, or, as in old programs, one by one."""
+    if "tensors" in kwargs:
+        tensors = (kwargs.pop("tensors"), *tensors)
+    axis = kwargs.get("axis", 0)
+    if isinstance(tensors[0], list | tuple):
+        return pt.stack(list(tensors[0]), axis=tensors[1] if len(tensors) > 1 else axis)
+    return pt.stack(list(tensors), axis=axis)
+
+
+def mean(input: Any, axis: Any = None, dtype: Any = None, op: bool = False, keepdims: bool = False, **kwargs: Any) -> Any:
+    """Return the mean over axes."""
+    return pt.mean(input, axis=axis, dtype=dtype, keepdims=keepdims, **kwargs)
+
+
+def reshape(x: Any, newshape: Any, ndim: int | None = None) -> Any:
+    """Give an array another shape; ``ndim`` says its length where it is not known."""
+    return pt.reshape(x, newshape, ndim=ndim)
+
+
+def tile(x: Any, reps: Any, ndim: int | None = None) -> Any:
+    """Repeat an array along each dimension."""
+    if ndim is not None:
+        reps = list(reps) if isinstance(reps, list | tuple) else [reps]
+        reps = [1] * (ndim - len(reps)) + reps
+    return pt.tile(x, reps)
+
+
+def repeat(x: Any, repeats: Any, axis: int | None = None) -> Any:
+    """Repeat each element."""
+    return pt.repeat(x, repeats, axis=axis)
+
+
+def split(x: Any, splits_size: Any, n_splits: int, axis: int = 0) -> Any:
+    """Cut an array into ``n_splits`` parts."""
+    return pt.split(x, splits_size, n_splits=n_splits, axis=axis)
+
+
+def squeeze(x: Any, axis: Any = None) -> Any:
+    """Drop the dimensions whose length is known to be one."""
+    return pt.squeeze(x, axis=axis)
+
+
+def choose(a: Any, choices: Any, out: Any = None, mode: str = "raise") -> Any:
+    """Pick elements from a list of arrays."""
+    return pt.choose(a, choices, mode=mode)
+
+
+def sort(a: Any, axis: int | None = -1, kind: Any = "quicksort", order: Any = None) -> Any:
+    """Sort along an axis."""
+    return pt.sort(a, axis=axis, kind=kind)
+
+
+def zeros_like(model: Any, dtype: Any = None, opt: bool = False) -> Any:
+    """Return zeros in the shape of another array."""
+    return pt.zeros_like(model, dtype=dtype)
+
+
+def ones_like(model: Any, dtype: Any = None, opt: bool = False) -> Any:
+    """Return ones in the shape of another array."""
+    return pt.ones_like(model, dtype=dtype)
+
+
+# -- functions that PyTensor has dropped -----------------------------------------------------------------------------
+
+
+def batched_dot(a: Any, b: Any) -> Any:
+    """Multiply matrices, or vectors, pair by pair along the first axis.
+
+    Examples
+    --------
+    >>> T.batched_dot(T.tensor3(), T.matrix()).ndim
+    2
+    """
+    a, b = pt.as_tensor_variable(a), pt.as_tensor_variable(b)
+    if a.ndim == 0 or b.ndim == 0:
+        raise TypeError("a and b must have at least one dimension each")
+    if a.ndim == 1 or b.ndim == 1:
+        return a.dimshuffle(0, *["x"] * (b.ndim - 1)) * b if a.ndim == 1 else a * b.dimshuffle(0, *["x"] * (a.ndim - 1))
+    if a.ndim > 3 or b.ndim > 3:
+        return batched_tensordot(a, b, [[a.ndim - 1], [max(b.ndim - 2, 1)]])
+    left = a[:, None, :] if a.ndim == 2 else a
+    right = b[:, :, None] if b.ndim == 2 else b
+    product = pt.matmul(left, right)
+    if b.ndim == 2:
+        product = product[:, :, 0]
+    return product[:, 0] if a.ndim == 2 else product
+
+
+def batched_tensordot(x: Any, y: Any, axes: Any = 2) -> Any:
+    """Sum products over axes of two tensors, pair by pair along the first axis.
+
+    Parameters
+    ----------
+    x, y : variable
+    axes : int, or (list of int, list of int)
+        How many axes: the last of the first and the first after the pairs' of the second; or which of each.
+
+    Returns
+    -------
+    variable
+
+    Examples
+    --------
+    >>> T.batched_tensordot(T.tensor4(), T.tensor3(), 2).ndim
+    2
+    """
+    x, y = pt.as_tensor_variable(x), pt.as_tensor_variable(y)
+    if isinstance(axes, int):
+        x_axes, y_axes = list(range(x.ndim - axes, x.ndim)), list(range(1, axes + 1))
+    else:
+        x_axes, y_axes = ([a] if isinstance(a, int) else list(a) for a in axes)
+    x_rest = [a for a in range(1, x.ndim) if a not in x_axes]
+    y_rest = [a for a in range(1, y.ndim) if a not in y_axes]
+    n = x.shape[0]
+    summed = pt.prod(pt.stack([x.shape[a] for a in x_axes])) if x_axes else 1
+    left = x.dimshuffle(0, *x_rest, *x_axes).reshape((n, -1, summed))
+    right = y.dimshuffle(0, *y_axes, *y_rest).reshape((n, summed, -1))
+    shape = [n, *(x.shape[a] for a in x_rest), *(y.shape[a] for a in y_rest)]
+    return pt.matmul(left, right).reshape(shape, ndim=len(shape))
+
+
+def topk_and_argtopk(x: Any, kth: Any, axis: int = -1, sorted: bool = True, idx_dtype: str = "int64") -> list[Any]:
+    """Return the k largest elements along an axis, or with a negative k the smallest, and where they are."""
+    x = pt.as_tensor_variable(x)
+    if axis is None:
+        x, axis = x.flatten(), 0
+    order = pt.argsort(x, axis=axis)
+    if isinstance(kth, int):
+        part = slice(-kth, None) if kth > 0 else slice(None, -kth)
+    else:
+        n = x.shape[axis]
+        part = slice(pt.switch(pt.lt(kth, 0), 0, n - kth), pt.switch(pt.lt(kth, 0), -kth, n))
+    where = order[(slice(None),) * (axis % x.ndim) + (part,)]
+    return [pt.take_along_axis(x, where, axis=axis), where.astype(idx_dtype)]
+
+
+def topk(x: Any, kth: Any, axis: int = -1, sorted: bool = True, idx_dtype: str = "int64") -> Any:
+    """Return the k largest elements along an axis, or with a negative k the smallest."""
+    return topk_and_argtopk(x, kth, axis)[0]
+
+
+def argtopk(x: Any, kth: Any, axis: int = -1, sorted: bool = True, idx_dtype: str = "int64") -> Any:
+    """Return where the k largest elements along an axis are, or with a negative k the smallest."""
+    return topk_and_argtopk(x, kth, axis, idx_dtype=idx_dtype)[1]

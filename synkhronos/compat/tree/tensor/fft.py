@@ -1,0 +1,11 @@
+"""The module ``theano.tensor.fft``, on PyTensor."""
+
+from pytensor.tensor.fft import (
+    irfft,
+    rfft,
+)
+
+__all__ = [
+    "irfft",
+    "rfft",
+]

@@ -1,0 +1,168 @@
+"""The module ``theano.tensor.nnet.bn``, on PyTensor: batch normalisation (Ioffe and Szegedy, arXiv:1502.03167)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytensor
+import pytensor.tensor as pt
+
+from synkhronos.compat.ops.normalization import moments
+
+__all__ = ["batch_normalization", "batch_normalization_test", "batch_normalization_train"]
+
+
+def batch_normalization(inputs: Any, gamma: Any, beta: Any, mean: Any, std: Any, mode: str = "low_mem") -> Any:
+    """Normalise with a mean and a standard deviation that are given, and scale and shift."""
+    if mode not in ("low_mem", "high_mem"):
+        raise ValueError('mode must be either "low_mem", "high_mem"')
+    return (inputs - mean) * (gamma / std) + beta
+
+
+def _axes(axes: Any, ndim: int) -> tuple[int, ...]:
+    if axes == "per-activation":
+        return (0,)
+    if axes == "spatial":
+        return (0, *range(2, ndim))
+    result = tuple(sorted(int(a) for a in (axes if isinstance(axes, tuple | list | np.ndarray) else (axes,))))
+    if not result:
+        raise ValueError("there should be at least one normalization axis")
+    if min(result) < 0 or max(result) >= ndim:
+        raise ValueError(f"axes should be less than ndim (<{ndim}), but {axes} given")
+    return result
+
+
+class _Layout:
+    """The parameters' layout: all dimensions, or only those that are not normalised.
+
+    Parameters
+    ----------
+    inputs : variable
+    axes : tuple of int
+    gamma : variable
+        Tells the layout.
+    """
+
+    def __init__(self, inputs: Any, axes: tuple[int, ...], gamma: Any):
+        self.axes = axes
+        self.kept = [a for a in range(inputs.ndim) if a not in axes]
+        self.ndim = inputs.ndim
+        self.is_full = gamma.ndim == inputs.ndim
+        self.pattern = [self.kept.index(a) if a in self.kept else "x" for a in range(inputs.ndim)]
+
+    def spread(self, name: str, parameter: Any) -> Any:
+        """Return a parameter so that it broadcasts."""
+        wanted = self.ndim if self.is_full else len(self.kept)
+        parameter = pt.as_tensor_variable(parameter)
+        if parameter.ndim != wanted:
+            raise ValueError(
+                f"{name} has {parameter.ndim} dimensions and should have {wanted}: as many as the inputs, or one for "
+                "each axis that is not normalized, and all parameters alike"
+            )
+        return pt.specify_broadcastable(parameter, *self.axes) if self.is_full else parameter.dimshuffle(*self.pattern)
+
+    def collect(self, statistic: Any) -> Any:
+        """Return a statistic in the parameters' layout."""
+        return statistic if self.is_full else statistic.dimshuffle(*self.kept)
+
+
+def _epsilon(value: float, dtype: str) -> Any:
+    rounded = np.asarray(value, pytensor.config.floatX)
+    if rounded < 1e-5:
+        raise ValueError(f"epsilon must be at least 1e-5, got {rounded}")
+    return np.asarray(value, dtype)
+
+
+def batch_normalization_train(
+    inputs: Any,
+    gamma: Any,
+    beta: Any,
+    axes: str | Sequence[int] = "per-activation",
+    epsilon: float = 1e-4,
+    running_average_factor: float = 0.1,
+    running_mean: Any = None,
+    running_var: Any = None,
+) -> tuple[Any, ...]:
+    """Normalise by the inputs' own mean and variance, and scale and shift.
+
+    Parameters
+    ----------
+    inputs : variable
+    gamma, beta : variable
+        Scale and shift: as many dimensions as the inputs, with length one on ``axes``, or without those.
+    axes : 'per-activation', 'spatial' or tuple of int
+        What is averaged over: the first axis; all but the second; or others.
+    epsilon : float
+        Added to the variance.
+    running_average_factor : float
+        The weight of these inputs in the running averages.
+    running_mean, running_var : variable, optional
+        The running averages until now.
+
+    Returns
+    -------
+    output : variable
+    mean, invstd : variable
+        The mean, and one over the standard deviation.
+    new_running_mean, new_running_var : variable
+        Where running averages are given.
+
+    Examples
+    --------
+    >>> x = np.array([[0.0], [2.0]])
+    >>> out, mean, invstd = T.nnet.bn.batch_normalization_train(x, np.ones(1), np.zeros(1))
+    >>> mean.eval()
+    array([1.])
+    """
+    inputs, gamma = pt.as_tensor_variable(inputs), pt.as_tensor_variable(gamma)
+    layout = _Layout(inputs, _axes(axes, inputs.ndim), gamma)
+    scale, shift = layout.spread("gamma", gamma), layout.spread("beta", beta)
+    if (running_mean is None) != (running_var is None):
+        raise ValueError("running_mean and running_var must either both be given or both be None")
+    mean, var = moments(inputs, layout.axes)
+    invstd = pt.reciprocal(pt.sqrt(var + _epsilon(epsilon, var.dtype)))
+    output = (inputs - mean) * (scale * invstd) + shift
+    results = [mean, invstd]
+    if running_mean is not None:
+        factor = running_average_factor
+        count = pt.cast(pt.prod([inputs.shape[a] for a in layout.axes]), inputs.dtype)
+        old_mean, old_var = layout.spread("running_mean", running_mean), layout.spread("running_var", running_var)
+        results.append(old_mean * (1.0 - factor) + mean * factor)
+        results.append(old_var * (1.0 - factor) + (count / (count - 1)) * var * factor)
+    return (output, *(layout.collect(result) for result in results))
+
+
+def batch_normalization_test(
+    inputs: Any,
+    gamma: Any,
+    beta: Any,
+    mean: Any,
+    var: Any,
+    axes: str | Sequence[int] = "per-activation",
+    epsilon: float = 1e-4,
+) -> Any:
+    """Normalise with a mean and a variance that are given, and scale and shift.
+
+    Parameters
+    ----------
+    inputs : variable
+    gamma, beta, mean, var : variable
+        Laid out as in `batch_normalization_train`.
+    axes : 'per-activation', 'spatial' or tuple of int
+    epsilon : float
+
+    Returns
+    -------
+    variable
+
+    Examples
+    --------
+    >>> T.nnet.bn.batch_normalization_test(np.ones((2, 1)), [2.0], [0.5], [1.0], [4.0]).eval()
+    array([[0.5],
+           [0.5]])
+    """
+    inputs, gamma = pt.as_tensor_variable(inputs), pt.as_tensor_variable(gamma)
+    layout = _Layout(inputs, _axes(axes, inputs.ndim), gamma)
+    scale, shift = layout.spread("gamma", gamma), layout.spread("beta", beta)
+    middle, spread = layout.spread("mean", mean), layout.spread("var", var)
+    return (inputs - middle) * (scale / pt.sqrt(spread + _epsilon(epsilon, inputs.dtype))) + shift

@@ -1,0 +1,102 @@
+"""The module ``theano.tensor.nnet.neighbours``, on PyTensor: images as rows of neighbourhoods."""
+
+from typing import Any
+
+import numpy as np
+import pytensor.tensor as pt
+from pytensor.raise_op import Assert
+
+__all__ = ["images2neibs", "neibs2images"]
+
+
+def images2neibs(ten4: Any, neib_shape: Any, neib_step: Any = None, mode: str = "valid") -> Any:
+    """Return a matrix with a row for each neighbourhood.
+
+    Parameters
+    ----------
+    ten4 : tensor4
+        Images in lists of lists: (., ., rows, columns).
+    neib_shape : (int, int)
+        Rows and columns of a neighbourhood.
+    neib_step : (int, int), optional
+        From one to the next; a neighbourhood's shape by default.
+    mode : {'valid', 'ignore_borders', 'half', 'full', 'wrap_centered'}
+        Whether neighbourhoods lie within the images, and fill them exactly or not; or reach over the edge by half of
+        them, or by all but one element, where zeros are; or are centred on each element, and go on at the other side.
+
+    Returns
+    -------
+    matrix
+
+    Examples
+    --------
+    >>> T.nnet.neighbours.images2neibs(np.arange(4.0).reshape(1, 1, 2, 2), (1, 2)).eval()
+    array([[0., 1.],
+           [2., 3.]])
+    """
+    x = pt.as_tensor_variable(ten4)
+    shape = _numbers(neib_shape)
+    step = shape if neib_step is None else _numbers(neib_step)
+    if mode in ("half", "full"):
+        pad = [n // 2 if mode == "half" else n - 1 for n in shape]
+        x = pt.pad(x, [(0, 0), (0, 0), (pad[0], pad[0]), (pad[1], pad[1])])
+    elif mode == "wrap_centered":
+        if any(n % 2 == 0 for n in shape):
+            raise TypeError(f"neighbourhoods have a centre if their lengths are odd, not {shape}")
+    elif mode not in ("valid", "ignore_borders"):
+        raise NotImplementedError(f"unknown mode {mode!r}")
+    # Rows and columns of all neighbourhoods' elements: (places, within).
+    index = []
+    for axis, (n, s) in enumerate(zip(shape, step, strict=True)):
+        length = x.shape[2 + axis]
+        if mode == "wrap_centered":
+            starts = pt.arange((length + s - 1) // s) * s - n // 2
+            index.append((starts[:, None] + np.arange(n)) % length)
+            continue
+        if mode != "ignore_borders":
+            # Where it is not known, it is checked as the function runs.
+            message = f"images have a length of {n} + {s} * k on axis {2 + axis} in mode {mode!r}"
+            length = Assert(message)(length, pt.eq((length - n) % s, 0))
+        index.append((pt.arange((length - n) // s + 1) * s)[:, None] + np.arange(n))
+    rows, columns = index
+    picked = x[:, :, rows[:, None, :, None], columns[None, :, None, :]]
+    return picked.reshape((-1, shape[0] * shape[1]))
+
+
+def neibs2images(neibs: Any, neib_shape: Any, original_shape: Any, mode: str = "valid") -> Any:
+    """Return the images that `images2neibs` made a matrix of, with neighbourhoods side by side.
+
+    Parameters
+    ----------
+    neibs : matrix
+    neib_shape : (int, int)
+    original_shape : sequence of 4 int
+    mode : {'valid', 'ignore_borders'}
+        With the latter, what lay at the border is zero.
+
+    Returns
+    -------
+    tensor4
+
+    Examples
+    --------
+    >>> T.nnet.neighbours.neibs2images(np.array([[0.0, 1.0], [2.0, 3.0]]), (1, 2), (1, 1, 2, 2)).eval()[0, 0]
+    array([[0., 1.],
+           [2., 3.]])
+    """
+    if mode not in ("valid", "ignore_borders"):
+        raise NotImplementedError(f"neibs2images does not know mode {mode!r}")
+    h, w = _numbers(neib_shape)
+    a, b, rows, columns = (original_shape[i] for i in range(4))
+    neibs = pt.as_tensor_variable(neibs)
+    parts = neibs.reshape((a, b, rows // h, columns // w, h, w)).dimshuffle(0, 1, 2, 4, 3, 5)
+    images = parts.reshape((a, b, rows // h * h, columns // w * w))
+    if mode == "valid":
+        return images
+    whole = pt.zeros((a, b, rows, columns), dtype=neibs.dtype)
+    return pt.set_subtensor(whole[:, :, : rows // h * h, : columns // w * w], images)
+
+
+def _numbers(pair: Any) -> tuple[int, int]:
+    first, second = (int(pt.get_scalar_constant_value(pair[i])) for i in range(2))
+    return first, second

@@ -1,0 +1,255 @@
+"""The module ``theano.tensor.nnet.nnet``, on PyTensor: nonlinearities and losses."""
+
+from typing import Any
+
+import numpy as np
+import pytensor.tensor as pt
+from pytensor.tensor import sigmoid, softplus
+
+from synkhronos.compat.ops.classification import (
+    OneHotCrossentropy as CrossentropyCategorical1Hot,
+)
+from synkhronos.compat.ops.classification import (
+    OneHotCrossentropyGrad as CrossentropyCategorical1HotGrad,
+)
+from synkhronos.compat.ops.classification import (
+    Softmax,
+    crossentropy,
+    log_softmax,
+)
+from synkhronos.compat.ops.classification import (
+    softmax as _softmax,
+)
+
+__all__ = [
+    "CrossentropyCategorical1Hot",
+    "CrossentropyCategorical1HotGrad",
+    "Softmax",
+    "binary_crossentropy",
+    "categorical_crossentropy",
+    "confusion_matrix",
+    "crossentropy_categorical_1hot",
+    "crossentropy_softmax_1hot",
+    "crossentropy_softmax_1hot_with_bias",
+    "elu",
+    "h_softmax",
+    "logsoftmax",
+    "prepend_0_to_each_row",
+    "prepend_1_to_each_row",
+    "relu",
+    "selu",
+    "sigmoid",
+    "sigmoid_binary_crossentropy",
+    "softmax",
+    "softmax_graph",
+    "softmax_with_bias",
+    "softplus",
+    "softsign",
+]
+
+# -- nonlinearities --------------------------------------------------------------------------------------------------
+
+
+def _rows(c: Any) -> Any:
+    c = pt.as_tensor_variable(c)
+    return c.dimshuffle("x", 0) if c.ndim == 1 else c
+
+
+def softmax(c: Any) -> Any:
+    """Return softmax of each row; of a vector, as one row of a matrix.
+
+    Examples
+    --------
+    >>> T.nnet.softmax(np.zeros((1, 2))).eval()
+    array([[0.5, 0.5]])
+    """
+    return _softmax(_rows(c))
+
+
+softmax_graph = softmax
+
+
+def logsoftmax(c: Any) -> Any:
+    """Return the logarithm of softmax of each row."""
+    return log_softmax(_rows(c))
+
+
+def softmax_with_bias(x: Any, b: Any) -> Any:
+    """Return softmax of each row plus a vector."""
+    return softmax(x + b)
+
+
+def relu(x: Any, alpha: Any = 0) -> Any:
+    """Return a number, or if it is negative, ``alpha`` times it.
+
+    Examples
+    --------
+    >>> T.nnet.relu(np.array([-2.0, 3.0]), 0.1).eval()
+    array([-0.2,  3. ])
+    """
+    x = pt.as_tensor_variable(x)
+    if isinstance(alpha, int | float) and alpha == 0:
+        return 0.5 * (x + pt.abs(x))
+    alpha = pt.as_tensor_variable(alpha)
+    return 0.5 * (1 + alpha) * x + 0.5 * (1 - alpha) * pt.abs(x)
+
+
+def elu(x: Any, alpha: Any = 1) -> Any:
+    """Return the exponential linear unit (Clevert et al., arXiv:1511.07289)."""
+    return pt.switch(x > 0, x, alpha * pt.expm1(x))
+
+
+def selu(x: Any) -> Any:
+    """Return the scaled exponential linear unit (Klambauer et al., arXiv:1706.02515)."""
+    return 1.0507009873554804934193349852946 * elu(x, 1.6732632423543772848170429916717)
+
+
+def softsign(x: Any) -> Any:
+    """Return ``x / (1 + abs(x))``."""
+    x = pt.as_tensor_variable(x)
+    return x / (1.0 + pt.abs(x))
+
+
+# -- losses ----------------------------------------------------------------------------------------------------------
+
+
+def binary_crossentropy(output: Any, target: Any) -> Any:
+    """Return the crossentropy of probabilities, element by element; stable where they come from a sigmoid."""
+    return -(target * pt.log(output) + (1.0 - target) * pt.log(1.0 - output))
+
+
+def sigmoid_binary_crossentropy(output: Any, target: Any) -> Any:
+    """Return the crossentropy of a sigmoid's probabilities, from the sigmoid's argument."""
+    return target * softplus(-output) + (1 - target) * softplus(output)
+
+
+def categorical_crossentropy(coding_dist: Any, true_dist: Any) -> Any:
+    """Return the crossentropy of each row.
+
+    Parameters
+    ----------
+    coding_dist : matrix
+        Probabilities, a row for each example.
+    true_dist : matrix or vector of integers
+        Probabilities too, or the number of the class.
+
+    Returns
+    -------
+    vector
+
+    Examples
+    --------
+    >>> p = T.nnet.softmax(np.array([[0.0, 1000.0]]))
+    >>> T.nnet.categorical_crossentropy(p, np.array([0])).eval()
+    array([1000.])
+    """
+    coding_dist, true_dist = pt.as_tensor_variable(coding_dist), pt.as_tensor_variable(true_dist)
+    if true_dist.ndim == coding_dist.ndim:
+        return -pt.sum(true_dist * pt.log(coding_dist), axis=coding_dist.ndim - 1)
+    if true_dist.ndim == coding_dist.ndim - 1:
+        return crossentropy(coding_dist, true_dist)
+    raise TypeError("rank mismatch between coding and true distributions")
+
+
+crossentropy_categorical_1hot = crossentropy
+
+
+def crossentropy_softmax_1hot(x: Any, y_idx: Any, **kwargs: Any) -> Any:
+    """Return the crossentropy of softmax and the probabilities."""
+    p = softmax(x)
+    return crossentropy(p, y_idx), p
+
+
+def crossentropy_softmax_1hot_with_bias(x: Any, b: Any, y_idx: Any, **kwargs: Any) -> Any:
+    """Return the crossentropy of softmax of rows plus a vector, and the probabilities."""
+    return crossentropy_softmax_1hot(x + b, y_idx)
+
+
+def confusion_matrix(actual: Any, pred: Any) -> list[Any]:
+    """Count predictions by class.
+
+    Parameters
+    ----------
+    actual, pred : vector
+
+    Returns
+    -------
+    matrix
+        Rows are actual classes and columns predicted ones.
+    vector
+        The classes in order.
+
+    Examples
+    --------
+    >>> counts, order = T.nnet.confusion_matrix(T.as_tensor_variable([2, 0, 2]), T.as_tensor_variable([0, 0, 2]))
+    >>> counts.eval()
+    array([[1, 0],
+           [1, 1]])
+    """
+    if actual.ndim != 1 or pred.ndim != 1:
+        raise ValueError("actual and pred must be 1-d tensor variables")
+    order = pt.unique(pt.concatenate([actual, pred]))
+    rows = pt.eq(actual[:, None], order).astype("int64")
+    columns = pt.eq(pred[:, None], order).astype("int64")
+    return [pt.dot(rows.T, columns), order]
+
+
+# -- others ----------------------------------------------------------------------------------------------------------
+
+
+def h_softmax(
+    x: Any,
+    batch_size: Any,
+    n_outputs: int,
+    n_classes: int,
+    n_outputs_per_class: int,
+    W1: Any,  # noqa: N803 - Theano's name
+    b1: Any,
+    W2: Any,  # noqa: N803
+    b2: Any,
+    target: Any = None,
+) -> Any:
+    """Return softmax in two levels (Goodman, arXiv:cs/0108006).
+
+    Parameters
+    ----------
+    x : matrix
+    batch_size : int
+    n_outputs, n_classes, n_outputs_per_class : int
+    W1, b1 : matrix, vector
+        From ``x`` to classes.
+    W2, b2 : tensor3, matrix
+        From ``x`` to outputs, for each class.
+    target : vector of integers, optional
+        Which output of each row is asked for.
+
+    Returns
+    -------
+    variable
+        The probabilities of all outputs, or of the targets.
+    """
+    classes = softmax(pt.dot(x, W1) + b1)
+    if target is None:
+        scores = pt.tensordot(x, W2, [[1], [1]]) + b2
+        within = softmax(scores.reshape((-1, n_outputs_per_class))).reshape((batch_size, n_classes, -1))
+        return (classes[:, :, None] * within).reshape((batch_size, -1))[:, :n_outputs]
+    target = target.flatten()
+    its_class, inside = target // n_outputs_per_class, target % n_outputs_per_class
+    scores = pt.matmul(x[:, None, :], W2[its_class])[:, 0] + b2[its_class]
+    rows = pt.arange(batch_size)
+    return classes[rows, its_class] * softmax(scores)[rows, inside]
+
+
+def _prepend(value: float, x: Any) -> Any:
+    column = pt.full((x.shape[0], 1), np.asarray(value, x.dtype))
+    return pt.concatenate([column, x], axis=1)
+
+
+def prepend_0_to_each_row(x: Any) -> Any:
+    """Put a zero before each row."""
+    return _prepend(0, x)
+
+
+def prepend_1_to_each_row(x: Any) -> Any:
+    """Put a one before each row."""
+    return _prepend(1, x)

@@ -1,0 +1,42 @@
+"""The module ``theano.tensor.nnet.sigm``, on PyTensor: the sigmoid and what is like it."""
+
+from typing import Any
+
+import numpy as np
+import pytensor.tensor as pt
+from pytensor.tensor import sigmoid, softplus
+
+__all__ = ["hard_sigmoid", "sigmoid", "softplus", "ultra_fast_sigmoid"]
+
+
+def _float(x: Any) -> Any:
+    """Return a variable of floats: the narrowest in which Theano computed with it."""
+    x = pt.as_tensor_variable(x)
+    return x if x.dtype.startswith("float") else x.astype("float32" if x.dtype in ("int8", "uint8", "int16") else "float64")
+
+
+def ultra_fast_sigmoid(x: Any) -> Any:
+    """Return the sigmoid, made of a fraction and straight lines; it is off by 0.02 at most.
+
+    Examples
+    --------
+    >>> float(ultra_fast_sigmoid(2.0).eval().round(3))
+    0.875
+    """
+    x = _float(x) * np.asarray(0.5, _float(x).dtype)
+    size = pt.abs(x)
+    slope = 0.935409070603099 + 0.0458812946797165 * (size - 1.7)
+    z = pt.switch(size < 1.7, 1.5 * size / (1 + size), pt.switch(size < 3, slope, 0.99505475368673))
+    return (0.5 * (pt.switch(x >= 0, z, -z) + 1)).astype(x.dtype)
+
+
+def hard_sigmoid(x: Any) -> Any:
+    """Return zero, a straight line, and one in the place of the sigmoid.
+
+    Examples
+    --------
+    >>> hard_sigmoid(np.array([-3.0, 0.0, 1.0])).eval()
+    array([0. , 0.5, 0.7])
+    """
+    x = _float(x)
+    return pt.clip(x * np.asarray(0.2, x.dtype) + np.asarray(0.5, x.dtype), np.asarray(0, x.dtype), np.asarray(1, x.dtype))

@@ -1,0 +1,5 @@
+"""The module ``theano.tensor.shared_randomstreams``, on PyTensor."""
+
+from synkhronos.compat.streams import RandomStreams
+
+__all__ = ["RandomStreams"]

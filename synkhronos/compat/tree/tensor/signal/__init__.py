@@ -1,0 +1,1 @@
+"""The module ``theano.tensor.signal``, on PyTensor."""

@@ -1,0 +1,39 @@
+"""The module of this name that Theano had until 0.9 and that Lasagne 0.1 imports, on top of ``signal.pool``.
+
+`max_pool_2d`
+    Pooling over the last two axes, by its old name.
+"""
+
+from theano.tensor.signal import pool
+
+__all__ = ["max_pool_2d", "max_pool_2d_same_size"]
+
+max_pool_2d_same_size = pool.max_pool_2d_same_size
+
+
+def max_pool_2d(input, ds, ignore_border=False, st=None, padding=(0, 0), mode="max"):
+    """Pool the last two axes.
+
+    Parameters
+    ----------
+    input : variable
+    ds : (int, int)
+        Rows and columns of a window.
+    ignore_border : bool
+        Whether windows that reach over the edge are left out.
+    st : (int, int), optional
+        Rows and columns from one window to the next; a window's size by default.
+    padding : (int, int)
+        Rows and columns added on each side.
+    mode : {'max', 'sum', 'average_inc_pad', 'average_exc_pad'}
+
+    Returns
+    -------
+    variable
+
+    Examples
+    --------
+    >>> max_pool_2d(T.ftensor4(), ds=(2, 2)).ndim
+    4
+    """
+    return pool.pool_2d(input, ws=ds, ignore_border=bool(ignore_border), stride=st, pad=padding, mode=mode)

@@ -1,0 +1,11 @@
+"""The module ``theano.tensor.var``, on PyTensor."""
+
+from pytensor.tensor.variable import (
+    TensorConstant,
+    TensorVariable,
+)
+
+__all__ = [
+    "TensorConstant",
+    "TensorVariable",
+]

@@ -1,0 +1,113 @@
+"""Lets the master hear of a worker's death while it is busy with its own part of a command.
+
+`DeathWatch`
+    Raises `Bereft` in the master's own code when a worker has died.
+`Bereft`
+    What is raised; never leaves the library.
+
+A master that waits looks at its workers' lives every few milliseconds.  One that computes or compiles does not look,
+and would hear of a death only when it has done its own part.  So the kernel tells it, by a signal when the other end of
+a worker's socket pair closes.  The signal is SIGURG, which does nothing to a process that has no handler for it: a late
+one can't hurt.  Where something is in the way (another handler, another system, a fork in a thread) nothing else
+changes: the death is noticed when the master waits next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+#: Seconds that a process may take from closing its files to its end.
+_LAST_MOMENTS = 1.0
+# What Python's fcntl has no names for: Linux' numbers are the same on all its processors.
+_F_SETSIG, _F_SETOWN_EX, _F_OWNER_TID = 10, 15, 0
+
+
+class Bereft(BaseException):
+    """A worker has died while the master did its own part."""
+
+
+class DeathWatch:
+    """Raises `Bereft` in the main thread when a worker dies while the main thread is ``at_work``.
+
+    Attributes
+    ----------
+    at_work : int
+        The thread that does the master's part of a command, 0 when none does.
+    heard : bool
+        Whether it has raised, for whoever finds that something has swallowed the exception.
+    """
+
+    def __init__(self) -> None:
+        self.at_work = 0
+        self.heard = False
+        self._owner = os.getpid()
+        self._watched: dict[int, socket.socket] = {}
+        self._before: Any = None
+
+    def start(self, workers: Iterable[tuple[int, socket.socket]]) -> None:
+        """Watch processes, each with this end of its socket pair."""
+        if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+            return
+        before = signal.getsignal(signal.SIGURG)
+        if isinstance(getattr(before, "__self__", None), DeathWatch):
+            before = signal.SIG_DFL  # of ranks that were closed in a thread
+        if before not in (signal.SIG_DFL, signal.SIG_IGN):
+            return  # somebody else's
+        signal.signal(signal.SIGURG, self._hear)
+        self._before = before
+        for pid, channel in workers:
+            self._watched[pid] = channel
+            with contextlib.suppress(OSError):
+                # To this thread and no other: it may be in a system call, which only its own signals cut short.
+                fcntl.fcntl(channel, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, self._owner))
+                fcntl.fcntl(channel, _F_SETSIG, signal.SIGURG)
+                fcntl.fcntl(channel, fcntl.F_SETFL, fcntl.fcntl(channel, fcntl.F_GETFL) | os.O_ASYNC)
+
+    def stop(self) -> None:
+        """Leave the signal as it was before."""
+        self._watched.clear()
+        if self._before is not None and threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGURG) == self._hear:  # else somebody has taken it since
+                signal.signal(signal.SIGURG, self._before)
+            self._before = None
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        # Handlers run in the main thread, whichever thread is at work.
+        if self.at_work == threading.get_ident() and os.getpid() == self._owner and self._is_bereft():
+            self.at_work, self.heard = 0, True
+            raise Bereft
+
+    def _is_bereft(self) -> bool:
+        """Whether a worker has ended: not one that has merely closed its files."""
+        poll = select.poll()
+        pids = {}
+        for pid, channel in self._watched.items():
+            poll.register(channel, 0)
+            pids[channel.fileno()] = pid
+        gone = [pids[fd] for fd, event in poll.poll(0) if event & select.POLLHUP]
+        deadline = time.monotonic() + _LAST_MOMENTS
+        while gone and time.monotonic() < deadline:
+            if any(_has_ended(pid) for pid in gone):
+                return True
+            time.sleep(0.001)
+        return False
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child has ended; how is left for others to ask."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True

@@ -1,0 +1,180 @@
+"""The batch normalisation layer, against NumPy."""
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+
+import synkhronos as synk
+from lasagne_tools.batch_norm import BatchNormLayer, running_averages
+from lasagne_tools.library import T, lasagne, theano
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+rng = np.random.default_rng(5)
+EPSILON = 1e-3
+# Rows, channels, positions; channels that differ in mean and spread.
+ARRAYS = {
+    "matrix": rng.normal([[1.0, -20.0, 5.0]], [[1.0, 0.1, 30.0]], (7, 3)),
+    "images": rng.normal(
+        np.reshape([1.0, -20.0, 5.0], (3, 1, 1)), np.reshape([1.0, 0.1, 30.0], (3, 1, 1)), (4, 3, 5, 2)
+    ),
+}
+BETA, GAMMA = np.array([0.5, -1.0, 2.0]), np.array([2.0, 0.3, 1.0])
+
+
+def variable(array):
+    return T.TensorType("float64", [False] * array.ndim)("x")
+
+
+def layer_for(array, **kwargs):
+    return BatchNormLayer((None, *array.shape[1:]), **{"epsilon": EPSILON, "beta": BETA, "gamma": GAMMA, **kwargs})
+
+
+def per_channel(vector, array):
+    return np.reshape(vector, (-1, *[1] * (array.ndim - 2)))
+
+
+def statistics(array):
+    axes = (0, *range(2, array.ndim))
+    return array.mean(axis=axes), array.var(axis=axes)
+
+
+def normalised(array, mean, variance, beta=BETA, gamma=GAMMA):
+    mean, variance, beta, gamma = (per_channel(v, array) for v in (mean, variance, beta, gamma))
+    return gamma * (array - mean) / np.sqrt(variance + EPSILON) + beta
+
+
+@pytest.fixture(params=ARRAYS.values(), ids=ARRAYS)
+def array(request):
+    return request.param
+
+
+def test_training_uses_the_statistics_of_the_batch(array):
+    x = variable(array)
+    f = theano.function([x], layer_for(array).get_output_for(x))
+    np.testing.assert_allclose(f(array), normalised(array, *statistics(array)), rtol=1e-9, atol=1e-9)
+
+
+def test_without_scale_and_shift_a_batch_has_mean_0_and_variance_1(array):
+    x = variable(array)
+    layer = layer_for(array, beta=None, gamma=None, epsilon=1e-12)
+    assert layer.beta is layer.gamma is None
+    mean, variance = statistics(theano.function([x], layer.get_output_for(x))(array))
+    np.testing.assert_allclose(mean, 0, atol=1e-9)
+    np.testing.assert_allclose(variance, 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 1.0])
+def test_running_averages_move_towards_the_statistics(array, alpha):
+    x, layer = variable(array), layer_for(array, alpha=alpha)
+    updates = OrderedDict()
+    f = theano.function([x], layer.get_output_for(x, average_updates=updates), updates=updates)
+    mean, variance = np.zeros(3), np.ones(3)
+    for batch in (array, 2 * array, array[:2]):
+        f(batch)
+        batch_mean, batch_variance = statistics(batch)
+        mean, variance = mean + alpha * (batch_mean - mean), variance + alpha * (batch_variance - variance)
+        np.testing.assert_allclose(layer.mean.get_value(), mean, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(layer.variance.get_value(), variance, rtol=1e-9, atol=1e-12)
+
+
+def test_nothing_moves_where_no_one_asks(array):
+    x, layer = variable(array), layer_for(array)
+    updates = OrderedDict()
+    tested = layer.get_output_for(x, deterministic=True, average_updates=updates)
+    assert not updates
+    theano.function([x], [layer.get_output_for(x), tested])(array)
+    np.testing.assert_array_equal(layer.mean.get_value(), np.zeros(3))
+    np.testing.assert_array_equal(layer.variance.get_value(), np.ones(3))
+
+
+def test_deterministic_mode_uses_the_running_averages_row_by_row(array):
+    x, layer = variable(array), layer_for(array)
+    mean, variance = np.array([3.0, -1.0, 0.0]), np.array([4.0, 0.5, 1.0])
+    layer.mean.set_value(mean)
+    layer.variance.set_value(variance)
+    f = theano.function([x], layer.get_output_for(x, deterministic=True))
+    np.testing.assert_allclose(f(array), normalised(array, mean, variance), rtol=1e-9)
+    np.testing.assert_allclose(f(array[1:2]), f(array)[1:2], rtol=1e-12)
+
+
+def test_the_gradient_goes_through_the_statistics(array):
+    weights = rng.normal(size=array.shape)
+    x, beta, gamma = variable(array), theano.shared(BETA, "beta"), theano.shared(GAMMA, "gamma")
+    layer = layer_for(array, beta=beta, gamma=gamma)
+    loss = (weights * layer.get_output_for(x) ** 2).sum()
+    f = theano.function([x], theano.grad(loss, [x, beta, gamma]))
+
+    def loss_of(array, beta=BETA, gamma=GAMMA):
+        return (weights * normalised(array, *statistics(array), beta, gamma) ** 2).sum()
+
+    def numerical(position, values):
+        gradient = np.zeros_like(values[position])
+        for index in np.ndindex(gradient.shape):
+            step = np.zeros_like(gradient)
+            step[index] = 1e-5
+            above, below = list(values), list(values)
+            above[position], below[position] = values[position] + step, values[position] - step
+            gradient[index] = (loss_of(*above) - loss_of(*below)) / 2e-5
+        return gradient
+
+    got = f(array)
+    for position in range(3):
+        expected = numerical(position, [array, BETA, GAMMA])
+        np.testing.assert_allclose(got[position], expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_constant_channel_becomes_the_shift():
+    x, constant = T.matrix("x", dtype="float64"), np.full((6, 3), 7.0)
+    f = theano.function([x], layer_for(constant).get_output_for(x))
+    np.testing.assert_allclose(f(constant), np.tile(BETA, (6, 1)), atol=1e-12)
+
+
+def test_the_nonlinearity_comes_last(array):
+    x = variable(array)
+    layer = layer_for(array, nonlinearity=lasagne.nonlinearities.rectify)
+    f = theano.function([x], layer.get_output_for(x))
+    np.testing.assert_allclose(f(array), np.maximum(normalised(array, *statistics(array)), 0), rtol=1e-9, atol=1e-9)
+
+
+def test_averages_are_neither_trained_nor_penalised():
+    below = lasagne.layers.InputLayer((None, 3))
+    network = BatchNormLayer(BatchNormLayer(below, name="first"), name="second")
+    trained = lasagne.layers.get_all_params(network, trainable=True)
+    assert [p.name for p in trained] == ["first.beta", "first.gamma", "second.beta", "second.gamma"]
+    names = [p.name for p in running_averages(network)]
+    assert names == ["first.mean", "first.variance", "second.mean", "second.variance"]
+    assert lasagne.layers.get_all_params(network, regularizable=True) == []
+    assert network.output_shape == (None, 3)
+
+
+@pytest.mark.parametrize("shape", [(5,), (None, None, 4, 4)])
+def test_channels_have_to_be_known(shape):
+    with pytest.raises(ValueError, match="known number of channels"):
+        BatchNormLayer(shape)
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.5])
+def test_alpha_has_to_be_a_share(alpha):
+    with pytest.raises(ValueError, match=f"alpha: expected a number from 0 to 1, got {alpha}"):
+        BatchNormLayer((None, 3), alpha=alpha)
+
+
+def test_each_rank_has_averages_of_its_own_until_they_are_averaged(fork):
+    fork(2)
+    array = ARRAYS["matrix"][:6]
+    x, layer = T.matrix("x", dtype="float64"), layer_for(array, alpha=0.25)
+    updates = OrderedDict()
+    f = synk.function([x], (layer.get_output_for(x, average_updates=updates), "gather"), updates=updates)
+    halves = array[:3], array[3:]
+    normalised_halves = [normalised(half, *statistics(half)) for half in halves]
+    np.testing.assert_allclose(f(array), np.concatenate(normalised_halves), rtol=1e-9, atol=1e-9)
+
+    averages = running_averages(layer)
+    expected = [[0.25 * statistics(half)[0], 0.75 + 0.25 * statistics(half)[1]] for half in halves]
+    for rank in range(2):
+        np.testing.assert_allclose(synk.get_value(rank, averages), expected[rank], rtol=1e-9)
+    synk.all_reduce(averages)
+    for rank in range(2):
+        np.testing.assert_allclose(synk.get_value(rank, averages), np.mean(expected, axis=0), rtol=1e-9)

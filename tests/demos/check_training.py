@@ -1,0 +1,199 @@
+"""Each demo's networks end with the same parameters on two ranks and in one process.
+
+They start alike, see the same batches, and leave dropout out. Sums of single precision numbers in another order differ
+in their last digits, so the parameters do too.
+"""
+
+import numpy as np
+import pytest
+from train_mnist_cpu_data import CpuData
+from train_mnist_gpu_data import GpuData
+from train_mnist_theano import OneProcess as OneProcessMnist
+from train_resnet import AllRanks
+from train_resnet_theano import OneProcess as OneProcessResnet
+
+import digits
+import settings
+import synkhronos as synk
+from images import make_up
+from lasagne_tools import options as common
+from lasagne_tools.library import theano
+from models import build as build_mnist
+from network import build as build_resnet
+from network import training_loss
+
+# Enough to see a velocity at work; small, since PyTensor's Python mode computes some elements one by one.
+N_STEPS = 2
+N_IMAGES, BATCH_SIZE = 11, 6
+MODELS = ["mlp", "custom_mlp:1,32,0.3,0.3", "cnn"]
+
+
+def values(params):
+    return [param.get_value() for param in params]
+
+
+def assert_close(got, expected, tolerance=2e-5):
+    assert len(got) == len(expected) > 0
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def assert_all_ranks_hold(params, expected, tolerance=2e-5):
+    for rank in range(2):
+        assert_close(synk.get_value(rank, params), expected, tolerance)
+
+
+# -- handwritten digits ----------------------------------------------------------------------------------
+
+
+def mnist_options(model, rule="nesterov_momentum"):
+    parser = digits.arguments("", [], "script.py")
+    # The second batch has an odd number of images, which does not split evenly.
+    words = f"{model} --no-dropout --synthetic {N_IMAGES} --batch-size {BATCH_SIZE} --rule {rule} --slices 2".split()
+    return digits.finish(parser, words)
+
+
+def rows_of_the_whole(batch):
+    """Where the rows that each rank takes of its own part are in the whole data."""
+    return np.concatenate([batch[0], batch[1] - (-N_IMAGES // 2)])
+
+
+def mnist_pair(trainer, options):
+    """The same network for two ranks and for one process, and a check that training has changed it."""
+    networks = [build_mnist(options.model, options.seed, options.dropout) for _ in range(2)]
+    assert_close(values(networks[0].params), values(networks[1].params), tolerance=0)
+    parts = digits.load(options)
+    return networks, trainer(networks[0], parts, options, 2), OneProcessMnist(networks[1], parts, options)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("trainer", [CpuData, GpuData])
+def test_mnist(two_ranks, trainer, model):
+    options = mnist_options(model)
+    networks, together, alone = mnist_pair(trainer, options)
+    start = values(networks[0].params)
+    batches = together.batches(np.random.default_rng(3))
+    assert len(batches) == 2 and together.shares(batches[1]) == [3, 2]
+    assert sum(sum(together.shares(batch)) for batch in batches) == N_IMAGES
+    for batch in batches:
+        loss = together.train(batch)
+        rows = rows_of_the_whole(batch) if trainer is GpuData else batch
+        np.testing.assert_allclose(loss, alone.train(rows), rtol=2e-5)
+    assert_all_ranks_hold(networks[0].params, values(networks[1].params))
+    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(values(networks[0].params), start, strict=True))
+    np.testing.assert_allclose(together.validate(), alone.validate(), rtol=1e-4)
+    np.testing.assert_allclose(together.test(), alone.test(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("rule", common.LEARNING_RATES)
+def test_mnist_by_each_rule(two_ranks, rule):
+    options = mnist_options("custom_mlp:1,16", rule)
+    networks, together, alone = mnist_pair(GpuData, options)
+    for batch in together.batches(np.random.default_rng(3)):
+        together.train(batch)
+        alone.train(rows_of_the_whole(batch))
+    # Rules that divide by the gradient's size turn rounding errors of tiny gradients into larger ones.
+    assert_all_ranks_hold(networks[0].params, values(networks[1].params), tolerance=1e-3)
+
+
+def test_dropout_masks_differ_between_ranks(two_ranks):
+    # The reason why the tests above leave dropout out.
+    network = build_mnist("custom_mlp:0,1,0.5,0")
+    f = synk.function([network.x, network.y], (network.loss, "gather"))
+    image, label = np.ones((1, 1, 28, 28), "float32"), np.zeros(1, "int32")
+    losses = f(image.repeat(2, axis=0), label.repeat(2))
+    assert len(losses) == 2 and losses[0] != losses[1]
+
+
+# -- residual networks -----------------------------------------------------------------------------------
+
+
+def resnet_options():
+    words = ["--blocks", "1,1", "--width", "4", "--size", "16", "--batch-size", "4", "--weight-decay", "0.01"]
+    return settings.finish(settings.arguments("", [], "script.py"), words)
+
+
+def resnet(options):
+    return build_resnet(options.blocks, options.width, options.size, 3, options.weight_decay, options.seed)
+
+
+def resnet_parts(options, allocate):
+    return make_up([24, 6], 3, options.size, options.seed, allocate)
+
+
+@pytest.fixture
+def together(two_ranks):
+    """The residual network on two ranks."""
+    options = resnet_options()
+    parts = resnet_parts(options, lambda shape: synk.data(dtype="uint8", shape=shape))
+    network = resnet(options)
+    return network, AllRanks(network, parts, options, 2)
+
+
+def test_resnet_with_the_same_rows_on_both_ranks_is_one_process_with_these_rows(together):
+    network, trainer = together
+    options = resnet_options()
+    alone = resnet(options)
+    serial = OneProcessResnet(alone, resnet_parts(options, lambda shape: np.empty(shape, "uint8")), options)
+    for rows in serial.batches(np.random.default_rng(3))[:N_STEPS]:
+        loss = trainer.train(np.concatenate([rows, rows]))
+        np.testing.assert_allclose(loss, serial.train(rows), rtol=1e-4)
+    assert_all_ranks_hold(network.params, values(alone.params), tolerance=2e-4)
+    assert_all_ranks_hold(network.averages, values(alone.averages), tolerance=2e-4)
+    np.testing.assert_allclose(trainer.validate(), serial.validate(), rtol=1e-3)
+
+
+def test_resnet_is_one_process_that_normalises_each_half_of_a_batch_by_itself(together):
+    network, trainer = together
+    options = resnet_options()
+    images, labels = resnet_parts(options, lambda shape: np.empty(shape, "uint8"))[0]
+
+    # The serial reference: both halves go through the network apart, and their losses are averaged.
+    alone = resnet(options)
+    x, y, half = alone.x, alone.y, options.batch_size
+    losses, moved = [], []
+    for rows in (slice(half), slice(half, None)):
+        loss, average_updates = training_loss(alone.output, x[rows], y[rows])
+        losses.append(loss)
+        moved.append(average_updates)
+    penalty = options.weight_decay * sum((p**2).sum() for p in alone.params if p.name == "W")
+    loss = (losses[0] + losses[1]) / 2 + penalty
+    grad_updates, param_updates, _ = options.update_rule(loss, alone.params, learning_rate=options.learning_rate)
+    outputs = [loss, *(of_half[average] for of_half in moved for average in alone.averages)]
+    gradient = theano.function([x, y], outputs, updates=grad_updates)
+    update = theano.function([], updates=param_updates)
+
+    n = len(alone.averages)
+    averages = [values(alone.averages), values(alone.averages)]
+    for average in alone.averages:
+        average.set_value(np.zeros_like(average.get_value()))
+    for rows in trainer.batches(np.random.default_rng(3))[:N_STEPS]:
+        got = trainer.train(rows)
+        expected, *statistics = gradient(images[rows], labels[rows])
+        update()
+        np.testing.assert_allclose(got, expected, rtol=1e-4)
+        # With averages of zero their new values are the step times the half's statistics.
+        by_rank = [statistics[:n], statistics[n:]]
+        averages = [[0.9 * a + s for a, s in zip(*pair, strict=True)] for pair in zip(averages, by_rank, strict=True)]
+    assert_all_ranks_hold(network.params, values(alone.params), tolerance=2e-4)
+
+    # Each rank has averages of its own, until the validation averages them.
+    for rank in range(2):
+        assert_close(synk.get_value(rank, network.averages), averages[rank], tolerance=2e-4)
+    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(*averages, strict=True))
+    trainer.validate()
+    assert_all_ranks_hold(network.averages, [(a + b) / 2 for a, b in zip(*averages, strict=True)], tolerance=2e-4)
+
+
+# -- few rows --------------------------------------------------------------------------------------------
+
+
+def test_every_rank_has_rows_in_every_step(two_ranks):
+    # A rank without rows would contribute the gradient of an earlier step.
+    options = digits.finish(digits.arguments("", [], "script.py"), ["custom_mlp:0", "--synthetic", "5"])
+    options.batch_size = 2
+    network = build_mnist(options.model, options.seed, dropout=False)
+    together = GpuData(network, digits.load(options), options, 2)
+    batches = together.batches(np.random.default_rng(3))
+    shares = [together.shares(batch) for batch in batches]
+    assert all(min(share) > 0 for share in shares) and np.sum(shares) == 5
