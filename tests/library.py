@@ -47,7 +47,7 @@ def function(*args, **kwargs):
 
 def few(most):
     """Return settings with at most this many examples; with fewer where XLA compiles anew for each shape."""
-    return settings(max_examples=min(most, 6) if XLA else most)
+    return settings(max_examples=min(most, 4) if XLA else most)
 
 
 def is_array(value):

@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,11 @@ def named(session: Session, shared_vars: Any) -> tuple[list[Any], bool]:
         raise ValueError("shared_vars: expected at least one shared variable, got an empty list")
     mirror = Mirror.of(session)
     seen: weakref.WeakSet[Any] = session.rank.store.setdefault("variables named before", weakref.WeakSet())
-    if single and isinstance(shared_vars, Hashable) and shared_vars in seen:  # a training loop's gradients, say
-        return variables, single
+    try:
+        if single and shared_vars in seen:  # a training loop's gradients, say
+            return variables, single
+    except TypeError:  # no variable at all
+        pass
     for variable in variables:
         try:
             library = library_of(variable)

@@ -69,6 +69,9 @@ def select(batch: Any, length: int, name: str = "batch") -> Selection:
         return np.flatnonzero(index)
     if index.size == 0:
         return index
+    # Read without their signs, negative indexes are larger than any length: one look at all of them is enough, mostly.
+    if int(index.view(np.uint64).max()) < length:
+        return index
     low, _ = _in_range(int(index.min()), int(index.max()), length, name)
     return np.where(index < 0, index + length, index) if low < 0 else index
 

@@ -163,7 +163,16 @@ class _Local:
     def __init__(self, call: Call, program: Program, compiled: Compiled, rank: Rank):
         self._call, self._program, self._rank = call, program, rank
         self._run_compiled, self._ops, self._device = compiled.run, compiled.ops, program.device
-        self._parts = [entry.part(rank) if isinstance(entry, Scattered) else None for entry in call.inputs]
+        self._parts: list[Selection | None] = []
+        parts: dict[Any, Selection] = {}  # inputs that are cut alike get the same object: it is copied but once
+        for entry in call.inputs:
+            if isinstance(entry, Scattered):
+                part = parts.get((entry.rows, entry.offset))
+                if part is None:
+                    part = parts[entry.rows, entry.offset] = entry.part(rank)
+                self._parts.append(part)
+            else:
+                self._parts.append(None)
         self._sliceable = self._sliceable_rows() if call.variant.rows is not None else None
         self.values: list[Any] = []
         if call.n_rows is not None:
@@ -210,7 +219,7 @@ class _Local:
                 rows = range(min(lengths))[chosen]
         except IndexError as error:
             problem = f"{error} on rank {self._rank.number}"
-        problems = [p for p in self._rank.exchange(problem) if p is not None]
+        problems = [p for p in self._rank.exchange_known(problem) if p is not None]
         if problems or rows is None:
             raise IndexError(problems[0]) if self._rank.is_master else Cancelled
         return rows

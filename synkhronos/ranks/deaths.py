@@ -24,7 +24,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -56,9 +56,9 @@ class DeathWatch:
         self._watched: dict[int, socket.socket] = {}
         self._before: Any = None
 
-    def start(self, workers: Iterable[tuple[int, socket.socket]]) -> None:
+    def start(self, workers: Mapping[int, socket.socket]) -> None:
         """Watch processes, each with this end of its socket pair."""
-        if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        if not workers or sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
             return
         before = signal.getsignal(signal.SIGURG)
         if isinstance(getattr(before, "__self__", None), DeathWatch):
@@ -67,7 +67,7 @@ class DeathWatch:
             return  # somebody else's
         signal.signal(signal.SIGURG, self._hear)
         self._before = before
-        for pid, channel in workers:
+        for pid, channel in workers.items():
             self._watched[pid] = channel
             with contextlib.suppress(OSError):
                 # To this thread and no other: it may be in a system call, which only its own signals cut short.

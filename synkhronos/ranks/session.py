@@ -111,7 +111,7 @@ class Session:
                     self._start_worker(number, profile)
             if self._file is not None:
                 self._file.close()
-            self._deaths.start((pid, self._channels[number]) for number, pid in self._children.items())
+            self._deaths.start({pid: self._channels[number] for number, pid in self._children.items()})
 
     def _start_worker(self, number: int, profile: bool) -> None:
         ours, theirs = socket.socketpair(

@@ -3,8 +3,8 @@
 `NcclCommunicator`
     Combines arrays where they lie.
 
-NCCL runs on the rank's own stream, beside XLA's.  A rank waits for its array before, and for NCCL after, looking from
-time to time whether its peers are alive and well: what a peer that has failed would leave waiting for ever is aborted.
+NCCL's work goes to XLA's stream, behind what computes the array.  A rank waits for it, looking from time to time
+whether its peers are alive and well: what a peer that has failed would leave waiting for ever is aborted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices.host import Layout
-from synkhronos.devices.jax.staging import Part, Staging, check, pointer
+from synkhronos.devices.jax.staging import Part, Staging, check
 from synkhronos.ranks import Rank
 
 #: NCCL's numbers for dtypes (ncclDataType_t).
@@ -59,7 +59,7 @@ class NcclCommunicator:
         self._staging = staging
         self._nccl = nccl
         self._comm: Any = None
-        self._stream = staging.handle
+        self._stream = staging.handle if staging.compute is None else staging.compute
         #: Counts the connections, alike on all ranks that share one; 0 without any.
         self.epoch = 0
 
@@ -110,7 +110,7 @@ class NcclCommunicator:
                     nccl.send(room, 1, _BYTES, r, at, stream)
                     nccl.recv(room + r, 1, _BYTES, r, at, stream)
             nccl.group_end()
-            self._staging.stream.sync()
+            self._finish_quietly()
             self._comm = comm
         except BaseException as error:
             errors.append(error)
@@ -126,7 +126,7 @@ class NcclCommunicator:
 
     def broadcast(self, array: Any, root: int) -> None:
         """Copy the root's array into every other rank's, in place."""
-        at, count, dtype = _span(array)
+        at, count, dtype = self._span(array)
         if count:
             self._start()
             self._nccl.broadcast(at, at, count, dtype, root, self._handle, self._stream)
@@ -134,7 +134,7 @@ class NcclCommunicator:
 
     def all_reduce(self, array: Any, op: str) -> None:
         """Replace every rank's array by the reduction of all ranks'."""
-        at, count, dtype = _span(array)
+        at, count, dtype = self._span(array)
         if count:
             self._start()
             self._nccl.all_reduce(at, at, count, dtype, OPS[op], self._handle, self._stream)
@@ -145,9 +145,9 @@ class NcclCommunicator:
     ) -> None:
         """Write the reduction of all ranks' arrays into the root's ``out``."""
         assert len(contributors) == self._rank.size
-        at, count, dtype = _span(array)
+        at, count, dtype = self._span(array)
         if count:
-            to = at if out is None else _span(out)[0]
+            to = at if out is None else self._span(out)[0]
             self._start()
             self._nccl.reduce(at, to, count, dtype, OPS[op], root, self._handle, self._stream)
             self._finish()
@@ -158,9 +158,9 @@ class NcclCommunicator:
         """Copy rank r's array into ``out[r]`` on the root, or on every rank if ``root`` is None."""
         here, everyone = self._rank.number, range(self._rank.size)
         takers = everyone if root is None else [root]
-        at, count, _ = _span(array)
+        at, count, _ = self._span(array)
         size = count * array.dtype.itemsize
-        parts: list[Part | None] = [part for part in out] if out is not None else [None] * self._rank.size
+        parts: list[Part | None] = list(out) if out is not None else [None] * self._rank.size
         self._start()
         own = parts[here]
         if own is not None and size:
@@ -182,6 +182,18 @@ class NcclCommunicator:
 
     def _start(self) -> None:
         self._staging.enter()
+
+    def _span(self, array: Any) -> tuple[int, int, int]:
+        """Return an array's address, its number of items, and NCCL's number for its dtype."""
+        if isinstance(array, Part):
+            return array.pointer, array.size, DTYPES[array.array.dtype]
+        if self._staging.compute is None:
+            array.block_until_ready()
+        return int(array.unsafe_buffer_pointer()), array.size, DTYPES[array.dtype]
+
+    def _finish_quietly(self) -> None:
+        """Wait for the stream; in a thread that may be left behind."""
+        check(self._staging._driver.cuStreamSynchronize(self._stream))
 
     def _finish(self) -> None:
         """Wait for the stream, and watch the peers."""
@@ -205,10 +217,3 @@ class NcclCommunicator:
         if state not in (0, 7):  # success, in progress
             self.abort()
             raise RuntimeError(f"NCCL failed in the middle of a collective (ncclResult_t {state})")
-
-
-def _span(array: Any) -> tuple[int, int, int]:
-    """Return an array's address, its number of items, and NCCL's number for its dtype."""
-    if isinstance(array, Part):
-        return array.pointer, array.size, DTYPES[array.array.dtype]
-    return pointer(array), array.size, DTYPES[array.dtype]

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices.host import Selection
+from synkhronos.devices.jax.stream import compute_stream
 from synkhronos.ranks import Rank, SharedArray
 
 #: Shapes of one input for which memory is kept: a call has two at most, and the last minibatch of an epoch others.
@@ -132,12 +133,17 @@ class Staging:
         self._device.set_current()
         self.stream = self._device.create_stream()
         self.handle = int(self.stream.handle)
+        #: XLA's own stream, behind whose work other work may be put; None if it is not known.
+        self.compute = compute_stream()
+        self._event = check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._kernels: dict[int, Any] = {}
         self._configs: dict[int, Any] = {}
         self._registered: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._filled: list[_Buffer] = []
         self._pending = False
         self._vector = _Pinned(self)
+        #: The selection whose indexes were pinned last, and where.
+        self._pinned: tuple[Selection | None, int] = None, 0
 
     def scratch(self, nbytes: int) -> int:
         """Return the address of some bytes on the GPU, of no meaning."""
@@ -171,21 +177,34 @@ class Staging:
         shape = where.shape if rows is None else (len(rows), *where.shape[1:])
         array = self._zeros(shape, np.dtype(where.dtype))
         self._copy(rank, where, rows, pointer(array))
-        self.arrive()
+        self._arrived()
         return array
 
     def arrive(self) -> None:
-        """Wait until all copies that were started have arrived."""
+        """Have the launch that comes now wait for all copies that were started."""
+        if self._pending:
+            if self.compute is None:
+                self._arrived()
+            else:
+                check(self._driver.cuEventRecord(self._event, self.handle))
+                check(self._driver.cuStreamWaitEvent(self.compute, self._event, 0))
+
+    def launched(self, token: Any) -> None:
+        """Note that a launch reads what was filled since the last, until its token is ready.
+
+        The copies are waited for: from now on the user may write into the memory that they read.
+        """
+        for buffer in self._filled:
+            buffer.token = token
+        self._filled.clear()
+        self._arrived()
+
+    def _arrived(self) -> None:
         if self._pending:
             self.stream.sync()
             self._pending = False
             self._vector.used = 0
-
-    def launched(self, token: Any) -> None:
-        """Note that a launch reads what was filled since the last, until its token is ready."""
-        for buffer in self._filled:
-            buffer.token = token
-        self._filled.clear()
+            self._pinned = None, 0
 
     def _slot(self, kept: dict[Any, Any], key: Any, shape: tuple[int, ...], dtype: str) -> _Slot:
         slots: dict[Any, _Slot] = kept.setdefault(key, {})
@@ -209,7 +228,11 @@ class Staging:
             start = 0 if rows is None else rows[0] * width
             check(self._driver.cuMemcpyAsync(target, source + start, n_rows * width, self.handle))
             return
-        index = self._pin(rows if isinstance(rows, np.ndarray) else np.asarray(rows, np.int64))
+        if rows is self._pinned[0]:
+            index = self._pinned[1]
+        else:
+            index = self._pin(rows if isinstance(rows, np.ndarray) else np.asarray(rows, np.int64))
+            self._pinned = rows, index
         item = next(size for size in _ITEMS if not (width | source | target) % size)
         count = n_rows * (width // item)
         self._launch(item, count, source, index, target, count, width // item)
@@ -275,9 +298,7 @@ class _Pinned:
             memory = mmap.mmap(-1, size)
             self._memory = np.frombuffer(memory, np.uint8)
             self._staging._lock(self._memory.ctypes.data, size)
-            unlock = weakref.finalize(
-                memory, self._staging._driver.cuMemHostUnregister, self._memory.ctypes.data
-            )
+            unlock = weakref.finalize(memory, self._staging._driver.cuMemHostUnregister, self._memory.ctypes.data)
             unlock.atexit = False
             self.used = 0
         target = self._memory[self.used : self.used + values.nbytes]

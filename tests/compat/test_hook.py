@@ -1,0 +1,370 @@
+"""What answers to ``import theano``: on PyTensor, beside Theano, and by ``python -m synkhronos``."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytest.importorskip("pytensor")
+
+import numpy as np
+import pytensor
+import pytensor.tensor as pt
+
+import synkhronos as synk
+import synkhronos.compat
+from synkhronos.compat.flags import Config, pytensor_flags
+from synkhronos.compat.hook import TreeFinder
+from synkhronos.graphs import library_of, loaded_libraries
+
+
+def run(code, *arguments, **variables):
+    """Run lines in a process of their own, and return what they print."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("THEANO_FLAGS", "SYNKHRONOS_THEANO")}
+    environment.update(variables)
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout.strip()
+
+
+# -- the hook --------------------------------------------------------------------------------------------------------
+
+
+def test_pytensor_answers_where_theano_is_not_installed():
+    import theano
+    import theano.tensor as T
+
+    assert synkhronos.compat.chosen == "pytensor"
+    assert theano.__version__ == "1.0.5"
+    x = T.matrix("x", "float32")
+    assert isinstance(x, pytensor.graph.basic.Variable) and x.dtype == "float32"
+    assert theano.function([x], T.sqr(x).sum(), mode="FAST_COMPILE")([[1, 2]]) == 5
+
+
+def test_importing_twice_installs_once():
+    assert synkhronos.compat.install() == "pytensor"
+    assert sum(isinstance(finder, TreeFinder) for finder in sys.meta_path) == 1
+
+
+def test_nothing_is_imported_before_theano_is():
+    code = "import sys, synkhronos.compat; print([n for n in ('pytensor', 'theano', 'jax', 'numba') if n in sys.modules])"
+    assert run(code) == "[]"
+
+
+def test_jax_is_not_imported_before_a_function_is_compiled_for_it():
+    # JAX does not survive a fork.
+    code = "import sys, synkhronos.compat, theano.tensor.nnet, theano.sandbox.rng_mrg; print('jax' in sys.modules)"
+    assert run(code) == "False"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import theano.gpuarray",
+        "from theano import gpuarray",
+        "from theano.tensor import nothing",
+        "from theano.tensor.nnet.bn import nothing",
+        "from theano.sandbox.cuda import dnn",
+    ],
+)
+def test_a_module_that_is_missing_says_so(line):
+    with pytest.raises(ImportError, match=r"^theano\..* is not among what synkhronos.compat serves.*From Theano"):
+        exec(line, {})
+
+
+def test_a_name_that_is_missing_says_so():
+    import theano
+    import theano.tensor as T
+
+    for module in (theano, T, T.nnet, theano.gradient):
+        assert not hasattr(module, "nothing")
+        with pytest.raises(AttributeError, match=rf"^{module.__name__}.nothing is not among what synkhronos.compat"):
+            module.nothing  # noqa: B018
+    with pytest.raises(AttributeError, match="theano.config.nothing is not among"):
+        theano.config.nothing  # noqa: B018
+
+
+def test_every_module_of_the_tree_can_be_imported_first():
+    """In any order: each in turn, in a process that has imported no other."""
+    code = """
+    import importlib, json, sys
+    import synkhronos.compat, pytensor
+    failed = {}
+    for name in json.loads(sys.argv[1]):
+        for loaded in [m for m in sys.modules if m.split(".")[0] == "theano"]:
+            del sys.modules[loaded]
+        try:
+            module = importlib.import_module(name)
+            missing = [n for n in getattr(module, "__all__", []) if not hasattr(module, n)]
+            if missing or not module.__doc__:
+                failed[name] = missing
+        except Exception as error:
+            failed[name] = repr(error)
+    print(json.dumps(failed))
+    """
+    assert json.loads(run(code, json.dumps(tree_modules()))) == {}
+
+
+def tree_modules():
+    from synkhronos.compat.hook import _TREE
+
+    files = sorted(_TREE.rglob("*.py"))
+    names = [".".join(["theano", *file.relative_to(_TREE).with_suffix("").parts]) for file in files]
+    return [name.removesuffix(".__init__") for name in names]
+
+
+def test_graphs_are_pytensors_for_the_library():
+    import theano.tensor as T
+
+    x = T.nnet.softmax(T.nnet.conv2d(T.tensor4(), T.tensor4(), border_mode="half").flatten(2))
+    assert [library.name for library in loaded_libraries()] == ["pytensor"]
+    assert library_of(x).name == "pytensor"
+
+
+def test_graphs_are_pickled():
+    import theano.tensor as T
+
+    x = T.dmatrix("x")
+    loss = T.nnet.categorical_crossentropy(T.nnet.softmax(x), np.array([1])).sum()
+    copy_x, copy_loss = pickle.loads(pickle.dumps((x, loss)))
+    value = np.array([[0.0, 3.0]])
+    assert copy_loss.eval({copy_x: value}, mode="FAST_COMPILE") == loss.eval({x: value}, mode="FAST_COMPILE")
+
+
+def test_functions_run_on_all_ranks(fork):
+    import theano
+    import theano.tensor as T
+    from theano.tensor.signal import downsample
+
+    fork(2)
+    x, w = T.dtensor4("x"), theano.shared(np.ones((2, 1, 3, 3)), "w", borrow=True)
+    y = downsample.max_pool_2d(T.nnet.conv2d(x, w), (2, 2)).sum(axis=(1, 2, 3))
+    f = synk.function([x], (y, "gather"), updates=[(w, w + 1)])
+    value = np.random.default_rng(0).normal(size=(5, 1, 6, 6))
+    expected = y.eval({x: value}, mode="FAST_COMPILE")
+    np.testing.assert_allclose(f(value), expected)
+    np.testing.assert_array_equal(synk.get_value(1, w), 2 * np.ones((2, 1, 3, 3)))
+
+
+# -- arguments as Theano had them ------------------------------------------------------------------------------------
+
+
+def test_variables_are_made_as_in_theano():
+    import theano
+    import theano.tensor as T
+
+    assert T.tensor("float32", (False, True), "x").broadcastable == (False, True)
+    assert T.TensorType("int64", (True, False))("x").type.shape == (1, None)
+    assert T.scalar("a", "int32").dtype == "int32" and T.tensor4().dtype == theano.config.floatX
+    assert [v.name for v in T.matrices("a", "b")] == ["a", "b"]
+    assert theano.shared(np.zeros((1, 3)), "b", broadcastable=(True, False)).broadcastable == (True, False)
+    assert isinstance(theano.shared(1.0), theano.compile.SharedVariable)
+    assert isinstance(T.matrix() + 1, T.TensorVariable) and isinstance(T.constant(1), theano.gof.Constant)
+
+
+def test_functions_take_theanos_arguments():
+    import theano
+    import theano.tensor as T
+
+    x, y = T.fvector("x"), T.fvector("y")
+    w = theano.shared(np.float32(2), "w")
+    w.default_update = w + 1
+    f = theano.function(
+        [x, theano.In(y, value=np.ones(1, "float32"))],
+        w * x.sum(),
+        givens={w: w + 1},
+        no_default_updates=True,
+        allow_input_downcast=True,
+        on_unused_input="ignore",
+        mode="FAST_COMPILE",
+        name="f",
+    )
+    assert f(np.ones(2)) == 6 and w.get_value() == 2
+    assert theano.function([], w, mode="FAST_RUN")() == 2 and w.get_value() == 3
+
+
+def test_graphs_are_cloned_and_compared():
+    import theano
+    import theano.tensor as T
+
+    x, y = T.dvectors("x", "y")
+    graph = T.exp(x) * 2
+    assert theano.gof.graph.is_same_graph(theano.clone(graph, {x: y}), T.exp(y) * 2)
+    assert theano.gof.graph.is_same_graph(graph, T.exp(y) * 2, givens={x: y})
+    assert not theano.gof.graph.is_same_graph(graph, T.exp(y) * 2)
+    assert theano.gof.graph.inputs([graph])[0] is x
+
+
+def test_loops_return_updates():
+    import theano
+    import theano.tensor as T
+
+    x = T.dvector("x")
+    states, updates = theano.scan(lambda a, total: total + a, sequences=[x], outputs_info=[T.zeros(())])
+    assert dict(updates) == {}
+    f = theano.function([x], states, mode="FAST_COMPILE")
+    np.testing.assert_array_equal(f([1.0, 2, 3]), [1, 3, 6])
+    total, _ = theano.reduce(lambda a, total: total + a, x, T.zeros(()))
+    assert theano.function([x], total, mode="FAST_COMPILE")([1.0, 2, 3]) == 6
+
+
+def test_branches_are_lazy():
+    import theano
+    import theano.tensor as T
+    from theano.ifelse import ifelse
+
+    x = T.dscalar("x")
+    f = theano.function([x], ifelse(T.gt(x, 0), x, -2 * x), mode="FAST_COMPILE")
+    assert f(3) == 3 and f(-3) == 6
+
+
+def test_a_programs_own_op_works():
+    import theano
+    import theano.tensor as T
+
+    class Double(theano.Op):
+        __props__ = ()
+
+        def make_node(self, x):
+            x = T.as_tensor_variable(x)
+            return theano.Apply(self, [x], [x.type()])
+
+        def perform(self, node, inputs, outputs):
+            outputs[0][0] = inputs[0] * 2
+
+        def infer_shape(self, node, shapes):
+            return shapes
+
+        def grad(self, inputs, gradients):
+            return [gradients[0] * 2]
+
+    x = T.dvector("x")
+    f = theano.function([x], [Double()(x).shape[0], T.grad(Double()(x).sum(), x)], mode="FAST_COMPILE")
+    length, gradient = f([1.0, 2])
+    assert length == 2 and gradient.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("k, expected", [(2, [5, 7]), (-2, [1, 3])])
+def test_the_largest_elements_are_found(k, expected):
+    import theano.tensor as T
+
+    values = np.array([[7.0, 1, 5, 3]])
+    top, where = T.topk(values, k).eval(mode="FAST_COMPILE"), T.argtopk(values, k).eval(mode="FAST_COMPILE")
+    assert sorted(top[0]) == expected and sorted(values[0, where[0]]) == expected
+
+
+# -- flags -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, given, expected",
+    [
+        ("", "", ""),
+        ("floatX=float32,dnn.enabled=False", "", "floatX=float32"),
+        ("device=cuda0,floatX=float32", "", "mode=JAX,floatX=float32"),
+        ("device=cuda,mode=FAST_COMPILE", "", "mode=FAST_COMPILE"),
+        ("device=cpu, gcc.cxxflags=-O1", "", "gcc__cxxflags=-O1"),
+        ("floatX=float32", "floatX=float64", "floatX=float32,floatX=float64"),
+    ],
+)
+def test_flags_for_theano_are_passed_on(flags, given, expected):
+    assert pytensor_flags(flags, given) == expected
+
+
+def test_flags_for_theano_reach_pytensor():
+    code = "import synkhronos.compat, theano, pytensor; print(theano.config.floatX, pytensor.config.floatX)"
+    assert run(code, THEANO_FLAGS="floatX=float32,device=cpu", PYTENSOR_FLAGS="") == "float32 float32"
+    assert run(code, THEANO_FLAGS="floatX=float32", PYTENSOR_FLAGS="floatX=float64") == "float64 float64"
+
+
+def test_the_configuration_is_read_and_set():
+    config = Config(pytensor.config)
+    assert config.device == "cpu" and config.dnn.enabled == "False" and config.compute_test_value == "off"
+    config.compute_test_value = "off"
+    with pytest.raises(AttributeError, match="computes no test values"):
+        config.compute_test_value = "warn"
+    with pytest.raises(AttributeError, match="theano.config.nothing"):
+        config.nothing = 1
+    before = pytensor.config.floatX
+    with config.change_flags(floatX="float32"):
+        assert config.floatX == pytensor.config.floatX == "float32"
+    assert pytensor.config.floatX == before
+    config.floatX = before
+
+
+# -- which library ---------------------------------------------------------------------------------------------------
+
+
+def test_a_setting_that_names_neither_is_refused():
+    code = """
+    try:
+        import synkhronos.compat
+    except ValueError as error:
+        print(error)
+    """
+    assert run(code, SYNKHRONOS_THEANO="tensorflow") == "SYNKHRONOS_THEANO has to be 'theano' or 'pytensor', not 'tensorflow'"
+
+
+def test_theano_itself_answers_when_asked_for(tmp_path):
+    (tmp_path / "theano").mkdir()
+    (tmp_path / "theano" / "__init__.py").write_text("__version__ = 'its own'\n")
+    code = "import synkhronos.compat, theano; print(synkhronos.compat.chosen, theano.__version__)"
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()])
+    assert run(code, PYTHONPATH=path) == "theano its own"
+    assert run(code, PYTHONPATH=path, SYNKHRONOS_THEANO="pytensor") == "pytensor 1.0.5"
+
+
+def test_pytensor_can_not_take_the_place_of_an_imported_theano(tmp_path):
+    (tmp_path / "theano.py").write_text("")
+    code = """
+    import theano
+    try:
+        import synkhronos.compat
+    except ImportError as error:
+        print(error)
+    """
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()])
+    assert "import synkhronos.compat before theano" in run(code, PYTHONPATH=path, SYNKHRONOS_THEANO="pytensor")
+
+
+# -- python -m synkhronos --------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import theano, theano.tensor as T
+import beside
+print(__name__, sys.argv[1:], theano.config.floatX, beside.NAME)
+"""
+
+
+def test_a_script_runs_unchanged(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
+    path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, "PYTHONPATH": path, "THEANO_FLAGS": "floatX=float32", "PYTENSOR_FLAGS": ""}
+
+    def start(*arguments):
+        command = [sys.executable, "-m", "synkhronos", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=100, env=variables, cwd=tmp_path)
+
+    expected = "__main__ ['--epochs', '3', '-m'] float32 beside"
+    assert start("script.py", "--epochs", "3", "-m").stdout.strip() == expected
+    assert start("--theano", "pytensor", "script.py", "--epochs", "3", "-m").stdout.strip() == expected
+    assert start("-m", "script", "--epochs", "3", "-m").stdout.strip() == expected
+    assert "usage: python -m synkhronos" in start("--help").stdout
+    assert start("--theano", "jax", "script.py").returncode == 2
+
+
+def test_pytensor_is_still_itself():
+    assert pt.matrix("x").type == pytensor.tensor.matrix("y").type
+    assert "theano" not in pytensor.__name__

@@ -1,0 +1,343 @@
+"""The Ops of neural networks: gradients by differences, shapes, XLA's lowerings, and what rounds badly."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pytensor")
+
+import cases
+import pytensor
+import pytensor.tensor as pt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pytensor.gradient import verify_grad
+
+from synkhronos.compat.ops.classification import OneHotCrossentropy, Softmax, crossentropy, log_softmax, softmax
+from synkhronos.compat.ops.convolution import Conv, ConvGradInputs, ConvGradWeights, output_length, pads
+from synkhronos.compat.ops.normalization import moments
+from synkhronos.compat.ops.pooling import MODES, MaxPoolGrad, MaxPoolPick, Pool, SumPoolGrad
+from synkhronos.compat.ops.windows import fold, unfold
+
+RNG = np.random.default_rng(0)
+
+
+def draw(*shape):
+    return RNG.normal(size=shape)
+
+
+def distinct(*shape):
+    """Return numbers further apart than the steps of differences."""
+    return RNG.permutation(int(np.prod(shape))).reshape(shape) / 10.0
+
+
+def verify(function, *points):
+    verify_grad(function, list(points), rng=np.random.default_rng(1), mode="FAST_COMPILE", eps=1e-6)
+
+
+def in_mode(mode, inputs, outputs, *values):
+    return pytensor.function(inputs, outputs, mode=mode)(*values)
+
+
+# -- convolution -----------------------------------------------------------------------------------------------------
+
+CONVOLUTIONS = [
+    (Conv(1, "half", (2,)), (2, 2, 7), (3, 2, 3)),
+    (Conv(2), (2, 2, 5, 4), (3, 2, 3, 2)),
+    (Conv(2, "full", (2, 1), (1, 2), flip=False), (2, 2, 5, 4), (3, 2, 2, 2)),
+    (Conv(2, ((1, 0), (2, 1)), (2, 2), groups=2), (2, 4, 5, 6), (4, 2, 3, 2)),
+    (Conv(3, "half", (1, 2, 1)), (1, 2, 3, 4, 3), (2, 2, 2, 3, 1)),
+]
+
+
+@pytest.mark.parametrize("op, x, w", CONVOLUTIONS)
+def test_convolutions_have_the_gradients_that_differences_show(op, x, w):
+    verify(op, draw(*x), draw(*w))
+
+
+@pytest.mark.parametrize("op, x, w", CONVOLUTIONS)
+def test_gradients_of_convolutions_have_gradients(op, x, w):
+    images, weights = draw(*x), draw(*w)
+    output = op(images, weights).eval(mode="FAST_COMPILE")
+    like_x, like_w = np.zeros(x), np.zeros(w)
+    verify(lambda a, g: op._like(ConvGradWeights)(a, g, like_w), images, draw(*output.shape))
+    verify(lambda b, g: op._like(ConvGradInputs)(b, g, like_x), weights, draw(*output.shape))
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_convolutions_are_their_definition(data):
+    kernel = data.draw(st.integers(1, 3))
+    stride, dilation = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+    padding = data.draw(st.sampled_from(["valid", "full", "half", ((2, 0),), ((0, 1),)]))
+    length = data.draw(st.integers((kernel - 1) * dilation + 1, 8))
+    op = Conv(1, padding, (stride,), (dilation,), flip=data.draw(st.booleans()))
+    x, w = draw(2, 2, length), draw(3, 2, kernel)
+    ((before, behind),) = pads(padding, (kernel,), (dilation,))
+    padded = np.pad(x, [(0, 0), (0, 0), (before, behind)])
+    filters = w[:, :, ::-1] if op.flip else w
+    out = output_length(length, kernel, (before, behind), stride, dilation)
+    expected = np.zeros((2, 3, out))
+    for t in range(out):
+        for k in range(kernel):
+            expected[:, :, t] += padded[:, :, t * stride + k * dilation] @ filters[:, :, k].T
+    np.testing.assert_allclose(op.compute(x, w), expected, atol=1e-12)
+
+
+def test_a_long_batch_is_convolved_in_parts(monkeypatch):
+    op, x, w = Conv(2), draw(5, 2, 6, 6), draw(3, 2, 3, 3)
+    whole = [op.compute(x, w), op._like(ConvGradWeights).compute(x, draw(5, 3, 4, 4) * 0 + 1, w)]
+    monkeypatch.setattr("synkhronos.compat.ops.convolution._COLUMN_BYTES", 1)
+    parts = [op.compute(x, w), op._like(ConvGradWeights).compute(x, np.ones((5, 3, 4, 4)), w)]
+    for a, b in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(a, b)
+
+
+def test_arrays_that_dont_fit_are_told():
+    with pytest.raises(TypeError, match="needs arrays of 4 dimensions"):
+        Conv(2)(pt.tensor3(), pt.tensor4())
+    with pytest.raises(ValueError, match="don't fit images"):
+        Conv(2).compute(np.zeros((1, 2, 4, 4)), np.zeros((1, 3, 2, 2)))
+    with pytest.raises(ValueError, match="don't fit into images"):
+        Conv(2).compute(np.zeros((1, 2, 2, 2)), np.zeros((1, 2, 3, 3)))
+    with pytest.raises(ValueError, match="give no output"):
+        ConvGradInputs(2).compute(np.zeros((1, 2, 3, 3)), np.zeros((1, 1, 3, 3)), np.zeros((1, 2, 4, 4)))
+
+
+def test_known_lengths_are_told_by_the_type():
+    x, w = pt.tensor("x", dtype="float32", shape=(None, 3, 8, None)), pt.tensor("w", dtype="float32", shape=(4, 3, 3, 3))
+    assert Conv(2, "half", (2, 1))(x, w).type.shape == (None, 4, 4, None)
+    assert Pool((2, 2), (2, 2), (0, 0), "max", False)(x).type.shape == (None, 3, 4, None)
+    assert moments(x, (0, 2, 3))[0].type.shape == (1, 3, 1, 1)
+
+
+def test_an_unfolded_array_folds_back():
+    x = draw(2, 3, 5, 6)
+    columns = unfold(x, (2, 3), (2, 2), (2, 1), (1, 2))
+    y = draw(*columns.shape)
+    # Unfolding and folding are transposed: the products with any two arrays are the same.
+    np.testing.assert_allclose((columns * y).sum(), (x * fold(y, (5, 6), (2, 1), (1, 2))).sum())
+
+
+# -- pooling ---------------------------------------------------------------------------------------------------------
+
+POOLS = [((2, 2), (2, 2), (0, 0), True), ((3, 2), (2, 3), (0, 0), False), ((3, 3), (1, 2), (1, 2), True)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("settings", POOLS)
+def test_pools_have_the_gradients_that_differences_show(mode, settings):
+    window, stride, pad, ignore = settings
+    op = Pool(window, stride, pad, mode, ignore)
+    x = distinct(2, 1, 5, 6)
+    verify(op, x)
+    y = op.compute(x)
+    g = draw(*y.shape)
+    if mode == "max":
+        verify(lambda d: op._like(MaxPoolGrad)(x, y, d), g)
+        verify(lambda d: op._like(MaxPoolPick)(x, y, d), draw(*x.shape))
+    else:
+        verify(lambda d: op._like(SumPoolGrad)(d, x), g)
+
+
+def test_integers_are_pooled():
+    x = np.arange(-8, 8, dtype="int32").reshape(1, 1, 4, 4)
+    np.testing.assert_array_equal(Pool((3, 3), (2, 2), (1, 1), "max", True)(x).eval(mode="FAST_COMPILE"), [[[[-3, -1], [5, 7]]]])
+
+
+def test_windows_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="none of max, sum"):
+        Pool((2, 2), (2, 2), (0, 0), "median", True)
+    with pytest.raises(NotImplementedError, match="ignore_border=True"):
+        Pool((2, 2), (2, 2), (1, 1), "max", False)
+    with pytest.raises(NotImplementedError, match="smaller than the window"):
+        Pool((2, 2), (2, 2), (2, 2), "max", True)
+    with pytest.raises(TypeError, match="needs as many dimensions"):
+        Pool((2, 2), (2, 2), (0, 0), "max", True)(pt.vector())
+
+
+# -- mean and variance -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [(0,), (0, 2, 3), (1, 3)])
+def test_moments_have_the_gradients_that_differences_show(axes):
+    x = draw(3, 2, 2, 3)
+    for position in (0, 1):
+        verify(lambda v, p=position: moments(v, axes)[p], x)
+    verify(lambda v: moments(v, axes)[0] * moments(v, axes)[1], x)
+    mean, var = in_mode("FAST_COMPILE", [], moments(x, axes))
+    np.testing.assert_allclose(mean, x.mean(axes, keepdims=True))
+    np.testing.assert_allclose(var, x.var(axes, keepdims=True))
+
+
+@pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
+def test_the_variance_far_from_zero_is_right(mode):
+    x = (1e4 + RNG.normal(size=(64, 2, 8, 8))).astype("float32")
+    v = pt.tensor4("v", dtype="float32")
+    _, var = in_mode(mode, [v], moments(v, (0, 2, 3)), x)
+    np.testing.assert_allclose(np.asarray(var), x.astype("float64").var((0, 2, 3), keepdims=True), rtol=1e-4)
+
+
+# -- softmax and crossentropy ----------------------------------------------------------------------------------------
+
+FAR = np.array([[0.0, 2000.0, -2000.0], [1.0, 2.0, 3.0]])
+CLASSES = np.array([0, 2])
+
+
+def losses(x):
+    """Return the ways in which programs write one loss."""
+    rows = pt.arange(2)
+    one_hot = np.eye(3)[CLASSES]
+    return {
+        "crossentropy": crossentropy(softmax(x), CLASSES),
+        "indexed log": -pt.log(softmax(x))[rows, CLASSES],
+        "log of indexed": -pt.log(softmax(x)[rows, CLASSES]),
+        "one-hot": -(one_hot * pt.log(softmax(x))).sum(axis=1),
+        "log_softmax": -log_softmax(x)[rows, CLASSES],
+    }
+
+
+@pytest.mark.parametrize("mode", ["FAST_RUN", "JAX"])
+@pytest.mark.parametrize("name", ["crossentropy", "indexed log", "one-hot", "log_softmax"])
+def test_losses_far_from_zero_are_right(name, mode):
+    x = pt.dmatrix("x")
+    loss = losses(x)[name]
+    value, gradient = in_mode(mode, [x], [loss, pytensor.grad(loss.sum(), x)], FAR)
+    np.testing.assert_allclose(value, [2000.0, 0.40760596], rtol=1e-6)
+    near = np.exp([1.0, 2, 3]) / np.exp([1.0, 2, 3]).sum()
+    np.testing.assert_allclose(gradient, [[-1, 1, 0], near - [0, 0, 1]], atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["crossentropy", "indexed log", "log of indexed", "one-hot", "log_softmax"])
+def test_losses_have_the_gradients_that_differences_show(name):
+    verify(lambda x: losses(x)[name], draw(2, 3))
+
+
+def test_a_crossentropy_of_other_probabilities_has_gradients():
+    p = np.abs(draw(2, 3)) + 0.1
+    verify(lambda v: crossentropy(v, CLASSES), p)
+    v = pt.dmatrix()
+    first = pytensor.grad(crossentropy(v, CLASSES).sum(), v)
+    verify(lambda v: pytensor.grad((crossentropy(v, CLASSES) ** 2).sum(), v), p)
+    np.testing.assert_allclose(first.eval({v: p}, mode="FAST_COMPILE")[[0, 1], CLASSES], -1 / p[[0, 1], CLASSES])
+
+
+def test_a_softmax_replaced_in_a_loss_is_not_looked_through():
+    x, other = pt.dmatrix("x"), pt.dmatrix("other")
+    p = softmax(x)
+    loss = crossentropy(p, CLASSES)
+    f = pytensor.function([x, other], loss, givens={p: other}, on_unused_input="ignore", mode="FAST_COMPILE")
+    np.testing.assert_allclose(f(draw(2, 3), np.full((2, 3), 0.5)), np.log(2) * np.ones(2))
+
+
+def test_second_derivatives_through_softmax_are_right():
+    verify(lambda x: pytensor.grad((crossentropy(softmax(x), CLASSES) ** 2).sum(), x), draw(2, 3))
+
+
+def test_what_is_no_class_is_refused():
+    with pytest.raises(TypeError, match="classes are integers"):
+        crossentropy(pt.matrix(), pt.vector())
+    with pytest.raises(TypeError, match="a matrix and a vector"):
+        crossentropy(pt.matrix(), pt.lmatrix())
+    with pytest.raises(ValueError, match="rows of probabilities"):
+        OneHotCrossentropy().compute(np.ones((2, 2)), np.zeros(3, int))
+
+
+def test_softmax_is_pytensors_too():
+    assert isinstance(softmax(pt.matrix()).owner.op, pt.special.Softmax)
+    assert isinstance(softmax(pt.matrix()).owner.op, Softmax)
+
+
+def test_binary_crossentropy_of_a_sigmoid_far_from_zero_is_right():
+    import theano.tensor.nnet as nnet
+
+    x = pt.dvector("x")
+    for output in (nnet.binary_crossentropy(nnet.sigmoid(x), 0.0), nnet.sigmoid_binary_crossentropy(x, 0.0)):
+        value, gradient = in_mode("FAST_RUN", [x], [output, pytensor.grad(output.sum(), x)], np.array([800.0, -800.0]))
+        np.testing.assert_allclose(value, [800, 0], atol=1e-300)
+        np.testing.assert_allclose(gradient, [1, 0], atol=1e-12)
+
+
+# -- XLA and Numba ---------------------------------------------------------------------------------------------------
+
+# Numbers of classes are known only when the function runs.
+NOT_FOR_XLA = {"confusion_matrix"}
+CHOSEN = [case for position, case in enumerate(cases.CASES) if position % 9 == 0 and case.name not in NOT_FOR_XLA]
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.name)
+@pytest.mark.filterwarnings("ignore:Skipping Assert")
+def test_xla_gives_what_numpy_gives(case):
+    by_numpy, by_xla = case.compute("FAST_COMPILE"), case.compute("JAX")
+    for kind, values in by_numpy.items():
+        for value, other in zip(values, by_xla[kind], strict=True):
+            assert np.asarray(other).dtype == value.dtype
+            np.testing.assert_allclose(other, value, rtol=1e-7, atol=1e-9, err_msg=kind)
+
+
+def test_numba_calls_the_ops_without_a_warning(recwarn):
+    x, w = pt.dtensor4("x"), pt.dtensor4("w")
+    output = Pool((2, 2), (2, 2), (0, 0), "max", True)(Conv(2)(x, w))
+    values = draw(2, 2, 6, 6), draw(3, 2, 3, 3)
+    expected = in_mode("FAST_COMPILE", [x, w], output, *values)
+    np.testing.assert_allclose(in_mode("NUMBA", [x, w], output, *values), expected)
+    assert not [w for w in recwarn if "object mode" in str(w.message)]
+
+
+CONVOLVE = """
+import json, re, numpy as np, pytensor, pytensor.tensor as pt, jax
+import synkhronos.compat
+from synkhronos.compat.ops.convolution import Conv
+x, w = pt.tensor4("x"), pt.tensor4("w")
+y = Conv(2, "half")(x, w)
+f = pytensor.function([x, w], [y, *pytensor.grad((y ** 2).sum(), [x, w])], mode="JAX")
+values = np.ones((4, 3, 8, 8), "float32"), np.ones((5, 3, 3, 3), "float32")
+f(*values)
+text = str(jax.make_jaxpr(f.vm.jit_fn)(*values))
+print(json.dumps([text.count("conv_general_dilated["), "float64" in text or "f64" in text]))
+"""
+
+
+def test_a_convolution_is_one_of_xlas_and_stays_in_float32():
+    """Forward and two gradients: three convolutions, and nothing in float64."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CONVOLVE],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTENSOR_FLAGS": "floatX=float32"},
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout.splitlines()[-1]) == [3, False]
+
+
+# -- lengths under XLA -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Skipping Assert")
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda x: x.reshape((x.shape[0] * x.shape[1], -1)),
+        lambda x: x.reshape((x.shape[0], pt.prod(x.shape[1:]))),
+        lambda x: x.reshape(pt.concatenate([x.shape[:1], x.shape[1:] // 1])),
+        lambda x: x[: x.shape[0] // 2],
+        lambda x: pt.arange(x.shape[0] * 2 + 1),
+        lambda x: pt.zeros((pt.maximum(x.shape[0], x.shape[1]), 2)),
+        lambda x: pt.concatenate([x[:, :1], x], axis=1)[:, : x.shape[1] - 1],
+    ],
+)
+def test_programs_compute_with_shapes(build):
+    x = pt.tensor3("x")
+    value = draw(4, 3, 2)
+    np.testing.assert_allclose(in_mode("JAX", [x], build(x), value), in_mode("FAST_COMPILE", [x], build(x), value))
+
+
+def test_a_shape_that_depends_on_values_is_told():
+    x = pt.lscalar("x")
+    with pytest.raises(NotImplementedError, match="depends on what arrays hold"):
+        in_mode("JAX", [x], pt.arange(x), 3)

@@ -1,0 +1,92 @@
+"""Random numbers by Theano's names."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pytensor")
+
+import pytensor
+import pytensor.tensor as pt
+
+from synkhronos.compat.streams import RandomStreams
+from synkhronos.graphs import library_of
+
+N = 20_000
+
+
+def draw(variable, *values):
+    return np.asarray(pytensor.function([], variable, mode="FAST_COMPILE")(*values))
+
+
+@pytest.mark.parametrize(
+    "name, arguments, mean, std",
+    [
+        ("uniform", {"low": -1.0, "high": 3.0}, 1.0, 4 / 12**0.5),
+        ("normal", {"avg": 2.0, "std": 0.5}, 2.0, 0.5),
+        ("truncated_normal", {"avg": 1.0, "std": 2.0}, 1.0, 2 * 0.8796),
+        ("binomial", {"p": 0.3}, 0.3, 0.21**0.5),
+        ("binomial", {"n": 10, "p": 0.3}, 3.0, 2.1**0.5),
+        ("random_integers", {"low": 1, "high": 6}, 3.5, (35 / 12) ** 0.5),
+        ("poisson", {"lam": 3.0}, 3.0, 3.0**0.5),
+        ("choice", {"a": 4}, 1.5, 1.25**0.5),
+    ],
+)
+def test_draws_have_their_moments(name, arguments, mean, std):
+    values = draw(getattr(RandomStreams(1), name)(size=(N,), **arguments))
+    assert values.shape == (N,)
+    assert abs(values.mean() - mean) < 5 * std / N**0.5
+    assert abs(values.std() - std) < 0.05 * std
+
+
+def test_dtypes_are_as_in_theano():
+    streams = RandomStreams(1)
+    assert streams.uniform((2,)).dtype == pytensor.config.floatX
+    assert streams.normal((2,), dtype="float32").dtype == "float32"
+    assert streams.binomial((2,), dtype="float32").dtype == "float32" and streams.binomial((2,)).dtype == "int64"
+
+
+def test_both_names_are_one():
+    from theano.sandbox.rng_mrg import MRG_RandomStreams
+    from theano.tensor.shared_randomstreams import RandomStreams as Shared
+
+    assert MRG_RandomStreams is Shared is RandomStreams
+
+
+def test_draws_go_on_and_seeds_start_anew():
+    streams = RandomStreams(3)
+    a, b = streams.uniform((4,)), streams.uniform((4,))
+    f = pytensor.function([], [a, b], mode="FAST_COMPILE")
+    first, other = f()
+    assert not np.array_equal(first, other) and not np.array_equal(first, f()[0])
+    streams.seed(3)
+    np.testing.assert_array_equal(f()[0], first)
+    assert len(streams.updates()) == 2
+    again = pytensor.function([], RandomStreams(3).uniform((4,)), mode="FAST_COMPILE")
+    np.testing.assert_array_equal(again(), first)
+
+
+def test_others_are_drawn():
+    streams = RandomStreams(1)
+    assert sorted(draw(streams.permutation(n=5))) == list(range(5))
+    counts = draw(streams.multinomial(n=1, pvals=np.full((3, 4), 0.25)))
+    assert counts.shape == (3, 4) and (counts.sum(axis=1) == 1).all()
+    shuffled = draw(streams.shuffle_row_elements(pt.as_tensor_variable(np.arange(6.0).reshape(2, 3))))
+    np.testing.assert_array_equal(np.sort(shuffled, axis=1), np.arange(6.0).reshape(2, 3))
+
+
+@pytest.mark.filterwarnings("ignore:The RandomType SharedVariables")
+@pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
+def test_a_size_may_be_another_arrays_shape(mode):
+    x = pt.dmatrix("x")
+    mask = RandomStreams(1).binomial(x.shape, p=0.5, dtype=x.dtype)
+    dropped = pytensor.function([x], x * mask, mode=mode)(np.ones((50, 40)))
+    assert 0.4 < np.asarray(dropped).mean() < 0.6
+
+
+def test_ranks_can_move_the_generators():
+    streams = RandomStreams(1)
+    variable = streams.uniform((2,))
+    library = library_of(variable)
+    (generator,) = library.shareds([variable])
+    assert library.is_generator(generator)
+    library.check_generator(generator)
