@@ -1,14 +1,15 @@
 """How fast do rows of a Data object get to the GPUs?
 
 A function that does next to nothing with its input is called with a shuffled list of rows, and with a slice of as many:
-the time from one call to the next, the GPUs' work waited for.  Beside it the bus: a copy of as many bytes from the same
-page-locked memory, by the CUDA driver alone, in the master.
+the time from one call to the next, the GPUs' work waited for.  Beside it the bus: a copy of as many bytes to each GPU
+from the same page-locked memory, by the CUDA driver alone, on all ranks at once.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,8 +18,29 @@ from benchmarks._measure import Table, bar, duration, graph_library, heading, in
 from synkhronos import ranks
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.staging import check
+from synkhronos.ranks import Rank, SharedArray
 
 WIDTH = 784
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copy a run of rows to each rank's GPU, by the driver alone."""
+
+    where: SharedArray
+    rows: int
+    nbytes: int
+
+    def run(self, rank: Rank) -> None:
+        """Copy this rank's, and wait for it."""
+        staging = JAX.staging
+        target = rank.store.get("benchmark")
+        if target is None or target.nbytes != self.nbytes:
+            target = rank.store["benchmark"] = JAX.empty((self.nbytes,), np.dtype(np.uint8))
+        source = staging._locked(rank, self.where.key) + rank.number * self.nbytes
+        staging.enter()
+        check(staging._driver.cuMemcpyAsync(target.unsafe_buffer_pointer(), source, self.nbytes, staging.handle))
+        staging.stream.sync()
 
 
 def main() -> None:
@@ -38,7 +60,7 @@ def main() -> None:
     f = synk.function([x], [], updates=[(last, x[-1])])
     rng = np.random.default_rng(0)
     data = synk.data(rng.random((max(options.rows) * count * 2, WIDTH), dtype=np.float32))
-    staging, rank = JAX.staging, ranks.session().rank
+    session = ranks.session()
 
     table = Table({"rows": 7, "bytes": 8, "by index": 9, "GB/s": 6, "slice": 9, "GB/s ": 6, "driver": 9, "GB/s  ": 6})
     rates = {}
@@ -47,8 +69,7 @@ def main() -> None:
         index = rng.permutation(len(data))[: rows * count]
         f(data, batch=index)
         assert (synk.get_value(0, last) == data[index[rows - 1]]).all()
-        target = JAX.empty((rows, WIDTH), np.dtype(np.float32))
-        at, source = target.unsafe_buffer_pointer(), staging._locked(rank, data.where().key)
+        copy = Copy(data.where(), rows, nbytes)
 
         def by_index(index: np.ndarray = index) -> None:
             f(data, batch=index)
@@ -58,9 +79,8 @@ def main() -> None:
             f(data, batch=slice(0, rows * count))
             last.get_value(borrow=True).block_until_ready()
 
-        def by_driver(at: int = at, source: int = source, nbytes: int = nbytes) -> None:
-            check(staging._driver.cuMemcpyAsync(at, source, nbytes, staging.handle))
-            staging.stream.sync()
+        def by_driver(copy: Copy = copy) -> None:
+            session.run(copy)
 
         sides: dict[str, Callable[[], None]] = {"index": by_index, "slice": by_slice, "driver": by_driver}
         times = interleaved(sides, options.rounds, calls=5, warm=2)

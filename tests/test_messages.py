@@ -11,9 +11,10 @@ import time
 
 import numpy as np
 import pytest
-from library import NAME, shared, tensor
+from library import INTERPRETED, NAME, read, shared, tensor
 
 import synkhronos as synk
+from synkhronos import devices
 
 if NAME == "pytensor":
     from pytensor.graph.basic import Apply
@@ -64,7 +65,7 @@ def do(deed, who=(1,), n=3, updates=False, **kwargs):
     synk.fork(n, use_gpu=False, **kwargs)
     x, w = tensor.dvector("x"), shared(np.zeros(()), "w")
     CALLED_AGAIN[:] = [w]
-    f = synk.function([x], (Do(deed, who)(x).sum(), "sum"), updates=[(w, w + 1)] if updates else [(w, w)], name="f")
+    f = synk.function([x], (Do(deed, who)(x).sum(), "sum"), updates=[(w, w + 1)] if updates else [(w, w)], name="f", mode=INTERPRETED)
     f(np.arange(float(n)))
 
 
@@ -146,6 +147,20 @@ def death_without_a_code():
         signal.signal(signal.SIGCHLD, before)
 
 
+def beside_gpus(count, lacking=(), cuda=False, **kwargs):
+    """Fork on a machine that seems to have GPUs."""
+
+    def provoke():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(devices, "get_n_gpu", lambda: count)
+            patch.setattr(devices, "missing", lambda: list(lacking))
+            patch.setattr(devices, "_cuda_is_started", lambda: cuda)
+            patch.setattr(type(devices.JAX), "on_gpu", False)
+            synk.fork(**kwargs)
+
+    return provoke
+
+
 def in_a_copy(action):
     """Have a process that the user forked do something, and raise here what it raised there."""
 
@@ -171,7 +186,7 @@ def in_a_copy(action):
 
 def two_shapes():
     x = tensor.dmatrix("x")
-    synk.function([x], (x.sum(axis=1), "sum"), name="f")(np.ones((3, 2)))
+    read(synk.function([x], (x.sum(axis=1), "sum"), name="f")(np.ones((3, 2))))
 
 
 START_AGAIN = r"Call synkhronos\.fork\(\) to start again"
@@ -186,7 +201,21 @@ TABLE = {
     "forked twice": (forked(lambda: synk.fork(3)), RuntimeError, ["2 ranks are running", r"call synkhronos\.close\(\)"]),
     "Data after close": (old_data_read, RuntimeError, ["Data object's memory was freed", "make a new one"]),
     "Data of earlier ranks": (old_data, ValueError, ["input 0 .x. of f", "before the present fork", "make a new one"]),
-    "no GPUs": (lambda: synk.fork(use_gpu=True), RuntimeError, ["use_gpu=True", "there is no GPU", "leave use_gpu out|False"]),
+    "no GPUs": (beside_gpus(0, use_gpu=True), RuntimeError, ["use_gpu=True", "there is no GPU", "leave use_gpu out", "False"]),
+    "GPUs that nothing can drive": (
+        beside_gpus(2, ["nccl4py", "cuda-core"], use_gpu=True), RuntimeError,
+        ["use_gpu=True", "2 GPUs are visible", "install nccl4py, cuda-core", r"synkhronos\[gpu\]"],
+    ),
+    "more ranks than GPUs": (
+        beside_gpus(2, n_parallel=3, use_gpu=True), ValueError, ["n_parallel=3, but 2 GPUs", "each rank needs one", "use_gpu=False"]
+    ),
+    "more ranks than GPUs by default": (
+        beside_gpus(2, n_parallel=3), ValueError, ["n_parallel=3, but 2 GPUs", "use_gpu=False"]
+    ),
+    "CUDA in use before the fork": (
+        beside_gpus(2, cuda=True, use_gpu=True), RuntimeError,
+        ["has started CUDA already", r"call synkhronos\.fork\(\) before", "use_gpu=False"],
+    ),
     "a copy of the master": (
         in_a_copy(lambda: synk.data([1.0])), RuntimeError, ["belong to the process that", "copy", r"call synkhronos\.fork"]
     ),

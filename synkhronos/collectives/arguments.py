@@ -130,7 +130,9 @@ def check_shape(variable: Any, shape: tuple[int, ...]) -> None:
 
 def flag(value: Any, name: str) -> bool:
     """Return True or False, and refuse anything else."""
-    if not isinstance(value, bool | np.bool_):
+    if value is True or value is False:
+        return value
+    if not isinstance(value, np.bool_):
         raise TypeError(f"{name}: expected True or False, got {value!r}")
     return bool(value)
 

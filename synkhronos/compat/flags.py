@@ -15,7 +15,8 @@ from synkhronos.compat.hook import missing
 
 _LOG = logging.getLogger("synkhronos")
 
-#: The flags that mean the same in both; Theano's sections have a dot where PyTensor has two underscores.
+#: The flags that mean the same in both; Theano's sections have a dot where PyTensor has two underscores.  Linkers and
+#: rewrites are other ones.
 _SHARED = (
     "allow_gc",
     "blas.ldflags",
@@ -28,15 +29,10 @@ _SHARED = (
     "floatX",
     "gcc.cxxflags",
     "int_division",
-    "linker",
     "mode",
     "on_opt_error",
     "on_unused_input",
     "openmp",
-    "optimizer",
-    "optimizer_excluding",
-    "optimizer_including",
-    "optimizer_verbose",
     "profile",
     "warn_float64",
 )

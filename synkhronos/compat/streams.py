@@ -68,7 +68,11 @@ class RandomStreams:
         """Return a random variable with a generator of its own."""
         (child,) = self._sequence.spawn(1)
         generator = pytensor.shared(np.random.default_rng(child), borrow=True)
-        drawn = draw(*parameters, rng=generator, **kwargs)
+        with warnings.catch_warnings():
+            # Newer PyTensor asks callers to say whether they want the next state too; older has no such argument
+            # everywhere.
+            warnings.filterwarnings("ignore", "RandomVariable Ops will stop hiding", DeprecationWarning)
+            drawn = draw(*parameters, rng=generator, **kwargs)
         # Some draws are further expressions of what the generator's own node draws.
         (following,) = (node.outputs[0] for node in apply_ancestors([drawn]) if generator in node.inputs)
         with warnings.catch_warnings():

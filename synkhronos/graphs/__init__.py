@@ -26,12 +26,16 @@ __all__ = ["GraphLibrary", "library_named", "library_of", "loaded_libraries"]
 _LIBRARIES = {"pytensor": "synkhronos.graphs.pytensor", "theano": "synkhronos.graphs.theano"}
 
 _known: dict[str, GraphLibrary] = {}
+#: The library of each class of variables that was seen.
+_by_class: dict[type, GraphLibrary] = {}
 
 
 def loaded_libraries() -> list[GraphLibrary]:
     """Return the graph libraries that this process has imported."""
     for name, module in _LIBRARIES.items():
-        if name not in _known and name in sys.modules and hasattr(sys.modules[name], "shared"):
+        # `synkhronos.compat` serves a `theano` whose variables are PyTensor's.
+        served = hasattr(sys.modules.get(name), "__served_on__")
+        if name not in _known and not served and hasattr(sys.modules.get(name), "shared"):
             _known[name] = importlib.import_module(module).LIBRARY
     return list(_known.values())
 
@@ -67,6 +71,8 @@ def library_of(*variables: Any) -> GraphLibrary:
     'pytensor'
     """
     found: GraphLibrary | None = None
+    if len(variables) == 1 and (found := _by_class.get(type(variables[0]))) is not None:
+        return found
     for variable in variables:
         for library in loaded_libraries():
             if library.is_variable(variable):
@@ -78,7 +84,7 @@ def library_of(*variables: Any) -> GraphLibrary:
             )
         if found is not None and library is not found:
             raise TypeError(f"variables of {found.name} and of {library.name} can't be used together: {variable!r}")
-        found = library
+        found = _by_class[type(variable)] = library
     if found is None:
         raise TypeError("no variable was given to tell PyTensor from Theano")
     return found

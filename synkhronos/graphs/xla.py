@@ -66,9 +66,17 @@ class Executable:
             return
 
         traced = _converted(graph, thunk.storage_map)
+        # Who filled the inputs wants to know when they have been read: an output tells, where there is one that no
+        # other launch takes away, and that is small enough to be kept for the purpose.
+        kinds = [getattr(output.type, "ndim", None) for output in graph.outputs[: self._n_outputs]]
+        self._token = next((i for i, kind in enumerate(kinds) if kind == 0), None)
+        with_token = bool(n_inputs) and self._token is None
+        if with_token:
+            self._token = len(graph.outputs)
 
-        def with_token(*arguments: Any) -> tuple[Any, ...]:
-            return (*(traced(*arguments) or ()), jnp.zeros((), np.int8))
+        def run(*arguments: Any) -> tuple[Any, ...]:
+            outputs = traced(*arguments) or ()
+            return (*outputs, jnp.zeros((), np.int8)) if with_token else tuple(outputs)
 
         # A variable whose new value has another shape can't be written into the old memory, which is no mistake.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
@@ -76,7 +84,7 @@ class Executable:
         positions = tuple(n_inputs + i for i, is_donated in enumerate(donated) if is_donated)
         # Old values that nothing is computed from are kept as arguments: the new ones then take their place, and
         # addresses stay the same from launch to launch, as the launches that XLA records need them.
-        self._run = jax.jit(with_token, donate_argnums=positions, keep_unused=True)
+        self._run = jax.jit(run, donate_argnums=positions, keep_unused=True)
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Start the computation, and return its outputs: arrays that will be there when they are read."""
@@ -95,11 +103,10 @@ class Executable:
             raise
         finally:
             del arguments
-        if self._tells:
-            *results, token = results
-            self._device.launched(token)
-        else:
+        if not self._tells:
             self._device.wait(results)
+        elif self._n_inputs:
+            self._device.launched(results[self._token])
         for position, storage in self._updates:
             storage[0] = results[position]
         return list(results[: self._n_outputs])

@@ -86,7 +86,7 @@ def at_a_point(
     """
     inside.instrument()
     if fresh:
-        processes.needs_fresh_processes = lambda: True
+        _need_fresh_processes()
     if urgent:
         signal.signal(signal.SIGURG, lambda *_: None)
     if reaper == "system":
@@ -183,7 +183,7 @@ def at_fork(how: str, on: int = 2, fresh: bool = False) -> None:
 
     os.fork, worker._leave_the_masters_things, worker.start_anew = fork, leave, start_anew
     if fresh:
-        processes.needs_fresh_processes = lambda: True
+        _need_fresh_processes()
     outcome = attempt(lambda: synk.fork(4, use_gpu=False))
     os.fork, worker._leave_the_masters_things, worker.start_anew = real_fork, real_leave, real_start
     resource.setrlimit(resource.RLIMIT_NPROC, usual)
@@ -194,6 +194,17 @@ def at_fork(how: str, on: int = 2, fresh: bool = False) -> None:
         tell("works", right=right(N), **attempt(Work().check))
     synk.close()
     tell("closed", before=before, after=footprint())
+
+
+def _need_fresh_processes() -> None:
+    """Use JAX, which a copy of this process could not use then; where there is none, pretend to."""
+    try:
+        import jax.numpy
+    except ImportError:
+        processes.needs_fresh_processes = lambda: True
+    else:
+        assert float(jax.numpy.ones(3).sum()) == 3
+        assert processes.needs_fresh_processes()
 
 
 def _become_nobody() -> None:

@@ -19,6 +19,8 @@ from synkhronos.compat.flags import Config
 
 #: The version of Theano whose names these are.
 __version__ = "1.0.5"
+#: Tells this module from Theano itself.
+__served_on__ = "pytensor"
 
 config = Config(pytensor.config)
 

@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from pytensor.graph.basic import equal_computations
 from pytensor.graph.replace import clone_replace
 from pytensor.scan.utils import expand_empty, until
 
-__all__ = ["clone", "expand_empty", "until"]
+__all__ = ["clone", "equal_computations", "expand_empty", "until"]
 
 
 def clone(

@@ -25,7 +25,8 @@ from pytensor.tensor.exceptions import NotScalarConstantError
 from pytensor.tensor.math import Argmax, Dot, Sum
 from pytensor.tensor.shape import Reshape, Shape, SpecifyShape
 from pytensor.tensor.type import TensorType
-from pytensor.tensor.variable import TensorConstant, TensorVariable
+
+from theano.tensor.var import TensorConstant, TensorVariable
 
 __all__ = [
     "ARange",

@@ -1,11 +1,38 @@
-"""The module ``theano.tensor.var``, on PyTensor."""
+"""The module ``theano.tensor.var``, on PyTensor: classes of variables.
 
-from pytensor.tensor.variable import (
-    TensorConstant,
-    TensorVariable,
-)
+`TensorVariable`
+    Symbolic tensors, shared variables and constants left out, as in Theano.
+"""
 
-__all__ = [
-    "TensorConstant",
-    "TensorVariable",
-]
+from typing import Any
+
+from pytensor.compile import SharedVariable
+from pytensor.graph.basic import Constant
+from pytensor.tensor.variable import TensorConstant
+from pytensor.tensor.variable import TensorVariable as _TensorVariable
+
+__all__ = ["TensorConstant", "TensorVariable"]
+
+
+class _SymbolicOnly(type):
+    """In PyTensor shared variables and constants are tensor variables too; programs tell them apart by their class."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _TensorVariable) and not isinstance(instance, SharedVariable | Constant)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, _TensorVariable) and not issubclass(subclass, SharedVariable | Constant)
+
+
+class TensorVariable(metaclass=_SymbolicOnly):
+    """What inputs and expressions are instances of.
+
+    Examples
+    --------
+    >>> isinstance(T.matrix(), T.TensorVariable), isinstance(theano.shared(1.0), T.TensorVariable)
+    (True, False)
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make one of PyTensor's."""
+        return _TensorVariable(*args, **kwargs)

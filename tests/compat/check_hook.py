@@ -172,6 +172,7 @@ def test_variables_are_made_as_in_theano():
     assert isinstance(T.matrix() + 1, T.TensorVariable) and isinstance(T.constant(1), theano.gof.Constant)
 
 
+@pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
 def test_functions_take_theanos_arguments():
     import theano
     import theano.tensor as T
@@ -180,7 +181,7 @@ def test_functions_take_theanos_arguments():
     w = theano.shared(np.float32(2), "w")
     w.default_update = w + 1
     f = theano.function(
-        [x, theano.In(y, value=np.ones(1, "float32"))],
+        [x, theano.In(y, name="z", borrow=True)],
         w * x.sum(),
         givens={w: w + 1},
         no_default_updates=True,
@@ -189,7 +190,7 @@ def test_functions_take_theanos_arguments():
         mode="FAST_COMPILE",
         name="f",
     )
-    assert f(np.ones(2)) == 6 and w.get_value() == 2
+    assert f(np.ones(2), z=[1.0]) == 6 and w.get_value() == 2
     assert theano.function([], w, mode="FAST_RUN")() == 2 and w.get_value() == 3
 
 
@@ -202,7 +203,7 @@ def test_graphs_are_cloned_and_compared():
     assert theano.gof.graph.is_same_graph(theano.clone(graph, {x: y}), T.exp(y) * 2)
     assert theano.gof.graph.is_same_graph(graph, T.exp(y) * 2, givens={x: y})
     assert not theano.gof.graph.is_same_graph(graph, T.exp(y) * 2)
-    assert theano.gof.graph.inputs([graph])[0] is x
+    assert x in theano.gof.graph.inputs([graph])
 
 
 def test_loops_return_updates():
@@ -228,6 +229,7 @@ def test_branches_are_lazy():
     assert f(3) == 3 and f(-3) == 6
 
 
+@pytest.mark.filterwarnings("ignore:.*should implement `pullback`")
 def test_a_programs_own_op_works():
     import theano
     import theano.tensor as T

@@ -1,0 +1,50 @@
+"""``synkhronos.compat``, whose tests are in compat/.
+
+Each of its modules runs in a process of its own, since `synkhronos.compat` changes what ``import theano`` finds; the
+other tests must not see that.  To see one by itself:
+
+    python -m pytest tests/compat/check_ops.py
+
+Lasagne's own tests take minutes and are downloaded: ``python3 run.py test -m lasagne`` runs these alone.
+"""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+MODULES = sorted(path.stem for path in (HERE / "compat").glob("check_*.py"))
+NEEDS = {"check_cases": "pytensor", "check_hook": "pytensor", "check_ops": "jax", "check_streams": "jax"}
+SUITE = "check_lasagne"
+
+
+def run(module):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "timeout=1800"]
+    result = subprocess.run(
+        [*command, "-rs", f"tests/compat/{module}.py"],
+        cwd=HERE.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert result.returncode in (0, 5), result.stdout
+    if "SKIPPED" in result.stdout:
+        pytest.skip(next(line for line in result.stdout.splitlines() if line.startswith("SKIPPED")))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("module", [name for name in MODULES if name != SUITE])
+def test_compat(module):
+    needed = NEEDS.get(module)
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        pytest.skip(f"about {needed}, which is not installed")
+    run(module)
+
+
+@pytest.mark.lasagne
+@pytest.mark.timeout(1800)
+def test_lasagnes_own_tests():
+    run(SUITE)
