@@ -6,6 +6,9 @@ On a machine with Python 3.11 nothing needs to be installed before:
     python3 run.py mnist     # train on MNIST, on all cores
     python3 run.py test      # all tests, with PyTensor and with Theano
 
+    python3 run.py test --device jax          # the tests on JAX arrays, compiled by XLA for the CPU
+    python3 run.py test --device gpu --here   # on GPUs, with this Python and what is installed in it
+
 There are two environments, because PyTensor needs NumPy 2 and Theano 1.0.5 needs NumPy 1.23. They are made
 at the first use and kept; pip runs again only when pyproject.toml changes or a command needs more packages.
 """
@@ -65,13 +68,13 @@ def child_variables() -> dict[str, str]:
     return variables
 
 
-def call(command: Sequence[object], to_stderr: bool = False) -> int:
+def call(command: Sequence[object], to_stderr: bool = False, **variables: str) -> int:
     """Run a command in the repository's root and return its exit status."""
     words = [str(word) for word in command]
     say(shlex.join(words))
     stdout = sys.stderr if to_stderr else None
     interrupted = False
-    with subprocess.Popen(words, cwd=ROOT, env=child_variables(), stdout=stdout) as process:
+    with subprocess.Popen(words, cwd=ROOT, env={**child_variables(), **variables}, stdout=stdout) as process:
         while process.returncode is None:
             try:
                 process.wait()
@@ -223,6 +226,9 @@ def prepare(name: str, *extras: str) -> Environment:
 # The commands of run.py
 # ---------------------------------------------------------------------------------------------------------
 
+#: What `test` runs on JAX arrays beside all tests on NumPy's: a minute of it.
+IN_BRIEF = [f"tests/test_{name}.py" for name in ("graphs", "jax", "train_calls", "updates")]
+
 
 def mnist(options: argparse.Namespace, rest: list[str]) -> int:
     """Train on MNIST; options go to demos/mnist/train_mnist.py."""
@@ -233,7 +239,13 @@ def mnist(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def test(options: argparse.Namespace, rest: list[str]) -> int:
-    """Run the tests in each environment; further arguments go to pytest."""
+    """Run the tests in each environment; further arguments go to pytest. Without any, a few run on JAX arrays too."""
+    if options.device != "host":
+        if options.env == THEANO.name:
+            raise fail(f"--device {options.device} needs PyTensor.")
+        options.env = PYTENSOR.name
+    if options.here:
+        return call([sys.executable, "-m", "pytest", *rest], SYNKHRONOS_TEST_DEVICE=options.device)
     require_compiler("the tests use Theano 1.0.5 and PyTensor's C mode")
     names = [options.env] if options.env else list(BY_NAME)
     left_out = []
@@ -242,15 +254,22 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
         left_out.append(f"theano: left out, Theano 1.0.5 needs Python 3.11 and this is {python_name()}")
         say(left_out[0])
     extras = {PYTENSOR.name: ["jax", "demos", "lasagne", "test"], THEANO.name: ["demos", "lasagne", "test"]}
+    if options.device == "gpu":
+        extras[PYTENSOR.name].append("gpu")
     environments = [prepare(name, *extras[name]) for name in names]
 
     summaries, statuses = [], []
-    for environment in environments:
+    runs = [(environment, options.device, rest) for environment in environments]
+    if options.device == "host" and PYTENSOR in environments and not rest:
+        runs.append((PYTENSOR, "jax", IN_BRIEF))
+    for environment, device, arguments in runs:
         report = environment.directory / "tests.xml"
         report.unlink(missing_ok=True)
-        status = call([environment.python, "-m", "pytest", f"--junit-xml={report}", *rest])
+        command = [environment.python, "-m", "pytest", f"--junit-xml={report}", *arguments]
+        status = call(command, SYNKHRONOS_TEST_DEVICE=device)
         statuses.append(status)
-        summaries.append(f"{environment.name}: {counts(report, status)}")
+        where = "" if device == "host" else f", {device}"
+        summaries.append(f"{environment.name}{where}: {counts(report, status)}")
     print("\n".join(summaries + left_out), flush=True)
     return max(statuses)
 
@@ -338,7 +357,17 @@ def parser() -> argparse.ArgumentParser:
     which = "the graph library to use (default: %(default)s)"
     # --help goes to the script too, which lists its options.
     add_env(add(mnist, passes_on=True, add_help=False), PYTENSOR.name, which)
-    add_env(add(test, passes_on=True), None, "test in this environment only (default: in both)")
+    test_parser = add(test, passes_on=True)
+    add_env(test_parser, None, "test in this environment only (default: in both)")
+    test_parser.add_argument(
+        "--device",
+        choices=["host", "jax", "gpu"],
+        default="host",
+        help="what functions compute with: NumPy arrays, JAX arrays on the CPU, or on GPUs (default: %(default)s)",
+    )
+    test_parser.add_argument(
+        "--here", action="store_true", help="test with this Python and what is installed for it: nothing is fetched"
+    )
     add(lint)
     add(docs)
     bench_parser = add(bench, passes_on=True)

@@ -24,6 +24,12 @@ for variable, flags in {
     named = {flag.split("=")[0] for flag in given}
     os.environ[variable] = ",".join(given + [flag for flag in flags if flag.split("=")[0] not in named])
 
+if DEVICE == "gpu":
+    # Tests compare with products in full float32; what the library does by default is in test_gpu.py.
+    os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+    # Some tests start programs that need room on the same GPUs.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 import gc
 import signal
 
@@ -40,7 +46,17 @@ if DEVICE != "host":
     # These start programs of their own, which compute where they say.
     collect_ignore = [
         f"test_{name}.py"
-        for name in ("docs", "faults", "footprint", "interrupts", "lasagne_demos", "notebook", "security", "soak")
+        for name in (
+            "compat",
+            "docs",
+            "faults",
+            "footprint",
+            "interrupts",
+            "lasagne_demos",
+            "notebook",
+            "security",
+            "soak",
+        )
     ] + ["compat"]
 
 settings.register_profile(

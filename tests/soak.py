@@ -43,6 +43,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 os.environ.setdefault("PYTENSOR_FLAGS", "mode=FAST_COMPILE")
+# Theano's compilers wait for each other: long runs need a base_compiledir of their own, or another program's long
+# compilation is taken for a hang.
 os.environ.setdefault("THEANO_FLAGS", "blas.ldflags=,mode=FAST_COMPILE")
 sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[1]), str(pathlib.Path(__file__).resolve().parent)]
 

@@ -17,7 +17,13 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 MODULES = sorted(path.stem for path in (HERE / "compat").glob("check_*.py"))
-NEEDS = {"check_cases": "pytensor", "check_hook": "pytensor", "check_ops": "jax", "check_streams": "jax"}
+NEEDS = {
+    "check_cases": "pytensor",
+    "check_examples": "pytensor",
+    "check_hook": "pytensor",
+    "check_ops": "jax",
+    "check_streams": "jax",
+}
 SUITE = "check_lasagne"
 
 

@@ -37,12 +37,23 @@ def run(example: doctest.DocTest) -> None:
     assert failed == 0, report.getvalue()
 
 
+def modules(path, prefix: str) -> list[str]:
+    """Return the modules in a package and below, but for one of the other environment and for those of compat/.
+
+    The latter change what ``import theano`` finds; compat/check_examples.py runs theirs.
+    """
+    names = []
+    for module in pkgutil.iter_modules(path, prefix):
+        if module.name not in ("synkhronos.graphs.theano", "synkhronos.compat"):
+            names.append(module.name)
+            if module.ispkg:
+                names += modules([str(Path(path[0]) / module.name.rsplit(".", 1)[1])], f"{module.name}.")
+    return names
+
+
 def docstrings() -> list[doctest.DocTest]:
     found = {}
-    names = [m.name for m in pkgutil.walk_packages(synk.__path__, "synkhronos.")]
-    for name in ["synkhronos", *names]:
-        if name == "synkhronos.graphs.theano":  # of the other environment
-            continue
+    for name in ["synkhronos", *modules(synk.__path__, "synkhronos.")]:
         for test in doctest.DocTestFinder().find(importlib.import_module(name), name):
             if test.examples:
                 found[test.name] = test

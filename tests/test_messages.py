@@ -65,7 +65,9 @@ def do(deed, who=(1,), n=3, updates=False, **kwargs):
     synk.fork(n, use_gpu=False, **kwargs)
     x, w = tensor.dvector("x"), shared(np.zeros(()), "w")
     CALLED_AGAIN[:] = [w]
-    f = synk.function([x], (Do(deed, who)(x).sum(), "sum"), updates=[(w, w + 1)] if updates else [(w, w)], name="f", mode=INTERPRETED)
+    f = synk.function(
+        [x], (Do(deed, who)(x).sum(), "sum"), updates=[(w, w + 1)] if updates else [(w, w)], name="f", mode=INTERPRETED
+    )
     f(np.arange(float(n)))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from library import NAME, function, grad, shared
+from library import NAME, XLA, function, grad, shared
 from library import tensor as T
 
 import synkhronos as synk
@@ -173,6 +173,8 @@ else:
 
 #: "Mode" is what the libraries use where nobody says otherwise: Numba for PyTensor, C for Theano.
 NAMES = ["Mode", "an object", "FAST_COMPILE"] + (["CVM"] if NAME == "pytensor" else ["FAST_RUN"])
+if XLA:
+    NAMES = ["JAX"]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -182,7 +184,7 @@ def test_mode(fork, name, check):
     check(mode_named(name))
 
 
-if NAME == "pytensor":
+if NAME == "pytensor" and not XLA:
 
     def test_jax():
         pytest.importorskip("jax")

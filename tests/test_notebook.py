@@ -61,7 +61,10 @@ class Notebook:
 
     def __init__(self):
         self.manager = jupyter_client.KernelManager(kernel_name="python3")
-        self.manager.start_kernel(env={**os.environ, "IPYTHONDIR": "/nonexistent"})
+        # Theano's compilers would wait for each other, and for other programs', and say so among what cells print.
+        flags = "mode=Mode,linker=py,optimizer=None"
+        libraries = {"PYTENSOR_FLAGS": flags, "THEANO_FLAGS": f"blas.ldflags=,{flags}"}
+        self.manager.start_kernel(env={**os.environ, **libraries, "IPYTHONDIR": "/nonexistent"})
         self.connect()
 
     def connect(self):

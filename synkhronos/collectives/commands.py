@@ -26,7 +26,6 @@ from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import stored
 from synkhronos.ranks import Cancelled, Rank, SharedArray
 
-
 #: Plans that a rank keeps.
 _KNOWN = 64
 

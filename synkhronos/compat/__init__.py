@@ -3,9 +3,9 @@
     >>> import synkhronos.compat  # the program's first line
 
 Where Theano 1.0.5 is installed, Theano does, and this only names a BLAS for it (`real`) and gives back a module that
-Lasagne 0.1 misses (`gaps`).  Where it is not, PyTensor does: the modules ``theano``, ``theano.tensor``, ... are served from `tree`, by an
-import hook (`hook`).  The environment variable ``SYNKHRONOS_THEANO`` asks for one of the two: ``theano`` or
-``pytensor``.
+Lasagne 0.1 misses (`gaps`).  Where it is not, PyTensor does: the modules ``theano``, ``theano.tensor``, ... are served
+from `tree`, by an import hook (`hook`).  The environment variable ``SYNKHRONOS_THEANO`` asks for one of the two:
+``theano`` or ``pytensor``.
 
 `install`
     What importing this module does; returns the library that was chosen.

@@ -139,4 +139,6 @@ class Config:
             raise AttributeError(missing(f"theano.config.{theano_name}"))
 
     def _change_flags(self, **flags: Any) -> Any:
-        return self._config.change_flags(**{name: value for name, value in flags.items() if hasattr(self._config, name)})
+        return self._config.change_flags(
+            **{name: value for name, value in flags.items() if hasattr(self._config, name)}
+        )

@@ -50,7 +50,7 @@ def missing(name: str) -> str:
     """
     return (
         f"{name} is not among what synkhronos.compat serves on top of PyTensor; "
-        "the page docs/from_theano.rst, \"From Theano\", lists what is"
+        'the page docs/from_theano.rst, "From Theano", lists what is'
     )
 
 

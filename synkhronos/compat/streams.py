@@ -85,7 +85,13 @@ class RandomStreams:
     # -- continuous --------------------------------------------------------------------------------------------------
 
     def uniform(
-        self, size: Any = None, low: Any = 0.0, high: Any = 1.0, ndim: Any = None, dtype: Any = None, nstreams: Any = None
+        self,
+        size: Any = None,
+        low: Any = 0.0,
+        high: Any = 1.0,
+        ndim: Any = None,
+        dtype: Any = None,
+        nstreams: Any = None,
     ) -> Any:
         """Draw from the interval between ``low`` and ``high``, of dtype floatX by default."""
         dtype = dtype or pytensor.config.floatX
@@ -106,7 +112,13 @@ class RandomStreams:
         return self._draw(pt.random.normal, avg, std, size=_size(size), dtype=dtype)
 
     def truncated_normal(
-        self, size: Any = None, avg: Any = 0.0, std: Any = 1.0, ndim: Any = None, dtype: Any = None, nstreams: Any = None
+        self,
+        size: Any = None,
+        avg: Any = 0.0,
+        std: Any = 1.0,
+        ndim: Any = None,
+        dtype: Any = None,
+        nstreams: Any = None,
     ) -> Any:
         """Draw from the normal distribution, no further than two standard deviations from the mean."""
         low, high = 0.022750131948179212, 0.9772498680518208  # the normal distribution's values at -2 and 2
@@ -152,7 +164,13 @@ class RandomStreams:
         return drawn.astype(dtype) if dtype is not None else drawn
 
     def multinomial(
-        self, size: Any = None, n: Any = 1, pvals: Any = (0.5, 0.5), ndim: Any = None, dtype: Any = "int64", **kwargs: Any
+        self,
+        size: Any = None,
+        n: Any = 1,
+        pvals: Any = (0.5, 0.5),
+        ndim: Any = None,
+        dtype: Any = "int64",
+        **kwargs: Any,
     ) -> Any:
         """Draw how often each outcome comes up in ``n`` trials; one row of probabilities for each draw."""
         return self._draw(pt.random.multinomial, n, pvals, size=_size(size)).astype(dtype)
@@ -174,4 +192,3 @@ def _size(size: Any) -> Any:
     if isinstance(size, int | np.integer):
         return (int(size),)
     return tuple(size) if isinstance(size, list | tuple) else size
-

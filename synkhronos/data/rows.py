@@ -17,6 +17,7 @@ import numpy as np
 
 from synkhronos.devices import Selection
 
+
 def select(batch: Any, length: int, name: str = "batch") -> Selection:
     """Return the rows that ``batch`` picks of ``length``.
 

@@ -302,18 +302,19 @@ class HostCommunicator:
             rank.barrier()
             if high > low:
                 inputs = [part[low:high] if r == here else shared[r][low:high] for r in contributors]
-                if op == "avg" and dtype == np.float16:
-                    # The sum may be out of range where the average is not: 1/n of each is, as NCCL does it.
-                    inputs = [np.true_divide(values, len(contributors), dtype=np.float32) for values in inputs]
                 result = shared[here][low:high]
+                # The sum may be out of float16's range where the average is not, and its parts too small for it.
+                wide = np.empty(high - low, np.float32) if op == "avg" and dtype == np.float16 else result
                 if len(inputs) == 1:
-                    result[:] = inputs[0]
+                    wide[:] = inputs[0]
                 else:
-                    ufunc(inputs[0], inputs[1], out=result)
+                    ufunc(inputs[0], inputs[1], out=wide, dtype=wide.dtype)
                 for values in inputs[2:]:
-                    ufunc(result, values, out=result)
-                if op == "avg" and dtype != np.float16:
-                    np.true_divide(result, len(contributors), out=result)
+                    ufunc(wide, values, out=wide)
+                if op == "avg":
+                    np.true_divide(wide, len(contributors), out=wide)
+                if wide is not result:
+                    result[:] = wide
             rank.barrier()
             if target is not None:
                 part = target[at : at + count]

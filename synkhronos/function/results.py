@@ -164,6 +164,7 @@ class Results:
                     if session.closed is not None:
                         raise
                     call.error = error
+                    self._dropped.append(call.number)  # the ranks have it still
         else:
             for call, values in zip(calls, together, strict=True):
                 call.values = values

@@ -16,7 +16,6 @@ import numpy as np
 
 from synkhronos.devices import Device
 
-
 #: Random generators as JAX takes them, by the containers that hold them as NumPy's, and those.
 _streams: weakref.WeakKeyDictionary[Any, tuple[np.random.Generator, list[Any]]] = weakref.WeakKeyDictionary()
 

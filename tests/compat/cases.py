@@ -143,7 +143,9 @@ def conv_gradient_cases():
     name = "conv2d_transpose"
     yield Case(
         name,
-        lambda x, w: nnet().conv2d_transpose(x, w, (2, 3, 9, 9), (4, 3, 3, 3), border_mode=(1, 1), input_dilation=(2, 2)),
+        lambda x, w: nnet().conv2d_transpose(
+            x, w, (2, 3, 9, 9), (4, 3, 3, 3), border_mode=(1, 1), input_dilation=(2, 2)
+        ),
         inputs_for(name, (2, 4, 5, 5), (4, 3, 3, 3)),
     )
 
@@ -151,7 +153,7 @@ def conv_gradient_cases():
 def conv_output(image, kernel, border, stride):
     pads = {"valid": (0, 0), "full": (kernel[0] - 1, kernel[1] - 1), "half": (kernel[0] // 2, kernel[1] // 2)}
     pad = pads[border] if isinstance(border, str) else border
-    return tuple((i + 2 * p - k) // s + 1 for i, k, p, s in zip(image, kernel, pad, stride))
+    return tuple((i + 2 * p - k) // s + 1 for i, k, p, s in zip(image, kernel, pad, stride, strict=True))
 
 
 def other_conv_cases():
@@ -372,7 +374,11 @@ def other_cases():
         [np.array([2, 0, 2, 2, 0, 1, 4]), np.array([0, 0, 2, 2, 0, 2, 1])],
         grads=False,
     )
-    for x_shape, w_shape, border in [((6, 5), (3, 2), "valid"), ((2, 6, 5), (3, 2), "full"), ((2, 6, 5), (3, 2, 2), "valid")]:
+    for x_shape, w_shape, border in [
+        ((6, 5), (3, 2), "valid"),
+        ((2, 6, 5), (3, 2), "full"),
+        ((2, 6, 5), (3, 2, 2), "valid"),
+    ]:
         name = named("signal.conv2d", x=x_shape, w=w_shape, border=border)
 
         def signal(x, w, border=border):

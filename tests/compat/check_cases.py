@@ -14,7 +14,6 @@ pytest.importorskip("pytensor")
 import cases
 
 
-
 def read_table():
     """Return, for each case, its outputs, gradients and second derivatives."""
     with np.load(Path(__file__).parent / "theano_cases.npz") as file:

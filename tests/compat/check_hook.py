@@ -57,7 +57,9 @@ def test_importing_twice_installs_once():
 
 
 def test_nothing_is_imported_before_theano_is():
-    code = "import sys, synkhronos.compat; print([n for n in ('pytensor', 'theano', 'jax', 'numba') if n in sys.modules])"
+    code = (
+        "import sys, synkhronos.compat; print([n for n in ('pytensor', 'theano', 'jax', 'numba') if n in sys.modules])"
+    )
     assert run(code) == "[]"
 
 
@@ -314,7 +316,10 @@ def test_a_setting_that_names_neither_is_refused():
     except ValueError as error:
         print(error)
     """
-    assert run(code, SYNKHRONOS_THEANO="tensorflow") == "SYNKHRONOS_THEANO has to be 'theano' or 'pytensor', not 'tensorflow'"
+    assert (
+        run(code, SYNKHRONOS_THEANO="tensorflow")
+        == "SYNKHRONOS_THEANO has to be 'theano' or 'pytensor', not 'tensorflow'"
+    )
 
 
 def test_theano_itself_answers_when_asked_for(tmp_path):

@@ -109,7 +109,10 @@ def test_arrays_that_dont_fit_are_told():
 
 
 def test_known_lengths_are_told_by_the_type():
-    x, w = pt.tensor("x", dtype="float32", shape=(None, 3, 8, None)), pt.tensor("w", dtype="float32", shape=(4, 3, 3, 3))
+    x, w = (
+        pt.tensor("x", dtype="float32", shape=(None, 3, 8, None)),
+        pt.tensor("w", dtype="float32", shape=(4, 3, 3, 3)),
+    )
     assert Conv(2, "half", (2, 1))(x, w).type.shape == (None, 4, 4, None)
     assert Pool((2, 2), (2, 2), (0, 0), "max", False)(x).type.shape == (None, 3, 4, None)
     assert moments(x, (0, 2, 3))[0].type.shape == (1, 3, 1, 1)
@@ -146,7 +149,9 @@ def test_pools_have_the_gradients_that_differences_show(mode, settings):
 
 def test_integers_are_pooled():
     x = np.arange(-8, 8, dtype="int32").reshape(1, 1, 4, 4)
-    np.testing.assert_array_equal(Pool((3, 3), (2, 2), (1, 1), "max", True)(x).eval(mode="FAST_COMPILE"), [[[[-3, -1], [5, 7]]]])
+    np.testing.assert_array_equal(
+        Pool((3, 3), (2, 2), (1, 1), "max", True)(x).eval(mode="FAST_COMPILE"), [[[[-3, -1], [5, 7]]]]
+    )
 
 
 def test_windows_that_make_no_sense_are_refused():

@@ -1,0 +1,1 @@
+"""What neural networks need of Ops that PyTensor lacks, by NumPy and by XLA."""

@@ -34,16 +34,13 @@ _told: set[Callable[[], None]] = set()
 class NumpyOp(Op):
     """An Op computed by NumPy or by XLA.
 
-    Subclasses define `compute`, which takes and returns arrays, and `output_shapes`.
+    Subclasses define `compute` and `output_shape`.
     """
 
-    def compute(self, *arrays: np.ndarray) -> np.ndarray:
-        """Compute the output."""
-        raise NotImplementedError
-
-    def output_shape(self, *shapes: Any) -> tuple[Any, ...]:
-        """Return the output's shape for those of the inputs: numbers, or variables of them."""
-        raise NotImplementedError
+    #: Computes the output from the inputs' values.
+    compute: Callable[..., np.ndarray]
+    #: Returns the output's shape for those of the inputs: numbers, or variables of them.
+    output_shape: Callable[..., tuple[Any, ...]]
 
     def perform(self, node: Any, inputs: Any, output_storage: Any, params: Any = None) -> None:
         """Compute with NumPy; the output is contiguous, as Numba is told."""
@@ -62,8 +59,11 @@ def lowers(op: type[Op]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     Examples
     --------
-    >>> @lowers(Conv)
-    ... def conv(op, x, w): ...
+    >>> class Double(NumpyOp):
+    ...     __props__ = ()
+    >>> @lowers(Double)
+    ... def double(op, x):
+    ...     return 2 * x
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,7 +30,15 @@ from pytensor.tensor.type import TensorType
 
 from synkhronos.compat.ops.base import NumpyOp, lowers
 
-__all__ = ["OneHot", "OneHotCrossentropy", "OneHotCrossentropyGrad", "Softmax", "crossentropy", "log_softmax", "softmax"]
+__all__ = [
+    "OneHot",
+    "OneHotCrossentropy",
+    "OneHotCrossentropyGrad",
+    "Softmax",
+    "crossentropy",
+    "log_softmax",
+    "softmax",
+]
 
 
 def softmax(x: Any) -> Any:

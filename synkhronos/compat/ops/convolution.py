@@ -48,7 +48,9 @@ def pads(padding: Padding, kernel: Sequence[int], dilation: Sequence[int]) -> li
         return [(r, r) for r in reach]
     if padding == "half":
         return [((r + 1) // 2, (r + 1) // 2) for r in reach]
-    return [(before, behind) for before, behind in padding if not isinstance(before, str)]
+    if isinstance(padding, str):
+        raise ValueError(f"padding {padding!r} is none of 'valid', 'full' and 'half'")
+    return list(padding)
 
 
 def output_length(length: Any, kernel: Any, pad: tuple[Any, Any], stride: int, dilation: int) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -46,13 +47,13 @@ def unfold(
     array([[0., 1., 2.],
            [1., 2., 3.]])
     """
-    columns = np.empty((*array.shape[:2], *kernel, *out), array.dtype)
+    columns: Any = np.empty((*array.shape[:2], *kernel, *out), array.dtype)
     for place, where in offsets(kernel, out, stride, dilation):
         columns[(slice(None), slice(None), *place)] = array[(slice(None), slice(None), *where)]
     return columns
 
 
-def fold(columns: np.ndarray, spatial: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> np.ndarray:
+def fold(columns: Any, spatial: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> np.ndarray:
     """Return (batch, channel, *spatial) with each window of (batch, channel, *kernel, *out) added in its place.
 
     Examples
@@ -62,7 +63,7 @@ def fold(columns: np.ndarray, spatial: Sequence[int], stride: Sequence[int], dil
     """
     n = len(spatial)
     kernel, out = columns.shape[2 : 2 + n], columns.shape[2 + n :]
-    array = np.zeros((*columns.shape[:2], *spatial), columns.dtype)
+    array: Any = np.zeros((*columns.shape[:2], *spatial), columns.dtype)
     for place, where in offsets(kernel, out, stride, dilation):
         array[(slice(None), slice(None), *where)] += columns[(slice(None), slice(None), *place)]
     return array

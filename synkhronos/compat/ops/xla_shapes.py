@@ -171,7 +171,8 @@ def _arange(op: Any, node: Any = None, **kwargs: Any) -> Compute:
 
     def arange(*limits: Any) -> Any:
         _require_known(limits, node.outputs[0])
-        return jnp.arange(*map(_number, limits), dtype=op.dtype)
+        start, stop, step = map(_number, limits)
+        return jnp.arange(start, stop, step, dtype=op.dtype)
 
     return arange
 

@@ -24,14 +24,13 @@ __served_on__ = "pytensor"
 
 config = Config(pytensor.config)
 
+from theano import compile, gof, gradient, ifelse, misc, printing, sandbox, scalar, tensor, updates  # noqa: E402
 from theano.compile import function, shared  # noqa: E402
 from theano.gof import Op, generic  # noqa: E402
 from theano.gradient import grad, subgraph_grad  # noqa: E402
 from theano.scan_module import foldl, foldr, map, reduce, scan  # noqa: E402
 from theano.scan_module.scan_utils import clone  # noqa: E402
 from theano.updates import OrderedUpdates  # noqa: E402
-
-from theano import compile, gof, gradient, ifelse, misc, printing, sandbox, scalar, tensor, updates  # noqa: E402
 
 __all__ = [
     "Apply",

@@ -9,7 +9,6 @@ from pytensor.gradient import (
     Lop,
     NullTypeGradError,
     Rop,
-    as_list_or_tuple as _as_list_or_tuple,  # noqa: F401
     disconnected_grad,
     grad,
     grad_clip,
@@ -23,6 +22,9 @@ from pytensor.gradient import (
     undefined_grad,
     verify_grad,
     zero_grad,
+)
+from pytensor.gradient import (
+    as_list_or_tuple as _as_list_or_tuple,  # noqa: F401
 )
 
 __all__ = [

@@ -4,7 +4,6 @@ import warnings
 from typing import Any
 
 import pytensor
-from pytensor.compile.builders import OpFromGraph
 from pytensor.compile import (
     FAST_COMPILE,
     In,
@@ -22,8 +21,7 @@ from pytensor.compile import (
     shared_constructor,
     view_op,
 )
-
-from theano.compile import io, mode, sharedvalue  # noqa: F401
+from pytensor.compile.builders import OpFromGraph
 
 __all__ = [
     "FAST_COMPILE",
@@ -122,3 +120,7 @@ def shared(value: Any, name: str | None = None, strict: bool = False, allow_down
     if pattern is not None:
         kwargs["shape"] = tuple(1 if b else None for b in pattern)
     return pytensor.shared(value, name=name, strict=strict, allow_downcast=allow_downcast, **kwargs)
+
+
+from theano.compile import io, sharedvalue  # noqa: E402, F401
+from theano.compile import mode as _mode  # noqa: E402, F401

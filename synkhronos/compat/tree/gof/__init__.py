@@ -46,7 +46,7 @@ class Op(pytensor.graph.op.Op):
             def infer_shape(self: Any, *args: Any) -> Any:
                 return method(self, *args[-2:])
 
-            cls.infer_shape = infer_shape  # type: ignore[method-assign]
+            cls.infer_shape = infer_shape
         super().__init_subclass__(**kwargs)
 
 

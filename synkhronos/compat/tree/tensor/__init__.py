@@ -44,7 +44,6 @@ from pytensor.tensor.type import (  # noqa: E402, F401
     integer_dtypes,
     uint_dtypes,
 )
-
 from theano import config  # noqa: E402, F401
 from theano.tensor.basic import *  # noqa: E402, F403
 from theano.tensor.constructors import *  # noqa: E402, F403

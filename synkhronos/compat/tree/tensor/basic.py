@@ -25,7 +25,6 @@ from pytensor.tensor.exceptions import NotScalarConstantError
 from pytensor.tensor.math import Argmax, Dot, Sum
 from pytensor.tensor.shape import Reshape, Shape, SpecifyShape
 from pytensor.tensor.type import TensorType
-
 from theano.tensor.var import TensorConstant, TensorVariable
 
 __all__ = [
@@ -153,7 +152,9 @@ def stack(*tensors: Any, **kwargs: Any) -> Any:
     return pt.stack(list(tensors), axis=axis)
 
 
-def mean(input: Any, axis: Any = None, dtype: Any = None, op: bool = False, keepdims: bool = False, **kwargs: Any) -> Any:
+def mean(
+    input: Any, axis: Any = None, dtype: Any = None, op: bool = False, keepdims: bool = False, **kwargs: Any
+) -> Any:
     """Return the mean over axes."""
     return pt.mean(input, axis=axis, dtype=dtype, keepdims=keepdims, **kwargs)
 
@@ -265,7 +266,9 @@ def batched_tensordot(x: Any, y: Any, axes: Any = 2) -> Any:
     return pt.matmul(left, right).reshape(shape, ndim=len(shape))
 
 
-def topk_and_argtopk(x: Any, kth: Any, axis: int = -1, sorted: bool = True, idx_dtype: str = "int64") -> list[Any]:
+def topk_and_argtopk(
+    x: Any, kth: Any, axis: int | None = -1, sorted: bool = True, idx_dtype: str = "int64"
+) -> list[Any]:
     """Return the k largest elements along an axis, or with a negative k the smallest, and where they are."""
     x = pt.as_tensor_variable(x)
     if axis is None:

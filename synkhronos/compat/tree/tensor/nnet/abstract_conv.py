@@ -54,7 +54,7 @@ def padding_of(border_mode: Any, n: int) -> Padding:
         return border_mode
     if isinstance(border_mode, str):
         raise ValueError(
-            f"invalid border_mode {border_mode!r}, which must be either \"valid\", \"full\", \"half\", an integer or a "
+            f'invalid border_mode {border_mode!r}, which must be either "valid", "full", "half", an integer or a '
             f"tuple of length {n}"
         )
     modes = list(border_mode) if isinstance(border_mode, tuple | list) else [border_mode] * n
@@ -68,7 +68,14 @@ def padding_of(border_mode: Any, n: int) -> Padding:
 
 
 def _op(
-    op: Any, n: int, border_mode: Any, subsample: Any, filter_flip: Any, filter_dilation: Any, groups: Any, unshared: Any
+    op: Any,
+    n: int,
+    border_mode: Any,
+    subsample: Any,
+    filter_flip: Any,
+    filter_dilation: Any,
+    groups: Any,
+    unshared: Any,
 ) -> Any:
     if unshared:
         raise NotImplementedError("convolutions with filters of their own for each place (unshared) are not available")

@@ -139,9 +139,9 @@ def categorical_crossentropy(coding_dist: Any, true_dist: Any) -> Any:
 
     Examples
     --------
-    >>> p = T.nnet.softmax(np.array([[0.0, 1000.0]]))
+    >>> p = T.nnet.softmax(np.array([[0.0, 100.0]]))
     >>> T.nnet.categorical_crossentropy(p, np.array([0])).eval()
-    array([1000.])
+    array([100.])
     """
     coding_dist, true_dist = pt.as_tensor_variable(coding_dist), pt.as_tensor_variable(true_dist)
     if true_dist.ndim == coding_dist.ndim:

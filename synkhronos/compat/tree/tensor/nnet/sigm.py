@@ -12,7 +12,9 @@ __all__ = ["hard_sigmoid", "sigmoid", "softplus", "ultra_fast_sigmoid"]
 def _float(x: Any) -> Any:
     """Return a variable of floats: the narrowest in which Theano computed with it."""
     x = pt.as_tensor_variable(x)
-    return x if x.dtype.startswith("float") else x.astype("float32" if x.dtype in ("int8", "uint8", "int16") else "float64")
+    if x.dtype.startswith("float"):
+        return x
+    return x.astype("float32" if x.dtype in ("int8", "uint8", "int16") else "float64")
 
 
 def ultra_fast_sigmoid(x: Any) -> Any:
@@ -39,4 +41,5 @@ def hard_sigmoid(x: Any) -> Any:
     array([0. , 0.5, 0.7])
     """
     x = _float(x)
-    return pt.clip(x * np.asarray(0.2, x.dtype) + np.asarray(0.5, x.dtype), np.asarray(0, x.dtype), np.asarray(1, x.dtype))
+    zero, slope, half, one = (np.asarray(value, x.dtype) for value in (0, 0.2, 0.5, 1))
+    return pt.clip(x * slope + half, zero, one)

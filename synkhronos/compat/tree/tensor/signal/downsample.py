@@ -4,6 +4,8 @@
     Pooling over the last two axes, by its old name.
 """
 
+from typing import Any
+
 from theano.tensor.signal import pool
 
 __all__ = ["max_pool_2d", "max_pool_2d_same_size"]
@@ -11,7 +13,9 @@ __all__ = ["max_pool_2d", "max_pool_2d_same_size"]
 max_pool_2d_same_size = pool.max_pool_2d_same_size
 
 
-def max_pool_2d(input, ds, ignore_border=False, st=None, padding=(0, 0), mode="max"):
+def max_pool_2d(
+    input: Any, ds: Any, ignore_border: bool = False, st: Any = None, padding: Any = (0, 0), mode: str = "max"
+) -> Any:
     """Pool the last two axes.
 
     Parameters

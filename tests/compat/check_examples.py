@@ -1,0 +1,50 @@
+"""The examples in docstrings of `synkhronos.compat`: they run, and print what they say."""
+
+import doctest
+import importlib
+import io
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pytensor")
+
+import numpy as np
+import pytensor
+import theano
+import theano.tensor as T
+from theano.tensor.signal import conv, pool
+
+import synkhronos.compat
+
+ROOT = Path(synkhronos.compat.__file__).parent
+# What examples may name without importing it.
+NAMES = {"T": T, "conv": conv, "np": np, "pool": pool, "pt": pytensor.tensor, "pytensor": pytensor, "theano": theano}
+
+
+def modules():
+    """Return the names of all modules, those of the tree by the names that programs see."""
+    for file in sorted(ROOT.rglob("*.py")):
+        parts = list(file.relative_to(ROOT).with_suffix("").parts)
+        head = ["theano"] if parts[0] == "tree" else ["synkhronos", "compat"]
+        parts = parts[1:] if parts[0] == "tree" else parts
+        yield ".".join(head + (parts[:-1] if parts and parts[-1] == "__init__" else parts))
+
+
+def examples():
+    for name in modules():
+        module = importlib.import_module(name)
+        for test in doctest.DocTestFinder().find(module, name, globs={**NAMES, **vars(module)}):
+            if test.examples:
+                yield test
+
+
+@pytest.mark.parametrize("example", examples(), ids=lambda test: test.name)
+def test_example(example):
+    report = io.StringIO()
+    failed, _ = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=report.write)
+    assert failed == 0, report.getvalue()
+
+
+def test_there_are_examples():
+    assert len(list(examples())) > 40

@@ -1,0 +1,645 @@
+"""What only GPUs show: rows copied by the GPU itself, NCCL, and what fails in the middle of it.
+
+Run by ``python3 run.py test --device gpu --here`` on a machine with two GPUs or more.
+"""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from library import DEVICE, INTERPRETED, function, read, shared
+from library import tensor as T
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.devices import JAX
+from synkhronos.function.results import Result
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE != "gpu", reason="needs GPUs")]
+
+RNG = np.random.default_rng(11)
+
+
+def program(code, **environment):
+    """Run a program of its own, and return what it printed."""
+    path = os.pathsep.join([str(Path(synk.__file__).parent.parent), *sys.path])
+    kept = {name: value for name, value in os.environ.items() if name != "JAX_DEFAULT_MATMUL_PRECISION"}
+    head = "import numpy as np, synkhronos as synk, pytensor, pytensor.tensor as T"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{head}\n{textwrap.dedent(code)}"],
+        env={**kept, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# -- which rank has which GPU ----------------------------------------------------------------------------------
+
+
+class Where:
+    """A command: which GPU each rank computes on."""
+
+    def run(self, rank):
+        import jax
+        from cuda.core import Device
+
+        JAX.staging.enter()
+        (device,) = jax.devices()
+        return rank.exchange((device.platform, str(Device(0).pci_bus_id)))
+
+
+def places():
+    return ranks.session().run(Where())
+
+
+@pytest.mark.new_ranks
+def test_each_rank_has_a_gpu_of_its_own(fork):
+    fork(2)
+    first = places()
+    assert [platform for platform, _ in first] == ["gpu", "gpu"]
+    assert len({bus for _, bus in first}) == 2
+    synk.close()
+    fork(2, master_rank=1)  # the master can't leave its own
+    assert places() == first[::-1]
+
+
+def test_by_default_there_is_a_rank_for_each_gpu_and_functions_compute_there():
+    printed = program("""
+        n = synk.fork()
+        x, w = T.dvector("x"), pytensor.shared(np.ones(3), "w")
+        f = synk.function([x], (x.sum(), "sum"), updates=[(w, w * 2)])
+        print(n == synk.get_n_gpu(), float(f(np.ones(12))), type(f(np.ones(12))).__name__)
+        print(*{device.platform for device in w.container.storage[0].devices()})
+        synk.close()
+    """)
+    assert printed.split() == ["True", "12.0", "Result", "gpu"]
+
+
+def test_ranks_stay_off_the_gpus_if_they_are_told_to():
+    printed = program("""
+        synk.fork(2, use_gpu=False)
+        x = T.dvector("x")
+        print(float(synk.function([x], (x.sum(), "sum"), mode="JAX")(np.ones(4))))
+        import jax
+        print(jax.devices()[0].platform)
+        synk.close()
+    """)
+    assert printed.split() == ["4.0", "cpu"]
+
+
+def test_visible_devices_are_taken_in_their_order():
+    printed = program(
+        """
+        import os
+        synk.fork(2)
+        from cuda.core import Device
+        Device(0).set_current()
+        mine = str(Device(0).pci_bus_id)
+        synk.close()
+        import pynvml
+        pynvml.nvmlInit()
+        second = pynvml.nvmlDeviceGetPciInfo(pynvml.nvmlDeviceGetHandleByIndex(1)).busId
+        second = second.decode() if isinstance(second, bytes) else second
+        print(mine.lower()[-10:] == second.lower()[-10:], os.environ["CUDA_VISIBLE_DEVICES"])
+        """,
+        CUDA_VISIBLE_DEVICES="1,0",
+        CUDA_DEVICE_ORDER="PCI_BUS_ID",
+    )
+    assert printed.split() == ["True", "1,0"]
+
+
+def test_cuda_in_use_before_the_fork_is_refused():
+    printed = program("""
+        import jax
+        jax.devices()
+        try:
+            synk.fork(2)
+        except RuntimeError as error:
+            print(error)
+        synk.fork(2, use_gpu=False)
+        synk.close()
+    """)
+    assert "has started CUDA already" in printed
+
+
+def test_more_ranks_than_gpus_are_refused():
+    with pytest.raises(ValueError, match="each rank needs one"):
+        synk.fork(synk.get_n_gpu() + 1)
+
+
+# -- rows ------------------------------------------------------------------------------------------------------
+
+BATCHES = {
+    "all": None,
+    "first": 12,
+    "slice": slice(5, 17),
+    "strided": slice(1, 37, 3),
+    "reversed": slice(None, None, -3),
+    "indexes": [36, 0, 7, 7, -1, 3, 20, 11, 2, 35, 1, 0],
+    "array": np.array([4, 4, 4, 9], "int16"),
+    "mask": np.arange(37) % 3 == 0,
+    "one row": [8],
+    "none": [],
+    "an empty slice": slice(4, 4),
+}
+
+
+def picked(value, batch):
+    if isinstance(batch, int):
+        return value[:batch]
+    return value[np.array(batch, int) if isinstance(batch, list) else batch]
+
+
+def check_rows(value, batches):
+    x = T.TensorType(str(value.dtype), (None,) * value.ndim)("x")
+    f = synk.function([x], (x, "gather"))
+    data = synk.data(value)
+    for batch in batches:
+        expected = value if batch is None else picked(value, batch)
+        result = f(data, batch=batch)
+        np.testing.assert_array_equal(result, expected)
+        assert result.dtype == value.dtype and result.shape == expected.shape
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_rows_are_picked_by_the_gpu(fork, name):
+    fork(2)
+    batch = BATCHES[name]
+    check_rows(RNG.normal(size=(37, 5)), [batch])
+    check_rows(RNG.normal(size=37).astype("float32"), [batch])
+
+
+@pytest.mark.parametrize("width", range(1, 18))
+def test_rows_of_any_width(fork, width):
+    # The kernel copies 16, 8, 4, 2 bytes or one at a time, as the width and both addresses allow.
+    fork(2)
+    check_rows(RNG.integers(0, 256, (37, width)).astype("uint8"), [BATCHES["indexes"], BATCHES["strided"]])
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "bool",
+        "int8",
+        "uint8",
+        "int16",
+        "uint16",
+        "int32",
+        "int64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    ],
+)
+def test_rows_of_any_dtype(fork, dtype):
+    fork(2)
+    check_rows((RNG.normal(size=(37, 3)) * 9).astype(dtype), [None, *map(BATCHES.get, ("indexes", "reversed", "none"))])
+
+
+@pytest.mark.parametrize("shape", [(37, 0), (37, 2, 0), (0, 3), (37, 2, 3, 4), (37, 1000)])
+def test_rows_of_any_shape(fork, shape):
+    fork(2)
+    value = RNG.normal(size=shape)
+    check_rows(value, [None, [], *([] if not shape[0] else [BATCHES["indexes"], BATCHES["strided"]])])
+
+
+@pytest.mark.parametrize(
+    "value", [2.5, np.float32(3), np.arange(3.0), np.zeros((0, 2)), np.array(True), np.float16(1.5)]
+)
+def test_what_goes_whole_to_every_rank(fork, value):
+    fork(2)
+    value = np.asarray(value)
+    b = T.TensorType(str(value.dtype), (None,) * value.ndim)("b")
+    f = synk.function([], (b, None), bcast_inputs=[b])
+    for given in (value, synk.data(value)):
+        result = f(given)
+        np.testing.assert_array_equal(result, value)
+        assert result.dtype == value.dtype and result.shape == value.shape
+
+
+def test_a_minibatch_that_begins_inside_its_memory(fork):
+    fork(2)
+    x, y = T.matrix("x", dtype="uint8"), T.dmatrix("y")
+    value, other = RNG.integers(0, 256, (37, 3)).astype("uint8"), RNG.normal(size=(37, 2))
+    f = synk.function([x, y], [(x, "gather"), (y, "gather")])
+    rows = [9, 5, 30, 5, 12]
+    mini = synk.data(value[5:], minibatch=True)
+    for result, expected in zip(f(mini, other, batch=rows), (value, other), strict=True):
+        np.testing.assert_array_equal(result, expected[rows])
+
+
+def test_many_indexes_for_several_inputs(fork):
+    # More than the page-locked memory has room for at first, and again when it has grown.
+    fork(2)
+    x, y = T.vector("x", dtype="int32"), T.matrix("y", dtype="uint8")
+    f = synk.function([x, y], [(x, "gather"), (y, "gather")])
+    value, other = RNG.integers(0, 99, 1000).astype("int32"), RNG.integers(0, 256, (1000, 3)).astype("uint8")
+    data, more = synk.data(value), synk.data(other)
+    for n in (100, 400_000, 400_000, 100, 900_000, 50):
+        rows = RNG.integers(-1000, 1000, n)
+        first, second = f(data, more, batch=rows)
+        np.testing.assert_array_equal(first, value[rows])
+        np.testing.assert_array_equal(second, other[rows])
+
+
+def test_slices_and_rows_of_shared_variables(fork):
+    fork(2)
+    x, s = T.dvector("x"), shared(np.zeros(1), "s")
+    f = synk.function([x], (x * s, "gather"), sliceable_shareds=[s])
+    synk.distribute()
+    synk.scatter(s, np.arange(8.0))
+    data = synk.data(np.arange(20.0))
+    np.testing.assert_array_equal(f(data, batch=slice(0, 8)), np.arange(8.0) ** 2)
+    np.testing.assert_array_equal(f(data, batch=[1, 2, 3, 4], batch_s=[[3, 0], [1, 1]]), [3, 0, 15, 20])
+    np.testing.assert_array_equal(f(data, batch=[1, 2, 3, 4], batch_s=[[3, 0], [1, 1]], num_slices=2), [3, 0, 15, 20])
+
+
+def test_memory_that_the_gpu_still_reads_is_not_filled_again(fork):
+    # Each call takes the GPU longer than the next one takes to be prepared.
+    fork(2)
+    x = T.fmatrix("x")
+    y = x
+    for _ in range(8):
+        y = T.tanh(T.dot(y, y.T).dot(y) / 1000)
+    f = synk.function([x], [(x[:, 0], "gather"), (y.sum(), "sum")])
+    value = RNG.normal(size=(4096, 512)).astype("float32")
+    data = synk.data(value)
+    calls = []
+    for i in range(30):
+        rows = RNG.integers(0, 4096, 2048) if i % 3 else slice(i, i + 2048)
+        calls.append((rows, f(data, batch=rows)[0], f(value[:2048] + i)[0]))
+    for i, (rows, of_data, of_array) in enumerate(calls):
+        np.testing.assert_array_equal(of_data, value[rows, 0])
+        np.testing.assert_array_equal(of_array, value[:2048, 0] + i)
+
+
+def test_data_may_be_changed_as_soon_as_a_call_has_returned(fork):
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], (x, "gather"))
+    data = synk.data(np.zeros(1 << 20))
+    results = []
+    for i in range(10):
+        data[:] = i
+        results.append(f(data))
+    for i, result in enumerate(results):
+        assert (result.min(), result.max()) == (i, i)
+
+
+# -- collectives -----------------------------------------------------------------------------------------------
+
+DTYPES = ["int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
+LACKING = ["bool", "int16", "uint16", "complex64", "complex128"]
+OPS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
+
+
+def filled(dtype, shape=(3, 5)):
+    """Return a variable that each of two ranks has a value of its own of, and the two values."""
+    values = [np.asarray(RNG.integers(0, 5, shape)).astype(dtype) for _ in range(2)]
+    w = shared(values[0], "w")
+    read(synk.function([], (w.sum(), None))())
+    for rank, value in enumerate(values):
+        synk.set_value(rank, w, value)
+    return w, values
+
+
+def check_held(w, expected):
+    for rank in range(2):
+        held = synk.get_value(rank, w)
+        np.testing.assert_array_equal(held, expected[rank])
+        assert held.dtype == expected[rank].dtype
+
+
+@pytest.mark.parametrize("nccl", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES + LACKING)
+def test_collectives_of_every_dtype(fork, dtype, nccl):
+    fork(2)
+    w, values = filled(dtype)
+    kind = np.dtype(dtype)
+    for op, ufunc in OPS.items():
+        if kind.kind == "c" and op in ("max", "min"):
+            continue
+        expected = ufunc(*values).astype(dtype)
+        for rank, value in enumerate(values):
+            synk.set_value(rank, w, value)
+        np.testing.assert_array_equal(synk.reduce(w, op, in_place=False, nccl=nccl), expected)
+        check_held(w, values)
+        synk.all_reduce(w, op, nccl=nccl)
+        check_held(w, [expected, expected])
+    for rank, value in enumerate(values):
+        synk.set_value(rank, w, value)
+    if kind.kind in "fc":
+        synk.reduce(w, "avg", nccl=nccl)
+        np.testing.assert_allclose(np.asarray(w.get_value()), (values[0] + values[1]) / 2)
+        synk.set_value(0, w, values[0])
+    np.testing.assert_array_equal(synk.gather(w, nccl=nccl), np.stack(values))
+    np.testing.assert_array_equal(synk.gather(w, nd_up=0, nccl=nccl), np.concatenate(values))
+    synk.broadcast(w, nccl=nccl)
+    check_held(w, [values[0]] * 2)
+    synk.all_gather(w, nccl=nccl)
+    check_held(w, [np.concatenate([values[0]] * 2)] * 2)
+    assert JAX.holds(w.container.storage[0])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (1 << 22,)])
+def test_collectives_of_any_size(fork, shape):
+    fork(2)
+    w, values = filled("float32", shape)
+    np.testing.assert_array_equal(synk.gather(w), np.stack(values))
+    synk.all_reduce(w, "sum")
+    check_held(w, [values[0] + values[1]] * 2)
+    synk.broadcast(w)
+
+
+def test_shapes_that_differ_are_gathered(fork):
+    fork(2)
+    w, _ = filled("float32")
+    parts = [np.arange(6, dtype="float32").reshape(2, 3), np.arange(12, dtype="float32").reshape(4, 3)]
+    for rank, part in enumerate(parts):
+        synk.set_value(rank, w, part)
+    for part, expected in zip(synk.gather(w), parts, strict=True):
+        np.testing.assert_array_equal(part, expected)
+    np.testing.assert_array_equal(synk.gather(w, nd_up=0), np.concatenate(parts))
+    with pytest.raises(ValueError, match="same shape on all ranks"):
+        synk.all_reduce(w)
+    synk.all_gather(w)
+    check_held(w, [np.concatenate(parts)] * 2)
+
+
+def test_what_collectives_return_stays_on_the_gpu(fork):
+    fork(2)
+    w, _ = filled("float32")
+    for value in (synk.gather(w), synk.gather(w, nd_up=0), synk.reduce(w, "sum", in_place=False)):
+        assert JAX.holds(value)
+        assert {device.platform for device in value.devices()} == {"gpu"}
+
+
+def test_variables_on_the_host_and_on_gpus_in_one_call(fork):
+    fork(2)
+    x = T.dvector("x")
+    here, there = shared(np.zeros(2), "here"), shared(np.zeros(2), "there")
+    f = synk.function([x], updates=[(here, here + x.sum())], mode=INTERPRETED)
+    g = synk.function([x], updates=[(there, there + x.sum())])
+    value = np.array([1.0, 2.0])
+    f(value), g(value)
+    assert isinstance(here.container.storage[0], np.ndarray) and JAX.holds(there.container.storage[0])
+    for gathered in synk.gather([here, there]):
+        np.testing.assert_array_equal(gathered, [[1, 1], [2, 2]])
+    synk.all_reduce([there, here], "sum")
+    f(value), g(value)
+    for gathered in synk.gather([here, there], nd_up=0):
+        np.testing.assert_array_equal(gathered, [4, 4, 5, 5])
+    there.set_value(np.full(2, 9.0))  # on the host, in the master alone
+    synk.broadcast([here, there])
+    np.testing.assert_array_equal(synk.get_value(1, there), [9, 9])
+    np.testing.assert_array_equal(synk.get_value(1, here), [4, 4])
+
+
+def test_collectives_wait_for_the_updates_before_them(fork):
+    fork(2)
+    start = RNG.normal(size=(1024, 1024))
+    w, v = shared(start, "w"), shared(start, "v")
+
+    def step(w):
+        new = w
+        for _ in range(6):
+            new = T.tanh(T.dot(new, new) / 32)
+        return new
+
+    f = synk.function([], updates=[(w, step(w))])
+    serial = function([], updates=[(v, step(v))])
+    for _ in range(3):
+        f()
+        synk.all_reduce(w, "avg")
+        serial()
+    for rank in range(2):
+        np.testing.assert_allclose(synk.get_value(rank, w), v.get_value(), rtol=1e-6, atol=1e-9)
+
+
+def test_a_value_that_was_looked_at_is_read_anew_after_a_collective(fork):
+    # JAX remembers what it has copied to the host; NCCL writes into the memory behind it.
+    fork(2)
+    w, values = filled("float32")
+    np.testing.assert_array_equal(np.asarray(w.get_value(borrow=True)), values[0])
+    synk.all_reduce(w, "sum")
+    np.testing.assert_array_equal(np.asarray(w.get_value(borrow=True)), values[0] + values[1])
+    synk.reduce(w, "sum")
+    np.testing.assert_array_equal(np.asarray(w.get_value(borrow=True)), 2 * (values[0] + values[1]))
+
+
+# -- failures --------------------------------------------------------------------------------------------------
+
+
+class InCollective:
+    """A command: an all_reduce into which one rank does not come."""
+
+    def __init__(self, deed, culprit):
+        self.deed, self.culprit = deed, culprit
+
+    def run(self, rank):
+        import jax.numpy as jnp
+
+        communicator = JAX.communicator(rank)
+        communicator.connect(rank.exchange(communicator.epoch))
+        array = jnp.ones(1 << 20).block_until_ready()
+        if rank.number == self.culprit:
+            time.sleep(0.1)  # the others are inside by now
+            DEEDS[self.deed]()
+        communicator.all_reduce(array, "sum")
+
+
+def fail():
+    raise ArithmeticError("the sum is odd")
+
+
+DEEDS = {
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "exit": lambda: os._exit(3),
+    "raise": fail,
+}
+
+
+def check_works():
+    """Check that calls and collectives give what they should."""
+    x = T.dvector("x")
+    w = shared(np.ones(3), "w")
+    f = synk.function([x], (x.sum(), "sum"), updates=[(w, w + x.sum())])
+    assert f(np.array([1.0, 2.0])) == 3
+    synk.all_reduce(w, "sum")
+    np.testing.assert_array_equal(synk.gather(w), np.full((2, 3), 5.0))
+
+
+@pytest.mark.new_ranks
+@pytest.mark.parametrize(
+    ("deed", "words"), [("SIGKILL", "killed by SIGKILL"), ("SIGSEGV", "SIGSEGV"), ("exit", "code 3")]
+)
+def test_a_rank_that_dies_inside_a_collective_is_noticed_within_two_seconds(fork, deed, words):
+    fork(2)
+    check_works()
+    start = time.monotonic()
+    with pytest.raises(synk.WorkerError, match=words):
+        ranks.session().run(InCollective(deed, 1))
+    assert time.monotonic() - start < 2
+    with pytest.raises(RuntimeError, match="fork"):
+        synk.distribute()
+    fork(2)
+    check_works()
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_after_an_exception_inside_a_collective_the_ranks_connect_anew(fork, culprit):
+    fork(2)
+    check_works()
+    for _ in range(2):
+        start = time.monotonic()
+        with pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
+            ranks.session().run(InCollective("raise", culprit))
+        assert time.monotonic() - start < 2
+        check_works()
+
+
+class Fail:
+    """A command that one rank fails in before any collective."""
+
+    def run(self, rank):
+        if rank.number == 1:
+            fail()
+
+
+def test_after_an_exception_before_a_collective_all_goes_on(fork):
+    fork(2)
+    check_works()
+    with pytest.raises(synk.WorkerError, match="the sum is odd"):
+        ranks.session().run(Fail())
+    check_works()
+    with pytest.raises(ValueError, match="same shape on all ranks"):
+        w, _ = filled("float32")
+        synk.set_value(1, w, np.ones((1, 5), "float32"))
+        synk.all_reduce(w)
+    check_works()
+
+
+@pytest.mark.new_ranks
+def test_a_rank_that_never_comes_is_ended_after_the_users_timeout(fork):
+    fork(2, timeout=60.0)
+    check_works()
+    session = ranks.session()
+    session.timeout = 1.0
+    start = time.monotonic()
+    with pytest.raises(synk.WorkerError, match="did not finish within the 1 seconds"):
+        session.run(Late())
+    assert time.monotonic() - start < 4
+    fork(2)
+    check_works()
+
+
+class Late(InCollective):
+    """A command: rank 1 comes after a minute."""
+
+    def __init__(self):
+        super().__init__("raise", 1)
+
+    def run(self, rank):
+        if rank.number == 1:
+            time.sleep(60)
+        super().run(rank)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------
+
+
+class InUse:
+    """A command: each rank's memory on its GPU and in this process."""
+
+    def run(self, rank):
+        import jax
+
+        gc.collect()
+        (device,) = jax.devices()
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        return rank.exchange((device.memory_stats()["bytes_in_use"], resident))
+
+
+def test_memory_stays_flat_over_a_thousand_calls(fork):
+    fork(2)
+    x, s = T.fmatrix("x"), shared(np.zeros((1, 64), "float32"), "s")
+    w = shared(np.ones((64, 64), "float32"), "w")
+    loss = (T.tanh(T.dot(x, w)).sum(axis=1) + s.sum()).mean()
+    f = synk.function([x], [loss, (x, None)], updates=[(w, w * np.float32(0.999))], sliceable_shareds=[s])
+    synk.distribute()
+    synk.scatter(s, np.ones((64, 64), "float32"))
+    data = synk.data(RNG.normal(size=(1000, 64)).astype("float32"))
+
+    def calls(count):
+        for i in range(count):
+            result, _ = f(data, batch=RNG.integers(0, 1000, 200), batch_s=[[i % 8, 1], [0, i % 8]])
+            synk.all_reduce(w)
+            if i % 10 == 0:
+                float(result)
+                synk.gather(w)
+                synk.broadcast(w, nccl=False)
+        read(result)
+
+    calls(600)  # calls that nobody reads are forgotten some hundreds at a time
+    before = ranks.session().run(InUse())
+    calls(1000)
+    after = ranks.session().run(InUse())
+    for (on_gpu, resident), (on_gpu_then, resident_then) in zip(after, before, strict=True):
+        # What is unread and not forgotten yet: 256 calls at most, of 100 rows on a rank.
+        assert on_gpu - on_gpu_then <= 260 * 100 * 64 * 4
+        assert resident - resident_then < 64 << 20
+
+
+def test_closed_ranks_leave_no_page_locked_memory(fork):
+    # Locked pages that were unmapped would make the next lock of the same address fail.
+    for _ in range(3):
+        fork(2)
+        x = T.dmatrix("x")
+        f = synk.function([x], (x, "gather"))
+        for n in (10, 1000, 100_000):
+            data = synk.data(RNG.normal(size=(n, 3)))
+            np.testing.assert_array_equal(f(data), data)
+            np.testing.assert_array_equal(f(data, batch=[3, 1]), data[[3, 1]])
+            del data
+        synk.close()
+
+
+# -- precision -------------------------------------------------------------------------------------------------
+
+
+def test_products_of_float32_use_tf32_unless_jax_is_told_otherwise():
+    code = """
+        synk.fork(2)
+        rng = np.random.default_rng(0)
+        a, b = rng.normal(size=(512, 512)).astype("float32"), rng.normal(size=(512, 512)).astype("float32")
+        x, y = T.fmatrix("x"), T.fmatrix("y")
+        product = np.asarray(synk.function([x], (T.dot(x, y), "gather"), bcast_inputs=[y])(a, b))
+        exact = a.astype("float64") @ b.astype("float64")
+        print(product.dtype, np.abs(product - exact).max() / np.abs(exact).max())
+        synk.close()
+    """
+    for variables, least, most in (({}, 1e-5, 1e-2), ({"JAX_DEFAULT_MATMUL_PRECISION": "highest"}, 0, 1e-6)):
+        dtype, error = program(code, **variables).split()
+        assert dtype == "float32"
+        assert least <= float(error) < most
+
+
+def test_a_result_is_read_from_the_gpu_once(fork):
+    fork(2)
+    x = T.dvector("x")
+    result = synk.function([x], (x * 2, "gather"))(np.arange(4.0))
+    assert type(result) is Result
+    assert np.asarray(result) is np.asarray(result)

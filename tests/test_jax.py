@@ -1,0 +1,563 @@
+"""What only JAX arrays have: results that are read later, donated memory, workers that start anew.
+
+These start XLA in this process, whose forks are none from then on: they run where other tests do so too, with
+SYNKHRONOS_TEST_DEVICE=jax or gpu.
+"""
+
+import copy
+import math
+import operator
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from library import DEVICE, INTERPRETED, XLA, grad, read, shared
+from library import tensor as T
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.devices import JAX
+from synkhronos.function.program import PLAIN
+from synkhronos.function.results import _MOST_CALLS, Result
+
+pytestmark = pytest.mark.skipif(not XLA, reason="these are about JAX arrays")
+
+VALUE = np.arange(4.0)
+
+
+@pytest.fixture
+def double(fork):
+    """Make a function that returns a sum, and twice its input."""
+    fork(2)
+    x = T.dvector("x")
+    return synk.function([x], [(x.sum(), "sum"), (x * 2, "gather")])
+
+
+# -- results ---------------------------------------------------------------------------------------------------
+
+USES = {
+    "add": lambda r: r + 1,
+    "add from the right": lambda r: 1 + r,
+    "two": lambda r: r * r - r,
+    "an array on the left": lambda r: np.ones(4) / (1 + r),
+    "negative": lambda r: -r,
+    "power": lambda r: r**2,
+    "divmod": lambda r: divmod(r, 3)[1],
+    "product": lambda r: r @ np.ones(4),
+    "compare": lambda r: (r > 2) & (r != 6),
+    "equal": lambda r: r == np.array([0, 2, 4, 6]),
+    "ufunc": np.sin,
+    "ufunc's method": np.add.reduce,
+    "function": lambda r: np.mean(r, axis=0),
+    "concatenate": lambda r: np.concatenate([r, [1], r]),
+    "stack": lambda r: np.stack([r, r]),
+    "where": lambda r: np.where(r > 2, r, 0),
+    "an item": lambda r: r[1],
+    "a slice": lambda r: r[::-2],
+    "indexes": lambda r: r[[0, 3]],
+    "a mask": lambda r: r[r > 1],
+    "a new axis": lambda r: r[:, None],
+    "method": lambda r: r.reshape(2, 2).sum(axis=1),
+    "attribute": lambda r: r.T,
+    "shape": lambda r: (*r.shape, r.ndim, r.size, r.nbytes, len(r)),
+    "dtype": lambda r: r.dtype,
+    "astype": lambda r: r.astype("float32"),
+    "iteration": lambda r: [float(v) for v in r],
+    "in": lambda r: (4.0 in r, 5.0 in r),
+    "tolist": lambda r: r.tolist(),
+    "asarray": np.asarray,
+    "asarray with a dtype": lambda r: np.asarray(r, "float32"),
+    "array": np.array,
+    "an index": lambda r: np.arange(9)[r.astype(int)],
+    "repr": repr,
+    "str": str,
+    "format": lambda r: f"{r}",
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda r: pickle.loads(pickle.dumps(r)),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_result_is_used_as_its_array(double, name):
+    use = USES[name]
+    result = double(VALUE)[1]
+    assert type(result) is Result
+    actual, expected = use(result), use(VALUE * 2)
+    np.testing.assert_array_equal(actual, expected)
+    assert type(actual) is type(expected)
+
+
+SCALAR_USES = {
+    "float": float,
+    "int": int,
+    "complex": complex,
+    "bool": bool,
+    "format": lambda r: f"{float(r):.2f}",
+    "percent": lambda r: "%.3f %d" % (r, r),  # noqa: UP031
+    "sqrt": math.sqrt,
+    "sum": lambda r: sum([r, r]),
+    "max": lambda r: float(max([r, r * 2])),
+    "item": lambda r: r.item(),
+    "less": lambda r: r < 7,
+}
+
+
+@pytest.mark.parametrize("name", SCALAR_USES)
+def test_a_result_of_no_dimensions_is_used_as_a_number(double, name):
+    actual = SCALAR_USES[name](double(VALUE)[0])
+    assert actual == SCALAR_USES[name](np.asarray(6.0))
+
+
+def test_an_integer_result_may_be_an_index(fork):
+    fork(2)
+    x = T.lvector("x")
+    count = synk.function([x], (x.sum(), "sum"))(np.array([1, 2]))
+    assert operator.index(count) == 3
+    assert list(range(count)) == [0, 1, 2]
+
+
+def test_a_result_may_be_written_as_an_array_may(double):
+    (_, first), (_, second) = double(VALUE), double(VALUE)
+    first[0] = 7
+    first[2:] += 1
+    np.testing.assert_array_equal(first, [7, 2, 5, 7])
+    np.add(first, 1, out=first)
+    np.testing.assert_array_equal(first, [8, 3, 6, 8])
+    other = first
+    other += 1
+    np.testing.assert_array_equal(other, [9, 4, 7, 9])
+    np.testing.assert_array_equal(first, other)
+    np.testing.assert_array_equal(second, VALUE * 2)
+    total = double(VALUE)[0]
+    total[...] = 3
+    assert total == 3
+
+
+def test_what_is_written_into_a_result_does_not_reach_the_ranks(fork):
+    fork(2)
+    w = shared(np.ones(3), "w")
+    own = synk.function([], (w, None))
+    result = own()
+    result[:] = 7
+    np.testing.assert_array_equal(own(), [1, 1, 1])
+    np.testing.assert_array_equal(w.get_value(), [1, 1, 1])
+
+
+def test_copies_of_a_result_are_their_own(double):
+    result = double(VALUE)[1]
+    for made in (copy.copy(result), copy.deepcopy(result), result.copy(), np.array(result)):
+        made[0] = 9
+    np.testing.assert_array_equal(result, VALUE * 2)
+
+
+def test_unread_results_can_be_read_after_close(double):
+    total, doubled = double(VALUE)
+    synk.close()
+    assert total == 6
+    np.testing.assert_array_equal(doubled, VALUE * 2)
+
+
+@pytest.mark.new_ranks
+def test_unread_results_are_lost_when_a_worker_dies(fork):
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    before, lost = f(VALUE), f(VALUE + 1)
+    assert before == 6  # which reads all
+    assert lost == 10
+    lost = f(VALUE)
+    os.kill(next(iter(ranks.session()._children.values())), signal.SIGKILL)
+    with pytest.raises(synk.WorkerError, match="SIGKILL"):
+        float(lost)
+    with pytest.raises(RuntimeError, match=r"ended|SIGKILL"):
+        float(lost)
+    assert before == 6
+    fork(2)
+    assert f(VALUE) == 6
+
+
+class Unread:
+    """A command: how many calls' outputs each rank keeps."""
+
+    def run(self, rank):
+        return rank.exchange(len(rank.store.get("unread outputs", {})))
+
+
+def unread():
+    return ranks.session().run(Unread())
+
+
+def test_one_look_reads_all_that_is_unread(double):
+    before = unread()[0]
+    results = [double(VALUE + i) for i in range(5)]
+    assert unread() == [before + 5] * 2
+    assert float(results[2][0]) == 6 + 4 * 2
+    assert unread() == [before] * 2
+    assert [float(total) for total, _ in results] == [6 + 4.0 * i for i in range(5)]
+
+
+def test_results_that_nobody_holds_are_forgotten(double):
+    for _ in range(2 * _MOST_CALLS + 10):
+        double(VALUE)
+    assert max(unread()) <= _MOST_CALLS + 1
+    kept = double(VALUE)
+    for _ in range(2 * _MOST_CALLS):
+        double(VALUE + 1)
+    assert kept[0] == 6
+    assert max(unread()) <= _MOST_CALLS + 1
+
+
+def test_large_results_that_nobody_holds_are_forgotten_soon(fork):
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], (x * 2, "gather"))
+    value = synk.data(np.ones(1 << 20))  # half of its eight megabytes on each rank
+    for _ in range(20):
+        f(value)
+    assert max(unread()) <= 6
+
+
+def test_what_can_not_be_reduced_raises_when_it_is_read_and_the_rest_can_be_read(fork):
+    fork(2)
+    x = T.dvector("x")
+    f, g = synk.function([x], (x, "sum")), synk.function([x], (x.sum(), "sum"))
+    good, bad, better = g(VALUE), f(np.ones(3)), f(VALUE)
+    np.testing.assert_array_equal(better, [2, 4])
+    assert good == 6
+    for _ in range(2):
+        with pytest.raises(ValueError, match="'sum' needs the same shape on all ranks"):
+            read(bad)
+    assert g(VALUE) == 6
+
+
+def test_a_call_returns_what_was_asked_for(double):
+    before = unread()
+    assert len(double(VALUE, output_subset=[])) == 0
+    (only,) = double(VALUE, output_subset=[1])
+    np.testing.assert_array_equal(only, VALUE * 2)
+    assert unread() == before
+
+
+# -- memory ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("look", [lambda held: held, np.asarray], ids=["array", "view"])
+def test_an_array_that_is_held_beside_its_container_outlives_updates(fork, look):
+    fork(2)
+    w = shared(np.arange(1000.0), "w")
+    f = synk.function([], updates=[(w, w + 1)])
+    f()
+    held = look(w.get_value(borrow=True))
+    for _ in range(3):
+        f()
+        read(synk.function([], (w.sum(), "sum"))())
+    np.testing.assert_array_equal(held, np.arange(1000.0) + 1)
+    np.testing.assert_array_equal(w.get_value(), np.arange(1000.0) + 4)
+    np.testing.assert_array_equal(synk.get_value(1, w), np.arange(1000.0) + 4)
+
+
+def test_a_value_that_was_read_outlives_updates_and_collectives(fork):
+    fork(2)
+    w = shared(np.arange(3.0), "w")
+    f = synk.function([], (w, None), updates=[(w, w + 1)])
+    results = [f() for _ in range(3)]
+    value = w.get_value()
+    synk.all_reduce(w, "sum")
+    f()
+    for i, result in enumerate(results):
+        np.testing.assert_array_equal(result, np.arange(3.0) + i)
+    np.testing.assert_array_equal(value, np.arange(3.0) + 3)
+    np.testing.assert_array_equal(w.get_value(), 2 * (np.arange(3.0) + 3) + 1)
+
+
+@pytest.mark.parametrize("batch", [None, [3, 1, 2, 0], slice(None, None, -1)])
+def test_inputs_that_go_straight_through_are_kept_apart(fork, batch):
+    # XLA may hand an input out as an output, and inputs' memory is used again.
+    fork(2)
+    x = T.dvector("x")
+    s, t = shared(np.zeros(1), "s"), shared(np.zeros(1), "t")
+    f = synk.function([x], [(x, "gather"), (x, None)], updates=[(s, x), (t, x)])
+    data = synk.data(VALUE)
+    order = np.arange(4) if batch is None else np.arange(4)[batch]
+    kept = []
+    for i in range(5):
+        data[:] = VALUE + i
+        kept.append((f(data, batch=batch), f(VALUE - i, batch=batch)))
+        for own in synk.gather([s, t], nd_up=0):
+            np.testing.assert_array_equal(own, (VALUE - i)[order])
+    for i, (of_data, of_array) in enumerate(kept):
+        for (joined, own), value in ((of_data, VALUE + i), (of_array, VALUE - i)):
+            np.testing.assert_array_equal(joined, value[order])
+            np.testing.assert_array_equal(own, value[order][:2])
+
+
+def test_two_variables_that_take_one_value_do_not_share_it(fork):
+    fork(2)
+    s, t = shared(np.zeros(2), "s"), shared(np.zeros(2), "t")
+    both = synk.function([], updates=[(s, s + t + 1), (t, s + t + 1)])
+    one = synk.function([], updates=[(s, s * 10)])
+    for _ in range(2):
+        both()
+        synk.all_reduce(s, "avg")
+    one()
+    np.testing.assert_array_equal(synk.gather([s, t]), np.stack([np.full((2, 2), 30), np.full((2, 2), 3)]))
+
+
+def test_variables_may_change_places(fork):
+    fork(2)
+    s, t = shared(np.zeros(2), "s"), shared(np.ones(2), "t")
+    swap = synk.function([], updates=[(s, t), (t, s)])
+    for i in range(3):
+        swap()
+        ones, zeros = np.ones((2, 2)), np.zeros((2, 2))
+        np.testing.assert_array_equal(synk.gather([s, t]), [zeros, ones] if i % 2 else [ones, zeros])
+
+
+# -- dtypes ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_float32_is_computed_in_float32(fork):
+    # JAX's own promotions make float64 of a float32 divided by an integer.
+    fork(2)
+    x, y = T.fmatrix("x"), T.fvector("y")
+    w = shared(np.zeros(3, "float32"), "w")
+    loss = ((T.dot(x, w) - y) ** 2).mean()
+    gradient = grad(loss, w)
+    f = synk.function([x, y], [loss, (gradient, "avg")], updates=[(w, w - np.float32(0.1) * gradient)])
+    value = np.ones((4, 3), "float32")
+    for result in f(value, value[:, 0]):
+        assert result.dtype == "float32"
+    assert w.get_value().dtype == "float32" and synk.get_value(1, w).dtype == "float32"
+    run = f._program.compiled[PLAIN].run
+    text = run._run.lower(value[:2], value[:2, 0], *(storage[0] for storage in run._storages)).as_text()
+    assert "xf32>" in text and not re.search(r"xf64>", text)  # but for numbers: counts of rows
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64", "int8", "uint16", "int64", "bool"])
+def test_shared_variables_keep_their_dtype(fork, dtype):
+    fork(2)
+    w = shared(np.ones(4, dtype), "w")
+    f = synk.function([], (w, "gather"), updates=[(w, w[::-1])])
+    assert f().dtype == dtype
+    for collective in (
+        lambda: synk.all_reduce(w, "max"),
+        lambda: synk.broadcast(w),
+        lambda: synk.scatter(w, w.get_value()),
+    ):
+        if dtype != "complex64":
+            collective()
+    assert {synk.get_value(r, w).dtype for r in range(2)} == {np.dtype(dtype)}
+
+
+# -- what the user puts into containers ------------------------------------------------------------------------
+
+COLLECTIVES = {
+    "call": (lambda f, w: f(), [5, 5, 1, 1]),
+    "broadcast": (lambda f, w: synk.broadcast(w), [5, 5, 5, 5]),
+    "broadcast values": (lambda f, w: synk.broadcast(w, [7.0, 7.0]), [7, 7, 7, 7]),
+    "scatter": (lambda f, w: synk.scatter(w, np.arange(4.0)), [0, 1, 2, 3]),
+    "gather": (lambda f, w: synk.gather(w), [5, 5, 1, 1]),
+    "all_gather": (lambda f, w: synk.all_gather(w), [5, 5, 1, 1] * 2),
+    "reduce": (lambda f, w: synk.reduce(w, "sum"), [6, 6, 1, 1]),
+    "all_reduce": (lambda f, w: synk.all_reduce(w, "sum"), [6, 6, 6, 6]),
+    "set_value": (lambda f, w: synk.set_value(1, w, [3.0, 3.0]), [5, 5, 3, 3]),
+    "get_value": (lambda f, w: synk.get_value(0, w), [5, 5, 1, 1]),
+    "get_shapes": (lambda f, w: synk.get_shapes(w), [5, 5, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("nccl", [True, False] if DEVICE == "gpu" else [True])
+def test_numpy_arrays_in_containers_are_moved_before_they_are_used(fork, name, nccl, monkeypatch):
+    fork(2)
+    act, expected = COLLECTIVES[name]
+    w = shared(np.ones(2), "w")
+    f = synk.function([], (w, "gather"))
+    f()
+    assert JAX.holds(w.container.storage[0])
+    w.set_value(np.full(2, 5.0))
+    act(f, w)
+    np.testing.assert_array_equal(f(), expected)
+    w.set_value(np.full(2, 9.0))
+    assert np.asarray(f())[0] == 9
+    assert JAX.holds(w.container.storage[0])
+
+
+def test_functions_of_both_kinds_share_variables(fork):
+    fork(2)
+    x = T.dvector("x")
+    w = shared(np.ones(2), "w")
+    compiled = synk.function([x], (w * x.sum(), "gather"), updates=[(w, w + 1)])
+    interpreted = synk.function([x], (w * x.sum(), "gather"), updates=[(w, w + 1)], mode=INTERPRETED)
+    for i in range(3):
+        np.testing.assert_array_equal(compiled(np.ones(2)), [1 + 2 * i] * 4)
+        np.testing.assert_array_equal(interpreted(np.ones(2)), [2 + 2 * i] * 4)
+        synk.all_reduce(w)
+    np.testing.assert_array_equal(synk.gather(w), np.full((2, 2), 7))
+
+
+# -- workers that start anew -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started():
+    """Have XLA started in this process."""
+    import jax
+
+    jax.devices()
+
+
+@pytest.mark.new_ranks
+def test_ranks_may_be_started_again_and_again_after_jax_was_used(fork, started):
+    x = T.dvector("x")
+    w = shared(1.0, "w")
+    f = None
+    for n in (2, 1, 2):
+        fork(n)
+        if f is None:
+            f = synk.function([x], (x * w, "gather"), updates=[(w, w + 1)])
+        before = float(np.asarray(w.get_value()))
+        np.testing.assert_array_equal(f(VALUE), VALUE * before)
+        np.testing.assert_array_equal(synk.gather(w), [before + 1] * n)
+        synk.close()
+
+
+def program(code, **kwargs):
+    """Start a program in which XLA has been started."""
+    head = "import jax, numpy as np, synkhronos as synk; jax.config.update('jax_enable_x64', True); jax.numpy.ones(1);"
+    path = os.pathsep.join([str(Path(synk.__file__).parent.parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    code = f"{head}\n{textwrap.dedent(code)}"
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        **kwargs,
+    )
+
+
+def test_jax_may_be_in_use_before_the_fork():
+    done = program("""
+        import pytensor.tensor as T
+        synk.fork(3, use_gpu=False)
+        x = T.dvector("x")
+        print(np.asarray(synk.function([x], (x * 2, "gather"), mode="JAX")(np.arange(4.0))).tolist())
+        print(float(synk.function([x], (x.sum(), "sum"), mode="FAST_COMPILE")(np.arange(4.0))))
+    """)
+    out, err = done.communicate(timeout=60)
+    assert done.returncode == 0, err
+    assert out.splitlines() == ["[0.0, 2.0, 4.0, 6.0]", "6.0"]
+
+
+@pytest.mark.new_ranks
+def test_workers_find_what_the_master_has_put_on_its_path(fork, started, tmp_path, monkeypatch):
+    (tmp_path / "users_own.py").write_text(
+        textwrap.dedent("""
+            from pytensor.graph.basic import Apply
+            from pytensor.graph.op import Op
+
+            class Twice(Op):
+                __props__ = ()
+
+                def make_node(self, x):
+                    return Apply(self, [x], [x.type()])
+
+                def perform(self, node, inputs, outputs):
+                    outputs[0][0] = inputs[0] * 2
+        """)
+    )
+    monkeypatch.chdir(tmp_path.parent)
+    monkeypatch.syspath_prepend(tmp_path.name)  # relative to where the master is now
+    import users_own
+
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], (users_own.Twice()(x), "gather"), mode=INTERPRETED)
+    np.testing.assert_array_equal(f(VALUE), VALUE * 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_that_started_anew_end_with_the_master(number):
+    master = program("""
+        import os, time
+        synk.fork(3, use_gpu=False)
+        print(*open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split(), flush=True)
+        time.sleep(60)
+    """)
+    pids = [int(pid) for pid in master.stdout.readline().split()]
+    assert len(pids) == 2
+    master.send_signal(number)
+    master.communicate()
+    deadline = time.monotonic() + 2
+    while any(map(lives, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(lives, pids))
+
+
+def lives(pid):
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_workers_that_started_anew_leave_profiles_and_print_and_run_no_exit(tmp_path):
+    done = program(
+        """
+        import atexit
+        from synkhronos import ranks
+        atexit.register(lambda: print("exit", flush=True))
+        synk.fork(3, use_gpu=False, profile_workers=True)
+        synk.data([1.0])
+        """,
+        cwd=tmp_path,
+    )
+    out, err = done.communicate(timeout=60)
+    assert done.returncode == 0, err
+    assert out.split() == ["exit"]
+    names = sorted(path.name.rsplit("_", 1)[0] for path in tmp_path.glob("*.prof"))
+    assert names == ["synkhronos_rank1", "synkhronos_rank2"]
+
+
+class Sleep:
+    """A command: the workers don't come back."""
+
+    def run(self, rank):
+        if not rank.is_master:
+            time.sleep(60)
+
+
+@pytest.mark.new_ranks
+def test_workers_that_started_anew_are_ended_after_the_users_timeout(fork, started):
+    fork(2, timeout=20.0)
+    session = ranks.session()
+    session.timeout = 0.5  # starting took its time
+    began = time.monotonic()
+    with pytest.raises(synk.WorkerError, match=r"rank 1 did not finish within the 0\.5 seconds"):
+        session.run(Sleep())
+    assert time.monotonic() - began < 5
+    fork(2)
+    assert len(ranks.session()._children) == 1
+
+
+@pytest.mark.new_ranks
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV"])
+def test_the_death_of_a_worker_that_started_anew_is_told(fork, started, how):
+    fork(3)
+    (_, pid), *_ = ranks.session()._children.items()
+    os.kill(pid, getattr(signal, how))
+    with pytest.raises(synk.WorkerError, match=rf"process {pid}\) was killed by {how}"):
+        ranks.session().run(Unread())
+    assert not lives(pid)
