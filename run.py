@@ -245,7 +245,8 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
             raise fail(f"--device {options.device} needs PyTensor.")
         options.env = PYTENSOR.name
     if options.here:
-        return call([sys.executable, "-m", "pytest", *rest], SYNKHRONOS_TEST_DEVICE=options.device)
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return call([sys.executable, "-m", "pytest", *rest], SYNKHRONOS_TEST_DEVICE=options.device, PYTHONPATH=path)
     require_compiler("the tests use Theano 1.0.5 and PyTensor's C mode")
     names = [options.env] if options.env else list(BY_NAME)
     left_out = []

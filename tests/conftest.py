@@ -35,6 +35,7 @@ import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
+from library import fork_ranks
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -57,7 +58,7 @@ if DEVICE != "host":
             "security",
             "soak",
         )
-    ] + ["compat"]
+    ]
 
 settings.register_profile(
     "synkhronos",
@@ -72,13 +73,6 @@ settings.load_profile("synkhronos")
 def shared_memory_names():
     """Return the names in /dev/shm that look like the library's."""
     return [name for name in os.listdir("/dev/shm") if "synkhronos" in name]
-
-
-def fork_ranks(n, **kwargs):
-    """Fork ranks on the device under test."""
-    if DEVICE == "gpu" and n > synk.get_n_gpu():
-        pytest.skip(f"needs {n} GPUs")
-    return synk.fork(n, use_gpu=DEVICE == "gpu", **kwargs)
 
 
 class Kept:
@@ -98,7 +92,10 @@ class Kept:
         if session is None or session.closed is not None or session.size != n:
             return False
         gc.collect()  # what the last test has made
-        session.flush()
+        try:
+            session.flush()
+        except synk.WorkerError:
+            return False
         return True
 
     def close(self):

@@ -6,6 +6,8 @@
     The mode for functions with Ops written in Python, which XLA doesn't know.
 `function`
     The library's own.
+`fork_ranks`
+    Fork on the device.
 `few`
     Hypothesis' settings, with fewer examples where each new shape is compiled.
 `is_array`, `read`, `same`
@@ -15,8 +17,10 @@
 import os
 
 import numpy as np
+import pytest
 from hypothesis import settings
 
+import synkhronos as synk
 from synkhronos.devices import JAX
 from synkhronos.function.results import Result
 
@@ -43,6 +47,13 @@ def function(*args, **kwargs):
     if XLA:
         kwargs.setdefault("mode", INTERPRETED)
     return package.function(*args, **kwargs)
+
+
+def fork_ranks(n, **kwargs):
+    """Fork ranks on the device under test."""
+    if DEVICE == "gpu" and n > synk.get_n_gpu():
+        pytest.skip(f"needs {n} GPUs")
+    return synk.fork(n, use_gpu=DEVICE == "gpu", **kwargs)
 
 
 def few(most):
@@ -78,6 +89,7 @@ __all__ = [
     "NAME",
     "XLA",
     "few",
+    "fork_ranks",
     "function",
     "grad",
     "is_array",

@@ -7,7 +7,7 @@ import textwrap
 
 import numpy as np
 import pytest
-from library import NAME, shared
+from library import NAME, fork_ranks, shared
 from library import tensor as T
 
 import synkhronos as synk
@@ -772,7 +772,7 @@ def closed(world):
     synk.close()
     yield world
     synk.close()
-    synk.fork(2, use_gpu=False)
+    fork_ranks(2)
     world.__init__()
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from library import XLA, fork_ranks
 from library import tensor as T
 
 import synkhronos as synk
@@ -28,7 +29,7 @@ def lives():
     """Let a test close the ranks and fork again, and leave two of them for the next."""
     yield
     synk.close()
-    synk.fork(2, use_gpu=False)
+    fork_ranks(2)
 
 
 def arrays(dtype=dtypes, shape=shapes):
@@ -561,7 +562,7 @@ def test_after_close_and_after_another_fork_it_says_that_it_is_gone(lives, use, 
     seen_by_ranks(d)
     synk.close()
     if again:
-        synk.fork(2, use_gpu=False)
+        fork_ranks(2)
     error, message = RuntimeError, "freed when the ranks were closed"
     if use == "call":
         error, message = (ValueError, "before the present fork") if again else (RuntimeError, "fork")
@@ -588,7 +589,7 @@ def test_condition_data_needs_no_ranks(lives):
 def test_dropping_old_data_after_another_fork_harms_nothing(lives):
     old = [synk.data(np.arange(3.0)) for _ in range(5)]
     synk.close()
-    synk.fork(2, use_gpu=False)
+    fork_ranks(2)
     new = [synk.data(np.full(3, float(i))) for i in range(5)]
     del old
     gc.collect()
@@ -601,7 +602,7 @@ def test_old_data_is_refused_by_collectives(lives):
 
     d = synk.data(np.arange(2.0))
     synk.close()
-    synk.fork(2, use_gpu=False)
+    fork_ranks(2)
     s = shared(np.zeros(2), "s")
     synk.function([], [], updates=[(s, s + 1)])
     with pytest.raises(ValueError, match="values: this Data object was made before the present fork"):
@@ -609,6 +610,7 @@ def test_old_data_is_refused_by_collectives(lives):
     assert synk.gather(s).tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
+@pytest.mark.skipif(XLA, reason="the same on any device, and twenty workers take long to start anew")
 def test_many_ranks_take_hundreds_of_announcements(lives):
     # Each one that is on its way counts against a limit of the kernel's, once for every rank.
     synk.close()

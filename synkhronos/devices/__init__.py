@@ -149,10 +149,10 @@ class Device(Protocol):
         """Return a vector of indexes as an input of the next launch."""
 
     def launching(self) -> None:
-        """Called before a function is launched: all its inputs have to be there."""
+        """Wait until the inputs of the function that is launched next are there."""
 
     def launched(self, token: Any) -> None:
-        """Called after it, with an array that will be there when the function is done with its inputs."""
+        """Take an array that will be there when the function launched last is done with its inputs."""
 
     def wait(self, values: Sequence[Any]) -> None:
         """Wait until values have been computed."""

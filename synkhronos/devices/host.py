@@ -111,8 +111,9 @@ class Host:
     def input(
         self, rank: Rank, kept: dict[Any, Any], key: Any, where: SharedArray, rows: Selection | None, copy: bool
     ) -> np.ndarray:
-        """Return rows of an array in shared memory as an input: the memory itself, unless ``copy``; rows by index in
-        memory that is kept for them.
+        """Return rows of an array in shared memory as an input: the memory itself, unless ``copy``.
+
+        Rows by index come in memory that is kept for them.
         """
         array = where.view(rank.segments)
         if rows is None:

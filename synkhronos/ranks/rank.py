@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import pickle
 from collections.abc import Callable, Hashable
@@ -18,6 +19,8 @@ from synkhronos.ranks.control import FOR_STEP, POLL, SLOT, Control
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.segments import SegmentTable
 from synkhronos.ranks.threads import ThreadShare
+
+_log = logging.getLogger("synkhronos")
 
 #: Steps of one command: the lower bits of the counter in which a rank says how far it has come.
 _STEP_BITS = 24
@@ -85,6 +88,8 @@ class Rank:
         self._command = 0
         self._step = 0
         self._known: dict[Any, Any] = {}
+        #: Called when the ranks end, before anything is freed: what still waits for a peer has to give up first.
+        self.at_end: list[Callable[[], None]] = []
 
     @property
     def is_master(self) -> bool:
@@ -167,6 +172,14 @@ class Rank:
         values = [value if r == self.number else self._read_slot(r, step) for r in range(self.size)]
         self._arrive()
         return values
+
+    def give_up(self) -> None:
+        """Call what is in `at_end`, and forget it."""
+        while self.at_end:
+            try:
+                self.at_end.pop()()
+            except Exception as error:
+                _log.warning("a connection between ranks could not be given up: %s", error)
 
     def check(self) -> None:
         """Raise if a peer has failed or died: for whoever waits for something else than a step.

@@ -218,7 +218,10 @@ class Session:
         for note in [*(report.summary() for report in reports), effect]:
             if note:
                 mine.add_note(note)
-        raise mine
+        try:
+            raise mine
+        finally:
+            del mine  # or the error would hold this frame, and this frame the error, with all the memory they know of
 
     def _effect(self, command: Command, number: int) -> str:
         """Say on which ranks a command that failed has had its effect."""
@@ -362,6 +365,7 @@ class Session:
             if self.closed is None:
                 self.closed = "the ranks were closed: call synkhronos.fork() first"
                 try:
+                    self.rank.give_up()
                     self._end_children(0.0 if kill else GRACE)
                 finally:
                     with uninterrupted():

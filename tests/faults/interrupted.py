@@ -185,7 +185,9 @@ def at_every_moment(what: str, first: int = 0, step: int = 1) -> None:
 
     def forked() -> None:
         if _current() is None:
+            made.clear()
             synk.fork(2, use_gpu=False)
+        if not made:  # or a fork that was interrupted when all was done
             made["work"] = Work()
             made["work"].check()
 

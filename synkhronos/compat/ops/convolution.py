@@ -226,7 +226,10 @@ class ConvGradWeights(_Conv):
         for part in self._batches(x, kernel, out):
             columns = self._columns(self._padded(x[part], kernel), kernel, out)
             rows = g[part].reshape(-1, self.groups, g.shape[1] // self.groups, int(np.prod(out)))
-            matrix += np.matmul(rows, columns.swapaxes(-1, -2)).sum(axis=0)
+            # The batch beside the places: one product for each group, and no sum over many small ones.
+            by_filter = rows.transpose(1, 2, 0, 3).reshape(*matrix.shape[:2], -1)
+            by_weight = columns.transpose(1, 2, 0, 3).reshape(self.groups, matrix.shape[2], -1)
+            matrix += np.matmul(by_filter, by_weight.swapaxes(-1, -2))
         weights = matrix.reshape(like.shape)
         return weights[(slice(None), slice(None)) + (slice(None, None, -1),) * self.n] if self.flip else weights
 

@@ -60,6 +60,8 @@ class NcclCommunicator:
         self._nccl = nccl
         self._comm: Any = None
         self._stream = staging.handle if staging.compute is None else staging.compute
+        # A collective that waits for a dead rank keeps the GPU busy, and whatever is to be freed there waits for it.
+        rank.at_end.append(self.abort)
         #: Counts the connections, alike on all ranks that share one; 0 without any.
         self.epoch = 0
 
@@ -121,8 +123,6 @@ class NcclCommunicator:
         if comm is not None:
             self._staging.enter()
             comm.abort()
-
-    session_closed = abort
 
     def broadcast(self, array: Any, root: int) -> None:
         """Copy the root's array into every other rank's, in place."""
