@@ -227,7 +227,7 @@ def prepare(name: str, *extras: str) -> Environment:
 # ---------------------------------------------------------------------------------------------------------
 
 #: What `test` runs on JAX arrays beside all tests on NumPy's: a minute of it.
-IN_BRIEF = [f"tests/test_{name}.py" for name in ("graphs", "jax", "train_calls", "updates")]
+IN_BRIEF = [f"tests/test_{name}.py" for name in ("collectives", "jax", "modes", "updates")]
 
 
 def mnist(options: argparse.Namespace, rest: list[str]) -> int:
