@@ -10,6 +10,8 @@
     PyTensor or Theano.
 `processes`
     The forked peers of a benchmark.
+`gpus`
+    How many GPUs a benchmark of theirs uses.
 """
 
 from __future__ import annotations
@@ -142,6 +144,15 @@ def ranks(count: int) -> Iterator[int]:
         yield synk.fork(count, use_gpu=False)
     finally:
         synk.close()
+
+
+def gpus(asked: int | None) -> int:
+    """Return the number of GPUs to use: as many as asked for, or all.  Without any, say so and end."""
+    there = synk.get_n_gpu()
+    if not there:
+        print("This benchmark needs GPUs, and there are none: left out.")
+        raise SystemExit(0)
+    return asked or there
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from statistics import median
 import numpy as np
 
 import synkhronos as synk
-from benchmarks._measure import Table, bar, duration, graph_library, heading, seconds, size
+from benchmarks._measure import Table, bar, duration, gpus, graph_library, heading, seconds, size
 
 SIZES = [4_000, 4_200_000, 102_000_000]
 
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes (default: 4 KB, 4.2 MB, 102 MB)")
     parser.add_argument("--calls", type=int, default=200, help="timed calls (default: %(default)s)")
     options = parser.parse_args()
-    count = options.ranks or synk.get_n_gpu()
+    count = gpus(options.ranks)
     heading(f"all_reduce on {count} GPUs: the sum of float32")
     nccl = subprocess.Popen(
         [sys.executable, "-m", "benchmarks._nccl", str(count)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

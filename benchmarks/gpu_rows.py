@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import synkhronos as synk
-from benchmarks._measure import Table, bar, duration, graph_library, heading, interleaved, quartiles, size
+from benchmarks._measure import Table, bar, duration, gpus, graph_library, heading, interleaved, quartiles, size
 from synkhronos import ranks
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.staging import check
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[500, 5000, 20000], help="rows a rank")
     parser.add_argument("--rounds", type=int, default=30, help="turns of each side (default: %(default)s)")
     options = parser.parse_args()
-    count = options.ranks or synk.get_n_gpu()
+    count = gpus(options.ranks)
     heading(f"rows of {size(4 * WIDTH)} to {count} GPUs, each its own")
     synk.fork(count, use_gpu=True)
     library, tensor = graph_library()

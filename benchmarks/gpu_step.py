@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import synkhronos as synk
-from benchmarks._measure import Table, bar, duration, graph_library, heading
+from benchmarks._measure import Table, bar, duration, gpus, graph_library, heading
 from synkhronos.extensions import updates
 from synkhronos.extensions.train import make_train_function
 
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[500, 4000, 20000], help="rows of all ranks together")
     parser.add_argument("--calls", type=int, default=100, help="steps between two readings (default: %(default)s)")
     options = parser.parse_args()
-    count = options.ranks or synk.get_n_gpu()
+    count = gpus(options.ranks)
     heading(f"a training step of the MLP {'-'.join(map(str, LAYERS))} on 1 and on {count} GPUs")
     times: dict[tuple[str, int, int], float] = {}
     for n in dict.fromkeys((1, count)):

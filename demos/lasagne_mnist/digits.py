@@ -4,8 +4,8 @@
     Images and their labels; that of demos/mnist/mnist.py, which reads the data.
 `load`
     The data that the command line asks for.
-`arguments`
-    A parser with the scripts' common arguments.
+`add_arguments`
+    Adds the scripts' common arguments to a parser.
 `finish`
     Checks what was parsed.
 """
@@ -26,7 +26,7 @@ from lasagne_tools import options as common
 from mnist import Part
 from models import IMAGE, MODELS, N_CLASSES, parse
 
-__all__ = ["EXAMPLES", "Part", "arguments", "finish", "load"]
+__all__ = ["EXAMPLES", "Part", "add_arguments", "finish", "load"]
 
 
 # Of the scripts for several ranks.
@@ -77,35 +77,24 @@ def _synthetic(n: int, seed: int) -> mnist.Digits:
     return mnist.Digits(part(n), part(-(-n // 10)), part(-(-n // 10)))
 
 
-def arguments(description: str, examples: list[str], script: str) -> argparse.ArgumentParser:
-    """Return a parser with the arguments of all three scripts.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of all three scripts.
 
     Parameters
     ----------
-    description : str
-        What the script does.
-    examples : list of str
-        Arguments to show under the list of options.
-    script : str
-        The path of the script.
-
-    Returns
-    -------
-    ArgumentParser
-        To which the script adds its own.
+    parser : ArgumentParser
+        Of `lasagne_tools.options.parser`.
     """
-    result = common.parser(description, examples, script)
-    add = result.add_argument
+    add = parser.add_argument
     add("model", nargs="?", default="mlp", help=f"{MODELS} (default: %(default)s)")
     add(
         "--batch-size", type=common.positive, default=500, metavar="N", help="images a step, of all ranks (%(default)s)"
     )
     add("--no-dropout", dest="dropout", action="store_false", help="leave dropout out of the model")
-    data = result.add_argument_group("data (default: 5,000 digits)").add_mutually_exclusive_group().add_argument
+    data = parser.add_argument_group("data (default: 5,000 digits)").add_mutually_exclusive_group().add_argument
     data("--data", type=Path, metavar="DIR", help="the full set's four IDX files")
     data("--synthetic", type=common.positive, metavar="N", help="N made-up images, for timings")
-    common.add_training(result, epochs=20)
-    return result
+    common.add_training(parser, epochs=20)
 
 
 def finish(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:

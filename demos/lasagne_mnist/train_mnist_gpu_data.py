@@ -21,7 +21,7 @@ import numpy as np
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import synkhronos as synk
-from digits import EXAMPLES, Part, arguments, finish, load
+from digits import EXAMPLES, Part, add_arguments, finish, load
 from lasagne_tools import options as common
 from lasagne_tools.fit import fit
 from lasagne_tools.library import theano, title
@@ -114,7 +114,8 @@ class GpuData:
 
 def main() -> None:
     """Train, test, and print what came out."""
-    parser = arguments(__doc__.splitlines()[0], EXAMPLES, __file__)
+    parser = common.parser(__doc__.splitlines()[0], EXAMPLES, __file__)
+    add_arguments(parser)
     common.add_ranks(parser)
     options = finish(parser)
     serial = run_serial(SERIAL) if options.compare else None

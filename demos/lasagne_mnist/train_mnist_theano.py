@@ -20,7 +20,7 @@ import numpy as np
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import synkhronos as synk
-from digits import Part, arguments, finish, load
+from digits import Part, add_arguments, finish, load
 from lasagne_tools import options as common
 from lasagne_tools.batches import evaluate_in_slices, shuffled_batches
 from lasagne_tools.fit import fit
@@ -87,7 +87,8 @@ class OneProcess:
 
 def main() -> None:
     """Train, test, and print what came out."""
-    parser = arguments(__doc__.splitlines()[0], EXAMPLES, __file__)
+    parser = common.parser(__doc__.splitlines()[0], EXAMPLES, __file__)
+    add_arguments(parser)
     common.add_device(parser)
     options = finish(parser)
 

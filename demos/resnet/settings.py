@@ -1,7 +1,7 @@
 """The arguments that both ResNet scripts take.
 
-`arguments`
-    A parser with them.
+`add_arguments`
+    Adds them to a parser.
 `finish`
     Checks what was parsed.
 `describe`
@@ -18,42 +18,31 @@ from lasagne_tools import options as common
 from lasagne_tools.library import title
 from network import BLOCKS
 
-__all__ = ["arguments", "describe", "finish"]
+__all__ = ["add_arguments", "describe", "finish"]
 
 
-def arguments(description: str, examples: list[str], script: str) -> argparse.ArgumentParser:
-    """Return a parser with the arguments of both scripts.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of both scripts.
 
     Parameters
     ----------
-    description : str
-        What the script does.
-    examples : list of str
-        Arguments to show under the list of options.
-    script : str
-        The path of the script.
-
-    Returns
-    -------
-    ArgumentParser
-        To which the script adds its own.
+    parser : ArgumentParser
+        Of `lasagne_tools.options.parser`.
     """
-    result = common.parser(description, examples, script)
-    add = result.add_argument_group("network").add_argument
+    add = parser.add_argument_group("network").add_argument
     depths = ", ".join(map(str, BLOCKS))
     add("--depth", type=int, choices=BLOCKS, default=50, metavar="N", help=f"layers: {depths} (%(default)s)")
     add("--blocks", type=_blocks, metavar="N,N,...", help="blocks of each stage, instead of a depth: 1,1,1,1")
     add("--width", type=common.positive, default=64, metavar="N", help="filters of the first layer (%(default)s)")
     add("--weight-decay", type=float, default=1e-4, metavar="R", help="penalty of large weights (%(default)s)")
-    add = result.add_argument_group("images").add_argument
+    add = parser.add_argument_group("images").add_argument
     add("--data", type=Path, metavar="DIR", help="a folder with a subfolder of images for each class")
     add("--images", type=common.positive, default=1280, metavar="N", help="made-up images, without DIR (%(default)s)")
     add("--classes", type=common.positive, default=10, metavar="N", help="made-up classes (%(default)s)")
     add("--size", type=common.positive, default=224, metavar="N", help="height and width (%(default)s)")
     add("--validation", type=float, default=0.1, metavar="SHARE", help="of the images to validate (%(default)s)")
     add("--batch-size", type=common.positive, default=32, metavar="N", help="images a step, of each rank (%(default)s)")
-    common.add_training(result, epochs=3)
-    return result
+    common.add_training(parser, epochs=3)
 
 
 def finish(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -26,7 +26,7 @@ from lasagne_tools.batches import full_batches
 from lasagne_tools.fit import fit
 from lasagne_tools.report import conclude, run_serial
 from network import Network, build
-from settings import arguments, describe, finish
+from settings import add_arguments, describe, finish
 
 SERIAL = Path(__file__).with_name("train_resnet_theano.py")
 EXAMPLES = [
@@ -97,7 +97,8 @@ class AllRanks:
 
 def main() -> None:
     """Train, and print what came out."""
-    parser = arguments(__doc__.splitlines()[0], EXAMPLES, __file__)
+    parser = common.parser(__doc__.splitlines()[0], EXAMPLES, __file__)
+    add_arguments(parser)
     common.add_ranks(parser)
     options = finish(parser)
     serial = run_serial(SERIAL) if options.compare else None

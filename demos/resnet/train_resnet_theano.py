@@ -27,7 +27,7 @@ from lasagne_tools.fit import fit
 from lasagne_tools.library import theano
 from lasagne_tools.report import conclude
 from network import Network, build
-from settings import arguments, describe, finish
+from settings import add_arguments, describe, finish
 
 EXAMPLES = [
     "--batch-size 64 --gpu",
@@ -86,7 +86,8 @@ class OneProcess:
 
 def main() -> None:
     """Train, and print what came out."""
-    parser = arguments(__doc__.splitlines()[0], EXAMPLES, __file__)
+    parser = common.parser(__doc__.splitlines()[0], EXAMPLES, __file__)
+    add_arguments(parser)
     common.add_device(parser)
     options = finish(parser)
 

@@ -46,11 +46,16 @@ def assert_all_ranks_hold(params, expected, tolerance=2e-5):
 # -- handwritten digits ----------------------------------------------------------------------------------
 
 
+def parser_of(scripts):
+    parser = common.parser("", [], "script.py")
+    scripts.add_arguments(parser)
+    return parser
+
+
 def mnist_options(model, rule="nesterov_momentum"):
-    parser = digits.arguments("", [], "script.py")
     # The second batch has an odd number of images, which does not split evenly.
     words = f"{model} --no-dropout --synthetic {N_IMAGES} --batch-size {BATCH_SIZE} --rule {rule} --slices 2".split()
-    return digits.finish(parser, words)
+    return digits.finish(parser_of(digits), words)
 
 
 def rows_of_the_whole(batch):
@@ -110,7 +115,7 @@ def test_dropout_masks_differ_between_ranks(two_ranks):
 
 def resnet_options():
     words = ["--blocks", "1,1", "--width", "4", "--size", "16", "--batch-size", "4", "--weight-decay", "0.01"]
-    return settings.finish(settings.arguments("", [], "script.py"), words)
+    return settings.finish(parser_of(settings), words)
 
 
 def resnet(options):
@@ -190,7 +195,7 @@ def test_resnet_is_one_process_that_normalises_each_half_of_a_batch_by_itself(to
 
 def test_every_rank_has_rows_in_every_step(two_ranks):
     # A rank without rows would contribute the gradient of an earlier step.
-    options = digits.finish(digits.arguments("", [], "script.py"), ["custom_mlp:0", "--synthetic", "5"])
+    options = digits.finish(parser_of(digits), ["custom_mlp:0", "--synthetic", "5"])
     options.batch_size = 2
     network = build_mnist(options.model, options.seed, dropout=False)
     together = GpuData(network, digits.load(options), options, 2)

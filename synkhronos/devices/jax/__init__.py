@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from synkhronos.devices.jax.nccl import NcclCommunicator
     from synkhronos.devices.jax.staging import Part, Staging
 
-#: What has to be importable to compute on GPUs: a module, and what to install for it.
+#: What has to be importable to compute on GPUs: one of some modules, and what to install for it.
 NEEDED = {
-    "jax": "jax",
-    "jax_cuda13_plugin or jax_cuda12_plugin": "jax[cuda13] or jax[cuda12]",
-    "nccl.core": "nccl4py",
-    "cuda.core": "cuda-core",
+    ("jax",): "jax",
+    ("jax_cuda13_plugin", "jax_cuda12_plugin"): "jax[cuda13] or jax[cuda12]",
+    ("nccl.core",): "nccl4py",
+    ("cuda.core",): "cuda-core",
 }
 
 
@@ -244,4 +244,4 @@ def missing() -> list[str]:
         except ModuleNotFoundError:  # of the package around it
             return False
 
-    return [what for names, what in NEEDED.items() if not any(there(name) for name in names.split(" or "))]
+    return [what for names, what in NEEDED.items() if not any(there(name) for name in names)]

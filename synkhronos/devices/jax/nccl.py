@@ -112,7 +112,7 @@ class NcclCommunicator:
                     nccl.send(room, 1, _BYTES, r, at, stream)
                     nccl.recv(room + r, 1, _BYTES, r, at, stream)
             nccl.group_end()
-            self._finish_quietly()
+            check(self._staging._driver.cuStreamSynchronize(stream))
             self._comm = comm
         except BaseException as error:
             errors.append(error)
@@ -128,7 +128,7 @@ class NcclCommunicator:
         """Copy the root's array into every other rank's, in place."""
         at, count, dtype = self._span(array)
         if count:
-            self._start()
+            self._staging.enter()
             self._nccl.broadcast(at, at, count, dtype, root, self._handle, self._stream)
             self._finish()
 
@@ -136,7 +136,7 @@ class NcclCommunicator:
         """Replace every rank's array by the reduction of all ranks'."""
         at, count, dtype = self._span(array)
         if count:
-            self._start()
+            self._staging.enter()
             self._nccl.all_reduce(at, at, count, dtype, OPS[op], self._handle, self._stream)
             self._finish()
 
@@ -148,7 +148,7 @@ class NcclCommunicator:
         at, count, dtype = self._span(array)
         if count:
             to = at if out is None else self._span(out)[0]
-            self._start()
+            self._staging.enter()
             self._nccl.reduce(at, to, count, dtype, OPS[op], root, self._handle, self._stream)
             self._finish()
 
@@ -161,7 +161,7 @@ class NcclCommunicator:
         at, count, _ = self._span(array)
         size = count * array.dtype.itemsize
         parts: list[Part | None] = list(out) if out is not None else [None] * self._rank.size
-        self._start()
+        self._staging.enter()
         own = parts[here]
         if own is not None and size:
             check(self._staging._driver.cuMemcpyAsync(own.pointer, at, size, self._stream))
@@ -180,20 +180,11 @@ class NcclCommunicator:
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        self._staging.enter()
-
     def _span(self, array: Any) -> tuple[int, int, int]:
         """Return an array's address, its number of items, and NCCL's number for its dtype."""
-        if isinstance(array, Part):
-            return array.pointer, array.size, DTYPES[array.array.dtype]
         if self._staging.compute is None:
             array.block_until_ready()
         return int(array.unsafe_buffer_pointer()), array.size, DTYPES[array.dtype]
-
-    def _finish_quietly(self) -> None:
-        """Wait for the stream; in a thread that may be left behind."""
-        check(self._staging._driver.cuStreamSynchronize(self._stream))
 
     def _finish(self) -> None:
         """Wait for the stream, and watch the peers."""

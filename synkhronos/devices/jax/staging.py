@@ -9,8 +9,8 @@ The shared memory of a Data object is page-locked when it is first used, so that
 rate of the bus: runs of rows by its copy engine, rows by index by a kernel whose threads read host memory directly.
 The processor only says which rows.
 
-Inputs go into memory that is used again: two arrays for each input and shape, in turn, so that one is filled while the
-GPU still computes from the other.
+Inputs go into memory that is used again: an array for each input and shape, and a second one where the GPU still
+computes from the first when the next rows come.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Staging:
         self.enter()
         buffer = self._slot(kept, key, values.shape, values.dtype.str).next()
         if values.size:
-            check(self._driver.cuMemcpyAsync(buffer.at, self._pin(values), values.nbytes, self.handle))
+            check(self._driver.cuMemcpyAsync(buffer.at, self._vector.put(values), values.nbytes, self.handle))
             self._pending = True
         self._filled.append(buffer)
         return buffer.array
@@ -228,16 +228,13 @@ class Staging:
             start = 0 if rows is None else rows[0] * width
             check(self._driver.cuMemcpyAsync(target, source + start, n_rows * width, self.handle))
             return
-        if rows is self._pinned[0]:
-            index = self._pinned[1]
-        else:
-            index = self._pin(rows if isinstance(rows, np.ndarray) else np.asarray(rows, np.int64))
-            self._pinned = rows, index
+        if rows is not self._pinned[0]:
+            self._pinned = rows, self._vector.put(rows if isinstance(rows, np.ndarray) else np.asarray(rows, np.int64))
         item = next(size for size in _ITEMS if not (width | source | target) % size)
-        count = n_rows * (width // item)
-        self._launch(item, count, source, index, target, count, width // item)
+        self._gather(item, source, self._pinned[1], target, n_rows * (width // item), width // item)
 
-    def _launch(self, item: int, count: int, source: int, index: int, target: int, n: int, width: int) -> None:
+    def _gather(self, item: int, source: int, index: int, target: int, count: int, width: int) -> None:
+        """Start the kernel on items of a size in bytes: so many in all, and so many in a row."""
         kernel = self._kernels.get(item)
         if kernel is None:
             kernel = self._kernels[item] = self._compiled(_ITEMS[item])
@@ -247,7 +244,7 @@ class Staging:
             from cuda.core import LaunchConfig
 
             config = self._configs[blocks] = LaunchConfig(grid=blocks, block=_THREADS)
-        self._start(self.stream, config, kernel, source, index, target, np.uint64(n), np.uint32(width))
+        self._start(self.stream, config, kernel, source, index, target, np.uint64(count), np.uint32(width))
 
     def _compiled(self, item: str) -> Any:
         from cuda.core import Program, ProgramOptions
@@ -263,24 +260,19 @@ class Staging:
         address = self._registered.get(segment.buffer)
         if address is None:
             address = segment.array((0,), np.uint8).ctypes.data
-            self._lock(address, segment.nbytes)
+            self.lock(segment.buffer, address, segment.nbytes)
             self._registered[segment.buffer] = address
-            # Before the memory is unmapped, which happens when the last reference to it goes.
-            unlock = weakref.finalize(segment.buffer, self._driver.cuMemHostUnregister, address)
-            unlock.atexit = False
         return address
 
-    def _lock(self, address: int, nbytes: int) -> None:
+    def lock(self, memory: mmap.mmap, address: int, nbytes: int) -> None:
+        """Lock the pages of some memory, as long as it is mapped: until the last reference to it goes."""
         flags = self._driver.CU_MEMHOSTREGISTER_PORTABLE | self._driver.CU_MEMHOSTREGISTER_DEVICEMAP
         check(self._driver.cuMemHostRegister(address, nbytes, flags))
-
-    def _pin(self, values: np.ndarray) -> int:
-        """Copy a vector into page-locked memory until the next `arrive`, and return its address."""
-        return self._vector.put(values)
+        weakref.finalize(memory, self._driver.cuMemHostUnregister, address).atexit = False
 
 
 class _Pinned:
-    """Page-locked memory for vectors of indexes on their way."""
+    """Page-locked memory for vectors of indexes on their way, until all have arrived."""
 
     def __init__(self, staging: Staging):
         self._staging = staging
@@ -289,6 +281,7 @@ class _Pinned:
         self.used = 0
 
     def put(self, values: np.ndarray) -> int:
+        """Copy a vector there, and return its address."""
         if self.used == 0:
             self._full.clear()
         if self.used + values.nbytes > self._memory.size:
@@ -297,9 +290,7 @@ class _Pinned:
             size = -(-max(1 << 20, 2 * (self.used + values.nbytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
             memory = mmap.mmap(-1, size)
             self._memory = np.frombuffer(memory, np.uint8)
-            self._staging._lock(self._memory.ctypes.data, size)
-            unlock = weakref.finalize(memory, self._staging._driver.cuMemHostUnregister, self._memory.ctypes.data)
-            unlock.atexit = False
+            self._staging.lock(memory, self._memory.ctypes.data, size)
             self.used = 0
         target = self._memory[self.used : self.used + values.nbytes]
         target.view(values.dtype)[:] = values
