@@ -4,8 +4,9 @@
 On a machine with Python 3.11 nothing needs to be installed before:
 
     python3 run.py mnist     # train on MNIST, on all cores
-    python3 run.py test      # all tests, with PyTensor and with Theano
+    python3 run.py test      # the tests, with PyTensor and with Theano
 
+    python3 run.py test -m faults             # those that hurt processes, which `test` alone leaves out
     python3 run.py test --device jax          # the tests on JAX arrays, compiled by XLA for the CPU
     python3 run.py test --device gpu --here   # on GPUs, with this Python and what is installed in it
 
@@ -269,8 +270,8 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
         command = [environment.python, "-m", "pytest", f"--junit-xml={report}", *arguments]
         status = call(command, SYNKHRONOS_TEST_DEVICE=device)
         statuses.append(status)
-        where = "" if device == "host" else f", {device}"
-        summaries.append(f"{environment.name}{where}: {counts(report, status)}")
+        what = [environment.name, "" if device == "host" else device, shlex.join(rest)]
+        summaries.append(f"{', '.join(filter(None, what))}: {counts(report, status)}")
     print("\n".join(summaries + left_out), flush=True)
     return max(statuses)
 

@@ -16,8 +16,8 @@ import numpy as np
 import synkhronos as synk
 from benchmarks._measure import Table, bar, duration, gpus, graph_library, heading, interleaved, quartiles, size
 from synkhronos import ranks
-from synkhronos.devices import JAX
-from synkhronos.devices.jax.staging import check
+from synkhronos.devices.cuda.staging import check
+from synkhronos.graphs import library_of
 from synkhronos.ranks import Rank, SharedArray
 
 WIDTH = 784
@@ -33,13 +33,14 @@ class Copy:
 
     def run(self, rank: Rank) -> None:
         """Copy this rank's, and wait for it."""
-        staging = JAX.staging
+        device = rank.store["device"]
+        staging = device.staging
         target = rank.store.get("benchmark")
-        if target is None or target.nbytes != self.nbytes:
-            target = rank.store["benchmark"] = JAX.empty((self.nbytes,), np.dtype(np.uint8))
-        source = staging._locked(rank, self.where.key) + rank.number * self.nbytes
+        if target is None or target.size != self.nbytes:
+            target = rank.store["benchmark"] = device.empty((self.nbytes,), np.dtype(np.uint8))
+        source = staging.locked(rank, self.where.key) + rank.number * self.nbytes
         staging.enter()
-        check(staging._driver.cuMemcpyAsync(target.unsafe_buffer_pointer(), source, self.nbytes, staging.handle))
+        check(staging.driver.cuMemcpyAsync(device.pointer(target), source, self.nbytes, staging.handle))
         staging.stream.sync()
 
 
@@ -61,6 +62,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     data = synk.data(rng.random((max(options.rows) * count * 2, WIDTH), dtype=np.float32))
     session = ranks.session()
+    device = session.rank.store["device"]
 
     table = Table({"rows": 7, "bytes": 8, "by index": 9, "GB/s": 6, "slice": 9, "GB/s ": 6, "driver": 9, "GB/s  ": 6})
     rates = {}
@@ -73,11 +75,11 @@ def main() -> None:
 
         def by_index(index: np.ndarray = index) -> None:
             f(data, batch=index)
-            last.get_value(borrow=True).block_until_ready()
+            device.wait([library_of(last).get(last)])
 
         def by_slice(rows: int = rows) -> None:
             f(data, batch=slice(0, rows * count))
-            last.get_value(borrow=True).block_until_ready()
+            device.wait([library_of(last).get(last)])
 
         def by_driver(copy: Copy = copy) -> None:
             session.run(copy)

@@ -5,7 +5,7 @@ The environment variable SYNKHRONOS_TEST_DEVICE says where functions compute who
 ====  ===============================================================================
 host  NumPy arrays, the graph library's own compiler (by default)
 jax   JAX arrays on the CPU, compiled by XLA
-gpu   JAX arrays on GPUs, one a rank; tests for more ranks than there are GPUs are left out
+gpu   GPUs, one a rank: JAX arrays for PyTensor, GpuArrays for Theano; tests for more ranks than GPUs are left out
 ====  ===============================================================================
 """
 
@@ -18,7 +18,11 @@ assert DEVICE in ("host", "jax", "gpu"), DEVICE
 # compiler ask for its mode.
 for variable, flags in {
     "PYTENSOR_FLAGS": ["mode=JAX" if DEVICE == "jax" else "mode=FAST_COMPILE"],
-    "THEANO_FLAGS": ["blas.ldflags=", "mode=FAST_COMPILE"],
+    "THEANO_FLAGS": [
+        "blas.ldflags=",
+        # Not all that Theano does on GPUs has a version for Python's linker.
+        *(["optimizer=fast_compile", "dnn.enabled=False"] if DEVICE == "gpu" else ["mode=FAST_COMPILE"]),
+    ],
 }.items():
     given = [flag for flag in os.environ.get(variable, "").split(",") if flag]
     named = {flag.split("=")[0] for flag in given}

@@ -1,5 +1,7 @@
 """The graph library of this environment, under one set of names, and what tests need on any device.
 
+`ARRAYS`
+    The device of the arrays on GPUs.
 `DEVICE`
     Where functions compute whose tests don't say it themselves: see conftest.py.
 `INTERPRETED`
@@ -21,7 +23,7 @@ import pytest
 from hypothesis import settings
 
 import synkhronos as synk
-from synkhronos.devices import JAX
+from synkhronos.devices import JAX, PYGPU
 from synkhronos.function.results import Result
 
 try:
@@ -38,8 +40,11 @@ grad = package.grad
 
 DEVICE = os.environ.get("SYNKHRONOS_TEST_DEVICE", "host")
 #: Whether XLA compiles: JAX arrays, outputs that are read later, products and sums that are joined.
-XLA = DEVICE != "host"
-INTERPRETED = "FAST_COMPILE"
+XLA = DEVICE != "host" and NAME == "pytensor"
+#: The arrays of this library on GPUs.
+ARRAYS = PYGPU if NAME == "theano" else JAX
+#: Python's linker knows no GPU.
+INTERPRETED = None if DEVICE == "gpu" and NAME == "theano" else "FAST_COMPILE"
 
 
 def function(*args, **kwargs):
@@ -57,13 +62,13 @@ def fork_ranks(n, **kwargs):
 
 
 def few(most):
-    """Return settings with at most this many examples; with fewer where XLA compiles anew for each shape."""
-    return settings(max_examples=min(most, 4) if XLA else most)
+    """Return settings with at most this many examples; with fewer where a compiler takes its time for each."""
+    return settings(max_examples=min(most, 4) if DEVICE != "host" else most)
 
 
 def is_array(value):
     """Whether a value is an array, or where XLA compiles what stands for one."""
-    return isinstance(value, np.ndarray) or XLA and (isinstance(value, Result) or JAX.holds(value))
+    return isinstance(value, np.ndarray | Result) or ARRAYS.holds(value)
 
 
 def read(results):
@@ -76,7 +81,7 @@ def read(results):
 def same(actual, expected):
     """Compare to the last bit, or where another compiler has made one of the two, short of it."""
     kind = np.asarray(expected).dtype
-    if XLA and kind.kind in "fc":
+    if DEVICE != "host" and kind.kind in "fc":
         few_bits = 16 * float(np.finfo(kind).eps)
         np.testing.assert_allclose(actual, expected, rtol=few_bits, atol=few_bits)
     else:
@@ -84,6 +89,7 @@ def same(actual, expected):
 
 
 __all__ = [
+    "ARRAYS",
     "DEVICE",
     "INTERPRETED",
     "NAME",

@@ -22,6 +22,7 @@ NEEDS = {
     "check_examples": "pytensor",
     "check_hook": "pytensor",
     "check_ops": "jax",
+    "check_precision": "jax",
     "check_streams": "jax",
 }
 SUITE = "check_lasagne"

@@ -25,16 +25,6 @@ COLLECTIVES = [
 STREAMED = ["broadcast", "gather", "all_gather", "reduce", "all_reduce", "get_value"]
 
 
-def thin(cases, keep=4):
-    """Take every second case, and with Theano fewer and others: what happens in ranks/ is the same for both.
-
-    With FAULTS=all in the environment all are taken.
-    """
-    if os.environ.get("FAULTS") == "all":
-        return cases
-    return cases[::2] if NAME == "pytensor" else cases[1::keep] or cases[:1]
-
-
 def held_at(place, on):
     """Return a program that holds at a place, on some ranks; all of it waits for them there."""
     where, how = ("call", "compiled") if place == "compiled" else (place, "python")
@@ -86,9 +76,7 @@ def check_error(outcome, moment, error="WorkerError", words=(), worker=None):
 
 @pytest.mark.parametrize(
     ("name", "place"),
-    thin(
-        [*(("SIGKILL", place) for place in PLACES), *((name, "compiled") for name in DEADLY[1:]), ("SIGTERM", "idle")]
-    ),
+    [*(("SIGKILL", place) for place in PLACES), *((name, "compiled") for name in DEADLY[1:]), ("SIGTERM", "idle")],
 )
 def test_a_worker_that_a_signal_ends_is_named(name, place):
     with held_at(place, [2]) as program:
@@ -103,9 +91,7 @@ def test_a_worker_that_a_signal_ends_is_named(name, place):
 
 @pytest.mark.parametrize(
     ("who", "place"),
-    thin(
-        [*(("worker", place) for place in PLACES), *((w, p) for w in ("master", "all") for p in ("idle", "collective"))]
-    ),
+    [*(("worker", place) for place in PLACES), *((w, p) for w in ("master", "all") for p in ("idle", "collective"))],
 )
 def test_processes_that_are_stopped_go_on_when_they_are_continued(place, who):
     on = {"worker": [2], "master": [0], "all": [0, 1, 2]}[who]
@@ -123,7 +109,7 @@ def test_processes_that_are_stopped_go_on_when_they_are_continued(place, who):
         check_goes_on(program, survived=True)
 
 
-@pytest.mark.parametrize("place", thin(PLACES, 2))
+@pytest.mark.parametrize("place", PLACES)
 def test_a_worker_ignores_interrupts(place):
     with held_at(place, [2]) as program:
         pids = until_inside(program, place, 1)
@@ -135,13 +121,11 @@ def test_a_worker_ignores_interrupts(place):
 
 @pytest.mark.parametrize(
     ("name", "place", "who"),
-    thin(
-        [
-            *(("SIGKILL", place, "master") for place in PLACES),
-            *((name, "compiled", "master") for name in DEADLY[1:]),
-            *((name, place, "all") for name, place in [("SIGKILL", "idle"), ("SIGTERM", "collective")]),
-        ]
-    ),
+    [
+        *(("SIGKILL", place, "master") for place in PLACES),
+        *((name, "compiled", "master") for name in DEADLY[1:]),
+        *((name, place, "all") for name, place in [("SIGKILL", "idle"), ("SIGTERM", "collective")]),
+    ],
 )
 def test_nothing_outlives_the_master(name, place, who):
     on = [1, 2] if place == "distribute" else [0, 1, 2] if who == "all" else [0]
@@ -186,7 +170,7 @@ def test_a_death_whose_code_somebody_else_has_taken(reaper):
         check_goes_on(program, survived=False)
 
 
-@pytest.mark.parametrize("action", thin(["raise:ValueError", "hold:python", "kill:SIGKILL"]))
+@pytest.mark.parametrize("action", ["raise:ValueError", "hold:python", "kill:SIGKILL"])
 def test_workers_that_are_no_copies_of_the_master(action):
     with Program("at_a_point", where="call", action=action, on=[2], fresh=True) as program:
         pids = until_inside(program, "call", 1)
@@ -214,7 +198,7 @@ def test_a_stopped_worker_does_not_outlive_the_master(place):
 # -- while forking -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", thin(["SIGKILL", "SIGSEGV", "SIGTERM"]))
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGTERM"])
 def test_a_worker_that_dies_while_it_starts_is_named(name):
     with Program("at_fork", how="worker") as program:
         pid = program.wait("inside")["pids"]["2"]
@@ -238,7 +222,7 @@ def test_a_worker_that_is_stopped_while_it_starts_is_waited_for():
 
 @pytest.mark.parametrize(
     ("name", "who", "fresh"),
-    [*thin([("SIGKILL", "master", False), ("SIGTERM", "all", False)]), ("SIGKILL", "master", True)],
+    [("SIGKILL", "master", False), ("SIGTERM", "all", False), ("SIGKILL", "master", True)],
 )
 def test_nothing_outlives_a_master_that_dies_while_it_forks(name, who, fresh):
     with Program("at_fork", how="master", fresh=fresh) as program:
@@ -276,7 +260,7 @@ def run(where, action, on=(2,), **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("code", "place"), thin([(0, "call"), *((7, place) for place in ["call", "slice", "collective", *ELSEWHERE])])
+    ("code", "place"), [(0, "call"), *((7, place) for place in ["call", "slice", "collective", *ELSEWHERE])]
 )
 def test_a_worker_that_leaves_is_named_with_its_code(place, code):
     with run(place, f"_exit:{code}") as program:
@@ -287,15 +271,13 @@ def test_a_worker_that_leaves_is_named_with_its_code(place, code):
 
 @pytest.mark.parametrize(
     ("action", "kind", "place"),
-    thin(
-        [
-            *(("raise:ValueError", "ValueError", place) for place in ["call", "slice", "collective", *ELSEWHERE]),
-            *(("exit:3", "SystemExit", place) for place in ["call", "distribute", "arguments"]),
-            ("raise-silent", "Silent", "collective"),
-            *([("raise-silent", "Silent", "call")] if NAME == "pytensor" else []),  # Theano itself asks for the message
-            *(("raise-long", "ValueError", place) for place in ["call", "collective"]),
-        ]
-    ),
+    [
+        *(("raise:ValueError", "ValueError", place) for place in ["call", "slice", "collective", *ELSEWHERE]),
+        *(("exit:3", "SystemExit", place) for place in ["call", "distribute", "arguments"]),
+        ("raise-silent", "Silent", "collective"),
+        *([("raise-silent", "Silent", "call")] if NAME == "pytensor" else []),  # Theano itself asks for the message
+        *(("raise-long", "ValueError", place) for place in ["call", "collective"]),
+    ],
 )
 def test_an_exception_in_one_worker_leaves_the_ranks_usable(place, action, kind):
     with run(place, action) as program:
@@ -307,7 +289,7 @@ def test_an_exception_in_one_worker_leaves_the_ranks_usable(place, action, kind)
         check_goes_on(program, survived=True)
 
 
-@pytest.mark.parametrize("place", thin(["call", "slice", "collective", *ELSEWHERE]))
+@pytest.mark.parametrize("place", ["call", "slice", "collective", *ELSEWHERE])
 def test_exceptions_in_several_workers_are_all_told(place):
     with run(place, "raise:ValueError", on=[1, 2]) as program:
         outcome = program.wait("outcome")
@@ -319,7 +301,7 @@ def test_exceptions_in_several_workers_are_all_told(place):
         check_goes_on(program, survived=True)
 
 
-@pytest.mark.parametrize("place", thin(["call", "slice", "collective", "build"], 2))
+@pytest.mark.parametrize("place", ["call", "slice", "collective", "build"])
 @pytest.mark.parametrize("on", [[0], [0, 1, 2]])
 def test_the_masters_own_exception_comes_as_it_is(place, on):
     with run(place, "raise:ValueError", on=on) as program:
@@ -355,13 +337,7 @@ def test_a_worker_without_memory():
         check_goes_on(program, survived=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "on"),
-    [
-        *((name, [1]) for name in COLLECTIVES[:: 1 if NAME == "pytensor" else 3]),
-        *thin([(name, [0]) for name in STREAMED]),
-    ],
-)
+@pytest.mark.parametrize(("name", "on"), [*((name, [1]) for name in COLLECTIVES), *((name, [0]) for name in STREAMED)])
 def test_a_collective_in_which_one_rank_has_no_memory(name, on):
     with run("collective", "raise:MemoryError", on=on, name=name, point="stored") as program:
         outcome = program.wait("outcome")
@@ -371,9 +347,7 @@ def test_a_collective_in_which_one_rank_has_no_memory(name, on):
         check_goes_on(program, survived=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "on"), thin([*((name, [1]) for name in STREAMED), *((name, [0]) for name in STREAMED)])
-)
+@pytest.mark.parametrize(("name", "on"), [*((name, [1]) for name in STREAMED), *((name, [0]) for name in STREAMED)])
 def test_a_collective_in_which_one_rank_fails_between_chunks(name, on):
     with run("collective", "raise:OSError", on=on, name=name, skip=1) as program:
         outcome = program.wait("outcome")
@@ -383,7 +357,7 @@ def test_a_collective_in_which_one_rank_fails_between_chunks(name, on):
         check_goes_on(program, survived=True)
 
 
-@pytest.mark.parametrize("name", thin(STREAMED))
+@pytest.mark.parametrize("name", STREAMED)
 def test_a_collective_in_which_a_worker_dies_between_chunks(name):
     with run("collective", "kill:SIGKILL", on=[1], name=name, skip=1) as program:
         outcome = program.wait("outcome")
@@ -439,7 +413,7 @@ def test_a_full_dev_shm_is_a_memory_error_and_no_more():
         assert program.end() == 0, program.printed()
 
 
-@pytest.mark.parametrize("spare", thin([0, 1, 3, 5]))
+@pytest.mark.parametrize("spare", [0, 1, 3, 5])
 def test_fork_with_too_few_open_files(spare):
     with Program("few_files", who="fork", spare=spare) as program:
         outcome = program.wait("outcome")

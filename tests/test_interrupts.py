@@ -1,12 +1,17 @@
 """Ctrl-C, pressed at every moment: the signal goes to the whole process group, as a terminal sends it."""
 
+import gc
 import os
 import random
 import signal
+import weakref
 
+import numpy as np
 import pytest
-from faults.harness import PROMPT, Program
-from library import NAME
+from faults.harness import PROMPT, Program, code_run_by
+from library import NAME, shared, tensor
+
+import synkhronos as synk
 
 pytestmark = pytest.mark.faults
 
@@ -30,8 +35,7 @@ def check_goes_on(program):
 
 @pytest.mark.parametrize(
     ("where", "on", "how", "times"),
-    [(*place, 1) for place in (PLACES if NAME == "pytensor" else PLACES[1::3])]
-    + [(*place, 3) for place in PLACES[::4]],
+    [(*place, 1) for place in PLACES] + [(*place, 3) for place in PLACES[::4]],
 )
 def test_an_interrupt_reaches_the_user_and_the_next_call_works(where, on, how, times):
     with Program("at_a_place", where=where, on=on, how=how) as program:
@@ -131,6 +135,24 @@ def test_an_interrupt_at_any_moment(what):
         assert closed["after"] == closed["before"]
         assert program.end() == 0, program.printed()
         program.nothing_left()
+
+
+def test_no_code_runs_that_could_swallow_an_interrupt_when_things_are_collected(fork):
+    fork(2)
+    x, w = tensor.dvector("x"), shared(np.zeros(3), "w")
+    things = [w, synk.function([x], (x.sum() * w.sum(), "sum"), updates=[(w, w + 1)]), synk.data(np.ones(6))]
+    things[1](things[2])
+    synk.all_reduce(w, "sum")
+    things.append(synk.function([x], (x.sum() * w.sum(), "sum")))  # one that is not distributed
+    watched = [weakref.ref(thing) for thing in things]
+    del w
+
+    def forget():
+        things.clear()
+        gc.collect()
+
+    assert code_run_by(forget) == []
+    assert [reference() for reference in watched] == [None] * 4
 
 
 @pytest.mark.parametrize("seed", [0 if NAME == "pytensor" else 1])

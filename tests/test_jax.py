@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from faults.harness import code_run_by
 from library import DEVICE, INTERPRETED, XLA, grad, read, shared
 from library import tensor as T
 
@@ -214,6 +215,11 @@ def test_results_that_nobody_holds_are_forgotten(double):
         double(VALUE + 1)
     assert kept[0] == 6
     assert max(unread()) <= _MOST_CALLS + 1
+
+
+def test_no_code_runs_that_could_swallow_an_interrupt_when_results_are_forgotten(double):
+    results = double(VALUE)
+    assert code_run_by(results.clear) == []
 
 
 def test_large_results_that_nobody_holds_are_forgotten_soon(fork):

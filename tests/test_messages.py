@@ -155,9 +155,10 @@ def beside_gpus(count, lacking=(), cuda=False, **kwargs):
     def provoke():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(devices, "get_n_gpu", lambda: count)
-            patch.setattr(devices, "missing", lambda: list(lacking))
-            patch.setattr(devices, "_cuda_is_started", lambda: cuda)
-            patch.setattr(type(devices.JAX), "on_gpu", False)
+            for device in (devices.JAX, devices.PYGPU):
+                patch.setattr(device, "missing", lambda: list(lacking))
+                patch.setattr(type(device), "on_gpu", False)
+            patch.setattr(devices.cuda, "is_started", lambda: cuda)
             synk.fork(**kwargs)
 
     return provoke
@@ -206,7 +207,7 @@ TABLE = {
     "no GPUs": (beside_gpus(0, use_gpu=True), RuntimeError, ["use_gpu=True", "there is no GPU", "leave use_gpu out", "False"]),
     "GPUs that nothing can drive": (
         beside_gpus(2, ["nccl4py", "cuda-core"], use_gpu=True), RuntimeError,
-        ["use_gpu=True", "2 GPUs are visible", "install nccl4py, cuda-core", r"synkhronos\[gpu\]"],
+        ["use_gpu=True", "2 GPUs are visible", "install nccl4py, cuda-core", r"synkhronos\[gpu\]|page on Theano"],
     ),
     "more ranks than GPUs": (
         beside_gpus(2, n_parallel=3, use_gpu=True), ValueError, ["n_parallel=3, but 2 GPUs", "each rank needs one", "use_gpu=False"]

@@ -1,5 +1,6 @@
 """ranks/: commands, steps, errors, liveness, segments -- without any graph library."""
 
+import gc
 import os
 import signal
 import time
@@ -22,6 +23,30 @@ def session(request):
 def two():
     yield ranks.fork(2, 0, False)
     ranks.close()
+
+
+class Owner:
+    def __hash__(self):
+        return 1
+
+
+def test_what_is_noted_of_an_object_goes_with_it():
+    noted = ranks.WeakKeys()
+    first, second = Owner(), Owner()
+    noted[first], noted[second] = 1, 2
+    noted[second] = 3
+    assert (noted.get(first), noted.get(second), noted.get(Owner())) == (1, 3, None)
+    assert first in noted and Owner() not in noted
+    assert set(noted) == {first, second}
+    del first
+    assert list(noted) == [second]
+    noted.discard(second)
+    noted.discard(second)
+    assert list(noted) == []
+    noted[second] = 4
+    del noted  # before its keys
+    gc.collect()
+    del second
 
 
 @dataclass(frozen=True)

@@ -123,17 +123,23 @@ class BatchNormLayer(lasagne.layers.Layer):
         tensor variable
             Of the shape of `input`.
         """
-        mean, variance = self.mean, self.variance
-        if not deterministic:
+        # The mean and the variance of distances from the running average: a GPU computes both in one reading of the
+        # input, and a variance that is a difference loses no digits when distances are small.
+        distance = input - self._per_channel(self.mean)
+        if deterministic:
+            variance = self.variance
+        else:
             axes = [axis for axis in range(input.ndim) if axis != 1]
-            mean, variance = input.mean(axis=axes), input.var(axis=axes)
+            mean = distance.mean(axis=axes)
+            variance = T.maximum(T.sqr(distance).mean(axis=axes) - T.sqr(mean), 0)
+            distance = distance - self._per_channel(mean)
             if average_updates is not None:
-                for average, value in ((self.mean, mean), (self.variance, variance)):
-                    average_updates[average] = (1 - self.alpha) * average + self.alpha * value
+                average_updates[self.mean] = self.mean + self.alpha * mean
+                average_updates[self.variance] = (1 - self.alpha) * self.variance + self.alpha * variance
         scale = 1 / T.sqrt(variance + self.epsilon)
         if self.gamma is not None:
             scale = self.gamma * scale
-        normalised = (input - self._per_channel(mean)) * self._per_channel(scale)
+        normalised = distance * self._per_channel(scale)
         if self.beta is not None:
             normalised = normalised + self._per_channel(self.beta)
         return self.nonlinearity(normalised)

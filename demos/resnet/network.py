@@ -34,7 +34,9 @@ EXPANSION = 4
 PIXEL_MEAN, PIXEL_SPREAD = 127.5, 64.0
 
 _layers = lasagne.layers
-_rectify = lasagne.nonlinearities.rectify
+# Lasagne's own rectifier has a gradient that needs its input; Theano's, on PyTensor, is content with its output, which
+# the next layer keeps anyway.
+_rectify = T.nnet.relu
 
 
 class Network(NamedTuple):
@@ -188,9 +190,12 @@ def _normalised_conv(layer: Any, n_filters: int, filter_size: int, stride: int =
 
 
 def _bottleneck(layer: Any, width: int, stride: int) -> Any:
-    """Three convolutions, added to what came in."""
-    inner = _normalised_conv(layer, width, 1, stride, nonlinearity=_rectify)
-    inner = _normalised_conv(inner, width, 3, nonlinearity=_rectify)
+    """Three convolutions, added to what came in.
+
+    The second has the stride, as in PyTorch's networks; in the paper the first has.
+    """
+    inner = _normalised_conv(layer, width, 1, nonlinearity=_rectify)
+    inner = _normalised_conv(inner, width, 3, stride, nonlinearity=_rectify)
     inner = _normalised_conv(inner, EXPANSION * width, 1)
     if stride != 1 or layer.output_shape[1] != EXPANSION * width:
         # What came in has another shape; a projection gives it the right one.

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from synkhronos.data.rows import share
 from synkhronos.devices import Selection
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import Mirror, is_declared
-from synkhronos.ranks import Session, SharedArray
+from synkhronos.ranks import Session, SharedArray, WeakKeys
 
 #: The reductions of collectives.
 OPS = ("avg", "sum", "prod", "min", "max")
@@ -43,7 +42,7 @@ def named(session: Session, shared_vars: Any) -> tuple[list[Any], bool]:
     if not variables:
         raise ValueError("shared_vars: expected at least one shared variable, got an empty list")
     mirror = Mirror.of(session)
-    seen: weakref.WeakSet[Any] = session.rank.store.setdefault("variables named before", weakref.WeakSet())
+    seen: WeakKeys[Any, bool] = session.rank.store.setdefault("variables named before", WeakKeys())
     try:
         if single and shared_vars in seen:  # a training loop's gradients, say
             return variables, single
@@ -67,7 +66,8 @@ def named(session: Session, shared_vars: Any) -> tuple[list[Any], bool]:
             )
     if len({id(variable) for variable in variables}) != len(variables):
         raise ValueError("shared_vars: a shared variable comes twice")
-    seen.update(variables)
+    for variable in variables:
+        seen[variable] = True
     return variables, single
 
 

@@ -56,7 +56,9 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
     [[5.0, 6.0], [5.0, 6.0]]
     >>> synk.close()
     """
-    with ranks.turn() as session:
+    session = ranks.session()
+    with session.turn:
+        session.settle()
         nccl = flag(nccl, "nccl")
         if values is None:
             variables, _ = named(session, shared_vars)
@@ -102,7 +104,9 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
     [3, 2]
     >>> synk.close()
     """
-    with ranks.turn() as session:
+    session = ranks.session()
+    with session.turn:
+        session.settle()
         variables, single = named(session, shared_vars)
         each = one_each(values, variables, single)
         staged: list[Data] = []
@@ -149,7 +153,9 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
     ([[0.0, 0.0], [3.0, 4.0]], [0.0, 0.0, 3.0, 4.0])
     >>> synk.close()
     """
-    with ranks.turn() as session:
+    session = ranks.session()
+    with session.turn:
+        session.settle()
         if isinstance(nd_up, bool) or not isinstance(nd_up, int | np.integer):
             raise TypeError(f"nd_up: expected 0 or 1, got {nd_up!r}")
         if nd_up not in (0, 1):
@@ -187,7 +193,9 @@ def all_gather(shared_vars: Any, nccl: bool = True) -> None:
     [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
     >>> synk.close()
     """
-    with ranks.turn() as session:
+    session = ranks.session()
+    with session.turn:
+        session.settle()
         nccl = flag(nccl, "nccl")
         variables, _ = named(session, shared_vars)
         session.run(AllGather(mirrored(session, variables), nccl))
@@ -226,7 +234,9 @@ def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool 
     array([2., 2.])
     >>> synk.close()
     """
-    with ranks.turn() as session:
+    session = ranks.session()
+    with session.turn:
+        session.settle()
         in_place, nccl = flag(in_place, "in_place"), flag(nccl, "nccl")
         variables, single = named(session, shared_vars)
         op = op_name(op, variables)
@@ -263,7 +273,9 @@ def all_reduce(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
     [[2.0, 2.0], [2.0, 2.0]]
     >>> synk.close()
     """
-    with ranks.turn() as session:
+    session = ranks.session()
+    with session.turn:
+        session.settle()
         nccl = flag(nccl, "nccl")
         variables, _ = named(session, shared_vars)
         op = op_name(op, variables)
@@ -297,7 +309,9 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
     array([7., 8.])
     >>> synk.close()
     """
-    with ranks.turn() as session:
+    session = ranks.session()
+    with session.turn:
+        session.settle()
         rank = rank_number(rank, session)
         variables, single = named(session, shared_vars)
         each = one_each(values, variables, single)
@@ -346,7 +360,9 @@ def get_value(rank: int, shared_vars: Any) -> Any:
     array([0., 0.])
     >>> synk.close()
     """
-    with ranks.turn() as session:
+    session = ranks.session()
+    with session.turn:
+        session.settle()
         rank = rank_number(rank, session)
         variables, single = named(session, shared_vars)
         results = session.run(GetValue(mirrored(session, variables), rank))
@@ -375,7 +391,9 @@ def get_shapes(shared_vars: Any) -> list[Any]:
     [(2, 3), (2, 3)]
     >>> synk.close()
     """
-    with ranks.turn() as session:
+    session = ranks.session()
+    with session.turn:
+        session.settle()
         variables, single = named(session, shared_vars)
         layouts = session.run(GetShapes(mirrored(session, variables)))
     each = [[layouts[r][i][0] for r in range(len(layouts))] for i in range(len(variables))]

@@ -68,7 +68,10 @@ def install() -> str:
 
 
 def _theano_is_here() -> bool:
-    return "theano" in sys.modules or importlib.util.find_spec("theano") is not None
+    if "theano" in sys.modules:
+        return True
+    spec = importlib.util.find_spec("theano")
+    return spec is not None and spec.origin is not None  # else a mere folder of that name
 
 
 chosen = install()

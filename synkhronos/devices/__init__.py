@@ -5,7 +5,7 @@ combine arrays of its kind (its communicator).  A new kind is one new module her
 
 `Device`, `Communicator`
     The protocols.
-`HOST`, `JAX`
+`HOST`, `JAX`, `PYGPU`
     The kinds that there are.
 `choose`
     The device that `fork` uses.
@@ -19,20 +19,26 @@ combine arrays of its kind (its communicator).  A new kind is one new module her
 
 from __future__ import annotations
 
-import glob
 import os
+import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import numpy as np
 
+from synkhronos.devices import cuda
+from synkhronos.devices.cuda import get_n_gpu
+from synkhronos.devices.cuda.staging import Token
 from synkhronos.devices.host import Host, Layout, Selection, take
-from synkhronos.devices.jax import Jax, missing, started
+from synkhronos.devices.jax import Jax
+from synkhronos.devices.pygpu import Pygpu
 from synkhronos.ranks import Rank, SharedArray, available_cores
 
 __all__ = [
     "HOST",
     "JAX",
+    "PYGPU",
     "Communicator",
     "Device",
     "Layout",
@@ -151,7 +157,7 @@ class Device(Protocol):
     def launching(self) -> None:
         """Wait until the inputs of the function that is launched next are there."""
 
-    def launched(self, token: Any) -> None:
+    def launched(self, token: Token) -> None:
         """Take an array that will be there when the function launched last is done with its inputs."""
 
     def wait(self, values: Sequence[Any]) -> None:
@@ -162,8 +168,10 @@ class Device(Protocol):
 HOST = Host()
 #: JAX arrays, on GPUs where ranks are bound to them.
 JAX = Jax()
+#: GpuArrays, on which Theano computes.
+PYGPU = Pygpu()
 #: All kinds, most particular first: the host's holds whatever NumPy can read.
-KINDS: tuple[Device, ...] = (JAX, HOST)
+KINDS: tuple[Device, ...] = (JAX, PYGPU, HOST)
 
 
 def device_named(name: str) -> Device:
@@ -190,27 +198,44 @@ def choose(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device, int]:
         None for one rank for each GPU, or for each core that this process may use.
     """
     n_gpu = get_n_gpu() if use_gpu is None or use_gpu else 0
-    lacking = missing() if n_gpu else []
     if use_gpu and not n_gpu:
         raise RuntimeError("use_gpu=True, but there is no GPU: leave use_gpu out, or pass False to compute on the CPU")
-    if use_gpu and lacking:
-        raise RuntimeError(
-            f"use_gpu=True, and {n_gpu} GPUs are visible, but nothing installed here can drive them: "
-            f"install {', '.join(lacking)}: pip install 'synkhronos[gpu]'"
-        )
-    if not n_gpu or lacking:
+    device = _of_gpus()
+    if n_gpu and (lacking := device.missing()):
+        if use_gpu:
+            raise RuntimeError(
+                f"use_gpu=True, and {n_gpu} GPUs are visible, but nothing installed here can drive them: "
+                f"install {', '.join(lacking)}: {device.install}"
+            )
+        n_gpu = 0
+    if not n_gpu:
+        if PYGPU.on_gpu:
+            raise RuntimeError(
+                "Theano computes on a GPU in this process since an earlier fork, and can't go back to the CPU: "
+                "start a new process for ranks on the CPU"
+            )
         return HOST, available_cores() if n_parallel is None else n_parallel
     if n_parallel is not None and n_parallel > n_gpu:
         raise ValueError(
             f"n_parallel={n_parallel}, but {n_gpu} GPUs are visible, and each rank needs one: "
             "pass use_gpu=False to compute on the CPU"
         )
-    if not JAX.on_gpu and _cuda_is_started():
+    if not device.on_gpu and cuda.is_started():
         raise RuntimeError(
             "this process has started CUDA already, so that its workers could not: call synkhronos.fork() before "
-            "anything touches a GPU (an import that does so, jax.devices(), torch.cuda, ...), or pass use_gpu=False"
+            "anything touches a GPU (an import that does so, jax.devices(), torch.cuda, Theano's flag device=cuda, "
+            "...), or pass use_gpu=False"
         )
-    return JAX, n_gpu if n_parallel is None else n_parallel
+    return device, n_gpu if n_parallel is None else n_parallel
+
+
+def _of_gpus() -> Jax | Pygpu:
+    """Return the kind of array that there would be on GPUs: Theano has its own, PyTensor JAX's."""
+    theano = sys.modules.get("theano")
+    if theano is not None:
+        # `synkhronos.compat` serves a `theano` whose variables are PyTensor's.
+        return JAX if hasattr(theano, "__served_on__") else PYGPU
+    return PYGPU if find_spec("pytensor") is None and find_spec("theano") is not None else JAX
 
 
 def needs_fresh_processes() -> bool:
@@ -218,66 +243,10 @@ def needs_fresh_processes() -> bool:
 
     XLA, once started, has threads that a copy lacks and waits for; CUDA refuses to work in a copy.
     """
-    return started()
+    return JAX.started() or PYGPU.started()
 
 
 def keep_off_gpus() -> None:
     """Have this rank's JAX compute on the CPU although there are GPUs, unless it has been started already."""
-    if not started() and get_n_gpu():
+    if not JAX.started() and get_n_gpu():
         os.environ["JAX_PLATFORMS"] = "cpu"
-
-
-def _cuda_is_started() -> bool:
-    """Whether this process has a CUDA context: then it holds the device of CUDA's unified memory open."""
-    try:
-        files = os.listdir("/proc/self/fd")
-    except OSError:
-        return started()
-    for name in files:
-        try:
-            if os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia-uvm"):
-                return True
-        except OSError:  # the one that listed the folder
-            continue
-    return False
-
-
-def get_n_gpu() -> int:
-    """Return the number of visible NVIDIA GPUs, without creating a CUDA context.
-
-    Returns
-    -------
-    int
-        The GPUs of this machine, or those of them that ``CUDA_VISIBLE_DEVICES`` names; 0 where there is no driver.
-
-    Examples
-    --------
-    >>> import synkhronos as synk
-    >>> synk.get_n_gpu() >= 0
-    True
-    """
-    try:
-        import pynvml
-    except ImportError:
-        # One device file a GPU: what NVML counts, short of MIG slices.
-        present = len(glob.glob("/dev/nvidia[0-9]*"))
-    else:
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError:
-            return 0
-        try:
-            present = pynvml.nvmlDeviceGetCount()
-        finally:
-            pynvml.nvmlShutdown()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    count = 0
-    for name in (part.strip() for part in visible.split(",")):
-        # CUDA reads the list up to the first entry that names no device.
-        if name.isdecimal() and int(name) < present or name.startswith(("GPU-", "MIG-")):
-            count += 1
-        else:
-            break
-    return min(count, present)

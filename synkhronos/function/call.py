@@ -162,7 +162,7 @@ class _Local:
 
     def __init__(self, call: Call, program: Program, compiled: Compiled, rank: Rank):
         self._call, self._program, self._rank = call, program, rank
-        self._run_compiled, self._ops, self._device = compiled.run, compiled.ops, program.device
+        self._run_compiled, self._ops = compiled.run, compiled.ops
         self._parts: list[Selection | None] = []
         parts: dict[Any, Selection] = {}  # inputs that are cut alike get the same object: it is copied but once
         for entry in call.inputs:
@@ -238,7 +238,7 @@ class _Local:
         lengths = [self.rows] if self._sliceable is None else [self.rows, len(self._sliceable)]
         count = max(1, min(call.slices, *lengths))
         targets = self._program.accumulated()
-        totals = [Accumulator(op, self._device) for op in [*self._ops, *(op for _, op in targets)]]
+        totals = [Accumulator(op) for op in [*self._ops, *(op for _, op in targets)]]
         cut = [None if part is None else list(pieces(part, count)) for part in self._parts]
         sliceable = None if self._sliceable is None else list(pieces(self._sliceable, count))
         for piece in range(count):
@@ -255,16 +255,19 @@ class _Local:
             library.put(shared, value)
 
     def _inputs(self, parts: Sequence[Selection | None], sliceable: Selection | None) -> list[Any]:
-        rank, device, kept = self._rank, self._device, self._program.buffers
+        rank, program, kept = self._rank, self._program, self._program.buffers
         values = [
             device.input(rank, kept, position, entry.array, part, entry.copy)
-            for position, (entry, part) in enumerate(zip(self._call.inputs, parts, strict=True))
+            for position, (device, entry, part) in enumerate(
+                zip(program.input_devices, self._call.inputs, parts, strict=True)
+            )
         ]
         if sliceable is not None:
             if self._call.variant.rows == "slice":
                 assert isinstance(sliceable, range)
                 values += [np.int64(sliceable.start), np.int64(sliceable.stop)]
             else:
+                device = program.library.input_device(np.dtype(np.int64), 1, program.device)
                 values.append(device.indexes(rank, kept, "rows", np.asarray(sliceable, np.int64)))
         return values
 

@@ -26,7 +26,7 @@ from synkhronos.function.inputs import Inputs, all_slices
 from synkhronos.function.program import PLAIN, Program, Variant
 from synkhronos.function.results import Results
 from synkhronos.graphs.mirror import Mirror, declare
-from synkhronos.ranks import Session
+from synkhronos.ranks import Session, WeakKeys
 
 _keys = itertools.count()
 
@@ -127,7 +127,9 @@ class Function:
         [array([8., 0.])]
         >>> synk.close()
         """
-        with ranks.turn() as session:
+        session = ranks.session()
+        with session.turn:
+            session.settle()
             variant = self._variant(batch_s, num_slices, output_subset)
             arrays, count = self._inputs.locate(session, inputs, named_inputs, batch)
             chosen = self._inputs.choose(session, batch_s)
@@ -349,7 +351,7 @@ def function(
     device = session.rank.store["device"]
     program = build(inputs, outputs, bcast_inputs, updates, givens, sliceable_shareds, kwargs, device)
     made = Function(program, is_single(outputs))
-    _undistributed(session).add(made)
+    _undistributed(session)[made] = True
     declare(program.shareds())
     return made
 
@@ -366,13 +368,15 @@ def distribute() -> None:
     Random generators are moved apart, so that each rank draws different numbers; the master's draws what it would in
     the serial program.
     """
-    with ranks.turn() as session:
+    session = ranks.session()
+    with session.turn:
+        session.settle()
         _distribute(session, list(_undistributed(session)))
 
 
-def _undistributed(session: Session) -> weakref.WeakSet[Function]:
+def _undistributed(session: Session) -> WeakKeys[Function, bool]:
     """Return the functions made since the fork that the workers don't have; earlier ones are sent when called."""
-    return session.rank.store.setdefault("undistributed", weakref.WeakSet())
+    return session.rank.store.setdefault("undistributed", WeakKeys())
 
 
 def _distribute(session: Session, functions: Sequence[Function]) -> None:

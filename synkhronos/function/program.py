@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.devices import HOST, JAX, Device
+from synkhronos.devices import HOST, Device
 from synkhronos.function.reduce import Op
 from synkhronos.graphs import GraphLibrary
 from synkhronos.graphs.family import Input
@@ -129,7 +129,11 @@ class Program:
     buffers: dict[int, Any] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "compiled": {}, "buffers": {}}
+        state = {**self.__dict__, "compiled": {}, "buffers": {}}
+        # Where another process computes is for itself to say.
+        for name in ("device", "input_devices"):
+            state.pop(name, None)
+        return state
 
     def variables(self) -> list[Any]:
         """Return all variables that the program names."""
@@ -150,10 +154,16 @@ class Program:
         """Whether a compiled function may return before it has computed."""
         return self.library.uses_xla(self.kwargs.get("mode"))
 
-    @property
+    @cached_property
     def device(self) -> Device:
         """What holds the values that it computes with."""
-        return JAX if self.asynchronous else HOST
+        return self.library.device(self.kwargs.get("mode"))
+
+    @cached_property
+    def input_devices(self) -> list[Device]:
+        """What holds the values of each input."""
+        kinds = [entry.variable.type for entry in self.inputs]
+        return [self.library.input_device(np.dtype(kind.dtype), kind.ndim, self.device) for kind in kinds]
 
     def settle(self) -> None:
         """Move the shared variables' values to the device."""
@@ -173,7 +183,7 @@ class Program:
             kinds = [self.library.output_variable(self.outputs[i]).type for i in chosen]
             function = self._compile(variant)
             n_inputs = len(self.inputs) + {None: 0, "index": 1, "slice": 2}[variant.rows]
-            run = self.library.executable(function, n_inputs, self.device) if self.asynchronous else function
+            run = function if self.device is HOST else self.library.executable(function, n_inputs, self.device)
             reduces = any(op.name is not None for op in ops)
             compiled = Compiled(function, run, ops, reduces, _scalars(kinds, ops, variant))
             self.compiled[variant] = compiled

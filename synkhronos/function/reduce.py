@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import HOST, Device
+from synkhronos.devices import HOST, Device, device_of
 from synkhronos.devices.host import UFUNCS
 
 NAMES = ("avg", "mean", "sum", "prod", "min", "max", "gather")
@@ -89,8 +89,6 @@ class Accumulator:
     Parameters
     ----------
     op : Op
-    device : Device
-        What holds the values; by default the host.
 
     Examples
     --------
@@ -101,9 +99,10 @@ class Accumulator:
     array(1.25)
     """
 
-    def __init__(self, op: Op, device: Device = HOST):
+    def __init__(self, op: Op):
         self.op = op
-        self._device = device
+        #: What holds the values.
+        self._device: Device = HOST
         self.rows = 0
         self.count = 0
         self._value: Any = None
@@ -117,9 +116,11 @@ class Accumulator:
         if self.op.name is None:
             self._value = value
             return
+        if self.count == 1:
+            self._device = device_of(value)
         value = self._device.array(value)
         if self.op.name == "gather":
-            self._parts.append(value if value.ndim else value.reshape(1))
+            self._parts.append(value if value.ndim else value.reshape((1,)))
             return
         weighted = self._weigh(value, rows)
         if self._value is None:

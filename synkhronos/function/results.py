@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from synkhronos import ranks
 from synkhronos.devices import Device
 from synkhronos.function.combine import Outputs, combined
-from synkhronos.ranks import Rank, Session, turn
+from synkhronos.ranks import Rank, Session
 
 _KEY = "unread outputs"
 #: Calls whose outputs nobody will read, and their bytes on a rank, up to which they are kept on the ranks.
@@ -99,7 +100,7 @@ class _Reference(weakref.ref[_Call]):
     nbytes: int
 
     @classmethod
-    def to(cls, call: _Call, callback: Callable[[_Reference], None], number: int, nbytes: int) -> _Reference:
+    def to(cls, call: _Call, callback: Callable[[Any], None], number: int, nbytes: int) -> _Reference:
         """Return a reference that is handed to ``callback`` when the call is gone."""
         made = cls(call, callback)
         made.number, made.nbytes = number, nbytes
@@ -112,6 +113,7 @@ class Results:
     def __init__(self, session: Session):
         self._session = weakref.ref(session)
         self._unread: dict[int, _Reference] = {}
+        self._gone: list[_Reference] = []
         self._dropped: list[int] = []
         self._dropped_bytes = 0
         session.before_close(self.read)
@@ -127,21 +129,25 @@ class Results:
     def add(self, number: int, nbytes: int, count: int) -> list[Result]:
         """Return the results of a call that has just been started."""
         call = _Call(number)
-        self._unread[number] = _Reference.to(call, self._drop, number, nbytes)
+        # When nobody can read them any more, nothing runs that is written in Python: it could swallow an interrupt.
+        self._unread[number] = _Reference.to(call, self._gone.append, number, nbytes)
         return [Result(self, call, i) for i in range(count)]
-
-    def _drop(self, reference: _Reference) -> None:
-        """Note that nobody can read a call's outputs any more; may be called at any moment."""
-        if self._unread.pop(reference.number, None) is not None:
-            self._dropped.append(reference.number)
-            self._dropped_bytes += reference.nbytes
 
     def tidy(self, session: Session) -> None:
         """Have the ranks drop what nobody will read, when it has become much."""
+        # Interrupts come at any moment: nothing is forgotten before it is done, and done twice does no harm.
+        while self._gone:
+            reference = self._gone[0]
+            self._dropped.append(reference.number)
+            self._dropped_bytes += reference.nbytes
+            self._unread.pop(reference.number, None)
+            del self._gone[0]
         if len(self._dropped) < _MOST_CALLS and self._dropped_bytes < _MOST_BYTES:
             return
+        forget = Forget(tuple(self._dropped))
+        session.run(forget)
+        del self._dropped[: len(forget.calls)]
         self._dropped_bytes = 0
-        session.run(Forget(tuple(self._dropped.pop() for _ in range(len(self._dropped)))))
 
     def read(self) -> None:
         """Read all that is unread and that somebody still holds."""
@@ -175,7 +181,9 @@ class Results:
         """Return a call's outputs, reading all that is unread if they are."""
         if call.values is None:
             if call.error is None and call.number in self._unread:
-                with turn():
+                session = ranks.session()
+                with session.turn:
+                    session.settle()
                     self.read()
             if call.error is not None:
                 raise call.error

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import Device
+from synkhronos.devices import HOST, Device
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,14 @@ class GraphLibrary:
         """Return copies of the outputs' graphs with variables replaced."""
         raise NotImplementedError
 
+    def device(self, mode: Any) -> Device:
+        """Return what holds the values with which functions of this mode compute, in this process."""
+        return HOST
+
+    def input_device(self, dtype: np.dtype, ndim: int, device: Device) -> Device:
+        """Return what holds the values of an input of a function that computes on a device."""
+        return device
+
     def uses_xla(self, mode: Any) -> bool:
         """Whether functions of this mode are compiled by XLA.
 
@@ -156,7 +164,7 @@ class GraphLibrary:
         return False
 
     def executable(self, function: Any, n_inputs: int, device: Device) -> Callable[..., Any]:
-        """Return a function that XLA compiles so that it takes and returns a device's arrays."""
+        """Return a compiled function as ranks call it: with a device's arrays."""
         raise NotImplementedError
 
     def default_mode(self, device: Device) -> Any:

@@ -26,20 +26,20 @@ from typing import Any
 import numpy as np
 
 from synkhronos.graphs import library_of
-from synkhronos.ranks import Rank, Session, SharedArray
+from synkhronos.ranks import Rank, Session, SharedArray, WeakKeys
 
 #: Arrays in a parcel start at multiples of this many bytes, as processors like them.
 _ALIGNMENT = 64
 
 
 #: The shared variables that functions use, whatever ranks there are.
-_declared: weakref.WeakSet[Any] = weakref.WeakSet()
+_declared: WeakKeys[Any, bool] = WeakKeys()
 
 
 def declare(shareds: Iterable[Any]) -> None:
     """Note that a function uses these shared variables: they may be sent when somebody asks for them."""
     for shared in shareds:
-        _declared.add(shared)
+        _declared[shared] = True
 
 
 def is_declared(shared: Any) -> bool:
@@ -55,7 +55,7 @@ class Mirror:
 
     def __init__(self, session: Session):
         self._session = weakref.ref(session)
-        self._keys: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
+        self._keys: WeakKeys[Any, tuple[str, int]] = WeakKeys()
         self._last = 0
 
     @classmethod

@@ -61,6 +61,10 @@ class PyTensor(GraphLibrary):
         """JAX mode does."""
         return type(get_mode(mode).linker).__name__ == "JAXLinker"
 
+    def device(self, mode: Any) -> Device:
+        """JAX arrays in JAX mode."""
+        return JAX if self.uses_xla(mode) else super().device(mode)
+
     def executable(self, function: Any, n_inputs: int, device: Device) -> Executable:
         """Return a function in JAX mode that takes and returns JAX arrays."""
         return Executable(function, n_inputs, device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -12,6 +12,7 @@ from theano.compile.io import In, SymbolicInput, SymbolicOutput
 from theano.compile.sharedvalue import SharedVariable
 from theano.gof.graph import Constant, Variable
 
+from synkhronos.devices import HOST, PYGPU, Device
 from synkhronos.graphs.family import GraphLibrary, Input, jump
 
 # MRG31k3p: two recurrences of order 3 modulo these primes (L'Ecuyer and Touzin, "Fast combined multiple recursive
@@ -64,9 +65,58 @@ class Theano(GraphLibrary):
         """Put another variable in the place of an output's."""
         return SymbolicOutput(variable, borrow=output.borrow) if isinstance(output, SymbolicOutput) else variable
 
+    def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Callable[..., Any]:
+        """Compile; on a GPU into a function whose inputs are there already, where it wants them there."""
+        if PYGPU.on_gpu:
+            inputs, replaced = _inputs_on_gpu(inputs, self)
+            kwargs["givens"] = [*replaced, *kwargs.get("givens", [])]
+        return super().function(inputs, outputs, **kwargs)
+
+    def device(self, mode: Any) -> Device:
+        """GpuArrays where this process has opened a GPU."""
+        return PYGPU if PYGPU.on_gpu else HOST
+
+    def input_device(self, dtype: np.dtype, ndim: int, device: Device) -> Device:
+        """Labels and indexes stay on the host: Theano wants them there, and would read them back at each call."""
+        return HOST if dtype.kind in "biuc" and ndim < 2 or dtype.kind == "c" else device
+
+    def executable(self, function: Any, n_inputs: int, device: Device) -> Callable[..., Any]:
+        """Return a function that waits for its inputs to arrive on the GPU, and says when they may be overwritten."""
+
+        def run(*inputs: Any) -> Any:
+            device.launching()
+            results = function(*inputs)
+            device.launched(PYGPU.staging.mark())
+            return results
+
+        return run
+
+    def put(self, shared: Any, value: Any) -> None:
+        """Put an array into a container: of pygpu's several classes the one that Theano knows."""
+        super().put(shared, value.view() if PYGPU.holds(value) else value)
+
     def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:
         """Return copies of the outputs' graphs with variables replaced."""
-        return list(theano.clone(list(outputs), replace, strict=False))
+        # What stands for a variable on a GPU has to be there too.
+        there = {v: new if isinstance(new.type, type(v.type)) else self.convert(v, new) for v, new in replace.items()}
+        return list(theano.clone(list(outputs), there, strict=False))
+
+
+def _inputs_on_gpu(inputs: Sequence[Any], library: Theano) -> tuple[list[Any], list[tuple[Any, Any]]]:
+    """Return inputs on the GPU in the place of those on the host, and by what these are to be replaced."""
+    from theano.gpuarray.type import GpuArrayType
+
+    placed, replaced = [], []
+    for value in inputs:
+        entry = library.input(value)
+        variable, kind = entry.variable, entry.variable.type
+        if library.input_device(np.dtype(kind.dtype), kind.ndim, PYGPU) is HOST:
+            placed.append(value)
+            continue
+        there = GpuArrayType(kind.dtype, kind.broadcastable, None)(variable.name)
+        placed.append(In(there, name=entry.name, mutable=entry.mutable))
+        replaced.append((variable, there.transfer("cpu")))
+    return placed, replaced
 
 
 def _is_mrg_state(shared: Any) -> bool:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable
 from sys import getrefcount
 from typing import Any
@@ -15,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import Device
+from synkhronos.graphs.precision import COMPILER_OPTIONS, bfloat16, in_bfloat16
+from synkhronos.ranks import WeakKeys
 
 #: Random generators as JAX takes them, by the containers that hold them as NumPy's, and those.
-_streams: weakref.WeakKeyDictionary[Any, tuple[np.random.Generator, list[Any]]] = weakref.WeakKeyDictionary()
+_streams: WeakKeys[Any, tuple[np.random.Generator, list[Any]]] = WeakKeys()
 
 
 class Executable:
@@ -83,7 +84,8 @@ class Executable:
         positions = tuple(n_inputs + i for i, is_donated in enumerate(donated) if is_donated)
         # Old values that nothing is computed from are kept as arguments: the new ones then take their place, and
         # addresses stay the same from launch to launch, as the launches that XLA records need them.
-        self._run = jax.jit(run, donate_argnums=positions, keep_unused=True)
+        options = COMPILER_OPTIONS if bfloat16() else None
+        self._run = jax.jit(run, donate_argnums=positions, keep_unused=True, compiler_options=options)
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Start the computation, and return its outputs: arrays that will be there when they are read."""
@@ -143,10 +145,14 @@ def _converted(graph: Any, storage_map: Any) -> Callable[..., Any]:
     from pytensor.link.jax.dispatch import jax_funcify, jax_typify
     from pytensor.link.utils import fgraph_to_python
 
+    reduced = bfloat16()
+
     def convert(op: Any, node: Any = None, **kwargs: Any) -> Any:
         run = jax_funcify(op, node=node, **kwargs)
         if node is None or not callable(run):
             return run
+        if reduced:
+            run = in_bfloat16(run, node, graph)
         dtypes = [getattr(output.type, "dtype", None) for output in node.outputs]
         if len(dtypes) == 1:
             return lambda *inputs: _as(run(*inputs), dtypes[0])

@@ -3,7 +3,7 @@
 Processes, commands, errors, liveness, and the shared memory that ranks map.  This room knows nothing of arrays'
 meaning, graphs or devices.
 
-`fork`, `close`, `session`, `turn`
+`fork`, `close`, `session`
     The running ranks (`session`).
 `Rank`, `Command`
     What runs on each of them (`rank`).
@@ -13,13 +13,16 @@ meaning, graphs or devices.
     What went wrong (`errors`).
 `available_cores`
     How many cores there are to share (`threads`).
+`WeakKeys`
+    What is noted of objects without keeping them (`weak`).
 """
 
 from synkhronos.ranks.errors import Cancelled, WorkerError
 from synkhronos.ranks.rank import ROOM, Command, Rank
 from synkhronos.ranks.segments import Segment, SharedArray
-from synkhronos.ranks.session import Session, close, fork, session, turn
+from synkhronos.ranks.session import Session, close, fork, session
 from synkhronos.ranks.threads import available_cores
+from synkhronos.ranks.weak import WeakKeys
 
 __all__ = [
     "ROOM",
@@ -29,10 +32,10 @@ __all__ = [
     "Segment",
     "Session",
     "SharedArray",
+    "WeakKeys",
     "WorkerError",
     "available_cores",
     "close",
     "fork",
     "session",
-    "turn",
 ]

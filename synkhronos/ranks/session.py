@@ -34,6 +34,7 @@ from synkhronos.ranks.interrupts import uninterrupted
 from synkhronos.ranks.rank import Command, Rank
 from synkhronos.ranks.segments import Segment, SharedArray, announce, create_unlinked
 from synkhronos.ranks.threads import ThreadShare, available_cores
+from synkhronos.ranks.weak import WeakKeys
 
 _log = logging.getLogger("synkhronos")
 
@@ -72,7 +73,8 @@ class Session:
     timeout : float or None
         Seconds that the master waits for the others in one command, None for ever.
     turn : threading.RLock
-        Held while a command is prepared and run: one at a time.
+        Held while a command is prepared and run: one at a time.  In a ``with`` statement of its own, which lets go of
+        it whenever an interrupt comes; ``settle()`` is the next thing to do.
     """
 
     def __init__(self, size: int, root: int, timeout: float | None = None, fresh: bool = False):
@@ -91,7 +93,7 @@ class Session:
         self._stored_garbage: list[Any] = []
         self._owned: dict[tuple[str, Any], weakref.ref[Any]] = {}
         self._orphaned: list[Any] = []
-        self._at_close: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._at_close: WeakKeys[Any, bool] = WeakKeys()
         self._before_close: list[Callable[[], None]] = []
         self._children: dict[int, int] = {}
         self._channels: dict[int, socket.socket] = {}
@@ -157,7 +159,8 @@ class Session:
             self.settle()
             if self._garbage or self._stored_garbage:
                 self._release_garbage()
-            return self._run(command)
+            result = self._run(command)
+        return result
 
     def settle(self) -> None:
         """Return when no rank is busy; an interrupt may have left the workers with a command to finish.
@@ -391,7 +394,7 @@ class Session:
 
     def tell_at_close(self, owner: Any) -> None:
         """Call ``owner.session_closed()`` when the ranks end, if the owner is still there."""
-        self._at_close.add(owner)
+        self._at_close[owner] = True
 
     def _free(self) -> None:
         self._deaths.stop()
@@ -580,22 +583,3 @@ def close() -> None:
     """End the session, if there is one."""
     if _current is not None:
         _current.close()
-
-
-class turn:  # noqa: N801 - used as `with turn() as session`
-    """Hold the session while a command is prepared and run."""
-
-    __slots__ = ("_session",)
-
-    def __enter__(self) -> Session:
-        self._session = current = session()
-        current.turn.acquire()
-        try:
-            current.settle()
-        except BaseException:
-            current.turn.release()
-            raise
-        return current
-
-    def __exit__(self, *_: object) -> None:
-        self._session.turn.release()

@@ -51,6 +51,12 @@ def test_pytensor_answers_where_theano_is_not_installed():
     assert theano.function([x], T.sqr(x).sum(), mode="FAST_COMPILE")([[1, 2]]) == 5
 
 
+def test_a_folder_of_that_name_is_not_theano(tmp_path):
+    (tmp_path / "theano").mkdir()
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import synkhronos.compat as c; print(c.chosen)"
+    assert run(code, str(tmp_path)) == "pytensor"
+
+
 def test_importing_twice_installs_once():
     assert synkhronos.compat.install() == "pytensor"
     assert sum(isinstance(finder, TreeFinder) for finder in sys.meta_path) == 1

@@ -21,6 +21,7 @@ from synkhronos.compat.ops.classification import OneHotCrossentropy, Softmax, cr
 from synkhronos.compat.ops.convolution import Conv, ConvGradInputs, ConvGradWeights, output_length, pads
 from synkhronos.compat.ops.normalization import moments
 from synkhronos.compat.ops.pooling import MODES, MaxPoolGrad, MaxPoolPick, Pool, SumPoolGrad
+from synkhronos.compat.ops.rectifier import rectifier
 from synkhronos.compat.ops.windows import fold, unfold
 
 RNG = np.random.default_rng(0)
@@ -185,6 +186,29 @@ def test_the_variance_far_from_zero_is_right(mode):
     v = pt.tensor4("v", dtype="float32")
     _, var = in_mode(mode, [v], moments(v, (0, 2, 3)), x)
     np.testing.assert_allclose(np.asarray(var), x.astype("float64").var((0, 2, 3), keepdims=True), rtol=1e-4)
+
+
+# -- the rectifier ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["FAST_COMPILE", "FAST_RUN", "NUMBA", "JAX"])
+def test_the_rectifier_passes_what_is_positive_forth_and_back(mode):
+    v = pt.dvector("v")
+    y = rectifier(v)
+    first = pytensor.grad((y**2).sum(), v)
+    second = pytensor.grad((first**3).sum(), v)
+    values = in_mode(mode, [v], [y, first, second], np.array([-1.0, 0.0, 2.0, np.inf]))
+    for value, expected in zip(values, ([0, 0, 2, np.inf], [0, 0, 4, np.inf], [0, 0, 96, np.inf]), strict=True):
+        np.testing.assert_array_equal(np.asarray(value), expected)
+    assert np.isnan(np.asarray(in_mode(mode, [v], y, np.array([np.nan]))))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_the_rectifier_keeps_type_and_shape(dtype):
+    v = pt.TensorType(dtype, (2, None, 1))("v")
+    y = rectifier(v)
+    assert y.type == v.type
+    assert pytensor.grad(y.sum(), v).dtype == dtype
 
 
 # -- softmax and crossentropy ----------------------------------------------------------------------------------------

@@ -2,25 +2,36 @@
 
 `Program`
     The process: what it tells, what it prints, and how it ends.
-`lives`, `state`
-    What the system says of a process.
+`Template`
+    A process that has made the imports, of which programs are copies.
+`members`, `children_of`, `state`
+    What the system says of processes.
+`code_run_by`
+    What of the library's code a call runs.
 
 Every wait has a limit.  What the program tells comes through a pipe that all its processes hold, so that the pipe's end
 is the end of them all.
+
+Most of a program's time would be its imports.  So one process makes them, and forks before it has done anything else; a
+program is such a copy, in a session of its own.  With FAULTS=all in the environment each is started anew.
 """
 
 from __future__ import annotations
 
+import _weakrefset
 import contextlib
 import json
 import os
 import pathlib
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 #: Seconds for anything that should take a moment, on a machine that is busy with other things.
@@ -28,6 +39,21 @@ LIMIT = 30
 #: Seconds from a fault to its error.
 PROMPT = 2
 _HERE = pathlib.Path(__file__).parent
+_SCENARIOS = [sys.executable, str(_HERE / "scenarios.py")]
+
+
+def _start(words: list[str], events: int, release: int, **settings: Any) -> subprocess.Popen[bytes]:
+    """Start a process that tells and is released by these pipes; for a template both are its socket."""
+    environment = {
+        **os.environ,
+        "FAULTS_EVENTS": str(events),
+        "FAULTS_RELEASE": str(release),
+        # Nothing here is about what the compilers make of a graph.
+        "PYTENSOR_FLAGS": "mode=Mode,linker=py,optimizer=None",
+        "THEANO_FLAGS": "blas.ldflags=,mode=Mode,linker=py,optimizer=None",
+        "PYTHONPATH": os.pathsep.join([str(_HERE.parent), str(_HERE.parent.parent)]),
+    }
+    return subprocess.Popen(words, start_new_session=True, pass_fds=(events, release), env=environment, **settings)
 
 
 class Program:
@@ -50,22 +76,17 @@ class Program:
         self.told: list[dict[str, Any]] = []
         self.output = tempfile.TemporaryFile("w+")
         self._names = names()
-        environment = {
-            **os.environ,
-            "FAULTS_EVENTS": str(events),
-            "FAULTS_RELEASE": str(release),
-            # Nothing here is about what the compilers make of a graph.
-            "PYTENSOR_FLAGS": "mode=Mode,linker=py,optimizer=None",
-            "THEANO_FLAGS": "blas.ldflags=,mode=Mode,linker=py,optimizer=None",
-            "PYTHONPATH": os.pathsep.join([str(_HERE.parent), str(_HERE.parent.parent)]),
-        }
-        self.process = subprocess.Popen(
-            [*command, sys.executable, str(_HERE / "scenarios.py"), scenario, json.dumps(arguments)],
-            start_new_session=True,
-            pass_fds=(events, release),
-            env=environment,
-            **{"stdin": subprocess.DEVNULL, "stdout": self.output, "stderr": self.output, **(pass_on or {})},
-        )
+        asked = [scenario, json.dumps(arguments)]
+        self.process: subprocess.Popen[bytes] | Copy
+        if command or pass_on or os.environ.get("FAULTS") == "all":
+            self.process = _start(
+                [*command, *_SCENARIOS, *asked],
+                events,
+                release,
+                **{"stdin": subprocess.DEVNULL, "stdout": self.output, "stderr": self.output, **(pass_on or {})},
+            )
+        else:
+            self.process = Template.only().copy(asked, [self.output.fileno(), events, release])
         os.close(events)
         os.close(release)
 
@@ -165,6 +186,70 @@ class Program:
         while left := names() - self._names:
             assert time.monotonic() < deadline + 0.5, f"{left} are left in /dev/shm"
             time.sleep(0.005)
+
+
+class Template:
+    """A process that has made all imports, and copies itself for each program; one at a time."""
+
+    _only: Template | None = None
+
+    def __init__(self) -> None:
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        with theirs:
+            self.process = _start([*_SCENARIOS, "template"], theirs.fileno(), theirs.fileno(), **nothing)
+
+    @classmethod
+    def only(cls) -> Template:
+        """Return the one of this process, which ends with it."""
+        if cls._only is None:
+            cls._only = cls()
+        return cls._only
+
+    def copy(self, words: list[str], files: list[int]) -> Copy:
+        """Start a copy with these arguments, and its output, and the pipes by which it tells and is released."""
+        socket.send_fds(self.channel, [json.dumps(words).encode()], files)
+        return Copy(self.channel, int(_received(self.channel, LIMIT)))
+
+
+class Copy:
+    """A program that a template has started; waited for as `subprocess.Popen` is."""
+
+    def __init__(self, channel: socket.socket, pid: int):
+        self._channel = channel
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float = LIMIT) -> int:
+        """Return the exit code; minus a signal's number."""
+        if self.returncode is None:
+            self.returncode = int(_received(self._channel, timeout))
+        return self.returncode
+
+
+def _received(channel: socket.socket, limit: float) -> bytes:
+    if not select.select([channel], [], [], limit)[0]:
+        raise subprocess.TimeoutExpired("a template's copy", limit)
+    told = channel.recv(64)
+    assert told, "the template has ended"
+    return told
+
+
+def code_run_by(call: Callable[[], object]) -> list[str]:
+    """Return what a call runs of the library's code, and of that of Python's weak references."""
+    places = [str(_HERE.parent.parent / "synkhronos"), weakref.__file__, _weakrefset.__file__]
+    ran = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(tuple(places)):
+            ran.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return ran
 
 
 def names() -> set[str]:

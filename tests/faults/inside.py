@@ -60,6 +60,15 @@ def tell(event: str, **data: Any) -> None:
     os.write(_EVENTS, line.encode() + b"\n")
 
 
+def tell_to(events: int, release: int) -> None:
+    """Tell by this pipe, and hold until that one is closed; so do the processes that this one starts anew."""
+    global _EVENTS, _RELEASE
+    for name, fd in (("FAULTS_EVENTS", events), ("FAULTS_RELEASE", release)):
+        os.set_inheritable(fd, True)
+        os.environ[name] = str(fd)
+    _EVENTS, _RELEASE = events, release
+
+
 def attempt(call: Any) -> dict[str, Any]:
     """Return what a call returned, or raised, and when it did."""
     try:

@@ -9,10 +9,12 @@ import contextlib
 import ctypes
 import errno
 import functools
+import gc
 import json
 import os
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
@@ -459,14 +461,46 @@ def printing_into_nothing() -> None:
 def main() -> None:
     """Run the scenario that the harness asked for."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    name, arguments = sys.argv[1], json.loads(sys.argv[2])
-    {**globals(), **_interrupted()}[name](**arguments)
+    scenarios = {**globals(), **_interrupted()}
+    words = sys.argv[1:]
+    if words == ["template"]:
+        words = _copied()
+    name, arguments = words[0], json.loads(words[1])
+    scenarios[name](**arguments)
 
 
 def _interrupted() -> dict[str, Any]:
     from faults import interrupted
 
     return vars(interrupted)
+
+
+def _copied() -> list[str]:
+    """Fork this process for each program that the harness asks for, and return what is asked in each copy.
+
+    In the template itself, return never.
+    """
+    gc.collect()
+    gc.freeze()  # or each copy would look through all that was imported for garbage
+    channel = socket.socket(fileno=int(os.environ["FAULTS_EVENTS"]))
+    while True:
+        message, files, _, _ = socket.recv_fds(channel, 1 << 16, 3)
+        if not message:
+            os._exit(0)
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            channel.send(str(os.getpid()).encode())
+            channel.close()
+            output, events, release = files
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.close(output)
+            inside.tell_to(events, release)
+            return json.loads(message)
+        for fd in files:
+            os.close(fd)
+        channel.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
 
 
 if __name__ == "__main__":

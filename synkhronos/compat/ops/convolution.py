@@ -81,6 +81,8 @@ class _Conv(NumpyOp):
     """
 
     __props__ = ("n", "padding", "stride", "dilation", "flip", "groups")
+    #: The first two inputs are factors of products that are summed; `synkhronos.graphs.precision` asks.
+    multiplies = True
 
     def __init__(
         self,
@@ -288,8 +290,6 @@ def _xla_conv(op: _Conv, x: Any, w: Any) -> Any:
     from jax import lax
 
     letters = "DHW"[-op.n :] if op.n <= 3 else "".join(map(str, range(op.n)))
-    if op.flip:
-        w = lax.rev(w, tuple(range(2, op.n + 2)))
     return lax.conv_general_dilated(
         x,
         w,
@@ -301,9 +301,16 @@ def _xla_conv(op: _Conv, x: Any, w: Any) -> Any:
     )
 
 
+def _turned(op: _Conv, w: Any) -> Any:
+    """Return filters as XLA takes them, or what XLA returns as filters."""
+    from jax import lax
+
+    return lax.rev(w, tuple(range(2, op.n + 2))) if op.flip else w
+
+
 @lowers(Conv)
 def _conv_xla(op: Conv, x: Any, w: Any) -> Any:
-    return _xla_conv(op, x, w)
+    return _xla_conv(op, x, _turned(op, w))
 
 
 @lowers(ConvGradWeights)
@@ -312,13 +319,18 @@ def _grad_weights_xla(op: ConvGradWeights, x: Any, g: Any, like: Any) -> Any:
 
     shape = jax.ShapeDtypeStruct(like.shape, x.dtype)
     (result,) = jax.linear_transpose(lambda w: _xla_conv(op, x, w), shape)(g)
-    return result
+    return _turned(op, result)
 
 
 @lowers(ConvGradInputs)
 def _grad_inputs_xla(op: ConvGradInputs, w: Any, g: Any, like: Any) -> Any:
     import jax
 
+    w = _turned(op, w)
+    if op.flip and max(op.stride) > 1:
+        # XLA knows this gradient by filters that are turned around.  Turned twice they would be so no more, and XLA
+        # would put the zeros between the gradient's elements and multiply with them.
+        w = jax.lax.optimization_barrier(w)
     shape = jax.ShapeDtypeStruct(like.shape, w.dtype)
     (result,) = jax.linear_transpose(lambda x: _xla_conv(op, x, w), shape)(g)
     return result

@@ -148,7 +148,9 @@ def _subtensor(op: Any, node: Any) -> Compute:
 
 
 def _join(op: Any, node: Any) -> Compute:
-    return lambda axis, *x: np.concatenate([np.atleast_1d(part) for part in x])
+    # In newer PyTensor the axis belongs to the Op; a shape has only one.
+    first = 0 if hasattr(op, "axis") else 1
+    return lambda *x: np.concatenate([np.atleast_1d(part) for part in x[first:]])
 
 
 # -- what takes a shape --------------------------------------------------------------------------------------------

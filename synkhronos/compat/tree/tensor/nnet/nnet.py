@@ -20,6 +20,7 @@ from synkhronos.compat.ops.classification import (
 from synkhronos.compat.ops.classification import (
     softmax as _softmax,
 )
+from synkhronos.compat.ops.rectifier import rectifier
 
 __all__ = [
     "CrossentropyCategorical1Hot",
@@ -89,7 +90,7 @@ def relu(x: Any, alpha: Any = 0) -> Any:
     """
     x = pt.as_tensor_variable(x)
     if isinstance(alpha, int | float) and alpha == 0:
-        return 0.5 * (x + pt.abs(x))
+        return rectifier(x) if x.dtype.startswith("float") else 0.5 * (x + pt.abs(x))
     alpha = pt.as_tensor_variable(alpha)
     return 0.5 * (1 + alpha) * x + 0.5 * (1 - alpha) * pt.abs(x)
 

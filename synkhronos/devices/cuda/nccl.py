@@ -3,8 +3,9 @@
 `NcclCommunicator`
     Combines arrays where they lie.
 
-NCCL's work goes to XLA's stream, behind what computes the array.  A rank waits for it, looking from time to time
-whether its peers are alive and well: what a peer that has failed would leave waiting for ever is aborted.
+NCCL's work goes to the stream on which the arrays are computed, behind what computes them.  A rank waits for it,
+looking from time to time whether its peers are alive and well: what a peer that has failed would leave waiting for ever
+is aborted.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.devices.cuda.staging import Part, Staging, check
 from synkhronos.devices.host import Layout
-from synkhronos.devices.jax.staging import Part, Staging, check
 from synkhronos.ranks import Rank
 
 #: NCCL's numbers for dtypes (ncclDataType_t).
@@ -49,7 +50,7 @@ class NcclCommunicator:
     ----------
     rank : Rank
     staging : Staging
-        Whose stream to use.
+        Knows the arrays and the GPU.
     """
 
     def __init__(self, rank: Rank, staging: Staging):
@@ -59,7 +60,8 @@ class NcclCommunicator:
         self._staging = staging
         self._nccl = nccl
         self._comm: Any = None
-        self._stream = staging.handle if staging.compute is None else staging.compute
+        self._arrays = staging.arrays
+        self._stream = staging.handle if staging.arrays.stream is None else staging.arrays.stream
         # A collective that waits for a dead rank keeps the GPU busy, and whatever is to be freed there waits for it.
         rank.at_end.append(self.abort)
         #: Counts the connections, alike on all ranks that share one; 0 without any.
@@ -112,7 +114,7 @@ class NcclCommunicator:
                     nccl.send(room, 1, _BYTES, r, at, stream)
                     nccl.recv(room + r, 1, _BYTES, r, at, stream)
             nccl.group_end()
-            check(self._staging._driver.cuStreamSynchronize(stream))
+            check(self._staging.driver.cuStreamSynchronize(stream))
             self._comm = comm
         except BaseException as error:
             errors.append(error)
@@ -164,16 +166,15 @@ class NcclCommunicator:
         self._staging.enter()
         own = parts[here]
         if own is not None and size:
-            check(self._staging._driver.cuMemcpyAsync(own.pointer, at, size, self._stream))
+            check(self._staging.driver.cuMemcpyAsync(own.pointer, at, size, self._stream))
         self._nccl.group_start()
         try:
             for r in takers:
                 if r != here and size:
                     self._nccl.send(at, size, _BYTES, r, self._handle, self._stream)
             for r, part in enumerate(parts):
-                if part is not None and r != here and part.size:
-                    nbytes = part.size * part.array.dtype.itemsize
-                    self._nccl.recv(part.pointer, nbytes, _BYTES, r, self._handle, self._stream)
+                if part is not None and r != here and part.nbytes:
+                    self._nccl.recv(part.pointer, part.nbytes, _BYTES, r, self._handle, self._stream)
         finally:
             self._nccl.group_end()
         self._finish()
@@ -182,14 +183,14 @@ class NcclCommunicator:
 
     def _span(self, array: Any) -> tuple[int, int, int]:
         """Return an array's address, its number of items, and NCCL's number for its dtype."""
-        if self._staging.compute is None:
-            array.block_until_ready()
-        return int(array.unsafe_buffer_pointer()), array.size, DTYPES[array.dtype]
+        if self._arrays.stream is None:
+            self._arrays.settle(array)
+        return self._arrays.pointer(array), array.size, DTYPES[array.dtype]
 
     def _finish(self) -> None:
         """Wait for the stream, and watch the peers."""
-        query = self._staging._driver.cuStreamQuery
-        not_ready = self._staging._driver.CUresult.CUDA_ERROR_NOT_READY
+        query = self._staging.driver.cuStreamQuery
+        not_ready = self._staging.driver.CUresult.CUDA_ERROR_NOT_READY
         look = perf_counter() + _LOOK
         while (result := query(self._stream)[0]) == not_ready:
             if perf_counter() > look:

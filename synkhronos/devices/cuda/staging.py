@@ -2,6 +2,8 @@
 
 `Staging`
     Copies rows of shared memory into arrays on the GPU, on a stream of its own.
+`Arrays`, `Token`
+    What it has to know of the arrays.
 `Part`
     A run of an array's items.
 
@@ -19,28 +21,38 @@ import math
 import mmap
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from synkhronos.devices.host import Selection
-from synkhronos.devices.jax.stream import compute_stream
 from synkhronos.ranks import Rank, SharedArray
 
 #: Shapes of one input for which memory is kept: a call has two at most, and the last minibatch of an epoch others.
 _SHAPES = 4
-_THREADS = 256
-_BLOCKS = 2048
+#: Enough to fill the bus, as each thread has several loads on their way, and few enough to leave the GPU to others.
+_BLOCKS, _THREADS, _LOADS = 32, 512, 4
 
 _GATHER = r"""
-template <typename Item>
-__global__ void gather(const Item* source, const long long* index, Item* target,
-                       unsigned long long count, unsigned int width)
+typedef unsigned long long Index;
+
+template <typename Item, int LOADS>
+__global__ void gather(const Item* source, const long long* rows, Item* target, Index count, unsigned int width)
 {
-    unsigned long long step = (unsigned long long)gridDim.x * blockDim.x;
-    for (unsigned long long i = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) {
-        unsigned long long row = i / width;
-        target[i] = source[(unsigned long long)index[row] * width + (i - row * width)];
+    Index step = (Index)gridDim.x * blockDim.x;
+    for (Index i = (Index)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += LOADS * step) {
+        Item items[LOADS];
+        #pragma unroll
+        for (int k = 0; k < LOADS; k++) {
+            Index at = i + k * step;
+            if (at < count) {
+                Index row = at / width;
+                items[k] = source[(Index)rows[row] * width + (at - row * width)];
+            }
+        }
+        #pragma unroll
+        for (int k = 0; k < LOADS; k++)
+            if (i + k * step < count) target[i + k * step] = items[k];
     }
 }
 """
@@ -48,22 +60,39 @@ __global__ void gather(const Item* source, const long long* index, Item* target,
 _ITEMS = {16: "uint4", 8: "unsigned long long", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 
 
+class Token(Protocol):
+    """Tells whether the GPU is done with some work."""
+
+    def is_ready(self) -> bool:
+        """Whether it is."""
+
+    def block_until_ready(self) -> Any:
+        """Wait until it is."""
+
+
+class Arrays(Protocol):
+    """One kind of array on a GPU."""
+
+    @property
+    def stream(self) -> int | None:
+        """The stream on which these arrays are computed, behind whose work other work may be put; None if not known."""
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """Return a new array, of whatever there is."""
+
+    def pointer(self, array: Any) -> int:
+        """Return where an array lies on the GPU."""
+
+    def settle(self, array: Any) -> None:
+        """Wait until an array has been computed: where the stream is not known."""
+
+
 class Part(NamedTuple):
     """A run of an array's items, to be written in place."""
 
     array: Any
-    start: int
-    size: int
-
-    @property
-    def pointer(self) -> int:
-        """Where it begins on the GPU."""
-        return pointer(self.array) + self.start * self.array.dtype.itemsize
-
-
-def pointer(array: Any) -> int:
-    """Return where a JAX array lies on the GPU, once it has been computed."""
-    return int(array.block_until_ready().unsafe_buffer_pointer())
+    pointer: int
+    nbytes: int
 
 
 def check(results: Any) -> Any:
@@ -77,15 +106,32 @@ def check(results: Any) -> Any:
     return values[0] if values else None
 
 
+class _Mark:
+    """A token for all that is on a stream: CUDA's event."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: Any):
+        self._event = event
+
+    def is_ready(self) -> bool:
+        """Whether it is done."""
+        return bool(self._event.is_done)
+
+    def block_until_ready(self) -> None:
+        """Wait until it is."""
+        self._event.sync()
+
+
 class _Buffer:
     """An array on the GPU to copy rows into, and a token of the launch that last read it."""
 
     __slots__ = ("array", "at", "token")
 
-    def __init__(self, array: Any):
+    def __init__(self, array: Any, at: int):
         self.array = array
-        self.at = pointer(array)
-        self.token: Any = None
+        self.at = at
+        self.token: Token | None = None
 
 
 class _Slot:
@@ -95,9 +141,9 @@ class _Slot:
     record them anew when addresses change), else two in turn, so that one is filled while the other is read.
     """
 
-    def __init__(self, make: Callable[[], Any]):
+    def __init__(self, make: Callable[[], _Buffer]):
         self._make = make
-        self._buffers = [_Buffer(make())]
+        self._buffers = [make()]
 
     def next(self) -> _Buffer:
         """Return the array to fill now, once nothing reads it any more."""
@@ -105,7 +151,7 @@ class _Slot:
         if first.token is None or first.token.is_ready():
             return first
         if len(self._buffers) == 1:
-            self._buffers.append(_Buffer(self._make()))
+            self._buffers.append(self._make())
         self._buffers.reverse()
         now = self._buffers[0]
         if now.token is not None:
@@ -118,23 +164,23 @@ class Staging:
 
     Parameters
     ----------
-    zeros : callable
-        Makes an array on the GPU.
+    arrays : Arrays
+        The kind of array to copy into.
     """
 
-    def __init__(self, zeros: Callable[..., Any]):
+    def __init__(self, arrays: Arrays):
         from cuda.bindings import driver
-        from cuda.core import Device, launch
+        from cuda.core import Device, Stream, StreamOptions, launch
 
-        self._zeros = zeros
+        self.arrays = arrays
         self._start = launch
-        self._driver = driver
+        self.driver = driver
         self._device = Device(0)
         self._device.set_current()
-        self.stream = self._device.create_stream()
+        # Before what waits for room on the GPU: the rows of the next step come while this one is computed.
+        self.stream = self._device.create_stream(options=StreamOptions(priority=-1))
         self.handle = int(self.stream.handle)
-        #: XLA's own stream, behind whose work other work may be put; None if it is not known.
-        self.compute = compute_stream()
+        self._of_arrays = None if arrays.stream is None else Stream.from_handle(arrays.stream)
         self._event = check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._kernels: dict[int, Any] = {}
         self._configs: dict[int, Any] = {}
@@ -147,8 +193,8 @@ class Staging:
 
     def scratch(self, nbytes: int) -> int:
         """Return the address of some bytes on the GPU, of no meaning."""
-        self._scratch = self._zeros((nbytes,), np.uint8)
-        return pointer(self._scratch)
+        self._scratch = self.arrays.empty((nbytes,), np.dtype(np.uint8))
+        return self.arrays.pointer(self._scratch)
 
     def enter(self) -> None:
         """Make the GPU this thread's, as CUDA wants it of every thread."""
@@ -167,7 +213,7 @@ class Staging:
         self.enter()
         buffer = self._slot(kept, key, values.shape, values.dtype.str).next()
         if values.size:
-            check(self._driver.cuMemcpyAsync(buffer.at, self._vector.put(values), values.nbytes, self.handle))
+            check(self.driver.cuMemcpyAsync(buffer.at, self._vector.put(values), values.nbytes, self.handle))
             self._pending = True
         self._filled.append(buffer)
         return buffer.array
@@ -175,21 +221,26 @@ class Staging:
     def load(self, rank: Rank, where: SharedArray, rows: Selection | None) -> Any:
         """Copy rows into a new array."""
         shape = where.shape if rows is None else (len(rows), *where.shape[1:])
-        array = self._zeros(shape, np.dtype(where.dtype))
-        self._copy(rank, where, rows, pointer(array))
+        array = self._made(shape, where.dtype)
+        self._copy(rank, where, rows, self.arrays.pointer(array))
         self._arrived()
         return array
+
+    def mark(self) -> Token:
+        """Return what tells whether all that was launched so far is done."""
+        assert self._of_arrays is not None
+        return _Mark(self._of_arrays.record())
 
     def arrive(self) -> None:
         """Have the launch that comes now wait for all copies that were started."""
         if self._pending:
-            if self.compute is None:
+            if self.arrays.stream is None:
                 self._arrived()
             else:
-                check(self._driver.cuEventRecord(self._event, self.handle))
-                check(self._driver.cuStreamWaitEvent(self.compute, self._event, 0))
+                check(self.driver.cuEventRecord(self._event, self.handle))
+                check(self.driver.cuStreamWaitEvent(self.arrays.stream, self._event, 0))
 
-    def launched(self, token: Any) -> None:
+    def launched(self, token: Token) -> None:
         """Note that a launch reads what was filled since the last, until its token is ready.
 
         The copies are waited for: from now on the user may write into the memory that they read.
@@ -211,9 +262,23 @@ class Staging:
         slot = slots.get((shape, dtype))
         if slot is None:
             while len(slots) >= _SHAPES:
-                del slots[next(iter(slots))]  # JAX frees the memory when the launches that read it are done
-            slot = slots[shape, dtype] = _Slot(lambda: self._zeros(shape, np.dtype(dtype)))
+                del slots[next(iter(slots))]  # the memory is used again when the launches that read it are done
+
+            def make() -> _Buffer:
+                array = self._made(shape, dtype)
+                return _Buffer(array, self.arrays.pointer(array))
+
+            slot = slots[shape, dtype] = _Slot(make)
         return slot
+
+    def _made(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """Return a new array to copy into: once what was there before is no longer read."""
+        self.enter()
+        array = self.arrays.empty(shape, np.dtype(dtype))
+        if self.arrays.stream is not None:
+            check(self.driver.cuEventRecord(self._event, self.arrays.stream))
+            check(self.driver.cuStreamWaitEvent(self.handle, self._event, 0))
+        return array
 
     def _copy(self, rank: Rank, where: SharedArray, rows: Selection | None, target: int) -> None:
         """Start to copy rows to an address on the GPU."""
@@ -222,11 +287,11 @@ class Staging:
         width = math.prod(where.shape[1:]) * int(where.dtype[2:])
         if not n_rows * width:
             return
-        source = self._locked(rank, where.key) + where.offset
+        source = self.locked(rank, where.key) + where.offset
         self._pending = True
         if rows is None or isinstance(rows, range) and (rows.step == 1 or len(rows) == 1):
             start = 0 if rows is None else rows[0] * width
-            check(self._driver.cuMemcpyAsync(target, source + start, n_rows * width, self.handle))
+            check(self.driver.cuMemcpyAsync(target, source + start, n_rows * width, self.handle))
             return
         if rows is not self._pinned[0]:
             self._pinned = rows, self._vector.put(rows if isinstance(rows, np.ndarray) else np.asarray(rows, np.int64))
@@ -251,10 +316,10 @@ class Staging:
 
         capability = self._device.compute_capability
         options = ProgramOptions(std="c++17", arch=f"sm_{capability.major}{capability.minor}")
-        name = f"gather<{item}>"
+        name = f"gather<{item}, {_LOADS}>"
         return Program(_GATHER, "c++", options).compile("cubin", name_expressions=(name,)).get_kernel(name)
 
-    def _locked(self, rank: Rank, key: int) -> int:
+    def locked(self, rank: Rank, key: int) -> int:
         """Return a segment's address, which the GPU shares, and lock its pages in memory if they aren't yet."""
         segment = rank.segments[key]
         address = self._registered.get(segment.buffer)
@@ -266,9 +331,9 @@ class Staging:
 
     def lock(self, memory: mmap.mmap, address: int, nbytes: int) -> None:
         """Lock the pages of some memory, as long as it is mapped: until the last reference to it goes."""
-        flags = self._driver.CU_MEMHOSTREGISTER_PORTABLE | self._driver.CU_MEMHOSTREGISTER_DEVICEMAP
-        check(self._driver.cuMemHostRegister(address, nbytes, flags))
-        weakref.finalize(memory, self._driver.cuMemHostUnregister, address).atexit = False
+        flags = self.driver.CU_MEMHOSTREGISTER_PORTABLE | self.driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        check(self.driver.cuMemHostRegister(address, nbytes, flags))
+        weakref.finalize(memory, self.driver.cuMemHostUnregister, address).atexit = False
 
 
 class _Pinned:

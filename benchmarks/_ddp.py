@@ -1,0 +1,152 @@
+"""PyTorch's side of `benchmarks.gpu_resnet`: torchvision's ResNet under DistributedDataParallel.
+
+Run as a script of its own, with the settings as JSON in its only argument: PyTorch is never loaded beside JAX.  It
+starts a process for each GPU, and the first prints what it measured, as JSON.
+
+Arrays are laid out channels last, cuDNN chooses its algorithms by trying them, TF32 is allowed, and with bfloat16 the
+network runs under autocast.  Host images are pinned batches, prepared beforehand in the GPU's layout, and copied while
+the GPU computes.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from contextlib import nullcontext
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+
+def network(settings: dict[str, Any]) -> Any:
+    """Return torchvision's ResNet of the size that the settings say."""
+    from torchvision.models.resnet import Bottleneck, ResNet
+
+    # A narrower network is torchvision's with narrower blocks: to try the benchmark, not to compare.
+    return ResNet(Bottleneck, settings["blocks"], settings["classes"], width_per_group=settings["width"])
+
+
+class Side:
+    """One process's network, and its images.
+
+    Parameters
+    ----------
+    rank : int
+    settings : dict
+        As `benchmarks.gpu_resnet` writes them.
+    """
+
+    def __init__(self, rank: int, settings: dict[str, Any]):
+        import torch
+
+        torch.manual_seed(rank)
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+        self._torch, self._settings = torch, settings
+        self._gpu = settings["device"] == "gpu"
+        self._device = torch.device("cuda", rank) if self._gpu else torch.device("cpu")
+        layout = torch.channels_last
+        model = network(settings).to(self._device, memory_format=layout)
+        devices = [rank] if self._gpu else None
+        self._model = torch.nn.parallel.DistributedDataParallel(model, device_ids=devices)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+        self._loss = torch.nn.CrossEntropyLoss()
+        n, size = settings["batch_size"], settings["size"]
+        self._host = []
+        for _ in range(4):
+            images = torch.randint(256, (n, 3, size, size), dtype=torch.uint8).contiguous(memory_format=layout)
+            labels = torch.randint(settings["classes"], (n,))
+            self._host.append((images.pin_memory(), labels.pin_memory()) if self._gpu else (images, labels))
+        self._kept = self._scaled(self._host[0][0].to(self._device)), self._host[0][1].to(self._device)
+        self._turn = 0
+
+    def _scaled(self, pixels: Any) -> Any:
+        return (pixels.to(self._torch.float32) - 127.5) / 64
+
+    def batch(self, where: str) -> tuple[Any, Any]:
+        """Return a batch on the GPU: the one that is kept there, or the next from the host."""
+        if where == "gpu":
+            return self._kept
+        images, labels = self._host[self._turn % len(self._host)]
+        self._turn += 1
+        images, labels = (each.to(self._device, non_blocking=True) for each in (images, labels))
+        return self._scaled(images), labels
+
+    def step(self, where: str) -> Any:
+        """Take a training step; return the loss, which is not waited for."""
+        images, labels = self.batch(where)
+        bfloat16 = self._settings["precision"] == "bfloat16"
+        with self._torch.autocast(self._device.type, self._torch.bfloat16) if bfloat16 else nullcontext():
+            loss = self._loss(self._model(images), labels)
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        return loss.detach()
+
+    def wait(self) -> None:
+        """Wait for the GPU, and for the other processes."""
+        if self._gpu:
+            self._torch.cuda.synchronize()
+        self._torch.distributed.barrier()
+
+    def measure(self, where: str) -> tuple[float, float, float]:
+        """Return the first step's seconds, the median seconds of a step, and the last loss."""
+        self.wait()
+        start = perf_counter()
+        self.step(where)
+        self.wait()
+        first = perf_counter() - start
+        for _ in range(self._settings["warm"]):
+            self.step(where)
+        times = []
+        for _ in range(self._settings["rounds"]):
+            self.wait()
+            start = perf_counter()
+            losses = [self.step(where) for _ in range(self._settings["steps"])]
+            if self._gpu:
+                self._torch.cuda.synchronize()
+            times.append((perf_counter() - start) / len(losses))
+        return first, median(times), float(losses[-1])
+
+
+def serve(rank: int, meeting: str, settings: dict[str, Any]) -> None:
+    """Be one process of the group."""
+    import torch
+
+    gpu = settings["device"] == "gpu"
+    if gpu:
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // settings["n"]))
+    torch.distributed.init_process_group(
+        "nccl" if gpu else "gloo", init_method=f"file://{meeting}", rank=rank, world_size=settings["n"]
+    )
+    side = Side(rank, settings)
+    results = {where: side.measure(where) for where in settings["where"]}
+    if rank == 0:
+        print(json.dumps({"title": f"PyTorch {torch.__version__}", "results": results}), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    """Start the processes, and be the first."""
+    settings = json.loads(sys.argv[1])
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = os.path.join(folder, "meeting")
+        others = [
+            context.Process(target=serve, args=(rank, meeting, settings), daemon=True)
+            for rank in range(1, settings["n"])
+        ]
+        for process in others:
+            process.start()
+        serve(0, meeting, settings)
+        for process in others:
+            process.join()
+
+
+if __name__ == "__main__":
+    main()

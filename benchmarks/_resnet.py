@@ -1,0 +1,136 @@
+"""Our side of `benchmarks.gpu_resnet`: the network of demos/resnet, trained by Synkhronos.
+
+Run as a script of its own, with the settings as JSON in its only argument, as PyTorch's side is, so that each has the
+GPUs to itself and compiles what it needs.  It prints what it measured, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+import synkhronos.compat  # noqa: F401 - before Lasagne
+
+# isort: split
+import pytensor
+
+import synkhronos as synk
+from synkhronos.extensions import updates
+
+_DEMOS = Path(__file__).resolve().parents[1] / "demos"
+sys.path[1:1] = [str(_DEMOS), str(_DEMOS / "resnet")]
+
+
+def batches_of(rng: np.random.Generator, rows: int, size: int) -> Iterator[np.ndarray]:
+    """Yield batches of shuffled rows for ever."""
+    while True:
+        order = rng.permutation(rows)
+        for start in range(0, rows - size + 1, size):
+            yield order[start : start + size]
+
+
+class Side:
+    """The network, its images, and its two ways to get at them.
+
+    Parameters
+    ----------
+    settings : dict
+        As `benchmarks.gpu_resnet` writes them.
+    """
+
+    def __init__(self, settings: dict[str, Any]):
+        from network import build
+
+        self._settings = settings
+        self._rng = np.random.default_rng(0)
+        net = build(settings["blocks"], settings["width"], settings["size"], settings["classes"])
+        grad_updates, param_updates, self._grads = updates.momentum(net.loss, net.params, learning_rate=0.01)
+        self._net = net
+        self._updates = [*grad_updates.items(), *net.average_updates.items()]
+        self._update = synk.function([], updates=param_updates)
+
+    def _images(self, count: int) -> tuple[Any, Any]:
+        """Return so many images and labels, in memory that all ranks see."""
+        size = self._settings["size"]
+        images = synk.data(dtype="uint8", shape=(count, 3, size, size))
+        for i in range(count):
+            images[i] = self._rng.integers(256, size=(3, size, size), dtype=np.uint8)
+        return images, synk.data(self._rng.integers(self._settings["classes"], size=count, dtype=np.int32))
+
+    def host(self) -> Callable[[], Any]:
+        """Return a gradient of shuffled rows of Data objects."""
+        n, each = self._settings["n"], self._settings["batch_size"]
+        data = self._images(n * self._settings["images"])
+        gradient = synk.function([self._net.x, self._net.y], self._net.loss, updates=self._updates)
+        batches = batches_of(self._rng, len(data[1]), n * each)
+        return lambda: gradient(*data, batch=next(batches))
+
+    def gpu(self) -> Callable[[], Any]:
+        """Return a gradient of shuffled rows of variables on the GPUs."""
+        n, each, count = (self._settings[name] for name in ("n", "batch_size", "images"))
+        x = pytensor.shared(np.zeros((1, 1, 1, 1), np.uint8), "x")
+        y = pytensor.shared(np.zeros(1, np.int32), "y")
+        gradient = synk.function(
+            [],
+            self._net.loss,
+            updates=self._updates,
+            givens={self._net.x: x, self._net.y: y},
+            sliceable_shareds=[x, y],
+        )
+        images, labels = self._images(n * count)
+        synk.scatter([x, y], [images, labels])
+        images.free_memory()
+        batches = batches_of(self._rng, count, each)
+        return lambda: gradient(batch_s=next(batches))
+
+    def measure(self, where: str) -> tuple[float, float, float]:
+        """Return the first step's seconds, the median seconds of a step, and the last loss."""
+        gradient = self.host() if where == "host" else self.gpu()
+
+        def step() -> Any:
+            loss = gradient()
+            synk.all_reduce(self._grads)
+            self._update()
+            return loss
+
+        start = perf_counter()
+        float(step())
+        first = perf_counter() - start
+        for _ in range(self._settings["warm"]):
+            step()
+        times = []
+        for _ in range(self._settings["rounds"]):
+            float(step())  # all before is done
+            start = perf_counter()
+            losses = [step() for _ in range(self._settings["steps"])]
+            value = float(losses[-1])
+            times.append((perf_counter() - start) / len(losses))
+        return first, median(times), value
+
+
+def main() -> None:
+    """Measure."""
+    settings = json.loads(sys.argv[1])
+    start = perf_counter()
+    pytensor.config.floatX = "float32"
+    gpu = settings["device"] == "gpu"
+    if not gpu:
+        pytensor.config.mode = "JAX"
+    synk.fork(settings["n"], use_gpu=gpu)
+    side = Side(settings)
+    built = perf_counter() - start
+    results = {where: side.measure(where) for where in settings["where"]}
+    title = f"Synkhronos, PyTensor {pytensor.__version__}"
+    print(json.dumps({"title": title, "built": built, "results": results}), flush=True)
+    synk.close()
+
+
+if __name__ == "__main__":
+    main()

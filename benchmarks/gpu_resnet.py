@@ -1,0 +1,192 @@
+"""How fast does a ResNet-50 train, beside PyTorch?
+
+The Lasagne network of demos/resnet, through `synkhronos.compat`, beside torchvision's under DistributedDataParallel:
+made-up images, 64 for each GPU, gradient step, all-reduce and momentum update, on 1, 2, 4, ... GPUs.  Once images come
+from the host, ours by shuffled lists of indexes from Data objects, PyTorch's from batches that lie ready in page-locked
+memory; once they are on the GPUs already.  Losses are read after the last step.
+
+Each side runs in processes of its own, one after the other.  The first program for each place of the images is compiled
+anew; those for other numbers of GPUs find it in a cache that this run alone uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from benchmarks._measure import Table, bar, duration, gpus, heading
+
+#: Blocks of each stage, by the depth that a network is called after; those of demos/resnet.
+BLOCKS = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
+#: What the JAX settings of our side are called, and how many times PyTorch's speed is asked for.
+PRECISIONS = {"tf32": ("tensorfloat32", 1.1), "bfloat16": ("bfloat16", 1.2)}
+
+
+class Failed(Exception):
+    """A side that ended without an answer."""
+
+
+def call(module: str, python: str, settings: dict[str, Any], environment: dict[str, str], limit: float) -> Any:
+    """Run one side in a process of its own, and return what it measured.
+
+    Parameters
+    ----------
+    module : str
+        Its module in this package.
+    python : str
+        Which Python runs it.
+    settings : dict
+        What it is told.
+    environment : dict
+        Variables beside those of this process.
+    limit : float
+        Seconds after which it, and all that it started, is ended.
+
+    Returns
+    -------
+    dict
+        ``title``, and ``results``: for each place first step's seconds, seconds of a step, and the loss.
+    """
+    root = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    process = subprocess.Popen(
+        [python, "-m", f"benchmarks.{module}", json.dumps(settings)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        start_new_session=True,  # a process group, which ends as one
+    )
+    try:
+        printed, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        raise Failed(f"{module} was not done after {limit:.0f} s") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode != 0:
+        raise Failed(f"{module} ended with {process.returncode}; its messages are above")
+    return json.loads(printed.splitlines()[-1])
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_resnet",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 1, 2 and 4, as far as there are)")
+    add("--precision", nargs="+", choices=PRECISIONS, default=["tf32"], help="of products (default: tf32)")
+    add("--where", nargs="+", choices=("host", "gpu"), default=["host", "gpu"], help="where images are (both)")
+    add("--steps", type=int, default=60, help="timed steps in each of three rounds (%(default)s)")
+    add("--warm", type=int, default=20, help="steps before these (%(default)s)")
+    add("--batch-size", type=int, default=64, metavar="N", help="images a step for each GPU (%(default)s)")
+    add("--images", type=int, default=1024, metavar="N", help="images for each GPU, to pick from (%(default)s)")
+    add("--depth", type=int, choices=BLOCKS, default=50, help="of the network (%(default)s)")
+    add("--width", type=int, default=64, metavar="N", help="filters of its first layer (%(default)s)")
+    add("--size", type=int, default=224, metavar="N", help="height and width of the images (%(default)s)")
+    add("--device", choices=("gpu", "cpu"), default="gpu", help="cpu tries the benchmark itself (%(default)s)")
+    add("--limit", type=float, default=240, metavar="S", help="seconds for each process (%(default)s)")
+    add("--torch-python", default=sys.executable, metavar="PATH", help="a Python that has PyTorch and torchvision")
+    return parser.parse_args()
+
+
+def settings_for(options: argparse.Namespace, precision: str, n: int) -> dict[str, Any]:
+    """Return what both sides are told."""
+    same = ("steps", "warm", "batch_size", "images", "width", "size", "where", "device")
+    return {
+        **{name: getattr(options, name) for name in same},
+        "n": n,
+        "precision": precision,
+        "blocks": BLOCKS[options.depth],
+        "classes": 1000,
+        "rounds": 3,
+    }
+
+
+class Report:
+    """Prints speeds as they come, and the bars at the end."""
+
+    def __init__(self) -> None:
+        self._speeds: dict[tuple[str, str, int], tuple[float, float]] = {}
+        self._bars: list[tuple[str, float, str, float | None, float | None]] = []
+        self._remarks: list[str] = []
+        self._table = Table(
+            {"": 8, "images": 6, "GPUs": 4, "ours": 9, "DDP": 9, "ours/DDP": 8, "scaling": 7, "DDP's": 7}
+        )
+
+    def add(self, precision: str, where: str, n: int, images: int, ours: Any, ddp: Any, is_cold: bool) -> None:
+        """Print a row; `images` are those of a step."""
+        first, ours_step, loss = ours["results"][where]
+        _, ddp_step, ddp_loss = ddp["results"][where]
+        speed = self._speeds[precision, where, n] = images / ours_step, images / ddp_step
+        ratio = speed[0] / speed[1]
+        one = self._speeds.get((precision, where, 1))
+        scaling = [s / (n * s1) for s, s1 in zip(speed, one, strict=True)] if one and n > 1 else None
+        self._table.row(
+            *(precision, where, str(n), f"{speed[0]:,.0f}/s", f"{speed[1]:,.0f}/s", f"{ratio:.3f}"),
+            *([f"{share:.1%}" for share in scaling] if scaling else ["", ""]),
+        )
+        label = f"{precision}, images from the {where}, n = {n}"
+        self._bars.append((f"{label}: beside DDP", ratio, " times", None, PRECISIONS[precision][1]))
+        if scaling:
+            self._bars.append((f"{label}: scaling", 100 * scaling[0], " %", None, 97))
+        if is_cold:
+            self._bars.append((f"{label}: first step, compiled anew", first, " s", 120, None))
+        self._remarks.append(f"{label}: first step {duration(first)}; losses at the end {loss:.3f}, DDP {ddp_loss:.3f}")
+
+    def remark(self, text: str) -> None:
+        """Keep a line for the end."""
+        self._remarks.append(text)
+
+    def end(self) -> None:
+        """Print remarks and bars."""
+        print("", *self._remarks, "", sep="\n")
+        for what, figure, unit, most, least in self._bars:
+            bar(what, figure, unit, most=most, least=least)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parse()
+    there = gpus(None) if options.device == "gpu" else 2
+    counts = options.ranks or [n for n in (1, 2, 4) if n <= there]
+    heading(f"a training step of a ResNet-{options.depth}, {options.size}x{options.size}, {options.batch_size} a GPU")
+    start = perf_counter()
+    report = Report()
+    for precision in options.precision:
+        with tempfile.TemporaryDirectory() as cache:
+            environment = {
+                "JAX_DEFAULT_MATMUL_PRECISION": PRECISIONS[precision][0],
+                "JAX_COMPILATION_CACHE_DIR": cache,
+                **({} if options.device == "gpu" else {"JAX_PLATFORMS": "cpu"}),
+            }
+            is_cold = True
+            for n in counts:
+                settings = settings_for(options, precision, n)
+                try:
+                    ours = call("_resnet", sys.executable, settings, environment, options.limit)
+                    ddp = call("_ddp", options.torch_python, settings, {}, options.limit)
+                except Failed as failure:
+                    print(f"{precision}, n = {n}: {failure}", flush=True)
+                    continue
+                report.remark(f"{ours['title']}, {ddp['title']}: {duration(ours['built'])} to start and build ours")
+                for where in options.where:
+                    report.add(precision, where, n, n * options.batch_size, ours, ddp, is_cold)
+                is_cold = False
+    report.end()
+    print(f"\n{perf_counter() - start:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What devices on GPUs have in common.
+
+`CudaDevice`
+    A kind of array on the one GPU that its process sees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from synkhronos.devices import cuda
+from synkhronos.devices.cuda.nccl import DTYPES, NcclCommunicator
+from synkhronos.devices.cuda.staging import Part, Staging, Token
+from synkhronos.devices.host import Selection
+from synkhronos.ranks import Rank, SharedArray
+
+
+class CudaDevice:
+    """A kind of array on a GPU.
+
+    Attributes
+    ----------
+    needed : dict
+        What has to be installed to compute on GPUs, as `cuda.lacking` takes it.
+    install : str
+        How to.
+    """
+
+    needed: dict[tuple[str, ...], str]
+    install: str
+
+    def __init__(self) -> None:
+        self._place: str | None = None
+
+    # -- processes -------------------------------------------------------------------------------------------
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this process was bound to a GPU."""
+        return self._place is not None
+
+    def missing(self) -> list[str]:
+        """Return what would have to be installed to compute on GPUs."""
+        return cuda.lacking({**self.needed, **cuda.DRIVERS})
+
+    def places(self, size: int, root: int) -> list[str]:
+        """Return for each rank which GPU it gets, as ``CUDA_VISIBLE_DEVICES`` names them."""
+        return cuda.places(size, root, self._place)
+
+    def bind(self, rank: Rank, place: str) -> None:
+        """Compute on one GPU, and see no other."""
+        if self._place is None:  # else from an earlier fork: CUDA has been started, and keeps what it saw then
+            with cuda.only(place):
+                self.start(place)
+            self._place = place
+
+    def start(self, place: str) -> None:
+        """Start to compute on the only GPU that is visible; ``place`` is for messages."""
+        raise NotImplementedError
+
+    # -- the arrays' own -------------------------------------------------------------------------------------
+
+    @property
+    def stream(self) -> int | None:
+        """The stream on which these arrays are computed; None if it is not known."""
+        raise NotImplementedError
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """Return a new array, which is there."""
+        raise NotImplementedError
+
+    def pointer(self, array: Any) -> int:
+        """Return an array's address."""
+        raise NotImplementedError
+
+    def settle(self, array: Any) -> None:
+        """Wait until an array has been computed."""
+        raise NotImplementedError
+
+    # -- collectives -----------------------------------------------------------------------------------------
+
+    def communicator(self, rank: Rank) -> NcclCommunicator:
+        """Return the rank's communicator between GPUs, the same one each time."""
+        communicator: NcclCommunicator | None = rank.store.get("nccl communicator")
+        if communicator is None:
+            communicator = rank.store["nccl communicator"] = NcclCommunicator(rank, self.staging)
+        return communicator
+
+    def communicates(self, dtype: np.dtype) -> bool:
+        """Whether the GPUs can combine arrays of a dtype among themselves; what they can't goes through host memory."""
+        return self.on_gpu and dtype in DTYPES
+
+    def part(self, array: Any, start: int, shape: tuple[int, ...]) -> Part:
+        """Return a run of an array's items, as the communicator takes it."""
+        itemsize = array.dtype.itemsize
+        return Part(array, self.pointer(array) + start * itemsize, math.prod(shape) * itemsize)
+
+    # -- from the host ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def staging(self) -> Staging:
+        """What brings rows of shared memory to the GPU."""
+        return Staging(self)
+
+    def load(self, rank: Rank, where: SharedArray, rows: Selection | None) -> Any:
+        """Return rows of an array in shared memory (None: all of it) as a new array."""
+        return self.staging.load(rank, where, rows)
+
+    def input(
+        self, rank: Rank, kept: dict[Any, Any], key: Any, where: SharedArray, rows: Selection | None, copy: bool
+    ) -> Any:
+        """Return rows of an array in shared memory as an input for the next launch, in memory that is used again."""
+        return self.staging.input(rank, kept, key, where, rows)
+
+    def indexes(self, rank: Rank, kept: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
+        """Return a rank's own vector of indexes as an input for the next launch."""
+        return self.staging.vector(kept, key, values)
+
+    def launching(self) -> None:
+        """Wait until the inputs of the launch that comes now have arrived."""
+        self.staging.arrive()
+
+    def launched(self, token: Token) -> None:
+        """Remember by what to tell that the last launch is done with its inputs."""
+        self.staging.launched(token)
+
+    def fetch(self, values: Sequence[Any]) -> list[Any]:
+        """Return values on the host."""
+        raise NotImplementedError

@@ -1,0 +1,116 @@
+"""In which precision does XLA multiply?
+
+`bfloat16`
+    Whether products are to be computed in bfloat16.
+`in_bfloat16`
+    Makes an Op's JAX function do so.
+`COMPILER_OPTIONS`
+    What XLA has to be told then.
+
+By itself XLA multiplies float32 on a GPU in TF32.  JAX's setting ``jax_default_matmul_precision`` changes that; its
+value ``"bfloat16"``, which JAX itself follows on TPUs alone, is given its meaning here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["COMPILER_OPTIONS", "bfloat16", "in_bfloat16"]
+
+#: XLA would compute with the number from before a rounding wherever it still has it, and write both to memory.
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+
+
+def bfloat16() -> bool:
+    """Return whether JAX's setting asks for products in bfloat16."""
+    import jax
+
+    return bool(jax.config.jax_default_matmul_precision == "bfloat16")
+
+
+def in_bfloat16(run: Callable[..., Any], node: Any, graph: Any) -> Callable[..., Any]:
+    """Return the JAX function of an Op for a graph that multiplies in bfloat16.
+
+    Factors are rounded to bfloat16; products of matrices come out in float32, convolutions rounded to bfloat16.  Sums
+    inside both are float32.
+
+    A factor that an elementwise Op computed is rounded where it is computed, for all that use it.  XLA then writes it
+    to memory once, in bfloat16, where it would write it in float32 as well for the others; and what limits
+    convolutional networks is memory.  What a graph returns is not rounded: new values of parameters keep their digits.
+
+    Parameters
+    ----------
+    run : callable
+        The function in full precision.
+    node : Apply
+        The Op's, with its inputs and outputs.
+    graph : FunctionGraph
+        Where it stands.
+
+    Returns
+    -------
+    callable
+        Its outputs may be of another dtype than the graph says.
+    """
+    if _multiplies(node.op):
+        return _product(run, node)
+    if _is_elementwise(node.op):
+        factors = [_is_factor(output, graph) for output in node.outputs]
+        if factors == [True]:
+            return lambda *inputs: _rounded(run(*inputs))
+        if any(factors):
+            return lambda *inputs: [_rounded(x) if f else x for x, f in zip(run(*inputs), factors, strict=True)]
+    return run
+
+
+def _multiplies(op: Any) -> bool:
+    """Return whether an Op multiplies arrays and sums products; one of our own says so."""
+    from pytensor.tensor.blas import BatchedDot
+    from pytensor.tensor.blockwise import Blockwise
+    from pytensor.tensor.math import Dot
+
+    core = op.core_op if isinstance(op, Blockwise) else op
+    return isinstance(core, Dot | BatchedDot) or getattr(op, "multiplies", False)
+
+
+def _is_elementwise(op: Any) -> bool:
+    from pytensor.tensor.elemwise import Elemwise
+
+    return isinstance(op, Elemwise)
+
+
+def _is_factor(variable: Any, graph: Any) -> bool:
+    """Return whether a float32 array is multiplied by an Op of which it is the first or second input."""
+    if getattr(variable.type, "dtype", None) != "float32" or variable in graph.outputs:
+        return False
+    return any(not isinstance(c, str) and _multiplies(c.op) and i < 2 for c, i in graph.clients[variable])
+
+
+def _product(run: Callable[..., Any], node: Any) -> Callable[..., Any]:
+    """Return a product's function with factors rounded to bfloat16."""
+    import jax.numpy as jnp
+    from pytensor.tensor.blas import BatchedDot
+    from pytensor.tensor.blockwise import Blockwise
+    from pytensor.tensor.math import Dot
+
+    if node.outputs[0].type.dtype != "float32":
+        return run
+    if isinstance(node.op, Dot):
+        product: Any = lambda x, y: jnp.dot(x, y, preferred_element_type=jnp.float32)  # noqa: E731
+    elif isinstance(node.op, BatchedDot | Blockwise):
+        product = lambda x, y: jnp.matmul(x, y, preferred_element_type=jnp.float32)  # noqa: E731
+    else:
+        product = run
+
+    def multiply(*inputs: Any) -> Any:
+        return product(*[x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for x in inputs])
+
+    return multiply
+
+
+def _rounded(x: Any) -> Any:
+    """Return an array rounded to bfloat16, in its own dtype."""
+    import jax.numpy as jnp
+
+    return x.astype(jnp.bfloat16).astype(x.dtype)
