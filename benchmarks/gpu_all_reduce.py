@@ -1,8 +1,8 @@
 """How fast do shared variables on GPUs combine?
 
-`synkhronos.all_reduce`, from the call to its return in the master, beside NCCL alone in processes of its own: when each
-all_reduce is waited for, as ours is, and when many are queued.  Bus bandwidth is 2 (n - 1) / n times the bytes over the
-time, as NCCL's own tests count it.
+`synkhronos.all_reduce` beside NCCL alone in processes of its own, on both sides once when many are queued, and once when
+each is waited for; and the time from the call to its return in the master, which doesn't wait.  Bus bandwidth is
+2 (n - 1) / n times the bytes over the time, as NCCL's own tests count it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import argparse
 import subprocess
 import sys
 from statistics import median
+from time import perf_counter
 
 import numpy as np
 
 import synkhronos as synk
 from benchmarks._measure import Table, bar, duration, gpus, graph_library, heading, seconds, size
+from synkhronos.devices import device_of
+from synkhronos.graphs import library_of
 
 SIZES = [4_000, 4_200_000, 102_000_000]
 
@@ -42,7 +45,17 @@ def main() -> None:
     library, _ = graph_library()
     shared = library.shared(np.zeros(1, np.float32), "s")
     synk.function([], shared, updates=[(shared, shared)])()
-    table = Table({"": 8, "ours": 9, "waited": 9, "queued": 9, "GB/s": 6, "of waited": 9, "of queued": 9})
+    columns = ("call", "queued", "NCCL", "share", "GB/s", "waited", "NCCL ")
+    table = Table({"": 8, **dict.fromkeys(columns, 9)})
+    device = device_of(library_of(shared).get(shared))
+
+    def finish() -> None:
+        device.wait([library_of(shared).get(shared)])
+
+    def one() -> None:
+        synk.all_reduce(shared, "sum")
+        finish()
+
     results = {}
     for nbytes in options.sizes:
         items = nbytes // 4
@@ -52,25 +65,30 @@ def main() -> None:
         expected = count * (count + 1) / 2
         assert all((synk.get_value(r, shared) == expected).all() for r in range(count))
         synk.broadcast(shared, np.zeros(items, np.float32))
-        ours: list[float] = []
+        calls: list[float] = []
+        ours: list[tuple[float, float]] = []
         raw: list[tuple[float, float]] = []
         for _ in range(3):
             for _ in range(10):
-                synk.all_reduce(shared, "sum")
-            ours += [seconds(lambda: synk.all_reduce(shared, "sum")) for _ in range(options.calls // 3)]
+                one()
+            start = perf_counter()
+            calls += [seconds(lambda: synk.all_reduce(shared, "sum")) for _ in range(options.calls // 3)]
+            finish()
+            together = (perf_counter() - start) / (options.calls // 3)
+            ours.append((together, median(seconds(one) for _ in range(options.calls // 3))))
             print(items, file=nccl.stdin, flush=True)
             queued, waited = map(float, nccl.stdout.readline().split())
             raw.append((queued, waited))
-        mine = median(ours)
-        queued, waited = (median(values) for values in zip(*raw, strict=True))
-        bandwidth = 2 * (count - 1) / count * nbytes / mine / 1e9
-        results[nbytes] = mine, waited / mine
+        queued, waited = (median(values) for values in zip(*ours, strict=True))
+        nccl_queued, nccl_waited = (median(values) for values in zip(*raw, strict=True))
+        bandwidth = 2 * (count - 1) / count * nbytes / queued / 1e9
+        results[nbytes] = median(calls), nccl_queued / queued
         table.row(
             size(nbytes),
-            *map(duration, (mine, waited, queued)),
+            *map(duration, (results[nbytes][0], queued, nccl_queued)),
+            f"{nccl_queued / queued:.3f}",
             f"{bandwidth:.0f}",
-            f"{waited / mine:.3f}",
-            f"{queued / mine:.3f}",
+            *map(duration, (waited, nccl_waited)),
         )
     nccl.communicate()
     synk.close()

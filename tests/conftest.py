@@ -10,6 +10,7 @@ gpu   GPUs, one a rank: JAX arrays for PyTensor, GpuArrays for Theano; tests for
 """
 
 import os
+import tempfile
 
 DEVICE = os.environ.get("SYNKHRONOS_TEST_DEVICE", "host")
 assert DEVICE in ("host", "jax", "gpu"), DEVICE
@@ -27,6 +28,11 @@ for variable, flags in {
     given = [flag for flag in os.environ.get(variable, "").split(",") if flag]
     named = {flag.split("=")[0] for flag in given}
     os.environ[variable] = ",".join(given + [flag for flag in flags if flag.split("=")[0] not in named])
+
+if DEVICE == "gpu" and "PYTEST_XDIST_WORKER" in os.environ:
+    # Or each of pytest's processes would wait for the others' compilers.
+    folder = os.path.join(tempfile.gettempdir(), "synkhronos-theano", os.environ["PYTEST_XDIST_WORKER"])
+    os.environ["THEANO_FLAGS"] += f",base_compiledir={folder}"
 
 if DEVICE == "gpu":
     # Tests compare with products in full float32; what the library does by default is in test_gpu.py.

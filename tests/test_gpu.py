@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -461,6 +462,20 @@ class InCollective:
         communicator.all_reduce(array, "sum")
 
 
+class Leaving(InCollective):
+    """A command: an all_reduce that is under way when the command has ended, since one rank takes no part, and dies."""
+
+    def run(self, rank):
+        communicator = ARRAYS.communicator(rank)
+        communicator.connect(rank.exchange(communicator.epoch))
+        array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
+        if rank.number == self.culprit:
+            threading.Timer(0.5, DEEDS[self.deed]).start()
+            return None
+        communicator.all_reduce(array, "sum")
+        return ARRAYS.written(array)
+
+
 def fail():
     raise ArithmeticError("the sum is odd")
 
@@ -498,6 +513,45 @@ def test_a_rank_that_dies_inside_a_collective_is_noticed_within_two_seconds(fork
         synk.distribute()
     fork(2)
     check_works()
+
+
+@pytest.mark.new_ranks
+def test_a_rank_that_dies_while_the_master_waits_for_its_gpu(fork):
+    fork(2)
+    check_works()
+    array = ranks.session().run(Leaving("SIGKILL", 1))
+    start = time.monotonic()
+    with pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
+        np.asarray(array)
+    assert time.monotonic() - start < 2
+    del array
+    fork(2)
+    check_works()
+
+
+@pytest.mark.new_ranks
+def test_what_is_under_way_comes_to_its_end_when_the_ranks_are_closed(fork):
+    fork(2)
+    w = shared(np.ones(1 << 25, "float32"), "w")
+    synk.function([], updates=[(w, w * np.float32(2))])()
+    for _ in range(10):
+        synk.all_reduce(w, "sum")
+    synk.close()
+    np.testing.assert_array_equal(np.asarray(w.get_value()), np.float32(2048))
+
+
+@of_jax
+def test_collectives_leave_memory_where_it_is_and_take_it_from_nobody(fork):
+    fork(2)
+    w, values = filled("float32")
+    storage = w.container.storage
+    for collective in (synk.all_reduce, synk.broadcast, synk.reduce):
+        before = storage[0].unsafe_buffer_pointer()
+        collective(w)
+        assert storage[0].unsafe_buffer_pointer() == before
+    held = w.get_value(borrow=True)
+    synk.all_reduce(w, "sum")
+    assert np.asarray(held).shape == (3, 5)
 
 
 @pytest.mark.parametrize("culprit", [0, 1])

@@ -344,7 +344,7 @@ def test_what_is_float32_is_computed_in_float32(fork):
         assert result.dtype == "float32"
     assert w.get_value().dtype == "float32" and synk.get_value(1, w).dtype == "float32"
     run = f._program.compiled[PLAIN].run
-    text = run._run.lower(value[:2], value[:2, 0], *(storage[0] for storage in run._storages)).as_text()
+    text = run._run.lower(*run._arguments((value[:2], value[:2, 0]))).as_text()
     assert "xf32>" in text and not re.search(r"xf64>", text)  # but for numbers: counts of rows
 
 

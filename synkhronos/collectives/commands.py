@@ -261,6 +261,8 @@ class Reduce:
 
     def run(self, rank: Rank) -> Any:
         """Check that shapes agree, then reduce."""
+        if rank.size == 1 and self.where != "returned":
+            return []  # of one value it is that value
         copies = _Copies(rank, self.keys, self.nccl)
         for i in range(len(self.keys)):
             copies.check_equal(i, "all_reduce" if self.where == "everywhere" else "reduce")
@@ -276,8 +278,15 @@ class Reduce:
             out = None
             if rank.is_master:
                 out = copies.writable(i) if in_place else copies.ways[i].empty(*layout)
-            mine = out if out is not None and in_place else copies.readable(i)
-            communicator.reduce(mine, self.op, rank.root, out, layout, range(rank.size))
+            # Named nowhere else: `Device.written` looks whether anybody holds the array.
+            communicator.reduce(
+                out if out is not None and in_place else copies.readable(i),
+                self.op,
+                rank.root,
+                out,
+                layout,
+                range(rank.size),
+            )
             if out is not None and in_place:
                 copies.written(i, out)
             results.append(out)

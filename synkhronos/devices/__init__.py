@@ -29,7 +29,6 @@ import numpy as np
 
 from synkhronos.devices import cuda
 from synkhronos.devices.cuda import get_n_gpu
-from synkhronos.devices.cuda.staging import Token
 from synkhronos.devices.host import Host, Layout, Selection, take
 from synkhronos.devices.jax import Jax
 from synkhronos.devices.pygpu import Pygpu
@@ -70,7 +69,10 @@ class Communicator(Protocol):
         """Copy the root's array into every other rank's, in place."""
 
     def all_reduce(self, array: Any, op: str) -> None:
-        """Replace every rank's array by the reduction of all ranks'."""
+        """Replace every rank's array by the reduction of all ranks'; it may be there later than this returns.
+
+        `Device.written` gives the array that tells when.
+        """
 
     def reduce(
         self, array: Any | None, op: str, root: int, out: Any | None, layout: Layout, contributors: Sequence[int]
@@ -110,7 +112,7 @@ class Device(Protocol):
         """Return the value as a contiguous array that may be written in place: itself, or else a copy."""
 
     def written(self, value: Any) -> Any:
-        """Return an array that was written in place, for its container."""
+        """Return an array that a communicator has written in place, or will have, for its container."""
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Return a new array of this kind."""
@@ -157,8 +159,8 @@ class Device(Protocol):
     def launching(self) -> None:
         """Wait until the inputs of the function that is launched next are there."""
 
-    def launched(self, token: Token) -> None:
-        """Take an array that will be there when the function launched last is done with its inputs."""
+    def launched(self, results: Any) -> None:
+        """Note that the function launched last, which gives these results, reads the inputs until it has computed."""
 
     def wait(self, values: Sequence[Any]) -> None:
         """Wait until values have been computed."""

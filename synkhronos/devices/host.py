@@ -137,7 +137,7 @@ class Host:
     def launching(self) -> None:
         """Nothing is on its way."""
 
-    def launched(self, token: Any) -> None:
+    def launched(self, results: Any) -> None:
         """Nothing is launched: functions return when they have computed."""
 
     def wait(self, values: Sequence[Any]) -> None:

@@ -154,9 +154,3 @@ class Pygpu(CudaDevice):
 
         array = value if self.holds(value) else self.from_host(np.asarray(value))
         return array if isinstance(array, ndgpuarray) else array.view(ndgpuarray)
-
-    def wait(self, values: Sequence[Any]) -> None:
-        """Wait until values have been computed."""
-        for value in values:
-            if self.holds(value):
-                value.sync()

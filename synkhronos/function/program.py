@@ -183,7 +183,9 @@ class Program:
             kinds = [self.library.output_variable(self.outputs[i]).type for i in chosen]
             function = self._compile(variant)
             n_inputs = len(self.inputs) + {None: 0, "index": 1, "slice": 2}[variant.rows]
-            run = function if self.device is HOST else self.library.executable(function, n_inputs, self.device)
+            run = function
+            if self.device is not HOST:
+                run = self.library.executable(function, n_inputs, self.device, log=not variant.accumulate)
             reduces = any(op.name is not None for op in ops)
             compiled = Compiled(function, run, ops, reduces, _scalars(kinds, ops, variant))
             self.compiled[variant] = compiled

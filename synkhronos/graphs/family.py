@@ -163,8 +163,11 @@ class GraphLibrary:
         """
         return False
 
-    def executable(self, function: Any, n_inputs: int, device: Device) -> Callable[..., Any]:
-        """Return a compiled function as ranks call it: with a device's arrays."""
+    def executable(self, function: Any, n_inputs: int, device: Device, log: bool) -> Callable[..., Any]:
+        """Return a compiled function as ranks call it: with a device's arrays.
+
+        ``log`` says that outputs may be a log's entries, which are read later.
+        """
         raise NotImplementedError
 
     def default_mode(self, device: Device) -> Any:

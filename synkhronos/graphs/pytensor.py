@@ -65,9 +65,9 @@ class PyTensor(GraphLibrary):
         """JAX arrays in JAX mode."""
         return JAX if self.uses_xla(mode) else super().device(mode)
 
-    def executable(self, function: Any, n_inputs: int, device: Device) -> Executable:
+    def executable(self, function: Any, n_inputs: int, device: Device, log: bool) -> Executable:
         """Return a function in JAX mode that takes and returns JAX arrays."""
-        return Executable(function, n_inputs, device)
+        return Executable(function, n_inputs, device, log)
 
     def default_mode(self, device: Device) -> Any:
         """JAX mode, where arrays are JAX's."""

@@ -80,13 +80,13 @@ class Theano(GraphLibrary):
         """Labels and indexes stay on the host: Theano wants them there, and would read them back at each call."""
         return HOST if dtype.kind in "biuc" and ndim < 2 or dtype.kind == "c" else device
 
-    def executable(self, function: Any, n_inputs: int, device: Device) -> Callable[..., Any]:
+    def executable(self, function: Any, n_inputs: int, device: Device, log: bool) -> Callable[..., Any]:
         """Return a function that waits for its inputs to arrive on the GPU, and says when they may be overwritten."""
 
         def run(*inputs: Any) -> Any:
             device.launching()
             results = function(*inputs)
-            device.launched(PYGPU.staging.mark())
+            device.launched(results)
             return results
 
         return run

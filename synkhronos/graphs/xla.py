@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from sys import getrefcount
 from typing import Any
 
 import numpy as np
 
 from synkhronos.devices import Device
+from synkhronos.devices.jax.log import Log
 from synkhronos.graphs.precision import COMPILER_OPTIONS, bfloat16, in_bfloat16
 from synkhronos.ranks import WeakKeys
 
@@ -39,12 +40,17 @@ class Executable:
         How many inputs it takes; all behind these are shared variables.
     device : Device
         Where arrays live.
+    log : bool
+        Whether to return outputs that are numbers as a log's entries.
     """
 
-    def __init__(self, function: Any, n_inputs: int, device: Device):
+    def __init__(self, function: Any, n_inputs: int, device: Device, log: bool = False):
         import jax
         import jax.numpy as jnp
 
+        # PyTensor's dispatchers, imported when the first function is compiled, turn this off where floatX is float32.
+        # Whatever turned it on again after the first call would have that function compiled twice.
+        jax.config.update("jax_enable_x64", True)
         self._device = device
         self._n_inputs = n_inputs
         thunk, graph = function.vm, function.maker.fgraph
@@ -59,6 +65,7 @@ class Executable:
         arrays = [isinstance(storage[0], np.ndarray) or device.holds(storage[0]) for storage in self._storages]
         donated = [id(s) in updated and is_array for s, is_array in zip(self._storages, arrays, strict=True)]
         self._copy = jnp.copy
+        self._log: Log | None = None
         self._tells = hasattr(thunk.jit_fn, "__wrapped__")
         if not self._tells:  # scalar inputs that shapes depend on: PyTensor has them compiled anew for each value
             self._run = thunk.jit_fn
@@ -66,26 +73,31 @@ class Executable:
             return
 
         traced = _converted(graph, thunk.storage_map)
-        # Who filled the inputs wants to know when they have been read: an output tells, where there is one that no
-        # other launch takes away, and that is small enough to be kept for the purpose.
-        kinds = [getattr(output.type, "ndim", None) for output in graph.outputs[: self._n_outputs]]
-        self._token = next((i for i, kind in enumerate(kinds) if kind == 0), None)
-        with_token = bool(n_inputs) and self._token is None
-        if with_token:
-            self._token = len(graph.outputs)
+        types = [output.type for output in graph.outputs[: self._n_outputs]]
+        self._logged = [i for i, kind in enumerate(types) if log and getattr(kind, "ndim", None) == 0]
+        self._dtypes = [np.dtype(types[i].dtype) for i in self._logged]
+        if self._logged:
+            self._log = Log(self._dtypes)
+        n_arguments, logged = len(inputs), self._logged
 
         def run(*arguments: Any) -> tuple[Any, ...]:
-            outputs = traced(*arguments) or ()
-            return (*outputs, jnp.zeros((), np.int8)) if with_token else tuple(outputs)
+            outputs = tuple(traced(*arguments[:n_arguments]) or ())
+            if not logged:
+                return outputs
+            # What is in the log is returned nowhere else: each output that is kept would have an address of its own.
+            others = (output for i, output in enumerate(outputs) if i not in logged)
+            return (*others, *Log.write(arguments[n_arguments:], [outputs[i] for i in logged]))
 
         # A variable whose new value has another shape can't be written into the old memory, which is no mistake.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         self._donated = [storage for storage, is_donated in zip(self._storages, donated, strict=True) if is_donated]
-        positions = tuple(n_inputs + i for i, is_donated in enumerate(donated) if is_donated)
+        positions = [n_inputs + i for i, is_donated in enumerate(donated) if is_donated]
+        if self._log is not None:
+            positions += range(n_arguments, n_arguments + len(self._log.arrays))
         # Old values that nothing is computed from are kept as arguments: the new ones then take their place, and
         # addresses stay the same from launch to launch, as the launches that XLA records need them.
         options = COMPILER_OPTIONS if bfloat16() else None
-        self._run = jax.jit(run, donate_argnums=positions, keep_unused=True, compiler_options=options)
+        self._run = jax.jit(run, donate_argnums=tuple(positions), keep_unused=True, compiler_options=options)
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Start the computation, and return its outputs: arrays that will be there when they are read."""
@@ -95,7 +107,10 @@ class Executable:
         for storage in self._donated:
             if getrefcount(storage[0]) > 2:  # the storage's own, and this call's
                 storage[0] = self._copy(storage[0])
-        arguments = [*inputs, *[storage[0] for storage in self._storages]]
+        log = self._log
+        if log is not None and log.full:
+            log = self._log = Log(self._dtypes)
+        arguments = self._arguments(inputs)
         self._device.launching()
         try:
             results = self._run(*arguments)
@@ -107,10 +122,20 @@ class Executable:
         if not self._tells:
             self._device.wait(results)
         elif self._n_inputs:
-            self._device.launched(results[self._token])
+            self._device.launched(results)
+        results = list(results)
+        if log is not None:
+            count = len(log.arrays)
+            results, logged = results[:-count], log.take(results[-count:])
+            for position, entry in zip(self._logged, logged, strict=True):
+                results.insert(position, entry)
         for position, storage in self._updates:
             storage[0] = results[position]
-        return list(results[: self._n_outputs])
+        return results[: self._n_outputs]
+
+    def _arguments(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return what the launch takes: the inputs, the shared variables' values, the log."""
+        return [*inputs, *[storage[0] for storage in self._storages], *([] if self._log is None else self._log.arrays)]
 
     def _explain(self) -> None:
         """Raise the present exception again with PyTensor's words on where in the graph it came from."""

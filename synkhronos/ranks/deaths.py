@@ -4,6 +4,8 @@
     Raises `Bereft` in the master's own code when a worker has died.
 `Bereft`
     What is raised; never leaves the library.
+`has_ended`
+    Whether a child has.
 
 A master that waits looks at its workers' lives every few milliseconds.  One that computes or compiles does not look,
 and would hear of a death only when it has done its own part.  So the kernel tells it, by a signal when the other end of
@@ -24,7 +26,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -41,6 +43,14 @@ class Bereft(BaseException):
 class DeathWatch:
     """Raises `Bereft` in the main thread when a worker dies while the main thread is ``at_work``.
 
+    Parameters
+    ----------
+    unfinished : callable
+        Says whether, though no command runs, something is under way in which workers have a part: what the user reads
+        of it would be wrong.
+    fail : callable
+        Raises what the user gets to see then.
+
     Attributes
     ----------
     at_work : int
@@ -49,7 +59,9 @@ class DeathWatch:
         Whether it has raised, for whoever finds that something has swallowed the exception.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unfinished: Callable[[], bool], fail: Callable[[], None]) -> None:
+        self._unfinished = unfinished
+        self._fail = fail
         self.at_work = 0
         self.heard = False
         self._owner = os.getpid()
@@ -78,6 +90,8 @@ class DeathWatch:
     def stop(self) -> None:
         """Leave the signal as it was before."""
         self._watched.clear()
+        self._unfinished = bool  # and no reference to the session, which refers to this
+        self._fail = lambda: None
         if self._before is not None and threading.current_thread() is threading.main_thread():
             if signal.getsignal(signal.SIGURG) == self._hear:  # else somebody has taken it since
                 signal.signal(signal.SIGURG, self._before)
@@ -85,9 +99,14 @@ class DeathWatch:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         # Handlers run in the main thread, whichever thread is at work.
-        if self.at_work == threading.get_ident() and os.getpid() == self._owner and self._is_bereft():
-            self.at_work, self.heard = 0, True
-            raise Bereft
+        if os.getpid() != self._owner:
+            return
+        if self.at_work == threading.get_ident():
+            if self._is_bereft():
+                self.at_work, self.heard = 0, True
+                raise Bereft
+        elif self._unfinished() and self._is_bereft():
+            self._fail()
 
     def _is_bereft(self) -> bool:
         """Whether a worker has ended: not one that has merely closed its files."""
@@ -99,13 +118,13 @@ class DeathWatch:
         gone = [pids[fd] for fd, event in poll.poll(0) if event & select.POLLHUP]
         deadline = time.monotonic() + _LAST_MOMENTS
         while gone and time.monotonic() < deadline:
-            if any(_has_ended(pid) for pid in gone):
+            if any(has_ended(pid) for pid in gone):
                 return True
             time.sleep(0.001)
         return False
 
 
-def _has_ended(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     """Whether a child has ended; how is left for others to ask."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -88,8 +88,16 @@ class Rank:
         self._command = 0
         self._step = 0
         self._known: dict[Any, Any] = {}
+        #: Called in the master while the workers still run, when they are ended in an orderly way.
+        self.before_end: list[Callable[[], None]] = []
         #: Called when the ranks end, before anything is freed: what still waits for a peer has to give up first.
         self.at_end: list[Callable[[], None]] = []
+        #: Called with the number of a command that has failed on some rank: what it started may wait for ever.
+        self.at_failure: list[Callable[[int], None]] = []
+        #: Say whether something is under way in which the peers have a part, though no command runs.
+        self.unfinished: list[Callable[[], bool]] = []
+        #: Says whether a peer has died, without doing anything about it: the master's alone knows.
+        self.bereft: Callable[[], bool] = _never
 
     @property
     def is_master(self) -> bool:
@@ -103,8 +111,15 @@ class Rank:
 
     def begin(self, command: int) -> None:
         """Start counting the steps of a new command."""
+        self.look_back()
         self._command = command
         self._step = command << _STEP_BITS
+
+    def look_back(self) -> None:
+        """Have what the last command started given up, if it has failed on some rank."""
+        if self._command and self.control.words[Control.FAILED] == self._command:
+            for give_up in self.at_failure:
+                give_up(self._command)
 
     def commit(self) -> None:
         """Note that the command's effects are applied on this rank, so that an error can say so."""
@@ -253,3 +268,7 @@ class Rank:
             length = int.from_bytes(slot[:8], "little")
             parts.append((length, bytes(slot[8 : 8 + max(0, min(length - at, ROOM))])))
         return parts
+
+
+def _never() -> bool:
+    return False

@@ -28,7 +28,7 @@ from typing import Any, Literal, NoReturn
 
 from synkhronos.ranks import worker
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN, Control
-from synkhronos.ranks.deaths import DeathWatch
+from synkhronos.ranks.deaths import DeathWatch, has_ended
 from synkhronos.ranks.errors import UNKNOWN, Cancelled, Report, WorkerError, cause_of_death
 from synkhronos.ranks.interrupts import uninterrupted
 from synkhronos.ranks.rank import Command, Rank
@@ -97,12 +97,13 @@ class Session:
         self._before_close: list[Callable[[], None]] = []
         self._children: dict[int, int] = {}
         self._channels: dict[int, socket.socket] = {}
-        self._deaths = DeathWatch()
+        self._deaths = DeathWatch(self._is_unfinished, self._look_for_deaths)
         # Copies of this process inherit its memory; workers that start anew get it as an open file.
         self._file = create_unlinked(Control.nbytes(size)) if fresh and size > 1 else None
         spin = SPIN if size <= available_cores() else 0.0
         self._control = Control(size, spin, -1 if self._file is None else self._file.fileno())
         self.rank = Rank(root, size, root, self._control, self._watch, ThreadShare(size, environment=False))
+        self.rank.bereft = self._is_bereft
 
     def start(self, profile: bool) -> None:
         """Fork the workers.  If that fails half-way, `close` ends those that there are."""
@@ -210,6 +211,7 @@ class Session:
             # handler asks for: `settle` waits for it, or `close` ends it.
             self._join(None if mine is None or isinstance(mine, Exception) else GRACE / 4)
             reports = self._reports() if control.words[Control.FAILED] == number else []
+            rank.look_back()
         finally:
             self._running = False
         if mine is None and not reports:
@@ -319,6 +321,14 @@ class Session:
             self._fail(f"{message}; the workers were ended.", late[0] if late else self.rank.number)
         self._look_for_deaths()
 
+    def _is_bereft(self) -> bool:
+        """Whether a worker has ended."""
+        return any(has_ended(pid) for pid in list(self._children.values()))
+
+    def _is_unfinished(self) -> bool:
+        """Whether something is under way in which workers have a part, though no command runs."""
+        return not self._running and any(unfinished() for unfinished in self.rank.unfinished)
+
     def _look_for_deaths(self) -> None:
         deaths = self._deaths
         at_work, deaths.at_work = deaths.at_work, 0  # one hears of it no more while one looks
@@ -349,8 +359,8 @@ class Session:
         self._deaths.at_work = 0
         try:
             if not kill:
-                for read in self._before_close:
-                    read()
+                for finish in (*self._before_close, *self.rank.before_end):
+                    finish()
                 # Workers busy with what an interrupt left get their time, and no more.
                 self._join(GRACE)
                 kill = self._busy()
@@ -409,7 +419,9 @@ class Session:
         self.rank.segments.clear()
         self.rank.store.clear()
         self._owned.clear()
-        self.rank.watch = _nobody_to_watch  # this session's own method: a cycle that would keep the memory a while
+        # This session's own methods: cycles that would keep the memory a while.
+        self.rank.watch = _nobody_to_watch
+        self.rank.bereft = _nobody_has_died
         self.rank.threads.restore()
 
     # -- shared memory ---------------------------------------------------------------------------------------
@@ -501,6 +513,11 @@ class Session:
 
 def _nobody_to_watch() -> None:
     """Stand where a closed session has no workers."""
+
+
+def _nobody_has_died() -> bool:
+    """Stand there, too."""
+    return False
 
 
 def _ended(pid: int) -> int | None:

@@ -214,3 +214,26 @@ def test_the_environment_sets_it_on_all_ranks():
     exact, coarse = result("highest"), result("bfloat16")
     for rows in (slice(0, 2), slice(2, 4)):  # those of one rank, and of the other
         close(coarse[rows], exact[rows])
+
+
+COMPILING = """
+    import numpy as np, pytensor
+    import synkhronos as synk
+    pytensor.config.floatX = "float32"
+    pytensor.config.mode = "JAX"
+    synk.fork(1, use_gpu=False)
+    a, b = (pytensor.shared(np.zeros((4, 3), "float32"), name) for name in "ab")
+    f, g = (synk.function([], (v.sum(), "sum"), sliceable_shareds=[v]) for v in (a, b))
+    for function in (f, g, f, g):
+        float(function(batch_s=[0, 1]))
+    synk.close()
+"""
+
+
+def test_a_function_is_compiled_once_where_floatx_is_float32():
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_LOG_COMPILES": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(COMPILING)]
+    printed = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=100, check=True)
+    assert printed.stderr.count("Compiling jit(run)") == 2

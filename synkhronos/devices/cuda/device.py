@@ -15,7 +15,7 @@ import numpy as np
 
 from synkhronos.devices import cuda
 from synkhronos.devices.cuda.nccl import DTYPES, NcclCommunicator
-from synkhronos.devices.cuda.staging import Part, Staging, Token
+from synkhronos.devices.cuda.staging import Part, Staging
 from synkhronos.devices.host import Selection
 from synkhronos.ranks import Rank, SharedArray
 
@@ -125,9 +125,21 @@ class CudaDevice:
         """Wait until the inputs of the launch that comes now have arrived."""
         self.staging.arrive()
 
-    def launched(self, token: Token) -> None:
-        """Remember by what to tell that the last launch is done with its inputs."""
-        self.staging.launched(token)
+    def launched(self, results: Any) -> None:
+        """Note that the last launch reads its inputs until it has computed."""
+        if self.stream is None:
+            self.wait(results)
+        self.staging.launched()
+
+    def wait(self, values: Sequence[Any]) -> None:
+        """Wait until values have been computed."""
+        for value in values:
+            if self.holds(value):
+                self.settle(value)
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value is an array of this kind."""
+        raise NotImplementedError
 
     def fetch(self, values: Sequence[Any]) -> list[Any]:
         """Return values on the host."""

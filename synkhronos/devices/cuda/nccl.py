@@ -3,9 +3,10 @@
 `NcclCommunicator`
     Combines arrays where they lie.
 
-NCCL's work goes to the stream on which the arrays are computed, behind what computes them.  A rank waits for it,
-looking from time to time whether its peers are alive and well: what a peer that has failed would leave waiting for ever
-is aborted.
+NCCL's work goes to the stream on which the arrays are computed, behind what computes them.  An all_reduce is not waited
+for, since what is put on the stream later comes after it; other collectives are, with a look at the peers from time to
+time.  What a peer that has failed or died would leave waiting for ever is aborted: by the rank that waits; by the next
+command, if a rank failed in the one that started it; by a thread of the master's, if a worker has died since.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 _BYTES = DTYPES[np.dtype(np.uint8)]
 #: Seconds between two looks at the peers while NCCL works.
 _LOOK = 0.02
+#: Seconds after which it is given up to connect: it takes one or two.
+_PATIENCE = 40
 
 
 class NcclCommunicator:
@@ -63,7 +66,16 @@ class NcclCommunicator:
         self._arrays = staging.arrays
         self._stream = staging.handle if staging.arrays.stream is None else staging.arrays.stream
         # A collective that waits for a dead rank keeps the GPU busy, and whatever is to be freed there waits for it.
-        rank.at_end.append(self.abort)
+        rank.before_end.append(self._settle)
+        rank.at_end.append(self._end)
+        rank.at_failure.append(self._give_up)
+        rank.unfinished.append(self._is_unfinished)
+        #: The command that started a collective which may be under way still, 0 without.
+        self._under_way = 0
+        self._guard: threading.Thread | None = None
+        #: Whether a worker's death has ended a collective.
+        self._lost = False
+        self._ended = threading.Event()
         #: Counts the connections, alike on all ranks that share one; 0 without any.
         self.epoch = 0
 
@@ -87,12 +99,19 @@ class NcclCommunicator:
         # thread, which may be left behind.  (A communicator that doesn't block starts a thread for each collective.)
         errors: list[BaseException] = []
         thread = threading.Thread(target=self._connect, args=(unique_id, errors), daemon=True)
+        deadline = perf_counter() + _PATIENCE
         thread.start()
-        while thread.is_alive():
-            thread.join(_LOOK)
-            self._rank.check()
-        if errors:
-            raise errors[0]
+        try:
+            while thread.is_alive():
+                thread.join(_LOOK)
+                self._rank.check()
+                if perf_counter() > deadline:
+                    raise RuntimeError(f"NCCL did not connect the ranks' GPUs within {_PATIENCE} seconds")
+            if errors:
+                raise errors[0]
+        except BaseException:
+            self.abort()
+            raise
         self.epoch = max(epochs) + 1
 
     def _connect(self, unique_id: bytes, errors: list[BaseException]) -> None:
@@ -101,7 +120,7 @@ class NcclCommunicator:
         rank, nccl, stream = self._rank, self._nccl, self._stream
         try:
             self._staging.enter()
-            comm = Communicator.init(rank.size, rank.number, UniqueId.from_bytes(unique_id))
+            self._comm = comm = Communicator.init(rank.size, rank.number, UniqueId.from_bytes(unique_id))
             self._handle = at = comm._comm  # what the bindings take; the class around it looks at every array anew
             # What NCCL sets up at the first collective of each kind, it sets up here.
             room = self._staging.scratch(rank.size)
@@ -115,13 +134,12 @@ class NcclCommunicator:
                     nccl.recv(room + r, 1, _BYTES, r, at, stream)
             nccl.group_end()
             check(self._staging.driver.cuStreamSynchronize(stream))
-            self._comm = comm
         except BaseException as error:
             errors.append(error)
 
     def abort(self) -> None:
         """Give up the connection, and what is on its way."""
-        comm, self._comm, self.epoch = self._comm, None, 0
+        comm, self._comm, self.epoch, self._under_way = self._comm, None, 0, 0
         if comm is not None:
             self._staging.enter()
             comm.abort()
@@ -135,12 +153,12 @@ class NcclCommunicator:
             self._finish()
 
     def all_reduce(self, array: Any, op: str) -> None:
-        """Replace every rank's array by the reduction of all ranks'."""
+        """Replace every rank's array by the reduction of all ranks', which is not waited for."""
         at, count, dtype = self._span(array)
         if count:
             self._staging.enter()
             self._nccl.all_reduce(at, at, count, dtype, OPS[op], self._handle, self._stream)
-            self._finish()
+            self._leave()
 
     def reduce(
         self, array: Any, op: str, root: int, out: Any | None, layout: Layout, contributors: Sequence[int]
@@ -187,16 +205,64 @@ class NcclCommunicator:
             self._arrays.settle(array)
         return self._arrays.pointer(array), array.size, DTYPES[array.dtype]
 
+    def _leave(self) -> None:
+        """Let what is on the stream go on by itself, if what comes after it is put on the same stream."""
+        if self._arrays.stream is None:
+            self._finish()
+            return
+        self._under_way = self._rank.command
+        if self._rank.is_master and self._guard is None:
+            self._guard = threading.Thread(target=self._keep_guard, daemon=True)
+            self._guard.start()
+
+    def _keep_guard(self) -> None:
+        """Abort what is under way when a worker has died: the master may be waiting for its GPU, and hear nothing."""
+        self._staging.enter()
+        while not self._ended.wait(_LOOK):
+            if self._under_way and not self._is_done():
+                if self._rank.bereft():
+                    self._lost = True
+                    self.abort()
+                    return
+            else:
+                self._under_way = 0
+
+    def _is_done(self) -> bool:
+        """Whether all that was put on the stream is done."""
+        (result,) = self._staging.driver.cuStreamQuery(self._stream)
+        return bool(result != self._staging.driver.CUresult.CUDA_ERROR_NOT_READY)
+
+    def _is_unfinished(self) -> bool:
+        """Whether a collective is under way, or did not come to its end."""
+        if self._under_way and not self._lost:
+            self._staging.enter()
+            return not self._is_done()
+        return self._lost
+
+    def _settle(self) -> None:
+        """Let what is under way come to its end."""
+        if self._under_way:
+            self._staging.enter()
+            self._finish()
+
+    def _end(self) -> None:
+        """Disconnect."""
+        self._ended.set()
+        self.abort()
+
+    def _give_up(self, command: int) -> None:
+        """Abort what a command that failed has started: not all ranks came."""
+        if self._under_way == command:
+            self.abort()
+
     def _finish(self) -> None:
         """Wait for the stream, and watch the peers."""
-        query = self._staging.driver.cuStreamQuery
-        not_ready = self._staging.driver.CUresult.CUDA_ERROR_NOT_READY
         look = perf_counter() + _LOOK
-        while (result := query(self._stream)[0]) == not_ready:
+        while not self._is_done():
             if perf_counter() > look:
                 self._look()
                 look = perf_counter() + _LOOK
-        check((result,))
+        check(self._staging.driver.cuStreamQuery(self._stream))
 
     def _look(self) -> None:
         """Abort, and leave the command, if a peer has failed or died."""

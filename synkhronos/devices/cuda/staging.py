@@ -2,8 +2,8 @@
 
 `Staging`
     Copies rows of shared memory into arrays on the GPU, on a stream of its own.
-`Arrays`, `Token`
-    What it has to know of the arrays.
+`Arrays`
+    What it has to know of them.
 `Part`
     A run of an array's items.
 
@@ -60,16 +60,6 @@ __global__ void gather(const Item* source, const long long* rows, Item* target, 
 _ITEMS = {16: "uint4", 8: "unsigned long long", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 
 
-class Token(Protocol):
-    """Tells whether the GPU is done with some work."""
-
-    def is_ready(self) -> bool:
-        """Whether it is."""
-
-    def block_until_ready(self) -> Any:
-        """Wait until it is."""
-
-
 class Arrays(Protocol):
     """One kind of array on a GPU."""
 
@@ -106,32 +96,15 @@ def check(results: Any) -> Any:
     return values[0] if values else None
 
 
-class _Mark:
-    """A token for all that is on a stream: CUDA's event."""
-
-    __slots__ = ("_event",)
-
-    def __init__(self, event: Any):
-        self._event = event
-
-    def is_ready(self) -> bool:
-        """Whether it is done."""
-        return bool(self._event.is_done)
-
-    def block_until_ready(self) -> None:
-        """Wait until it is."""
-        self._event.sync()
-
-
 class _Buffer:
-    """An array on the GPU to copy rows into, and a token of the launch that last read it."""
+    """An array on the GPU to copy rows into, and the event at which the launch that last read it was done."""
 
-    __slots__ = ("array", "at", "token")
+    __slots__ = ("array", "at", "read")
 
     def __init__(self, array: Any, at: int):
         self.array = array
         self.at = at
-        self.token: Token | None = None
+        self.read: Any = None
 
 
 class _Slot:
@@ -148,14 +121,14 @@ class _Slot:
     def next(self) -> _Buffer:
         """Return the array to fill now, once nothing reads it any more."""
         first = self._buffers[0]
-        if first.token is None or first.token.is_ready():
+        if first.read is None or first.read.is_done:
             return first
         if len(self._buffers) == 1:
             self._buffers.append(self._make())
         self._buffers.reverse()
         now = self._buffers[0]
-        if now.token is not None:
-            now.token.block_until_ready()
+        if now.read is not None:
+            now.read.sync()
         return now
 
 
@@ -226,11 +199,6 @@ class Staging:
         self._arrived()
         return array
 
-    def mark(self) -> Token:
-        """Return what tells whether all that was launched so far is done."""
-        assert self._of_arrays is not None
-        return _Mark(self._of_arrays.record())
-
     def arrive(self) -> None:
         """Have the launch that comes now wait for all copies that were started."""
         if self._pending:
@@ -240,13 +208,15 @@ class Staging:
                 check(self.driver.cuEventRecord(self._event, self.handle))
                 check(self.driver.cuStreamWaitEvent(self.arrays.stream, self._event, 0))
 
-    def launched(self, token: Token) -> None:
-        """Note that a launch reads what was filled since the last, until its token is ready.
+    def launched(self) -> None:
+        """Note that the last launch reads what was filled since the one before, until it has computed.
 
         The copies are waited for: from now on the user may write into the memory that they read.
         """
-        for buffer in self._filled:
-            buffer.token = token
+        if self._filled and self._of_arrays is not None:
+            done = self._of_arrays.record()
+            for buffer in self._filled:
+                buffer.read = done
         self._filled.clear()
         self._arrived()
 

@@ -3,6 +3,8 @@
 `Jax`
     The device.
 
+`log`
+    Numbers that a function computes launch after launch, in memory that stays where it is.
 `stream`
     On which CUDA stream XLA computes.
 
@@ -15,14 +17,18 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import cached_property
+from sys import getrefcount
 from typing import Any
 
 import numpy as np
 
 from synkhronos.devices.cuda.device import CudaDevice
-from synkhronos.devices.cuda.staging import Token
 from synkhronos.devices.host import Selection, take
+from synkhronos.devices.jax.log import Entry
 from synkhronos.ranks import Rank, SharedArray
+
+#: To an array in `Jax.written`: the container's, its caller's and the command's, this call's.
+_OWN_REFERENCES = 6
 
 
 class Jax(CudaDevice):
@@ -84,11 +90,19 @@ class Jax(CudaDevice):
         return value
 
     def written(self, value: Any) -> Any:
-        """Return an array that was written in place, without what JAX remembers of its old content."""
-        if getattr(value, "_npy_value", None) is None:
-            return value
-        make = self._jax().make_array_from_single_device_arrays
-        return make(value.shape, value.sharding, [shard.data for shard in value.addressable_shards])
+        """Return an array that was written in place, or soon will be, in the same memory.
+
+        What JAX knows of the old one is of the time before: when it is computed, and what the host has read of it.  The
+        old one is gone, unless somebody else holds it: then the new one is a copy.
+        """
+        return self._renew[getrefcount(value) <= _OWN_REFERENCES](value)
+
+    @cached_property
+    def _renew(self) -> tuple[Any, Any]:
+        jax = self._jax()
+        # Without the barrier, JAX would return the argument.
+        renew = jax.lax.optimization_barrier
+        return jax.jit(renew), jax.jit(renew, donate_argnums=0)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Return a new array, of zeros: XLA has no other."""
@@ -122,7 +136,10 @@ class Jax(CudaDevice):
         for value in values:
             if self.holds(value):
                 value.copy_to_host_async()
-        return [self.to_host(value) if self.holds(value) else value for value in values]
+        return [
+            self.to_host(value) if self.holds(value) else value.read() if isinstance(value, Entry) else value
+            for value in values
+        ]
 
     def from_host(self, array: np.ndarray) -> Any:
         """Return a NumPy array as a JAX array, which nobody else holds."""
@@ -168,13 +185,7 @@ class Jax(CudaDevice):
         if self.on_gpu:
             super().launching()
 
-    def launched(self, token: Token) -> None:
-        """Remember by what to tell that the last launch is done with its inputs."""
+    def launched(self, results: Any) -> None:
+        """Note that the last launch reads its inputs until it has computed."""
         if self.on_gpu:
-            super().launched(token)
-
-    def wait(self, values: Sequence[Any]) -> None:
-        """Wait until values have been computed."""
-        for value in values:
-            if self.holds(value):
-                value.block_until_ready()
+            super().launched(results)

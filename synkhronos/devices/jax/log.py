@@ -1,0 +1,91 @@
+"""Numbers that a function computes launch after launch, in memory that stays where it is.
+
+`Log`
+    The numbers of many launches, one array for each output.
+`Entry`
+    One of them.
+
+XLA records a launch (as a CUDA graph) and repeats what it has recorded as long as no address changes, at half the time.
+A loss that somebody keeps would have a new address each time.  So launches write their numbers into one array, one
+behind the other, and that array is donated from launch to launch.  Reading a hundred of them is one copy to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+#: Launches whose numbers go into one log; then another begins.
+LAUNCHES = 256
+
+
+class Log:
+    """The numbers of some launches.
+
+    Parameters
+    ----------
+    dtypes : list of dtype
+        One for each output that is a number.
+
+    Attributes
+    ----------
+    arrays : list of arrays
+        How many launches have written, and for each output their numbers: given to a launch, and replaced by what it
+        returns.
+    """
+
+    def __init__(self, dtypes: Sequence[np.dtype]):
+        import jax.numpy as jnp
+
+        self.arrays: list[Any] = [jnp.zeros((), np.int32), *(jnp.zeros((LAUNCHES,), dtype) for dtype in dtypes)]
+        self._written = 0
+        self._read: tuple[int, list[np.ndarray]] = 0, []
+
+    @property
+    def full(self) -> bool:
+        """Whether no other launch can write into it."""
+        return self._written == LAUNCHES
+
+    @staticmethod
+    def write(arrays: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
+        """Return the arrays with one launch's numbers in them; traced by XLA."""
+        from jax import lax
+
+        count, *logs = arrays
+        return [
+            count + 1,
+            *(
+                lax.dynamic_update_index_in_dim(log, number, count, 0)
+                for log, number in zip(logs, numbers, strict=True)
+            ),
+        ]
+
+    def take(self, arrays: Sequence[Any]) -> list[Entry]:
+        """Take what a launch has returned; return its entries."""
+        self.arrays = list(arrays)
+        self._written += 1
+        return [Entry(self, output, self._written - 1) for output in range(len(arrays) - 1)]
+
+    def numbers(self, output: int) -> np.ndarray:
+        """Return an output's numbers on the host, all that are written."""
+        if self._read[0] != self._written:
+            # Copies: an array that NumPy looks at can't be donated.
+            self._read = self._written, [np.array(array) for array in self.arrays[1:]]
+        return self._read[1][output]
+
+
+class Entry:
+    """A number that a launch has computed, or is about to."""
+
+    __slots__ = ("_launch", "_log", "_output")
+
+    nbytes = 8
+
+    def __init__(self, log: Log, output: int, launch: int):
+        self._log, self._output, self._launch = log, output, launch
+
+    def read(self) -> np.ndarray:
+        """Return it as an array without dimensions, once it is computed."""
+        return self._log.numbers(self._output)[self._launch, ...].copy()
