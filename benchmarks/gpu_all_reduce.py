@@ -1,6 +1,6 @@
 """How fast do shared variables on GPUs combine?
 
-`synkhronos.all_reduce` beside NCCL alone in processes of its own, on both sides once when many are queued, and once when
+`synkhronos.all_reduce` beside NCCL alone in processes of its own, on both sides once when many are queued and once when
 each is waited for; and the time from the call to its return in the master, which doesn't wait.  Bus bandwidth is
 2 (n - 1) / n times the bytes over the time, as NCCL's own tests count it.
 """

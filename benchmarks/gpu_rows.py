@@ -1,9 +1,9 @@
 """How fast do rows of a Data object get to the GPUs?
 
 A function that does next to nothing with its input is called with a shuffled list of rows, and with as long a slice.
-The call returns when the rows are there: from then on the user may write into the memory that they came from.  Beside it
-the bus: a copy of as many bytes to each GPU from the same page-locked memory, by the CUDA driver alone, on all ranks at
-once.
+The call returns when the rows are there: from then on the user may write into the memory that they came from.  Beside
+it the bus: a copy of as many bytes to each GPU from the same page-locked memory, by the CUDA driver alone, on all ranks
+at once.
 """
 
 from __future__ import annotations

@@ -84,11 +84,12 @@ def gpu_steps(rng: np.random.Generator, count: int) -> Callable[[int], Callable[
 
 
 def batches_of(rng: np.random.Generator, rows: int, size: int) -> Any:
-    """Yield batches of shuffled rows for ever."""
+    """Yield batches of shuffled rows for ever: of a few epochs that are shuffled beforehand."""
+    orders = [rng.permutation(rows) for _ in range(5)]
     while True:
-        order = rng.permutation(rows)
-        for start in range(0, rows - size + 1, size):
-            yield order[start : start + size]
+        for order in orders:
+            for start in range(0, rows - size + 1, size):
+                yield order[start : start + size]
 
 
 def measure(step: Callable[[], Any], calls: int) -> tuple[float, float]:

@@ -21,8 +21,11 @@ import numpy.typing as npt
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.collectives.arguments import mirrored
+from synkhronos.collectives.commands import Reduce
 from synkhronos.extensions.updates import RuleUpdates
 from synkhronos.graphs import library_of
+from synkhronos.ranks import Together
 
 #: An array or Data object for one variable, a list of them for a list of variables.
 Rows = npt.ArrayLike | synk.Data | Sequence[npt.ArrayLike | synk.Data]
@@ -95,13 +98,19 @@ class TrainFunction:
         rows = _count(batch, arrays)
         if rows == 0:
             raise ValueError(f"batch: expected at least one row, got {batch!r}")
-        if rows < ranks.session().size:
+        session = ranks.session()
+        if rows < session.size:
             # The ranks without rows sit out, and would contribute what is left of an earlier step.
             self._clear()
-        loss = self.gradient(*arrays, batch=batch, num_slices=num_slices)
-        synk.all_reduce(self.grad_shared)
-        self.update()
-        return loss
+        with session.turn:
+            session.settle()
+            gradient = self.gradient.prepare(session, arrays, {}, batch, None, num_slices, None)
+            update = self.update.prepare(session, (), {}, None, None, 1, None)
+            reduce = Reduce(mirrored(session, [self.grad_shared]), "avg", "everywhere", nccl=True)
+            # In one command: the ranks go from one to the next while the rows of the step are still on their way.
+            loss, _, updated = session.run(Together((gradient, reduce, update)))
+            self.update.results(session, update, updated)
+            return self.gradient.results(session, gradient, loss)
 
 
 class SerialTrainFunction:

@@ -130,31 +130,44 @@ class Function:
         session = ranks.session()
         with session.turn:
             session.settle()
-            variant = self._variant(batch_s, num_slices, output_subset)
-            arrays, count = self._inputs.locate(session, inputs, named_inputs, batch)
-            chosen = self._inputs.choose(session, batch_s)
-            self._distribute(session)
-            has_updates = bool(self._program.updates)
-            call = Call(self._key, variant, variant not in self._ready, arrays, count, chosen, num_slices, has_updates)
-            if self._program.asynchronous:
-                results = self._start(session, call, variant)
-            else:
-                results = session.run(call)
-            self._ready.add(variant)
-        if self._single:
-            return _presentable(results[0]) if results else []
-        return [_presentable(result) for result in results]
+            call = self.prepare(session, inputs, named_inputs, batch, batch_s, num_slices, output_subset)
+            return self.results(session, call, session.run(call))
 
-    def _start(self, session: Session, call: Call, variant: Variant) -> list[Any]:
-        """Start a call whose outputs are read when somebody looks at them."""
-        record = Results.of(session)
-        record.tidy(session)
-        started = session.run(call)
-        if not started:
-            return []
-        number, nbytes = started
-        count = len(self._program.outputs) if variant.subset is None else len(variant.subset)
-        return record.add(number, nbytes, count)
+    def prepare(
+        self,
+        session: Session,
+        inputs: Sequence[Any],
+        named_inputs: dict[str, Any],
+        batch: Any,
+        batch_s: Any,
+        num_slices: int,
+        output_subset: Sequence[int] | None,
+    ) -> Call:
+        """Check a call's arguments and put the inputs where the ranks find them; return the command to run.
+
+        For those who run it together with others; the session's turn has to be held until `results` has been called.
+        """
+        variant = self._variant(batch_s, num_slices, output_subset)
+        arrays, count = self._inputs.locate(session, inputs, named_inputs, batch)
+        chosen = self._inputs.choose(session, batch_s)
+        self._distribute(session)
+        if self._program.asynchronous:
+            Results.of(session).tidy(session)
+        has_updates = bool(self._program.updates)
+        return Call(self._key, variant, variant not in self._ready, arrays, count, chosen, num_slices, has_updates)
+
+    def results(self, session: Session, call: Call, returned: Any) -> Any:
+        """Return what the user gets, from what the command of `prepare` has returned."""
+        if self._program.asynchronous and returned:
+            # Outputs that are read when somebody looks at them.
+            subset = call.variant.subset
+            count = len(self._program.outputs) if subset is None else len(subset)
+            number, nbytes = returned
+            returned = Results.of(session).add(number, nbytes, count)
+        self._ready.add(call.variant)
+        if self._single:
+            return _presentable(returned[0]) if returned else []
+        return [_presentable(result) for result in returned]
 
     def as_theano(self, *args: Any, **kwargs: Any) -> Any:
         """Run as the plain library would, in the master alone, on all rows.

@@ -4,16 +4,19 @@
     This process among the others: its number, its tables, and the steps at which ranks meet.
 `Command`
     What every rank runs at once.
+`Together`
+    Several of them as one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import pickle
-from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 from synkhronos.ranks.control import FOR_STEP, POLL, SLOT, Control
 from synkhronos.ranks.errors import Cancelled
@@ -43,6 +46,29 @@ class Command(Protocol):
 
     def run(self, rank: Rank) -> Any:
         """Do this rank's part.  What the master's part returns is the result."""
+
+
+class Together(NamedTuple):
+    """Several commands as one: ranks don't meet at the master's between them.
+
+    Only the last one's effect counts as the command's.
+    """
+
+    commands: tuple[Any, ...]
+
+    @property
+    def effect(self) -> str | None:
+        """What the last one says."""
+        return getattr(self.commands[-1], "effect", None)
+
+    def run(self, rank: Rank) -> list[Any]:
+        """Run one after the other; return what each returns."""
+        *first, last = self.commands
+        results = []
+        with rank.uncommitted():
+            for command in first:
+                results.append(command.run(rank))
+        return [*results, last.run(rank)]
 
 
 class Rank:
@@ -88,6 +114,9 @@ class Rank:
         self._command = 0
         self._step = 0
         self._known: dict[Any, Any] = {}
+        self._commits = True
+        #: Called when the command that runs has been run: what may be waited for as late as that.
+        self.at_finish: list[Callable[[], None]] = []
         #: Called in the master while the workers still run, when they are ended in an orderly way.
         self.before_end: list[Callable[[], None]] = []
         #: Called when the ranks end, before anything is freed: what still waits for a peer has to give up first.
@@ -123,7 +152,22 @@ class Rank:
 
     def commit(self) -> None:
         """Note that the command's effects are applied on this rank, so that an error can say so."""
-        self.control.committed[self.number] = self._command
+        if self._commits:
+            self.control.committed[self.number] = self._command
+
+    @contextlib.contextmanager
+    def uncommitted(self) -> Iterator[None]:
+        """Have `commit` do nothing meanwhile."""
+        self._commits = False
+        try:
+            yield
+        finally:
+            self._commits = True
+
+    def finish(self) -> None:
+        """Call what is in `at_finish`, and forget it: the end of a command on this rank, however it went."""
+        while self.at_finish:
+            self.at_finish.pop()()
 
     def barrier(self) -> None:
         """Return when every rank has come here.

@@ -195,7 +195,10 @@ class Session:
                 if self.size > 1:
                     self._post(number, command)
                 deaths.at_work = threading.get_ident()
-                result = command.run(rank)
+                try:
+                    result = command.run(rank)
+                finally:
+                    rank.finish()
                 deaths.at_work = 0
             except BaseException as error:
                 deaths.at_work = 0

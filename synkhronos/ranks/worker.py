@@ -174,7 +174,10 @@ def _serve(rank: Rank, channel: socket.socket) -> None:
                     if len(kept) >= KEPT:
                         kept.clear()
                     kept[message] = command
-            command.run(rank)
+            try:
+                command.run(rank)
+            finally:
+                rank.finish()
             control.report_length[rank.number] = 0
         except Cancelled:
             control.report_length[rank.number] = 0

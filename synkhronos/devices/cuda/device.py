@@ -119,7 +119,7 @@ class CudaDevice:
 
     def indexes(self, rank: Rank, kept: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
         """Return a rank's own vector of indexes as an input for the next launch."""
-        return self.staging.vector(kept, key, values)
+        return self.staging.vector(rank, kept, key, values)
 
     def launching(self) -> None:
         """Wait until the inputs of the launch that comes now have arrived."""

@@ -160,6 +160,7 @@ class Staging:
         self._registered: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._filled: list[_Buffer] = []
         self._pending = False
+        self._rank: Rank | None = None
         self._vector = _Pinned(self)
         #: The selection whose indexes were pinned last, and where.
         self._pinned: tuple[Selection | None, int] = None, 0
@@ -175,14 +176,16 @@ class Staging:
 
     def input(self, rank: Rank, kept: dict[Any, Any], key: Any, where: SharedArray, rows: Selection | None) -> Any:
         """Start to copy rows into kept memory, and return the array that they will be in."""
+        self._rank = rank
         shape = where.shape if rows is None else (len(rows), *where.shape[1:])
         buffer = self._slot(kept, key, shape, where.dtype).next()
         self._copy(rank, where, rows, buffer.at)
         self._filled.append(buffer)
         return buffer.array
 
-    def vector(self, kept: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
+    def vector(self, rank: Rank, kept: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
         """Start to copy a vector of indexes into kept memory, and return the array that they will be in."""
+        self._rank = rank
         self.enter()
         buffer = self._slot(kept, key, values.shape, values.dtype.str).next()
         if values.size:
@@ -211,14 +214,18 @@ class Staging:
     def launched(self) -> None:
         """Note that the last launch reads what was filled since the one before, until it has computed.
 
-        The copies are waited for: from now on the user may write into the memory that they read.
+        The copies are waited for by the end of the command: from then on the user may write into the memory that they
+        read.  Of several launches in one command, each waits for the copies of the one before.
         """
         if self._filled and self._of_arrays is not None:
             done = self._of_arrays.record()
             for buffer in self._filled:
                 buffer.read = done
         self._filled.clear()
-        self._arrived()
+        if self._rank is None or self._arrived in self._rank.at_finish:
+            self._arrived()
+        else:
+            self._rank.at_finish.append(self._arrived)
 
     def _arrived(self) -> None:
         if self._pending:
