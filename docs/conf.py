@@ -26,7 +26,7 @@ numpydoc_show_class_members = False
 
 html_theme = "alabaster"
 html_theme_options = {
-    "description": "PyTensor and Theano functions on all cores",
+    "description": "PyTensor and Theano functions on all cores and GPUs",
     "fixed_sidebar": True,
     "page_width": "1080px",
 }
