@@ -241,8 +241,10 @@ def mnist(options: argparse.Namespace, rest: list[str]) -> int:
 
 def test(options: argparse.Namespace, rest: list[str]) -> int:
     """Run the tests in each environment; further arguments go to pytest. Without any, a few run on JAX arrays too."""
-    if options.device != "host":
+    if options.device != "host" and not options.here:
         if options.env == THEANO.name:
+            if options.device == "gpu":
+                raise fail("pip can't install pygpu: run --device gpu --here with a Python that has it and Theano.")
             raise fail(f"--device {options.device} needs PyTensor.")
         options.env = PYTENSOR.name
     if options.here:

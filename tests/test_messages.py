@@ -207,7 +207,7 @@ TABLE = {
     "no GPUs": (beside_gpus(0, use_gpu=True), RuntimeError, ["use_gpu=True", "there is no GPU", "leave use_gpu out", "False"]),
     "GPUs that nothing can drive": (
         beside_gpus(2, ["nccl4py", "cuda-core"], use_gpu=True), RuntimeError,
-        ["use_gpu=True", "2 GPUs are visible", "install nccl4py, cuda-core", r"synkhronos\[gpu\]|page on Theano"],
+        ["use_gpu=True", "2 GPUs are visible", "install nccl4py, cuda-core", r"synkhronos\[(gpu|theano-gpu)\]"],
     ),
     "more ranks than GPUs": (
         beside_gpus(2, n_parallel=3, use_gpu=True), ValueError, ["n_parallel=3, but 2 GPUs", "each rank needs one", "use_gpu=False"]

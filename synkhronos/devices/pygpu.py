@@ -42,7 +42,7 @@ class Pygpu(CudaDevice):
 
     name = "pygpu"
     needed = {("theano",): "Theano==1.0.5", ("pygpu",): "pygpu"}  # noqa: RUF012 - nobody writes into it
-    install = "see the documentation's page on Theano"
+    install = "pip install 'synkhronos[theano-gpu]', and pygpu as docs/theano.rst says"
 
     def started(self) -> bool:
         """Whether this process computes on a GPU."""
