@@ -10,6 +10,8 @@
     PyTensor or Theano.
 `processes`
     The forked peers of a benchmark.
+`run_alone`, `Failed`
+    A side that has processes of its own.
 `gpus`
     How many GPUs a benchmark of theirs uses.
 """
@@ -22,6 +24,9 @@ import importlib.util
 import multiprocessing
 import os
 import platform
+import shlex
+import signal
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from time import perf_counter
@@ -153,6 +158,47 @@ def gpus(asked: int | None) -> int:
         print("This benchmark needs GPUs, and there are none: left out.")
         raise SystemExit(0)
     return asked or there
+
+
+class Failed(Exception):
+    """A side that ended without an answer."""
+
+
+def run_alone(command: Sequence[str], limit: float, **environment: str) -> str:
+    """Run one side in a process of its own, and return what it printed.
+
+    Parameters
+    ----------
+    command : list of str
+    limit : float
+        Seconds after which it, and all that it started, is ended.
+    **environment
+        Variables beside those of this process.
+
+    Raises
+    ------
+    Failed
+        If it ended with an error, or not in time.
+    """
+    process = subprocess.Popen(
+        list(command),
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+        start_new_session=True,  # a process group, which ends as one
+    )
+    what = shlex.join(command)[:120]
+    try:
+        printed, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        raise Failed(f"{what} was not done after {limit:.0f} s") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode != 0:
+        raise Failed(f"{what} ended with {process.returncode}; its messages are above")
+    return printed
 
 
 @contextlib.contextmanager

@@ -14,24 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from benchmarks._measure import Table, bar, duration, gpus, heading
+from benchmarks._measure import Failed, Table, bar, duration, gpus, heading, run_alone
 
 #: Blocks of each stage, by the depth that a network is called after; those of demos/resnet.
 BLOCKS = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
 #: What the JAX settings of our side are called, and how many times PyTorch's speed is asked for.
 PRECISIONS = {"tf32": ("tensorfloat32", 1.1), "bfloat16": ("bfloat16", 1.2)}
-
-
-class Failed(Exception):
-    """A side that ended without an answer."""
 
 
 def call(module: str, python: str, settings: dict[str, Any], environment: dict[str, str], limit: float) -> Any:
@@ -57,24 +51,8 @@ def call(module: str, python: str, settings: dict[str, Any], environment: dict[s
     """
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    process = subprocess.Popen(
-        [python, "-m", f"benchmarks.{module}", json.dumps(settings)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        start_new_session=True,  # a process group, which ends as one
-    )
-    try:
-        printed, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        raise Failed(f"{module} was not done after {limit:.0f} s") from None
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    if process.returncode != 0:
-        raise Failed(f"{module} ended with {process.returncode}; its messages are above")
-    return json.loads(printed.splitlines()[-1])
+    command = [python, "-m", f"benchmarks.{module}", json.dumps(settings)]
+    return json.loads(run_alone(command, limit, PYTHONPATH=path, **environment).splitlines()[-1])
 
 
 def parse() -> argparse.Namespace:

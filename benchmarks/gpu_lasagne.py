@@ -1,0 +1,101 @@
+"""How fast do the Lasagne demos train, on PyTensor and on Theano?
+
+The scripts of demos/lasagne_mnist and demos/resnet, on made-up images, in processes of their own one after the other:
+
+*mnist*: the models ``mlp`` and ``cnn`` on all GPUs, with PyTensor and with Theano 1.0.5; images a second.
+*resnet*: ResNet-50 with Theano, 32 images a GPU, on one GPU and on all.
+
+``--classic`` is a command that starts a Python with Theano 1.0.5, pygpu and Lasagne; without it that side is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks._measure import Failed, Table, bar, gpus, heading, run_alone
+
+DEMOS = Path(__file__).resolve().parents[1] / "demos"
+#: What the scripts are told beside the number of ranks.
+MNIST = ["--synthetic", "60000", "--batch-size", "500", "--epochs", "4"]
+RESNET = ["--batch-size", "32", "--images", "320", "--epochs", "2", "--validation", "0.1"]
+
+
+def images_a_second(python: list[str], script: str, arguments: list[str], limit: float) -> float:
+    """Train with a script, and return how many images a second it trained with."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "run.json")
+        run_alone([*python, str(DEMOS / script), *arguments, "--quiet", "--result", str(result)], limit)
+        run = json.loads(result.read_text())
+    return float(sum(run["images"]) / run["seconds"])
+
+
+def mnist(options: argparse.Namespace, count: int) -> None:
+    """Compare the two stacks."""
+    device = "--cpu" if options.cpu else "--gpu"
+    table = Table({"model": 6, "data": 5, "PyTensor": 12, "Theano": 12, "ratio": 6})
+    ratios = {}
+    for model in options.models:
+        for place in ("cpu", "gpu"):
+            arguments = [model, "--ranks", str(count), device, *(options.arguments or MNIST)]
+            sides = [[sys.executable, "-W", "ignore"], *([shlex.split(options.classic)] if options.classic else [])]
+            script = f"lasagne_mnist/train_mnist_{place}_data.py"
+            speeds = [images_a_second(python, script, arguments, options.limit) for python in sides]
+            cells = [f"{speed:,.0f}/s" for speed in speeds]
+            if len(speeds) == 2:
+                ratios[model, place] = speeds[0] / speeds[1]
+                cells.append(f"{ratios[model, place]:.2f}")
+            table.row(model, "host" if place == "cpu" else "GPUs", *cells, *[""] * (3 - len(cells)))
+    print()
+    for (model, place), ratio in ratios.items():
+        where = "host" if place == "cpu" else "GPUs"
+        bar(f"{model}, data on the {where}, {count} ranks: PyTensor beside Theano", ratio, " times", least=3)
+
+
+def resnet(options: argparse.Namespace, count: int) -> None:
+    """Compare one GPU with all."""
+    if not options.classic:
+        print("ResNet-50 with Theano: left out, without --classic")
+        return
+    device = "--cpu" if options.cpu else "--gpu"
+    table = Table({"GPUs": 4, "images/s": 9})
+    speeds = []
+    for n in (1, count):
+        arguments = ["--ranks", str(n), device, *(options.arguments or RESNET)]
+        speeds.append(images_a_second(shlex.split(options.classic), "resnet/train_resnet.py", arguments, options.limit))
+        table.row(str(n), f"{speeds[-1]:.1f}")
+    print()
+    bar(f"ResNet-50 with Theano, 32 images a GPU, {count} GPUs beside one", speeds[1] / speeds[0], " times", least=1.95)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_lasagne",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--what", nargs="+", choices=("mnist", "resnet"), default=["mnist", "resnet"], help="(both)")
+    add("--classic", metavar="COMMAND", help="starts a Python with Theano 1.0.5, pygpu and Lasagne")
+    add("--ranks", type=int, metavar="N", help="number of GPUs (default: all)")
+    add("--models", nargs="+", default=["mlp", "cnn"], help="for MNIST (mlp cnn)")
+    add("--limit", type=float, default=240, metavar="S", help="seconds for each run of a script (%(default)s)")
+    add("--cpu", action="store_true", help="on CPU cores, to try the benchmark itself")
+    add("--arguments", type=shlex.split, metavar="WORDS", help="for the scripts, in the place of the sizes above")
+    options = parser.parse_args()
+    count = (options.ranks or 2) if options.cpu else gpus(options.ranks)
+    heading(f"the Lasagne demos on {count} GPUs")
+    for what in options.what:
+        try:
+            (mnist if what == "mnist" else resnet)(options, count)
+        except Failed as error:
+            print(f"{what}: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
