@@ -1366,3 +1366,19 @@ def test_after_a_new_fork_functions_made_before_and_their_variables_work(fork):
     synk.distribute()
     f()
     assert synk.gather(weights).tolist() == [[2.0, 3.0]] * 3
+
+
+def test_what_takes_long_to_compile_is_said_once(fork, monkeypatch, caplog):
+    monkeypatch.setattr(sys.modules["synkhronos.function.notice"], "PATIENCE", 0.0)
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], (x.sum(), "sum"), name="slow")
+    for _ in range(3):
+        f(np.ones(6))
+    said = [record.getMessage() for record in caplog.records if "slow is compiled" in record.getMessage()]
+    ends = [message for message in said if "that took" in message]
+    # In the master alone: the graph, and where XLA compiles the shapes of its part.
+    assert len(ends) == (2 if XLA else 1)
+    if XLA:
+        f(np.ones(8))
+        assert "for inputs of shapes [(4,)]" in caplog.records[-1].getMessage()

@@ -16,6 +16,7 @@ import numpy as np
 from synkhronos.data.rows import pieces, select, share
 from synkhronos.devices import Selection
 from synkhronos.function.combine import Outputs, combined
+from synkhronos.function.notice import notice
 from synkhronos.function.program import Compiled, Program, Variant
 from synkhronos.function.reduce import Accumulator
 from synkhronos.function.results import keep, nbytes
@@ -132,7 +133,8 @@ class Call(NamedTuple):
             return program.compile(self.variant)
         # The master first: it fills the compiler's cache, and the others don't queue for the compiler's lock.
         if rank.is_master:
-            program.compile(self.variant)
+            with notice(f"{program.name} is compiled"):
+                program.compile(self.variant)
         rank.barrier()
         return program.compile(self.variant)
 
@@ -272,5 +274,14 @@ class _Local:
         return values
 
     def _run(self, parts: Sequence[Selection | None], sliceable: Selection | None) -> list[Any]:
-        result = self._run_compiled(*self._inputs(parts, sliceable))
+        inputs = self._inputs(parts, sliceable)
+        if self._program.asynchronous and self._rank.is_master:
+            # What is new to XLA takes as long as compiling does.
+            shapes = self._call.variant, tuple([getattr(value, "shape", ()) for value in inputs])
+            if shapes not in self._program.launched:
+                with notice(f"{self._program.name} is compiled for inputs of shapes {list(shapes[1])}"):
+                    result = self._run_compiled(*inputs)
+                self._program.launched.add(shapes)
+                return list(result)
+        result = self._run_compiled(*inputs)
         return [] if result is None else list(result) if isinstance(result, list | tuple) else [result]

@@ -112,6 +112,8 @@ class Program:
         What this rank has compiled so far.
     buffers : dict of int to ndarray
         Memory for the rows that this rank picks for each input.
+    launched : set
+        The variants and the inputs' shapes with which XLA has launched it.
     """
 
     inputs: list[Input]
@@ -127,9 +129,10 @@ class Program:
     library: GraphLibrary
     compiled: dict[Variant, Compiled] = field(default_factory=dict)
     buffers: dict[int, Any] = field(default_factory=dict)
+    launched: set[Any] = field(default_factory=set)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "compiled": {}, "buffers": {}}
+        state = {**self.__dict__, "compiled": {}, "buffers": {}, "launched": set()}
         # Where another process computes is for itself to say.
         for name in ("device", "input_devices"):
             state.pop(name, None)
