@@ -1,0 +1,222 @@
+"""What can be said of GPUs without any: who gets which, what is missing, and who gives up what is under way."""
+
+import os
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+
+import synkhronos as synk
+from synkhronos import devices
+from synkhronos.devices import HOST, JAX, PYGPU, cuda
+from synkhronos.devices.cuda.nccl import NcclCommunicator
+
+# -- which GPU, and what to install ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("visible", "size", "root", "mine", "expected"),
+    [
+        (None, 3, 0, None, ["0", "1", "2"]),
+        ("3,1,2", 2, 0, None, ["3", "1"]),
+        (" 3, GPU-ab ", 2, 1, None, ["3", "GPU-ab"]),
+        (None, 3, 2, "0", ["1", "2", "0"]),  # the master stays where it is
+        ("3,1,2", 2, 0, "1", ["1", "3"]),
+        (None, 2, 1, "7", ["0", "1"]),
+    ],
+)
+def test_each_rank_gets_a_gpu(monkeypatch, visible, size, root, mine, expected):
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert cuda.places(size, root, mine) == expected
+
+
+@pytest.mark.parametrize("before", [None, "1,0"])
+def test_one_gpu_is_visible_for_a_while(monkeypatch, before):
+    if before is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+    with pytest.raises(KeyError), cuda.only("1"):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+        raise KeyError
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
+
+
+def test_what_is_lacking_is_named():
+    needed = {
+        ("json", "no_such_module"): "either",
+        ("no_such_module", "no.such.module"): "this one",
+        ("os.path",): "os",
+    }
+    assert cuda.lacking(needed) == ["this one"]
+
+
+@pytest.mark.parametrize(
+    ("loaded", "expected"),
+    [({}, PYGPU), ({"__served_on__": "pytensor"}, JAX)],
+)
+def test_theano_has_gpu_arrays_of_its_own_and_what_compat_serves_has_jaxs(monkeypatch, loaded, expected):
+    module = types.ModuleType("theano")
+    vars(module).update(loaded)
+    monkeypatch.setitem(sys.modules, "theano", module)
+    assert devices._of_gpus() is expected
+
+
+def test_theano_that_has_opened_a_gpu_does_not_go_back(monkeypatch):
+    monkeypatch.setattr(PYGPU, "_place", "0")
+    with pytest.raises(RuntimeError, match="can't go back to the CPU"):
+        synk.fork(2, use_gpu=False)
+
+
+def test_labels_and_indexes_stay_on_the_host():
+    theano = pytest.importorskip("theano")
+    if hasattr(theano, "__served_on__"):
+        pytest.skip("this is PyTensor")
+    from synkhronos.graphs.theano import LIBRARY
+
+    def where(dtype, ndim):
+        return LIBRARY.input_device(np.dtype(dtype), ndim, PYGPU)
+
+    assert where("float32", 0) is where("float64", 4) is where("uint8", 4) is where("int64", 2) is PYGPU
+    assert where("int32", 1) is where("bool", 0) is where("complex64", 3) is HOST
+
+
+# -- collectives that are under way -------------------------------------------------------------------------------
+
+DONE, NOT_READY = 0, 600
+
+
+class Gpu:
+    """Stands for CUDA, NCCL and a rank: a collective is under way until somebody ends it."""
+
+    def __init__(self, is_master=True):
+        self.state, self.aborted, self.entered, self.is_dead = DONE, 0, 0, False
+        self.command, self.is_master, self.size, self.number = 0, is_master, 2, 0
+        self.before_end, self.at_end, self.at_failure, self.unfinished = [], [], [], []
+        self.stream = self.handle = 7
+        self.arrays = self
+        self.CUresult = types.SimpleNamespace(CUDA_ERROR_NOT_READY=NOT_READY)
+        self.driver = self
+
+    def cuStreamQuery(self, stream):  # noqa: N802 - CUDA's name
+        assert stream == 7
+        return (self.state,)
+
+    def enter(self):
+        self.entered += 1
+
+    def bereft(self):
+        return self.is_dead
+
+    def check(self):
+        if self.is_dead:
+            raise synk.WorkerError("a peer has died", 1)
+
+    def pointer(self, array):
+        return array.ctypes.data
+
+    def all_reduce(self, source, target, count, dtype, op, handle, stream):
+        assert (source, count, dtype, op, stream) == (target, 3, 7, 0, 7)
+        self.state = NOT_READY
+
+    def comm_get_async_error(self, handle):
+        return 0
+
+    def abort(self):
+        self.aborted += 1
+        self.state = DONE
+
+
+@pytest.fixture
+def connected(monkeypatch):
+    """Give a function that connects a communicator to a stand-in for the GPU."""
+    made = []
+
+    def connect(**kwargs):
+        gpu = Gpu(**kwargs)
+        for name, module in {
+            "nccl": types.ModuleType("nccl"),
+            "nccl.bindings": types.ModuleType("nccl.bindings"),
+        }.items():
+            monkeypatch.setitem(sys.modules, name, module)
+        sys.modules["nccl.bindings"].nccl = gpu
+        communicator = NcclCommunicator(gpu, gpu)
+        communicator._comm, communicator._handle, communicator.epoch = gpu, 1, 1
+        made.append(communicator)
+        return communicator, gpu
+
+    monkeypatch.setattr("synkhronos.devices.cuda.nccl.check", lambda results: None)
+    yield connect
+    for communicator in made:
+        communicator._end()
+
+
+def start(communicator, gpu, command=5):
+    gpu.command = command
+    communicator.all_reduce(np.ones(3, "float32"), "sum")
+
+
+def test_an_all_reduce_is_not_waited_for(connected):
+    communicator, gpu = connected()
+    start(communicator, gpu)
+    assert gpu.state == NOT_READY and gpu.unfinished[0]()
+    gpu.state = DONE
+    assert not gpu.unfinished[0]()
+
+
+def test_what_a_failed_command_has_started_is_given_up(connected):
+    communicator, gpu = connected(is_master=False)
+    start(communicator, gpu, command=5)
+    (give_up,) = gpu.at_failure
+    give_up(4)
+    assert not gpu.aborted and communicator.epoch == 1
+    give_up(5)
+    assert gpu.aborted == 1 and communicator.epoch == 0
+    give_up(5)
+    assert gpu.aborted == 1
+
+
+def test_the_master_gives_up_when_a_worker_has_died_though_it_hears_of_nothing(connected):
+    communicator, gpu = connected()
+    start(communicator, gpu)
+    time.sleep(0.1)
+    assert not gpu.aborted
+    gpu.is_dead = True
+    deadline = time.monotonic() + 2
+    while not gpu.aborted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gpu.aborted == 1
+    # What came of it is wrong: who asks hears that it did not come to its end.
+    assert gpu.unfinished[0]()
+
+
+def test_a_worker_that_dies_when_nothing_is_under_way_is_left_to_others(connected):
+    communicator, gpu = connected()
+    start(communicator, gpu)
+    gpu.state = DONE
+    time.sleep(0.1)
+    gpu.is_dead = True
+    time.sleep(0.1)
+    assert not gpu.aborted and not gpu.unfinished[0]()
+
+
+def test_before_the_ranks_end_what_is_under_way_is_waited_for(connected):
+    communicator, gpu = connected()
+    start(communicator, gpu)
+    (settle,) = gpu.before_end
+    gpu.is_dead = True
+    with pytest.raises(synk.WorkerError, match="a peer has died"):
+        settle()
+    assert gpu.aborted == 1
+    settle()  # nothing is left to wait for
+
+
+def test_workers_keep_no_guard(connected):
+    communicator, gpu = connected(is_master=False)
+    start(communicator, gpu)
+    assert communicator._guard is None
