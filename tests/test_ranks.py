@@ -427,3 +427,49 @@ class CallExit:
         if not rank.is_master:
             raise SystemExit(3)
         rank.barrier()
+
+
+@dataclass(frozen=True)
+class Note:
+    """Note on each rank that one came here, and when commands finish; on one rank fail, maybe."""
+
+    what: str
+    culprit: int = -1
+    effect: str = "It was noted"
+
+    def run(self, rank):
+        notes = rank.store.setdefault("notes", [])
+        notes.append(self.what)
+        rank.at_finish.append(lambda: notes.append(f"{self.what} finished"))
+        rank.barrier()
+        if rank.number == self.culprit:
+            raise ArithmeticError("no")
+        rank.commit()
+        return self.what, rank.number
+
+
+@dataclass(frozen=True)
+class Notes:
+    def run(self, rank):
+        return rank.exchange(rank.store.pop("notes", []))
+
+
+def test_several_commands_run_as_one(session):
+    together = ranks.Together((Note("one"), Note("two")))
+    for _ in range(2):
+        assert session.run(together) == [("one", session.rank.number), ("two", session.rank.number)]
+        # What may be waited for as late as the end of a command is, once.
+        assert session.run(Notes()) == [["one", "two", "two finished", "one finished"]] * session.size
+
+
+def test_of_several_commands_the_last_ones_effect_counts(two):
+    with pytest.raises(ranks.WorkerError, match="It was noted on no rank"):
+        two.run(ranks.Together((Note("one"), Note("two", culprit=1), Note("three"))))
+    first, second = two.run(Notes())
+    assert second == ["one", "two", "two finished", "one finished"]
+    assert first[:3] == ["one", "two", "three"] and len(first) == 6  # and heard of it at the next step
+    with pytest.raises(ranks.WorkerError, match=r"It was noted on ranks \[0\], and not on ranks \[1\]"):
+        two.run(ranks.Together((Note("one"), Note("two", culprit=1))))
+    # A failure leaves nothing behind: commands by themselves commit as before.
+    with pytest.raises(ranks.WorkerError, match=r"It was noted on ranks \[0\], and not on ranks \[1\]"):
+        two.run(Note("three", culprit=1))
