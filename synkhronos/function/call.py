@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.data.rows import pieces, select, share
-from synkhronos.devices import Selection
+from synkhronos.devices import HOST, Selection
 from synkhronos.function.combine import Outputs, combined
 from synkhronos.function.notice import notice
 from synkhronos.function.program import Compiled, Program, Variant
@@ -258,11 +258,12 @@ class _Local:
 
     def _inputs(self, parts: Sequence[Selection | None], sliceable: Selection | None) -> list[Any]:
         rank, program, kept = self._rank, self._program, self._program.buffers
+        devices = program.input_devices
+        if getattr(self._run_compiled, "inputs_on_host", False):
+            devices = [HOST] * len(devices)
         values = [
             device.input(rank, kept, position, entry.array, part, entry.copy)
-            for position, (device, entry, part) in enumerate(
-                zip(program.input_devices, self._call.inputs, parts, strict=True)
-            )
+            for position, (device, entry, part) in enumerate(zip(devices, self._call.inputs, parts, strict=True))
         ]
         if sliceable is not None:
             if self._call.variant.rows == "slice":

@@ -7,7 +7,10 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain, repeat, starmap
+from operator import setitem
 from sys import getrefcount
 from typing import Any
 
@@ -60,22 +63,30 @@ class Executable:
         self._storages: list[list[Any]] = inputs[n_inputs:]
         #: Position among outputs, and the container's storage that takes the output.
         self._updates = [(i, inputs[j]) for i, j in graph.update_mapping.items()]
-        self._n_outputs = len(graph.outputs) - len(self._updates)
+        n_outputs = len(graph.outputs) - len(self._updates)
+        #: Where each result of a launch goes: a container's storage, or a list of its own.
+        self._cells: list[list[Any]] = [[None] for _ in graph.outputs]
+        for position, storage in self._updates:
+            self._cells[position] = storage
+        self._outputs = self._cells[:n_outputs]
         updated = {id(storage) for _, storage in self._updates}
         arrays = [isinstance(storage[0], np.ndarray) or device.holds(storage[0]) for storage in self._storages]
         donated = [id(s) in updated and is_array for s, is_array in zip(self._storages, arrays, strict=True)]
         self._copy = jnp.copy
         self._log: Log | None = None
-        self._tells = hasattr(thunk.jit_fn, "__wrapped__")
-        if not self._tells:  # scalar inputs that shapes depend on: PyTensor has them compiled anew for each value
+        #: Whether scalar inputs decide shapes: PyTensor wants their values, and has it compiled anew for each.
+        self.inputs_on_host = not hasattr(thunk.jit_fn, "__wrapped__")
+        if self.inputs_on_host:
             self._run = thunk.jit_fn
             self._donated: list[list[Any]] = []
             return
 
         traced = _converted(graph, thunk.storage_map)
-        types = [output.type for output in graph.outputs[: self._n_outputs]]
+        types = [output.type for output in graph.outputs[:n_outputs]]
         self._logged = [i for i, kind in enumerate(types) if log and getattr(kind, "ndim", None) == 0]
         self._dtypes = [np.dtype(types[i].dtype) for i in self._logged]
+        self._cells = [cell for i, cell in enumerate(self._cells) if i not in self._logged]
+        self._outputs = [cell for i, cell in enumerate(self._outputs) if i not in self._logged]
         if self._logged:
             self._log = Log(self._dtypes)
         n_arguments, logged = len(inputs), self._logged
@@ -93,7 +104,7 @@ class Executable:
         self._donated = [storage for storage, is_donated in zip(self._storages, donated, strict=True) if is_donated]
         positions = [n_inputs + i for i, is_donated in enumerate(donated) if is_donated]
         if self._log is not None:
-            positions += range(n_arguments, n_arguments + len(self._log.arrays))
+            positions += range(n_arguments, n_arguments + len(self._log.cells))
         # Old values that nothing is computed from are kept as arguments: the new ones then take their place, and
         # addresses stay the same from launch to launch, as the launches that XLA records need them.
         options = COMPILER_OPTIONS if bfloat16() else None
@@ -107,35 +118,46 @@ class Executable:
         for storage in self._donated:
             if getrefcount(storage[0]) > 2:  # the storage's own, and this call's
                 storage[0] = self._copy(storage[0])
-        log = self._log
-        if log is not None and log.full:
-            log = self._log = Log(self._dtypes)
+        if self._log is not None and self._log.full:
+            self._log = Log(self._dtypes)
         arguments = self._arguments(inputs)
         self._device.launching()
         try:
-            results = self._run(*arguments)
-        except Exception:
-            self._explain()
+            self._launch(arguments)
+        except BaseException as error:
+            if self._log is not None:  # whether this launch has written there is not known
+                self._log = Log(self._dtypes)
+            if isinstance(error, Exception):
+                self._explain()
             raise
         finally:
             del arguments
-        if not self._tells:
-            self._device.wait(results)
+        if self.inputs_on_host:
+            self._device.wait([cell[0] for cell in self._cells])
         elif self._n_inputs:
-            self._device.launched(results)
-        results = list(results)
-        if log is not None:
-            count = len(log.arrays)
-            results, logged = results[:-count], log.take(results[-count:])
-            for position, entry in zip(self._logged, logged, strict=True):
+            self._device.launched([cell[0] for cell in self._cells])
+        results = [cell[0] for cell in self._outputs]
+        for cell in self._outputs:
+            cell[0] = None  # or the memory would be held until the next call
+        if self._log is not None:
+            for position, entry in zip(self._logged, self._log.entries(), strict=True):
                 results.insert(position, entry)
-        for position, storage in self._updates:
-            storage[0] = results[position]
-        return results[: self._n_outputs]
+        return results
+
+    def _launch(self, arguments: list[Any]) -> None:
+        """Launch, and put what comes of it into its place.
+
+        In C, all of it: an interrupt that comes meanwhile is raised when both are done. Between the two the old values
+        are gone and the new ones in nobody's hands.
+        """
+        cells = self._cells if self._log is None else [*self._cells, *self._log.cells]
+        results = chain.from_iterable(starmap(self._run, (arguments,)))
+        deque(map(setitem, cells, repeat(0), results), maxlen=0)
 
     def _arguments(self, inputs: Sequence[Any]) -> list[Any]:
         """Return what the launch takes: the inputs, the shared variables' values, the log."""
-        return [*inputs, *[storage[0] for storage in self._storages], *([] if self._log is None else self._log.arrays)]
+        logs = [] if self._log is None else self._log.cells
+        return [*inputs, *[cell[0] for cell in (*self._storages, *logs)]]
 
     def _explain(self) -> None:
         """Raise the present exception again with PyTensor's words on where in the graph it came from."""

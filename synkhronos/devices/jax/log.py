@@ -31,15 +31,16 @@ class Log:
 
     Attributes
     ----------
-    arrays : list of arrays
-        How many launches have written, and for each output their numbers: given to a launch, and replaced by what it
-        returns.
+    cells : list of lists of one array
+        How many launches have written, and for each output their numbers: given to a launch, which puts what it returns
+        into their place.
     """
 
     def __init__(self, dtypes: Sequence[np.dtype]):
         import jax.numpy as jnp
 
-        self.arrays: list[Any] = [jnp.zeros((), np.int32), *(jnp.zeros((LAUNCHES,), dtype) for dtype in dtypes)]
+        arrays = [jnp.zeros((), np.int32), *(jnp.zeros((LAUNCHES,), dtype) for dtype in dtypes)]
+        self.cells: list[list[Any]] = [[array] for array in arrays]
         self._written = 0
         self._read: tuple[int, list[np.ndarray]] = 0, []
 
@@ -62,17 +63,18 @@ class Log:
             ),
         ]
 
-    def take(self, arrays: Sequence[Any]) -> list[Entry]:
-        """Take what a launch has returned; return its entries."""
-        self.arrays = list(arrays)
+    def entries(self) -> list[Entry]:
+        """Return what the last launch has written, to be called once after each."""
         self._written += 1
-        return [Entry(self, output, self._written - 1) for output in range(len(arrays) - 1)]
+        return [Entry(self, output, self._written - 1) for output in range(len(self.cells) - 1)]
 
     def numbers(self, output: int) -> np.ndarray:
         """Return an output's numbers on the host, all that are written."""
         if self._read[0] != self._written:
+            if any(array.is_deleted() for (array,) in self.cells):
+                raise RuntimeError("this output was lost when a later launch of its function failed")
             # Copies: an array that NumPy looks at can't be donated.
-            self._read = self._written, [np.array(array) for array in self.arrays[1:]]
+            self._read = self._written, [np.array(array) for (array,) in self.cells[1:]]
         return self._read[1][output]
 
 
