@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 import types
 
@@ -96,6 +97,7 @@ class Gpu:
 
     def __init__(self, is_master=True):
         self.state, self.aborted, self.entered, self.is_dead = DONE, 0, 0, False
+        self.failed = 0
         self.command, self.is_master, self.size, self.number = 0, is_master, 2, 0
         self.before_end, self.at_end, self.at_failure, self.unfinished = [], [], [], []
         self.stream = self.handle = 7
@@ -109,6 +111,9 @@ class Gpu:
 
     def enter(self):
         self.entered += 1
+
+    def has_failed(self, command):
+        return command == self.failed
 
     def bereft(self):
         return self.is_dead
@@ -209,14 +214,60 @@ def test_before_the_ranks_end_what_is_under_way_is_waited_for(connected):
     communicator, gpu = connected()
     start(communicator, gpu)
     (settle,) = gpu.before_end
-    gpu.is_dead = True
-    with pytest.raises(synk.WorkerError, match="a peer has died"):
-        settle()
-    assert gpu.aborted == 1
-    settle()  # nothing is left to wait for
-
-
-def test_workers_keep_no_guard(connected):
-    communicator, gpu = connected(is_master=False)
+    # Another command has failed since, which is none of its business.
+    gpu.failed = 6
+    timer = threading.Timer(0.1, lambda: setattr(gpu, "state", DONE))
+    timer.start()
+    settle()
+    assert gpu.state == DONE and not gpu.aborted
+    timer.join()
     start(communicator, gpu)
-    assert communicator._guard is None
+    gpu.is_dead = True
+    settle()  # no longer: nobody will come
+
+
+@pytest.mark.parametrize("is_master", [True, False])
+def test_a_rank_that_waits_for_its_gpu_is_freed_when_a_peer_has_failed(connected, is_master):
+    communicator, gpu = connected(is_master=is_master)
+    start(communicator, gpu, command=5)
+    gpu.failed = 4
+    time.sleep(0.1)
+    assert not gpu.aborted
+    gpu.failed = 5
+    deadline = time.monotonic() + 2
+    while not gpu.aborted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gpu.aborted == 1 and communicator.epoch == 0
+
+
+def test_where_all_ranks_have_met_a_failure_ends_nothing(connected):
+    communicator, gpu = connected()
+    met = []
+    gpu.barrier = lambda: met.append(1)
+    communicator.meet()
+    assert met == []  # nothing has been started
+    start(communicator, gpu, command=5)
+    communicator.meet()
+    assert met == [1]
+    gpu.failed = 5
+    time.sleep(0.1)
+    gpu.at_failure[0](5)
+    assert not gpu.aborted and gpu.unfinished[0]()
+
+
+def test_a_connection_that_comes_too_late_is_not_taken(connected, monkeypatch):
+    communicator, gpu = connected()
+    late = Gpu()
+    core = types.ModuleType("nccl.core")
+    core.UniqueId = types.SimpleNamespace(from_bytes=bytes)
+    late._comm = 9
+
+    def init(size, number, unique_id):
+        communicator.abort()  # patience has come to its end meanwhile
+        return late
+
+    core.Communicator = types.SimpleNamespace(init=init)
+    monkeypatch.setitem(sys.modules, "nccl.core", core)
+    errors = []
+    communicator._connect(communicator._attempt, b"id", errors)
+    assert (errors, late.aborted, communicator._comm) == ([], 1, None)

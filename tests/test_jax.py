@@ -567,3 +567,45 @@ def test_the_death_of_a_worker_that_started_anew_is_told(fork, started, how):
     with pytest.raises(synk.WorkerError, match=rf"process {pid}\) was killed by {how}"):
         ranks.session().run(Unread())
     assert not lives(pid)
+
+
+def test_an_interrupt_in_a_launch_takes_nothing_away(fork):
+    # The old value is donated, and the new one is not in its place yet.
+    fork(2)
+    w = shared(np.zeros(1000), "w")
+    f = synk.function([], [(w.sum() / 1000, None)], updates=[(w, w + 1)])
+    losses = [f()[0] for _ in range(20)]
+    start = time.perf_counter()
+    losses += [f()[0] for _ in range(20)]
+    usual = (time.perf_counter() - start) / 20
+    count, interrupted = len(losses), 0
+    for delay in np.random.default_rng(0).uniform(1e-5, 1.2 * usual, 150):
+        signal.setitimer(signal.ITIMER_REAL, delay)
+        try:
+            try:
+                losses.append(f()[0])
+                count += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except Alarm:
+            interrupted += 1
+            now = float(np.asarray(w.get_value())[0])
+            assert now in (count, count + 1)
+            count = int(now)
+    assert interrupted > 10
+    values = [float(loss) for loss in losses]
+    assert values == sorted(values) and values[0] == 0 and f()[0] == count
+
+
+class Alarm(BaseException):
+    """What a signal's handler raises."""
+
+
+@pytest.fixture(autouse=True)
+def alarms():
+    def ring(number, frame):
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    yield
+    signal.signal(signal.SIGALRM, before)

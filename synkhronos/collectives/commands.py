@@ -290,6 +290,8 @@ class Reduce:
             if out is not None and in_place:
                 copies.written(i, out)
             results.append(out)
+        for communicator in {id(each): each for each in map(copies.communicator, range(len(self.keys)))}.values():
+            communicator.meet()
         return results
 
 

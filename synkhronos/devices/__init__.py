@@ -74,6 +74,9 @@ class Communicator(Protocol):
         `Device.written` gives the array that tells when.
         """
 
+    def meet(self) -> None:
+        """Wait until every rank has started what this one has."""
+
     def reduce(
         self, array: Any | None, op: str, root: int, out: Any | None, layout: Layout, contributors: Sequence[int]
     ) -> None:
@@ -157,7 +160,7 @@ class Device(Protocol):
         """Return a vector of indexes as an input of the next launch."""
 
     def launching(self) -> None:
-        """Wait until the inputs of the function that is launched next are there."""
+        """Have the function that is launched next wait for its inputs."""
 
     def launched(self, results: Any) -> None:
         """Note that the function launched last, which gives these results, reads the inputs until it has computed."""

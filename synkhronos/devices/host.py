@@ -228,6 +228,9 @@ class HostCommunicator:
         flat = array.reshape(-1)
         self._reduce(flat, flat, op, flat.size, flat.dtype, range(self._rank.size))
 
+    def meet(self) -> None:
+        """Nothing is under way when a collective returns."""
+
     def reduce(
         self,
         array: np.ndarray | None,

@@ -60,6 +60,8 @@ class Pygpu(CudaDevice):
         os.environ.pop("THEANO_GPU_IS_ALREADY_ACTIVE", None)
         import theano.gpuarray
 
+        if not theano.config.gpuarray.single_stream:
+            raise RuntimeError("Theano's flag gpuarray.single_stream=False: Synkhronos needs all of its work in order")
         said = io.StringIO()  # by each rank, that it uses the first GPU: the only one that it sees
         try:
             with contextlib.redirect_stderr(said):

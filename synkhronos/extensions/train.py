@@ -99,11 +99,11 @@ class TrainFunction:
         if rows == 0:
             raise ValueError(f"batch: expected at least one row, got {batch!r}")
         session = ranks.session()
-        if rows < session.size:
-            # The ranks without rows sit out, and would contribute what is left of an earlier step.
-            self._clear()
         with session.turn:
             session.settle()
+            if rows < session.size:
+                # The ranks without rows sit out, and would contribute what is left of an earlier step.
+                self._clear()
             gradient = self.gradient.prepare(session, arrays, {}, batch, None, num_slices, None)
             update = self.update.prepare(session, (), {}, None, None, 1, None)
             reduce = Reduce(mirrored(session, [self.grad_shared]), "avg", "everywhere", nccl=True)

@@ -295,6 +295,7 @@ class Function:
         """Note that the workers have it."""
         self._session = session
         self._ready = set()
+        self._program.place()
         session.rank.store[self._key] = weakref.ref(self._program)
         self._program.settle()
         session.release_with(self, "stored", self._key)

@@ -110,8 +110,8 @@ class Program:
         Whose variables these are.
     compiled : dict of Variant to Compiled
         What this rank has compiled so far.
-    buffers : dict of int to ndarray
-        Memory for the rows that this rank picks for each input.
+    buffers : dict
+        Memory that its device keeps for the rows that this rank picks for each input.
     launched : set
         The variants and the inputs' shapes with which XLA has launched it.
     """
@@ -167,6 +167,14 @@ class Program:
         """What holds the values of each input."""
         kinds = [entry.variable.type for entry in self.inputs]
         return [self.library.input_device(np.dtype(kind.dtype), kind.ndim, self.device) for kind in kinds]
+
+    def place(self) -> None:
+        """Forget what was compiled for another device: the ranks may be others than before."""
+        if "device" in self.__dict__ and self.device is not self.library.device(self.kwargs.get("mode")):
+            for name in ("device", "input_devices"):
+                self.__dict__.pop(name, None)
+            self.compiled.clear()
+            self.buffers.clear()
 
     def settle(self) -> None:
         """Move the shared variables' values to the device."""

@@ -44,7 +44,13 @@ class Unread:
 
 def keep(rank: Rank, outputs: Outputs, device: Device) -> int:
     """Keep a rank's outputs of the present command until they are read, and return their number."""
-    rank.store.setdefault(_KEY, {})[rank.command] = Unread(outputs, device)
+    unread = rank.store.get(_KEY)
+    if unread is None:
+        unread = rank.store[_KEY] = {}
+        # Of a command that has failed, later than here, nobody gets the outputs.
+        rank.at_failure.append(lambda command: unread.pop(command, None))
+    assert rank.command not in unread, "two calls with outputs in one command"
+    unread[rank.command] = Unread(outputs, device)
     return rank.command
 
 

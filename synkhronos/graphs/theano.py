@@ -110,11 +110,14 @@ def _inputs_on_gpu(inputs: Sequence[Any], library: Theano) -> tuple[list[Any], l
     for value in inputs:
         entry = library.input(value)
         variable, kind = entry.variable, entry.variable.type
-        if library.input_device(np.dtype(kind.dtype), kind.ndim, PYGPU) is HOST:
+        if isinstance(kind, GpuArrayType) or library.input_device(np.dtype(kind.dtype), kind.ndim, PYGPU) is HOST:
             placed.append(value)
             continue
         there = GpuArrayType(kind.dtype, kind.broadcastable, None)(variable.name)
-        placed.append(In(there, name=entry.name, mutable=entry.mutable))
+        default = entry.default[0] if entry.default else None
+        placed.append(
+            In(there, name=entry.name, value=default, mutable=entry.mutable, allow_downcast=entry.allow_downcast)
+        )
         replaced.append((variable, there.transfer("cpu")))
     return placed, replaced
 

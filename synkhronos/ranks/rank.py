@@ -142,13 +142,21 @@ class Rank:
         """Start counting the steps of a new command."""
         self.look_back()
         self._command = command
+        self._commits = True
         self._step = command << _STEP_BITS
 
     def look_back(self) -> None:
         """Have what the last command started given up, if it has failed on some rank."""
-        if self._command and self.control.words[Control.FAILED] == self._command:
+        if self._command and self.has_failed(self._command):
             for give_up in self.at_failure:
-                give_up(self._command)
+                try:
+                    give_up(self._command)
+                except Exception as error:
+                    _log.warning("what a failed command had started could not be given up: %s", error)
+
+    def has_failed(self, command: int) -> bool:
+        """Whether a command has failed on some rank, and none since."""
+        return bool(self.control.words[Control.FAILED] == command)
 
     def commit(self) -> None:
         """Note that the command's effects are applied on this rank, so that an error can say so."""

@@ -330,7 +330,10 @@ class Session:
 
     def _is_unfinished(self) -> bool:
         """Whether something is under way in which workers have a part, though no command runs."""
-        return not self._running and any(unfinished() for unfinished in self.rank.unfinished)
+        # Once the ranks are being ended, their ends are no news.
+        if self.closed is not None or self._running:
+            return False
+        return any(unfinished() for unfinished in self.rank.unfinished)
 
     def _look_for_deaths(self) -> None:
         deaths = self._deaths
@@ -345,6 +348,11 @@ class Session:
 
     def _fail(self, message: str, number: int) -> NoReturn:
         """End all workers, and say why."""
+        if any(unfinished() for unfinished in self.rank.unfinished):
+            message += (
+                " A collective was under way on the GPUs, and was given up: what it wrote, and what was computed from "
+                "it since, is wrong in this process too. Set these variables from values that were saved."
+            )
         message += " Call synkhronos.fork() to start again."
         self.close(kill=True)
         self.closed = message

@@ -44,7 +44,8 @@ class _Maximum(Maximum):
         if y.type in ps.discrete_types:
             return list(super().pullback(inputs, outputs, gout))
         nothing = ps.constant(0, dtype=g.dtype)
-        return [ps.switch(ps.gt(y, ps.constant(0, dtype=y.dtype)), g, nothing), zero.zeros_like()]
+        # Not where it is larger: what is no number lets the gradient through.
+        return [ps.switch(ps.le(y, ps.constant(0, dtype=y.dtype)), nothing, g), zero.zeros_like()]
 
 
 _rectifier = Elemwise(_Maximum(upcast_out, name="rectifier"))

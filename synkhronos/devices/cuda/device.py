@@ -122,7 +122,7 @@ class CudaDevice:
         return self.staging.vector(rank, kept, key, values)
 
     def launching(self) -> None:
-        """Wait until the inputs of the launch that comes now have arrived."""
+        """Have the launch that comes now wait for its inputs."""
         self.staging.arrive()
 
     def launched(self, results: Any) -> None:

@@ -5,13 +5,15 @@
 
 NCCL's work goes to the stream on which the arrays are computed, behind what computes them.  An all_reduce is not waited
 for, since what is put on the stream later comes after it; other collectives are, with a look at the peers from time to
-time.  What a peer that has failed or died would leave waiting for ever is aborted: by the rank that waits; by the next
-command, if a rank failed in the one that started it; by a thread of the master's, if a worker has died since.
+time.  What a peer that has failed or died would leave waiting for ever is aborted: by the rank that waits, or by a
+thread that each rank has for the purpose, since a rank may be waiting for its GPU, where it hears of nothing.
 """
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
@@ -39,6 +41,8 @@ OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 _BYTES = DTYPES[np.dtype(np.uint8)]
 #: Seconds between two looks at the peers while NCCL works.
 _LOOK = 0.02
+#: Seconds between two looks at the GPU, when it has been waited for as long as that.
+_PAUSE = 0.0002
 #: Seconds after which it is given up to connect: it takes one or two.
 _PATIENCE = 40
 
@@ -70,8 +74,12 @@ class NcclCommunicator:
         rank.at_end.append(self._end)
         rank.at_failure.append(self._give_up)
         rank.unfinished.append(self._is_unfinished)
-        #: The command that started a collective which may be under way still, 0 without.
+        #: The last command that started a collective without waiting for it, 0 without.
         self._under_way = 0
+        #: That command, as long as some rank may fail in it before it comes to the collective.
+        self._exposed = 0
+        #: The attempt to connect that counts: an earlier one may come to its end late.
+        self._attempt = 0
         self._guard: threading.Thread | None = None
         #: Whether a worker's death has ended a collective.
         self._lost = False
@@ -93,12 +101,14 @@ class NcclCommunicator:
 
         self.abort()
         self._staging.enter()
+        # What was put on the stream before has its own time.
+        self._finish()
         mine = bytes(get_unique_id()) if self._rank.number == 0 else b""
         unique_id = self._rank.exchange(mine)[0]
         # NCCL blocks while it connects, and a peer that dies meanwhile would keep it for ever: so it does so in a
         # thread, which may be left behind.  (A communicator that doesn't block starts a thread for each collective.)
         errors: list[BaseException] = []
-        thread = threading.Thread(target=self._connect, args=(unique_id, errors), daemon=True)
+        thread = threading.Thread(target=self._connect, args=(self._attempt, unique_id, errors), daemon=True)
         deadline = perf_counter() + _PATIENCE
         thread.start()
         try:
@@ -114,14 +124,18 @@ class NcclCommunicator:
             raise
         self.epoch = max(epochs) + 1
 
-    def _connect(self, unique_id: bytes, errors: list[BaseException]) -> None:
+    def _connect(self, attempt: int, unique_id: bytes, errors: list[BaseException]) -> None:
         from nccl.core import Communicator, UniqueId
 
         rank, nccl, stream = self._rank, self._nccl, self._stream
         try:
             self._staging.enter()
-            self._comm = comm = Communicator.init(rank.size, rank.number, UniqueId.from_bytes(unique_id))
-            self._handle = at = comm._comm  # what the bindings take; the class around it looks at every array anew
+            comm = Communicator.init(rank.size, rank.number, UniqueId.from_bytes(unique_id))
+            at = comm._comm  # what the bindings take; the class around it looks at every array anew
+            if attempt != self._attempt:  # given up meanwhile
+                comm.abort()
+                return
+            self._comm, self._handle = comm, at
             # What NCCL sets up at the first collective of each kind, it sets up here.
             room = self._staging.scratch(rank.size)
             nccl.all_reduce(room, room, 1, _BYTES, OPS["sum"], at, stream)
@@ -139,7 +153,9 @@ class NcclCommunicator:
 
     def abort(self) -> None:
         """Give up the connection, and what is on its way."""
-        comm, self._comm, self.epoch, self._under_way = self._comm, None, 0, 0
+        comm, self._comm, self.epoch = self._comm, None, 0
+        self._under_way = self._exposed = 0
+        self._attempt += 1
         if comm is not None:
             self._staging.enter()
             comm.abort()
@@ -157,8 +173,10 @@ class NcclCommunicator:
         at, count, dtype = self._span(array)
         if count:
             self._staging.enter()
-            self._nccl.all_reduce(at, at, count, dtype, OPS[op], self._handle, self._stream)
             self._leave()
+            self._nccl.all_reduce(at, at, count, dtype, OPS[op], self._handle, self._stream)
+            if self._arrays.stream is None:
+                self._finish()
 
     def reduce(
         self, array: Any, op: str, root: int, out: Any | None, layout: Layout, contributors: Sequence[int]
@@ -206,26 +224,33 @@ class NcclCommunicator:
         return self._arrays.pointer(array), array.size, DTYPES[array.dtype]
 
     def _leave(self) -> None:
-        """Let what is on the stream go on by itself, if what comes after it is put on the same stream."""
-        if self._arrays.stream is None:
-            self._finish()
-            return
-        self._under_way = self._rank.command
-        if self._rank.is_master and self._guard is None:
+        """Note that what is put on the stream now is not waited for."""
+        self._under_way = self._exposed = self._rank.command
+        if self._guard is None:
             self._guard = threading.Thread(target=self._keep_guard, daemon=True)
             self._guard.start()
 
     def _keep_guard(self) -> None:
-        """Abort what is under way when a worker has died: the master may be waiting for its GPU, and hear nothing."""
+        """Abort what is under way when a peer has died, or failed in the command that started it."""
         self._staging.enter()
         while not self._ended.wait(_LOOK):
-            if self._under_way and not self._is_done():
-                if self._rank.bereft():
-                    self._lost = True
-                    self.abort()
-                    return
-            else:
-                self._under_way = 0
+            command = self._under_way
+            if not command or self._is_done():
+                continue
+            if self._rank.bereft():
+                self._lost = True
+                self.abort()
+                # The master may have heard of the death when nothing was to be said of it, and not listen now.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+                return
+            if self._rank.has_failed(command):
+                self._give_up(command)
+
+    def meet(self) -> None:
+        """Wait until every rank has started what this one has: from then on only a death can keep it from its end."""
+        if self._exposed:
+            self._rank.barrier()
+            self._exposed = 0
 
     def _is_done(self) -> bool:
         """Whether all that was put on the stream is done."""
@@ -240,28 +265,33 @@ class NcclCommunicator:
         return self._lost
 
     def _settle(self) -> None:
-        """Let what is under way come to its end."""
-        if self._under_way:
-            self._staging.enter()
-            self._finish()
+        """Let what is under way come to its end, one way or the other."""
+        self._staging.enter()
+        while self._under_way and not self._is_done() and not self._rank.bereft():
+            time.sleep(_PAUSE)
 
     def _end(self) -> None:
         """Disconnect."""
         self._ended.set()
+        if self._guard is not None and self._guard is not threading.current_thread():
+            self._guard.join(1.0)
         self.abort()
 
     def _give_up(self, command: int) -> None:
         """Abort what a command that failed has started: not all ranks came."""
-        if self._under_way == command:
+        if self._exposed == command:
             self.abort()
 
     def _finish(self) -> None:
         """Wait for the stream, and watch the peers."""
-        look = perf_counter() + _LOOK
+        start = look = perf_counter()
         while not self._is_done():
-            if perf_counter() > look:
+            now = perf_counter()
+            if now > look + _LOOK:
                 self._look()
-                look = perf_counter() + _LOOK
+                look = now
+            if now > start + _LOOK:
+                time.sleep(_PAUSE)
         check(self._staging.driver.cuStreamQuery(self._stream))
 
     def _look(self) -> None:
@@ -271,6 +301,8 @@ class NcclCommunicator:
         except BaseException:
             self.abort()
             raise
+        if self._comm is None:
+            return
         state = self._nccl.comm_get_async_error(self._handle)
         if state not in (0, 7):  # success, in progress
             self.abort()

@@ -161,6 +161,8 @@ class Staging:
         self._filled: list[_Buffer] = []
         self._pending = False
         self._rank: Rank | None = None
+        #: The last command in which something was launched.
+        self._last = 0
         self._vector = _Pinned(self)
         #: The selection whose indexes were pinned last, and where.
         self._pinned: tuple[Selection | None, int] = None, 0
@@ -187,10 +189,10 @@ class Staging:
         """Start to copy a vector of indexes into kept memory, and return the array that they will be in."""
         self._rank = rank
         self.enter()
+        self._started(rank)
         buffer = self._slot(kept, key, values.shape, values.dtype.str).next()
         if values.size:
             check(self.driver.cuMemcpyAsync(buffer.at, self._vector.put(values), values.nbytes, self.handle))
-            self._pending = True
         self._filled.append(buffer)
         return buffer.array
 
@@ -215,17 +217,23 @@ class Staging:
         """Note that the last launch reads what was filled since the one before, until it has computed.
 
         The copies are waited for by the end of the command: from then on the user may write into the memory that they
-        read.  Of several launches in one command, each waits for the copies of the one before.
+        read.  The second launch in one command waits for them at once, and so do all that follow.
         """
         if self._filled and self._of_arrays is not None:
             done = self._of_arrays.record()
             for buffer in self._filled:
                 buffer.read = done
         self._filled.clear()
-        if self._rank is None or self._arrived in self._rank.at_finish:
+        if self._rank is None or self._last == self._rank.command:
             self._arrived()
         else:
-            self._rank.at_finish.append(self._arrived)
+            self._last = self._rank.command
+
+    def _started(self, rank: Rank) -> None:
+        """Note that copies are on their way, which are waited for by the end of the command, however that goes."""
+        if not self._pending:
+            self._pending = True
+            rank.at_finish.append(self._arrived)
 
     def _arrived(self) -> None:
         if self._pending:
@@ -265,7 +273,7 @@ class Staging:
         if not n_rows * width:
             return
         source = self.locked(rank, where.key) + where.offset
-        self._pending = True
+        self._started(rank)
         if rows is None or isinstance(rows, range) and (rows.step == 1 or len(rows) == 1):
             start = 0 if rows is None else rows[0] * width
             check(self.driver.cuMemcpyAsync(target, source + start, n_rows * width, self.handle))

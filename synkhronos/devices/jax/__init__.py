@@ -27,8 +27,8 @@ from synkhronos.devices.host import Selection, take
 from synkhronos.devices.jax.log import Entry
 from synkhronos.ranks import Rank, SharedArray
 
-#: To an array in `Jax.written`: the container's, its caller's and the command's, this call's.
-_OWN_REFERENCES = 6
+#: To an array in `Jax.writable`: the container's, the command's, this call's.
+_OWN_REFERENCES = 5
 
 
 class Jax(CudaDevice):
@@ -86,16 +86,15 @@ class Jax(CudaDevice):
         return type(value).__module__.startswith("jaxlib")
 
     def writable(self, value: Any) -> Any:
-        """Return the value itself: a container's array is nobody else's, and collectives may write in it."""
-        return value
+        """Return the value itself if nobody but its container holds it, else a copy: collectives write in it."""
+        return value if getrefcount(value) <= _OWN_REFERENCES else self._renew[0](value)
 
     def written(self, value: Any) -> Any:
-        """Return an array that was written in place, or soon will be, in the same memory.
+        """Return an array that was written in place, or soon will be, in the same memory; the old one is gone.
 
-        What JAX knows of the old one is of the time before: when it is computed, and what the host has read of it.  The
-        old one is gone, unless somebody else holds it: then the new one is a copy.
+        What JAX knows of the old one is of the time before: when it is computed, and what the host has read of it.
         """
-        return self._renew[getrefcount(value) <= _OWN_REFERENCES](value)
+        return self._renew[1](value)
 
     @cached_property
     def _renew(self) -> tuple[Any, Any]:
@@ -181,7 +180,7 @@ class Jax(CudaDevice):
         return super().indexes(rank, kept, key, values) if self.on_gpu else values
 
     def launching(self) -> None:
-        """Wait until the inputs of the launch that comes now have arrived."""
+        """Have the launch that comes now wait for its inputs."""
         if self.on_gpu:
             super().launching()
 
