@@ -81,6 +81,7 @@ class NcclCommunicator:
         #: The attempt to connect that counts: an earlier one may come to its end late.
         self._attempt = 0
         self._guard: threading.Thread | None = None
+        self._swap = threading.Lock()
         #: Whether a worker's death has ended a collective.
         self._lost = False
         self._ended = threading.Event()
@@ -132,10 +133,13 @@ class NcclCommunicator:
             self._staging.enter()
             comm = Communicator.init(rank.size, rank.number, UniqueId.from_bytes(unique_id))
             at = comm._comm  # what the bindings take; the class around it looks at every array anew
-            if attempt != self._attempt:  # given up meanwhile
+            with self._swap:
+                is_late = attempt != self._attempt  # given up meanwhile
+                if not is_late:
+                    self._comm, self._handle = comm, at
+            if is_late:
                 comm.abort()
                 return
-            self._comm, self._handle = comm, at
             # What NCCL sets up at the first collective of each kind, it sets up here.
             room = self._staging.scratch(rank.size)
             nccl.all_reduce(room, room, 1, _BYTES, OPS["sum"], at, stream)
@@ -153,9 +157,10 @@ class NcclCommunicator:
 
     def abort(self) -> None:
         """Give up the connection, and what is on its way."""
-        comm, self._comm, self.epoch = self._comm, None, 0
-        self._under_way = self._exposed = 0
-        self._attempt += 1
+        with self._swap:  # by one thread alone
+            comm, self._comm, self.epoch = self._comm, None, 0
+            self._under_way = self._exposed = 0
+            self._attempt += 1
         if comm is not None:
             self._staging.enter()
             comm.abort()
