@@ -1,4 +1,4 @@
-"""What is built with Synkhronos' public names only.
+"""What is built on top of Synkhronos' public names; a training step sends its three commands as one.
 
 `synkhronos.extensions.updates`
     Update rules that train one model on all ranks.
