@@ -30,8 +30,8 @@ def notice(what: str) -> Iterator[None]:
     start = time.monotonic()
     timer = threading.Timer(PATIENCE, _log.warning, ["%s; this may take a minute or two", what])
     timer.daemon = True
-    timer.start()
-    try:
+    try:  # from here on, lest an interrupt leave a timer that goes off for nothing
+        timer.start()
         yield
     finally:
         timer.cancel()
