@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from faults.harness import code_run_by
-from library import DEVICE, INTERPRETED, XLA, grad, read, shared
+from library import DEVICE, INTERPRETED, XLA, grad, lives, read, shared
 from library import tensor as T
 
 import synkhronos as synk
@@ -509,14 +509,6 @@ def test_workers_that_started_anew_end_with_the_master(number):
     while any(map(lives, pids)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(map(lives, pids))
-
-
-def lives(pid):
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_workers_that_started_anew_leave_profiles_and_print_and_run_no_exit(tmp_path):

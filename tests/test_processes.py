@@ -9,6 +9,7 @@ import textwrap
 import time
 
 import pytest
+from library import lives
 
 import synkhronos as synk
 from synkhronos.ranks import available_cores
@@ -29,15 +30,6 @@ def children_of(pid):
     """Return the processes that a process has forked."""
     with open(f"/proc/{pid}/task/{pid}/children") as listed:
         return [int(child) for child in listed.read().split()]
-
-
-def lives(pid):
-    """Whether a process runs (a zombie does not)."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_fork_returns_the_number_of_ranks(fork):

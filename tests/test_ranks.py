@@ -435,12 +435,15 @@ class Note:
 
     what: str
     culprit: int = -1
+    early: bool = False  # commit before the ranks meet, so that the culprit's failure can't come first
     effect: str = "It was noted"
 
     def run(self, rank):
         notes = rank.store.setdefault("notes", [])
         notes.append(self.what)
         rank.at_finish.append(lambda: notes.append(f"{self.what} finished"))
+        if self.early and rank.number != self.culprit:
+            rank.commit()
         rank.barrier()
         if rank.number == self.culprit:
             raise ArithmeticError("no")
@@ -467,9 +470,11 @@ def test_of_several_commands_the_last_ones_effect_counts(two):
         two.run(ranks.Together((Note("one"), Note("two", culprit=1), Note("three"))))
     first, second = two.run(Notes())
     assert second == ["one", "two", "two finished", "one finished"]
-    assert first[:3] == ["one", "two", "three"] and len(first) == 6  # and heard of it at the next step
+    started = [note for note in first if "finished" not in note]
+    assert started in (["one", "two"], ["one", "two", "three"])  # as soon as it has heard of it
+    assert first == [*started, *(f"{note} finished" for note in reversed(started))]
     with pytest.raises(ranks.WorkerError, match=r"It was noted on ranks \[0\], and not on ranks \[1\]"):
-        two.run(ranks.Together((Note("one"), Note("two", culprit=1))))
+        two.run(ranks.Together((Note("one"), Note("two", culprit=1, early=True))))
     # A failure leaves nothing behind: commands by themselves commit as before.
     with pytest.raises(ranks.WorkerError, match=r"It was noted on ranks \[0\], and not on ranks \[1\]"):
-        two.run(Note("three", culprit=1))
+        two.run(Note("three", culprit=1, early=True))

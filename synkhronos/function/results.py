@@ -122,7 +122,7 @@ class Results:
         self._gone: list[_Reference] = []
         self._dropped: list[int] = []
         self._dropped_bytes = 0
-        session.before_close(self.read)
+        session.rank.before_end.append(self.read)
 
     @classmethod
     def of(cls, session: Session) -> Results:

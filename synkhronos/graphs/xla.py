@@ -61,15 +61,15 @@ class Executable:
         specs = function.maker.expanded_inputs
         inputs = [_stream(spec.value, storage) for spec, storage in zip(specs, thunk.inputs, strict=True)]
         self._storages: list[list[Any]] = inputs[n_inputs:]
-        #: Position among outputs, and the container's storage that takes the output.
-        self._updates = [(i, inputs[j]) for i, j in graph.update_mapping.items()]
-        n_outputs = len(graph.outputs) - len(self._updates)
+        # Position among outputs, and the container's storage that takes the output.
+        updates = [(i, inputs[j]) for i, j in graph.update_mapping.items()]
+        n_outputs = len(graph.outputs) - len(updates)
         #: Where each result of a launch goes: a container's storage, or a list of its own.
         self._cells: list[list[Any]] = [[None] for _ in graph.outputs]
-        for position, storage in self._updates:
+        for position, storage in updates:
             self._cells[position] = storage
         self._outputs = self._cells[:n_outputs]
-        updated = {id(storage) for _, storage in self._updates}
+        updated = {id(storage) for _, storage in updates}
         arrays = [isinstance(storage[0], np.ndarray) or device.holds(storage[0]) for storage in self._storages]
         donated = [id(s) in updated and is_array for s, is_array in zip(self._storages, arrays, strict=True)]
         self._copy = jnp.copy

@@ -126,7 +126,7 @@ class Rank:
         #: Say whether something is under way in which the peers have a part, though no command runs.
         self.unfinished: list[Callable[[], bool]] = []
         #: Says whether a peer has died, without doing anything about it: the master's alone knows.
-        self.bereft: Callable[[], bool] = _never
+        self.bereft: Callable[[], bool] = nobody_has_died
 
     @property
     def is_master(self) -> bool:
@@ -322,5 +322,6 @@ class Rank:
         return parts
 
 
-def _never() -> bool:
+def nobody_has_died() -> bool:
+    """Say so, where there is nobody, or where others see to it."""
     return False

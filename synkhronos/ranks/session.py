@@ -23,7 +23,6 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
 from synkhronos.ranks import worker
@@ -31,7 +30,7 @@ from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN,
 from synkhronos.ranks.deaths import DeathWatch, has_ended
 from synkhronos.ranks.errors import UNKNOWN, Cancelled, Report, WorkerError, cause_of_death
 from synkhronos.ranks.interrupts import uninterrupted
-from synkhronos.ranks.rank import Command, Rank
+from synkhronos.ranks.rank import Command, Rank, nobody_has_died
 from synkhronos.ranks.segments import Segment, SharedArray, announce, create_unlinked
 from synkhronos.ranks.threads import ThreadShare, available_cores
 from synkhronos.ranks.weak import WeakKeys
@@ -94,7 +93,6 @@ class Session:
         self._owned: dict[tuple[str, Any], weakref.ref[Any]] = {}
         self._orphaned: list[Any] = []
         self._at_close: WeakKeys[Any, bool] = WeakKeys()
-        self._before_close: list[Callable[[], None]] = []
         self._children: dict[int, int] = {}
         self._channels: dict[int, socket.socket] = {}
         self._deaths = DeathWatch(self._is_unfinished, self._look_for_deaths)
@@ -370,7 +368,7 @@ class Session:
         self._deaths.at_work = 0
         try:
             if not kill:
-                for finish in (*self._before_close, *self.rank.before_end):
+                for finish in self.rank.before_end:
                     finish()
                 # Workers busy with what an interrupt left get their time, and no more.
                 self._join(GRACE)
@@ -409,10 +407,6 @@ class Session:
                 time.sleep(0.001)
             self._children.pop(number, None)
 
-    def before_close(self, read: Callable[[], None]) -> None:
-        """Call ``read()`` while the ranks still run, when they are closed in an orderly way."""
-        self._before_close.append(read)
-
     def tell_at_close(self, owner: Any) -> None:
         """Call ``owner.session_closed()`` when the ranks end, if the owner is still there."""
         self._at_close[owner] = True
@@ -432,7 +426,7 @@ class Session:
         self._owned.clear()
         # This session's own methods: cycles that would keep the memory a while.
         self.rank.watch = _nobody_to_watch
-        self.rank.bereft = _nobody_has_died
+        self.rank.bereft = nobody_has_died
         self.rank.threads.restore()
 
     # -- shared memory ---------------------------------------------------------------------------------------
@@ -524,11 +518,6 @@ class Session:
 
 def _nobody_to_watch() -> None:
     """Stand where a closed session has no workers."""
-
-
-def _nobody_has_died() -> bool:
-    """Stand there, too."""
-    return False
 
 
 def _ended(pid: int) -> int | None:
