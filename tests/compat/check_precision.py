@@ -167,7 +167,7 @@ def test_parameters_stay_float32_and_keep_small_steps():
     with precision("bfloat16"):
         run = executable([x], loss, zip(filters, new, strict=True))
         run(jax.numpy.asarray(draw(2, 4, 8, 8)))
-    for (_, storage), old in zip(run._updates, before, strict=True):
+    for storage, old in zip(run._storages, before, strict=True):
         value = np.asarray(storage[0])
         assert value.dtype == np.float32
         np.testing.assert_allclose(np.abs(value - old), step, rtol=1e-2)
