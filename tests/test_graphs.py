@@ -50,6 +50,24 @@ def test_a_library_is_pickled_by_its_name():
 # -- graphs ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(NAME != "theano", reason="about Theano's lists of the variables that are made")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_compilation_that_ends_early_keeps_nothing(error):
+    from theano.compile.mode import Mode
+    from theano.gof.opt import Optimizer, inherit_stack_trace
+
+    class Ends(Optimizer):
+        def apply(self, graph):
+            with inherit_stack_trace(graph.outputs[0]):
+                raise error
+
+    x = T.vector("x")
+    before = list(x.construction_observers)
+    with pytest.raises(error):
+        LIBRARY.function([x], x.sum(), mode=Mode(linker="py", optimizer=Ends()))
+    assert x.construction_observers == before
+
+
 def test_every_node_comes_after_those_it_depends_on():
     x, y = T.vectors("x", "y")
     a = x + y

@@ -70,7 +70,14 @@ class Theano(GraphLibrary):
         if PYGPU.on_gpu:
             inputs, replaced = _inputs_on_gpu(inputs, self)
             kwargs["givens"] = [*replaced, *kwargs.get("givens", [])]
-        return super().function(inputs, outputs, **kwargs)
+        observers = Variable.construction_observers
+        count = len(observers)
+        try:
+            return super().function(inputs, outputs, **kwargs)
+        finally:
+            # A rewrite that an interrupt or an error ends leaves its list of the variables that are made, and Theano
+            # would write there, and so keep, all that are made from then on.
+            del observers[count:]
 
     def device(self, mode: Any) -> Device:
         """GpuArrays where this process has opened a GPU."""
