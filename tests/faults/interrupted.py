@@ -137,7 +137,8 @@ def while_closing(where: str) -> None:
 class Press:
     """Presses Ctrl-C where the interpreter looks for signals in the library's code for the ``at``-th time from now on.
 
-    That is where a function begins, after a call, and where a loop turns back.
+    That is where a function begins, after a call of what is written in C, and where a loop turns back.  After a call of
+    a Python function it goes on without a look, and the exception tables of ``with`` statements count on that.
     """
 
     LOOKS = ("RESUME", "CALL", "JUMP_BACKWARD")
@@ -157,6 +158,8 @@ class Press:
         sys.settrace(self._called)
 
     def _called(self, frame: Any, event: str, argument: Any) -> Any:
+        if frame.f_back is not None and frame.f_code.co_name not in ("__init__", "__new__"):  # these are called from C
+            self._last[id(frame.f_back)] = ""
         if not frame.f_code.co_filename.startswith(os.path.dirname(synk.__file__)):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
@@ -230,8 +233,7 @@ def at_every_moment(what: str, first: int = 0, step: int = 1) -> None:
             lost.append(press.place)
         elif error != "KeyboardInterrupt()":
             wrong.append((error, press.place))
-        # The interpreter does not look after it has called a function that is written in Python, as `Press` does.
-        if what == "fork" and _current() is not None and "processes.py" not in press.place:
+        if what == "fork" and _current() is not None:
             wrong.append(("ranks run after a fork that was interrupted", press.place))
         forked()
         if not _others_may_call():
