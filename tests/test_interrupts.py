@@ -115,7 +115,7 @@ def test_an_interrupt_while_closing_ends_the_workers_at_once(where):
 
 #: Actions, and every which of the moments of each is tried, from a random one on; all with FAULTS=all (--timeout=900).
 ACTIONS = {
-    "call": 11, "slices": 23, "rows": 17, "first call": 83, "collective": 17, "data": 7, "fork": 23, "close": 7,
+    "call": 11, "slices": 23, "rows": 17, "first call": 83, "collective": 17, "data": 7, "fork": 13, "close": 7,
     "call again": 1, "collective again": 1,
 }  # fmt: skip
 
