@@ -59,26 +59,19 @@ def host_steps(rng: np.random.Generator) -> Callable[[int], Callable[[], Any]]:
 
 def gpu_steps(rng: np.random.Generator, count: int) -> Callable[[int], Callable[[], Any]]:
     """Return what makes, for a batch size, a step on rows of variables on the GPUs."""
-    library, _ = graph_library()
-    x = library.shared(np.zeros((1, LAYERS[0]), "float32"), "x")
-    y = library.shared(np.zeros(1, "int32"), "y")
+    library, tensor = graph_library()
+    x, y = tensor.fmatrix("x"), tensor.ivector("y")
+    images, labels = library.shared(np.zeros((1, LAYERS[0]), "float32")), library.shared(np.zeros(1, "int32"))
     loss, params = model(x, y)
-    grad_updates, param_updates, grads = updates.nesterov_momentum(loss, params, learning_rate=np.float32(0.01))
-    gradient = synk.function([], loss, updates=grad_updates, sliceable_shareds=[x, y])
-    update = synk.function([], updates=param_updates)
-    synk.scatter(x, rng.random((ROWS, LAYERS[0]), dtype=np.float32))
-    synk.scatter(y, rng.integers(0, LAYERS[-1], ROWS).astype("int32"))
+    rule, rate = updates.nesterov_momentum, np.float32(0.01)
+    train = make_train_function(loss, params, x, y, rule, sliceable_shareds=[images, labels], learning_rate=rate)
+    synk.distribute()
+    synk.scatter(images, rng.random((ROWS, LAYERS[0]), dtype=np.float32))
+    synk.scatter(labels, rng.integers(0, LAYERS[-1], ROWS).astype("int32"))
 
     def steps(size: int) -> Callable[[], Any]:
         batches = batches_of(rng, ROWS // count, size // count)
-
-        def step() -> Any:
-            value = gradient(batch_s=next(batches))
-            synk.all_reduce(grads)
-            update()
-            return value
-
-        return step
+        return lambda: train(batch_s=next(batches))
 
     return steps
 

@@ -163,6 +163,65 @@ def test_the_first_step_may_have_fewer_rows_than_ranks(n_ranks):
     assert_same(together, alone, n_ranks)
 
 
+class Held(Model):
+    """A model whose data lie in shared variables, each rank's own rows in its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = [library.shared(np.zeros((1, a.shape[1])), name) for name, a in (("x_held", X), ("y_held", Y))]
+
+    def train_by(self, make, rule="sgd", **kwargs):
+        return super().train_by(make, rule, sliceable_shareds=self.held, **(kwargs or RULES[rule]))
+
+
+@pytest.mark.parametrize("num_slices", [1, 3])
+def test_data_may_be_held_by_the_ranks(n_ranks, num_slices):
+    together, alone = Held(), Model()
+    train, train_alone = together.train_by(make_train_function), alone.train_by(make_train_function_serial)
+    synk.distribute()
+    for shared, values in zip(together.held, (X, Y), strict=True):
+        synk.scatter(shared, values)
+    of_ranks = np.array_split(np.arange(N_ROWS), n_ranks)
+    own = [list(range(len(rows)))[::-2] for rows in of_ranks]
+    choices = [
+        None,
+        own,
+        slice(0, 2),
+        [slice(r % 2, None) for r in range(n_ranks)],
+        [0],
+        [rows if r else [] for r, rows in enumerate(own)] if n_ranks > 1 else [2, 2],
+        # Rows that but one rank has.
+        [slice(0, 1) if r == 0 else slice(100, None) for r in range(n_ranks)],
+    ]
+    for choice in choices:
+        each = choice if isinstance(choice, list) and np.ndim(choice[0]) + isinstance(choice[0], slice) else None
+        each = each or [slice(None) if choice is None else choice] * n_ranks
+        rows = np.concatenate([mine[one].astype(int) for mine, one in zip(of_ranks, each, strict=True)])
+        loss = train(batch_s=choice, num_slices=num_slices)
+        np.testing.assert_allclose(loss, train_alone(X, Y, batch=rows), rtol=1e-9)
+        assert_same(together, alone, n_ranks)
+
+
+def test_a_step_without_rows_is_refused_where_data_are_held(n_ranks):
+    model = Held()
+    train = model.train_by(make_train_function)
+    before = model.values()
+    for choice in ([[]] * n_ranks, slice(100, None)):
+        with pytest.raises(ValueError, match=r"^batch_s: expected at least one row on some rank, got none$"):
+            train(batch_s=choice)
+    np.testing.assert_array_equal(model.values(), before)
+
+
+def test_the_serial_function_takes_held_data_too():
+    held, plain = Held(), Model()
+    for shared, values in zip(held.held, (X, Y), strict=True):
+        shared.set_value(values)
+    train, train_plain = (model.train_by(make_train_function_serial) for model in (held, plain))
+    for rows in (None, slice(2, 7), [1, 4, 4]):
+        np.testing.assert_allclose(train(batch_s=rows), train_plain(X, Y, batch=rows), rtol=1e-12)
+    np.testing.assert_allclose(held.values(), plain.values(), rtol=1e-12)
+
+
 def test_plain_arrays_do_for_data(n_ranks):
     together, train, alone, train_alone = pair("adam")
     for rows in [None, [3, 1, 2], slice(1)]:

@@ -64,6 +64,9 @@ def test_functions_outlive_a_new_fork(fork):
         (ValueError, "loss_or_grads: ", {"loss": T.vector("v")}),
         (TypeError, "loss: ", {"loss": []}),
         (TypeError, "learning_rate: ", {"learning_rate": "fast"}),
+        (ValueError, "sliceable_shareds: expected 2 .*got 1", {"sliceable_shareds": [library.shared(X)]}),
+        (TypeError, "sliceable_shareds: expected shared", {"sliceable_shareds": [library.shared(X), T.dvector()]}),
+        (TypeError, "sliceable_shareds: 'of_x'", {"sliceable_shareds": [library.shared(Y, "of_x"), library.shared(Y)]}),
     ],
 )
 @pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
@@ -98,6 +101,8 @@ def test_wrong_arguments_of_the_makers_are_named(two_ranks_anew, make, error, me
         (TypeError, "num_slices", {"num_slices": 1.5}),
         (ValueError, "num_slices", {"num_slices": 0}),
         (ValueError, "rows|length", {"y_data": Y[:5]}),
+        (TypeError, "y_data: expected rows, got None", {"y_data": None}),
+        (TypeError, "batch_s: .*without sliceable_shareds", {"batch_s": [0]}),
     ],
 )
 @pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
@@ -108,6 +113,19 @@ def test_wrong_arguments_of_a_step_are_named_and_change_nothing(two_ranks_anew, 
         train(**{"x_data": X, "y_data": Y, **arguments})
     np.testing.assert_array_equal(model.w.get_value(), W)
     np.testing.assert_allclose(train(X, Y), Model().train_by(make_train_function_serial)(X, Y))
+
+
+@pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
+def test_held_data_are_chosen_by_batch_s_alone(two_ranks_anew, make):
+    model = Model()
+    held = [library.shared(X), library.shared(Y)]
+    train = make(model.loss, model.params, model.x, model.y, updates.sgd, sliceable_shareds=held, learning_rate=0.1)
+    for wrong in ({"x_data": X}, {"y_data": Y}, {"batch": [0]}):
+        with pytest.raises(TypeError, match="the data are in sliceable_shareds: expected batch_s alone"):
+            train(**wrong)
+    with pytest.raises(IndexError, match="batch_s|index"):
+        train(batch_s=[0, N_ROWS])
+    np.testing.assert_array_equal(model.w.get_value(), W)
 
 
 def test_lists_of_data_have_one_for_each_variable(two_ranks_anew):

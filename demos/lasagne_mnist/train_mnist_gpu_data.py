@@ -27,6 +27,7 @@ from lasagne_tools.fit import fit
 from lasagne_tools.library import theano, title
 from lasagne_tools.report import conclude, run_serial
 from models import IMAGE, Network, build
+from synkhronos.extensions.train import make_train_function
 
 SERIAL = Path(__file__).with_name("train_mnist_theano.py")
 
@@ -50,12 +51,16 @@ class GpuData:
         self.n_ranks, self._options = n_ranks, options
         train, valid, test = [self._shared_part(name) for name in ("train", "valid", "test")]
 
-        # A step in three parts. Each rank writes its gradient into one flat shared vector, weighed by its rows.
-        grad_updates, param_updates, self._grad_shared = options.update_rule(
-            network.loss, network.params, learning_rate=options.learning_rate, weight=network.x.shape[0]
+        # Gradients of the ranks' own rows, one all-reduce, and an update, as one callable.
+        self._step = make_train_function(
+            network.loss,
+            network.params,
+            network.x,
+            network.y,
+            options.update_rule,
+            sliceable_shareds=train,
+            learning_rate=options.learning_rate,
         )
-        self._gradient = self._on_rows_of(train, network, (network.loss, "mean"), updates=grad_updates)
-        self._update = synk.function([], updates=param_updates)
 
         loss_and_error = [(network.test_loss, "mean"), (network.test_error, "mean")]
         self._validate = self._on_rows_of(valid, network, loss_and_error)
@@ -73,16 +78,14 @@ class GpuData:
         return [theano.shared(images, f"{name}_images"), theano.shared(labels, f"{name}_labels")]
 
     @staticmethod
-    def _on_rows_of(variables: list[Any], network: Network, outputs: Any, **kwargs: Any) -> synk.Function:
+    def _on_rows_of(variables: list[Any], network: Network, outputs: Any) -> synk.Function:
         """Make a function that has shared variables in the place of its inputs."""
         givens = list(zip((network.x, network.y), variables, strict=True))
-        return synk.function([], outputs, givens=givens, sliceable_shareds=variables, **kwargs)
+        return synk.function([], outputs, givens=givens, sliceable_shareds=variables)
 
     def batches(self, rng: np.random.Generator) -> list[list[np.ndarray]]:
         """Return for each step a list of shuffled indexes for each rank."""
-        # Not more steps than the rank with the fewest rows can take part in: without rows it would sit out, and
-        # contribute an old gradient.
-        n_steps = min(-(-sum(self._lengths) // self._options.batch_size), *self._lengths)
+        n_steps = -(-sum(self._lengths) // self._options.batch_size)
         by_rank = [np.array_split(rng.permutation(length), n_steps) for length in self._lengths]
         return [list(rows) for rows in zip(*by_rank, strict=True)]
 
@@ -92,11 +95,7 @@ class GpuData:
 
     def train(self, batch: list[np.ndarray]) -> Any:
         """Take a step; return the loss."""
-        loss = self._gradient(batch_s=batch)
-        # One collective for all gradients, after which the ranks hold the same sum.
-        synk.all_reduce(self._grad_shared)
-        self._update()
-        return loss
+        return self._step(batch_s=batch)
 
     def validate(self) -> tuple[float, float]:
         """Return loss and error of the validation data, by one call on all of it."""

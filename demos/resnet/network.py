@@ -16,6 +16,7 @@ References
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ BLOCKS = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 
 EXPANSION = 4
 # About the mean and the spread of pixels, 0 to 255: the network gets numbers around 0.
 PIXEL_MEAN, PIXEL_SPREAD = 127.5, 64.0
+# Enough for Theano and 152 layers.
+RECURSION_LIMIT = 50_000
 
 _layers = lasagne.layers
 # Lasagne's own rectifier has a gradient that needs its input; Theano's, on PyTensor, is content with its output, which
@@ -120,6 +123,8 @@ def build(
     Network
         The network; nothing is compiled yet.
     """
+    # The graph libraries walk through a graph by recursion, and this one is deeper than Python allows by default.
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), RECURSION_LIMIT))
     lasagne.random.set_rng(np.random.RandomState(seed))
     x, y = T.tensor4("images", dtype="uint8"), T.ivector("labels")
     layer = _layers.InputLayer((None, 3, size, size), _scaled(x))

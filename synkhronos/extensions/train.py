@@ -24,6 +24,7 @@ from synkhronos import ranks
 from synkhronos.collectives.arguments import mirrored
 from synkhronos.collectives.commands import Reduce
 from synkhronos.extensions.updates import RuleUpdates
+from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
 from synkhronos.ranks import Together
 
@@ -54,11 +55,14 @@ class TrainFunction:
     def __init__(self, model: _Model):
         expression = model.rule.grad_updates[model.rule.grad_shared]
         self.grad_shared = model.rule.grad_shared
+        inputs = [*model.x, *model.y]
         self.gradient = synk.function(
-            [*model.x, *model.y],
+            [] if model.held else inputs,
             (model.loss, "mean"),
             # Slices may differ in their number of rows: their weighted gradients add up.
             updates=[(self.grad_shared, expression, "sum")],
+            givens=list(zip(inputs, model.held, strict=False)),
+            sliceable_shareds=model.held,
             name="train_gradient",
         )
         self.update = synk.function([], updates=model.rule.param_updates, name="train_update")
@@ -66,17 +70,27 @@ class TrainFunction:
         self._clear = synk.function([], updates=[(self.grad_shared, zeros)], name="train_clear")
         self._model = model
 
-    def __call__(self, x_data: Rows, y_data: Rows, batch: Batch = None, num_slices: int = 1) -> Any:
+    def __call__(
+        self,
+        x_data: Rows | None = None,
+        y_data: Rows | None = None,
+        batch: Batch = None,
+        num_slices: int = 1,
+        batch_s: Any = None,
+    ) -> Any:
         """Take one step.
 
         Parameters
         ----------
         x_data, y_data : Data or array_like, or list of these
-            One for each variable of `x` and of `y`; a list where those were lists.  Data are not copied.
+            One for each variable of `x` and of `y`; a list where those were lists.  Data are not copied.  Left out
+            where the data are in `sliceable_shareds`.
         batch : int, slice, list of int, or array of int or bool, optional
             Which rows to use: the first that many, a slice, indexes, or a mask.  By default all.
         num_slices : int, optional
             In how many pieces each rank computes its rows, to save memory.
+        batch_s : slice or list of int, or a list of these, one a rank, optional
+            Which rows of its own `sliceable_shareds` each rank uses.  By default all.
 
         Returns
         -------
@@ -94,23 +108,38 @@ class TrainFunction:
         -----
         Exact, to rounding, for any number of ranks, rows and slices.
         """
-        arrays = self._model.arrays(x_data, y_data)
-        rows = _count(batch, arrays)
-        if rows == 0:
+        arrays = self._model.arrays(x_data, y_data, batch, batch_s)
+        if not self._model.held and _count(batch, arrays) == 0:
             raise ValueError(f"batch: expected at least one row, got {batch!r}")
         session = ranks.session()
         with session.turn:
             session.settle()
-            if rows < session.size:
-                # The ranks without rows sit out, and would contribute what is left of an earlier step.
+            gradient = self.gradient.prepare(session, arrays, {}, batch, batch_s, num_slices, None)
+            if self._some_have_no_rows(gradient, session.size):
+                # They sit out, and would contribute what is left of an earlier step.
                 self._clear()
-            gradient = self.gradient.prepare(session, arrays, {}, batch, None, num_slices, None)
             update = self.update.prepare(session, (), {}, None, None, 1, None)
             reduce = Reduce(mirrored(session, [self.grad_shared]), "avg", "everywhere", nccl=True)
             # In one command: the ranks go from one to the next while the rows of the step are still on their way.
             loss, _, updated = session.run(Together((gradient, reduce, update)))
             self.update.results(session, update, updated)
             return self.gradient.results(session, gradient, loss)
+
+    def _some_have_no_rows(self, gradient: Call, n_ranks: int) -> bool:
+        """Whether a rank has no rows to compute; refuse to take a step if none has any."""
+        if gradient.n_rows is not None:
+            return gradient.n_rows < n_ranks
+        chosen = gradient.chosen or (slice(None),) * n_ranks
+        lengths = [0] * n_ranks
+        if any(isinstance(one, slice) for one in chosen):  # of how many rows only the ranks know
+            lengths = synk.get_lengths(self._model.held[0])
+        counts = [
+            len(range(length)[one]) if isinstance(one, slice) else one.shape[0]
+            for one, length in zip(chosen, lengths, strict=True)
+        ]
+        if not any(counts):
+            raise ValueError("batch_s: expected at least one row on some rank, got none")
+        return not all(counts)
 
 
 class SerialTrainFunction:
@@ -133,17 +162,27 @@ class SerialTrainFunction:
         self.update = library.function([], updates=model.rule.param_updates, name="train_update")
         self._model = model
 
-    def __call__(self, x_data: Rows, y_data: Rows, batch: Batch = None, num_slices: int = 1) -> Any:
+    def __call__(
+        self,
+        x_data: Rows | None = None,
+        y_data: Rows | None = None,
+        batch: Batch = None,
+        num_slices: int = 1,
+        batch_s: Any = None,
+    ) -> Any:
         """Take one step.
 
         Parameters
         ----------
         x_data, y_data : array_like, or list of these
-            One for each variable of `x` and of `y`; a list where those were lists.
+            One for each variable of `x` and of `y`; a list where those were lists.  Left out where the data are in
+            `sliceable_shareds`.
         batch : int, slice, list of int, or array of int or bool, optional
             Which rows to use: the first that many, a slice, indexes, or a mask.  By default all.
         num_slices : int, optional
             In how many pieces to compute the rows, to save memory.
+        batch_s : slice or list of int, optional
+            Which rows of the `sliceable_shareds` to use.  By default all.
 
         Returns
         -------
@@ -159,7 +198,10 @@ class SerialTrainFunction:
             raise TypeError(f"num_slices: expected an integer, got {num_slices!r}")
         if num_slices < 1:
             raise ValueError(f"num_slices: expected at least 1, got {num_slices}")
-        arrays = [_take(np.asarray(a), batch) for a in self._model.arrays(x_data, y_data)]
+        arrays = self._model.arrays(x_data, y_data, batch, batch_s)
+        if self._model.held:
+            arrays, batch = [shared.get_value(borrow=True) for shared in self._model.held], batch_s
+        arrays = [_take(np.asarray(a), batch) for a in arrays]
         lengths = [len(a) for a in arrays]
         if len(set(lengths)) > 1:
             raise ValueError(f"x_data, y_data: expected the same number of rows of each, got {lengths}")
@@ -189,6 +231,7 @@ def make_train_function(
     x: Any,
     y: Any,
     update_rule: Rule,
+    sliceable_shareds: Sequence[Any] | None = None,
     **rule_kwargs: Any,
 ) -> TrainFunction:
     """Make a function that takes a training step on all ranks.
@@ -205,13 +248,17 @@ def make_train_function(
         Inputs and targets, whose rows are scattered over the ranks.  A list of targets may be empty.
     update_rule : callable
         One of `synkhronos.extensions.updates`, or what takes and returns the same.
+    sliceable_shareds : list of shared variables, optional
+        Where the data are if the ranks hold them already, each its own rows, from `synkhronos.scatter` on: one
+        variable for each of `x` and `y`, of the same type.
     **rule_kwargs
         For the rule, such as ``learning_rate=0.1``.
 
     Returns
     -------
     TrainFunction
-        To be called as ``train(x_data, y_data, batch=None, num_slices=1)``; returns the loss.
+        To be called as ``train(x_data, y_data, batch=None, num_slices=1)``, or with `sliceable_shareds` as
+        ``train(batch_s=None, num_slices=1)``; returns the loss.
 
     Raises
     ------
@@ -241,7 +288,7 @@ def make_train_function(
     [1. 2. 3.]
     >>> synk.close()
     """
-    return TrainFunction(_Model.build(loss, params, x, y, update_rule, rule_kwargs))
+    return TrainFunction(_Model.build(loss, params, x, y, update_rule, sliceable_shareds, rule_kwargs))
 
 
 def make_train_function_serial(
@@ -250,6 +297,7 @@ def make_train_function_serial(
     x: Any,
     y: Any,
     update_rule: Rule,
+    sliceable_shareds: Sequence[Any] | None = None,
     **rule_kwargs: Any,
 ) -> SerialTrainFunction:
     """Make a function that takes a training step in this process alone, without Synkhronos.
@@ -259,13 +307,14 @@ def make_train_function_serial(
 
     Parameters
     ----------
-    loss, params, x, y, update_rule, **rule_kwargs
+    loss, params, x, y, update_rule, sliceable_shareds, **rule_kwargs
         As for `make_train_function`.
 
     Returns
     -------
     SerialTrainFunction
-        To be called as ``train(x_data, y_data, batch=None, num_slices=1)``; returns the loss.
+        To be called as ``train(x_data, y_data, batch=None, num_slices=1)``, or with `sliceable_shareds` as
+        ``train(batch_s=None, num_slices=1)``; returns the loss.
 
     Raises
     ------
@@ -285,18 +334,19 @@ def make_train_function_serial(
     >>> print(w.get_value())
     [0.5 1. ]
     """
-    return SerialTrainFunction(_Model.build(loss, params, x, y, update_rule, rule_kwargs))
+    return SerialTrainFunction(_Model.build(loss, params, x, y, update_rule, sliceable_shareds, rule_kwargs))
 
 
 @dataclass(frozen=True)
 class _Model:
-    """What to train, and by which rule."""
+    """What to train, and by which rule; `held` are the shared variables that the data are in, if they are."""
 
     loss: Any
     x: list[Any]
     y: list[Any]
     x_is_list: bool
     y_is_list: bool
+    held: list[Any]
     rule: RuleUpdates
 
     @classmethod
@@ -307,6 +357,7 @@ class _Model:
         x: Any,
         y: Any,
         update_rule: Rule,
+        sliceable_shareds: Sequence[Any] | None,
         rule_kwargs: dict[str, Any],
     ) -> _Model:
         """Check the arguments, and apply the rule."""
@@ -322,16 +373,26 @@ class _Model:
         xs, ys = _variables("x", x), _variables("y", y)
         if not xs:
             raise ValueError("x: expected at least one variable, got none")
+        held = _held(sliceable_shareds, [*xs, *ys])
         rule = update_rule(loss, params, weight=xs[0].shape[0], **rule_kwargs)
         if not isinstance(rule, tuple) or len(rule) != 3:
             raise TypeError(
                 "update_rule: expected it to return (grad_updates, param_updates, grad_shared), "
                 f"got {rule!r} of type {type(rule).__name__}"
             )
-        return cls(loss, xs, ys, isinstance(x, list | tuple), isinstance(y, list | tuple), RuleUpdates(*rule))
+        lists = isinstance(x, list | tuple), isinstance(y, list | tuple)
+        return cls(loss, xs, ys, *lists, held, RuleUpdates(*rule))
 
-    def arrays(self, x_data: Rows, y_data: Rows) -> list[Any]:
-        """One array or Data object for each variable."""
+    def arrays(self, x_data: Rows | None, y_data: Rows | None, batch: Any, batch_s: Any) -> list[Any]:
+        """One array or Data object for each variable; none where the data are held."""
+        if self.held:
+            if x_data is not None or y_data is not None or batch is not None:
+                raise TypeError("the data are in sliceable_shareds: expected batch_s alone to say which rows")
+            return []
+        if batch_s is not None:
+            raise TypeError("batch_s: this function was made without sliceable_shareds; rows are chosen by batch")
+        if x_data is None or y_data is None:
+            raise TypeError(f"{'x_data' if x_data is None else 'y_data'}: expected rows, got None")
         return [
             *_listed("x_data", x_data, self.x, self.x_is_list),
             *_listed("y_data", y_data, self.y, self.y_is_list),
@@ -349,6 +410,23 @@ def _variables(argument: str, value: Any) -> list[Any]:
         if not getattr(variable, "ndim", 0):
             raise ValueError(f"{expected} with rows to scatter, got {variable!r} of {variable.type} at index {i}")
     return variables
+
+
+def _held(shareds: Sequence[Any] | None, variables: list[Any]) -> list[Any]:
+    """Check that there is one shared variable for each input."""
+    held = list(shareds) if shareds is not None else []
+    if shareds is not None and len(held) != len(variables):
+        raise ValueError(
+            f"sliceable_shareds: expected {len(variables)} shared variables, one for each of x and y, got {len(held)}"
+        )
+    for shared, variable in zip(held, variables, strict=False):
+        if not hasattr(shared, "get_value"):
+            raise TypeError(f"sliceable_shareds: expected shared variables, got {shared!r}")
+        if shared.dtype != variable.dtype or shared.ndim != variable.ndim:
+            raise TypeError(
+                f"sliceable_shareds: {shared.name!r} of {shared.type} can't stand for {variable!r} of {variable.type}"
+            )
+    return held
 
 
 def _listed(argument: str, value: Any, variables: list[Any], is_list: bool) -> list[Any]:
