@@ -1,5 +1,6 @@
 """What can be said of GPUs without any: who gets which, what is missing, and who gives up what is under way."""
 
+import ctypes
 import os
 import sys
 import threading
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 
 import synkhronos as synk
-from synkhronos import devices
+from synkhronos import devices, ranks
 from synkhronos.devices import HOST, JAX, PYGPU, cuda
 from synkhronos.devices.cuda.nccl import NcclCommunicator
+from synkhronos.devices.cuda.staging import Staging, _Pinned
 
 # -- which GPU, and what to install ----------------------------------------------------------------------------
 
@@ -255,6 +257,37 @@ def test_where_all_ranks_have_met_a_failure_ends_nothing(connected):
     assert not gpu.aborted and gpu.unfinished[0]()
 
 
+def test_a_connection_that_was_given_up_is_not_used(connected):
+    communicator, gpu = connected()
+    communicator.abort()
+    with pytest.raises(RuntimeError, match="the connection between the ranks' GPUs was given up"):
+        start(communicator, gpu)
+    gpu.is_dead = True
+    with pytest.raises(synk.WorkerError, match="a peer has died"):
+        start(communicator, gpu)
+    assert gpu.state == DONE
+
+
+@pytest.mark.parametrize("seconds", [0.1, 2.0])
+def test_a_connection_is_given_up_between_two_calls_of_nccl_unless_one_is_stuck(connected, monkeypatch, seconds):
+    communicator, gpu = connected()
+    called, let_go, aborted_then = threading.Event(), threading.Event(), []
+
+    def all_reduce(*arguments):
+        called.set()
+        let_go.wait(seconds)
+        aborted_then.append(gpu.aborted)
+
+    monkeypatch.setattr(gpu, "all_reduce", all_reduce)
+    monkeypatch.setattr(gpu, "abort", lambda: (Gpu.abort(gpu), let_go.set()))
+    caller = threading.Thread(target=start, args=(communicator, gpu))
+    caller.start()
+    called.wait()
+    communicator.abort()
+    caller.join()
+    assert aborted_then == [0 if seconds < 0.5 else 1] and gpu.aborted == 1
+
+
 def test_a_connection_that_comes_too_late_is_not_taken(connected, monkeypatch):
     communicator, gpu = connected()
     late = Gpu()
@@ -271,3 +304,74 @@ def test_a_connection_that_comes_too_late_is_not_taken(connected, monkeypatch):
     errors = []
     communicator._connect(communicator._attempt, b"id", errors)
     assert (errors, late.aborted, communicator._comm) == ([], 1, None)
+
+
+# -- page-locked memory ------------------------------------------------------------------------------------------
+
+
+class Driver:
+    """Stands for CUDA's driver: knows which memory is locked."""
+
+    CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP = 1, 2
+    CUresult = types.SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED=712)
+
+    def __init__(self):
+        self.locked = {}
+
+    def cuMemHostRegister(self, address, nbytes, flags):  # noqa: N802 - CUDA's name
+        assert flags == 3
+        if address in self.locked:
+            return (712,)
+        self.locked[address] = nbytes
+        return (0,)
+
+    def cuMemHostUnregister(self, address):  # noqa: N802 - CUDA's name
+        # What is unmapped already can't be read.
+        ctypes.string_at(address, 1)
+        return (0 if self.locked.pop(address, None) else 713,)
+
+
+@pytest.fixture
+def staging(monkeypatch):
+    monkeypatch.setattr("synkhronos.devices.cuda.staging.check", lambda results: pytest.fail() if results[0] else None)
+    staging = object.__new__(Staging)
+    staging.driver, staging._locked, staging.enter = Driver(), {}, lambda: None
+    return staging
+
+
+def test_pages_are_unlocked_before_they_are_unmapped(fork, staging):
+    fork(2)
+    rank = ranks.session().rank
+    arrays = [synk.data(np.ones(n)) for n in (10, 5000, 3)]
+    keys = [array.where().key for array in arrays]
+    for key in keys:
+        assert staging.locked(rank, key) == staging.locked(rank, key)
+    assert len(staging.driver.locked) == len(rank.segments.at_drop) + 2 == 3
+    del arrays[1]
+    ranks.session().flush()
+    assert len(staging.driver.locked) == len(staging._locked) == 2
+    synk.close()
+    assert not staging.driver.locked and not staging._locked
+
+
+def test_memory_that_an_interrupt_has_left_locked_is_locked_anew(staging):
+    memory = np.zeros(10, np.uint8)
+    staging.lock(memory.ctypes.data, 5)
+    staging.lock(memory.ctypes.data, 10)
+    assert staging.driver.locked == {memory.ctypes.data: 10}
+    staging.unlock(memory.ctypes.data)
+    staging.unlock(memory.ctypes.data)  # twice does no harm
+    assert not staging.driver.locked
+
+
+def test_vectors_on_their_way_stay_where_they_are(staging):
+    pinned = _Pinned(staging)
+    vectors = [np.arange(1 << 17) * k for k in (1, 2, 3)]
+    places = [pinned.put(vector) for vector in vectors]
+    assert len(staging.driver.locked) == 2  # the third had no room
+    for place, vector in zip(places, vectors, strict=True):
+        there = (ctypes.c_int64 * vector.size).from_address(place)
+        np.testing.assert_array_equal(np.ctypeslib.as_array(there), vector)
+    pinned.used = 0  # all have arrived
+    pinned.put(vectors[0])
+    assert len(staging.driver.locked) == 1

@@ -47,6 +47,15 @@ def test_a_library_is_pickled_by_its_name():
     assert pickle.loads(pickle.dumps(LIBRARY)) is LIBRARY
 
 
+def test_who_holds_a_value_beside_its_container_is_noticed():
+    variable = shared(np.zeros(3))
+    assert not LIBRARY.is_held(variable)
+    mine = LIBRARY.get(variable)
+    assert LIBRARY.is_held(variable)
+    del mine
+    assert not LIBRARY.is_held(variable)
+
+
 # -- graphs ----------------------------------------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ from synkhronos import ranks
 from synkhronos.devices import JAX
 from synkhronos.function.program import PLAIN
 from synkhronos.function.results import _MOST_CALLS, Result
+from synkhronos.graphs import library_of
 
 pytestmark = pytest.mark.skipif(not XLA, reason="these are about JAX arrays")
 
@@ -271,6 +272,19 @@ def test_an_array_that_is_held_beside_its_container_outlives_updates(fork, look)
     np.testing.assert_array_equal(synk.get_value(1, w), np.arange(1000.0) + 4)
 
 
+def test_who_holds_an_array_beside_its_container_is_noticed(fork):
+    fork(2)
+    w = shared(np.arange(3.0), "w")
+    f = synk.function([], updates=[(w, w + 1)])
+    f()
+    library = library_of(w)
+    assert not library.is_held(w)
+    held = w.get_value(borrow=True)
+    assert JAX.holds(held) and library.is_held(w)
+    del held
+    assert not library.is_held(w)
+
+
 def test_a_value_that_was_read_outlives_updates_and_collectives(fork):
     fork(2)
     w = shared(np.arange(3.0), "w")
@@ -329,6 +343,16 @@ def test_variables_may_change_places(fork):
 
 
 # -- dtypes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [100, 1000])
+def test_a_range_may_be_longer_than_its_bounds_have_bits(fork, rows):
+    # PyTensor 3.0 keeps the 0 of a range in eight bits, and had NumPy subtract it from the number of rows.
+    fork(2)
+    x, y = T.dmatrix("x"), T.lvector("y")
+    f = synk.function([x, y], (x[T.arange(y.shape[0]), y], "gather"))
+    values, columns = np.random.default_rng(0).normal(size=(2 * rows, 3)), np.arange(2 * rows) % 3
+    np.testing.assert_array_equal(f(values, columns), values[np.arange(2 * rows), columns])
 
 
 def test_what_is_float32_is_computed_in_float32(fork):

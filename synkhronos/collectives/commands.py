@@ -99,10 +99,13 @@ class _Copies:
 
     def writable(self, position: int) -> Any:
         """Return one variable's array to be written in place, and then to be given to `written`."""
-        value = self.values[position]
         if self.ways[position] is not self.homes[position]:
-            return np.array(self.homes[position].to_host(value), order="C")
-        array = self.homes[position].writable(value)
+            return np.array(self.homes[position].to_host(self.values[position]), order="C")
+        library, shared = self.libraries[position], self.shareds[position]
+        self.values[position] = None  # whoever has a reference beside the container's is somebody else
+        held = library.is_held(shared)
+        value = self.values[position] = library.get(shared)
+        array = self.homes[position].writable(value, held)
         if array is not value:
             self.put(position, array)
         return array

@@ -111,8 +111,11 @@ class Device(Protocol):
     def holds(self, value: Any) -> bool:
         """Whether a value is an array of this kind."""
 
-    def writable(self, value: Any) -> Any:
-        """Return the value as a contiguous array that may be written in place: itself, or else a copy."""
+    def writable(self, value: Any, held: bool) -> Any:
+        """Return a container's value as a contiguous array that may be written in place: itself, or else a copy.
+
+        ``held`` says whether anybody holds the value beside the container.
+        """
 
     def written(self, value: Any) -> Any:
         """Return an array that a communicator has written in place, or will have, for its container."""

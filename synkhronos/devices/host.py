@@ -56,7 +56,7 @@ class Host:
         """Whether NumPy can read the value as an array."""
         return isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array__")
 
-    def writable(self, value: Any) -> np.ndarray:
+    def writable(self, value: Any, held: bool) -> np.ndarray:
         """Return the value itself, if it is a NumPy array to write in, else a copy."""
         if isinstance(value, np.ndarray) and value.flags.c_contiguous and value.flags.writeable:
             return value

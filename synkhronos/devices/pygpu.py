@@ -91,7 +91,7 @@ class Pygpu(CudaDevice):
         """Whether it is a GpuArray."""
         return type(value).__module__.startswith("pygpu")
 
-    def writable(self, value: Any) -> Any:
+    def writable(self, value: Any, held: bool) -> Any:
         """Return the value itself, if it is contiguous, else a copy."""
         return self.contiguous(value)
 

@@ -4,12 +4,15 @@
     Compiles, clones and walks graphs; reads and writes shared variables; moves random generators.
 `Input`
     One input of a function, whatever the user wrapped it in.
+`is_held`
+    Whether somebody has a value beside the container that it is in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from sys import getrefcount
 from types import ModuleType
 from typing import Any
 
@@ -47,6 +50,11 @@ class Input:
     allow_downcast: bool | None
     default: tuple[Any, ...]
     wrapped: Any
+
+
+def is_held(cell: list[Any]) -> bool:
+    """Whether anybody has a reference to what is in a list of one beside the list: a container's storage."""
+    return getrefcount(cell[0]) > 2  # the list's, and the one that this call is given
 
 
 class GraphLibrary:
@@ -231,6 +239,10 @@ class GraphLibrary:
     def get(self, shared: Any) -> Any:
         """Return the array in a shared variable's container: the container's own, not a copy."""
         return shared.container.storage[0]
+
+    def is_held(self, shared: Any) -> bool:
+        """Whether anybody has a reference to the array in a shared variable's container beside the container."""
+        return is_held(shared.container.storage)
 
     def put(self, shared: Any, value: Any) -> None:
         """Put an array into a shared variable's container, as it is where the type allows."""

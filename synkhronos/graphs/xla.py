@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat, starmap
 from operator import setitem
-from sys import getrefcount
 from typing import Any
 
 import numpy as np
 
 from synkhronos.devices import Device
 from synkhronos.devices.jax.log import Log
+from synkhronos.graphs.family import is_held
 from synkhronos.graphs.precision import COMPILER_OPTIONS, bfloat16, in_bfloat16
 from synkhronos.ranks import WeakKeys
 
@@ -116,7 +116,7 @@ class Executable:
             if type(storage[0]) is np.ndarray:
                 storage[0] = self._device.from_host(storage[0])
         for storage in self._donated:
-            if getrefcount(storage[0]) > 2:  # the storage's own, and this call's
+            if is_held(storage):
                 storage[0] = self._copy(storage[0])
         if self._log is not None and self._log.full:
             self._log = Log(self._dtypes)
@@ -191,11 +191,14 @@ def _converted(graph: Any, storage_map: Any) -> Callable[..., Any]:
     """
     from pytensor.link.jax.dispatch import jax_funcify, jax_typify
     from pytensor.link.utils import fgraph_to_python
+    from pytensor.tensor.basic import ARange
 
     reduced = bfloat16()
 
     def convert(op: Any, node: Any = None, **kwargs: Any) -> Any:
         run = jax_funcify(op, node=node, **kwargs)
+        if isinstance(op, ARange):
+            run = _range(node)
         if node is None or not callable(run):
             return run
         if reduced:
@@ -209,6 +212,23 @@ def _converted(graph: Any, storage_map: Any) -> Callable[..., Any]:
         graph, convert, type_conversion_fn=jax_typify, fgraph_name="synkhronos_graph", storage_map=storage_map
     )
     return converted
+
+
+def _range(node: Any) -> Callable[..., Any]:
+    """Return what computes a range whose bounds are constants or lengths, as `jax_funcify` has made sure.
+
+    PyTensor 3.0, the newest for Python 3.11, has NumPy subtract a constant of eight bits from a length of more.
+    """
+    import jax.numpy as jnp
+    from pytensor.graph.basic import Constant
+
+    dtype = node.outputs[0].type.dtype
+    constants = [np.asarray(bound.data, dtype) if isinstance(bound, Constant) else None for bound in node.inputs]
+
+    def run(*bounds: Any) -> Any:
+        return jnp.arange(*(b if c is None else c for b, c in zip(bounds, constants, strict=True)), dtype=dtype)
+
+    return run
 
 
 def _as(value: Any, dtype: str | None) -> Any:

@@ -29,6 +29,7 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -134,9 +135,16 @@ class SharedArray(NamedTuple):  # a tuple, because these are pickled with every 
 
 
 class SegmentTable:
-    """The segments that a rank has mapped, by key; the same keys on every rank."""
+    """The segments that a rank has mapped, by key; the same keys on every rank.
+
+    Attributes
+    ----------
+    at_drop : list of callable
+        Called with a segment before it is forgotten: what a device knows of the memory goes before the memory.
+    """
 
     def __init__(self) -> None:
+        self.at_drop: list[Callable[[Segment], None]] = []
         self._segments: dict[int, Segment] = {}
         self._unmapped: dict[int, Unmapped] = {}
 
@@ -159,12 +167,17 @@ class SegmentTable:
 
     def drop(self, key: int) -> None:
         """Forget a segment; its memory goes with the last view of it."""
+        segment = self._segments.get(key)
+        if segment is not None:
+            for tell in self.at_drop:
+                tell(segment)
         self._segments.pop(key, None)
         self._unmapped.pop(key, None)
 
     def clear(self) -> None:
         """Forget all segments."""
-        self._segments.clear()
+        for key in list(self._segments):
+            self.drop(key)
         self._unmapped.clear()
 
 

@@ -45,6 +45,8 @@ _LOOK = 0.02
 _PAUSE = 0.0002
 #: Seconds after which it is given up to connect: it takes one or two.
 _PATIENCE = 40
+#: Seconds after which a call of NCCL, which only puts work on the stream, is taken to wait for a peer that is gone.
+_STUCK = 0.5
 
 
 class NcclCommunicator:
@@ -82,6 +84,8 @@ class NcclCommunicator:
         self._attempt = 0
         self._guard: threading.Thread | None = None
         self._swap = threading.Lock()
+        #: Held while NCCL is called: it must not lose its connection then.
+        self._calls = threading.RLock()
         #: Whether a worker's death has ended a collective.
         self._lost = False
         self._ended = threading.Event()
@@ -163,23 +167,28 @@ class NcclCommunicator:
             self._attempt += 1
         if comm is not None:
             self._staging.enter()
-            comm.abort()
+            is_free = self._calls.acquire(timeout=_STUCK)
+            try:
+                comm.abort()
+            finally:
+                if is_free:
+                    self._calls.release()
 
     def broadcast(self, array: Any, root: int) -> None:
         """Copy the root's array into every other rank's, in place."""
         at, count, dtype = self._span(array)
         if count:
-            self._staging.enter()
-            self._nccl.broadcast(at, at, count, dtype, root, self._handle, self._stream)
+            with self._calls:
+                self._nccl.broadcast(at, at, count, dtype, root, self._connected(), self._stream)
             self._finish()
 
     def all_reduce(self, array: Any, op: str) -> None:
         """Replace every rank's array by the reduction of all ranks', which is not waited for."""
         at, count, dtype = self._span(array)
         if count:
-            self._staging.enter()
             self._leave()
-            self._nccl.all_reduce(at, at, count, dtype, OPS[op], self._handle, self._stream)
+            with self._calls:
+                self._nccl.all_reduce(at, at, count, dtype, OPS[op], self._connected(), self._stream)
             if self._arrays.stream is None:
                 self._finish()
 
@@ -191,8 +200,8 @@ class NcclCommunicator:
         at, count, dtype = self._span(array)
         if count:
             to = at if out is None else self._span(out)[0]
-            self._staging.enter()
-            self._nccl.reduce(at, to, count, dtype, OPS[op], root, self._handle, self._stream)
+            with self._calls:
+                self._nccl.reduce(at, to, count, dtype, OPS[op], root, self._connected(), self._stream)
             self._finish()
 
     def gather(
@@ -204,21 +213,30 @@ class NcclCommunicator:
         at, count, _ = self._span(array)
         size = count * array.dtype.itemsize
         parts: list[Part | None] = list(out) if out is not None else [None] * self._rank.size
-        self._staging.enter()
         own = parts[here]
-        if own is not None and size:
-            check(self._staging.driver.cuMemcpyAsync(own.pointer, at, size, self._stream))
-        self._nccl.group_start()
-        try:
-            for r in takers:
-                if r != here and size:
-                    self._nccl.send(at, size, _BYTES, r, self._handle, self._stream)
-            for r, part in enumerate(parts):
-                if part is not None and r != here and part.nbytes:
-                    self._nccl.recv(part.pointer, part.nbytes, _BYTES, r, self._handle, self._stream)
-        finally:
-            self._nccl.group_end()
+        with self._calls:
+            handle = self._connected()
+            if own is not None and size:
+                check(self._staging.driver.cuMemcpyAsync(own.pointer, at, size, self._stream))
+            self._nccl.group_start()
+            try:
+                for r in takers:
+                    if r != here and size:
+                        self._nccl.send(at, size, _BYTES, r, handle, self._stream)
+                for r, part in enumerate(parts):
+                    if part is not None and r != here and part.nbytes:
+                        self._nccl.recv(part.pointer, part.nbytes, _BYTES, r, handle, self._stream)
+            finally:
+                self._nccl.group_end()
         self._finish()
+
+    def _connected(self) -> Any:
+        """Return the connection for a call of NCCL, unless it was given up since the ranks agreed on it."""
+        self._staging.enter()
+        if self._comm is None:
+            self._rank.check()
+            raise RuntimeError("the connection between the ranks' GPUs was given up")
+        return self._handle
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
@@ -306,9 +324,10 @@ class NcclCommunicator:
         except BaseException:
             self.abort()
             raise
-        if self._comm is None:
-            return
-        state = self._nccl.comm_get_async_error(self._handle)
+        with self._calls:
+            if self._comm is None:
+                return
+            state = self._nccl.comm_get_async_error(self._handle)
         if state not in (0, 7):  # success, in progress
             self.abort()
             raise RuntimeError(f"NCCL failed in the middle of a collective (ncclResult_t {state})")

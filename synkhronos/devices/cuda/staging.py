@@ -17,16 +17,18 @@ computes from the first when the next rows come.
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from synkhronos.devices.host import Selection
-from synkhronos.ranks import Rank, SharedArray
+from synkhronos.ranks import Rank, Segment, SharedArray
+
+_log = logging.getLogger("synkhronos")
 
 #: Shapes of one input for which memory is kept: a call has two at most, and the last minibatch of an epoch others.
 _SHAPES = 4
@@ -157,7 +159,8 @@ class Staging:
         self._event = check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._kernels: dict[int, Any] = {}
         self._configs: dict[int, Any] = {}
-        self._registered: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        #: Segments whose pages are locked, and their addresses.
+        self._locked: dict[Segment, int] = {}
         self._filled: list[_Buffer] = []
         self._pending = False
         self._rank: Rank | None = None
@@ -307,18 +310,41 @@ class Staging:
     def locked(self, rank: Rank, key: int) -> int:
         """Return a segment's address, which the GPU shares, and lock its pages in memory if they aren't yet."""
         segment = rank.segments[key]
-        address = self._registered.get(segment.buffer)
+        address = self._locked.get(segment)
         if address is None:
+            if self._forget not in rank.segments.at_drop:
+                rank.segments.at_drop.append(self._forget)
             address = segment.array((0,), np.uint8).ctypes.data
-            self.lock(segment.buffer, address, segment.nbytes)
-            self._registered[segment.buffer] = address
+            self.lock(address, segment.nbytes)
+            self._locked[segment] = address
         return address
 
-    def lock(self, memory: mmap.mmap, address: int, nbytes: int) -> None:
-        """Lock the pages of some memory, as long as it is mapped: until the last reference to it goes."""
+    def _forget(self, segment: Segment) -> None:
+        """Unlock a segment that is about to be unmapped."""
+        address = self._locked.get(segment)
+        if address is not None:
+            self.unlock(address)
+            del self._locked[segment]
+
+    def lock(self, address: int, nbytes: int) -> None:
+        """Lock the pages of some memory."""
         flags = self.driver.CU_MEMHOSTREGISTER_PORTABLE | self.driver.CU_MEMHOSTREGISTER_DEVICEMAP
-        check(self.driver.cuMemHostRegister(address, nbytes, flags))
-        weakref.finalize(memory, self.driver.cuMemHostUnregister, address).atexit = False
+        results = self.driver.cuMemHostRegister(address, nbytes, flags)
+        if results[0] == self.driver.CUresult.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED:
+            # An interrupt came before anybody had noted it.
+            self.unlock(address)
+            results = self.driver.cuMemHostRegister(address, nbytes, flags)
+        check(results)
+
+    def unlock(self, address: int) -> None:
+        """Unlock pages before they are unmapped: the memory may go in the middle of anything, so this doesn't fail."""
+        try:
+            self.enter()
+            (error,) = self.driver.cuMemHostUnregister(address)
+        except Exception as raised:
+            error = raised
+        if error != self.driver.CUresult.CUDA_SUCCESS:
+            _log.debug("page-locked memory could not be unlocked: %s", error)
 
 
 class _Pinned:
@@ -333,14 +359,16 @@ class _Pinned:
     def put(self, values: np.ndarray) -> int:
         """Copy a vector there, and return its address."""
         if self.used == 0:
-            self._full.clear()
+            while self._full:
+                self._staging.unlock(self._full[-1].ctypes.data)
+                del self._full[-1]
         if self.used + values.nbytes > self._memory.size:
             # What is on its way stays where it is; from the next time on there is room for all of it.
-            self._full.append(self._memory)
+            if self._memory.size:
+                self._full.append(self._memory)
             size = -(-max(1 << 20, 2 * (self.used + values.nbytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
-            memory = mmap.mmap(-1, size)
-            self._memory = np.frombuffer(memory, np.uint8)
-            self._staging.lock(memory, self._memory.ctypes.data, size)
+            self._memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+            self._staging.lock(self._memory.ctypes.data, size)
             self.used = 0
         target = self._memory[self.used : self.used + values.nbytes]
         target.view(values.dtype)[:] = values

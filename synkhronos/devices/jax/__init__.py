@@ -17,7 +17,6 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import cached_property
-from sys import getrefcount
 from typing import Any
 
 import numpy as np
@@ -26,9 +25,6 @@ from synkhronos.devices.cuda.device import CudaDevice
 from synkhronos.devices.host import Selection, take
 from synkhronos.devices.jax.log import Entry
 from synkhronos.ranks import Rank, SharedArray
-
-#: To an array in `Jax.writable`: the container's, the command's, this call's.
-_OWN_REFERENCES = 5
 
 
 class Jax(CudaDevice):
@@ -85,9 +81,9 @@ class Jax(CudaDevice):
         """Whether it is a JAX array."""
         return type(value).__module__.startswith("jaxlib")
 
-    def writable(self, value: Any) -> Any:
+    def writable(self, value: Any, held: bool) -> Any:
         """Return the value itself if nobody but its container holds it, else a copy: collectives write in it."""
-        return value if getrefcount(value) <= _OWN_REFERENCES else self._renew[0](value)
+        return self._renew[0](value) if held else value
 
     def written(self, value: Any) -> Any:
         """Return an array that was written in place, or soon will be, in the same memory; the old one is gone.
