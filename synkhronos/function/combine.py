@@ -1,9 +1,11 @@
-"""Combines one call's outputs over the ranks.
+"""Combines calls' outputs over the ranks.
 
 `Outputs`
-    What one rank has computed.
+    What one rank has computed in a call.
 `combined`
     The reductions of all ranks' outputs, in the master.
+`combined_together`
+    Those of many calls.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import numpy as np
 
 from synkhronos.devices import HOST, Layout
 from synkhronos.function.reduce import Accumulator, Op
-from synkhronos.ranks import Cancelled, Rank
+from synkhronos.ranks import ROOM, Cancelled, Rank
 
 #: Bytes up to which an output is shown to the master at once; larger ones are streamed.
 _SHOWN = 1 << 12
@@ -50,45 +52,83 @@ class Outputs(NamedTuple):
 def combined(rank: Rank, mine: Outputs) -> Any:
     """Return, in the master, the reductions of all ranks' outputs."""
     if mine.scalars is not None:
-        return _reduce_scalars(rank, mine, mine.scalars)
+        (results,) = _reduce_scalars(rank, [mine])
+        return results
     return _reduce_arrays(rank, mine)
 
 
-def _reduce_scalars(rank: Rank, mine: Outputs, dtypes: Sequence[np.dtype | None]) -> Any:
+def combined_together(rank: Rank, calls: Sequence[Outputs]) -> list[Any]:
+    """Return what `combined` returns for each of many calls; numbers cross between ranks many at a time."""
+    results: list[Any] = []
+    waiting: list[Outputs] = []
+    nbytes = 0
+    for mine in calls:
+        size = None if mine.scalars is None else _nbytes(mine.scalars)
+        if waiting and (size is None or nbytes + size > ROOM):
+            results += _reduce_scalars(rank, waiting)
+            waiting, nbytes = [], 0
+        if size is None:
+            results.append(_reduce_arrays(rank, mine))
+        else:
+            waiting.append(mine)
+            nbytes += size
+    return results + _reduce_scalars(rank, waiting) if waiting else results
+
+
+def _reduce_scalars(rank: Rank, calls: Sequence[Outputs]) -> list[Any]:
     """Reduce outputs of no dimensions: the workers leave theirs to the master and wait for nobody.
 
     What a worker leaves is the number of its rows and the values' bytes: a training loop comes here at every step, and
     pickling small arrays would take longer than all the rest.
     """
-    shown = rank.gather(b"" if rank.is_master or not mine.active else _packed(mine, dtypes))
+    shown = rank.gather(b"" if rank.is_master else b"".join([_packed(mine) for mine in calls]))
     if shown is None:
-        return None
-    contributions = [_unpacked(part, dtypes) for part in shown]
-    if mine.active:
-        contributions[rank.number] = mine.rows, mine.values
-    return _combine(mine, contributions)
+        return [None] * len(calls)
+    results, at = [], [0] * rank.size
+    for mine in calls:
+        contributions: list[tuple[int, list[Any] | None]] = []
+        for r, part in enumerate(shown):
+            if r == rank.number:
+                contributions.append((mine.rows, mine.values if mine.active else None))
+            else:
+                rows, values, at[r] = _unpacked(part, at[r], mine.scalars or ())
+                contributions.append((rows, values))
+        results.append(_combine(mine, contributions))
+    return results
 
 
-def _packed(mine: Outputs, dtypes: Sequence[np.dtype | None]) -> bytes:
+#: Stands for the number of rows of a rank that has computed nothing, and shows no values.
+_IDLE = b"\xff" * 8
+
+
+def _nbytes(dtypes: Sequence[np.dtype | None]) -> int:
+    return len(_IDLE) + sum(dtype.itemsize for dtype in dtypes if dtype is not None)
+
+
+def _packed(mine: Outputs) -> bytes:
+    if not mine.active:
+        return _IDLE
     parts = [mine.rows.to_bytes(8, "little")]
-    for value, dtype in zip(mine.values, dtypes, strict=True):
+    for value, dtype in zip(mine.values, mine.scalars or (), strict=True):
         if dtype is not None:
             parts.append(np.asarray(value, dtype).tobytes())
     return b"".join(parts)
 
 
-def _unpacked(part: bytes, dtypes: Sequence[np.dtype | None]) -> tuple[int, list[Any] | None]:
-    if not part:
-        return 0, None
+def _unpacked(part: bytes, at: int, dtypes: Sequence[np.dtype | None]) -> tuple[int, list[Any] | None, int]:
+    """Return a rank's rows and values, and where those of the next call begin."""
+    rows = part[at : at + 8]
+    at += 8
+    if rows == _IDLE:
+        return 0, None, at
     values: list[Any] = []
-    at = 8
     for dtype in dtypes:
         if dtype is None:
             values.append(None)
             continue
         values.append(np.ndarray((), dtype, part, at))
         at += dtype.itemsize
-    return int.from_bytes(part[:8], "little"), values
+    return int.from_bytes(rows, "little"), values, at
 
 
 def _combine(mine: Outputs, contributions: Sequence[tuple[int, list[Any] | None]]) -> list[Any]:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from synkhronos import ranks
 from synkhronos.devices import Device
-from synkhronos.function.combine import Outputs, combined
+from synkhronos.function.combine import Outputs, combined_together
 from synkhronos.ranks import Rank, Session
 
 _KEY = "unread outputs"
@@ -65,12 +65,13 @@ class Read:
         unread = [rank.store[_KEY][call] for call in self.calls]
         values = [value for one in unread for value in one.outputs.values]
         values = unread[0].device.fetch(values)
-        results = []
+        outputs = []
         at = 0
         for one in unread:
             count = len(one.outputs.values)
-            results.append(combined(rank, one.outputs._replace(values=values[at : at + count])))
+            outputs.append(one.outputs._replace(values=values[at : at + count]))
             at += count
+        results = combined_together(rank, outputs)
         for call in self.calls:
             del rank.store[_KEY][call]
         return results
