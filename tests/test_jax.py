@@ -272,6 +272,19 @@ def test_an_array_that_is_held_beside_its_container_outlives_updates(fork, look)
     np.testing.assert_array_equal(synk.get_value(1, w), np.arange(1000.0) + 4)
 
 
+def test_a_launch_takes_and_returns_one_array_for_each_random_generator(fork):
+    fork(2)
+    random = T.random.RandomStream(seed=1)
+    w = shared(np.zeros(3), "w")
+    f = synk.function([], (w.sum(), "avg"), updates=[(w, w + random.normal(size=3) * random.uniform(size=3))])
+    first = [float(f()) for _ in range(3)]
+    assert len(set(first)) == 3
+    executable = f._program.compile(PLAIN).run
+    storages = [storage[0] for storage in executable._storages]
+    assert len(storages) == 3 and all(JAX.holds(value) for value in storages)
+    assert sorted(value.shape for value in storages) == [(2,), (2,), (3,)]
+
+
 def test_who_holds_an_array_beside_its_container_is_noticed(fork):
     fork(2)
     w = shared(np.arange(3.0), "w")

@@ -21,8 +21,10 @@ from synkhronos.graphs.family import is_held
 from synkhronos.graphs.precision import COMPILER_OPTIONS, bfloat16, in_bfloat16
 from synkhronos.ranks import WeakKeys
 
-#: Random generators as JAX takes them, by the containers that hold them as NumPy's, and those.
+#: The keys of random generators, by the containers that hold them as NumPy's, and those.
 _streams: WeakKeys[Any, tuple[np.random.Generator, list[Any]]] = WeakKeys()
+#: What JAX draws from, in the dict that PyTensor makes of a random generator.
+_KEY = "jax_state"
 
 
 class Executable:
@@ -59,7 +61,9 @@ class Executable:
         thunk, graph = function.vm, function.maker.fgraph
         self._graph, self._thunk = graph, thunk
         specs = function.maker.expanded_inputs
+        generators = {i: storage[0] for i, storage in enumerate(thunk.inputs) if isinstance(storage[0], dict)}
         inputs = [_stream(spec.value, storage) for spec, storage in zip(specs, thunk.inputs, strict=True)]
+        moved = {i for i, j in graph.update_mapping.items() if j in generators}
         self._storages: list[list[Any]] = inputs[n_inputs:]
         # Position among outputs, and the container's storage that takes the output.
         updates = [(i, inputs[j]) for i, j in graph.update_mapping.items()]
@@ -77,11 +81,11 @@ class Executable:
         #: Whether scalar inputs decide shapes: PyTensor wants their values, and has it compiled anew for each.
         self.inputs_on_host = not hasattr(thunk.jit_fn, "__wrapped__")
         if self.inputs_on_host:
-            self._run = thunk.jit_fn
+            self._run = _by_keys(thunk.jit_fn, generators, moved)
             self._donated: list[list[Any]] = []
             return
 
-        traced = _converted(graph, thunk.storage_map)
+        traced = _by_keys(_converted(graph, thunk.storage_map), generators, moved)
         types = [output.type for output in graph.outputs[:n_outputs]]
         self._logged = [i for i, kind in enumerate(types) if log and getattr(kind, "ndim", None) == 0]
         self._dtypes = [np.dtype(types[i].dtype) for i in self._logged]
@@ -92,7 +96,7 @@ class Executable:
         n_arguments, logged = len(inputs), self._logged
 
         def run(*arguments: Any) -> tuple[Any, ...]:
-            outputs = tuple(traced(*arguments[:n_arguments]) or ())
+            outputs = traced(*arguments[:n_arguments])
             if not logged:
                 return outputs
             # What is in the log is returned nowhere else: each output that is kept would have an address of its own.
@@ -169,7 +173,7 @@ class Executable:
 
 
 def _stream(container: Any, storage: list[Any]) -> list[Any]:
-    """Return the storage of a function's input; for a random generator the same one in all functions.
+    """Return the storage of a function's input; for a random generator one with its key, the same in all functions.
 
     PyTensor gives each function a copy of its own, so that two functions, or the variants of one, would draw the same
     numbers again.
@@ -179,8 +183,23 @@ def _stream(container: Any, storage: list[Any]) -> list[Any]:
     generator = container.storage[0]
     known = _streams.get(container)
     if known is None or known[0] is not generator:  # the first, or the user has put another one there since
-        known = _streams[container] = generator, storage
+        known = _streams[container] = generator, [np.array(storage[0][_KEY])]
     return known[1]
+
+
+def _by_keys(run: Callable[..., Any], generators: dict[int, dict[str, Any]], moved: set[int]) -> Callable[..., Any]:
+    """Return a function that takes and returns random generators' keys alone.
+
+    PyTensor's dict has five numbers beside the key that nothing is computed from: each would be copied at each launch.
+    ``generators`` has the dicts by their positions among the arguments; ``moved`` are the positions of new ones among
+    the results.
+    """
+
+    def run_by_keys(*arguments: Any) -> tuple[Any, ...]:
+        whole = [{**generators[i], _KEY: a} if i in generators else a for i, a in enumerate(arguments)]
+        return tuple(result[_KEY] if i in moved else result for i, result in enumerate(run(*whole) or ()))
+
+    return run_by_keys
 
 
 def _converted(graph: Any, storage_map: Any) -> Callable[..., Any]:
