@@ -11,6 +11,7 @@ import argparse
 import collections
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -28,6 +29,10 @@ import synkhronos.compat
 
 sys.modules.setdefault("mock", unittest.mock)
 """
+
+
+#: The way that Theano goes by default.
+THEANO = f"mode=Mode,cxx={shutil.which('g++') or ''}"
 
 
 class NoPackage(Exception):
@@ -75,9 +80,11 @@ def run(selection=(), timeout=1500):
         report = Path(directory) / "report.xml"
         paths = [str(source), str(ROOT), os.environ.get("PYTHONPATH", "")]
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        # Few rewrites compile faster.  Theano compiles each Op as C where it can: some of its Python is too old.
-        variables.setdefault("PYTENSOR_FLAGS", "mode=FAST_COMPILE")
-        variables.setdefault("THEANO_FLAGS", "linker=c|py,optimizer=fast_compile")
+        # Few rewrites compile faster.  Theano compiles each Op as C where it can: some of its Python is too old.  The
+        # tests around these may have said otherwise; of flags that contradict each other the last one counts.
+        flags = {"PYTENSOR_FLAGS": "mode=FAST_COMPILE", "THEANO_FLAGS": f"{THEANO},linker=c|py,optimizer=fast_compile"}
+        for name, mine in flags.items():
+            variables[name] = ",".join(filter(None, [variables.get(name, ""), mine]))
         command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         command += ["-p", "around_the_tests", f"--junit-xml={report}", *(selection or ["lasagne/tests"])]
         with open(Path(directory) / "output", "w+") as output:
