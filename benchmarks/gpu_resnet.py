@@ -121,7 +121,8 @@ class Report:
             self._bars.append((f"{label}: scaling", 100 * scaling[0], " %", None, 97))
         if is_cold:
             self._bars.append((f"{label}: first step, compiled anew", first, " s", 120, None))
-        self._remarks.append(f"{label}: first step {duration(first)}; losses at the end {loss:.3f}, DDP {ddp_loss:.3f}")
+        losses = f"{loss:.3f}, the penalty of large weights included, DDP {ddp_loss:.3f} without"
+        self._remarks.append(f"{label}: first step {duration(first)}; losses at the end {losses}")
 
     def remark(self, text: str) -> None:
         """Keep a line for the end."""
