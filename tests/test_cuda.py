@@ -302,6 +302,7 @@ def test_a_connection_that_comes_too_late_is_not_taken(connected, monkeypatch):
     core.Communicator = types.SimpleNamespace(init=init)
     monkeypatch.setitem(sys.modules, "nccl.core", core)
     errors = []
+    gpu.scratch = lambda nbytes: 64
     communicator._connect(communicator._attempt, b"id", errors)
     assert (errors, late.aborted, communicator._comm) == ([], 1, None)
 
@@ -375,3 +376,38 @@ def test_vectors_on_their_way_stay_where_they_are(staging):
     pinned.used = 0  # all have arrived
     pinned.put(vectors[0])
     assert len(staging.driver.locked) == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_memory_that_could_not_be_locked_is_not_used(staging, monkeypatch, error):
+    pinned, vector = _Pinned(staging), np.arange(1 << 17)
+    lock = staging.lock
+
+    def fails(address, nbytes):
+        lock(address, nbytes)
+        raise error
+
+    pinned.put(vector)
+    for _ in range(3):
+        monkeypatch.setattr(staging, "lock", fails)
+        with pytest.raises(error):
+            pinned.put(np.arange(1 << 19))
+        monkeypatch.setattr(staging, "lock", lock)
+        pinned.used = 0
+        place = pinned.put(vector)
+        assert list(staging.driver.locked) == [pinned._memory.ctypes.data] and place == pinned._memory.ctypes.data
+
+
+def test_a_segment_that_could_not_be_locked_is_forgotten(fork, staging, monkeypatch):
+    fork(2)
+    rank, array = ranks.session().rank, synk.data(np.ones(10))
+    lock = staging.lock
+
+    def interrupted(address, nbytes):
+        lock(address, nbytes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(staging, "lock", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        staging.locked(rank, array.where().key)
+    assert not staging.driver.locked and not staging._locked

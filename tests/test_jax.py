@@ -27,7 +27,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.devices import JAX
 from synkhronos.function.program import PLAIN
-from synkhronos.function.results import _MOST_CALLS, Result
+from synkhronos.function.results import _MOST_CALLS, Result, Results
 from synkhronos.graphs import library_of
 
 pytestmark = pytest.mark.skipif(not XLA, reason="these are about JAX arrays")
@@ -198,12 +198,18 @@ def unread():
     return ranks.session().run(Unread())
 
 
+def to_drop():
+    """How many of these the ranks will be told to drop when there are more."""
+    return len(Results.of(ranks.session())._dropped)
+
+
 def test_one_look_reads_all_that_is_unread(double):
-    before = unread()[0]
+    before = unread()[0] - to_drop()
     results = [double(VALUE + i) for i in range(5)]
-    assert unread() == [before + 5] * 2
+    assert unread() == [before + to_drop() + 5] * 2
     assert float(results[2][0]) == 6 + 4 * 2
-    assert unread() == [before] * 2
+    assert unread() == [before + to_drop()] * 2
+    assert all(total._call.values is not None for total, _ in results)
     assert [float(total) for total, _ in results] == [6 + 4.0 * i for i in range(5)]
 
 
@@ -215,6 +221,9 @@ def test_results_that_nobody_holds_are_forgotten(double):
     for _ in range(2 * _MOST_CALLS):
         double(VALUE + 1)
     assert kept[0] == 6
+    assert max(unread()) <= _MOST_CALLS + 1
+    for _ in range(2 * _MOST_CALLS):
+        assert float(double(VALUE)[0]) == 6
     assert max(unread()) <= _MOST_CALLS + 1
 
 
@@ -231,6 +240,9 @@ def test_large_results_that_nobody_holds_are_forgotten_soon(fork):
     for _ in range(20):
         f(value)
     assert max(unread()) <= 6
+    for _ in range(20):
+        assert f(value).sum() == 2 << 20
+    assert max(unread()) <= 6
 
 
 def test_what_can_not_be_reduced_raises_when_it_is_read_and_the_rest_can_be_read(fork):
@@ -246,12 +258,27 @@ def test_what_can_not_be_reduced_raises_when_it_is_read_and_the_rest_can_be_read
     assert g(VALUE) == 6
 
 
+def test_a_number_that_there_is_not_takes_no_others_with_it(fork):
+    # Workers leave numbers to the master and wait for nobody: whatever happens there, they have to have them still.
+    fork(2)
+    s = shared(np.zeros(1), "s")
+    largest = synk.function([], (s.max(), "max"), sliceable_shareds=[s])
+    total = synk.function([], (s.sum(), "sum"), sliceable_shareds=[s])
+    synk.distribute()
+    synk.scatter(s, np.arange(8.0))
+    results = [total(batch_s=[0]), largest(batch_s=[[], []]), total(batch_s=[1]), largest(batch_s=[[], [1]])]
+    assert [float(results[i]) for i in (0, 2, 3)] == [4.0, 6.0, 5.0]
+    with pytest.raises(ValueError, match="zero-size|empty|identity"):
+        float(results[1])
+    assert float(total(batch_s=[0])) == 4.0
+
+
 def test_a_call_returns_what_was_asked_for(double):
-    before = unread()
+    before = unread()[0] - to_drop()
     assert len(double(VALUE, output_subset=[])) == 0
     (only,) = double(VALUE, output_subset=[1])
     np.testing.assert_array_equal(only, VALUE * 2)
-    assert unread() == before
+    assert unread() == [before + to_drop()] * 2
 
 
 # -- memory ----------------------------------------------------------------------------------------------------
@@ -366,6 +393,23 @@ def test_a_range_may_be_longer_than_its_bounds_have_bits(fork, rows):
     f = synk.function([x, y], (x[T.arange(y.shape[0]), y], "gather"))
     values, columns = np.random.default_rng(0).normal(size=(2 * rows, 3)), np.arange(2 * rows) % 3
     np.testing.assert_array_equal(f(values, columns), values[np.arange(2 * rows), columns])
+
+
+@pytest.mark.parametrize(
+    ("bounds", "dtype", "expected"),
+    [
+        (lambda n: (n, -1, -1), "int64", [3, 2, 1, 0]),
+        (lambda n: (n, 5.5), "float64", [3.0, 4.0, 5.0]),
+        (lambda n: (0, n, 0.5), "float64", [0, 0.5, 1, 1.5, 2, 2.5]),
+        (lambda n: (0, n, 2), "int32", [0, 2]),
+    ],
+)
+def test_ranges_are_what_numpys_are(fork, bounds, dtype, expected):
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], (T.arange(*bounds(x.shape[0]), dtype=dtype), None))
+    result = f(np.zeros(6))
+    assert result.dtype == dtype and np.asarray(result).tolist() == expected
 
 
 def test_what_is_float32_is_computed_in_float32(fork):

@@ -202,6 +202,27 @@ def test_data_may_be_held_by_the_ranks(n_ranks, num_slices):
         assert_same(together, alone, n_ranks)
 
 
+def test_what_counts_is_the_shortest_of_the_held_variables(n_ranks):
+    together, alone = Held(), Model()
+    train, train_alone = together.train_by(make_train_function), alone.train_by(make_train_function_serial)
+    synk.distribute()
+    for shared, values, rows in zip(together.held, (X, Y), (4, 2), strict=True):
+        synk.scatter(shared, values[: 4 * n_ranks])
+        # The last rank has labels for two of its four rows.
+        synk.set_value(n_ranks - 1, shared, values[4 * n_ranks - 4 :][:rows])
+    train(batch_s=slice(0, 2))
+    train_alone(X, Y, batch=[4 * r + i for r in range(n_ranks) for i in (0, 1)])
+    if n_ranks == 1:
+        with pytest.raises(ValueError, match="^batch_s: expected at least one row"):
+            train(batch_s=slice(2, 4))
+        return
+    # The last rank has no such rows, and its gradient of the step before must not count.
+    loss = train(batch_s=slice(2, 4))
+    rows = [4 * r + i for r in range(n_ranks - 1) for i in (2, 3)]
+    np.testing.assert_allclose(loss, train_alone(X, Y, batch=rows), rtol=1e-9)
+    assert_same(together, alone, n_ranks)
+
+
 def test_a_step_without_rows_is_refused_where_data_are_held(n_ranks):
     model = Held()
     train = model.train_by(make_train_function)

@@ -66,6 +66,7 @@ def test_functions_outlive_a_new_fork(fork):
         (TypeError, "learning_rate: ", {"learning_rate": "fast"}),
         (ValueError, "sliceable_shareds: expected 2 .*got 1", {"sliceable_shareds": [library.shared(X)]}),
         (TypeError, "sliceable_shareds: expected shared", {"sliceable_shareds": [library.shared(X), T.dvector()]}),
+        (TypeError, "sliceable_shareds: expected a list", {"sliceable_shareds": library.shared(X)}),
         (TypeError, "sliceable_shareds: 'of_x'", {"sliceable_shareds": [library.shared(Y, "of_x"), library.shared(Y)]}),
     ],
 )
@@ -123,8 +124,15 @@ def test_held_data_are_chosen_by_batch_s_alone(two_ranks_anew, make):
     for wrong in ({"x_data": X}, {"y_data": Y}, {"batch": [0]}):
         with pytest.raises(TypeError, match="the data are in sliceable_shareds: expected batch_s alone"):
             train(**wrong)
-    with pytest.raises(IndexError, match="batch_s|index"):
-        train(batch_s=[0, N_ROWS])
+    for error, wrong in (
+        (IndexError, [0, N_ROWS]),
+        (ValueError, []),
+        (ValueError, slice(N_ROWS, None)),
+        (TypeError, 3),
+        (TypeError, np.ones(N_ROWS, bool)),
+    ):
+        with pytest.raises(error, match=r"^batch_s\b"):
+            train(batch_s=wrong)
     np.testing.assert_array_equal(model.w.get_value(), W)
 
 

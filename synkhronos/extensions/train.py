@@ -132,7 +132,7 @@ class TrainFunction:
         chosen = gradient.chosen or (slice(None),) * n_ranks
         lengths = [0] * n_ranks
         if any(isinstance(one, slice) for one in chosen):  # of how many rows only the ranks know
-            lengths = synk.get_lengths(self._model.held[0])
+            lengths = [min(each) for each in zip(*synk.get_lengths(self._model.held), strict=True)]
         counts = [
             len(range(length)[one]) if isinstance(one, slice) else one.shape[0]
             for one, length in zip(chosen, lengths, strict=True)
@@ -199,14 +199,18 @@ class SerialTrainFunction:
         if num_slices < 1:
             raise ValueError(f"num_slices: expected at least 1, got {num_slices}")
         arrays = self._model.arrays(x_data, y_data, batch, batch_s)
+        data, chooser, chosen = "x_data, y_data", "batch", batch
         if self._model.held:
-            arrays, batch = [shared.get_value(borrow=True) for shared in self._model.held], batch_s
-        arrays = [_take(np.asarray(a), batch) for a in arrays]
+            data, chooser, chosen = "sliceable_shareds", "batch_s", batch_s
+            arrays = [shared.get_value(borrow=True) for shared in self._model.held]
+            if isinstance(chosen, int | np.integer) or getattr(chosen, "dtype", None) == bool:
+                raise TypeError(f"batch_s: expected a slice or a list of indexes, got {chosen!r}")
+        arrays = [_take(np.asarray(a), chosen, chooser) for a in arrays]
         lengths = [len(a) for a in arrays]
         if len(set(lengths)) > 1:
-            raise ValueError(f"x_data, y_data: expected the same number of rows of each, got {lengths}")
+            raise ValueError(f"{data}: expected the same number of rows of each, got {lengths}")
         if lengths[0] == 0:
-            raise ValueError(f"batch: expected at least one row, got {batch!r}")
+            raise ValueError(f"{chooser}: expected at least one row, got {chosen!r}")
         if num_slices == 1:
             loss = self.gradient(*arrays)
         else:
@@ -250,7 +254,7 @@ def make_train_function(
         One of `synkhronos.extensions.updates`, or what takes and returns the same.
     sliceable_shareds : list of shared variables, optional
         Where the data are if the ranks hold them already, each its own rows, from `synkhronos.scatter` on: one
-        variable for each of `x` and `y`, of the same type.
+        variable for each of `x` and `y`, of the same type.  On a rank all of them have equally many rows.
     **rule_kwargs
         For the rule, such as ``learning_rate=0.1``.
 
@@ -414,15 +418,20 @@ def _variables(argument: str, value: Any) -> list[Any]:
 
 def _held(shareds: Sequence[Any] | None, variables: list[Any]) -> list[Any]:
     """Check that there is one shared variable for each input."""
-    held = list(shareds) if shareds is not None else []
-    if shareds is not None and len(held) != len(variables):
+    if shareds is None:
+        return []
+    if not isinstance(shareds, list | tuple):
+        raise TypeError(f"sliceable_shareds: expected a list of shared variables, got {shareds!r}")
+    held = list(shareds)
+    if len(held) != len(variables):
         raise ValueError(
             f"sliceable_shareds: expected {len(variables)} shared variables, one for each of x and y, got {len(held)}"
         )
-    for shared, variable in zip(held, variables, strict=False):
+    for shared, variable in zip(held, variables, strict=True):
         if not hasattr(shared, "get_value"):
             raise TypeError(f"sliceable_shareds: expected shared variables, got {shared!r}")
-        if shared.dtype != variable.dtype or shared.ndim != variable.ndim:
+        kinds = [(getattr(v.type, "dtype", None), getattr(v.type, "ndim", None)) for v in (shared, variable)]
+        if kinds[0] != kinds[1]:
             raise TypeError(
                 f"sliceable_shareds: {shared.name!r} of {shared.type} can't stand for {variable!r} of {variable.type}"
             )
@@ -454,17 +463,17 @@ def _count(batch: Any, arrays: list[Any]) -> int:
     return len(range(min(whole or [batch.stop or 1]))[batch])
 
 
-def _take(array: np.ndarray, batch: Any) -> np.ndarray:
-    """Pick the rows of a batch, as `synkhronos.Function` does."""
+def _take(array: np.ndarray, batch: Any, name: str) -> np.ndarray:
+    """Pick the rows of a batch, as `synkhronos.Function` does; ``name`` is for errors."""
     if batch is None or isinstance(batch, slice):
         return array[batch] if batch is not None else array
     if isinstance(batch, bool):
-        raise TypeError(f"batch: expected a number of rows, a slice, a list of indexes or a mask, got {batch!r}")
+        raise TypeError(f"{name}: expected a number of rows, a slice, a list of indexes or a mask, got {batch!r}")
     if isinstance(batch, int | np.integer):
         if not 0 <= batch <= len(array):
-            raise IndexError(f"batch: expected a number of rows from 0 to {len(array)}, got {batch}")
+            raise IndexError(f"{name}: expected a number of rows from 0 to {len(array)}, got {batch}")
         return array[:batch]
     try:
         return array[np.asarray(batch, dtype=None if len(batch) else int)]
     except IndexError as error:
-        raise IndexError(f"batch: {error}") from None
+        raise IndexError(f"{name}: {error}") from None

@@ -72,8 +72,7 @@ class Read:
             outputs.append(one.outputs._replace(values=values[at : at + count]))
             at += count
         results = combined_together(rank, outputs)
-        for call in self.calls:
-            del rank.store[_KEY][call]
+        # Nothing is dropped here: workers come by without waiting for the master, who may fail and ask again.
         return results
 
 
@@ -142,12 +141,8 @@ class Results:
 
     def tidy(self, session: Session) -> None:
         """Have the ranks drop what nobody will read, when it has become much."""
-        # Interrupts come at any moment: nothing is forgotten before it is done, and done twice does no harm.
         while self._gone:
-            reference = self._gone[0]
-            self._dropped.append(reference.number)
-            self._dropped_bytes += reference.nbytes
-            self._unread.pop(reference.number, None)
+            self._drop(self._gone[0])
             del self._gone[0]
         if len(self._dropped) < _MOST_CALLS and self._dropped_bytes < _MOST_BYTES:
             return
@@ -161,7 +156,7 @@ class Results:
         session = self._session()
         assert session is not None
         held = [reference() for _, reference in sorted(self._unread.items())]
-        calls = [call for call in held if call is not None]
+        calls = [call for call in held if call is not None and call.values is None and call.error is None]
         if not calls:
             return
         try:
@@ -177,12 +172,19 @@ class Results:
                     if session.closed is not None:
                         raise
                     call.error = error
-                    self._dropped.append(call.number)  # the ranks have it still
         else:
             for call, values in zip(calls, together, strict=True):
                 call.values = values
         for call in calls:
-            del self._unread[call.number]
+            self._drop(self._unread[call.number])
+        self.tidy(session)
+
+    def _drop(self, reference: _Reference) -> None:
+        """Note that nobody will ask the ranks for a call's outputs any more: they have them still."""
+        # Interrupts come at any moment: nothing is forgotten before it is done, and done twice does no harm.
+        self._dropped.append(reference.number)
+        self._dropped_bytes += reference.nbytes
+        self._unread.pop(reference.number, None)
 
     def values(self, call: _Call) -> list[Any]:
         """Return a call's outputs, reading all that is unread if they are."""

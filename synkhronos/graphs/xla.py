@@ -242,7 +242,8 @@ def _range(node: Any) -> Callable[..., Any]:
     from pytensor.graph.basic import Constant
 
     dtype = node.outputs[0].type.dtype
-    constants = [np.asarray(bound.data, dtype) if isinstance(bound, Constant) else None for bound in node.inputs]
+    constants = [np.asarray(bound.data) if isinstance(bound, Constant) else None for bound in node.inputs]
+    constants = [c.astype(np.int64) if c is not None and c.dtype.kind in "bi" else c for c in constants]
 
     def run(*bounds: Any) -> Any:
         return jnp.arange(*(b if c is None else c for b, c in zip(bounds, constants, strict=True)), dtype=dtype)

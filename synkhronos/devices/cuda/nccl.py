@@ -23,6 +23,7 @@ import numpy as np
 from synkhronos.devices.cuda.staging import Part, Staging, check
 from synkhronos.devices.host import Layout
 from synkhronos.ranks import Rank
+from synkhronos.ranks.interrupts import uninterrupted
 
 #: NCCL's numbers for dtypes (ncclDataType_t).
 DTYPES = {
@@ -137,42 +138,44 @@ class NcclCommunicator:
             self._staging.enter()
             comm = Communicator.init(rank.size, rank.number, UniqueId.from_bytes(unique_id))
             at = comm._comm  # what the bindings take; the class around it looks at every array anew
-            with self._swap:
-                is_late = attempt != self._attempt  # given up meanwhile
-                if not is_late:
-                    self._comm, self._handle = comm, at
-            if is_late:
-                comm.abort()
-                return
-            # What NCCL sets up at the first collective of each kind, it sets up here.
             room = self._staging.scratch(rank.size)
-            nccl.all_reduce(room, room, 1, _BYTES, OPS["sum"], at, stream)
-            nccl.broadcast(room, room, 1, _BYTES, 0, at, stream)
-            nccl.reduce(room, room, 1, _BYTES, OPS["sum"], 0, at, stream)
-            nccl.group_start()
-            for r in range(rank.size):
-                if r != rank.number:
-                    nccl.send(room, 1, _BYTES, r, at, stream)
-                    nccl.recv(room + r, 1, _BYTES, r, at, stream)
-            nccl.group_end()
+            with self._calls:
+                with self._swap:
+                    is_late = attempt != self._attempt  # given up meanwhile
+                    if not is_late:
+                        self._comm, self._handle = comm, at
+                if is_late:
+                    comm.abort()
+                    return
+                # What NCCL sets up at the first collective of each kind, it sets up here.
+                nccl.all_reduce(room, room, 1, _BYTES, OPS["sum"], at, stream)
+                nccl.broadcast(room, room, 1, _BYTES, 0, at, stream)
+                nccl.reduce(room, room, 1, _BYTES, OPS["sum"], 0, at, stream)
+                nccl.group_start()
+                for r in range(rank.size):
+                    if r != rank.number:
+                        nccl.send(room, 1, _BYTES, r, at, stream)
+                        nccl.recv(room + r, 1, _BYTES, r, at, stream)
+                nccl.group_end()
             check(self._staging.driver.cuStreamSynchronize(stream))
         except BaseException as error:
             errors.append(error)
 
     def abort(self) -> None:
         """Give up the connection, and what is on its way."""
-        with self._swap:  # by one thread alone
-            comm, self._comm, self.epoch = self._comm, None, 0
-            self._under_way = self._exposed = 0
-            self._attempt += 1
-        if comm is not None:
-            self._staging.enter()
-            is_free = self._calls.acquire(timeout=_STUCK)
-            try:
-                comm.abort()
-            finally:
-                if is_free:
-                    self._calls.release()
+        with uninterrupted():  # in between nobody knows of the connection, and what waits on it would do so for ever
+            with self._swap:  # by one thread alone
+                comm, self._comm, self.epoch = self._comm, None, 0
+                self._under_way = self._exposed = 0
+                self._attempt += 1
+            if comm is not None:
+                self._staging.enter()
+                is_free = self._calls.acquire(timeout=_STUCK)
+                try:
+                    comm.abort()
+                finally:
+                    if is_free:
+                        self._calls.release()
 
     def broadcast(self, array: Any, root: int) -> None:
         """Copy the root's array into every other rank's, in place."""

@@ -315,8 +315,12 @@ class Staging:
             if self._forget not in rank.segments.at_drop:
                 rank.segments.at_drop.append(self._forget)
             address = segment.array((0,), np.uint8).ctypes.data
-            self.lock(address, segment.nbytes)
-            self._locked[segment] = address
+            try:
+                self._locked[segment] = address
+                self.lock(address, segment.nbytes)
+            except BaseException:
+                self._forget(segment)
+                raise
         return address
 
     def _forget(self, segment: Segment) -> None:
@@ -360,16 +364,21 @@ class _Pinned:
         """Copy a vector there, and return its address."""
         if self.used == 0:
             while self._full:
-                self._staging.unlock(self._full[-1].ctypes.data)
+                if self._full[-1].size and self._full[-1] is not self._memory:
+                    self._staging.unlock(self._full[-1].ctypes.data)
                 del self._full[-1]
         if self.used + values.nbytes > self._memory.size:
-            # What is on its way stays where it is; from the next time on there is room for all of it.
-            if self._memory.size:
-                self._full.append(self._memory)
             size = -(-max(1 << 20, 2 * (self.used + values.nbytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
-            self._memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
-            self._staging.lock(self._memory.ctypes.data, size)
-            self.used = 0
+            memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+            try:
+                self._staging.lock(memory.ctypes.data, size)
+                # What is on its way stays where it is; from the next time on there is room for all of it.
+                self._full.append(self._memory)
+                self._memory, self.used = memory, 0
+            except BaseException:
+                if self._memory is not memory:
+                    self._staging.unlock(memory.ctypes.data)
+                raise
         target = self._memory[self.used : self.used + values.nbytes]
         target.view(values.dtype)[:] = values
         self.used += -(-values.nbytes // 64) * 64
