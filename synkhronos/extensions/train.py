@@ -203,7 +203,7 @@ class SerialTrainFunction:
         if self._model.held:
             data, chooser, chosen = "sliceable_shareds", "batch_s", batch_s
             arrays = [shared.get_value(borrow=True) for shared in self._model.held]
-            if isinstance(chosen, int | np.integer) or getattr(chosen, "dtype", None) == bool:
+            if isinstance(chosen, int | np.integer) or isinstance(chosen, np.ndarray) and chosen.dtype == bool:
                 raise TypeError(f"batch_s: expected a slice or a list of indexes, got {chosen!r}")
         arrays = [_take(np.asarray(a), chosen, chooser) for a in arrays]
         lengths = [len(a) for a in arrays]

@@ -246,7 +246,8 @@ def _range(node: Any) -> Callable[..., Any]:
     constants = [c.astype(np.int64) if c is not None and c.dtype.kind in "bi" else c for c in constants]
 
     def run(*bounds: Any) -> Any:
-        return jnp.arange(*(b if c is None else c for b, c in zip(bounds, constants, strict=True)), dtype=dtype)
+        start, stop, step = (b if c is None else c for b, c in zip(bounds, constants, strict=True))
+        return jnp.arange(start, stop, step, dtype=dtype)
 
     return run
 
