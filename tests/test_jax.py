@@ -399,6 +399,7 @@ def test_a_range_may_be_longer_than_its_bounds_have_bits(fork, rows):
     ("bounds", "dtype", "expected"),
     [
         (lambda n: (n, -1, -1), "int64", [3, 2, 1, 0]),
+        (lambda n: (n, -1, -1), "uint8", [3, 2, 1, 0]),  # the step is none of the dtype's
         (lambda n: (n, 5.5), "float64", [3.0, 4.0, 5.0]),
         (lambda n: (0, n, 0.5), "float64", [0, 0.5, 1, 1.5, 2, 2.5]),
         (lambda n: (0, n, 2), "int32", [0, 2]),
