@@ -276,9 +276,11 @@ def test_what_get_value_and_gather_return_is_the_callers(n, master):
     s = variable()
     put(s, [np.full(2, float(r)) for r in range(n)])
     synk.get_value(master, s)[...] = 9.0
-    synk.gather(s)[...] = 9.0
-    synk.gather(s, nd_up=0)[...] = 9.0
-    synk.reduce(s, "sum", in_place=False)[...] = 9.0
+    for result in (synk.gather(s), synk.gather(s, nd_up=0), synk.reduce(s, "sum", in_place=False)):
+        if DEVICE == "gpu" and XLA:
+            assert not isinstance(result, np.ndarray)  # JAX arrays, which nobody can write into
+        else:
+            result[...] = 9.0
     assert_held(s, [np.full(2, float(r)) for r in range(n)])
 
 

@@ -257,6 +257,41 @@ def test_where_all_ranks_have_met_a_failure_ends_nothing(connected):
     assert not gpu.aborted and gpu.unfinished[0]()
 
 
+def combine_within(communicator, gpu, count=3):
+    """Combine in the middle of a launch; return what was put on the stream behind it."""
+    copied = []
+    gpu.cuMemcpyAsync = lambda *arguments: copied.append(arguments)
+    communicator._holds = np.ones(1, np.int32)
+    gpu.command = 5
+    communicator.all_reduce_within(64, 64, count, ((3,), np.dtype("float32")), "sum", 96, 7)
+    return copied
+
+
+def test_what_is_combined_within_a_launch_counts_unless_the_connection_is_given_up(connected):
+    communicator, gpu = connected()
+    (copied,) = combine_within(communicator, gpu)
+    # The GPU reads it when it has combined: by then a peer may be found to be missing.
+    flag = communicator._holds
+    assert copied == (96, flag.ctypes.data, 4, 7) and flag[0] == 1 and gpu.unfinished[0]()
+    gpu.abort = lambda: told.append(int(flag[0]))  # what waits for a peer goes on from here
+    told = []
+    gpu.failed = 5
+    deadline = time.monotonic() + 2
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert told == [0] and communicator.epoch == 0
+
+
+def test_within_a_launch_nothing_is_combined_that_the_ranks_have_not_agreed_on(connected):
+    communicator, gpu = connected()
+    with pytest.raises(ValueError, match=r"expected shape \(3,\), as there was before the launch, got 4 items"):
+        combine_within(communicator, gpu, count=4)
+    communicator.abort()
+    with pytest.raises(RuntimeError, match="given up"):
+        combine_within(communicator, gpu)
+    assert gpu.state == DONE
+
+
 def test_a_connection_that_was_given_up_is_not_used(connected):
     communicator, gpu = connected()
     communicator.abort()
@@ -302,7 +337,7 @@ def test_a_connection_that_comes_too_late_is_not_taken(connected, monkeypatch):
     core.Communicator = types.SimpleNamespace(init=init)
     monkeypatch.setitem(sys.modules, "nccl.core", core)
     errors = []
-    gpu.scratch = lambda nbytes: 64
+    gpu.scratch, gpu.page = lambda nbytes: 64, lambda: np.zeros(1, np.int32)
     communicator._connect(communicator._attempt, b"id", errors)
     assert (errors, late.aborted, communicator._comm) == ([], 1, None)
 

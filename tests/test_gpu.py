@@ -20,7 +20,10 @@ from library import tensor as T
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.extensions import updates
+from synkhronos.extensions.train import make_train_function, make_train_function_serial
 from synkhronos.function.results import Result
+from synkhronos.graphs.xla import Executable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE != "gpu", reason="needs GPUs")]
 
@@ -585,6 +588,90 @@ def test_after_an_exception_before_a_collective_all_goes_on(fork):
         synk.set_value(1, w, np.ones((1, 5), "float32"))
         synk.all_reduce(w)
     check_works()
+
+
+class Sabotage:
+    """A command: the next launch on one rank does something else."""
+
+    def __init__(self, deed, culprit):
+        self.deed, self.culprit = deed, culprit
+
+    def run(self, rank):
+        if rank.number != self.culprit:
+            return
+        launch = Executable._launch
+
+        def once(executable, arguments):
+            Executable._launch = launch
+            time.sleep(0.1)  # the others are inside by now
+            DEEDS[self.deed]()
+
+        Executable._launch = once
+
+
+def trained():
+    """Return what takes a training step on the ranks and one in this process, and both their parameters."""
+    x, y = T.dmatrix("x"), T.dvector("y")
+    data = RNG.normal(size=(10, 3)), RNG.normal(size=10)
+    made = []
+    for make in (make_train_function, make_train_function_serial):
+        w = shared(np.zeros(3), "w")
+        made += [make(((x.dot(w) - y) ** 2).mean(), [w], x, y, updates.momentum, learning_rate=0.1), w]
+    train, w, alone, w_alone = made
+    return lambda: (train(*data), alone(*data)), w, w_alone
+
+
+@of_jax
+def test_a_training_step_is_one_launch(fork, monkeypatch):
+    fork(2)
+    step, w, alone = trained()
+    launches = []
+    launch = Executable._launch
+    monkeypatch.setattr(Executable, "_launch", lambda self, arguments: launches.append(1) or launch(self, arguments))
+    for _ in range(5):
+        launches.clear()
+        loss, loss_alone = step()
+        assert launches == [1]
+        np.testing.assert_allclose(loss, loss_alone)
+        np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
+
+
+@of_jax
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_step_that_one_rank_fails_in_updates_nothing(fork, culprit):
+    fork(2)
+    step, w, alone = trained()
+    step()
+    for _ in range(2):
+        before = np.asarray(w.get_value()).copy()
+        ranks.session().run(Sabotage("raise", culprit))
+        start = time.monotonic()
+        with pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
+            step()
+        assert time.monotonic() - start < 2
+        np.testing.assert_array_equal(synk.gather(w), [before] * 2)
+        loss, loss_alone = step()
+        np.testing.assert_allclose(loss, loss_alone)
+        np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
+
+
+@of_jax
+@pytest.mark.new_ranks
+def test_a_rank_that_dies_in_a_step_leaves_the_parameters_as_they_were(fork):
+    fork(2)
+    step, w, alone = trained()
+    step()
+    before = np.asarray(w.get_value()).copy()
+    ranks.session().run(Sabotage("SIGKILL", 1))
+    start = time.monotonic()
+    with pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
+        step()
+    assert time.monotonic() - start < 2
+    np.testing.assert_array_equal(w.get_value(), before)
+    fork(2)
+    loss, loss_alone = step()
+    np.testing.assert_allclose(loss, loss_alone)
+    np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
 
 
 @pytest.mark.new_ranks

@@ -5,6 +5,7 @@ SYNKHRONOS_TEST_DEVICE=jax or gpu.
 """
 
 import copy
+import ctypes
 import math
 import operator
 import os
@@ -26,9 +27,14 @@ from library import tensor as T
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.devices import JAX
+from synkhronos.devices.jax.foreign import combining
+from synkhronos.extensions.train import make_train_function
+from synkhronos.extensions.updates import sgd
 from synkhronos.function.program import PLAIN
 from synkhronos.function.results import _MOST_CALLS, Result, Results
 from synkhronos.graphs import library_of
+from synkhronos.graphs.xla import Executable
+from synkhronos.ranks.interrupts import undisturbed
 
 pytestmark = pytest.mark.skipif(not XLA, reason="these are about JAX arrays")
 
@@ -310,6 +316,101 @@ def test_a_launch_takes_and_returns_one_array_for_each_random_generator(fork):
     storages = [storage[0] for storage in executable._storages]
     assert len(storages) == 3 and all(JAX.holds(value) for value in storages)
     assert sorted(value.shape for value in storages) == [(2,), (2,), (3,)]
+
+
+# -- several functions in one launch -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chained(fork):
+    """Make one launch of a function, a combination and another function; return it, and its variables."""
+    fork(1)
+    x = T.dvector("x")
+    g, w, n = shared(np.zeros(3), "g"), shared(np.ones(3), "w"), shared(np.zeros((), "int64"), "n")
+    first = synk.function([x], (x.sum(), "sum"), updates=[(g, x * w)])
+    second = synk.function([], updates=[(w, w - g), (n, n + 1)])
+    synk.distribute()
+    runs = [f._program.compile(PLAIN).run for f in (first, second)]
+    launch = runs[0].followed_by(runs[1], g.container.storage)
+    assert launch is runs[0].followed_by(runs[1], g.container.storage)
+    # What isn't computed by the first can't be combined after it.
+    assert runs[0].followed_by(runs[1], n.container.storage) is None
+    return launch, (g, w, n)
+
+
+def launched(launch, shareds, combine):
+    """Launch, wait, and return what came of it."""
+    with undisturbed(), combining(combine):
+        (total,) = launch(JAX.from_host(np.arange(3.0)))
+        JAX.wait([library_of(s).get(s) for s in shareds])
+    return [float(total.read()), *(np.asarray(s.get_value()).tolist() for s in shareds)]
+
+
+def doubling(calls, counts=1):
+    """Stand for the other ranks: they all have the same."""
+
+    def combine(source, target, count, at, stream):
+        calls.append(count)
+        items = [(ctypes.c_double * count).from_address(address) for address in (source, target)]
+        for i in range(count):
+            items[1][i] = 2 * items[0][i]
+        assert ctypes.c_int32.from_address(at).value == 0
+        ctypes.c_int32.from_address(at).value = counts
+
+    return combine
+
+
+on_host = pytest.mark.skipif(DEVICE == "gpu", reason="stands in for other ranks in host memory")
+
+
+@on_host
+def test_in_one_launch_a_function_a_combination_and_another(chained):
+    launch, shareds = chained
+    calls = []
+    assert launched(launch, shareds, doubling(calls)) == [3.0, [0.0, 2.0, 4.0], [1.0, -1.0, -3.0], 1]
+    assert launched(launch, shareds, doubling(calls)) == [3.0, [0.0, -2.0, -12.0], [1.0, 1.0, 9.0], 2]
+    assert calls == [3, 3]
+
+
+@on_host
+def test_what_was_combined_in_vain_updates_nothing(chained):
+    launch, shareds = chained
+    assert launched(launch, shareds, doubling([], counts=0))[2:] == [[1.0, 1.0, 1.0], 0]
+    assert launched(launch, shareds, doubling([]))[2:] == [[1.0, -1.0, -3.0], 1]
+
+
+@on_host
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_what_is_raised_while_ranks_combine_is_raised_after_the_launch(chained, by_signal):
+    launch, shareds = chained
+
+    def fail(source, target, count, at, stream):
+        if not by_signal:
+            raise Alarm
+        signal.raise_signal(signal.SIGALRM)  # it could come before there is anything to catch what it raises
+        doubling([], counts=0)(source, target, count, at, stream)
+
+    handler = signal.getsignal(signal.SIGALRM)
+    for _ in range(2):
+        with pytest.raises(Alarm):
+            launched(launch, shareds, fail)
+        assert np.asarray(shareds[1].get_value()).tolist() == [1.0, 1.0, 1.0]
+        assert signal.getsignal(signal.SIGALRM) is handler
+    assert launched(launch, shareds, doubling([]))[2:] == [[1.0, -1.0, -3.0], 1]
+
+
+def test_a_training_step_of_one_rank_is_one_launch(fork, monkeypatch):
+    fork(1)
+    launches = []
+    launch = Executable._launch
+    monkeypatch.setattr(Executable, "_launch", lambda self, arguments: launches.append(1) or launch(self, arguments))
+    x, y, w = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w")
+    train = make_train_function(((x @ w - y) ** 2).mean(), [w], x, y, sgd, learning_rate=0.1)
+    data = np.eye(3), np.ones(3)
+    for _ in range(3):
+        train(*data)
+    assert launches == [1, 1, 1]
+    np.testing.assert_allclose(np.asarray(w.get_value()), 1 - (1 - 2 * 0.1 / 3) ** 3, rtol=1e-6)
 
 
 def test_who_holds_an_array_beside_its_container_is_noticed(fork):

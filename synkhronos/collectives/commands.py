@@ -38,7 +38,7 @@ class _Plan:
     layouts : list of lists
         For each rank, a layout for each variable.
     homes, ways : list of Device
-        As in `_Copies`.
+        As in `Copies`.
     epochs : list of int
         Each rank's connection.
     """
@@ -56,7 +56,7 @@ class _Plan:
             self.ways.append(home if direct else HOST)
 
 
-class _Copies:
+class Copies:
     """One rank's copies of the variables that a command names, and the shapes of all ranks'.
 
     Attributes
@@ -158,7 +158,7 @@ class Broadcast:
 
     def run(self, rank: Rank) -> None:
         """Let each rank take what the root shows."""
-        copies = _Copies(rank, self.keys, self.nccl)
+        copies = Copies(rank, self.keys, self.nccl)
         for i, layout in enumerate(copies.layouts[rank.root]):
             for r in range(rank.size):
                 copies.check_fits(i, layout[0], f"broadcast to rank {r}")
@@ -217,7 +217,7 @@ class Gather:
 
     def run(self, rank: Rank) -> Any:
         """Return, in the master, what `gather` returns for each variable."""
-        copies = _Copies(rank, self.keys, self.nccl)
+        copies = Copies(rank, self.keys, self.nccl)
         results = []
         for i in range(len(self.keys)):
             layouts = copies.of(i)
@@ -236,7 +236,7 @@ class AllGather:
 
     def run(self, rank: Rank) -> None:
         """Check that they can be joined, then join them."""
-        copies = _Copies(rank, self.keys, self.nccl)
+        copies = Copies(rank, self.keys, self.nccl)
         for i, shared in enumerate(copies.shareds):
             layouts = copies.of(i)
             if not _joinable(layouts):
@@ -266,7 +266,7 @@ class Reduce:
         """Check that shapes agree, then reduce."""
         if rank.size == 1 and self.where != "returned":
             return []  # of one value it is that value
-        copies = _Copies(rank, self.keys, self.nccl)
+        copies = Copies(rank, self.keys, self.nccl)
         for i in range(len(self.keys)):
             copies.check_equal(i, "all_reduce" if self.where == "everywhere" else "reduce")
         results = []
@@ -307,7 +307,7 @@ class GetValue:
 
     def run(self, rank: Rank) -> Any:
         """Return, in the master, the source's value of each variable."""
-        copies = _Copies(rank, self.keys)
+        copies = Copies(rank, self.keys)
         results = []
         for i in range(len(self.keys)):
             layouts: list[Layout | None] = [None] * rank.size
@@ -329,7 +329,7 @@ class GetShapes:
 
     def run(self, rank: Rank) -> Any:
         """Return the layouts, by rank and variable."""
-        return _Copies(rank, self.keys).layouts
+        return Copies(rank, self.keys).layouts
 
 
 def _joinable(layouts: Sequence[Layout]) -> bool:

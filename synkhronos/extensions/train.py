@@ -23,10 +23,10 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives.arguments import mirrored
 from synkhronos.collectives.commands import Reduce
+from synkhronos.extensions.step import Step
 from synkhronos.extensions.updates import RuleUpdates
 from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
-from synkhronos.ranks import Together
 
 #: An array or Data object for one variable, a list of them for a list of variables.
 Rows = npt.ArrayLike | synk.Data | Sequence[npt.ArrayLike | synk.Data]
@@ -120,8 +120,7 @@ class TrainFunction:
                 self._clear()
             update = self.update.prepare(session, (), {}, None, None, 1, None)
             reduce = Reduce(mirrored(session, [self.grad_shared]), "avg", "everywhere", nccl=True)
-            # In one command: the ranks go from one to the next while the rows of the step are still on their way.
-            loss, _, updated = session.run(Together((gradient, reduce, update)))
+            loss, updated = session.run(Step(gradient, reduce, update))
             self.update.results(session, update, updated)
             return self.gradient.results(session, gradient, loss)
 

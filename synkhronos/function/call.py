@@ -2,6 +2,8 @@
 
 `Call`
     The command: each rank takes its rows, computes, and hands its outputs to the master.
+`Part`
+    What one rank has of it.
 `Whole`, `Scattered`
     Where an input's value lies, and which rows of it are meant.
 """
@@ -97,36 +99,51 @@ class Call(NamedTuple):
 
     def run(self, rank: Rank) -> Any:
         """Compute this rank's part; the master returns the outputs' reductions, in a list."""
+        return self.complete(rank, self.part(rank))
+
+    def part(self, rank: Rank) -> Part:
+        """Return this rank's part, to be computed."""
         program: Program = stored(rank, self.program)
-        compiled = self._compiled(program, rank)
-        ops = compiled.ops
-        local = _Local(self, program, compiled, rank)
-        if local.active or (self.n_rows == 0 and rank.is_master):
-            local.compute()
+        return Part(self, program, self._compiled(program, rank), rank)
+
+    def complete(self, rank: Rank, part: Part, launch: Callable[..., Any] | None = None) -> Any:
+        """Compute this rank's part; the master returns the outputs' reductions, in a list.
+
+        Parameters
+        ----------
+        rank : Rank
+        part : Part
+            What `part` has returned.
+        launch : callable, optional
+            What to run on the inputs in place of the compiled function, which it includes.
+        """
+        compiled, program = part.compiled, part.program
+        if part.active or (self.n_rows == 0 and rank.is_master):
+            part.compute(launch)
             rank.commit()
         if self.compile:
             rank.threads.limit()  # what was compiled may have brought a BLAS with it
         if program.asynchronous:
-            return self._keep(rank, local, compiled, program) if ops else []
+            return self._keep(rank, part) if compiled.ops else []
         if not compiled.reduces:
-            return local.values or [None] * len(ops)
-        return combined(rank, local.outputs(compiled))
+            return part.values or [None] * len(compiled.ops)
+        return combined(rank, part.outputs())
 
-    def _keep(self, rank: Rank, local: _Local, compiled: Compiled, program: Program) -> tuple[int, int]:
+    def _keep(self, rank: Rank, part: Part) -> tuple[int, int]:
         """Keep the outputs until they are read; return the call's number and their size."""
         of_none: Callable[[], list[Any]] = list
-        if not local.values and rank.is_master and not self.n_rows:
+        if not part.values and rank.is_master and not self.n_rows:
             # Of none: now, while the variables are as this call found them, in case that no rank has rows.
             try:
-                local.compute()
+                part.compute()
             except Exception as error:
                 of_none = _Raising(error)
-        values = local.values
+        values = part.values
         if not rank.is_master:
-            values = [None if op.name is None else v for v, op in zip(values, compiled.ops, strict=False)]
+            values = [None if op.name is None else v for v, op in zip(values, part.compiled.ops, strict=False)]
         # What is kept must not hold the program, which the user may have dropped by then.
-        outputs = local.outputs(compiled)._replace(values=values, of_none=of_none)
-        return keep(rank, outputs, program.device), nbytes(values)
+        outputs = part.outputs()._replace(values=values, of_none=of_none)
+        return keep(rank, outputs, part.program.device), nbytes(values)
 
     def _compiled(self, program: Program, rank: Rank) -> Compiled:
         if not self.compile:
@@ -149,11 +166,13 @@ class _Raising:
         raise self.error
 
 
-class _Local:
+class Part:
     """One rank's part of a call.
 
     Attributes
     ----------
+    program : Program
+    compiled : Compiled
     rows : int
         What the part weighs.
     active : bool
@@ -163,7 +182,8 @@ class _Local:
     """
 
     def __init__(self, call: Call, program: Program, compiled: Compiled, rank: Rank):
-        self._call, self._program, self._rank = call, program, rank
+        self._call, self._rank = call, rank
+        self.program, self.compiled = program, compiled
         self._run_compiled, self._ops = compiled.run, compiled.ops
         self._parts: list[Selection | None] = []
         parts: dict[Any, Selection] = {}  # inputs that are cut alike get the same object: it is copied but once
@@ -187,8 +207,9 @@ class _Local:
         else:
             self.rows, self.active = 1, True
 
-    def outputs(self, compiled: Compiled) -> Outputs:
+    def outputs(self) -> Outputs:
         """Return what was computed."""
+        compiled = self.compiled
         return Outputs(self.rows, self.active, self.values, compiled.ops, compiled.scalars, self._of_none)
 
     def _of_none(self) -> list[Any]:
@@ -196,8 +217,8 @@ class _Local:
         return self.values
 
     def _lengths(self) -> list[int]:
-        library = self._program.library
-        return [len(library.get(shared)) for shared in self._program.sliceable]
+        library = self.program.library
+        return [len(library.get(shared)) for shared in self.program.sliceable]
 
     def _sliceable_rows(self) -> Selection:
         """Return the rows chosen of this rank's sliceable shared variables.
@@ -207,7 +228,7 @@ class _Local:
         lengths = self._lengths()
         if self._call.chosen is None:
             if min(lengths) != max(lengths):
-                names = [shared.name for shared in self._program.sliceable]
+                names = [shared.name for shared in self.program.sliceable]
                 raise ValueError(
                     f"sliceable_shareds: {names} have {lengths} rows on rank {self._rank.number}; to cut them alike "
                     "they need equally many, or batch_s to choose"
@@ -226,12 +247,17 @@ class _Local:
             raise IndexError(problems[0]) if self._rank.is_master else Cancelled
         return rows
 
-    def compute(self) -> None:
-        """Run the compiled function over this rank's rows, in slices if asked for, and keep the outputs."""
+    def compute(self, launch: Callable[..., Any] | None = None) -> None:
+        """Run the compiled function over this rank's rows, in slices if asked for, and keep the outputs.
+
+        ``launch`` is what to run in its place; not in slices.
+        """
         call = self._call
+        if launch is not None:
+            self._run_compiled = launch
         if not self.rows:
             # Nobody has any: the outputs are what the serial library makes of none, and nothing is updated.
-            self._run_compiled = self._program.compile(call.variant._replace(accumulate=True)).run
+            self._run_compiled = self.program.compile(call.variant._replace(accumulate=True)).run
             self.values = self._run(self._parts, self._sliceable)[: len(self._ops)]
             return
         if not call.variant.accumulate:
@@ -239,7 +265,7 @@ class _Local:
             return
         lengths = [self.rows] if self._sliceable is None else [self.rows, len(self._sliceable)]
         count = max(1, min(call.slices, *lengths))
-        targets = self._program.accumulated()
+        targets = self.program.accumulated()
         totals = [Accumulator(op) for op in [*self._ops, *(op for _, op in targets)]]
         cut = [None if part is None else list(pieces(part, count)) for part in self._parts]
         sliceable = None if self._sliceable is None else list(pieces(self._sliceable, count))
@@ -252,12 +278,12 @@ class _Local:
                 total.add(value, rows)
         results = [total.result() for total in totals]
         self.values = results[: len(self._ops)]
-        library = self._program.library
+        library = self.program.library
         for (shared, _), value in zip(targets, results[len(self._ops) :], strict=True):
             library.put(shared, value)
 
     def _inputs(self, parts: Sequence[Selection | None], sliceable: Selection | None) -> list[Any]:
-        rank, program, kept = self._rank, self._program, self._program.buffers
+        rank, program, kept = self._rank, self.program, self.program.buffers
         devices = program.input_devices
         if getattr(self._run_compiled, "inputs_on_host", False):
             devices = [HOST] * len(devices)
@@ -276,13 +302,14 @@ class _Local:
 
     def _run(self, parts: Sequence[Selection | None], sliceable: Selection | None) -> list[Any]:
         inputs = self._inputs(parts, sliceable)
-        if self._program.asynchronous and self._rank.is_master:
+        if self.program.asynchronous and self._rank.is_master:
             # What is new to XLA takes as long as compiling does.
-            shapes = self._call.variant, tuple([getattr(value, "shape", ()) for value in inputs])
-            if shapes not in self._program.launched:
-                with notice(f"{self._program.name} is compiled for inputs of shapes {list(shapes[1])}"):
+            shapes = tuple([getattr(value, "shape", ()) for value in inputs])
+            launch = self._call.variant, self._run_compiled is self.compiled.run, shapes
+            if launch not in self.program.launched:
+                with notice(f"{self.program.name} is compiled for inputs of shapes {list(shapes)}"):
                     result = self._run_compiled(*inputs)
-                self._program.launched.add(shapes)
+                self.program.launched.add(launch)
                 return list(result)
         result = self._run_compiled(*inputs)
         return [] if result is None else list(result) if isinstance(result, list | tuple) else [result]

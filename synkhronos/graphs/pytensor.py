@@ -15,6 +15,7 @@ from pytensor.graph.replace import clone_replace
 
 from synkhronos.devices import JAX, Device
 from synkhronos.graphs.family import GraphLibrary, Input, check_jumps, jump
+from synkhronos.graphs.traced import Traced
 from synkhronos.graphs.xla import Executable
 
 
@@ -67,7 +68,7 @@ class PyTensor(GraphLibrary):
 
     def executable(self, function: Any, n_inputs: int, device: Device, log: bool) -> Executable:
         """Return a function in JAX mode that takes and returns JAX arrays."""
-        return Executable(function, n_inputs, device, log)
+        return Executable([Traced(function, n_inputs, device)], device, log)
 
     def default_mode(self, device: Device) -> Any:
         """JAX mode, where arrays are JAX's."""

@@ -5,7 +5,7 @@ meaning, graphs or devices.
 
 `fork`, `close`, `session`
     The running ranks (`session`).
-`Rank`, `Command`, `Together`
+`Rank`, `Command`
     What runs on each of them (`rank`).
 `SharedArray`
     Where an array lies in memory that all ranks see (`segments`).
@@ -18,7 +18,7 @@ meaning, graphs or devices.
 """
 
 from synkhronos.ranks.errors import Cancelled, WorkerError
-from synkhronos.ranks.rank import ROOM, Command, Rank, Together
+from synkhronos.ranks.rank import ROOM, Command, Rank
 from synkhronos.ranks.segments import Segment, SharedArray
 from synkhronos.ranks.session import Session, close, fork, session
 from synkhronos.ranks.threads import available_cores
@@ -32,7 +32,6 @@ __all__ = [
     "Segment",
     "Session",
     "SharedArray",
-    "Together",
     "WeakKeys",
     "WorkerError",
     "available_cores",

@@ -2,14 +2,21 @@
 
 `uninterrupted`
     A block of code that a KeyboardInterrupt follows, rather than cuts short.
+`undisturbed`
+    The same for whatever Python's signal handlers may raise.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
+
+# The functions behind those of `signal`, which make enums of what goes in and comes out: that takes ten times as long.
+from _signal import getsignal
+from _signal import signal as handle
 
 
 class uninterrupted:  # noqa: N801
@@ -20,20 +27,60 @@ class uninterrupted:  # noqa: N801
     is nothing to hold back.  Only for what takes a moment.
     """
 
+    signals: Iterable[int] = (int(signal.SIGINT),)
+
     def __enter__(self) -> None:
-        self._came = False
-        self._handler: Any = None
+        self._came: list[int] = []
+        self._handlers: dict[int, Any] = {}
+        self._holds = False
         if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
+            try:
+                self._take_over()
+                self._holds = True
+            except BaseException:  # from a handler to which a signal has come before it was this one's turn
+                self._restore(list(self._handlers.items()))
+                raise
+
+    def _take_over(self) -> None:
+        for number in self.signals:
+            handler = getsignal(number)
             if callable(handler):  # else it is ignored, or fatal, or somebody's who is not Python
-                self._handler = handler
-                signal.signal(signal.SIGINT, self._note)
+                self._handlers[number] = handler
+                handle(number, self._note)
 
     def __exit__(self, *_: object) -> None:
-        if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
-            if self._came:
-                signal.raise_signal(signal.SIGINT)
+        try:
+            self._restore(list(self._handlers.items()))
+        finally:
+            self._holds = False
+            self._raise(self._came)
+
+    def _restore(self, handlers: list[tuple[int, Any]]) -> None:
+        for i, (number, handler) in enumerate(handlers):
+            try:
+                handle(number, handler)
+            except BaseException:  # from a handler that is back, to which a signal has come
+                self._restore(handlers[i:])
+                raise
+
+    def _raise(self, numbers: list[int]) -> None:
+        if numbers:
+            try:
+                signal.raise_signal(numbers[0])
+            finally:
+                self._raise(numbers[1:])
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._came = True
+        if self._holds:
+            if number not in self._came:
+                self._came.append(number)
+            return
+        # A signal has come between the first and the last of them.
+        handle(number, self._handlers[number])
+        self._handlers[number](number, frame)
+
+
+class undisturbed(uninterrupted):  # noqa: N801
+    """Hold back all signals that Python handles, for what must not raise: a function that is called from C."""
+
+    signals = [int(number) for number in signal.valid_signals()]

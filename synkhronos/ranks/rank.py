@@ -4,8 +4,6 @@
     This process among the others: its number, its tables, and the steps at which ranks meet.
 `Command`
     What every rank runs at once.
-`Together`
-    Several of them as one.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from synkhronos.ranks.control import FOR_STEP, POLL, SLOT, Control
 from synkhronos.ranks.errors import Cancelled
@@ -46,29 +44,6 @@ class Command(Protocol):
 
     def run(self, rank: Rank) -> Any:
         """Do this rank's part.  What the master's part returns is the result."""
-
-
-class Together(NamedTuple):
-    """Several commands as one: ranks don't meet at the master's between them.
-
-    Only the last one's effect counts as the command's.
-    """
-
-    commands: tuple[Any, ...]
-
-    @property
-    def effect(self) -> str | None:
-        """What the last one says."""
-        return getattr(self.commands[-1], "effect", None)
-
-    def run(self, rank: Rank) -> list[Any]:
-        """Run one after the other; return what each returns."""
-        *first, last = self.commands
-        results = []
-        with rank.uncommitted():
-            for command in first:
-                results.append(command.run(rank))
-        return [*results, last.run(rank)]
 
 
 class Rank:

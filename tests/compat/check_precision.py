@@ -22,6 +22,7 @@ import pytensor.tensor as pt
 from synkhronos.compat.ops.convolution import Conv
 from synkhronos.compat.ops.rectifier import rectifier
 from synkhronos.devices import JAX
+from synkhronos.graphs.traced import Traced
 from synkhronos.graphs.xla import Executable
 
 RNG = np.random.default_rng(0)
@@ -47,7 +48,7 @@ def precision(name):
 def executable(inputs, outputs, updates=()):
     with pytensor.config.change_flags(floatX="float32"):
         function = pytensor.function(inputs, outputs, updates=list(updates), mode="JAX", on_unused_input="ignore")
-    return Executable(function, len(inputs), JAX)
+    return Executable([Traced(function, len(inputs), JAX)], JAX)
 
 
 def in_precision(name, inputs, outputs, values):

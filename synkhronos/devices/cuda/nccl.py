@@ -11,6 +11,7 @@ thread that each rank has for the purpose, since a rank may be waiting for its G
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -92,6 +93,8 @@ class NcclCommunicator:
         self._ended = threading.Event()
         #: Counts the connections, alike on all ranks that share one; 0 without any.
         self.epoch = 0
+        #: 1 as long as the connection holds, which the GPU reads when it has combined something within a launch.
+        self._holds = np.zeros(1, np.int32)
 
     def connect(self, epochs: Sequence[int]) -> None:
         """Connect all ranks anew, unless all have the same connection.
@@ -139,11 +142,14 @@ class NcclCommunicator:
             comm = Communicator.init(rank.size, rank.number, UniqueId.from_bytes(unique_id))
             at = comm._comm  # what the bindings take; the class around it looks at every array anew
             room = self._staging.scratch(rank.size)
+            holds = self._staging.page()
             with self._calls:
                 with self._swap:
                     is_late = attempt != self._attempt  # given up meanwhile
                     if not is_late:
                         self._comm, self._handle = comm, at
+                        self._holds = holds
+                        self._holds[0] = 1
                 if is_late:
                     comm.abort()
                     return
@@ -168,6 +174,7 @@ class NcclCommunicator:
                 comm, self._comm, self.epoch = self._comm, None, 0
                 self._under_way = self._exposed = 0
                 self._attempt += 1
+                self._holds[0] = 0  # before what waits for a peer goes on, and would take what there is for combined
             if comm is not None:
                 self._staging.enter()
                 is_free = self._calls.acquire(timeout=_STUCK)
@@ -194,6 +201,33 @@ class NcclCommunicator:
                 self._nccl.all_reduce(at, at, count, dtype, OPS[op], self._connected(), self._stream)
             if self._arrays.stream is None:
                 self._finish()
+
+    def all_reduce_within(
+        self, source: int, target: int, count: int, layout: Layout, op: str, counts: int, stream: int
+    ) -> None:
+        """Combine items on the GPU in the middle of what is being put on a stream.
+
+        Parameters
+        ----------
+        source, target : int
+            Where the items are, and where their reduction goes: on the GPU, and maybe the same.
+        count : int
+            How many there are.
+        layout : Layout
+            What all ranks have agreed on.
+        op : str
+        counts : int
+            Where on the GPU an int32 goes when that has been done: 1, or 0 if the connection was given up before. Then
+            what is at ``target`` is of no meaning.
+        stream : int
+        """
+        shape, dtype = layout
+        if count != math.prod(shape):
+            raise ValueError(f"all_reduce: expected shape {shape}, as there was before the launch, got {count} items")
+        self._leave()
+        with self._calls:
+            self._nccl.all_reduce(source, target, count, DTYPES[dtype], OPS[op], self._connected(), stream)
+            check(self._staging.driver.cuMemcpyAsync(counts, self._holds.ctypes.data, 4, stream))
 
     def reduce(
         self, array: Any, op: str, root: int, out: Any | None, layout: Layout, contributors: Sequence[int]

@@ -3,10 +3,10 @@
 `Jax`
     The device.
 
+`foreign`
+    What XLA calls in the middle of its own programs.
 `log`
     Numbers that a function computes launch after launch, in memory that stays where it is.
-`stream`
-    On which CUDA stream XLA computes.
 
 Nothing here imports JAX before a rank needs it: a process that has started XLA can't be forked any more.
 """
@@ -114,7 +114,7 @@ class Jax(CudaDevice):
     @cached_property
     def stream(self) -> int | None:
         """XLA's stream."""
-        from synkhronos.devices.jax.stream import compute_stream
+        from synkhronos.devices.jax.foreign import compute_stream
 
         return compute_stream()
 

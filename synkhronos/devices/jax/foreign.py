@@ -1,0 +1,248 @@
+"""What XLA calls in the middle of its own programs.
+
+`compute_stream`
+    On which CUDA stream XLA computes.
+`all_reduced`
+    Has XLA's program combine an array with the other ranks', at this point of it.
+`combining`
+    Who does the combining, during a launch.
+
+XLA calls foreign functions (its "FFI", ``xla/ffi/api/c_api.h``, which jaxlib brings along) as it launches a program, in
+the launching thread, and tells each where its arrays will lie and on which stream its work has its place.  Work that is
+put on the stream there comes after what XLA was told before and before what it is told later, and nobody has to wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+_log = logging.getLogger("synkhronos")
+
+_METADATA = 1  # XLA_FFI_Extension_Metadata
+_EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
+
+
+class _Version(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("extension", ctypes.c_void_p),
+        ("major", ctypes.c_int),
+        ("minor", ctypes.c_int),
+    ]
+
+
+class _Metadata(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("version", _Version), ("traits", ctypes.c_uint32)]
+
+
+class _Extension(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("metadata", ctypes.POINTER(_Metadata)),  # of an extension of that type
+    ]
+
+
+class _StreamGet(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("extension", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
+_Function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+
+
+class _Api(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("extension", ctypes.c_void_p),
+        ("version", _Version),
+        ("internal", ctypes.c_void_p),
+        ("error_create", ctypes.c_void_p),
+        ("error_get_message", ctypes.c_void_p),
+        ("error_destroy", _Function),
+        ("handler_register", ctypes.c_void_p),
+        ("stream_get", _Function),
+    ]
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("extension", ctypes.c_void_p),
+        ("dtype", ctypes.c_int),
+        ("data", ctypes.c_void_p),
+        ("rank", ctypes.c_int64),
+        ("dims", ctypes.POINTER(ctypes.c_int64)),
+    ]
+
+
+class _Buffers(ctypes.Structure):
+    """Arguments, or results: their layouts are alike."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("extension", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("types", ctypes.c_void_p),
+        ("buffers", ctypes.POINTER(ctypes.POINTER(_Buffer))),
+    ]
+
+
+class _CallFrame(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("extension", ctypes.POINTER(_Extension)),
+        ("api", ctypes.POINTER(_Api)),
+        ("context", ctypes.c_void_p),
+        ("stage", ctypes.c_int),
+        ("arguments", _Buffers),
+        ("results", _Buffers),
+    ]
+
+
+class _ErrorDestroy(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("error", ctypes.c_void_p)]
+
+
+def _is_launch(frame: Any) -> bool:
+    """Whether a call is one of a launch; tell XLA which version of its interface this speaks if it wants to know."""
+    if frame.extension and frame.extension.contents.type == _METADATA:
+        metadata, version = frame.extension.contents.metadata.contents, frame.api.contents.version
+        metadata.version.major, metadata.version.minor = version.major, version.minor
+        metadata.traits = 0
+        return False
+    return bool(frame.stage == _EXECUTE)
+
+
+def _stream_of(frame: Any) -> int | None:
+    """Return the stream on which a call's work has its place; None if XLA knows of none, as on the CPU."""
+    api = frame.api.contents
+    asked = _StreamGet(ctypes.sizeof(_StreamGet), None, frame.context, None)
+    error = api.stream_get(ctypes.addressof(asked))
+    if error:
+        api.error_destroy(ctypes.addressof(_ErrorDestroy(ctypes.sizeof(_ErrorDestroy), None, error)))
+        return None
+    return int(asked.stream or 0) or None
+
+
+def _register(name: str, function: Any, platform: str) -> None:
+    import jax
+
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform=platform)
+
+
+# -- XLA's stream ----------------------------------------------------------------------------------------------
+
+_ASK = "synkhronos_compute_stream"
+#: What the foreign function has seen: it is called from within XLA, and can't return it.
+_seen: dict[str, int | None] = {}
+
+
+@_Function
+def _ask(address: int) -> None:
+    """Note the stream of a call."""
+    frame = _CallFrame.from_address(address)
+    if _is_launch(frame):
+        _seen["calls"] = (_seen.get("calls") or 0) + 1
+        _seen["stream"] = _stream_of(frame)
+
+
+def compute_stream(platform: str = "CUDA") -> int | None:
+    """Return the handle of the stream on which XLA computes, None where it can't be found.
+
+    Parameters
+    ----------
+    platform : str
+        XLA's word for it.
+    """
+    import jax
+
+    try:
+        _register(_ASK, _ask, platform)
+        _seen.clear()
+        ask: Any = jax.jit(
+            lambda x: jax.ffi.ffi_call(_ASK, jax.ShapeDtypeStruct((), np.int8), has_side_effect=True)(x)
+        )
+        ask(np.int8(0)).block_until_ready()
+    except Exception as error:
+        _log.info("XLA's stream can't be found, and ranks wait where it would order their work: %s", error)
+        return None
+    return _seen.get("stream")
+
+
+# -- combining within a launch ---------------------------------------------------------------------------------
+
+_COMBINE = "synkhronos_combine"
+_registered: set[str] = set()
+
+#: Combines items at one address into those at another (``source, target, count, counts, stream``).  At ``counts`` there
+#: is an int32 of 0; when what is at ``target`` counts, it is to become 1.
+Combine = Callable[[int, int, int, int, int | None], None]
+
+
+class _Launch:
+    """Who combines during the present launch, and what went wrong."""
+
+    combine: Combine | None = None
+    error: BaseException | None = None
+
+
+@_Function
+def _combine(address: int) -> None:
+    """Pass a call on."""
+    try:
+        frame = _CallFrame.from_address(address)
+        if not _is_launch(frame):
+            return
+        assert _Launch.combine is not None, "what combines ranks' arrays was launched outside of `combining`"
+        source = frame.arguments.buffers[0].contents
+        target, counts = frame.results.buffers[0].contents, frame.results.buffers[1].contents
+        count = 1
+        for axis in range(source.rank):
+            count *= source.dims[axis]
+        _Launch.combine(source.data, target.data, count, counts.data, _stream_of(frame))
+    except BaseException as error:  # nothing can be raised through XLA, which would take garbage for what is returned
+        _Launch.error = error
+
+
+def all_reduced(array: Any) -> tuple[Any, Any]:
+    """Return an array that is being traced as `combining` will have combined it, and whether that counts (an int32)."""
+    import jax
+
+    platform = {"gpu": "CUDA"}.get(jax.default_backend(), jax.default_backend())
+    if platform not in _registered:
+        _register(_COMBINE, _combine, platform)
+        _registered.add(platform)
+    results = jax.ShapeDtypeStruct(array.shape, array.dtype), jax.ShapeDtypeStruct((), np.int32)
+    # Its side effect is not declared: JAX would launch the whole program by way of its slow path, at 0.7 ms a launch.
+    # XLA keeps the call, as what it returns is used, and makes it once.
+    call = jax.ffi.ffi_call(_COMBINE, results, input_output_aliases={0: 0, 1: 1})
+    combined, counts = call(array, np.int32(0))
+    return combined, counts
+
+
+@contextlib.contextmanager
+def combining(combine: Combine) -> Iterator[None]:
+    """Have a function combine in the launch of the ``with`` block, and raise what it raised at the end.
+
+    No signal may raise anything meanwhile (see `ranks.interrupts.undisturbed`): that would happen at the first
+    instruction of what XLA calls, where nothing can catch it.
+    """
+    _Launch.combine, _Launch.error = combine, None
+    try:
+        yield
+        if _Launch.error is not None:
+            raise _Launch.error
+    finally:
+        _Launch.combine = _Launch.error = None

@@ -1,0 +1,91 @@
+"""The command behind a training step.
+
+`Step`
+    Compute the gradient, combine it, move the parameters: in one launch where XLA computes on GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from synkhronos.collectives.commands import Copies, Reduce
+from synkhronos.devices.jax.foreign import combining
+from synkhronos.function.call import Call, Part
+from synkhronos.graphs import library_of
+from synkhronos.graphs.mirror import stored
+from synkhronos.ranks import Rank
+from synkhronos.ranks.interrupts import undisturbed
+
+
+class Step(NamedTuple):
+    """Take a training step on all ranks, in one command: the ranks don't meet at the master's in the middle of it.
+
+    Attributes
+    ----------
+    gradient : Call
+        Of what writes each rank's gradient into a shared variable.
+    reduce : Reduce
+        Of that variable alone.
+    update : Call
+        Of what moves the parameters by it; without inputs and outputs.
+    """
+
+    gradient: Call
+    reduce: Reduce
+    update: Call
+
+    @property
+    def effect(self) -> str | None:
+        """What an error says was done, if it was: only the update counts."""
+        return self.update.effect
+
+    def run(self, rank: Rank) -> tuple[Any, Any]:
+        """Take this rank's part; return what the two calls return."""
+        gradient, update = self.gradient.part(rank), self.update.part(rank)
+        launch = self._in_one(rank, gradient, update)
+        if launch is not None:
+            return self.gradient.complete(rank, gradient, launch), []
+        with rank.uncommitted():
+            loss = self.gradient.complete(rank, gradient)
+            self.reduce.run(rank)
+        return loss, self.update.complete(rank, update)
+
+    def _in_one(self, rank: Rank, gradient: Part, update: Part) -> Callable[..., Any] | None:
+        """Return what does all of it in one launch, None where it can't be done.
+
+        Ranks meet and combine in the same order either way: they need not agree on it.
+        """
+        device = gradient.program.device
+        chained = getattr(gradient.compiled.run, "followed_by", None)
+        if chained is None or update.program.device is not device:
+            return None
+        if not gradient.active or self.gradient.variant.accumulate:
+            return None
+        (key,) = self.reduce.keys
+        shared = stored(rank, key)
+        if rank.size == 1:
+            return chained(update.compiled.run, None)  # type: ignore[no-any-return]
+        if not device.communicates(library_of(shared).get(shared).dtype) or device.stream is None:
+            return None
+        launch = chained(update.compiled.run, shared.container.storage)
+        return None if launch is None else partial(self._launch, rank, launch)
+
+    def _launch(self, rank: Rank, launch: Callable[..., Any], *inputs: Any) -> Any:
+        """Launch what combines in the middle of it, when all ranks are about to do so."""
+        copies = Copies(rank, self.reduce.keys, self.reduce.nccl)
+        copies.check_equal(0, "all_reduce")
+        communicator, layout, op = copies.communicator(0), copies.of(0)[0], self.reduce.op
+        del copies  # it has a reference to the very array that is about to be written
+
+        def combine(source: int, target: int, count: int, counts: int, stream: int) -> None:
+            communicator.all_reduce_within(source, target, count, layout, op, counts, stream)
+
+        # Nothing may be raised in what XLA calls; and when this rank has launched, all will have in a moment, and the
+        # updates are applied.
+        with undisturbed():
+            with combining(combine):
+                results = launch(*inputs)
+            communicator.meet()
+        return results

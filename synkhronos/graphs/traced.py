@@ -1,0 +1,169 @@
+"""Compiled PyTensor functions as functions of JAX arrays, for XLA to trace.
+
+`Traced`
+    One of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from synkhronos.devices import Device
+from synkhronos.graphs.precision import bfloat16, in_bfloat16
+from synkhronos.ranks import WeakKeys
+
+#: The keys of random generators, by the containers that hold them as NumPy's, and those.
+_streams: WeakKeys[Any, tuple[np.random.Generator, list[Any]]] = WeakKeys()
+#: What JAX draws from, in the dict that PyTensor makes of a random generator.
+_KEY = "jax_state"
+
+
+class Traced:
+    """A compiled PyTensor function as a function of JAX arrays.
+
+    Parameters
+    ----------
+    function : pytensor.compile.Function
+        Compiled in JAX mode.
+    n_inputs : int
+        How many inputs it takes; all behind these are shared variables.
+    device : Device
+        Where arrays live.
+
+    Attributes
+    ----------
+    run : callable
+        Takes the inputs and the values in `storages`; returns a value for each of `cells`.
+    storages : list of lists of one array
+        The containers of the shared variables: functions that share a variable have the same list.
+    cells : list of lists of one array
+        Where each result goes: a list of its own for an output, one of `storages` for what updates it.
+    n_outputs : int
+    types : list
+        PyTensor's types of the outputs.
+    donated : list of lists of one array
+        Those of `storages` whose arrays a launch may write into.
+    inputs_on_host : bool
+        Whether scalar inputs decide shapes: PyTensor wants their values, and has it compiled anew for each.
+    """
+
+    def __init__(self, function: Any, n_inputs: int, device: Device):
+        self.n_inputs = n_inputs
+        self._thunk, self._graph = thunk, graph = function.vm, function.maker.fgraph
+        specs = function.maker.expanded_inputs
+        generators = {i: storage[0] for i, storage in enumerate(thunk.inputs) if isinstance(storage[0], dict)}
+        inputs = [_stream(spec.value, storage) for spec, storage in zip(specs, thunk.inputs, strict=True)]
+        moved = {i for i, j in graph.update_mapping.items() if j in generators}
+        self.storages: list[list[Any]] = inputs[n_inputs:]
+        self.cells: list[list[Any]] = [[None] for _ in graph.outputs]
+        for position, j in graph.update_mapping.items():
+            self.cells[position] = inputs[j]
+        self.n_outputs = len(graph.outputs) - len(graph.update_mapping)
+        self.types = [output.type for output in graph.outputs[: self.n_outputs]]
+        updated = {id(cell) for cell in self.cells[self.n_outputs :]}
+        self.donated = [
+            storage
+            for storage in self.storages
+            if id(storage) in updated and (isinstance(storage[0], np.ndarray) or device.holds(storage[0]))
+        ]
+        self.inputs_on_host = not hasattr(thunk.jit_fn, "__wrapped__")
+        run = thunk.jit_fn if self.inputs_on_host else _converted(graph, thunk.storage_map)
+        self.run = _by_keys(run, generators, moved)
+
+    def explain(self) -> None:
+        """Raise the present exception again with PyTensor's words on where in the graph it came from."""
+        from pytensor.link.utils import raise_with_op
+
+        node = next((output.owner for output in self._graph.outputs if output.owner is not None), None)
+        if node is not None:
+            raise_with_op(self._graph, node, self._thunk)
+
+
+def _stream(container: Any, storage: list[Any]) -> list[Any]:
+    """Return the storage of a function's input; for a random generator one with its key, the same in all functions.
+
+    PyTensor gives each function a copy of its own, so that two functions, or the variants of one, would draw the same
+    numbers again.
+    """
+    if not isinstance(storage[0], dict):
+        return storage
+    generator = container.storage[0]
+    known = _streams.get(container)
+    if known is None or known[0] is not generator:  # the first, or the user has put another one there since
+        known = _streams[container] = generator, [np.array(storage[0][_KEY])]
+    return known[1]
+
+
+def _by_keys(run: Callable[..., Any], generators: dict[int, dict[str, Any]], moved: set[int]) -> Callable[..., Any]:
+    """Return a function that takes and returns random generators' keys alone.
+
+    PyTensor's dict has five numbers beside the key that nothing is computed from: each would be copied at each launch.
+    ``generators`` has the dicts by their positions among the arguments; ``moved`` are the positions of new ones among
+    the results.
+    """
+
+    def run_by_keys(*arguments: Any) -> tuple[Any, ...]:
+        whole = [{**generators[i], _KEY: a} if i in generators else a for i, a in enumerate(arguments)]
+        return tuple(result[_KEY] if i in moved else result for i, result in enumerate(run(*whole) or ()))
+
+    return run_by_keys
+
+
+def _converted(graph: Any, storage_map: Any) -> Callable[..., Any]:
+    """Return a graph as a function of JAX arrays in which everything has the dtype that the graph says.
+
+    PyTensor's own conversion follows JAX's promotions, by which a float32 divided by a length is a float64, and with it
+    all that is computed from it: a gradient of a mean, say.
+    """
+    from pytensor.link.jax.dispatch import jax_funcify, jax_typify
+    from pytensor.link.utils import fgraph_to_python
+    from pytensor.tensor.basic import ARange
+
+    reduced = bfloat16()
+
+    def convert(op: Any, node: Any = None, **kwargs: Any) -> Any:
+        run = jax_funcify(op, node=node, **kwargs)
+        if isinstance(op, ARange):
+            run = _range(node)
+        if node is None or not callable(run):
+            return run
+        if reduced:
+            run = in_bfloat16(run, node, graph)
+        dtypes = [getattr(output.type, "dtype", None) for output in node.outputs]
+        if len(dtypes) == 1:
+            return lambda *inputs: _as(run(*inputs), dtypes[0])
+        return lambda *inputs: tuple(map(_as, run(*inputs), dtypes))
+
+    converted: Callable[..., Any] = fgraph_to_python(
+        graph, convert, type_conversion_fn=jax_typify, fgraph_name="synkhronos_graph", storage_map=storage_map
+    )
+    return converted
+
+
+def _range(node: Any) -> Callable[..., Any]:
+    """Return what computes a range whose bounds are constants or lengths, as `jax_funcify` has made sure.
+
+    PyTensor 3.0, the newest for Python 3.11, has NumPy subtract a constant of eight bits from a length of more.
+    """
+    import jax.numpy as jnp
+    from pytensor.graph.basic import Constant
+
+    dtype = node.outputs[0].type.dtype
+    constants = [np.asarray(bound.data) if isinstance(bound, Constant) else None for bound in node.inputs]
+    constants = [c.astype(np.int64) if c is not None and c.dtype.kind in "bi" else c for c in constants]
+
+    def run(*bounds: Any) -> Any:
+        start, stop, step = (b if c is None else c for b, c in zip(bounds, constants, strict=True))
+        return jnp.arange(start, stop, step, dtype=dtype)
+
+    return run
+
+
+def _as(value: Any, dtype: str | None) -> Any:
+    """Return an array in a dtype; what is none as it is."""
+    if dtype is None or not hasattr(value, "astype") or value.dtype == dtype:
+        return value
+    return value.astype(dtype)
