@@ -219,6 +219,30 @@ def test_one_look_reads_all_that_is_unread(double):
     assert [float(total) for total, _ in results] == [6 + 4.0 * i for i in range(5)]
 
 
+@pytest.mark.parametrize("sizes", [[7] * 6, [7, 7, 1, 7, 5, 1, 1], [2, 2, 0, 0, 7]])
+def test_what_many_calls_return_is_what_each_returns(fork, sizes):
+    # Numbers of many calls are reduced at once where ranks have had the same rows in all of them.
+    fork(2)
+    x, n = T.fvector("x"), T.lvector("n")
+    numbers = [
+        (x.sum(), "sum"), (x.mean(), "mean"), (x.max() if all(sizes) else x.sum(), "avg"), (n.sum(), "sum"),
+        (n.prod(), "prod"), (x.sum().astype("float16"), "mean"), (x.sum() > 2, "max"), (x.sum(), None), (n.sum(), "gather"),
+    ]  # fmt: skip
+    functions = [synk.function([x, n], numbers[:8]), synk.function([x, n], numbers[6:])]
+    values = np.random.default_rng(5).normal(size=7).astype("float32"), np.arange(7)
+    calls = [(f, size) for size in sizes for f in functions]
+
+    def run(f, size):
+        return f(*values, batch=size)
+
+    each = [[np.array(result) for result in run(f, size)] for f, size in calls]
+    together = [run(f, size) for f, size in calls]
+    for results, expected in zip(together, each, strict=True):
+        for result, one in zip(results, expected, strict=True):
+            assert np.asarray(result).dtype == one.dtype
+            np.testing.assert_array_equal(result, one)
+
+
 def test_results_that_nobody_holds_are_forgotten(double):
     for _ in range(2 * _MOST_CALLS + 10):
         double(VALUE)

@@ -11,6 +11,7 @@ import pytest
 from synkhronos import ranks
 from synkhronos.ranks.control import MAILBOX, SLOT
 from synkhronos.ranks.errors import cause_of_death
+from synkhronos.ranks.interrupts import undisturbed, uninterrupted
 
 
 @pytest.fixture(params=[1, 2, 3, 5])
@@ -492,3 +493,47 @@ def test_what_is_not_the_commands_effect_is_not_told_as_one(two):
     # A failure leaves nothing behind: commands by themselves commit as before.
     with pytest.raises(ranks.WorkerError, match=r"It was noted on ranks \[0\], and not on ranks \[1\]"):
         two.run(Note("three", culprit=1, early=True))
+
+
+class Rung(Exception):
+    """What a signal's handler raises."""
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_signals_are_held_back_and_then_raise_and_handlers_are_as_before(inside):
+    def ring(number, frame):
+        raise Rung
+
+    before = signal.signal(signal.SIGALRM, ring), signal.getsignal(signal.SIGINT)
+    inner, rung = [], 0
+    try:
+        for i in range(1000):
+            try:
+                try:
+                    # Now and then before the block, mostly in it, or while it is entered or left.
+                    signal.setitimer(signal.ITIMER_REAL, 1e-6 + i % 100 * 6e-7)
+                    with undisturbed():
+                        if inside:
+                            signal.raise_signal(signal.SIGALRM)
+                        inner.append(i)
+                    time.sleep(0.001)
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except Rung:
+                rung += 1
+            assert (signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGINT)) == (ring, before[1])
+    finally:
+        signal.signal(signal.SIGALRM, before[0])
+    assert rung == 1000 and inner
+
+
+@pytest.mark.parametrize("block", [uninterrupted, undisturbed])
+def test_an_interrupt_is_held_back(block):
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with block():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            done.append(1)
+        done.append(2)
+    assert done == [1]

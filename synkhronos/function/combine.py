@@ -11,6 +11,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +37,7 @@ class Outputs(NamedTuple):
     values : list
         Host arrays, one an output; maybe none on a rank without rows.
     ops : list of Op
-    scalars : list of dtype or None, or None
+    scalars : tuple of dtype or None, or None
         As in `Compiled`.
     of_none : callable
         Returns what the serial library makes of no rows.
@@ -45,16 +47,13 @@ class Outputs(NamedTuple):
     active: bool
     values: list[Any]
     ops: list[Op]
-    scalars: list[np.dtype | None] | None
+    scalars: tuple[np.dtype | None, ...] | None
     of_none: Callable[[], list[Any]]
 
 
 def combined(rank: Rank, mine: Outputs) -> Any:
     """Return, in the master, the reductions of all ranks' outputs."""
-    if mine.scalars is not None:
-        (results,) = _reduce_scalars(rank, [mine])
-        return results
-    return _reduce_arrays(rank, mine)
+    return _reduce_arrays(rank, mine) if mine.scalars is None else _reduce_scalars(rank, mine)
 
 
 def combined_together(rank: Rank, calls: Sequence[Outputs]) -> list[Any]:
@@ -63,72 +62,117 @@ def combined_together(rank: Rank, calls: Sequence[Outputs]) -> list[Any]:
     waiting: list[Outputs] = []
     nbytes = 0
     for mine in calls:
-        size = None if mine.scalars is None else _nbytes(mine.scalars)
+        size = None if mine.scalars is None else _record(mine.scalars).itemsize
         if waiting and (size is None or nbytes + size > ROOM):
-            results += _reduce_scalars(rank, waiting)
+            results += _reduce_many(rank, waiting)
             waiting, nbytes = [], 0
         if size is None:
             results.append(_reduce_arrays(rank, mine))
         else:
             waiting.append(mine)
             nbytes += size
-    return results + _reduce_scalars(rank, waiting) if waiting else results
+    return results + _reduce_many(rank, waiting) if waiting else results
 
 
-def _reduce_scalars(rank: Rank, calls: Sequence[Outputs]) -> list[Any]:
-    """Reduce outputs of no dimensions: the workers leave theirs to the master and wait for nobody.
+# -- outputs of no dimensions ------------------------------------------------------------------------------------
+#
+# The workers leave theirs to the master and wait for nobody: of each call a record, as bytes.  A training loop comes
+# here for every step, and pickling small arrays would take longer than all the rest.
 
-    What a worker leaves is the number of its rows and the values' bytes: a training loop comes here at every step, and
-    pickling small arrays would take longer than all the rest.
-    """
-    shown = rank.gather(b"" if rank.is_master else b"".join([_packed(mine) for mine in calls]))
+#: Stands for the number of rows of a rank that has computed nothing.
+_IDLE = -1
+
+
+@lru_cache(maxsize=256)
+def _record(dtypes: tuple[np.dtype | None, ...]) -> np.dtype:
+    """Return the dtype of what a rank shows of one call: its rows, and the values that are reduced."""
+    return np.dtype([("rows", np.int64), *((str(i), dtype) for i, dtype in enumerate(dtypes) if dtype is not None)])
+
+
+def _reduce_scalars(rank: Rank, mine: Outputs) -> list[Any] | None:
+    """Reduce one call's; without records as NumPy makes them, which takes longer for one."""
+    shown = rank.gather(b"" if rank.is_master else _packed(mine))
     if shown is None:
-        return [None] * len(calls)
-    results, at = [], [0] * rank.size
-    for mine in calls:
-        contributions: list[tuple[int, list[Any] | None]] = []
-        for r, part in enumerate(shown):
-            if r == rank.number:
-                contributions.append((mine.rows, mine.values if mine.active else None))
-            else:
-                rows, values, at[r] = _unpacked(part, at[r], mine.scalars or ())
-                contributions.append((rows, values))
-        results.append(_combine(mine, contributions))
-    return results
-
-
-#: Stands for the number of rows of a rank that has computed nothing, and shows no values.
-_IDLE = b"\xff" * 8
-
-
-def _nbytes(dtypes: Sequence[np.dtype | None]) -> int:
-    return len(_IDLE) + sum(dtype.itemsize for dtype in dtypes if dtype is not None)
+        return None
+    kinds = mine.scalars or ()
+    own = mine.rows, mine.values if mine.active else None
+    return _combine(mine, [own if r == rank.number else _unpacked(part, kinds) for r, part in enumerate(shown)])
 
 
 def _packed(mine: Outputs) -> bytes:
-    if not mine.active:
-        return _IDLE
-    parts = [mine.rows.to_bytes(8, "little")]
-    for value, dtype in zip(mine.values, mine.scalars or (), strict=True):
-        if dtype is not None:
-            parts.append(np.asarray(value, dtype).tobytes())
+    parts = [(mine.rows if mine.active else _IDLE).to_bytes(8, "little", signed=True)]
+    if mine.active:
+        for value, dtype in zip(mine.values, mine.scalars or (), strict=True):
+            if dtype is not None:
+                parts.append(np.asarray(value, dtype).tobytes())
     return b"".join(parts)
 
 
-def _unpacked(part: bytes, at: int, dtypes: Sequence[np.dtype | None]) -> tuple[int, list[Any] | None, int]:
-    """Return a rank's rows and values, and where those of the next call begin."""
-    rows = part[at : at + 8]
-    at += 8
+def _unpacked(part: bytes, dtypes: Sequence[np.dtype | None]) -> tuple[int, list[Any] | None]:
+    """Return a rank's rows, and its values, if there are any."""
+    rows = int.from_bytes(part[:8], "little", signed=True)
     if rows == _IDLE:
-        return 0, None, at
+        return 0, None
     values: list[Any] = []
+    at = 8
     for dtype in dtypes:
-        if dtype is None:
-            values.append(None)
+        values.append(None if dtype is None else np.ndarray((), dtype, part, at))
+        at += 0 if dtype is None else dtype.itemsize
+    return rows, values
+
+
+def _reduce_many(rank: Rank, calls: Sequence[Outputs]) -> list[Any]:
+    """Reduce those of many calls."""
+    runs = [list(run) for _, run in groupby(calls, lambda mine: (mine.ops, mine.scalars))]
+    mine = [_records(run) for run in runs]
+    shown = rank.gather(b"" if rank.is_master else b"".join([records.tobytes() for records in mine]))
+    if shown is None:
+        return [None] * len(calls)
+    results: list[Any] = []
+    at = 0
+    for run, own in zip(runs, mine, strict=True):
+        results += _reduce_run(
+            run,
+            [own if r == rank.number else np.frombuffer(part, own.dtype, len(run), at) for r, part in enumerate(shown)],
+        )
+        at += own.nbytes
+    return results
+
+
+def _records(run: Sequence[Outputs]) -> np.ndarray:
+    """Return what this rank shows of calls with outputs of the same kinds."""
+    kinds = run[0].scalars or ()
+    reduced = [i for i, kind in enumerate(kinds) if kind is not None]
+    nothing = _IDLE, *(0 for _ in reduced)
+    shown = [(mine.rows, *[mine.values[i] for i in reduced]) if mine.active else nothing for mine in run]
+    return np.array(shown, _record(kinds))
+
+
+def _reduce_run(run: Sequence[Outputs], shown: Sequence[np.ndarray]) -> list[Any]:
+    """Return the reductions of calls with outputs of the same kinds; ``shown`` has each rank's records.
+
+    All calls at once if each rank has computed as many rows in all of them: a hundred losses, say.
+    """
+    ops = run[0].ops
+    rows = [int(records["rows"][0]) for records in shown]
+    alike = all((records["rows"] == n).all() for records, n in zip(shown, rows, strict=True))
+    if not alike or _IDLE in rows or any(op.name == "gather" for op in ops):
+        parts = [[_unpacked(record.tobytes(), run[0].scalars or ()) for record in records] for records in shown]
+        return [_combine(mine, each) for mine, each in zip(run, zip(*parts, strict=True), strict=True)]
+    columns: list[Any] = []
+    for i, op in enumerate(ops):
+        if op.name is None:
+            columns.append([mine.values[i] for mine in run])
             continue
-        values.append(np.ndarray((), dtype, part, at))
-        at += dtype.itemsize
-    return int.from_bytes(rows, "little"), values, at
+        total = Accumulator(op)
+        for records, n in zip(shown, rows, strict=True):
+            total.add(np.ascontiguousarray(records[str(i)]), n)
+        reduced = total.result()
+        columns.append([reduced[k, ...] for k in range(len(run))])
+    return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in run]
+
+
+# -- outputs of any kind -----------------------------------------------------------------------------------------
 
 
 def _combine(mine: Outputs, contributions: Sequence[tuple[int, list[Any] | None]]) -> list[Any]:

@@ -61,7 +61,7 @@ class Compiled(NamedTuple):
         Of its outputs.
     reduces : bool
         Whether there is anything to reduce over ranks.
-    scalars : list of dtype or None, or None
+    scalars : tuple of dtype or None, or None
         The outputs' dtypes (None for one that isn't reduced) if all that are reduced are numbers, few enough for one
         slot; else None.
     """
@@ -70,21 +70,21 @@ class Compiled(NamedTuple):
     run: Callable[..., Any]
     ops: list[Op]
     reduces: bool
-    scalars: list[np.dtype | None] | None
+    scalars: tuple[np.dtype | None, ...] | None
 
 
 #: Outputs of no dimensions up to which they fit into one slot.
 _SCALARS = 1024
 
 
-def _scalars(kinds: Sequence[Any], ops: Sequence[Op], variant: Variant) -> list[np.dtype | None] | None:
+def _scalars(kinds: Sequence[Any], ops: Sequence[Op], variant: Variant) -> tuple[np.dtype | None, ...] | None:
     if len(kinds) > _SCALARS or variant.accumulate and any(op.name == "gather" for op in ops):
         return None  # a scalar that is gathered over slices is a vector by then
     # What isn't reduced need not be an array.
     reduced = [None if op.name is None else kind for kind, op in zip(kinds, ops, strict=True)]
     if any(kind is not None and kind.ndim for kind in reduced):
         return None
-    return [None if kind is None else np.dtype(kind.dtype) for kind in reduced]
+    return tuple([None if kind is None else np.dtype(kind.dtype) for kind in reduced])
 
 
 @dataclass

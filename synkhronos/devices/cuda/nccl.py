@@ -226,7 +226,9 @@ class NcclCommunicator:
             raise ValueError(f"all_reduce: expected shape {shape}, as there was before the launch, got {count} items")
         self._leave()
         with self._calls:
-            self._nccl.all_reduce(source, target, count, DTYPES[dtype], OPS[op], self._connected(), stream)
+            # XLA has made the GPU this thread's already.
+            handle = self._connected() if self._comm is None else self._handle
+            self._nccl.all_reduce(source, target, count, DTYPES[dtype], OPS[op], handle, stream)
             check(self._staging.driver.cuMemcpyAsync(counts, self._holds.ctypes.data, 4, stream))
 
     def reduce(
