@@ -108,6 +108,9 @@ class Device(Protocol):
     def communicates(self, dtype: np.dtype) -> bool:
         """Whether it combines arrays of this dtype; if not, they go through host memory."""
 
+    def combines_within(self, dtype: np.dtype) -> bool:
+        """Whether the communicator has `all_reduce_within`, for launches that combine arrays of this dtype."""
+
     def holds(self, value: Any) -> bool:
         """Whether a value is an array of this kind."""
 

@@ -52,6 +52,10 @@ class Host:
         """Whether ranks can combine arrays of a dtype: of any."""
         return True
 
+    def combines_within(self, dtype: np.dtype) -> bool:
+        """Whether the communicator combines arrays in the middle of a launch: there are none."""
+        return False
+
     def holds(self, value: Any) -> bool:
         """Whether NumPy can read the value as an array."""
         return isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array__")

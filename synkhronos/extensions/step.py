@@ -66,8 +66,8 @@ class Step(NamedTuple):
         (key,) = self.reduce.keys
         shared = stored(rank, key)
         if rank.size == 1:
-            return chained(update.compiled.run, None)  # type: ignore[no-any-return]
-        if not device.communicates(library_of(shared).get(shared).dtype) or device.stream is None:
+            return chained(update.compiled.run, None)
+        if not device.combines_within(library_of(shared).get(shared).dtype):
             return None
         launch = chained(update.compiled.run, shared.container.storage)
         return None if launch is None else partial(self._launch, rank, launch)
@@ -79,7 +79,7 @@ class Step(NamedTuple):
         communicator, layout, op = copies.communicator(0), copies.of(0)[0], self.reduce.op
         del copies  # it has a reference to the very array that is about to be written
 
-        def combine(source: int, target: int, count: int, counts: int, stream: int) -> None:
+        def combine(source: int, target: int, count: int, counts: int, stream: int | None) -> None:
             communicator.all_reduce_within(source, target, count, layout, op, counts, stream)
 
         # Nothing may be raised in what XLA calls; and when this rank has launched, all will have in a moment, and the

@@ -8,15 +8,15 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
-# The functions behind those of `signal`, which make enums of what goes in and comes out: that takes ten times as long.
-from _signal import getsignal
-from _signal import signal as handle
+# Those of `signal` make enums of what goes in and comes out, which takes ten times as long.
+_handler_of, _handle = _signal.getsignal, _signal.signal
 
 
 class uninterrupted:  # noqa: N801
@@ -43,10 +43,10 @@ class uninterrupted:  # noqa: N801
 
     def _take_over(self) -> None:
         for number in self.signals:
-            handler = getsignal(number)
+            handler = _handler_of(number)
             if callable(handler):  # else it is ignored, or fatal, or somebody's who is not Python
                 self._handlers[number] = handler
-                handle(number, self._note)
+                _handle(number, self._note)
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -58,7 +58,7 @@ class uninterrupted:  # noqa: N801
     def _restore(self, handlers: list[tuple[int, Any]]) -> None:
         for i, (number, handler) in enumerate(handlers):
             try:
-                handle(number, handler)
+                _handle(number, handler)
             except BaseException:  # from a handler that is back, to which a signal has come
                 self._restore(handlers[i:])
                 raise
@@ -76,7 +76,7 @@ class uninterrupted:  # noqa: N801
                 self._came.append(number)
             return
         # A signal has come between the first and the last of them.
-        handle(number, self._handlers[number])
+        _handle(number, self._handlers[number])
         self._handlers[number](number, frame)
 
 

@@ -95,6 +95,10 @@ class CudaDevice:
         """Whether the GPUs can combine arrays of a dtype among themselves; what they can't goes through host memory."""
         return self.on_gpu and dtype in DTYPES
 
+    def combines_within(self, dtype: np.dtype) -> bool:
+        """Whether the communicator combines arrays of a dtype in the middle of a launch."""
+        return self.communicates(dtype) and self.stream is not None
+
     def part(self, array: Any, start: int, shape: tuple[int, ...]) -> Part:
         """Return a run of an array's items, as the communicator takes it."""
         itemsize = array.dtype.itemsize

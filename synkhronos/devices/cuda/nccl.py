@@ -203,7 +203,7 @@ class NcclCommunicator:
                 self._finish()
 
     def all_reduce_within(
-        self, source: int, target: int, count: int, layout: Layout, op: str, counts: int, stream: int
+        self, source: int, target: int, count: int, layout: Layout, op: str, counts: int, stream: int | None
     ) -> None:
         """Combine items on the GPU in the middle of what is being put on a stream.
 
@@ -221,6 +221,7 @@ class NcclCommunicator:
             what is at ``target`` is of no meaning.
         stream : int
         """
+        assert stream is not None
         shape, dtype = layout
         if count != math.prod(shape):
             raise ValueError(f"all_reduce: expected shape {shape}, as there was before the launch, got {count} items")

@@ -171,9 +171,7 @@ def compute_stream(platform: str = "CUDA") -> int | None:
     try:
         _register(_ASK, _ask, platform)
         _seen.clear()
-        ask: Any = jax.jit(
-            lambda x: jax.ffi.ffi_call(_ASK, jax.ShapeDtypeStruct((), np.int8), has_side_effect=True)(x)
-        )
+        ask: Any = jax.jit(lambda x: jax.ffi.ffi_call(_ASK, jax.ShapeDtypeStruct((), np.int8), has_side_effect=True)(x))
         ask(np.int8(0)).block_until_ready()
     except Exception as error:
         _log.info("XLA's stream can't be found, and ranks wait where it would order their work: %s", error)
