@@ -1,0 +1,135 @@
+"""What a training function trains.
+
+`Model`
+    A loss, its inputs, and the rule that lowers it.
+`Rows`, `Rule`, `Batch`
+    Types of arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+
+import synkhronos as synk
+from synkhronos.extensions.updates import RuleUpdates
+from synkhronos.graphs import library_of
+
+#: An array or Data object for one variable, a list of them for a list of variables.
+Rows = npt.ArrayLike | synk.Data | Sequence[npt.ArrayLike | synk.Data]
+
+#: What takes a loss, parameters and hyperparameters, `weight` among them.
+Rule = Callable[..., RuleUpdates]
+
+#: Which rows of the data a step uses.
+Batch = int | slice | Sequence[int] | npt.NDArray[Any] | None
+
+
+@dataclass(frozen=True)
+class Model:
+    """What to train, and by which rule; `held` are the shared variables that the data are in, if they are."""
+
+    loss: Any
+    x: list[Any]
+    y: list[Any]
+    x_is_list: bool
+    y_is_list: bool
+    held: list[Any]
+    rule: RuleUpdates
+
+    @classmethod
+    def build(
+        cls,
+        loss: Any,
+        params: Sequence[Any],
+        x: Any,
+        y: Any,
+        update_rule: Rule,
+        sliceable_shareds: Sequence[Any] | None,
+        rule_kwargs: dict[str, Any],
+    ) -> Model:
+        """Check the arguments, and apply the rule."""
+        if isinstance(loss, list | tuple):
+            raise TypeError("loss: expected a symbolic scalar, got a list")
+        if not callable(update_rule):
+            raise TypeError(
+                "update_rule: expected a rule of synkhronos.extensions.updates, "
+                f"got {update_rule!r} of type {type(update_rule).__name__}"
+            )
+        if "weight" in rule_kwargs:
+            raise TypeError("weight: a training function sets it to the number of rows; got another")
+        xs, ys = _variables("x", x), _variables("y", y)
+        if not xs:
+            raise ValueError("x: expected at least one variable, got none")
+        held = _held(sliceable_shareds, [*xs, *ys])
+        rule = update_rule(loss, params, weight=xs[0].shape[0], **rule_kwargs)
+        if not isinstance(rule, tuple) or len(rule) != 3:
+            raise TypeError(
+                "update_rule: expected it to return (grad_updates, param_updates, grad_shared), "
+                f"got {rule!r} of type {type(rule).__name__}"
+            )
+        lists = isinstance(x, list | tuple), isinstance(y, list | tuple)
+        return cls(loss, xs, ys, *lists, held, RuleUpdates(*rule))
+
+    def arrays(self, x_data: Rows | None, y_data: Rows | None, batch: Any, batch_s: Any) -> list[Any]:
+        """One array or Data object for each variable; none where the data are held."""
+        if self.held:
+            if x_data is not None or y_data is not None or batch is not None:
+                raise TypeError("the data are in sliceable_shareds: expected batch_s alone to say which rows")
+            return []
+        if batch_s is not None:
+            raise TypeError("batch_s: this function was made without sliceable_shareds; rows are chosen by batch")
+        if x_data is None or y_data is None:
+            raise TypeError(f"{'x_data' if x_data is None else 'y_data'}: expected rows, got None")
+        return [
+            *_listed("x_data", x_data, self.x, self.x_is_list),
+            *_listed("y_data", y_data, self.y, self.y_is_list),
+        ]
+
+
+def _variables(argument: str, value: Any) -> list[Any]:
+    variables = list(value) if isinstance(value, list | tuple) else [value]
+    for i, variable in enumerate(variables):
+        expected = f"{argument}: expected a variable or a list of variables"
+        try:
+            library_of(variable)
+        except TypeError as error:
+            raise TypeError(f"{expected}; {error}") from None
+        if not getattr(variable, "ndim", 0):
+            raise ValueError(f"{expected} with rows to scatter, got {variable!r} of {variable.type} at index {i}")
+    return variables
+
+
+def _held(shareds: Sequence[Any] | None, variables: list[Any]) -> list[Any]:
+    """Check that there is one shared variable for each input."""
+    if shareds is None:
+        return []
+    if not isinstance(shareds, list | tuple):
+        raise TypeError(f"sliceable_shareds: expected a list of shared variables, got {shareds!r}")
+    held = list(shareds)
+    if len(held) != len(variables):
+        raise ValueError(
+            f"sliceable_shareds: expected {len(variables)} shared variables, one for each of x and y, got {len(held)}"
+        )
+    for shared, variable in zip(held, variables, strict=True):
+        if not hasattr(shared, "get_value"):
+            raise TypeError(f"sliceable_shareds: expected shared variables, got {shared!r}")
+        kinds = [(getattr(v.type, "dtype", None), getattr(v.type, "ndim", None)) for v in (shared, variable)]
+        if kinds[0] != kinds[1]:
+            raise TypeError(
+                f"sliceable_shareds: {shared.name!r} of {shared.type} can't stand for {variable!r} of {variable.type}"
+            )
+    return held
+
+
+def _listed(argument: str, value: Any, variables: list[Any], is_list: bool) -> list[Any]:
+    if not is_list:
+        return [value]
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{argument}: expected a list of {len(variables)} arrays, got {type(value).__name__}")
+    if len(value) != len(variables):
+        raise ValueError(f"{argument}: expected a list of {len(variables)} arrays, got {len(value)}")
+    return list(value)

@@ -1,0 +1,166 @@
+"""A training step in one process, with the plain graph library.
+
+`make_train_function_serial`
+    The twin of `synkhronos.extensions.train.make_train_function`.
+`SerialTrainFunction`
+    What it makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from synkhronos.extensions.model import Batch, Model, Rows, Rule
+from synkhronos.graphs import library_of
+
+
+class SerialTrainFunction:
+    """A training step in one process; made by `make_train_function_serial`.
+
+    Attributes
+    ----------
+    gradient, update : functions of the graph library
+        Compute the loss and write the gradient into `grad_shared`, and move the parameters by it.
+    grad_shared : shared variable
+        The gradients of all parameters in one vector, and how many rows they are from.
+    """
+
+    def __init__(self, model: Model):
+        library = library_of(model.loss)
+        self.grad_shared = model.rule.grad_shared
+        self.gradient = library.function(
+            [*model.x, *model.y], model.loss, updates=model.rule.grad_updates, name="train_gradient"
+        )
+        self.update = library.function([], updates=model.rule.param_updates, name="train_update")
+        self._model = model
+
+    def __call__(
+        self,
+        x_data: Rows | None = None,
+        y_data: Rows | None = None,
+        batch: Batch = None,
+        num_slices: int = 1,
+        batch_s: Any = None,
+    ) -> Any:
+        """Take one step.
+
+        Parameters
+        ----------
+        x_data, y_data : array_like, or list of these
+            One for each variable of `x` and of `y`; a list where those were lists.  Left out where the data are in
+            `sliceable_shareds`.
+        batch : int, slice, list of int, or array of int or bool, optional
+            Which rows to use: the first that many, a slice, indexes, or a mask.  By default all.
+        num_slices : int, optional
+            In how many pieces to compute the rows, to save memory.
+        batch_s : slice or list of int, optional
+            Which rows of the `sliceable_shareds` to use.  By default all.
+
+        Returns
+        -------
+        ndarray
+            The loss before the step: the mean over all rows of the batch.
+
+        Raises
+        ------
+        TypeError, ValueError, IndexError
+            If an argument is wrong; the message names it.
+        """
+        if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer):
+            raise TypeError(f"num_slices: expected an integer, got {num_slices!r}")
+        if num_slices < 1:
+            raise ValueError(f"num_slices: expected at least 1, got {num_slices}")
+        arrays = self._model.arrays(x_data, y_data, batch, batch_s)
+        data, chooser, chosen = "x_data, y_data", "batch", batch
+        if self._model.held:
+            data, chooser, chosen = "sliceable_shareds", "batch_s", batch_s
+            arrays = [shared.get_value(borrow=True) for shared in self._model.held]
+            if isinstance(chosen, int | np.integer) or isinstance(chosen, np.ndarray) and chosen.dtype == bool:
+                raise TypeError(f"batch_s: expected a slice or a list of indexes, got {chosen!r}")
+        arrays = [_take(np.asarray(a), chosen, chooser) for a in arrays]
+        lengths = [len(a) for a in arrays]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"{data}: expected the same number of rows of each, got {lengths}")
+        if lengths[0] == 0:
+            raise ValueError(f"{chooser}: expected at least one row, got {chosen!r}")
+        if num_slices == 1:
+            loss = self.gradient(*arrays)
+        else:
+            loss = self._in_slices(arrays, min(num_slices, lengths[0]))
+        self.update()
+        return loss
+
+    def _in_slices(self, arrays: list[np.ndarray], num_slices: int) -> Any:
+        """Sum the weighted gradients of slices; return the mean loss."""
+        losses, rows, gradients = [], [], []
+        for pieces in zip(*(np.array_split(a, num_slices) for a in arrays), strict=True):
+            losses.append(self.gradient(*pieces))
+            rows.append(len(pieces[0]))
+            gradients.append(self.grad_shared.get_value())
+        self.grad_shared.set_value(np.sum(gradients, axis=0))
+        return np.asarray(np.average(losses, weights=rows), dtype=losses[0].dtype)
+
+
+def make_train_function_serial(
+    loss: Any,
+    params: Sequence[Any],
+    x: Any,
+    y: Any,
+    update_rule: Rule,
+    sliceable_shareds: Sequence[Any] | None = None,
+    **rule_kwargs: Any,
+) -> SerialTrainFunction:
+    """Make a function that takes a training step in this process alone, without Synkhronos.
+
+    It computes what `make_train_function` computes, and needs no `synkhronos.fork`: to compare with, or to
+    debug.
+
+    Parameters
+    ----------
+    loss, params, x, y, update_rule, sliceable_shareds, **rule_kwargs
+        As for `make_train_function`.
+
+    Returns
+    -------
+    SerialTrainFunction
+        To be called as ``train(x_data, y_data, batch=None, num_slices=1)``, or with `sliceable_shareds` as
+        ``train(batch_s=None, num_slices=1)``; returns the loss.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong; the message names it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import pytensor, pytensor.tensor as pt
+    >>> from synkhronos.extensions.updates import sgd
+    >>> x, y = pt.matrix("x"), pt.vector("y")
+    >>> w = pytensor.shared(np.zeros(2), name="w")
+    >>> train = make_train_function_serial(((x @ w - y) ** 2).mean(), [w], x, y, sgd, learning_rate=0.5)
+    >>> print(train(np.eye(2), np.array([1.0, 2.0])))
+    2.5
+    >>> print(w.get_value())
+    [0.5 1. ]
+    """
+    return SerialTrainFunction(Model.build(loss, params, x, y, update_rule, sliceable_shareds, rule_kwargs))
+
+
+def _take(array: np.ndarray, batch: Any, name: str) -> np.ndarray:
+    """Pick the rows of a batch, as `synkhronos.Function` does; ``name`` is for errors."""
+    if batch is None or isinstance(batch, slice):
+        return array[batch] if batch is not None else array
+    if isinstance(batch, bool):
+        raise TypeError(f"{name}: expected a number of rows, a slice, a list of indexes or a mask, got {batch!r}")
+    if isinstance(batch, int | np.integer):
+        if not 0 <= batch <= len(array):
+            raise IndexError(f"{name}: expected a number of rows from 0 to {len(array)}, got {batch}")
+        return array[:batch]
+    try:
+        return array[np.asarray(batch, dtype=None if len(batch) else int)]
+    except IndexError as error:
+        raise IndexError(f"{name}: {error}") from None
