@@ -23,6 +23,7 @@ import pytensor
 
 import synkhronos as synk
 from synkhronos.extensions import updates
+from synkhronos.extensions.train import make_train_function
 
 _DEMOS = Path(__file__).resolve().parents[1] / "demos"
 sys.path[1:1] = [str(_DEMOS), str(_DEMOS / "resnet")]
@@ -50,11 +51,21 @@ class Side:
 
         self._settings = settings
         self._rng = np.random.default_rng(0)
-        net = build(settings["blocks"], settings["width"], settings["size"], settings["classes"])
-        grad_updates, param_updates, self._grads = updates.momentum(net.loss, net.params, learning_rate=0.01)
-        self._net = net
-        self._updates = [*grad_updates.items(), *net.average_updates.items()]
-        self._update = synk.function([], updates=param_updates)
+        self._net = build(settings["blocks"], settings["width"], settings["size"], settings["classes"])
+
+    def _step(self, held: list[Any] | None = None) -> Callable[..., Any]:
+        """Return what takes a training step."""
+        net = self._net
+        return make_train_function(
+            net.loss,
+            net.params,
+            net.x,
+            net.y,
+            updates.momentum,
+            sliceable_shareds=held,
+            extra_updates=net.average_updates,
+            learning_rate=0.01,
+        )
 
     def _images(self, count: int) -> tuple[Any, Any]:
         """Return so many images and labels, in memory that all ranks see."""
@@ -65,41 +76,28 @@ class Side:
         return images, synk.data(self._rng.integers(self._settings["classes"], size=count, dtype=np.int32))
 
     def host(self) -> Callable[[], Any]:
-        """Return a gradient of shuffled rows of Data objects."""
+        """Return a step on shuffled rows of Data objects."""
         n, each = self._settings["n"], self._settings["batch_size"]
         data = self._images(n * self._settings["images"])
-        gradient = synk.function([self._net.x, self._net.y], self._net.loss, updates=self._updates)
+        step = self._step()
         batches = batches_of(self._rng, len(data[1]), n * each)
-        return lambda: gradient(*data, batch=next(batches))
+        return lambda: step(*data, batch=next(batches))
 
     def gpu(self) -> Callable[[], Any]:
-        """Return a gradient of shuffled rows of variables on the GPUs."""
+        """Return a step on shuffled rows of variables on the GPUs."""
         n, each, count = (self._settings[name] for name in ("n", "batch_size", "images"))
-        x = pytensor.shared(np.zeros((1, 1, 1, 1), np.uint8), "x")
-        y = pytensor.shared(np.zeros(1, np.int32), "y")
-        gradient = synk.function(
-            [],
-            self._net.loss,
-            updates=self._updates,
-            givens={self._net.x: x, self._net.y: y},
-            sliceable_shareds=[x, y],
-        )
+        held = [pytensor.shared(np.zeros((1, 1, 1, 1), np.uint8), "x"), pytensor.shared(np.zeros(1, np.int32), "y")]
+        step = self._step(held)
         images, labels = self._images(n * count)
-        synk.scatter([x, y], [images, labels])
+        synk.distribute()
+        synk.scatter(held, [images, labels])
         images.free_memory()
         batches = batches_of(self._rng, count, each)
-        return lambda: gradient(batch_s=next(batches))
+        return lambda: step(batch_s=next(batches))
 
     def measure(self, where: str) -> tuple[float, float, float]:
         """Return the first step's seconds, the median seconds of a step, and the last loss."""
-        gradient = self.host() if where == "host" else self.gpu()
-
-        def step() -> Any:
-            loss = gradient()
-            synk.all_reduce(self._grads)
-            self._update()
-            return loss
-
+        step = self.host() if where == "host" else self.gpu()
         start = perf_counter()
         float(step())
         first = perf_counter() - start

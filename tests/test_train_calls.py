@@ -67,6 +67,8 @@ def test_functions_outlive_a_new_fork(fork):
         (ValueError, "sliceable_shareds: expected 2 .*got 1", {"sliceable_shareds": [library.shared(X)]}),
         (TypeError, "sliceable_shareds: expected shared", {"sliceable_shareds": [library.shared(X), T.dvector()]}),
         (TypeError, "sliceable_shareds: expected a list", {"sliceable_shareds": library.shared(X)}),
+        (TypeError, "extra_updates: expected pairs", {"extra_updates": [library.shared(X)]}),
+        (TypeError, "extra_updates: expected shared", {"extra_updates": {T.dmatrix(): T.dmatrix()}}),
         (TypeError, "sliceable_shareds: 'of_x'", {"sliceable_shareds": [library.shared(Y, "of_x"), library.shared(Y)]}),
     ],
 )
@@ -144,3 +146,11 @@ def test_lists_of_data_have_one_for_each_variable(two_ranks_anew):
             train(X, Y)
         with pytest.raises(ValueError, match="x_data: expected a list of 1 arrays, got 2"):
             train([X, X], Y)
+
+
+@pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
+def test_what_the_rule_updates_is_not_updated_twice(two_ranks_anew, make):
+    model = Model()
+    extra = [(model.w, 0 * model.w)]
+    with pytest.raises(ValueError, match="extra_updates: the update rule has an update of 'w' already"):
+        make(model.loss, model.params, model.x, model.y, updates.sgd, extra_updates=extra, learning_rate=0.1)

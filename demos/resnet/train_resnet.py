@@ -27,6 +27,7 @@ from lasagne_tools.fit import fit
 from lasagne_tools.report import conclude, run_serial
 from network import Network, build
 from settings import add_arguments, describe, finish
+from synkhronos.extensions.train import make_train_function
 
 SERIAL = Path(__file__).with_name("train_resnet_theano.py")
 EXAMPLES = [
@@ -56,14 +57,17 @@ class AllRanks:
         self._batch_size = n_ranks * options.batch_size
         self._train_part, self._valid_part = [(part.images, synk.data(part.labels, network.y)) for part in parts]
 
-        # All ranks have equally many rows, so that their gradients weigh the same.
-        grad_updates, param_updates, self._grad_shared = options.update_rule(
-            network.loss, network.params, learning_rate=options.learning_rate
+        # Gradients of all ranks' rows, one all-reduce, and an update, as one callable.  Each rank moves its running
+        # averages by its own rows.
+        self._step = make_train_function(
+            network.loss,
+            network.params,
+            network.x,
+            network.y,
+            options.update_rule,
+            extra_updates=network.average_updates,
+            learning_rate=options.learning_rate,
         )
-        # Each rank moves its running averages by its own rows; updates are not reduced over ranks.
-        updates = [*grad_updates.items(), *network.average_updates.items()]
-        self._gradient = synk.function([network.x, network.y], network.loss, updates=updates)
-        self._update = synk.function([], updates=param_updates)
         self._averages = network.averages
         self._evaluate = synk.function(
             [network.x, network.y], [(network.test_loss, "mean"), (network.test_error, "mean")]
@@ -80,11 +84,7 @@ class AllRanks:
 
     def train(self, batch: np.ndarray) -> Any:
         """Take a step; return the loss."""
-        loss = self._gradient(*self._train_part, batch=batch)
-        # One collective for all gradients, after which the ranks hold the same average.
-        synk.all_reduce(self._grad_shared)
-        self._update()
-        return loss
+        return self._step(*self._train_part, batch=batch)
 
     def validate(self) -> tuple[float, float]:
         """Return loss and error of the validation images, by one call on all of them."""

@@ -2,13 +2,13 @@
 
 `Model`
     A loss, its inputs, and the rule that lowers it.
-`Rows`, `Rule`, `Batch`
+`Rows`, `Rule`, `Updates`, `Batch`
     Types of arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +24,28 @@ Rows = npt.ArrayLike | synk.Data | Sequence[npt.ArrayLike | synk.Data]
 #: What takes a loss, parameters and hyperparameters, `weight` among them.
 Rule = Callable[..., RuleUpdates]
 
+#: Pairs of a shared variable and what becomes of it.
+Updates = Mapping[Any, Any] | Sequence[tuple[Any, Any]]
+
 #: Which rows of the data a step uses.
 Batch = int | slice | Sequence[int] | npt.NDArray[Any] | None
 
 
 @dataclass(frozen=True)
 class Model:
-    """What to train, and by which rule; `held` are the shared variables that the data are in, if they are."""
+    """What to train, and by which rule.
+
+    Attributes
+    ----------
+    loss : variable
+    x, y : list of variables
+    x_is_list, y_is_list : bool
+        Whether the user passed lists.
+    held : list of shared variables
+        That the data are in, if they are.
+    rule : RuleUpdates
+    extra_updates : list of (shared variable, expression)
+    """
 
     loss: Any
     x: list[Any]
@@ -39,6 +54,7 @@ class Model:
     y_is_list: bool
     held: list[Any]
     rule: RuleUpdates
+    extra_updates: list[tuple[Any, Any]]
 
     @classmethod
     def build(
@@ -49,6 +65,7 @@ class Model:
         y: Any,
         update_rule: Rule,
         sliceable_shareds: Sequence[Any] | None,
+        extra_updates: Updates | None,
         rule_kwargs: dict[str, Any],
     ) -> Model:
         """Check the arguments, and apply the rule."""
@@ -71,8 +88,9 @@ class Model:
                 "update_rule: expected it to return (grad_updates, param_updates, grad_shared), "
                 f"got {rule!r} of type {type(rule).__name__}"
             )
+        rule = RuleUpdates(*rule)
         lists = isinstance(x, list | tuple), isinstance(y, list | tuple)
-        return cls(loss, xs, ys, *lists, held, RuleUpdates(*rule))
+        return cls(loss, xs, ys, *lists, held, rule, _extra(extra_updates, rule))
 
     def arrays(self, x_data: Rows | None, y_data: Rows | None, batch: Any, batch_s: Any) -> list[Any]:
         """One array or Data object for each variable; none where the data are held."""
@@ -123,6 +141,22 @@ def _held(shareds: Sequence[Any] | None, variables: list[Any]) -> list[Any]:
                 f"sliceable_shareds: {shared.name!r} of {shared.type} can't stand for {variable!r} of {variable.type}"
             )
     return held
+
+
+def _extra(updates: Updates | None, rule: RuleUpdates) -> list[tuple[Any, Any]]:
+    """Check the updates that come beside the rule's."""
+    if updates is None:
+        return []
+    pairs = list(updates.items() if isinstance(updates, Mapping) else updates)
+    taken = {id(shared) for shared in (*dict(rule.grad_updates), *dict(rule.param_updates))}
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise TypeError(f"extra_updates: expected pairs of a shared variable and an expression, got {pair!r}")
+        if not hasattr(pair[0], "get_value"):
+            raise TypeError(f"extra_updates: expected shared variables, got {pair[0]!r}")
+        if id(pair[0]) in taken:
+            raise ValueError(f"extra_updates: the update rule has an update of {pair[0].name!r} already")
+    return [(shared, expression) for shared, expression in pairs]
 
 
 def _listed(argument: str, value: Any, variables: list[Any], is_list: bool) -> list[Any]:

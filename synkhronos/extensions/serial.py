@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.extensions.model import Batch, Model, Rows, Rule
+from synkhronos.extensions.model import Batch, Model, Rows, Rule, Updates
 from synkhronos.graphs import library_of
 
 
@@ -32,7 +32,10 @@ class SerialTrainFunction:
         library = library_of(model.loss)
         self.grad_shared = model.rule.grad_shared
         self.gradient = library.function(
-            [*model.x, *model.y], model.loss, updates=model.rule.grad_updates, name="train_gradient"
+            [*model.x, *model.y],
+            model.loss,
+            updates=[*model.rule.grad_updates.items(), *model.extra_updates],
+            name="train_gradient",
         )
         self.update = library.function([], updates=model.rule.param_updates, name="train_update")
         self._model = model
@@ -95,12 +98,19 @@ class SerialTrainFunction:
 
     def _in_slices(self, arrays: list[np.ndarray], num_slices: int) -> Any:
         """Sum the weighted gradients of slices; return the mean loss."""
-        losses, rows, gradients = [], [], []
+        extra = [shared for shared, _ in self._model.extra_updates]
+        before = [shared.get_value() for shared in extra]
+        losses, rows, gradients, after = [], [], [], []
         for pieces in zip(*(np.array_split(a, num_slices) for a in arrays), strict=True):
+            for shared, value in zip(extra, before, strict=True):
+                shared.set_value(value)
             losses.append(self.gradient(*pieces))
             rows.append(len(pieces[0]))
             gradients.append(self.grad_shared.get_value())
+            after.append([shared.get_value() for shared in extra])
         self.grad_shared.set_value(np.sum(gradients, axis=0))
+        for shared, value, values in zip(extra, before, zip(*after, strict=True), strict=True):
+            shared.set_value(np.average(values, axis=0, weights=rows).astype(value.dtype))
         return np.asarray(np.average(losses, weights=rows), dtype=losses[0].dtype)
 
 
@@ -111,6 +121,7 @@ def make_train_function_serial(
     y: Any,
     update_rule: Rule,
     sliceable_shareds: Sequence[Any] | None = None,
+    extra_updates: Updates | None = None,
     **rule_kwargs: Any,
 ) -> SerialTrainFunction:
     """Make a function that takes a training step in this process alone, without Synkhronos.
@@ -120,7 +131,7 @@ def make_train_function_serial(
 
     Parameters
     ----------
-    loss, params, x, y, update_rule, sliceable_shareds, **rule_kwargs
+    loss, params, x, y, update_rule, sliceable_shareds, extra_updates, **rule_kwargs
         As for `make_train_function`.
 
     Returns
@@ -147,7 +158,9 @@ def make_train_function_serial(
     >>> print(w.get_value())
     [0.5 1. ]
     """
-    return SerialTrainFunction(Model.build(loss, params, x, y, update_rule, sliceable_shareds, rule_kwargs))
+    return SerialTrainFunction(
+        Model.build(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs)
+    )
 
 
 def _take(array: np.ndarray, batch: Any, name: str) -> np.ndarray:

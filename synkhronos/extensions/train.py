@@ -19,7 +19,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives.arguments import mirrored
 from synkhronos.collectives.commands import Reduce
-from synkhronos.extensions.model import Batch, Model, Rows, Rule
+from synkhronos.extensions.model import Batch, Model, Rows, Rule, Updates
 from synkhronos.extensions.serial import SerialTrainFunction, make_train_function_serial
 from synkhronos.extensions.step import Step
 from synkhronos.function.call import Call
@@ -50,7 +50,7 @@ class TrainFunction:
             [] if model.held else inputs,
             (model.loss, "mean"),
             # Slices may differ in their number of rows: their weighted gradients add up.
-            updates=[(self.grad_shared, expression, "sum")],
+            updates=[(self.grad_shared, expression, "sum"), *((s, e, "mean") for s, e in model.extra_updates)],
             givens=list(zip(inputs, model.held, strict=False)),
             sliceable_shareds=model.held,
             name="train_gradient",
@@ -138,6 +138,7 @@ def make_train_function(
     y: Any,
     update_rule: Rule,
     sliceable_shareds: Sequence[Any] | None = None,
+    extra_updates: Updates | None = None,
     **rule_kwargs: Any,
 ) -> TrainFunction:
     """Make a function that takes a training step on all ranks.
@@ -157,6 +158,9 @@ def make_train_function(
     sliceable_shareds : list of shared variables, optional
         Where the data are if the ranks hold them already, each its own rows, from `synkhronos.scatter` on: one
         variable for each of `x` and `y`, of the same type.  On a rank all of them have equally many rows.
+    extra_updates : dict or list of (shared variable, expression), optional
+        What else a step updates on each rank, from that rank's own rows: running averages, say.  Slices' values are
+        averaged, each as often as it has rows.
     **rule_kwargs
         For the rule, such as ``learning_rate=0.1``.
 
@@ -194,7 +198,7 @@ def make_train_function(
     [1. 2. 3.]
     >>> synk.close()
     """
-    return TrainFunction(Model.build(loss, params, x, y, update_rule, sliceable_shareds, rule_kwargs))
+    return TrainFunction(Model.build(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs))
 
 
 def _count(batch: Any, arrays: list[Any]) -> int:

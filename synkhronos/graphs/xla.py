@@ -26,7 +26,7 @@ from synkhronos.graphs.traced import Traced
 
 
 class Combination(NamedTuple):
-    """The ranks' values of a variable are combined; what follows updates nothing if that turns out not to count.
+    """The ranks' values of a variable are combined; if that turns out not to count, no other variable is updated.
 
     Attributes
     ----------
@@ -180,17 +180,22 @@ class Executable:
         """Compute on what `_arguments` returns; return a value for each output, updated storage and cell of the log."""
         n_arguments = self._n_inputs + len(self._storages)
         inputs = iter(arguments[: self._n_inputs])
-        present = {id(s): a for s, a in zip(self._storages, arguments[self._n_inputs : n_arguments], strict=True)}
+        before = {id(s): a for s, a in zip(self._storages, arguments[self._n_inputs : n_arguments], strict=True)}
+        present, combined = dict(before), set()
         outputs: list[Any] = []
         counts: Any = None
         for piece in self._pieces:
             if isinstance(piece, Combination):
                 present[id(piece.storage)], counts = all_reduced(present[id(piece.storage)])
+                combined.add(id(piece.storage))
                 continue
             results = piece.run(*islice(inputs, piece.n_inputs), *[present[id(s)] for s in piece.storages])
             outputs += results[: piece.n_outputs]
             for cell, result in zip(piece.cells[piece.n_outputs :], results[piece.n_outputs :], strict=True):
-                present[id(cell)] = result if counts is None else _if(counts, result, present[id(cell)])
+                present[id(cell)] = result
+        if counts is not None:
+            for key in before.keys() - combined:
+                present[key] = _if(counts, present[key], before[key])
         others = [output for i, output in enumerate(outputs) if i not in self._logged]
         results = [*others, *(present[id(storage)] for storage in self._updated)]
         if self._logged:
@@ -203,7 +208,7 @@ def _if(counts: Any, new: Any, old: Any) -> Any:
     """Return a variable's new value, or the old one if the new one doesn't count."""
     import jax.numpy as jnp
 
-    return jnp.where(counts != 0, new, old) if new.shape == old.shape else new
+    return jnp.where(counts != 0, new, old) if new is not old and new.shape == old.shape else new
 
 
 def _each_once(lists: Sequence[list[Any]]) -> list[list[Any]]:
