@@ -103,6 +103,7 @@ class Gpu:
         self.command, self.is_master, self.size, self.number = 0, is_master, 2, 0
         self.before_end, self.at_end, self.at_failure, self.unfinished = [], [], [], []
         self.stream = self.handle = 7
+        self.coming_step, self.arrived, self.page = 3, 0, np.zeros(1, np.int32)
         self.arrays = self
         self.CUresult = types.SimpleNamespace(CUDA_ERROR_NOT_READY=NOT_READY)
         self.driver = self
@@ -119,6 +120,17 @@ class Gpu:
 
     def bereft(self):
         return self.is_dead
+
+    def barrier(self, look=None):
+        if look is not None:
+            look()
+
+    def have_all_come(self, step):
+        assert step == 3
+        return self.arrived >= step
+
+    def withdraw(self):
+        self.withdrawn = True
 
     def check(self):
         if self.is_dead:
@@ -245,7 +257,7 @@ def test_a_rank_that_waits_for_its_gpu_is_freed_when_a_peer_has_failed(connected
 def test_where_all_ranks_have_met_a_failure_ends_nothing(connected):
     communicator, gpu = connected()
     met = []
-    gpu.barrier = lambda: met.append(1)
+    gpu.barrier = lambda look: met.append(1)
     communicator.meet()
     assert met == []  # nothing has been started
     start(communicator, gpu, command=5)
@@ -272,7 +284,11 @@ def test_what_is_combined_within_a_launch_counts_unless_the_connection_is_given_
     (copied,) = combine_within(communicator, gpu)
     # The GPU reads it when it has combined: by then a peer may be found to be missing.
     flag = communicator._holds
-    assert copied == (96, flag.ctypes.data, 4, 7) and flag[0] == 1 and gpu.unfinished[0]()
+    assert copied == (96, flag.ctypes.data, 4, 7) and flag[0] == 1
+    # If it is given up nothing that the user sees is wrong; of what is computed by hand that can't be said.
+    assert not gpu.unfinished[0]()
+    communicator._leaves_wrong = True
+    assert gpu.unfinished[0]()
     gpu.abort = lambda: told.append(int(flag[0]))  # what waits for a peer goes on from here
     told = []
     gpu.failed = 5
@@ -290,6 +306,50 @@ def test_within_a_launch_nothing_is_combined_that_the_ranks_have_not_agreed_on(c
     with pytest.raises(RuntimeError, match="given up"):
         combine_within(communicator, gpu)
     assert gpu.state == DONE
+
+
+def test_what_all_ranks_have_come_to_is_not_given_up_by_some(connected):
+    # A rank may fail when all have met, and others hear of that before they have noticed.
+    communicator, gpu = connected()
+    start(communicator, gpu, command=5)
+
+    def fails():
+        gpu.failed = 5
+        time.sleep(0.1)  # the guard looks meanwhile
+        assert not gpu.aborted
+
+    gpu.arrived = 3
+    communicator.meet(fails)
+    gpu.at_failure[0](5)
+    assert not gpu.aborted
+
+
+def test_who_leaves_before_all_have_come_has_not_come(connected):
+    communicator, gpu = connected()
+    start(communicator, gpu, command=5)
+
+    def leaves():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        communicator.meet(leaves)
+    assert gpu.withdrawn
+    gpu.at_failure[0](5)
+    assert gpu.aborted == 1
+
+
+def test_nothing_waits_for_ever_in_a_command_that_has_failed(connected, monkeypatch):
+    monkeypatch.setattr("synkhronos.devices.cuda.nccl._PATIENCE", 0.2)
+    communicator, gpu = connected()
+    start(communicator, gpu, command=5)
+    communicator.meet()
+    gpu.failed = 5
+    time.sleep(0.1)
+    assert not gpu.aborted
+    deadline = time.monotonic() + 2
+    while not gpu.aborted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gpu.aborted == 1
 
 
 def test_a_connection_that_was_given_up_is_not_used(connected):
@@ -337,7 +397,7 @@ def test_a_connection_that_comes_too_late_is_not_taken(connected, monkeypatch):
     core.Communicator = types.SimpleNamespace(init=init)
     monkeypatch.setitem(sys.modules, "nccl.core", core)
     errors = []
-    gpu.scratch, gpu.page = lambda nbytes: 64, lambda: np.zeros(1, np.int32)
+    gpu.scratch = lambda nbytes: 64
     communicator._connect(communicator._attempt, b"id", errors)
     assert (errors, late.aborted, communicator._comm) == ([], 1, None)
 

@@ -656,6 +656,29 @@ def test_a_step_that_one_rank_fails_in_updates_nothing(fork, culprit):
 
 
 @of_jax
+def test_a_step_that_is_interrupted_is_taken_on_all_ranks_or_on_none(fork):
+    n = fork(min(4, synk.get_n_gpu()))
+    x, y, w = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w")
+    train = make_train_function(((x.dot(w) - y) ** 2).mean(), [w], x, y, updates.sgd, learning_rate=0.1)
+    data = synk.data(RNG.normal(size=(10, 3))), synk.data(RNG.normal(size=10))
+    for _ in range(3):
+        train(*data)
+    interrupts = 0
+    for delay in RNG.uniform(0.0005, 0.003, 40):
+        timer = threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            for _ in range(100_000):
+                train(*data)
+        except KeyboardInterrupt:
+            interrupts += 1
+        timer.join()
+        value = np.asarray(w.get_value())  # waits for the GPU
+        np.testing.assert_array_equal(synk.gather(w), [value] * n)
+    assert interrupts == 40
+
+
+@of_jax
 @pytest.mark.new_ranks
 def test_a_rank_that_dies_in_a_step_leaves_the_parameters_as_they_were(fork):
     fork(2)

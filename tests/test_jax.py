@@ -6,6 +6,7 @@ SYNKHRONOS_TEST_DEVICE=jax or gpu.
 
 import copy
 import ctypes
+import gc
 import math
 import operator
 import os
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -421,6 +423,37 @@ def test_what_is_raised_while_ranks_combine_is_raised_after_the_launch(chained, 
         assert np.asarray(shareds[1].get_value()).tolist() == [1.0, 1.0, 1.0]
         assert signal.getsignal(signal.SIGALRM) is handler
     assert launched(launch, shareds, doubling([]))[2:] == [[1.0, -1.0, -3.0], 1]
+
+
+@on_host
+def test_a_launch_combines_once(chained):
+    launch, shareds = chained
+    with pytest.raises(RuntimeError, match="0 times"):
+        with undisturbed(), combining(doubling([])):
+            pass
+    # Outside of a block nothing counts.
+    launch(JAX.from_host(np.arange(3.0)))
+    assert np.asarray(shareds[1].get_value()).tolist() == [1.0, 1.0, 1.0]
+    assert launched(launch, shareds, doubling([]))[2:] == [[1.0, -1.0, -3.0], 1]
+
+
+def test_what_was_launched_is_freed_with_its_function(fork):
+    fork(1)
+    x, w = T.dvector("x"), shared(np.zeros(3), "w")
+    f, g = synk.function([x], (x.sum(), "sum"), updates=[(w, w + x)]), synk.function([], updates=[(w, 2 * w)])
+    f(np.ones(3)), g()
+    runs = [each._program.compile(PLAIN).run for each in (f, g)]
+    runs.append(runs[0].followed_by(runs[1], None))
+    runs[-1](JAX.from_host(np.ones(3)))
+    references = [weakref.ref(run) for run in runs]
+    gc.collect()
+    gc.disable()
+    try:
+        del f, g
+        runs.clear()
+        assert [reference() for reference in references] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_a_training_step_of_one_rank_is_one_launch(fork, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 from synkhronos import ranks
 from synkhronos.ranks.control import MAILBOX, SLOT
 from synkhronos.ranks.errors import cause_of_death
-from synkhronos.ranks.interrupts import undisturbed, uninterrupted
+from synkhronos.ranks.interrupts import put_back, undisturbed, uninterrupted
 
 
 @pytest.fixture(params=[1, 2, 3, 5])
@@ -537,3 +537,62 @@ def test_an_interrupt_is_held_back(block):
             done.append(1)
         done.append(2)
     assert done == [1]
+
+
+def test_what_is_held_back_may_be_held_no_longer(monkeypatch):
+    monkeypatch.setattr("synkhronos.ranks.interrupts.PATIENCE", 0.05)
+    with pytest.raises(KeyboardInterrupt):
+        with undisturbed() as held:
+            held.relent()
+            signal.raise_signal(signal.SIGINT)
+            held.relent()
+            time.sleep(0.1)
+            with pytest.raises(KeyboardInterrupt):
+                held.relent()
+            held.relent()
+            signal.raise_signal(signal.SIGINT)  # not held any more
+            pytest.fail()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_can_be_taken_away_while_signals_are_held_back():
+    def handler(number, frame):
+        pass
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with undisturbed():
+            put_back(signal.SIGALRM, handler, signal.SIG_IGN)
+            put_back(signal.SIGINT, handler, signal.SIG_IGN)  # which it isn't
+        assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+class FailBehind:
+    """A command: ranks meet, one of them fails right behind, and each counts how often it came through."""
+
+    def __init__(self, culprit):
+        self.culprit = culprit
+
+    def run(self, rank):
+        rank.barrier()
+        rank.store["through"] = rank.store.get("through", 0) + 1
+        if rank.number == self.culprit:
+            raise ArithmeticError("no")
+
+
+class Through:
+    def run(self, rank):
+        return rank.exchange(rank.store.get("through", 0))
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_who_fails_behind_a_barrier_does_not_keep_others_from_passing_it(session, culprit):
+    if session.size <= culprit:
+        pytest.skip("needs more ranks")
+    for _ in range(50):
+        with pytest.raises((ArithmeticError, ranks.WorkerError)):
+            session.run(FailBehind(culprit))
+    assert session.run(Through()) == [50] * session.size

@@ -55,7 +55,8 @@ class Step(NamedTuple):
     def _in_one(self, rank: Rank, gradient: Part, update: Part) -> Callable[..., Any] | None:
         """Return what does all of it in one launch, None where it can't be done.
 
-        Ranks meet and combine in the same order either way: they need not agree on it.
+        Ranks meet and combine in the same order either way, as calls whose outputs are read later meet nowhere when
+        they are compiled: they need not agree on it.
         """
         device = gradient.program.device
         chained = getattr(gradient.compiled.run, "followed_by", None)
@@ -64,10 +65,12 @@ class Step(NamedTuple):
         if not gradient.active or self.gradient.variant.accumulate:
             return None
         (key,) = self.reduce.keys
-        shared = stored(rank, key)
         if rank.size == 1:
             return chained(update.compiled.run, None)
-        if not device.combines_within(library_of(shared).get(shared).dtype):
+        shared = stored(rank, key)
+        value = library_of(shared).get(shared)
+        # What the user may have put there is moved, or cast, on the long way.
+        if not device.holds(value) or value.dtype != shared.type.dtype or not device.combines_within(value.dtype):
             return None
         launch = chained(update.compiled.run, shared.container.storage)
         return None if launch is None else partial(self._launch, rank, launch)
@@ -82,10 +85,11 @@ class Step(NamedTuple):
         def combine(source: int, target: int, count: int, counts: int, stream: int | None) -> None:
             communicator.all_reduce_within(source, target, count, layout, op, counts, stream)
 
-        # Nothing may be raised in what XLA calls; and when this rank has launched, all will have in a moment, and the
-        # updates are applied.
-        with undisturbed():
+        # Nothing may be raised in what XLA calls; and when this rank has launched, all will have in a moment, so that
+        # the updates are applied on all ranks, or, if one of them fails, on none.
+        with undisturbed() as signals:
             with combining(combine):
                 results = launch(*inputs)
-            communicator.meet()
+            communicator.meet(signals.relent)
+            rank.commit()
         return results

@@ -254,6 +254,7 @@ class Part:
         """
         call = self._call
         if launch is not None:
+            assert self.rows and not call.variant.accumulate
             self._run_compiled = launch
         if not self.rows:
             # Nobody has any: the outputs are what the serial library makes of none, and nothing is updated.

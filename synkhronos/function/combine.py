@@ -123,6 +123,7 @@ def _unpacked(part: bytes, dtypes: Sequence[np.dtype | None]) -> tuple[int, list
 
 def _reduce_many(rank: Rank, calls: Sequence[Outputs]) -> list[Any]:
     """Reduce those of many calls."""
+    # (By their ops too: to NumPy 1.23 None is a dtype.)
     runs = [list(run) for _, run in groupby(calls, lambda mine: (mine.ops, mine.scalars))]
     mine = [_records(run) for run in runs]
     shown = rank.gather(b"" if rank.is_master else b"".join([records.tobytes() for records in mine]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain, islice, repeat, starmap
 from operator import setitem
 from typing import Any, NamedTuple
@@ -82,7 +83,7 @@ class Executable:
         self.inputs_on_host = any(piece.inputs_on_host for piece in traced)
         self._logged: list[int] = []
         if self.inputs_on_host:
-            self._run, self._donated = self._trace, []
+            self._run, self._donated = partial(_compute, self._pieces, self._storages, self._updated, []), []
             return
 
         types = [kind for piece in traced for kind in piece.types]
@@ -101,7 +102,9 @@ class Executable:
         # Old values that nothing is computed from are kept as arguments: the new ones then take their place, and
         # addresses stay the same from launch to launch, as the launches that XLA records need them.
         options = COMPILER_OPTIONS if bfloat16() else None
-        self._run = jax.jit(self._trace, donate_argnums=tuple(positions), keep_unused=True, compiler_options=options)
+        # Without a reference to this, or only the garbage collector would free what it holds.
+        run = partial(_compute, self._pieces, self._storages, self._updated, self._logged)
+        self._run = jax.jit(run, donate_argnums=tuple(positions), keep_unused=True, compiler_options=options)
 
     def followed_by(self, other: Executable, combined: list[Any] | None) -> Executable | None:
         """Return what does in one launch what this one does and then another one.
@@ -141,11 +144,9 @@ class Executable:
         self._device.launching()
         try:
             self._launch(arguments)
-        except BaseException as error:
+        except BaseException:
             if self._log is not None:  # whether this launch has written there is not known
                 self._log = Log(self._dtypes)
-            if isinstance(error, Exception):
-                self._traced[0].explain()
             raise
         finally:
             del arguments
@@ -176,36 +177,50 @@ class Executable:
         logs = [] if self._log is None else self._log.cells
         return [*inputs, *[cell[0] for cell in (*self._storages, *logs)]]
 
-    def _trace(self, *arguments: Any) -> tuple[Any, ...]:
-        """Compute on what `_arguments` returns; return a value for each output, updated storage and cell of the log."""
-        n_arguments = self._n_inputs + len(self._storages)
-        inputs = iter(arguments[: self._n_inputs])
-        before = {id(s): a for s, a in zip(self._storages, arguments[self._n_inputs : n_arguments], strict=True)}
-        present, combined = dict(before), set()
-        outputs: list[Any] = []
-        counts: Any = None
-        for piece in self._pieces:
-            if isinstance(piece, Combination):
-                present[id(piece.storage)], counts = all_reduced(present[id(piece.storage)])
-                combined.add(id(piece.storage))
-                continue
+
+def _compute(
+    pieces: Sequence[Traced | Combination],
+    storages: Sequence[list[Any]],
+    updated: Sequence[list[Any]],
+    logged: Sequence[int],
+    *arguments: Any,
+) -> tuple[Any, ...]:
+    """Compute on what `Executable._arguments` returns; return a value for each output, updated storage and log's cell.
+
+    ``logged`` are the positions of the outputs that go into the log, and nowhere else.
+    """
+    n_inputs = sum(piece.n_inputs for piece in pieces if isinstance(piece, Traced))
+    n_arguments = n_inputs + len(storages)
+    inputs = iter(arguments[:n_inputs])
+    before = {id(s): a for s, a in zip(storages, arguments[n_inputs:n_arguments], strict=True)}
+    present, combined = dict(before), set()
+    outputs: list[Any] = []
+    counts: Any = None
+    for piece in pieces:
+        if isinstance(piece, Combination):
+            assert counts is None, "more than one combination in a launch"
+            present[id(piece.storage)], counts = all_reduced(present[id(piece.storage)])
+            combined.add(id(piece.storage))
+            continue
+        try:
             results = piece.run(*islice(inputs, piece.n_inputs), *[present[id(s)] for s in piece.storages])
-            outputs += results[: piece.n_outputs]
-            for cell, result in zip(piece.cells[piece.n_outputs :], results[piece.n_outputs :], strict=True):
-                present[id(cell)] = result
-        if counts is not None:
-            for key in before.keys() - combined:
-                present[key] = _if(counts, present[key], before[key])
-        others = [output for i, output in enumerate(outputs) if i not in self._logged]
-        results = [*others, *(present[id(storage)] for storage in self._updated)]
-        if self._logged:
-            # What is in the log is returned nowhere else: each output that is kept would have an address of its own.
-            results += Log.write(arguments[n_arguments:], [outputs[i] for i in self._logged])
-        return tuple(results)
+        except Exception:
+            piece.explain()
+            raise
+        outputs += results[: piece.n_outputs]
+        for cell, result in zip(piece.cells[piece.n_outputs :], results[piece.n_outputs :], strict=True):
+            present[id(cell)] = result
+    if counts is not None:
+        for key in before.keys() - combined:
+            present[key] = _if(counts, present[key], before[key])
+    # What is in the log is returned nowhere else: each output that is kept would have an address of its own.
+    others = [output for i, output in enumerate(outputs) if i not in logged]
+    numbers = Log.write(arguments[n_arguments:], [outputs[i] for i in logged]) if logged else []
+    return (*others, *(present[id(storage)] for storage in updated), *numbers)
 
 
 def _if(counts: Any, new: Any, old: Any) -> Any:
-    """Return a variable's new value, or the old one if the new one doesn't count."""
+    """Return a variable's new value, or the old one if the new one doesn't count; but one of another shape always."""
     import jax.numpy as jnp
 
     return jnp.where(counts != 0, new, old) if new is not old and new.shape == old.shape else new

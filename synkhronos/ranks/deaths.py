@@ -30,6 +30,8 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
+from synkhronos.ranks.interrupts import put_back
+
 #: Seconds that a process may take from closing its files to its end.
 _LAST_MOMENTS = 1.0
 # What Python's fcntl has no names for: Linux' numbers are the same on all its processors.
@@ -93,8 +95,7 @@ class DeathWatch:
         self._unfinished = bool  # and no reference to the session, which refers to this
         self._fail = lambda: None
         if self._before is not None and threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGURG) == self._hear:  # else somebody has taken it since
-                signal.signal(signal.SIGURG, self._before)
+            put_back(signal.SIGURG, self._hear, self._before)
             self._before = None
 
     def _hear(self, number: int, frame: FrameType | None) -> None:

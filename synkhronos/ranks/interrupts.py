@@ -4,6 +4,8 @@
     A block of code that a KeyboardInterrupt follows, rather than cuts short.
 `undisturbed`
     The same for whatever Python's signal handlers may raise.
+`put_back`
+    Take a signal's handler away, though such a block may be on.
 """
 
 from __future__ import annotations
@@ -11,12 +13,16 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import signal
 import threading
+import time
 from collections.abc import Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 # Those of `signal` make enums of what goes in and comes out, which takes ten times as long.
 _handler_of, _handle = _signal.getsignal, _signal.signal
+
+#: Seconds after which `uninterrupted.relent` gives in.
+PATIENCE = 2.0
 
 
 class uninterrupted:  # noqa: N801
@@ -29,17 +35,20 @@ class uninterrupted:  # noqa: N801
 
     signals: Iterable[int] = (int(signal.SIGINT),)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
+        #: Signals that have been held back, and when the first came.
         self._came: list[int] = []
+        self._since = 0.0
         self._handlers: dict[int, Any] = {}
-        self._holds = False
+        self._entering, self._holds = True, False
         if threading.current_thread() is threading.main_thread():
             try:
                 self._take_over()
-                self._holds = True
+                self._entering, self._holds = False, True
             except BaseException:  # from a handler to which a signal has come before it was this one's turn
                 self._restore(list(self._handlers.items()))
                 raise
+        return self
 
     def _take_over(self) -> None:
         for number in self.signals:
@@ -53,12 +62,23 @@ class uninterrupted:  # noqa: N801
             self._restore(list(self._handlers.items()))
         finally:
             self._holds = False
-            self._raise(self._came)
+            came, self._came = self._came, []
+            self._raise(came)
+
+    def relent(self) -> None:
+        """Hold nothing back any more if something has been for `PATIENCE` seconds: for a wait inside the block."""
+        if self._came and time.monotonic() > self._since + PATIENCE:
+            self.__exit__()
+
+    def put_back(self, number: int, handler: Any, before: Any) -> None:
+        """Have another handler of a signal come back after the block than the one that was there."""
+        if self._handlers.get(number) == handler:
+            self._handlers[number] = before
 
     def _restore(self, handlers: list[tuple[int, Any]]) -> None:
         for i, (number, handler) in enumerate(handlers):
             try:
-                _handle(number, handler)
+                (_handle if callable(handler) else signal.signal)(number, handler)
             except BaseException:  # from a handler that is back, to which a signal has come
                 self._restore(handlers[i:])
                 raise
@@ -73,10 +93,12 @@ class uninterrupted:  # noqa: N801
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._holds:
             if number not in self._came:
+                self._since = self._since or time.monotonic()
                 self._came.append(number)
             return
         # A signal has come between the first and the last of them.
-        _handle(number, self._handlers[number])
+        if not self._entering:
+            _handle(number, self._handlers[number])
         self._handlers[number](number, frame)
 
 
@@ -84,3 +106,12 @@ class undisturbed(uninterrupted):  # noqa: N801
     """Hold back all signals that Python handles, for what must not raise: a function that is called from C."""
 
     signals = [int(number) for number in signal.valid_signals()]
+
+
+def put_back(number: int, handler: Any, before: Any) -> None:
+    """Have a signal's handler be what it was before it was ``handler``; if that isn't the handler now, leave it."""
+    now = _handler_of(number)
+    if now == handler:
+        signal.signal(number, before)
+    elif isinstance(getattr(now, "__self__", None), uninterrupted):
+        now.__self__.put_back(number, handler, before)

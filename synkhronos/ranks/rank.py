@@ -152,16 +152,35 @@ class Rank:
         while self.at_finish:
             self.at_finish.pop()()
 
-    def barrier(self) -> None:
+    def barrier(self, look: Callable[[], None] | None = None) -> None:
         """Return when every rank has come here.
+
+        Parameters
+        ----------
+        look : callable, optional
+            Called now and then while others are late; may raise.
 
         Raises
         ------
         Cancelled
-            If a rank failed in this command: it will not come.
+            If a rank failed in this command before it came.
         """
         self._arrive()
-        self._wait_for_step(self._step)
+        self._wait_for_step(self._step, look=look)
+
+    @property
+    def coming_step(self) -> int:
+        """The number of the step that comes next."""
+        return self._step + 1
+
+    def have_all_come(self, step: int) -> bool:
+        """Whether every rank has come to a step."""
+        return self._reached(step)
+
+    def withdraw(self) -> None:
+        """Take back that this rank has come to the last step: the others won't find it there."""
+        self._step -= 1
+        self.control.arrived[self.number] = self._step
 
     def exchange(self, value: Any) -> list[Any]:
         """Show a picklable value to all ranks, and return theirs, in rank order."""
@@ -257,14 +276,21 @@ class Rank:
             return min(arrived) >= step
         return all(arrived[r] >= step for r in range(self.size) if r != besides)
 
-    def _wait_for_step(self, step: int, besides: int | None = None) -> None:
+    def _wait_for_step(self, step: int, besides: int | None = None, look: Callable[[], None] | None = None) -> None:
         words, failed, command, reached = self.control.words, Control.FAILED, self._command, self._reached
+        watch = self.watch
+        if look is not None:
+
+            def watch() -> None:
+                self.watch()
+                look()
 
         def ready() -> bool:
             return reached(step, besides) or words[failed] == command
 
-        self.control.wait(self.number, ready, FOR_STEP, self.watch, POLL)
-        if words[failed] == command:
+        self.control.wait(self.number, ready, FOR_STEP, watch, POLL)
+        # A rank may have come and failed since: then all ranks are here, and all go on, as far as the next step.
+        if not reached(step, besides):
             raise Cancelled
 
     def _open_slot(self, payload: bytes | memoryview, total: int | None = None) -> int:

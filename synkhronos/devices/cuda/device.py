@@ -97,7 +97,7 @@ class CudaDevice:
 
     def combines_within(self, dtype: np.dtype) -> bool:
         """Whether the communicator combines arrays of a dtype in the middle of a launch."""
-        return self.communicates(dtype) and self.stream is not None
+        return False
 
     def part(self, array: Any, start: int, shape: tuple[int, ...]) -> Part:
         """Return a run of an array's items, as the communicator takes it."""

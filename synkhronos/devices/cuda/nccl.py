@@ -15,7 +15,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from synkhronos.devices.cuda.staging import Part, Staging, check
 from synkhronos.devices.host import Layout
-from synkhronos.ranks import Rank
+from synkhronos.ranks import Cancelled, Rank
 from synkhronos.ranks.interrupts import uninterrupted
 
 #: NCCL's numbers for dtypes (ncclDataType_t).
@@ -82,6 +82,10 @@ class NcclCommunicator:
         self._under_way = 0
         #: That command, as long as some rank may fail in it before it comes to the collective.
         self._exposed = 0
+        #: The step at which the ranks meet when all have come to the collective; 0 as long as this one hasn't.
+        self._meeting = 0
+        #: Whether what may be under way leaves variables wrong if it is given up.
+        self._leaves_wrong = False
         #: The attempt to connect that counts: an earlier one may come to its end late.
         self._attempt = 0
         self._guard: threading.Thread | None = None
@@ -142,13 +146,12 @@ class NcclCommunicator:
             comm = Communicator.init(rank.size, rank.number, UniqueId.from_bytes(unique_id))
             at = comm._comm  # what the bindings take; the class around it looks at every array anew
             room = self._staging.scratch(rank.size)
-            holds = self._staging.page()
             with self._calls:
                 with self._swap:
                     is_late = attempt != self._attempt  # given up meanwhile
                     if not is_late:
                         self._comm, self._handle = comm, at
-                        self._holds = holds
+                        self._holds = self._staging.page
                         self._holds[0] = 1
                 if is_late:
                     comm.abort()
@@ -197,6 +200,7 @@ class NcclCommunicator:
         at, count, dtype = self._span(array)
         if count:
             self._leave()
+            self._leaves_wrong = True
             with self._calls:
                 self._nccl.all_reduce(at, at, count, dtype, OPS[op], self._connected(), self._stream)
             if self._arrays.stream is None:
@@ -289,6 +293,7 @@ class NcclCommunicator:
     def _leave(self) -> None:
         """Note that what is put on the stream now is not waited for."""
         self._under_way = self._exposed = self._rank.command
+        self._meeting = 0
         if self._guard is None:
             self._guard = threading.Thread(target=self._keep_guard, daemon=True)
             self._guard.start()
@@ -296,9 +301,11 @@ class NcclCommunicator:
     def _keep_guard(self) -> None:
         """Abort what is under way when a peer has died, or failed in the command that started it."""
         self._staging.enter()
+        failed_since = 0.0
         while not self._ended.wait(_LOOK):
             command = self._under_way
             if not command or self._is_done():
+                failed_since = 0.0
                 continue
             if self._rank.bereft():
                 self._lost = True
@@ -308,11 +315,28 @@ class NcclCommunicator:
                 return
             if self._rank.has_failed(command):
                 self._give_up(command)
+                # Whatever has kept a peer from it: nothing waits for ever.
+                failed_since = failed_since or perf_counter()
+                if perf_counter() > failed_since + _PATIENCE:
+                    self.abort()
 
-    def meet(self) -> None:
-        """Wait until every rank has started what this one has: from then on only a death can keep it from its end."""
+    def meet(self, look: Callable[[], None] | None = None) -> None:
+        """Wait until every rank has started what this one has: from then on only a death can keep it from its end.
+
+        Parameters
+        ----------
+        look : callable, optional
+            Called now and then while others are late; may raise, and this rank has not come then.
+        """
         if self._exposed:
-            self._rank.barrier()
+            self._meeting = self._rank.coming_step
+            try:
+                self._rank.barrier(look)
+            except Cancelled:
+                raise
+            except BaseException:
+                self._rank.withdraw()
+                raise
             self._exposed = 0
 
     def _is_done(self) -> bool:
@@ -324,8 +348,8 @@ class NcclCommunicator:
         """Whether a collective is under way, or did not come to its end."""
         if self._under_way and not self._lost:
             self._staging.enter()
-            return not self._is_done()
-        return self._lost
+            return self._leaves_wrong and not self._is_done()
+        return self._lost and self._leaves_wrong
 
     def _settle(self) -> None:
         """Let what is under way come to its end, one way or the other."""
@@ -341,8 +365,8 @@ class NcclCommunicator:
         self.abort()
 
     def _give_up(self, command: int) -> None:
-        """Abort what a command that failed has started: not all ranks came."""
-        if self._exposed == command:
+        """Abort what a command that failed has started, unless all ranks have come to it: none does so then."""
+        if self._exposed == command and not (self._meeting and self._rank.have_all_come(self._meeting)):
             self.abort()
 
     def _finish(self) -> None:
@@ -356,6 +380,7 @@ class NcclCommunicator:
             if now > start + _LOOK:
                 time.sleep(_PAUSE)
         check(self._staging.driver.cuStreamQuery(self._stream))
+        self._leaves_wrong = False
 
     def _look(self) -> None:
         """Abort, and leave the command, if a peer has failed or died."""

@@ -167,7 +167,9 @@ class Staging:
         #: The last command in which something was launched.
         self._last = 0
         self._vector = _Pinned(self)
-        self._page: np.ndarray | None = None
+        #: Some int32 that the GPU reads.
+        self.page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int32)
+        self.lock(self.page.ctypes.data, self.page.nbytes)
         #: The selection whose indexes were pinned last, and where.
         self._pinned: tuple[Selection | None, int] = None, 0
 
@@ -175,14 +177,6 @@ class Staging:
         """Return the address of some bytes on the GPU, of no meaning."""
         self._scratch = self.arrays.empty((nbytes,), np.dtype(np.uint8))
         return self.arrays.pointer(self._scratch)
-
-    def page(self) -> np.ndarray:
-        """Return the same few int32 each time, in page-locked memory."""
-        if self._page is None:
-            memory = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int32)
-            self.lock(memory.ctypes.data, memory.nbytes)
-            self._page = memory
-        return self._page
 
     def enter(self) -> None:
         """Make the GPU this thread's, as CUDA wants it of every thread."""

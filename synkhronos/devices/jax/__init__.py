@@ -23,6 +23,7 @@ import numpy as np
 
 from synkhronos.devices.cuda.device import CudaDevice
 from synkhronos.devices.host import Selection, take
+from synkhronos.devices.jax.foreign import ComputeStream, compute_stream
 from synkhronos.devices.jax.log import Entry
 from synkhronos.ranks import Rank, SharedArray
 
@@ -111,12 +112,18 @@ class Jax(CudaDevice):
         """Wait until an array has been computed."""
         array.block_until_ready()
 
-    @cached_property
+    @property
     def stream(self) -> int | None:
         """XLA's stream."""
-        from synkhronos.devices.jax.foreign import compute_stream
+        return None if self._compute_stream is None else self._compute_stream.handle
 
+    @cached_property
+    def _compute_stream(self) -> ComputeStream | None:
         return compute_stream()
+
+    def combines_within(self, dtype: np.dtype) -> bool:
+        """Whether the communicator combines arrays of a dtype in the middle of a launch."""
+        return self.communicates(dtype) and self._compute_stream is not None and self._compute_stream.is_inline
 
     def contiguous(self, value: Any) -> Any:
         """Return the value: JAX arrays are contiguous."""

@@ -17,10 +17,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from synkhronos.ranks.interrupts import undisturbed
 
 _log = logging.getLogger("synkhronos")
 
@@ -144,22 +147,43 @@ def _register(name: str, function: Any, platform: str) -> None:
 
 # -- XLA's stream ----------------------------------------------------------------------------------------------
 
+
+class ComputeStream(NamedTuple):
+    """The stream on which XLA computes.
+
+    Attributes
+    ----------
+    handle : int
+    is_inline : bool
+        Whether foreign functions are called in the thread that launches, before the launch returns.
+    """
+
+    handle: int
+    is_inline: bool
+
+
 _ASK = "synkhronos_compute_stream"
+#: The thread that asks.
+_asking: list[threading.Thread] = []
 #: What the foreign function has seen: it is called from within XLA, and can't return it.
-_seen: dict[str, int | None] = {}
+_seen: list[ComputeStream] = []
 
 
 @_Function
 def _ask(address: int) -> None:
     """Note the stream of a call."""
-    frame = _CallFrame.from_address(address)
-    if _is_launch(frame):
-        _seen["calls"] = (_seen.get("calls") or 0) + 1
-        _seen["stream"] = _stream_of(frame)
+    try:
+        frame = _CallFrame.from_address(address)
+        if _is_launch(frame):
+            handle = _stream_of(frame)
+            if handle is not None:
+                _seen.append(ComputeStream(handle, threading.current_thread() is _asking[0]))
+    except BaseException as error:  # as in `_combine`
+        _log.info("XLA's stream can't be found: %r", error)
 
 
-def compute_stream(platform: str = "CUDA") -> int | None:
-    """Return the handle of the stream on which XLA computes, None where it can't be found.
+def compute_stream(platform: str = "CUDA") -> ComputeStream | None:
+    """Return the stream on which XLA computes, None where it can't be found.
 
     Parameters
     ----------
@@ -171,12 +195,14 @@ def compute_stream(platform: str = "CUDA") -> int | None:
     try:
         _register(_ASK, _ask, platform)
         _seen.clear()
+        _asking[:] = [threading.current_thread()]
         ask: Any = jax.jit(lambda x: jax.ffi.ffi_call(_ASK, jax.ShapeDtypeStruct((), np.int8), has_side_effect=True)(x))
-        ask(np.int8(0)).block_until_ready()
+        with undisturbed():
+            ask(np.int8(0)).block_until_ready()
     except Exception as error:
         _log.info("XLA's stream can't be found, and ranks wait where it would order their work: %s", error)
         return None
-    return _seen.get("stream")
+    return _seen[-1] if _seen else None
 
 
 # -- combining within a launch ---------------------------------------------------------------------------------
@@ -190,28 +216,38 @@ Combine = Callable[[int, int, int, int, int | None], None]
 
 
 class _Launch:
-    """Who combines during the present launch, and what went wrong."""
+    """Who combines during a launch, how often that was, and what went wrong."""
 
-    combine: Combine | None = None
-    error: BaseException | None = None
+    def __init__(self, combine: Combine | None):
+        self.combine = combine
+        self.count = 0
+        self.error: BaseException | None = None
+
+
+#: The present launch; at other times there is nobody to combine.
+_present = _Launch(None)
 
 
 @_Function
 def _combine(address: int) -> None:
     """Pass a call on."""
+    launch = _present
     try:
         frame = _CallFrame.from_address(address)
         if not _is_launch(frame):
             return
-        assert _Launch.combine is not None, "what combines ranks' arrays was launched outside of `combining`"
+        launch.count += 1
+        if launch.combine is None:
+            _log.error("XLA launched what combines the ranks' arrays at a time when nobody could: it does not count")
+            return
         source = frame.arguments.buffers[0].contents
         target, counts = frame.results.buffers[0].contents, frame.results.buffers[1].contents
         count = 1
         for axis in range(source.rank):
             count *= source.dims[axis]
-        _Launch.combine(source.data, target.data, count, counts.data, _stream_of(frame))
+        launch.combine(source.data, target.data, count, counts.data, _stream_of(frame))
     except BaseException as error:  # nothing can be raised through XLA, which would take garbage for what is returned
-        _Launch.error = error
+        launch.error = error
 
 
 def all_reduced(array: Any) -> tuple[Any, Any]:
@@ -232,15 +268,18 @@ def all_reduced(array: Any) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def combining(combine: Combine) -> Iterator[None]:
-    """Have a function combine in the launch of the ``with`` block, and raise what it raised at the end.
+    """Have a function combine in the one launch of the ``with`` block, and raise what it raised at the end.
 
     No signal may raise anything meanwhile (see `ranks.interrupts.undisturbed`): that would happen at the first
     instruction of what XLA calls, where nothing can catch it.
     """
-    _Launch.combine, _Launch.error = combine, None
+    global _present
+    _present = launch = _Launch(combine)
     try:
         yield
-        if _Launch.error is not None:
-            raise _Launch.error
+        if launch.error is not None:
+            raise launch.error
+        if launch.count != 1:
+            raise RuntimeError(f"XLA had the ranks' arrays combined {launch.count} times in one launch")
     finally:
-        _Launch.combine = _Launch.error = None
+        _present = _Launch(None)
