@@ -479,6 +479,10 @@ class Leaving(InCollective):
         return ARRAYS.written(array)
 
 
+#: Seconds: a process that has used a GPU takes one or two to end, or more where the processor is busy.
+DEATH = 5
+
+
 def fail():
     raise ArithmeticError("the sum is odd")
 
@@ -505,13 +509,13 @@ def check_works():
 @pytest.mark.parametrize(
     ("deed", "words"), [("SIGKILL", "killed by SIGKILL"), ("SIGSEGV", "SIGSEGV"), ("exit", "code 3")]
 )
-def test_a_rank_that_dies_inside_a_collective_is_noticed_within_two_seconds(fork, deed, words):
+def test_a_rank_that_dies_inside_a_collective_is_noticed_soon(fork, deed, words):
     fork(2)
     check_works()
     start = time.monotonic()
     with pytest.raises(synk.WorkerError, match=words):
         ranks.session().run(InCollective(deed, 1))
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < DEATH
     with pytest.raises(RuntimeError, match="fork"):
         synk.distribute()
     fork(2)
@@ -526,7 +530,7 @@ def test_a_rank_that_dies_while_the_master_waits_for_its_gpu(fork):
     start = time.monotonic()
     with pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
         np.asarray(array)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < DEATH
     del array
     fork(2)
     check_works()
@@ -689,7 +693,7 @@ def test_a_rank_that_dies_in_a_step_leaves_the_parameters_as_they_were(fork):
     start = time.monotonic()
     with pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
         step()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < DEATH
     np.testing.assert_array_equal(w.get_value(), before)
     fork(2)
     loss, loss_alone = step()
