@@ -15,6 +15,7 @@ from synkhronos import devices, ranks
 from synkhronos.devices import HOST, JAX, PYGPU, cuda
 from synkhronos.devices.cuda.nccl import NcclCommunicator
 from synkhronos.devices.cuda.staging import Staging, _Pinned
+from synkhronos.ranks import Cancelled
 
 # -- which GPU, and what to install ----------------------------------------------------------------------------
 
@@ -129,8 +130,9 @@ class Gpu:
         assert step == 3
         return self.arrived >= step
 
-    def withdraw(self):
-        self.withdrawn = True
+    def withdraw(self, step):
+        self.withdrawn = step
+        return not self.have_all_come(step)
 
     def check(self):
         if self.is_dead:
@@ -324,6 +326,26 @@ def test_what_all_ranks_have_come_to_is_not_given_up_by_some(connected):
     assert not gpu.aborted
 
 
+@pytest.mark.parametrize("error", [Cancelled, KeyboardInterrupt])
+@pytest.mark.parametrize("have_all_come", [False, True])
+def test_what_was_started_is_given_up_by_all_or_by_none(connected, error, have_all_come):
+    communicator, gpu = connected()
+    start(communicator, gpu, command=5)
+
+    def fails():
+        raise error
+
+    gpu.arrived = 3 if have_all_come else 2
+    if have_all_come and error is Cancelled:
+        communicator.meet(fails)
+    else:
+        with pytest.raises(error):
+            communicator.meet(fails)
+    gpu.arrived = 1 << 30  # in the next command
+    gpu.at_failure[0](5)
+    assert gpu.aborted == (0 if have_all_come else 1)
+
+
 def test_who_leaves_before_all_have_come_has_not_come(connected):
     communicator, gpu = connected()
     start(communicator, gpu, command=5)
@@ -333,7 +355,7 @@ def test_who_leaves_before_all_have_come_has_not_come(connected):
 
     with pytest.raises(KeyboardInterrupt):
         communicator.meet(leaves)
-    assert gpu.withdrawn
+    assert gpu.withdrawn == 3
     gpu.at_failure[0](5)
     assert gpu.aborted == 1
 

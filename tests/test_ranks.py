@@ -10,7 +10,7 @@ import pytest
 
 from synkhronos import ranks
 from synkhronos.ranks.control import MAILBOX, SLOT
-from synkhronos.ranks.errors import cause_of_death
+from synkhronos.ranks.errors import Cancelled, cause_of_death
 from synkhronos.ranks.interrupts import put_back, undisturbed, uninterrupted
 
 
@@ -570,29 +570,75 @@ def test_a_handler_can_be_taken_away_while_signals_are_held_back():
         signal.signal(signal.SIGALRM, before)
 
 
-class FailBehind:
-    """A command: ranks meet, one of them fails right behind, and each counts how often it came through."""
+class Leave:
+    """A command: ranks meet, but rank 0 leaves before rank 2 has come, or after; each says whether it found all there.
 
-    def __init__(self, culprit):
-        self.culprit = culprit
+    ``all_come`` says which.
+    """
+
+    def __init__(self, all_come):
+        self.all_come = all_come
 
     def run(self, rank):
+        step = rank.coming_step
+        if rank.number == 2 and not self.all_come:
+            time.sleep(0.2)
+
+        def leave():
+            raise Left
+
+        try:
+            rank.barrier(leave if rank.is_master else None)
+            if rank.is_master:
+                leave()
+        except BaseException as error:
+            found = rank.have_all_come(step) if isinstance(error, Cancelled) else not rank.withdraw(step)
+            rank.store["found"] = found
+            raise
+        rank.store["found"] = True
         rank.barrier()
-        rank.store["through"] = rank.store.get("through", 0) + 1
-        if rank.number == self.culprit:
-            raise ArithmeticError("no")
 
 
-class Through:
+class Left(Exception):
+    pass
+
+
+class Found:
     def run(self, rank):
-        return rank.exchange(rank.store.get("through", 0))
+        return rank.exchange(rank.store["found"])
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_who_fails_behind_a_barrier_does_not_keep_others_from_passing_it(session, culprit):
-    if session.size <= culprit:
-        pytest.skip("needs more ranks")
-    for _ in range(50):
-        with pytest.raises((ArithmeticError, ranks.WorkerError)):
-            session.run(FailBehind(culprit))
-    assert session.run(Through()) == [50] * session.size
+@pytest.mark.parametrize("all_come", [False, True])
+def test_all_ranks_find_that_all_have_come_or_none_does(all_come):
+    session = ranks.fork(3, 0, False)
+    try:
+        for _ in range(3 if not all_come else 50):
+            with pytest.raises(Left):
+                session.run(Leave(all_come))
+            assert session.run(Found()) == [all_come] * 3
+    finally:
+        ranks.close()
+
+
+def test_who_waits_looks_around_however_many_signals_come():
+    session = ranks.fork(2, 0, False)
+    before = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+    try:
+        looks = session.run(Look())
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        ranks.close()
+    assert looks >= 5
+
+
+class Look:
+    """A command: the master waits for a second, and counts how often it looks around."""
+
+    def run(self, rank):
+        looks = []
+        if not rank.is_master:
+            time.sleep(1)
+        rank.barrier(lambda: looks.append(1))
+        return len(looks)

@@ -246,14 +246,15 @@ def test_the_serial_function_takes_held_data_too():
 @pytest.mark.parametrize("num_slices", [1, 3])
 def test_a_step_updates_more_from_each_ranks_own_rows(n_ranks, num_slices):
     together, alone = Model(), Model()
-    averages, trains = [], []
+    averages, counts, trains = [], [], []
     for model, make in ((together, make_train_function), (alone, make_train_function_serial)):
-        average = library.shared(np.zeros(X.shape[1]), "average")
-        extra = {average: 0.5 * average + 0.5 * model.x.mean(axis=0)}
+        average, count = library.shared(np.zeros(X.shape[1]), "average"), library.shared(np.int64(0), "count")
+        extra = {average: 0.5 * average + 0.5 * model.x.mean(axis=0), count: count + 1}
         averages.append(average)
+        counts.append(count)
         trains.append(model.train_by(make, extra_updates=extra, **RULES["sgd"]))
     expected, expected_alone = np.zeros((n_ranks, X.shape[1])), np.zeros(X.shape[1])
-    for _ in range(3):
+    for i in range(3):
         loss = trains[0](X, Y, num_slices=num_slices)
         np.testing.assert_allclose(loss, trains[1](X, Y, num_slices=num_slices), rtol=1e-9)
         assert_same(together, alone, n_ranks)
@@ -261,6 +262,7 @@ def test_a_step_updates_more_from_each_ranks_own_rows(n_ranks, num_slices):
         expected, expected_alone = 0.5 * (expected + of_ranks), 0.5 * (expected_alone + X.mean(axis=0))
         np.testing.assert_allclose(synk.gather(averages[0]), expected, rtol=1e-9)
         np.testing.assert_allclose(averages[1].get_value(), expected_alone, rtol=1e-9)
+        assert synk.gather(counts[0]).tolist() == [i + 1] * n_ranks and counts[1].get_value() == i + 1
 
 
 def test_plain_arrays_do_for_data(n_ranks):

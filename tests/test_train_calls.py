@@ -17,6 +17,7 @@ T = library.tensor
 N_ROWS = 7
 rng = np.random.default_rng(3)
 X, Y, W = rng.normal(size=(N_ROWS, 3)), rng.normal(size=N_ROWS), rng.normal(size=3)
+SHARED = library.shared(X, "s")
 
 
 class Model:
@@ -67,6 +68,8 @@ def test_functions_outlive_a_new_fork(fork):
         (ValueError, "sliceable_shareds: expected 2 .*got 1", {"sliceable_shareds": [library.shared(X)]}),
         (TypeError, "sliceable_shareds: expected shared", {"sliceable_shareds": [library.shared(X), T.dvector()]}),
         (TypeError, "sliceable_shareds: expected a list", {"sliceable_shareds": library.shared(X)}),
+        (TypeError, "extra_updates: expected a dict or a list", {"extra_updates": library.shared(X)}),
+        (ValueError, "extra_updates: there are two for 's'", {"extra_updates": [(SHARED, SHARED), (SHARED, SHARED)]}),
         (TypeError, "extra_updates: expected pairs", {"extra_updates": [library.shared(X)]}),
         (TypeError, "extra_updates: expected shared", {"extra_updates": {T.dmatrix(): T.dmatrix()}}),
         (TypeError, "sliceable_shareds: 'of_x'", {"sliceable_shareds": [library.shared(Y, "of_x"), library.shared(Y)]}),

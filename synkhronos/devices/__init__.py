@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -74,8 +74,8 @@ class Communicator(Protocol):
         `Device.written` gives the array that tells when.
         """
 
-    def meet(self) -> None:
-        """Wait until every rank has started what this one has."""
+    def meet(self, look: Callable[[], None] | None = None) -> None:
+        """Wait until every rank has started what this one has; ``look`` is called now and then, and may raise."""
 
     def reduce(
         self, array: Any | None, op: str, root: int, out: Any | None, layout: Layout, contributors: Sequence[int]

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -232,7 +232,7 @@ class HostCommunicator:
         flat = array.reshape(-1)
         self._reduce(flat, flat, op, flat.size, flat.dtype, range(self._rank.size))
 
-    def meet(self) -> None:
+    def meet(self, look: Callable[[], None] | None = None) -> None:
         """Nothing is under way when a collective returns."""
 
     def reduce(

@@ -2,6 +2,8 @@
 
 `Model`
     A loss, its inputs, and the rule that lowers it.
+`is_averaged`
+    How slices' values for a variable are combined.
 `Rows`, `Rule`, `Updates`, `Batch`
     Types of arguments.
 """
@@ -12,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 import synkhronos as synk
@@ -143,12 +146,20 @@ def _held(shareds: Sequence[Any] | None, variables: list[Any]) -> list[Any]:
     return held
 
 
+def is_averaged(shared: Any) -> bool:
+    """Whether slices' values for a variable are averaged: an average of integers is none, nor one of generators."""
+    return hasattr(shared.type, "dtype") and np.dtype(shared.type.dtype).kind not in "biu"
+
+
 def _extra(updates: Updates | None, rule: RuleUpdates) -> list[tuple[Any, Any]]:
     """Check the updates that come beside the rule's."""
     if updates is None:
         return []
+    if not isinstance(updates, Mapping | list | tuple):
+        raise TypeError(f"extra_updates: expected a dict or a list of pairs, got {updates!r}")
     pairs = list(updates.items() if isinstance(updates, Mapping) else updates)
     taken = {id(shared) for shared in (*dict(rule.grad_updates), *dict(rule.param_updates))}
+    come: set[int] = set()
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise TypeError(f"extra_updates: expected pairs of a shared variable and an expression, got {pair!r}")
@@ -156,6 +167,9 @@ def _extra(updates: Updates | None, rule: RuleUpdates) -> list[tuple[Any, Any]]:
             raise TypeError(f"extra_updates: expected shared variables, got {pair[0]!r}")
         if id(pair[0]) in taken:
             raise ValueError(f"extra_updates: the update rule has an update of {pair[0].name!r} already")
+        if id(pair[0]) in come:
+            raise ValueError(f"extra_updates: there are two for {pair[0].name!r}")
+        come.add(id(pair[0]))
     return [(shared, expression) for shared, expression in pairs]
 
 

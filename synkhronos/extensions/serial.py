@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.extensions.model import Batch, Model, Rows, Rule, Updates
+from synkhronos.extensions.model import Batch, Model, Rows, Rule, Updates, is_averaged
 from synkhronos.graphs import library_of
 
 
@@ -98,19 +98,26 @@ class SerialTrainFunction:
 
     def _in_slices(self, arrays: list[np.ndarray], num_slices: int) -> Any:
         """Sum the weighted gradients of slices; return the mean loss."""
-        extra = [shared for shared, _ in self._model.extra_updates]
+        # Each slice finds the extra variables as they were; generators go on from slice to slice.
+        extra = [shared for shared, _ in self._model.extra_updates if hasattr(shared.type, "dtype")]
         before = [shared.get_value() for shared in extra]
         losses, rows, gradients, after = [], [], [], []
-        for pieces in zip(*(np.array_split(a, num_slices) for a in arrays), strict=True):
+        try:
+            for pieces in zip(*(np.array_split(a, num_slices) for a in arrays), strict=True):
+                losses.append(self.gradient(*pieces))
+                rows.append(len(pieces[0]))
+                gradients.append(self.grad_shared.get_value())
+                after.append([shared.get_value() for shared in extra])
+                for shared, value in zip(extra, before, strict=True):
+                    shared.set_value(value)
+        except BaseException:
             for shared, value in zip(extra, before, strict=True):
                 shared.set_value(value)
-            losses.append(self.gradient(*pieces))
-            rows.append(len(pieces[0]))
-            gradients.append(self.grad_shared.get_value())
-            after.append([shared.get_value() for shared in extra])
+            raise
         self.grad_shared.set_value(np.sum(gradients, axis=0))
         for shared, value, values in zip(extra, before, zip(*after, strict=True), strict=True):
-            shared.set_value(np.average(values, axis=0, weights=rows).astype(value.dtype))
+            new = np.average(values, axis=0, weights=rows).astype(value.dtype) if is_averaged(shared) else values[-1]
+            shared.set_value(new)
         return np.asarray(np.average(losses, weights=rows), dtype=losses[0].dtype)
 
 

@@ -19,7 +19,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives.arguments import mirrored
 from synkhronos.collectives.commands import Reduce
-from synkhronos.extensions.model import Batch, Model, Rows, Rule, Updates
+from synkhronos.extensions.model import Batch, Model, Rows, Rule, Updates, is_averaged
 from synkhronos.extensions.serial import SerialTrainFunction, make_train_function_serial
 from synkhronos.extensions.step import Step
 from synkhronos.function.call import Call
@@ -50,7 +50,10 @@ class TrainFunction:
             [] if model.held else inputs,
             (model.loss, "mean"),
             # Slices may differ in their number of rows: their weighted gradients add up.
-            updates=[(self.grad_shared, expression, "sum"), *((s, e, "mean") for s, e in model.extra_updates)],
+            updates=[
+                (self.grad_shared, expression, "sum"),
+                *((shared, new, "mean" if is_averaged(shared) else None) for shared, new in model.extra_updates),
+            ],
             givens=list(zip(inputs, model.held, strict=False)),
             sliceable_shareds=model.held,
             name="train_gradient",
@@ -159,8 +162,10 @@ def make_train_function(
         Where the data are if the ranks hold them already, each its own rows, from `synkhronos.scatter` on: one
         variable for each of `x` and `y`, of the same type.  On a rank all of them have equally many rows.
     extra_updates : dict or list of (shared variable, expression), optional
-        What else a step updates on each rank, from that rank's own rows: running averages, say.  Slices' values are
-        averaged, each as often as it has rows.
+        What else a step updates on each rank, from that rank's own rows of `x` and `y`: running averages, say.  A rank
+        without rows updates none.  Slices' values are averaged, each as often as it has rows, and of integers the last
+        slice's stays.  The parameters' updates come after them; if a step fails in between they stay, and the error
+        does not say so, except where a step is one launch.
     **rule_kwargs
         For the rule, such as ``learning_rate=0.1``.
 

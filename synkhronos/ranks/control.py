@@ -138,7 +138,7 @@ class Control:
         reason : int
             What to write down while asleep.
         watch : callable
-            Called every ``poll`` seconds of sleep; raises, or ends the process, when there is nobody to wait for.
+            Called every ``poll`` seconds; raises, or ends the process, when there is nobody to wait for.
         poll : float
             Seconds.
         """
@@ -152,15 +152,18 @@ class Control:
                     return
                 os.sched_yield()  # the scheduler may have put the peer on this very core
         bell = self._bells[me]
+        look = perf_counter() + poll
         try:
             while True:
                 self.sleeping[me] = reason
                 self.fence()
                 if ready():
                     return
-                if not bell.wait(poll):
+                rang = bell.wait(poll)
+                if not rang or perf_counter() > look:  # signals, too, end the wait
                     watch()
-                elif self.spin:
+                    look = perf_counter() + poll
+                if rang and self.spin:
                     self._leave_shared_core(me)
         finally:
             self.sleeping[me] = AWAKE

@@ -40,7 +40,7 @@ class uninterrupted:  # noqa: N801
         self._came: list[int] = []
         self._since = 0.0
         self._handlers: dict[int, Any] = {}
-        self._entering, self._holds = True, False
+        self._entering, self._holds, self._left = True, False, False
         if threading.current_thread() is threading.main_thread():
             try:
                 self._take_over()
@@ -58,17 +58,21 @@ class uninterrupted:  # noqa: N801
                 _handle(number, self._note)
 
     def __exit__(self, *_: object) -> None:
+        if not self._left:
+            self._leave()
+
+    def _leave(self) -> None:
         try:
             self._restore(list(self._handlers.items()))
         finally:
-            self._holds = False
+            self._holds, self._left = False, True
             came, self._came = self._came, []
             self._raise(came)
 
     def relent(self) -> None:
         """Hold nothing back any more if something has been for `PATIENCE` seconds: for a wait inside the block."""
         if self._came and time.monotonic() > self._since + PATIENCE:
-            self.__exit__()
+            self._leave()
 
     def put_back(self, number: int, handler: Any, before: Any) -> None:
         """Have another handler of a signal come back after the block than the one that was there."""
@@ -85,9 +89,12 @@ class uninterrupted:  # noqa: N801
 
     def _raise(self, numbers: list[int]) -> None:
         if numbers:
+            # Whoever reads signals from a file was told when they came.
+            wakeup = signal.set_wakeup_fd(-1)
             try:
                 signal.raise_signal(numbers[0])
             finally:
+                signal.set_wakeup_fd(wakeup)
                 self._raise(numbers[1:])
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -97,13 +104,18 @@ class uninterrupted:  # noqa: N801
                 self._came.append(number)
             return
         # A signal has come between the first and the last of them.
+        handler = self._handlers[number]
         if not self._entering:
-            _handle(number, self._handlers[number])
-        self._handlers[number](number, frame)
+            self._restore([(number, handler)])
+        if callable(handler):
+            handler(number, frame)
 
 
 class undisturbed(uninterrupted):  # noqa: N801
-    """Hold back all signals that Python handles, for what must not raise: a function that is called from C."""
+    """Hold back all signals that Python handles, for what must not raise: a function that is called from C.
+
+    For longer than a moment only where that is C's time anyway: while XLA compiles, say.
+    """
 
     signals = [int(number) for number in signal.valid_signals()]
 

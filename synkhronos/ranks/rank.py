@@ -163,7 +163,7 @@ class Rank:
         Raises
         ------
         Cancelled
-            If a rank failed in this command before it came.
+            If a rank failed in this command: it will not come, or not to the next step.
         """
         self._arrive()
         self._wait_for_step(self._step, look=look)
@@ -177,10 +177,26 @@ class Rank:
         """Whether every rank has come to a step."""
         return self._reached(step)
 
-    def withdraw(self) -> None:
-        """Take back that this rank has come to the last step: the others won't find it there."""
-        self._step -= 1
-        self.control.arrived[self.number] = self._step
+    def withdraw(self, step: int) -> bool:
+        """Take back that this rank has come to a step, if it has, unless all have: then others may be past it.
+
+        Returns
+        -------
+        bool
+            Whether no rank will find all the others there.
+        """
+        if self._step < step:
+            return True
+        arrived = self.control.arrived
+        # Who comes last looks at this one when it has written that it came: one of the two sees the other.
+        arrived[self.number] = step - 1
+        self.control.fence()
+        if self._reached(step, besides=self.number):
+            arrived[self.number] = step
+            self.control.ring_all()
+            return False
+        self._step = step - 1
+        return True
 
     def exchange(self, value: Any) -> list[Any]:
         """Show a picklable value to all ranks, and return theirs, in rank order."""
@@ -289,8 +305,7 @@ class Rank:
             return reached(step, besides) or words[failed] == command
 
         self.control.wait(self.number, ready, FOR_STEP, watch, POLL)
-        # A rank may have come and failed since: then all ranks are here, and all go on, as far as the next step.
-        if not reached(step, besides):
+        if words[failed] == command:
             raise Cancelled
 
     def _open_slot(self, payload: bytes | memoryview, total: int | None = None) -> int:

@@ -292,8 +292,10 @@ class NcclCommunicator:
 
     def _leave(self) -> None:
         """Note that what is put on the stream now is not waited for."""
-        self._under_way = self._exposed = self._rank.command
+        if self._leaves_wrong and not self._lost and self._is_done():
+            self._leaves_wrong = False
         self._meeting = 0
+        self._under_way = self._exposed = self._rank.command
         if self._guard is None:
             self._guard = threading.Thread(target=self._keep_guard, daemon=True)
             self._guard.start()
@@ -301,11 +303,11 @@ class NcclCommunicator:
     def _keep_guard(self) -> None:
         """Abort what is under way when a peer has died, or failed in the command that started it."""
         self._staging.enter()
-        failed_since = 0.0
+        failed, since = 0, 0.0
         while not self._ended.wait(_LOOK):
             command = self._under_way
             if not command or self._is_done():
-                failed_since = 0.0
+                failed = 0
                 continue
             if self._rank.bereft():
                 self._lost = True
@@ -316,8 +318,9 @@ class NcclCommunicator:
             if self._rank.has_failed(command):
                 self._give_up(command)
                 # Whatever has kept a peer from it: nothing waits for ever.
-                failed_since = failed_since or perf_counter()
-                if perf_counter() > failed_since + _PATIENCE:
+                if failed != command:
+                    failed, since = command, perf_counter()
+                elif perf_counter() > since + _PATIENCE:
                     self.abort()
 
     def meet(self, look: Callable[[], None] | None = None) -> None:
@@ -329,13 +332,18 @@ class NcclCommunicator:
             Called now and then while others are late; may raise, and this rank has not come then.
         """
         if self._exposed:
-            self._meeting = self._rank.coming_step
+            step = self._meeting = self._rank.coming_step
             try:
                 self._rank.barrier(look)
-            except Cancelled:
-                raise
-            except BaseException:
-                self._rank.withdraw()
+            except BaseException as error:
+                # A rank may fail when all have come: none must give up then what the others wait for.
+                is_cancelled = isinstance(error, Cancelled)
+                have_all_come = self._rank.have_all_come(step) if is_cancelled else not self._rank.withdraw(step)
+                if have_all_come:
+                    self._exposed = 0
+                self._meeting = 0
+                if have_all_come and is_cancelled:
+                    return
                 raise
             self._exposed = 0
 
@@ -380,7 +388,8 @@ class NcclCommunicator:
             if now > start + _LOOK:
                 time.sleep(_PAUSE)
         check(self._staging.driver.cuStreamQuery(self._stream))
-        self._leaves_wrong = False
+        if not self._lost:  # else it was given up
+            self._leaves_wrong = False
 
     def _look(self) -> None:
         """Abort, and leave the command, if a peer has failed or died."""
