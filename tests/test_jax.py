@@ -30,6 +30,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.foreign import combining
+from synkhronos.devices.jax.log import Log
 from synkhronos.extensions.train import make_train_function
 from synkhronos.extensions.updates import sgd
 from synkhronos.function.program import PLAIN
@@ -827,6 +828,26 @@ def test_an_interrupt_in_a_launch_takes_nothing_away(fork):
     assert interrupted > 10
     values = [float(loss) for loss in losses]
     assert values == sorted(values) and values[0] == 0 and f()[0] == count
+
+
+@pytest.mark.parametrize("noted", [False, True])
+def test_an_interrupt_behind_a_launch_does_not_shift_what_later_calls_return(fork, monkeypatch, noted):
+    # The launch has written its number, and nobody has noted that: the next one's would be taken for it.
+    fork(2)
+    w = shared(np.zeros(3), "w")
+    f = synk.function([], [(w.sum() / 3, None)], updates=[(w, w + 1)])
+    first, entries, raised = f()[0], Log.entries, []
+
+    def interrupted(log):
+        if not raised:
+            raised.append(entries(log) if noted else 1)
+            raise Alarm
+        return entries(log)
+
+    monkeypatch.setattr(Log, "entries", interrupted)
+    with pytest.raises(Alarm):
+        f()
+    assert [float(f()[0]) for _ in range(3)] == [2, 3, 4] and float(first) == 0
 
 
 class Alarm(BaseException):

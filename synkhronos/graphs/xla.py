@@ -68,7 +68,7 @@ class Executable:
         self._device = device
         self._pieces = list(pieces)
         self._logs_numbers = log
-        self._traced = traced = [piece for piece in pieces if isinstance(piece, Traced)]
+        traced = [piece for piece in pieces if isinstance(piece, Traced)]
         self._followed: dict[Any, Executable] = {}
         self._n_inputs = sum(piece.n_inputs for piece in traced)
         self._storages = _each_once([storage for piece in traced for storage in piece.storages])
@@ -79,6 +79,7 @@ class Executable:
         self._donated = _each_once([storage for piece in traced for storage in piece.donated])
         self._copy = jnp.copy
         self._log: Log | None = None
+        self._is_interrupted = False
         #: Whether scalar inputs decide shapes: PyTensor wants their values, and has it compiled anew for each.
         self.inputs_on_host = any(piece.inputs_on_host for piece in traced)
         self._logged: list[int] = []
@@ -138,18 +139,19 @@ class Executable:
         for storage in self._donated:
             if is_held(storage):
                 storage[0] = self._copy(storage[0])
-        if self._log is not None and self._log.full:
+        if self._log is not None and (self._log.full or self._is_interrupted):
             self._log = Log(self._dtypes)
         arguments = self._arguments(inputs)
         self._device.launching()
-        try:
-            self._launch(arguments)
-        except BaseException:
-            if self._log is not None:  # whether this launch has written there is not known
-                self._log = Log(self._dtypes)
-            raise
-        finally:
-            del arguments
+        # Until it is over nobody knows whether this launch has written into the log, and whether that is noted there.
+        self._is_interrupted = True
+        self._launch(arguments)
+        results = self._results()
+        self._is_interrupted = False
+        return results
+
+    def _results(self) -> list[Any]:
+        """Return the outputs of what has just been launched."""
         if self.inputs_on_host:
             self._device.wait([cell[0] for cell in (*self._outputs, *self._updated)])
         elif self._n_inputs:
