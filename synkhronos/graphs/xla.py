@@ -145,7 +145,10 @@ class Executable:
         self._device.launching()
         # Until it is over nobody knows whether this launch has written into the log, and whether that is noted there.
         self._is_interrupted = True
-        self._launch(arguments)
+        try:
+            self._launch(arguments)
+        finally:
+            del arguments  # which an error's traceback would hold
         results = self._results()
         self._is_interrupted = False
         return results
