@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.data.rows import select
+from synkhronos.devices import take
 from synkhronos.extensions.model import Batch, Model, Rows, Rule, Updates, is_averaged
 from synkhronos.graphs import library_of
 
@@ -83,7 +85,8 @@ class SerialTrainFunction:
             arrays = [shared.get_value(borrow=True) for shared in self._model.held]
             if isinstance(chosen, int | np.integer) or isinstance(chosen, np.ndarray) and chosen.dtype == bool:
                 raise TypeError(f"batch_s: expected a slice or a list of indexes, got {chosen!r}")
-        arrays = [_take(np.asarray(a), chosen, chooser) for a in arrays]
+        arrays = [np.asarray(a) for a in arrays]
+        arrays = [take(a, select(chosen, len(a), chooser)) for a in arrays]
         lengths = [len(a) for a in arrays]
         if len(set(lengths)) > 1:
             raise ValueError(f"{data}: expected the same number of rows of each, got {lengths}")
@@ -168,19 +171,3 @@ def make_train_function_serial(
     return SerialTrainFunction(
         Model.build(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs)
     )
-
-
-def _take(array: np.ndarray, batch: Any, name: str) -> np.ndarray:
-    """Pick the rows of a batch, as `synkhronos.Function` does; ``name`` is for errors."""
-    if batch is None or isinstance(batch, slice):
-        return array[batch] if batch is not None else array
-    if isinstance(batch, bool):
-        raise TypeError(f"{name}: expected a number of rows, a slice, a list of indexes or a mask, got {batch!r}")
-    if isinstance(batch, int | np.integer):
-        if not 0 <= batch <= len(array):
-            raise IndexError(f"{name}: expected a number of rows from 0 to {len(array)}, got {batch}")
-        return array[:batch]
-    try:
-        return array[np.asarray(batch, dtype=None if len(batch) else int)]
-    except IndexError as error:
-        raise IndexError(f"{name}: {error}") from None

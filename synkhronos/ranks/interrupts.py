@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]
+import _signal  # type: ignore[import-not-found]  # typeshed has no stubs of it
 import signal
 import threading
 import time
@@ -111,7 +111,7 @@ class uninterrupted:  # noqa: N801
             handler(number, frame)
 
 
-class undisturbed(uninterrupted):  # noqa: N801
+class undisturbed(uninterrupted):  # noqa: N801 - a block, as the functions of contextlib are
     """Hold back all signals that Python handles, for what must not raise: a function that is called from C.
 
     For longer than a moment only where that is C's time anyway: while XLA compiles, say.
