@@ -19,7 +19,6 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,9 +139,7 @@ def _stream_of(frame: Any) -> int | None:
     return int(asked.stream or 0) or None
 
 
-@cache
 def _register(name: str, function: Any, platform: str) -> None:
-    """Have XLA know a foreign function: once, for good."""
     import jax
 
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform=platform)
@@ -211,6 +208,7 @@ def compute_stream(platform: str = "CUDA") -> ComputeStream | None:
 # -- combining within a launch ---------------------------------------------------------------------------------
 
 _COMBINE = "synkhronos_combine"
+_registered: set[str] = set()
 
 #: Combines items at one address into those at another (``source, target, count, counts, stream``).  At ``counts`` there
 #: is an int32 of 0; when what is at ``target`` counts, it is to become 1.
@@ -257,7 +255,9 @@ def all_reduced(array: Any) -> tuple[Any, Any]:
     import jax
 
     platform = {"gpu": "CUDA"}.get(jax.default_backend(), jax.default_backend())
-    _register(_COMBINE, _combine, platform)
+    if platform not in _registered:
+        _register(_COMBINE, _combine, platform)
+        _registered.add(platform)
     results = jax.ShapeDtypeStruct(array.shape, array.dtype), jax.ShapeDtypeStruct((), np.int32)
     # Its side effect is not declared: JAX would launch the whole program by way of its slow path, at 0.6 ms a launch.
     # XLA keeps the call, as what it returns is used, and makes it once.
