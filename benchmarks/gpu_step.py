@@ -1,14 +1,15 @@
 """How long does a training step take?
 
 An MLP 784-800-800-10 with Nesterov momentum: gradient, all_reduce, update.  The rows of each batch are picked by a
-shuffled list of indexes, once from Data objects on the host, once from shared variables on the GPUs (`batch_s`).  The
-loss is returned by every step and read after the last.  On one GPU and on all, in one run.
+shuffled list of indexes, once from Data objects on the host, once from shared variables on the GPUs (`batch_s`); step
+by step, and many steps in one launch (`TrainFunction.steps`).  The loss is returned by every step and read after the
+last.  On one GPU and on all, in one run.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -41,8 +42,12 @@ def model(x: Any, y: Any) -> tuple[Any, list[Any]]:
     return -log_p[tensor.arange(y.shape[0]), y].mean(), params
 
 
-def host_steps(rng: np.random.Generator) -> Callable[[int], Callable[[], Any]]:
-    """Return what makes, for a batch size, a step on rows of Data objects."""
+#: Takes a step on each batch of a list, and returns the last loss.
+Take = Callable[[list[np.ndarray]], Any]
+
+
+def host_steps(rng: np.random.Generator) -> tuple[Take, int]:
+    """Return what takes steps on rows of Data objects, and of how many rows a batch is picked."""
     _, tensor = graph_library()
     x, y = tensor.fmatrix("x"), tensor.ivector("y")
     loss, params = model(x, y)
@@ -50,15 +55,16 @@ def host_steps(rng: np.random.Generator) -> Callable[[int], Callable[[], Any]]:
     images = synk.data(rng.random((ROWS, LAYERS[0]), dtype=np.float32))
     labels = synk.data(rng.integers(0, LAYERS[-1], ROWS).astype("int32"))
 
-    def steps(size: int) -> Callable[[], Any]:
-        batches = batches_of(rng, ROWS, size)
-        return lambda: train(images, labels, batch=next(batches))
+    def take(batches: list[np.ndarray]) -> Any:
+        if len(batches) == 1:
+            return train(images, labels, batch=batches[0])
+        return train.steps(images, labels, batches=batches)[-1]
 
-    return steps
+    return take, ROWS
 
 
-def gpu_steps(rng: np.random.Generator, count: int) -> Callable[[int], Callable[[], Any]]:
-    """Return what makes, for a batch size, a step on rows of variables on the GPUs."""
+def gpu_steps(rng: np.random.Generator, count: int) -> tuple[Take, int]:
+    """Return what takes steps on rows of variables on the GPUs, and of how many rows of its own each picks a batch."""
     library, tensor = graph_library()
     x, y = tensor.fmatrix("x"), tensor.ivector("y")
     images, labels = library.shared(np.zeros((1, LAYERS[0]), "float32")), library.shared(np.zeros(1, "int32"))
@@ -69,14 +75,13 @@ def gpu_steps(rng: np.random.Generator, count: int) -> Callable[[int], Callable[
     synk.scatter(images, rng.random((ROWS, LAYERS[0]), dtype=np.float32))
     synk.scatter(labels, rng.integers(0, LAYERS[-1], ROWS).astype("int32"))
 
-    def steps(size: int) -> Callable[[], Any]:
-        batches = batches_of(rng, ROWS // count, size // count)
-        return lambda: train(batch_s=next(batches))
+    def take(batches: list[np.ndarray]) -> Any:
+        return train(batch_s=batches[0]) if len(batches) == 1 else train.steps(batches_s=batches)[-1]
 
-    return steps
+    return take, ROWS // count
 
 
-def batches_of(rng: np.random.Generator, rows: int, size: int) -> Any:
+def batches_of(rng: np.random.Generator, rows: int, size: int) -> Iterator[np.ndarray]:
     """Yield batches of shuffled rows for ever: of a few epochs that are shuffled beforehand."""
     orders = [rng.permutation(rows) for _ in range(5)]
     while True:
@@ -85,18 +90,18 @@ def batches_of(rng: np.random.Generator, rows: int, size: int) -> Any:
                 yield order[start : start + size]
 
 
-def measure(step: Callable[[], Any], calls: int) -> tuple[float, float]:
+def measure(take: Take, batches: Iterator[np.ndarray], calls: int, at_once: int) -> tuple[float, float]:
     """Return a step's median time in five runs, all work waited for, and the last loss."""
     times = []
     loss = 0.0
     for _ in range(5):
-        for _ in range(5):
-            step()
-        float(step())
+        for _ in range(3):
+            loss = float(take([next(batches) for _ in range(at_once)]))
+        picked = [[next(batches) for _ in range(at_once)] for _ in range(max(1, calls // at_once))]
         start = perf_counter()
-        losses = [step() for _ in range(calls)]
+        losses = [take(some) for some in picked]
         loss = float(losses[-1])
-        times.append((perf_counter() - start) / calls)
+        times.append((perf_counter() - start) / (len(picked) * at_once))
         assert np.isfinite([float(value) for value in losses]).all()
     return median(times), loss
 
@@ -109,29 +114,39 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, help="number of GPUs (default: all)")
     parser.add_argument("--batches", type=int, nargs="+", default=[500, 4000, 20000], help="rows of all ranks together")
     parser.add_argument("--calls", type=int, default=100, help="steps between two readings (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, default=20, help="steps in one launch (default: %(default)s)")
     options = parser.parse_args()
     count = gpus(options.ranks)
     heading(f"a training step of the MLP {'-'.join(map(str, LAYERS))} on 1 and on {count} GPUs")
-    times: dict[tuple[str, int, int], float] = {}
+    times: dict[tuple[str, int, int, int], float] = {}
+    at_onces = dict.fromkeys((1, options.at_once))
     for n in dict.fromkeys((1, count)):
         synk.fork(n, use_gpu=True)
         rng = np.random.default_rng(1)
-        for where, steps in (("host", host_steps(rng)), ("GPU", gpu_steps(rng, n))):
+        for where, (take, rows) in (("host", host_steps(rng)), ("GPU", gpu_steps(rng, n))):
             for size in options.batches:
-                times[where, n, size], loss = measure(steps(size), options.calls)
-                print(f"{n} GPUs, batch {size:5d} from {where:4s}: {duration(times[where, n, size])}, loss {loss:.3f}")
+                for at_once in at_onces:
+                    batches = batches_of(rng, rows, size if where == "host" else size // n)
+                    time, loss = measure(take, batches, options.calls, at_once)
+                    times[where, n, size, at_once] = time
+                    what = f"{n} GPUs, batch {size:5d} from {where:4s}, {at_once:2d} at once"
+                    print(f"{what}: {duration(time)}, loss {loss:.3f}", flush=True)
         synk.close()
     print()
-    table = Table({"batch": 6, "data": 5, "1 GPU": 9, f"{count} GPUs": 9, "speed-up": 8})
+    table = Table({"batch": 6, "data": 5, "at once": 7, "1 GPU": 9, f"{count} GPUs": 9, "speed-up": 8})
     for size in options.batches:
         for where in ("host", "GPU"):
-            one, all_ = times[where, 1, size], times[where, count, size]
-            table.row(str(size), where, duration(one), duration(all_), f"{one / all_:.2f}")
+            for at_once in at_onces:
+                one, all_ = times[where, 1, size, at_once], times[where, count, size, at_once]
+                table.row(str(size), where, str(at_once), duration(one), duration(all_), f"{one / all_:.2f}")
     print()
     if count == 2 and {500, 20000} <= set(options.batches):
-        bar("batch 500 from the host, 2 GPUs", 1e3 * times["host", 2, 500], " ms", most=0.55)
-        bar("batch 500 on the GPUs, 2 GPUs", 1e3 * times["GPU", 2, 500], " ms", most=0.35)
-        bar("batch 20000, 2 GPUs beside one", times["host", 1, 20000] / times["host", 2, 20000], " times", least=1.8)
+        for at_once in at_onces:
+            label = f", {at_once} at once"
+            bar(f"batch 500 from the host, 2 GPUs{label}", 1e3 * times["host", 2, 500, at_once], " ms", most=0.55)
+            bar(f"batch 500 on the GPUs, 2 GPUs{label}", 1e3 * times["GPU", 2, 500, at_once], " ms", most=0.35)
+            ratio = times["host", 1, 20000, at_once] / times["host", 2, 20000, at_once]
+            bar(f"batch 20000, 2 GPUs beside one{label}", ratio, " times", least=1.8)
 
 
 if __name__ == "__main__":

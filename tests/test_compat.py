@@ -42,7 +42,7 @@ def run(module):
         pytest.skip(next(line for line in result.stdout.splitlines() if line.startswith("SKIPPED")))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("module", [name for name in MODULES if name != SUITE])
 def test_compat(module):
     needed = NEEDS.get(module)

@@ -101,6 +101,8 @@ class Gpu:
     def __init__(self, is_master=True):
         self.state, self.aborted, self.entered, self.is_dead = DONE, 0, 0, False
         self.failed = 0
+        self.has_room = threading.Event()
+        self.has_room.set()
         self.command, self.is_master, self.size, self.number = 0, is_master, 2, 0
         self.before_end, self.at_end, self.at_failure, self.unfinished = [], [], [], []
         self.stream = self.handle = 7
@@ -111,6 +113,7 @@ class Gpu:
 
     def cuStreamQuery(self, stream):  # noqa: N802 - CUDA's name
         assert stream == 7
+        self.has_room.wait(10)
         return (self.state,)
 
     def enter(self):
@@ -214,6 +217,37 @@ def test_the_master_gives_up_when_a_worker_has_died_though_it_hears_of_nothing(c
     assert gpu.aborted == 1
     # What came of it is wrong: who asks hears that it did not come to its end.
     assert gpu.unfinished[0]()
+
+
+@pytest.mark.parametrize("has_died", [True, False])
+def test_who_waits_for_room_on_the_stream_is_freed_too(connected, has_died):
+    communicator, gpu = connected()
+    start(communicator, gpu)
+    gpu.has_room.clear()  # as while another thread waits inside of CUDA
+    time.sleep(0.1)
+    if has_died:
+        gpu.is_dead = True
+    else:
+        gpu.failed = 5
+    deadline = time.monotonic() + 3
+    while not gpu.aborted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gpu.aborted == 1
+    gpu.has_room.set()
+
+
+def test_one_thread_at_a_time_asks_whether_all_is_done(connected, monkeypatch):
+    monkeypatch.setattr("synkhronos.devices.cuda.nccl._STUCK", 0.05)
+    communicator, gpu = connected()
+    start(communicator, gpu)
+    gpu.has_room.clear()
+    before = threading.active_count()
+    assert [communicator._seems_done() for _ in range(5)] == [False] * 5
+    assert threading.active_count() == before + 1
+    gpu.state = DONE
+    gpu.has_room.set()
+    communicator._asking.join(5)
+    assert communicator._seems_done()
 
 
 def test_a_worker_that_dies_when_nothing_is_under_way_is_left_to_others(connected):
@@ -361,14 +395,14 @@ def test_who_leaves_before_all_have_come_has_not_come(connected):
 
 
 def test_nothing_waits_for_ever_in_a_command_that_has_failed(connected, monkeypatch):
-    monkeypatch.setattr("synkhronos.devices.cuda.nccl._PATIENCE", 0.2)
+    monkeypatch.setattr("synkhronos.devices.cuda.nccl._PATIENCE", 1.0)
     communicator, gpu = connected()
     start(communicator, gpu, command=5)
     communicator.meet()
     gpu.failed = 5
     time.sleep(0.1)
     assert not gpu.aborted
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 5
     while not gpu.aborted and time.monotonic() < deadline:
         time.sleep(0.01)
     assert gpu.aborted == 1

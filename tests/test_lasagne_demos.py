@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 MODULES = sorted((HERE / "demos").glob("check_*.py"))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
 def test_lasagne_demos(module):
     for name in ("lasagne", "tqdm"):

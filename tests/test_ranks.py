@@ -307,9 +307,9 @@ def test_no_room_for_a_segment_is_a_memory_error(two):
 @pytest.mark.parametrize("who", ["master", "workers", "all"])
 def test_after_an_interrupt_the_next_command_works(two, who):
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
         two.run(Sleep(1.5, who))
     assert time.monotonic() - start < 1.2
     assert two.run(Exchange((3,))) == 2
@@ -317,8 +317,8 @@ def test_after_an_interrupt_the_next_command_works(two, who):
 
 def test_close_is_quick_after_an_interrupt(two):
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
     with pytest.raises(KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
         two.run(Sleep(60, "workers"))
     start = time.monotonic()
     ranks.close()
@@ -539,12 +539,29 @@ def test_an_interrupt_is_held_back(block):
     assert done == [1]
 
 
+@pytest.mark.parametrize("block", [uninterrupted, undisturbed])
+def test_an_interrupt_is_held_back_to_the_end_of_the_outer_block(block):
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with undisturbed():
+            with block():
+                signal.raise_signal(signal.SIGINT)
+                done.append(1)
+            done.append(2)
+        done.append(3)
+    assert done == [1, 2]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_what_is_held_back_may_be_held_no_longer(monkeypatch):
     monkeypatch.setattr("synkhronos.ranks.interrupts.PATIENCE", 0.05)
     with pytest.raises(KeyboardInterrupt):
         with undisturbed() as held:
             held.relent()
             signal.raise_signal(signal.SIGINT)
+            held.relent()
+            time.sleep(0.1)
+            held.renew()  # what comes now has its own time
             held.relent()
             time.sleep(0.1)
             with pytest.raises(KeyboardInterrupt):

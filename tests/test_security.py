@@ -79,10 +79,11 @@ def names_made_in_dev_shm():
 
 
 def test_the_watch_sees_a_name_that_lives_for_a_moment():
+    name = f"test-moment-{os.getpid()}"
     with names_made_in_dev_shm() as names:
-        posix_ipc.SharedMemory("/test-moment", posix_ipc.O_CREX).close_fd()
-        posix_ipc.unlink_shared_memory("/test-moment")
-    assert "test-moment" in names
+        posix_ipc.SharedMemory(f"/{name}", posix_ipc.O_CREX).close_fd()
+        posix_ipc.unlink_shared_memory(f"/{name}")
+    assert name in names
 
 
 @pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="needs files that are made without a name")
@@ -140,17 +141,18 @@ def test_where_files_need_a_name_it_is_secret_and_short_lived(fork, no_umask, mo
 
 def test_a_name_that_exists_already_is_not_used(fork, monkeypatch):
     monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    tokens = iter(["0" * 32])
+    taken = f"{os.getpid():032}"
+    tokens = iter([taken])
     token_hex = secrets.token_hex
     monkeypatch.setattr(secrets, "token_hex", lambda n: next(tokens, None) or token_hex(n))
-    planted = posix_ipc.SharedMemory("/synkhronos-" + "0" * 32, posix_ipc.O_CREX, size=4096, mode=0o666)
+    planted = posix_ipc.SharedMemory("/synkhronos-" + taken, posix_ipc.O_CREX, size=4096, mode=0o666)
     try:
         fork(1)
         synk.data(np.ones(10))
         assert os.pread(planted.fd, 4096, 0) == bytes(4096)
     finally:
         planted.close_fd()
-        posix_ipc.unlink_shared_memory("/synkhronos-" + "0" * 32)
+        posix_ipc.unlink_shared_memory("/synkhronos-" + taken)
 
 
 def test_sockets_are_pairs_without_an_address(fork):
@@ -167,8 +169,9 @@ def test_sockets_are_pairs_without_an_address(fork):
     networks = pathlib.Path("/proc/net")
     for protocol in ("tcp", "tcp6", "udp", "udp6", "udplite", "udplite6", "raw", "raw6", "icmp", "packet", "netlink"):
         with contextlib.suppress(FileNotFoundError):
-            used = {field for line in (networks / protocol).read_text().splitlines()[1:] for field in line.split()}
-            assert not used & {str(inode) for inode in made}
+            column = -1 if protocol in ("packet", "netlink") else 9
+            lines = (networks / protocol).read_text().splitlines()[1:]
+            assert not {int(line.split()[column]) for line in lines} & made
     lines = [line.split() for line in (networks / "unix").read_text().splitlines()[1:]]
     ours = [line for line in lines if int(line[6]) in made]
     assert len(ours) == len(made)

@@ -156,6 +156,52 @@ def test_any_choice_of_rows_and_slices_is_exact(n_ranks, sgd_pair, batch):
         assert_same(together, alone, n_ranks)
 
 
+SEVERAL = {
+    "equally many rows": [[0, 5, 11, 3, 4, 12], np.arange(6, 12), slice(0, 6), 6],
+    "numbers of rows that differ": [[0, 5], slice(3, 10), None, np.arange(N_ROWS) == 4],
+    "an uneven number": [slice(0, 5), [9, 7, 5, 3, 1]],
+    "one step": [slice(1, 7)],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("num_slices", [1, 3])
+@pytest.mark.parametrize("batches", SEVERAL.values(), ids=SEVERAL)
+def test_several_steps_are_as_many_single_ones(n_ranks, sgd_pair, batches, num_slices):
+    together, train, alone, train_alone = sgd_pair
+    alone.reset()
+    synk.distribute()
+    synk.broadcast(together.params, [W, B])
+    expected = [train_alone(X, Y, batch=batch) for batch in batches]
+    for data in ((X, Y), (synk.data(X), synk.data(Y))):
+        synk.broadcast(together.params, [W, B])
+        losses = train.steps(*data, batches=batches, num_slices=num_slices)
+        assert isinstance(losses, list)
+        np.testing.assert_allclose(np.array(losses, float), np.array(expected, float), rtol=1e-9)
+        assert_same(together, alone, n_ranks)
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_several_steps_may_take_held_rows(n_ranks, even):
+    together, alone = Held(), Model()
+    train, train_alone = together.train_by(make_train_function), alone.train_by(make_train_function_serial)
+    synk.distribute()
+    of_ranks = np.array_split(np.arange(N_ROWS), n_ranks)
+    for shared, values in zip(together.held, (X, Y), strict=True):
+        synk.scatter(shared, values)
+    # Ranks may have different numbers of rows in a step; where all do in each, one launch takes all of them.
+    choices = [[[i % 4, 1, 2][: 3 - r % 2] for r in range(n_ranks)] for i in range(5)]
+    if not even:
+        choices[2] = [[0]] * n_ranks
+        choices[4] = slice(0, 2)
+    losses = train.steps(batches_s=choices)
+    for choice, loss in zip(choices, losses, strict=True):
+        each = [choice] * n_ranks if isinstance(choice, slice) else choice
+        rows = np.concatenate([mine[one] for mine, one in zip(of_ranks, each, strict=True)])
+        np.testing.assert_allclose(loss, train_alone(X, Y, batch=rows), rtol=1e-9)
+    assert_same(together, alone, n_ranks)
+
+
 def test_the_first_step_may_have_fewer_rows_than_ranks(n_ranks):
     together, train, alone, train_alone = pair()
     train(X[:1], Y[:1])

@@ -121,6 +121,68 @@ def test_wrong_arguments_of_a_step_are_named_and_change_nothing(two_ranks_anew, 
     np.testing.assert_allclose(train(X, Y), Model().train_by(make_train_function_serial)(X, Y))
 
 
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (TypeError, "batches: expected a sequence", {}),
+        (TypeError, "batches: expected a sequence", {"batches": 3}),
+        (TypeError, "batches: expected a sequence", {"batches": "all"}),
+        (TypeError, "batch", {"batches": [True, [1, 2]]}),
+        (TypeError, "batches: expected a sequence", {"batches": np.array(3)}),
+        (TypeError, "num_slices", {"batches": [[0, 1], [2, 3]], "num_slices": 1.0}),
+        (ValueError, "rows|length", {"batches": [slice(2, 6), slice(0, 4)], "y_data": Y[:5]}),
+        (TypeError, "x_data: expected rows, got None", {"batches": [[0, 1]], "x_data": None}),
+        (TypeError, "num_slices", {"batches": [[0, 1], [2, 3]], "num_slices": True}),
+        (TypeError, "batches_s: .*without sliceable_shareds; rows are chosen by batches$", {"batches_s": [[0]]}),
+    ],
+)
+@pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
+def test_wrong_arguments_of_several_steps_are_named(two_ranks_anew, make, error, message, arguments):
+    model = Model()
+    train = model.train_by(make)
+    with pytest.raises(error, match=message):
+        train.steps(**{"x_data": X, "y_data": Y, **arguments})
+    np.testing.assert_array_equal(model.w.get_value(), W)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "batches"),
+    [
+        (IndexError, r"batches\[1\]: index 7 is out of range", [[0, 1], [0, N_ROWS]]),
+        (ValueError, r"batches\[2\]: expected at least one row", [[0], [1], slice(3, 3)]),
+    ],
+)
+def test_wrong_rows_of_a_later_step_are_found_before_the_first(two_ranks_anew, error, message, batches):
+    model = Model()
+    train = model.train_by(make_train_function)
+    with pytest.raises(error, match=message):
+        train.steps(X, Y, batches)
+    np.testing.assert_array_equal(model.w.get_value(), W)
+
+
+def test_an_error_says_how_many_steps_were_taken_before(two_ranks_anew):
+    model = Model()
+    held = [library.shared(X), library.shared(Y)]
+    train = make_train_function(
+        model.loss, model.params, model.x, model.y, updates.sgd, sliceable_shareds=held, learning_rate=0.1
+    )
+    with pytest.raises(IndexError, match=f"index {N_ROWS} ") as caught:
+        train.steps(batches_s=[[[0, 1], [2, 3]], [[0, 1], [2]], [[0], [N_ROWS]]])
+    assert "2 of the 3 steps had been taken before." in caught.value.__notes__
+    assert not np.array_equal(model.w.get_value(), W)
+    for wrong in ({"x_data": X}, {"batches": [[0]]}):
+        with pytest.raises(TypeError, match="the data are in sliceable_shareds: expected batches_s alone"):
+            train.steps(**wrong)
+    with pytest.raises(ValueError, match=r"^batches_s\[1\]: expected one choice of rows for each of 2 ranks, got 3"):
+        train.steps(batches_s=[[0], [[0], [1], [2]]])
+
+
+def test_data_that_are_no_array_are_named(two_ranks_anew):
+    train = Model().train_by(make_train_function)
+    with pytest.raises(ValueError, match=r"^input 0 \(x\) of train_gradient: "):
+        train.steps([[1.0], [1.0, 2.0]], Y[:2], [[0], [1]])
+
+
 @pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
 def test_held_data_are_chosen_by_batch_s_alone(two_ranks_anew, make):
     model = Model()

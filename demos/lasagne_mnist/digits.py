@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data (default: 5,000 digits)").add_mutually_exclusive_group().add_argument
     data("--data", type=Path, metavar="DIR", help="the full set's four IDX files")
     data("--synthetic", type=common.positive, metavar="N", help="N made-up images, for timings")
-    common.add_training(parser, epochs=20)
+    common.add_training(parser, epochs=20, at_once=20)
 
 
 def finish(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:

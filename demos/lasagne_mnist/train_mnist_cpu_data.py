@@ -12,6 +12,7 @@ import synkhronos.compat  # noqa: F401 - before Lasagne
 # isort: split
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -76,9 +77,9 @@ class CpuData:
         """Return how many rows of a batch each rank computes."""
         return [len(rows) for rows in np.array_split(batch, self.n_ranks)]
 
-    def train(self, batch: np.ndarray) -> Any:
-        """Take a step; return the loss."""
-        return self._step(*self._train_part, batch=batch)
+    def train(self, batches: Sequence[np.ndarray]) -> list[Any]:
+        """Take a step for each batch, on GPUs in one launch; return the losses."""
+        return self._step.steps(*self._train_part, batches=batches)
 
     def validate(self) -> tuple[float, float]:
         """Return loss and error of the validation data, by one call on all of it."""

@@ -12,6 +12,7 @@ import synkhronos.compat  # noqa: F401 - before Lasagne
 # isort: split
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -93,9 +94,9 @@ class GpuData:
         """Return how many rows of a batch each rank computes."""
         return [len(rows) for rows in batch]
 
-    def train(self, batch: list[np.ndarray]) -> Any:
-        """Take a step; return the loss."""
-        return self._step(batch_s=batch)
+    def train(self, batches: Sequence[list[np.ndarray]]) -> list[Any]:
+        """Take a step for each batch, on GPUs in one launch; return the losses."""
+        return self._step.steps(batches_s=batches)
 
     def validate(self) -> tuple[float, float]:
         """Return loss and error of the validation data, by one call on all of it."""

@@ -6,16 +6,18 @@
     The same without the last batch, where that is smaller than the others.
 `evaluate_in_slices`
     What ``num_slices`` does for the ranks, for one process.
+`take_steps`
+    What ``TrainFunction.steps`` does for the ranks, for one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-__all__ = ["evaluate_in_slices", "full_batches", "shuffled_batches"]
+__all__ = ["evaluate_in_slices", "full_batches", "shuffled_batches", "take_steps"]
 
 
 def shuffled_batches(rng: np.random.Generator, n_rows: int, batch_size: int) -> list[np.ndarray]:
@@ -74,3 +76,35 @@ def evaluate_in_slices(function: Callable[..., Any], images: Any, labels: Any, n
     values = [function(images[rows], labels[rows]) for rows in pieces]
     loss, error = np.average(np.array(values, dtype=float), axis=0, weights=[len(rows) for rows in pieces])
     return float(loss), float(error)
+
+
+def take_steps(
+    gradient: Callable[..., Any],
+    update: Callable[[], Any],
+    images: np.ndarray,
+    labels: np.ndarray,
+    batches: Sequence[np.ndarray],
+) -> list[Any]:
+    """Take a step for each batch.
+
+    Parameters
+    ----------
+    gradient : callable
+        Takes images and labels, keeps their gradient, and returns their loss.
+    update : callable
+        Moves the parameters by that gradient.
+    images, labels : arrays
+        All of them.
+    batches : sequence of ndarray of int
+        Indexes of rows.
+
+    Returns
+    -------
+    list
+        The loss before each step.
+    """
+    losses = []
+    for batch in batches:
+        losses.append(gradient(images[batch], labels[batch]))
+        update()
+    return losses

@@ -40,8 +40,8 @@ class Trainer(Protocol):
     def shares(self, batch: Any) -> list[int]:
         """Return how many rows of a batch each rank computes."""
 
-    def train(self, batch: Any) -> Any:
-        """Take a step; return the mean loss before it, a scalar that may still be on its way from a GPU."""
+    def train(self, batches: Sequence[Any]) -> list[Any]:
+        """Take a step for each batch; return the mean losses before these, scalars that a GPU may still compute."""
 
     def validate(self) -> tuple[float, float]:
         """Return the mean loss, and the share of wrong answers from 0 to 1, of the validation data."""
@@ -64,9 +64,9 @@ class Run:
     test : (float, float) or None
         The same of the test data, at the end.
     setup_seconds : float
-        From the start to the end of the first step: building, forking, compiling.
+        From the start to the end of the first steps: building, forking, compiling.
     seconds : float
-        Time of all training steps but the first.
+        Time of all training steps but those for which something was compiled.
     images : list of int
         How many images each rank computed in that time.
     """
@@ -81,7 +81,7 @@ class Run:
     images: list[int] = field(default_factory=list)
 
     def speed(self, images: int) -> float:
-        """Return images a second; not a number when the first step was the only one."""
+        """Return images a second; not a number when all steps were the first of their kind."""
         return images / self.seconds if sum(self.images) else math.nan
 
 
@@ -93,7 +93,7 @@ def fit(trainer: Trainer, options: argparse.Namespace, title: str, start: float)
     trainer : Trainer
         What to train.
     options : Namespace
-        The command line's: `epochs`, `steps`, `seed` and `quiet`.
+        The command line's: `epochs`, `steps`, `at_once`, `seed` and `quiet`.
     title : str
         What to call the run.
     start : float
@@ -106,27 +106,37 @@ def fit(trainer: Trainer, options: argparse.Namespace, title: str, start: float)
     """
     rng = np.random.default_rng(options.seed)
     run = Run(title, trainer.n_ranks, images=[0] * trainer.n_ranks)
+    compiled: set[Any] = set()
     with tqdm(desc=title, unit="step", disable=options.quiet) as bar:
         for epoch in range(options.epochs):
             batches = trainer.batches(rng)[: options.steps]
             if not batches:
                 raise SystemExit("there are fewer images than one batch has: choose a smaller batch size")
             bar.total = options.epochs * len(batches)
-            losses, begin = [], perf_counter()
-            for batch in batches:
-                losses.append(trainer.train(batch))
-                if run.setup_seconds == 0:
-                    # The functions were compiled in the first step, which is waited for and not counted.
-                    float(losses[0])
+            shares = [trainer.shares(batch) for batch in batches]
+            # A short run has steps that are counted, too.
+            at_once = min(options.at_once, max(1, len(batches) // 3))
+            losses: list[Any] = []
+            begin = perf_counter()
+            for first in range(0, len(batches), at_once):
+                some = slice(first, first + at_once)
+                kind = str(shares[some])
+                if kind not in compiled:
+                    # Something is compiled for these steps, which are waited for and not counted.
+                    values = [float(loss) for loss in losses]
+                    run.seconds += perf_counter() - begin
+                    losses = values + [float(loss) for loss in trainer.train(batches[some])]
+                    compiled.add(kind)
                     begin = perf_counter()
-                    run.setup_seconds = begin - start
+                    run.setup_seconds = run.setup_seconds or begin - start
                 else:
-                    run.images = [a + b for a, b in zip(run.images, trainer.shares(batch), strict=True)]
-                bar.update()
+                    losses += trainer.train(batches[some])
+                    run.images = [sum(images) for images in zip(run.images, *shares[some], strict=True)]
+                bar.update(len(shares[some]))
             # Losses are read once an epoch. To read one waits for the GPUs, which then wait for the next step.
             values = [float(loss) for loss in losses]
             run.seconds += perf_counter() - begin
-            run.losses.append(float(np.average(values, weights=[sum(trainer.shares(batch)) for batch in batches])))
+            run.losses.append(float(np.average(values, weights=[sum(share) for share in shares])))
             run.validation.append(trainer.validate())
             bar.set_postfix(
                 epoch=epoch + 1, loss=f"{run.losses[-1]:.4f}", validation_error=f"{run.validation[-1][1]:.2%}"

@@ -92,19 +92,26 @@ def add_ranks(arguments: argparse.ArgumentParser) -> None:
     add("--compare", action="store_true", help="train in one process too, before, and show the speed-up")
 
 
-def add_training(arguments: argparse.ArgumentParser, epochs: int) -> None:
+def add_training(arguments: argparse.ArgumentParser, epochs: int, at_once: int = 1) -> None:
     """Add what says how to train.
 
     Parameters
     ----------
     arguments : ArgumentParser
         Where to add it.
-    epochs : int
-        The default.
+    epochs, at_once : int
+        Defaults.
     """
     add = arguments.add_argument_group("training").add_argument
     add("--epochs", type=positive, default=epochs, metavar="N", help="passes over the data (%(default)s)")
     add("--steps", type=positive, metavar="N", help="at most this many steps in an epoch")
+    add(
+        "--at-once",
+        type=positive,
+        default=at_once,
+        metavar="N",
+        help="steps that the GPUs take in one go (%(default)s)",
+    )
     rules = list(LEARNING_RATES)
     add("--rule", choices=rules, default="nesterov_momentum", metavar="NAME", help=f"{', '.join(rules)} (%(default)s)")
     add("--learning-rate", type=float, metavar="R", help="(default: one that suits the rule)")

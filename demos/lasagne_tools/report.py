@@ -87,9 +87,9 @@ def table(run: Run, serial: Run | None = None) -> str:
         if each.n_ranks > 1:
             for rank, count in enumerate(each.images):
                 lines.append(f"{f'  rank {rank}':<14} {'':8} {count:10,} {each.speed(count):10,.1f}")
-    lines += ["", "Seconds are those of the training steps but the first, without validation."]
+    lines += ["", "Seconds are those of the training steps but the first of each kind, without validation."]
     lines += [
-        f"Not counted for {each.title}: {each.setup_seconds:.1f} s to start, build, compile and take the first step."
+        f"Not counted for {each.title}: {each.setup_seconds:.1f} s to start, to build and compile, and for first steps."
         for each in ([run, serial] if serial else [run])
     ]
     return "\n".join(lines)

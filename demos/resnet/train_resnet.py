@@ -11,6 +11,7 @@ import synkhronos.compat  # noqa: F401 - before Lasagne
 # isort: split
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -82,9 +83,9 @@ class AllRanks:
         """Return how many rows of a batch each rank computes."""
         return [len(batch) // self.n_ranks] * self.n_ranks
 
-    def train(self, batch: np.ndarray) -> Any:
-        """Take a step; return the loss."""
-        return self._step(*self._train_part, batch=batch)
+    def train(self, batches: Sequence[np.ndarray]) -> list[Any]:
+        """Take a step for each batch; return the losses."""
+        return self._step.steps(*self._train_part, batches=batches)
 
     def validate(self) -> tuple[float, float]:
         """Return loss and error of the validation images, by one call on all of them."""

@@ -11,6 +11,7 @@ import synkhronos.compat  # noqa: F401 - before Lasagne
 # isort: split
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -22,7 +23,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 import synkhronos as synk
 from images import Part, load
 from lasagne_tools import options as common
-from lasagne_tools.batches import evaluate_in_slices, full_batches
+from lasagne_tools.batches import evaluate_in_slices, full_batches, take_steps
 from lasagne_tools.fit import fit
 from lasagne_tools.library import theano
 from lasagne_tools.report import conclude
@@ -72,11 +73,9 @@ class OneProcess:
         """Return how many rows of a batch the process computes: all."""
         return [len(batch)]
 
-    def train(self, batch: np.ndarray) -> Any:
-        """Take a step; return the loss."""
-        loss = self._gradient(self._train_part.images[batch], self._train_part.labels[batch])
-        self._update()
-        return loss
+    def train(self, batches: Sequence[np.ndarray]) -> list[Any]:
+        """Take a step for each batch; return the losses."""
+        return take_steps(self._gradient, self._update, *self._train_part, batches)
 
     def validate(self) -> tuple[float, float]:
         """Return loss and error of the validation images."""

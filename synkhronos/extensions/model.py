@@ -95,20 +95,43 @@ class Model:
         lists = isinstance(x, list | tuple), isinstance(y, list | tuple)
         return cls(loss, xs, ys, *lists, held, rule, _extra(extra_updates, rule))
 
-    def arrays(self, x_data: Rows | None, y_data: Rows | None, batch: Any, batch_s: Any) -> list[Any]:
-        """One array or Data object for each variable; none where the data are held."""
+    def arrays(
+        self,
+        x_data: Rows | None,
+        y_data: Rows | None,
+        batch: Any,
+        batch_s: Any,
+        names: tuple[str, str] = ("batch", "batch_s"),
+    ) -> list[Any]:
+        """One array or Data object for each variable; none where the data are held.
+
+        ``names`` are those by which the user knows ``batch`` and ``batch_s``.
+        """
         if self.held:
             if x_data is not None or y_data is not None or batch is not None:
-                raise TypeError("the data are in sliceable_shareds: expected batch_s alone to say which rows")
+                raise TypeError(f"the data are in sliceable_shareds: expected {names[1]} alone to say which rows")
             return []
         if batch_s is not None:
-            raise TypeError("batch_s: this function was made without sliceable_shareds; rows are chosen by batch")
+            raise TypeError(
+                f"{names[1]}: this function was made without sliceable_shareds; rows are chosen by {names[0]}"
+            )
         if x_data is None or y_data is None:
             raise TypeError(f"{'x_data' if x_data is None else 'y_data'}: expected rows, got None")
         return [
             *_listed("x_data", x_data, self.x, self.x_is_list),
             *_listed("y_data", y_data, self.y, self.y_is_list),
         ]
+
+    def several(
+        self, x_data: Rows | None, y_data: Rows | None, batches: Any, batches_s: Any
+    ) -> tuple[list[Any], list[tuple[Any, Any]]]:
+        """Return `arrays` for several steps, and ``batch`` and ``batch_s`` of each: one of these two is None."""
+        arrays = self.arrays(x_data, y_data, batches, batches_s, ("batches", "batches_s"))
+        name, given = ("batches_s", batches_s) if self.held else ("batches", batches)
+        is_sequence = isinstance(given, np.ndarray) and given.ndim or isinstance(given, Sequence)
+        if not is_sequence or isinstance(given, str | bytes):
+            raise TypeError(f"{name}: expected a sequence with the rows of each step, got {given!r}")
+        return arrays, [(None, one) if self.held else (one, None) for one in given]
 
 
 def _variables(argument: str, value: Any) -> list[Any]:

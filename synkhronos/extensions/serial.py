@@ -99,6 +99,28 @@ class SerialTrainFunction:
         self.update()
         return loss
 
+    def steps(
+        self,
+        x_data: Rows | None = None,
+        y_data: Rows | None = None,
+        batches: Sequence[Batch] | None = None,
+        num_slices: int = 1,
+        batches_s: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """Take several steps, one by one, and return the loss before each.
+
+        Parameters
+        ----------
+        x_data, y_data, batches, num_slices, batches_s
+            As for `synkhronos.extensions.train.TrainFunction.steps`.
+
+        Returns
+        -------
+        list of ndarray
+        """
+        _, steps = self._model.several(x_data, y_data, batches, batches_s)
+        return [self(x_data, y_data, batch, num_slices, batch_s) for batch, batch_s in steps]
+
     def _in_slices(self, arrays: list[np.ndarray], num_slices: int) -> Any:
         """Sum the weighted gradients of slices; return the mean loss."""
         # Each slice finds the extra variables as they were; generators go on from slice to slice.

@@ -30,23 +30,35 @@ class Step(NamedTuple):
         Of that variable alone.
     update : Call
         Of what moves the parameters by it; without inputs and outputs.
+    times : int
+        How many steps to take in the one launch; each rank's rows are those of the first, then those of the second, ...
     """
 
     gradient: Call
     reduce: Reduce
     update: Call
+    times: int = 1
 
     @property
     def effect(self) -> str | None:
         """What an error says was done, if it was: only the update counts."""
-        return self.update.effect
+        return self.update.effect if self.times == 1 else "Steps were taken"
 
-    def run(self, rank: Rank) -> tuple[Any, Any]:
-        """Take this rank's part; return what the two calls return."""
+    @property
+    def effect_in_part(self) -> str | None:
+        """What an error says if a rank was in the middle of many steps."""
+        if self.times == 1:
+            return None
+        return "Some steps may have been taken, on some ranks more than on others: broadcast() makes them equal again."
+
+    def run(self, rank: Rank) -> tuple[Any, Any] | None:
+        """Take this rank's part; return what the two calls return, None if some rank can't take many steps at once."""
         gradient, update = self.gradient.part(rank), self.update.part(rank)
         launch = self._in_one(rank, gradient, update)
+        if self.times > 1 and not all(rank.exchange_known(launch is not None)):
+            return None
         if launch is not None:
-            return self.gradient.complete(rank, gradient, launch), []
+            return self.gradient.complete(rank, gradient, launch, self.times), []
         with rank.uncommitted():
             loss = self.gradient.complete(rank, gradient)
             self.reduce.run(rank)
@@ -66,13 +78,13 @@ class Step(NamedTuple):
             return None
         (key,) = self.reduce.keys
         if rank.size == 1:
-            return chained(update.compiled.run, None)
+            return chained(update.compiled.run, None, self.times)
         shared = stored(rank, key)
         value = library_of(shared).get(shared)
         # What the user may have put there is moved, or cast, on the long way.
         if not device.holds(value) or value.dtype != shared.type.dtype or not device.combines_within(value.dtype):
             return None
-        launch = chained(update.compiled.run, shared.container.storage)
+        launch = chained(update.compiled.run, shared.container.storage, self.times)
         return None if launch is None else partial(self._launch, rank, launch)
 
     def _launch(self, rank: Rank, launch: Callable[..., Any], *inputs: Any) -> Any:
@@ -83,13 +95,16 @@ class Step(NamedTuple):
         del copies  # it has a reference to the very array that is about to be written
 
         def combine(source: int, target: int, count: int, counts: int, stream: int | None) -> None:
+            if self.times > 1:
+                rank.commit()  # the first of them may count though a later one fails
             communicator.all_reduce_within(source, target, count, layout, op, counts, stream)
 
         # Nothing may be raised in what XLA calls; and when this rank has launched, all will have in a moment, so that
         # the updates are applied on all ranks, or, if one of them fails, on none.
         with undisturbed() as signals:
-            with combining(combine):
+            with combining(combine, self.times):
                 results = launch(*inputs)
+            signals.renew()
             communicator.meet(signals.relent)
             rank.commit()
         return results

@@ -19,11 +19,15 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives.arguments import mirrored
 from synkhronos.collectives.commands import Reduce
+from synkhronos.extensions.batches import StepRows, held_rows_of_ranks, rows_of_ranks, runs
 from synkhronos.extensions.model import Batch, Model, Rows, Rule, Updates, is_averaged
 from synkhronos.extensions.serial import SerialTrainFunction, make_train_function_serial
 from synkhronos.extensions.step import Step
 from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
+
+#: Bytes of scattered rows that one launch of several steps may have on a rank.
+_BYTES = 1 << 30
 
 __all__ = ["SerialTrainFunction", "TrainFunction", "make_train_function", "make_train_function_serial"]
 
@@ -104,6 +108,126 @@ class TrainFunction:
         arrays = self._model.arrays(x_data, y_data, batch, batch_s)
         if not self._model.held and _count(batch, arrays) == 0:
             raise ValueError(f"batch: expected at least one row, got {batch!r}")
+        return self._take(arrays, batch, batch_s, num_slices)
+
+    def steps(
+        self,
+        x_data: Rows | None = None,
+        y_data: Rows | None = None,
+        batches: Sequence[Batch] | None = None,
+        num_slices: int = 1,
+        batches_s: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """Take several steps, in one launch where that can be.
+
+        A step of a small network is over on a GPU before the host has started the next one.  This starts many at once:
+        XLA goes from step to step by itself, and combines the ranks' gradients in each.
+
+        Parameters
+        ----------
+        x_data, y_data
+            As for a single step; all the data, of which each step takes some rows.
+        batches : sequence
+            What a single step takes as `batch`, one for each step.
+        num_slices : int, optional
+            As for a single step.
+        batches_s : sequence, optional
+            What a single step takes as `batch_s`, one for each step, where the data are in `sliceable_shareds`.
+
+        Returns
+        -------
+        list of ndarray
+            The loss before each step.
+
+        Raises
+        ------
+        TypeError, ValueError, IndexError
+            If an argument is wrong; the message names it.
+        WorkerError
+            If a worker raised an exception, or died.
+
+        Notes
+        -----
+        Computes what single steps compute.  In JAX mode on GPUs steps that follow each other are one launch if each
+        rank has equally many rows in all of them, and, of scattered data, the ranks as many as each other.  Others are
+        taken one by one: with `num_slices`, with ``batch_s`` by slices or of all rows, on minibatches, on data of
+        different lengths, on CPU cores, with Theano.
+
+        At most 256 steps go into one launch.  Scattered rows of all of them are on the GPU at once: at most a gibibyte
+        on a rank, and as much again, where the next launch's rows come while this one computes.  That memory is kept
+        for the next call.
+
+        Each number of steps in a launch is compiled anew, as each number of rows is, and the 16 used last are kept:
+        take always as many, ten or twenty, say.  A launch can't give a variable a new shape.
+
+        Which rows there are is checked before the first step, but for ``batches_s``, whose range only the ranks know.
+        An error that comes later says how many steps had been taken; their losses are lost.  If a rank fails in the
+        middle of a launch, some ranks may have taken more of its steps than others: `synkhronos.broadcast` makes the
+        parameters equal again.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import pytensor, pytensor.tensor as pt
+        >>> import synkhronos as synk
+        >>> from synkhronos.extensions.updates import sgd
+        >>> x, y = pt.matrix("x"), pt.vector("y")
+        >>> w = pytensor.shared(np.zeros(2), name="w")
+        >>> n = synk.fork(2, use_gpu=False)
+        >>> train = make_train_function(((x @ w - y) ** 2).mean(), [w], x, y, sgd, learning_rate=0.5)
+        >>> losses = train.steps(np.eye(2), np.ones(2), batches=[[0, 1], [1, 0], [0, 1]])
+        >>> print(*losses)
+        1.0 0.25 0.0625
+        >>> synk.close()
+        """
+        arrays, steps = self._model.several(x_data, y_data, batches, batches_s)
+        session, length = ranks.session(), _common_length(arrays)
+        rows: Sequence[StepRows] = [None] * len(steps)
+        if self._model.held:
+            rows = held_rows_of_ranks([batch_s for _, batch_s in steps], session.size)
+        elif length is not None:
+            rows = rows_of_ranks([batch for batch, _ in steps], length, session.size)
+        losses: list[Any] = []
+        try:
+            for start, stop in runs(rows, self._most_at_once(arrays, rows, num_slices)):
+                at_once = self._launched(arrays, rows[start:stop])
+                if at_once is not None:
+                    losses += at_once
+                    continue
+                for batch, batch_s in steps[start:stop]:
+                    losses.append(self(x_data, y_data, batch, num_slices, batch_s))
+        except BaseException as error:
+            if losses:
+                error.add_note(f"{len(losses)} of the {len(steps)} steps had been taken before.")
+            raise
+        return losses
+
+    def _launched(self, arrays: list[Any], rows: Sequence[StepRows]) -> list[Any] | None:
+        """Take steps in one launch, and return their losses; None if they have to be taken one by one."""
+        if len(rows) == 1:
+            return None
+        by_rank = [np.concatenate(each) for each in zip(*filter(None, rows), strict=True)]
+        batch, batch_s = (None, by_rank) if self._model.held else (np.concatenate(by_rank), None)
+        taken: list[Any] | None = self._take(arrays, batch, batch_s, 1, len(rows))
+        return taken
+
+    def _most_at_once(self, arrays: list[Any], rows: Sequence[StepRows], num_slices: int) -> int:
+        """Return how many steps one launch may take."""
+        if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer) or num_slices != 1:
+            return 1  # where a wrong number is complained of, too
+        longest = max((len(one) for step in rows if step is not None for one in step), default=0)
+        if not longest:
+            return 1  # what is no array has no shape
+        most = self.gradient.most_at_once(np.dtype(self.grad_shared.type.dtype))
+        # Of held rows a launch takes those of one step after the other.
+        row = sum(int(np.prod(np.shape(a)[1:])) * np.dtype(getattr(a, "dtype", float)).itemsize for a in arrays)
+        return max(1, min(most, _BYTES // max(1, row * longest)))
+
+    def _take(self, arrays: list[Any], batch: Any, batch_s: Any, num_slices: int, times: int = 1) -> Any:
+        """Take a step, or several with equally many of the rows each; return the loss, or a list of them.
+
+        None if some rank can't take several in one launch: then none has taken any.
+        """
         session = ranks.session()
         with session.turn:
             session.settle()
@@ -113,9 +237,12 @@ class TrainFunction:
                 self._clear()
             update = self.update.prepare(session, (), {}, None, None, 1, None)
             reduce = Reduce(mirrored(session, [self.grad_shared]), "avg", "everywhere", nccl=True)
-            loss, updated = session.run(Step(gradient, reduce, update))
+            returned = session.run(Step(gradient, reduce, update, times))
+            if returned is None:
+                return None
+            loss, updated = returned
             self.update.results(session, update, updated)
-            return self.gradient.results(session, gradient, loss)
+            return self.gradient.results(session, gradient, loss, times)
 
     def _some_have_no_rows(self, gradient: Call, n_ranks: int) -> bool:
         """Whether a rank has no rows to compute; refuse to take a step if none has any."""
@@ -204,6 +331,17 @@ def make_train_function(
     >>> synk.close()
     """
     return TrainFunction(Model.build(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs))
+
+
+def _common_length(arrays: list[Any]) -> int | None:
+    """Return how many rows the data have, None unless all have as many and none stands for a part of more."""
+    try:
+        if any(np.ndim(array) == 0 or getattr(array, "minibatch", False) for array in arrays):
+            return None
+    except ValueError:
+        return None  # lists that are no array: a single step says which
+    lengths = {len(array) for array in arrays}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def _count(batch: Any, arrays: list[Any]) -> int:

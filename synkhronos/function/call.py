@@ -106,7 +106,7 @@ class Call(NamedTuple):
         program: Program = stored(rank, self.program)
         return Part(self, program, self._compiled(program, rank), rank)
 
-    def complete(self, rank: Rank, part: Part, launch: Callable[..., Any] | None = None) -> Any:
+    def complete(self, rank: Rank, part: Part, launch: Callable[..., Any] | None = None, times: int = 1) -> Any:
         """Compute this rank's part; the master returns the outputs' reductions, in a list.
 
         Parameters
@@ -116,10 +116,13 @@ class Call(NamedTuple):
             What `part` has returned.
         launch : callable, optional
             What to run on the inputs in place of the compiled function, which it includes.
+        times : int
+            How many times it computes, each time on the next of as many equal parts of the rows; and how many times
+            each output is returned.
         """
         compiled, program = part.compiled, part.program
         if part.active or (self.n_rows == 0 and rank.is_master):
-            part.compute(launch)
+            part.compute(launch, times)
             rank.commit()
         if self.compile:
             rank.threads.limit()  # what was compiled may have brought a BLAS with it
@@ -138,12 +141,12 @@ class Call(NamedTuple):
                 part.compute()
             except Exception as error:
                 of_none = _Raising(error)
-        values = part.values
-        if not rank.is_master:
-            values = [None if op.name is None else v for v, op in zip(values, part.compiled.ops, strict=False)]
         # What is kept must not hold the program, which the user may have dropped by then.
-        outputs = part.outputs()._replace(values=values, of_none=of_none)
-        return keep(rank, outputs, part.program.device), nbytes(values)
+        outputs = part.outputs()._replace(of_none=of_none)
+        if not rank.is_master:
+            values = [None if op.name is None else v for v, op in zip(outputs.values, outputs.ops, strict=False)]
+            outputs = outputs._replace(values=values)
+        return keep(rank, outputs, part.program.device), nbytes(outputs.values)
 
     def _compiled(self, program: Program, rank: Rank) -> Compiled:
         if not self.compile:
@@ -179,6 +182,8 @@ class Part:
         Whether there are rows to compute, or no rows in question.
     values : list
         The outputs, reduced over slices, once computed.
+    times : int
+        How many times the outputs are computed, each time of an equal part of the rows.
     """
 
     def __init__(self, call: Call, program: Program, compiled: Compiled, rank: Rank):
@@ -197,6 +202,7 @@ class Part:
                 self._parts.append(None)
         self._sliceable = self._sliceable_rows() if call.variant.rows is not None else None
         self.values: list[Any] = []
+        self.times = 1
         if call.n_rows is not None:
             scattered = next(part for part in self._parts if part is not None)
             self.rows = len(scattered)
@@ -209,8 +215,12 @@ class Part:
 
     def outputs(self) -> Outputs:
         """Return what was computed."""
-        compiled = self.compiled
-        return Outputs(self.rows, self.active, self.values, compiled.ops, compiled.scalars, self._of_none)
+        ops, scalars = self.compiled.ops, self.compiled.scalars
+        if self.times == 1:
+            return Outputs(self.rows, self.active, self.values, ops, scalars, self._of_none)
+        ops = [op for op in ops for _ in range(self.times)]
+        scalars = None if scalars is None else tuple([kind for kind in scalars for _ in range(self.times)])
+        return Outputs(self.rows // self.times, self.active, self.values, ops, scalars, self._of_none)
 
     def _of_none(self) -> list[Any]:
         self.compute()
@@ -247,15 +257,16 @@ class Part:
             raise IndexError(problems[0]) if self._rank.is_master else Cancelled
         return rows
 
-    def compute(self, launch: Callable[..., Any] | None = None) -> None:
+    def compute(self, launch: Callable[..., Any] | None = None, times: int = 1) -> None:
         """Run the compiled function over this rank's rows, in slices if asked for, and keep the outputs.
 
-        ``launch`` is what to run in its place; not in slices.
+        ``launch`` is what to run in its place, and how many ``times`` it computes; not in slices.
         """
         call = self._call
+        assert launch is not None or times == 1
         if launch is not None:
             assert self.rows and not call.variant.accumulate
-            self._run_compiled = launch
+            self._run_compiled, self.times = launch, times
         if not self.rows:
             # Nobody has any: the outputs are what the serial library makes of none, and nothing is updated.
             self._run_compiled = self.program.compile(call.variant._replace(accumulate=True)).run
@@ -306,7 +317,7 @@ class Part:
         if self.program.asynchronous and self._rank.is_master:
             # What is new to XLA takes as long as compiling does.
             shapes = tuple([getattr(value, "shape", ()) for value in inputs])
-            launch = self._call.variant, self._run_compiled is self.compiled.run, shapes
+            launch = self._call.variant, self._run_compiled is self.compiled.run, self.times, shapes
             if launch not in self.program.launched:
                 with notice(f"{self.program.name} is compiled for inputs of shapes {list(shapes)}"):
                     result = self._run_compiled(*inputs)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from synkhronos import ranks
 from synkhronos.data import Data, data
+from synkhronos.devices.jax.log import LAUNCHES
 from synkhronos.function.build import build, is_single
 from synkhronos.function.call import Call
 from synkhronos.function.inputs import Inputs, all_slices
@@ -156,16 +157,24 @@ class Function:
         has_updates = bool(self._program.updates)
         return Call(self._key, variant, variant not in self._ready, arrays, count, chosen, num_slices, has_updates)
 
-    def results(self, session: Session, call: Call, returned: Any) -> Any:
-        """Return what the user gets, from what the command of `prepare` has returned."""
+    def most_at_once(self, combined: np.dtype) -> int:
+        """Return how many times one launch can compute, and combine the ranks' arrays of a dtype each time."""
+        # On CPU cores XLA computes convolutions by one thread when they are in a loop.
+        return LAUNCHES if self._program.asynchronous and self._program.device.combines_within(combined) else 1
+
+    def results(self, session: Session, call: Call, returned: Any, times: int = 1) -> Any:
+        """Return what the user gets, from what the command of `prepare` has returned.
+
+        If it has computed many times, a list of what each of the outputs was each time.
+        """
         if self._program.asynchronous and returned:
             # Outputs that are read when somebody looks at them.
             subset = call.variant.subset
             count = len(self._program.outputs) if subset is None else len(subset)
             number, nbytes = returned
-            returned = Results.of(session).add(number, nbytes, count)
+            returned = Results.of(session).add(number, nbytes, count * times)
         self._ready.add(call.variant)
-        if self._single:
+        if self._single and times == 1:
             return _presentable(returned[0]) if returned else []
         return [_presentable(result) for result in returned]
 

@@ -4,6 +4,8 @@
     Checks what the user passes, copies into shared memory what isn't there, and says which rows are meant.
 `all_slices`
     Whether ``batch_s`` asks for runs of rows alone.
+`one_a_rank`, `indexes`
+    What ``batch_s`` chooses on each rank; one such choice as an array.
 """
 
 from __future__ import annotations
@@ -169,14 +171,14 @@ class Inputs:
         """Check ``batch_s`` as far as the master can, and return each rank's."""
         if batch_s is None:
             return None
-        each = _one_a_rank(batch_s, session.size)
+        each = one_a_rank(batch_s, session.size)
         chosen: list[Any] = []
         for r, one in enumerate([batch_s] if each is None else each):
             if isinstance(one, slice):
                 select(one, 0, "batch_s")  # complains of bounds that are no integers
                 chosen.append(one)
             else:
-                chosen.append(self._shared_index(("batch_s", r), _indexes(one, "batch_s")))
+                chosen.append(self._shared_index(("batch_s", r), indexes(one, "batch_s")))
         return tuple(chosen * session.size if each is None else chosen)
 
 
@@ -193,7 +195,7 @@ def all_slices(batch_s: Any) -> bool:
     return all(isinstance(one, slice) and one.step in (None, 1) for one in candidates) and len(candidates) > 0
 
 
-def _one_a_rank(batch_s: Any, size: int) -> list[Any] | None:
+def one_a_rank(batch_s: Any, size: int, name: str = "batch_s") -> list[Any] | None:
     """Return a list of choices if ``batch_s`` is one, None if it is one choice for all ranks."""
     if isinstance(batch_s, slice):
         return None
@@ -201,14 +203,14 @@ def _one_a_rank(batch_s: Any, size: int) -> list[Any] | None:
         isinstance(one, slice | list | tuple | range) or isinstance(one, np.ndarray) and one.ndim for one in batch_s
     ):
         if len(batch_s) != size:
-            raise ValueError(f"batch_s: expected one choice of rows for each of {size} ranks, got {len(batch_s)}")
+            raise ValueError(f"{name}: expected one choice of rows for each of {size} ranks, got {len(batch_s)}")
         return list(batch_s)
     if isinstance(batch_s, np.ndarray) and batch_s.ndim == 2:
-        return _one_a_rank(list(batch_s), size)
+        return one_a_rank(list(batch_s), size, name)
     return None
 
 
-def _indexes(one: Any, name: str) -> np.ndarray:
+def indexes(one: Any, name: str) -> np.ndarray:
     """Check a list of indexes whose range only the rank knows."""
     index = flat(one, name, "a slice, a list of indexes, or a list of these, one a rank")
     if index.dtype == bool:

@@ -113,7 +113,7 @@ class Program:
     buffers : dict
         Memory that its device keeps for the rows that this rank picks for each input.
     launched : set
-        What XLA has launched: variant, whether by itself or with what follows it, shapes of the inputs.
+        What XLA has launched: variant, whether by itself or with what follows it, how many times, shapes of the inputs.
     """
 
     inputs: list[Input]

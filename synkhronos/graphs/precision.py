@@ -75,9 +75,10 @@ def _multiplies(op: Any) -> bool:
 
 
 def _is_elementwise(op: Any) -> bool:
+    """Return whether an Op's output is written by one elementwise kernel; one of our own says so."""
     from pytensor.tensor.elemwise import Elemwise
 
-    return isinstance(op, Elemwise)
+    return isinstance(op, Elemwise) or getattr(op, "elementwise", False)
 
 
 def _is_factor(variable: Any, graph: Any) -> bool:

@@ -140,7 +140,8 @@ def _converted(graph: Any, storage_map: Any) -> Callable[..., Any]:
     converted: Callable[..., Any] = fgraph_to_python(
         graph, convert, type_conversion_fn=jax_typify, fgraph_name="synkhronos_graph", storage_map=storage_map
     )
-    return converted
+    dtypes = [getattr(output.type, "dtype", None) for output in graph.outputs]
+    return lambda *inputs: tuple(map(_strong, converted(*inputs) or (), dtypes))
 
 
 def _range(node: Any) -> Callable[..., Any]:
@@ -160,6 +161,18 @@ def _range(node: Any) -> Callable[..., Any]:
         return jnp.arange(start, stop, step, dtype=dtype)
 
     return run
+
+
+def _strong(value: Any, dtype: str | None) -> Any:
+    """Return a result as an array of a dtype of its own.
+
+    Lengths are Python's integers within a graph.  And the dtype of what is computed from these and constants alone is
+    "weak" to JAX: another one than what the variable that it updates had before, so that all is compiled once more.
+    """
+    import jax.numpy as jnp
+
+    is_weak = isinstance(value, bool | int | float | complex) or getattr(value, "weak_type", False)
+    return jnp.asarray(value, dtype) if is_weak else value
 
 
 def _as(value: Any, dtype: str | None) -> Any:

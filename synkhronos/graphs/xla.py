@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, islice, repeat, starmap
 from operator import setitem
@@ -24,6 +24,10 @@ from synkhronos.devices.jax.log import Log
 from synkhronos.graphs.family import is_held
 from synkhronos.graphs.precision import COMPILER_OPTIONS, bfloat16
 from synkhronos.graphs.traced import Traced
+from synkhronos.ranks.interrupts import undisturbed
+
+#: Combined launches that a function keeps: those that were used last.
+_FOLLOWED = 16
 
 
 class Combination(NamedTuple):
@@ -56,9 +60,12 @@ class Executable:
         Where arrays live.
     log : bool
         Whether to return outputs that are numbers as a log's entries.
+    times : int
+        How many times all of it is done in a launch, each time with the next rows: every input is cut into so many
+        equal parts along axis 0, and every output, which have to be numbers in the log, is returned so many times.
     """
 
-    def __init__(self, pieces: Sequence[Traced | Combination], device: Device, log: bool = False):
+    def __init__(self, pieces: Sequence[Traced | Combination], device: Device, log: bool = False, times: int = 1):
         import jax
         import jax.numpy as jnp
 
@@ -67,7 +74,7 @@ class Executable:
         jax.config.update("jax_enable_x64", True)
         self._device = device
         self._pieces = list(pieces)
-        self._logs_numbers = log
+        self._logs_numbers, self._times = log, times
         traced = [piece for piece in pieces if isinstance(piece, Traced)]
         self._followed: dict[Any, Executable] = {}
         self._n_inputs = sum(piece.n_inputs for piece in traced)
@@ -91,7 +98,7 @@ class Executable:
         self._logged = [i for i, kind in enumerate(types) if log and getattr(kind, "ndim", None) == 0]
         self._dtypes = [np.dtype(types[i].dtype) for i in self._logged]
         self._outputs = [cell for i, cell in enumerate(self._outputs) if i not in self._logged]
-        if self._logged:
+        if self._logged or times > 1:
             self._log = Log(self._dtypes)
         # A variable whose new value has another shape can't be written into the old memory, which is no mistake.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
@@ -105,9 +112,16 @@ class Executable:
         options = COMPILER_OPTIONS if bfloat16() else None
         # Without a reference to this, or only the garbage collector would free what it holds.
         run = partial(_compute, self._pieces, self._storages, self._updated, self._logged)
+        if times > 1:
+            if self._outputs:
+                raise ValueError("what is done many times in a launch can return numbers alone")
+            at = {id(storage): i for i, storage in enumerate(self._storages)}
+            logs = range(len(at), len(at) + 1 + len(self._logged))
+            changed = [*(at[id(cell)] for cell in self._updated), *logs]
+            run = partial(_repeated, partial(run, in_loop=True), times, self._n_inputs, changed)
         self._run = jax.jit(run, donate_argnums=tuple(positions), keep_unused=True, compiler_options=options)
 
-    def followed_by(self, other: Executable, combined: list[Any] | None) -> Executable | None:
+    def followed_by(self, other: Executable, combined: list[Any] | None, times: int = 1) -> Executable | None:
         """Return what does in one launch what this one does and then another one.
 
         Parameters
@@ -115,21 +129,27 @@ class Executable:
         other : Executable
         combined : list of one array, or None
             The container of a variable of which all ranks' values are combined in between.
+        times : int
+            How many times, one after the other, with parts of the inputs.
 
         Returns
         -------
         Executable, or None
             The same one each time; None where there can't be one.
         """
-        key = other, id(combined)
-        if key not in self._followed:
+        key = other, id(combined), times
+        followed = self._followed.pop(key, None)
+        if followed is None:
             between = [] if combined is None else [Combination(combined)]
             pieces = [*self._pieces, *between, *other._pieces]
             known = combined is None or any(combined is cell for cell in self._updated)
             if not known or self.inputs_on_host or other.inputs_on_host:
                 return None
-            self._followed[key] = Executable(pieces, self._device, self._logs_numbers)
-        return self._followed[key]
+            while len(self._followed) >= _FOLLOWED:
+                del self._followed[next(iter(self._followed))]
+            followed = Executable(pieces, self._device, self._logs_numbers, times)
+        self._followed[key] = followed  # behind all others
+        return followed
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Start the computation, and return its outputs: arrays that will be there when they are read."""
@@ -138,8 +158,9 @@ class Executable:
                 storage[0] = self._device.from_host(storage[0])
         for storage in self._donated:
             if is_held(storage):
-                storage[0] = self._copy(storage[0])
-        if self._log is not None and (self._log.full or self._is_interrupted):
+                with undisturbed():  # as a log's beginning
+                    storage[0] = self._copy(storage[0])
+        if self._log is not None and (self._is_interrupted or not self._log.has_room(self._times)):
             self._log = Log(self._dtypes)
         arguments = self._arguments(inputs)
         self._device.launching()
@@ -163,8 +184,8 @@ class Executable:
         for cell in self._outputs:
             cell[0] = None  # or the memory would be held until the next call
         if self._log is not None:
-            for position, entry in zip(self._logged, self._log.entries(), strict=True):
-                results.insert(position, entry)
+            for position, entries in zip(self._logged, self._log.entries(self._times), strict=True):
+                results[position * self._times : position * self._times] = entries
         return results
 
     def _launch(self, arguments: list[Any]) -> None:
@@ -189,6 +210,7 @@ def _compute(
     updated: Sequence[list[Any]],
     logged: Sequence[int],
     *arguments: Any,
+    in_loop: bool = False,
 ) -> tuple[Any, ...]:
     """Compute on what `Executable._arguments` returns; return a value for each output, updated storage and log's cell.
 
@@ -197,6 +219,7 @@ def _compute(
     n_inputs = sum(piece.n_inputs for piece in pieces if isinstance(piece, Traced))
     n_arguments = n_inputs + len(storages)
     inputs = iter(arguments[:n_inputs])
+    logs = arguments[n_arguments:]
     before = {id(s): a for s, a in zip(storages, arguments[n_inputs:n_arguments], strict=True)}
     present, combined = dict(before), set()
     outputs: list[Any] = []
@@ -204,7 +227,8 @@ def _compute(
     for piece in pieces:
         if isinstance(piece, Combination):
             assert counts is None, "more than one combination in a launch"
-            present[id(piece.storage)], counts = all_reduced(present[id(piece.storage)])
+            turn = logs[0] if in_loop else None
+            present[id(piece.storage)], counts = all_reduced(present[id(piece.storage)], turn)
             combined.add(id(piece.storage))
             continue
         try:
@@ -220,8 +244,37 @@ def _compute(
             present[key] = _if(counts, present[key], before[key])
     # What is in the log is returned nowhere else: each output that is kept would have an address of its own.
     others = [output for i, output in enumerate(outputs) if i not in logged]
-    numbers = Log.write(arguments[n_arguments:], [outputs[i] for i in logged]) if logged else []
+    numbers = Log.write(logs, [outputs[i] for i in logged]) if logs else []
     return (*others, *(present[id(storage)] for storage in updated), *numbers)
+
+
+def _repeated(
+    once: Callable[..., tuple[Any, ...]], times: int, n_inputs: int, changed: Sequence[int], *arguments: Any
+) -> tuple[Any, ...]:
+    """Compute again and again, with the next part of each input and with what the last time has left.
+
+    ``once`` takes the inputs, and behind them what is kept; ``changed`` are the positions, among the latter, of what it
+    returns.
+    """
+    from jax import lax
+
+    parts = [a.reshape(times, a.shape[0] // times, *a.shape[1:]) for a in arguments[:n_inputs]]
+    kept = list(arguments[n_inputs:])
+
+    def body(state: list[Any], rows: list[Any]) -> tuple[list[Any], None]:
+        for position, value in zip(changed, state, strict=True):
+            kept[position] = value
+        new = list(once(*rows, *kept))
+        for old, value in zip(state, new, strict=True):
+            if old.shape != value.shape:
+                raise ValueError(
+                    f"a shared variable of shape {old.shape} is updated by a value of shape {value.shape}, which can't "
+                    "be in a launch that computes many times"
+                )
+        return new, None
+
+    state, _ = lax.scan(body, [kept[position] for position in changed], parts, length=times)
+    return tuple(state)
 
 
 def _if(counts: Any, new: Any, old: Any) -> Any:

@@ -69,6 +69,11 @@ class uninterrupted:  # noqa: N801
             came, self._came = self._came, []
             self._raise(came)
 
+    def renew(self) -> None:
+        """Begin `PATIENCE` anew, for the wait that comes now: what was before it took its time."""
+        if self._came:
+            self._since = time.monotonic()
+
     def relent(self) -> None:
         """Hold nothing back any more if something has been for `PATIENCE` seconds: for a wait inside the block."""
         if self._came and time.monotonic() > self._since + PATIENCE:

@@ -241,6 +241,9 @@ class Session:
         others = [r for r in range(self.size) if r not in applied]
         if not applied:
             return f"{effect} on no rank."
+        in_part: str | None = getattr(command, "effect_in_part", None)
+        if in_part is not None:
+            return in_part
         if not others:
             return f"{effect} on all ranks."
         return f"{effect} on ranks {applied}, and not on ranks {others}: broadcast() makes them equal again."

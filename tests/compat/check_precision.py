@@ -20,6 +20,7 @@ import pytensor
 import pytensor.tensor as pt
 
 from synkhronos.compat.ops.convolution import Conv
+from synkhronos.compat.ops.normalization import BatchNormTrain
 from synkhronos.compat.ops.rectifier import rectifier
 from synkhronos.devices import JAX
 from synkhronos.graphs.traced import Traced
@@ -67,9 +68,10 @@ def rounded(array):
     return np.asarray(jax.numpy.asarray(array).astype("bfloat16").astype("float32"))
 
 
-def close(actual, expected):
+def close(actual, expected, roundings=1):
     assert actual.dtype == expected.dtype == np.float32
-    np.testing.assert_allclose(actual, expected, rtol=TOLERANCE, atol=TOLERANCE * np.abs(expected).max())
+    tolerance = roundings * TOLERANCE
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
     assert not np.array_equal(actual, expected)
 
 
@@ -90,8 +92,8 @@ def test_products_of_matrices_and_their_gradients_round_the_factors_alone(name):
     outputs = [product, *pytensor.grad((product**2).sum(), inputs)]
     values = [draw(*shape) for shape in shapes]
     exact, coarse = (in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
-    for actual, expected in zip(coarse, exact, strict=True):
-        close(actual, expected)
+    for i, (actual, expected) in enumerate(zip(coarse, exact, strict=True)):
+        close(actual, expected, roundings=2 if i else 1)  # the gradients are products of the product
     # Factors that bfloat16 can hold give the same product: sums and the result are float32.
     values = [rounded(value) for value in values]
     exact, coarse = (in_precision(p, inputs, product, values)[0] for p in ("highest", "bfloat16"))
@@ -155,6 +157,38 @@ def test_what_two_convolutions_and_a_sum_use_is_rounded_once_for_all():
     users = [line for line in definitions.values() if re.search(rf"{maximum}\b", line)]
     assert len(users) == 1
     assert users[0].startswith("stablehlo.convert") and users[0].endswith("xbf16>")
+
+
+def test_what_batch_normalisation_gives_convolutions_is_rounded_where_it_is_computed():
+    x, scale = pt.ftensor4("x"), pt.TensorType("float32", (1, None, 1, 1))("scale")
+    inputs = [x, pt.ftensor4("u"), pt.ftensor4("v"), scale, scale.type("shift")]
+    values = [draw(*shape) for shape in [(2, 4, 8, 8), *[(4, 4, 3, 3)] * 2, *[(1, 4, 1, 1)] * 2]]
+    h, mean, invstd = BatchNormTrain((0, 2, 3), 1e-4)(Conv(2, "half")(x, inputs[1]), *inputs[3:])
+    y = Conv(2, "half")(h, inputs[2])
+    outputs = [*pytensor.grad((y**2).mean(), inputs), mean, invstd]
+    definitions = dict(re.findall(r"(%\w+) = (.*)", lowered(inputs, outputs, values)))
+
+    def source(name):
+        """Return where a number comes from that is only rounded, or turned around, on its way."""
+        line = definitions.get(name, "")
+        same = re.match(r"stablehlo\.(?:convert|reverse|transpose|optimization_barrier) (%\w+)", line)
+        return source(same[1]) if same else name
+
+    convolutions = [line for line in definitions.values() if line.startswith("stablehlo.convolution")]
+    assert len(convolutions) == 6  # two forward, and the gradients of the images and the filters of each
+    factors = {source(name) for line in convolutions for name in re.findall(r"%\w+", line)}
+    added = [name for name in factors if definitions.get(name, "").startswith("stablehlo.add")]
+    assert len(added) == 2  # what was normalised, and its gradient on the way back: each for two convolutions
+    for name in added:
+        (user,) = [line for line in definitions.values() if re.search(rf"{name}\b", line)]
+        assert user.startswith("stablehlo.convert") and user.endswith("xbf16>")
+
+    exact, coarse = (in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
+    for actual, expected in zip(coarse, exact, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0.05, atol=0.05 * np.abs(expected).max())
+    for actual in coarse[3:]:  # sums and statistics keep their digits
+        assert actual.dtype == np.float32
+        assert not np.array_equal(actual, rounded(actual))
 
 
 def test_parameters_stay_float32_and_keep_small_steps():

@@ -58,11 +58,33 @@ def test_training_uses_the_statistics_of_the_batch(array):
 
 def test_without_scale_and_shift_a_batch_has_mean_0_and_variance_1(array):
     x = variable(array)
-    layer = layer_for(array, beta=None, gamma=None, epsilon=1e-12)
+    layer = layer_for(array, beta=None, gamma=None)
     assert layer.beta is layer.gamma is None
     mean, variance = statistics(theano.function([x], layer.get_output_for(x))(array))
+    before = statistics(array)[1]
     np.testing.assert_allclose(mean, 0, atol=1e-9)
-    np.testing.assert_allclose(variance, 1, rtol=1e-6)
+    np.testing.assert_allclose(variance, before / (before + EPSILON), rtol=1e-9)
+
+
+@pytest.mark.parametrize("epsilon", [0, 1e-5, float("nan")])
+def test_epsilon_has_to_be_what_theano_takes(epsilon):
+    with pytest.raises(ValueError, match="epsilon: expected a number above 1e-5"):
+        BatchNormLayer((None, 3), epsilon=epsilon)
+
+
+@pytest.mark.parametrize("shape", [(6, 1), (6, 1, 2, 3)])
+def test_one_channel_is_normalised_and_trained(shape):
+    array = rng.normal(3, 2, size=shape)
+    x, layer = variable(array), BatchNormLayer((None, *shape[1:]), epsilon=EPSILON)
+    bare = BatchNormLayer((None, *shape[1:]), epsilon=EPSILON, beta=None, gamma=None)
+    outputs = [layer.get_output_for(x), bare.get_output_for(x)]
+    gradients = theano.grad((outputs[0] ** 3 + outputs[1] ** 3).sum(), [layer.beta, layer.gamma])
+    *values, dbeta, dgamma = theano.function([x], [*outputs, *gradients])(array)
+    expected = normalised(array, *statistics(array), beta=np.zeros(1), gamma=np.ones(1))
+    for value in values:
+        np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(dbeta, [3 * (expected**2).sum()], rtol=1e-6)
+    np.testing.assert_allclose(dgamma, [3 * (expected**3).sum()], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 1.0])

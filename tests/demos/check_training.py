@@ -4,6 +4,9 @@ They start alike, see the same batches, and leave dropout out. Sums of single pr
 in their last digits, so the parameters do too.
 """
 
+import argparse
+from time import perf_counter
+
 import numpy as np
 import pytest
 from train_mnist_cpu_data import CpuData
@@ -17,6 +20,7 @@ import settings
 import synkhronos as synk
 from images import make_up
 from lasagne_tools import options as common
+from lasagne_tools.fit import fit
 from lasagne_tools.library import theano
 from models import build as build_mnist
 from network import build as build_resnet
@@ -81,9 +85,9 @@ def test_mnist(two_ranks, trainer, model):
     assert len(batches) == 2 and together.shares(batches[1]) == [3, 2]
     assert sum(sum(together.shares(batch)) for batch in batches) == N_IMAGES
     for batch in batches:
-        loss = together.train(batch)
+        (loss,) = together.train([batch])
         rows = rows_of_the_whole(batch) if trainer is GpuData else batch
-        np.testing.assert_allclose(loss, alone.train(rows), rtol=2e-5)
+        np.testing.assert_allclose(loss, alone.train([rows])[0], rtol=2e-5)
     assert_all_ranks_hold(networks[0].params, values(networks[1].params))
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(values(networks[0].params), start, strict=True))
     np.testing.assert_allclose(together.validate(), alone.validate(), rtol=1e-4)
@@ -95,8 +99,8 @@ def test_mnist_by_each_rule(two_ranks, rule):
     options = mnist_options("custom_mlp:1,16", rule)
     networks, together, alone = mnist_pair(GpuData, options)
     for batch in together.batches(np.random.default_rng(3)):
-        together.train(batch)
-        alone.train(rows_of_the_whole(batch))
+        together.train([batch])
+        alone.train([rows_of_the_whole(batch)])
     # Rules that divide by the gradient's size turn rounding errors of tiny gradients into larger ones.
     assert_all_ranks_hold(networks[0].params, values(networks[1].params), tolerance=1e-3)
 
@@ -141,8 +145,8 @@ def test_resnet_with_the_same_rows_on_both_ranks_is_one_process_with_these_rows(
     alone = resnet(options)
     serial = OneProcessResnet(alone, resnet_parts(options, lambda shape: np.empty(shape, "uint8")), options)
     for rows in serial.batches(np.random.default_rng(3))[:N_STEPS]:
-        loss = trainer.train(np.concatenate([rows, rows]))
-        np.testing.assert_allclose(loss, serial.train(rows), rtol=1e-4)
+        (loss,) = trainer.train([np.concatenate([rows, rows])])
+        np.testing.assert_allclose(loss, serial.train([rows])[0], rtol=1e-4)
     assert_all_ranks_hold(network.params, values(alone.params), tolerance=2e-4)
     assert_all_ranks_hold(network.averages, values(alone.averages), tolerance=2e-4)
     np.testing.assert_allclose(trainer.validate(), serial.validate(), rtol=1e-3)
@@ -173,7 +177,7 @@ def test_resnet_is_one_process_that_normalises_each_half_of_a_batch_by_itself(to
     for average in alone.averages:
         average.set_value(np.zeros_like(average.get_value()))
     for rows in trainer.batches(np.random.default_rng(3))[:N_STEPS]:
-        got = trainer.train(rows)
+        (got,) = trainer.train([rows])
         expected, *statistics = gradient(images[rows], labels[rows])
         update()
         np.testing.assert_allclose(got, expected, rtol=1e-4)
@@ -201,6 +205,49 @@ def test_a_rank_whose_rows_are_used_up_contributes_nothing(two_ranks):
     batches = together.batches(np.random.default_rng(3))
     assert [together.shares(batch) for batch in batches] == [[1, 1], [1, 1], [1, 0]]
     for batch in batches:
-        together.train(batch)
-        alone.train(np.concatenate([batch[0], batch[1] + 3]))
+        together.train([batch])
+        alone.train([np.concatenate([batch[0], batch[1] + 3])])
     assert_all_ranks_hold(networks[0].params, values(networks[1].params))
+
+
+class Recorded:
+    """A trainer that notes what it is told."""
+
+    n_ranks = 2
+
+    def __init__(self, sizes):
+        self.sizes, self.calls = sizes, []
+
+    def batches(self, rng):
+        return list(self.sizes)
+
+    def shares(self, batch):
+        return [batch - batch // 2, batch // 2]
+
+    def train(self, batches):
+        self.calls.append(list(batches))
+        return [float(batch) for batch in batches]
+
+    def validate(self):
+        return 0.5, 0.25
+
+
+@pytest.mark.parametrize(
+    ("sizes", "at_once", "calls", "counted"),
+    [
+        ([10] * 12, 4, [[10] * 4] * 3, 80 + 120),
+        # The last batch is smaller, and compiled for.
+        ([10] * 7 + [5], 20, [[10] * 2] * 3 + [[10, 5]], 40 + 75),
+        ([10] * 3, 20, [[10]] * 3, 20 + 30),
+        ([10], 20, [[10]], 10),
+    ],
+)
+def test_an_epoch_takes_steps_at_once_and_counts_those_that_nothing_was_compiled_for(sizes, at_once, calls, counted):
+    trainer = Recorded(sizes)
+    options = argparse.Namespace(epochs=2, steps=None, at_once=at_once, seed=1, quiet=True)
+    run = fit(trainer, options, "recorded", perf_counter())
+    assert trainer.calls == calls * 2
+    assert sum(run.images) == counted and run.images[0] >= run.images[1]
+    assert run.losses == [pytest.approx(np.average(sizes, weights=sizes))] * 2
+    assert run.validation == [(0.5, 0.25)] * 2
+    assert 0 < run.setup_seconds < 1 and 0 < run.seconds < 1

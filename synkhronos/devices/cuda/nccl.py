@@ -43,11 +43,13 @@ OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 _BYTES = DTYPES[np.dtype(np.uint8)]
 #: Seconds between two looks at the peers while NCCL works.
 _LOOK = 0.02
+#: The same once a peer has failed or died and nothing was under way.
+_LATER = 0.2
 #: Seconds between two looks at the GPU, when it has been waited for as long as that.
 _PAUSE = 0.0002
 #: Seconds after which it is given up to connect: it takes one or two.
 _PATIENCE = 40
-#: Seconds after which a call of NCCL, which only puts work on the stream, is taken to wait for a peer that is gone.
+#: Seconds after which a call of CUDA or NCCL that should return at once is taken to wait for a peer that is gone.
 _STUCK = 0.5
 
 
@@ -89,6 +91,7 @@ class NcclCommunicator:
         #: The attempt to connect that counts: an earlier one may come to its end late.
         self._attempt = 0
         self._guard: threading.Thread | None = None
+        self._asking: threading.Thread | None = None
         self._swap = threading.Lock()
         #: Held while NCCL is called: it must not lose its connection then.
         self._calls = threading.RLock()
@@ -303,25 +306,28 @@ class NcclCommunicator:
     def _keep_guard(self) -> None:
         """Abort what is under way when a peer has died, or failed in the command that started it."""
         self._staging.enter()
-        failed, since = 0, 0.0
-        while not self._ended.wait(_LOOK):
-            command = self._under_way
-            if not command or self._is_done():
+        failed, since, pause = 0, 0.0, _LOOK
+        while not self._ended.wait(pause):
+            command, pause = self._under_way, _LOOK
+            is_bereft = bool(command) and self._rank.bereft()
+            if not (is_bereft or (command and self._rank.has_failed(command))):
                 failed = 0
                 continue
-            if self._rank.bereft():
+            if self._seems_done():
+                failed, pause = 0, _LATER
+                continue
+            if is_bereft:
                 self._lost = True
                 self.abort()
                 # The master may have heard of the death when nothing was to be said of it, and not listen now.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
                 return
-            if self._rank.has_failed(command):
-                self._give_up(command)
-                # Whatever has kept a peer from it: nothing waits for ever.
-                if failed != command:
-                    failed, since = command, perf_counter()
-                elif perf_counter() > since + _PATIENCE:
-                    self.abort()
+            self._give_up(command)
+            # Whatever has kept a peer from it: nothing waits for ever.
+            if failed != command:
+                failed, since = command, perf_counter()
+            elif perf_counter() > since + _PATIENCE:
+                self.abort()
 
     def meet(self, look: Callable[[], None] | None = None) -> None:
         """Wait until every rank has started what this one has: from then on only a death can keep it from its end.
@@ -351,6 +357,25 @@ class NcclCommunicator:
         """Whether all that was put on the stream is done."""
         (result,) = self._staging.driver.cuStreamQuery(self._stream)
         return bool(result != self._staging.driver.CUresult.CUDA_ERROR_NOT_READY)
+
+    def _seems_done(self) -> bool:
+        """Whether all that was put on the stream is done, as far as CUDA says so at once.
+
+        A stream has room for a thousand launches.  Whoever puts another one on a full stream waits inside of CUDA, for
+        ever if what is under way waits for a peer that is gone; and whoever asks CUDA anything meanwhile waits with it.
+        """
+        answers: list[bool] = []
+
+        def ask() -> None:
+            self._staging.enter()
+            answers.append(self._is_done())
+
+        if self._asking is not None and self._asking.is_alive():
+            return False
+        self._asking = threading.Thread(target=ask, daemon=True)
+        self._asking.start()
+        self._asking.join(_STUCK)
+        return bool(answers and answers[0])
 
     def _is_unfinished(self) -> bool:
         """Whether a collective is under way, or did not come to its end."""

@@ -134,7 +134,8 @@ def _stream_of(frame: Any) -> int | None:
     asked = _StreamGet(ctypes.sizeof(_StreamGet), None, frame.context, None)
     error = api.stream_get(ctypes.addressof(asked))
     if error:
-        api.error_destroy(ctypes.addressof(_ErrorDestroy(ctypes.sizeof(_ErrorDestroy), None, error)))
+        destroyed = _ErrorDestroy(ctypes.sizeof(_ErrorDestroy), None, error)
+        api.error_destroy(ctypes.addressof(destroyed))
         return None
     return int(asked.stream or 0) or None
 
@@ -237,6 +238,8 @@ def _combine(address: int) -> None:
         if not _is_launch(frame):
             return
         launch.count += 1
+        if launch.error is not None:
+            return  # nothing counts any more, and the first error is the one that says why
         if launch.combine is None:
             _log.error("XLA launched what combines the ranks' arrays at a time when nobody could: it does not count")
             return
@@ -250,8 +253,15 @@ def _combine(address: int) -> None:
         launch.error = error
 
 
-def all_reduced(array: Any) -> tuple[Any, Any]:
-    """Return an array that is being traced as `combining` will have combined it, and whether that counts (an int32)."""
+def all_reduced(array: Any, turn: Any = None) -> tuple[Any, Any]:
+    """Return an array that is being traced as `combining` will have combined it, and whether that counts (an int32).
+
+    Parameters
+    ----------
+    array : jax.Array
+    turn : jax.Array, optional
+        In a loop, what is another number each time: XLA would do once, before the loop, what is the same every time.
+    """
     import jax
 
     platform = {"gpu": "CUDA"}.get(jax.default_backend(), jax.default_backend())
@@ -262,13 +272,15 @@ def all_reduced(array: Any) -> tuple[Any, Any]:
     # Its side effect is not declared: JAX would launch the whole program by way of its slow path, at 0.6 ms a launch.
     # XLA keeps the call, as what it returns is used, and makes it once.
     call = jax.ffi.ffi_call(_COMBINE, results, input_output_aliases={0: 0, 1: 1})
-    combined, counts = call(array, np.int32(0))
+    combined, counts = call(array, np.int32(0), *([] if turn is None else [turn]))
     return combined, counts
 
 
 @contextlib.contextmanager
-def combining(combine: Combine) -> Iterator[None]:
+def combining(combine: Combine, times: int = 1) -> Iterator[None]:
     """Have a function combine in the one launch of the ``with`` block, and raise what it raised at the end.
+
+    It is an error if the launch combines more or less than so many times.
 
     No signal may raise anything meanwhile (see `ranks.interrupts.undisturbed`): that would happen at the first
     instruction of what XLA calls, where nothing can catch it.
@@ -279,7 +291,7 @@ def combining(combine: Combine) -> Iterator[None]:
         yield
         if launch.error is not None:
             raise launch.error
-        if launch.count != 1:
-            raise RuntimeError(f"XLA had the ranks' arrays combined {launch.count} times in one launch")
+        if launch.count != times:
+            raise RuntimeError(f"XLA had the ranks' arrays combined {launch.count} times in one launch, not {times}")
     finally:
         _present = _Launch(None)

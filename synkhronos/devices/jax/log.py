@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-#: Launches whose numbers go into one log; then another begins.
+from synkhronos.ranks.interrupts import undisturbed
+
+#: Launches whose numbers go into one log; then another begins.  A launch that repeats itself counts as many.
 LAUNCHES = 256
 
 
@@ -39,15 +41,15 @@ class Log:
     def __init__(self, dtypes: Sequence[np.dtype]):
         import jax.numpy as jnp
 
-        arrays = [jnp.zeros((), np.int32), *(jnp.zeros((LAUNCHES,), dtype) for dtype in dtypes)]
+        with undisturbed():  # what is raised in the middle of JAX's Python leaves JAX unusable
+            arrays = [jnp.zeros((), np.int32), *(jnp.zeros((LAUNCHES,), dtype) for dtype in dtypes)]
         self.cells: list[list[Any]] = [[array] for array in arrays]
         self._written = 0
         self._read: tuple[int, list[np.ndarray]] = 0, []
 
-    @property
-    def full(self) -> bool:
-        """Whether no other launch can write into it."""
-        return self._written == LAUNCHES
+    def has_room(self, times: int) -> bool:
+        """Whether a launch can write so many numbers of each output into it."""
+        return self._written + times <= LAUNCHES
 
     @staticmethod
     def write(arrays: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
@@ -63,10 +65,11 @@ class Log:
             ),
         ]
 
-    def entries(self) -> list[Entry]:
-        """Return what the last launch has written, to be called once after each."""
-        self._written += 1
-        return [Entry(self, output, self._written - 1) for output in range(len(self.cells) - 1)]
+    def entries(self, times: int) -> list[list[Entry]]:
+        """Return what the last launch has written of each output, to be called once after each."""
+        first = self._written
+        self._written += times
+        return [[Entry(self, output, first + i) for i in range(times)] for output in range(len(self.cells) - 1)]
 
     def numbers(self, output: int) -> np.ndarray:
         """Return an output's numbers on the host, all that are written."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytensor
 import pytensor.tensor as pt
 
-from synkhronos.compat.ops.normalization import moments
+from synkhronos.compat.ops.normalization import BatchNormTrain
 
 __all__ = ["batch_normalization", "batch_normalization_test", "batch_normalization_train"]
 
@@ -119,11 +119,11 @@ def batch_normalization_train(
     scale, shift = layout.spread("gamma", gamma), layout.spread("beta", beta)
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean and running_var must either both be given or both be None")
-    mean, var = moments(inputs, layout.axes)
-    invstd = pt.reciprocal(pt.sqrt(var + _epsilon(epsilon, var.dtype)))
-    output = (inputs - mean) * (scale * invstd) + shift
+    output, mean, invstd = BatchNormTrain(layout.axes, _epsilon(epsilon, "float64"))(inputs, scale, shift)
     results = [mean, invstd]
     if running_mean is not None:
+        # What the difference rounds off is small beside variance and epsilon together, as which it is used.
+        var = pt.maximum(1 / invstd**2 - _epsilon(epsilon, invstd.dtype), 0)
         factor = running_average_factor
         count = pt.cast(pt.prod([inputs.shape[a] for a in layout.axes]), inputs.dtype)
         old_mean, old_var = layout.spread("running_mean", running_mean), layout.spread("running_var", running_var)

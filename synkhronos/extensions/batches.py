@@ -1,0 +1,120 @@
+"""The rows of several steps, and which of these one launch can take.
+
+`rows_of_ranks`, `held_rows_of_ranks`
+    The rows of each step on each rank: of data that are scattered, and of data that the ranks hold.
+`runs`
+    Steps that one launch can take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from synkhronos.data.rows import select
+from synkhronos.function.inputs import indexes, one_a_rank
+
+#: One step's rows: an array of indexes for each rank, or None where there can't be one.
+StepRows: TypeAlias = list[np.ndarray] | None
+
+
+def rows_of_ranks(batches: Sequence[Any], length: int, size: int) -> list[StepRows]:
+    """Return the rows of steps on scattered data; of None where ranks would have different numbers of them.
+
+    Parameters
+    ----------
+    batches : sequence
+        Each as for ``batch``.
+    length : int
+        How many rows there are.
+    size : int
+        How many ranks.
+
+    Returns
+    -------
+    list of list of ndarray of int64, or of None
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        If there are no such rows; the message names the step.
+
+    Examples
+    --------
+    >>> rows_of_ranks([slice(0, 4), [7]], 8, 2)
+    [[array([0, 1]), array([2, 3])], None]
+    """
+    steps: list[StepRows] = []
+    for i, batch in enumerate(batches):
+        rows = np.asarray(select(batch, length, f"batches[{i}]"), np.int64)
+        if not len(rows):
+            raise ValueError(f"batches[{i}]: expected at least one row, got {batch!r}")
+        steps.append(None if len(rows) % size else list(rows.reshape(size, -1)))
+    return steps
+
+
+def held_rows_of_ranks(batches_s: Sequence[Any], size: int) -> list[StepRows]:
+    """Return the rows of steps on data that the ranks hold; None for slices, whose lengths only the ranks know.
+
+    Parameters
+    ----------
+    batches_s : sequence
+        Each as for ``batch_s``.
+    size : int
+        How many ranks.
+
+    Returns
+    -------
+    list of list of ndarray of int64, or of None
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what are no indexes; the message names the step.
+
+    Examples
+    --------
+    >>> held_rows_of_ranks([[[0, 1], [5]], slice(0, 2)], 2)
+    [[array([0, 1]), array([5])], None]
+    """
+    steps: list[StepRows] = []
+    for i, batch_s in enumerate(batches_s):
+        name = f"batches_s[{i}]"
+        each = one_a_rank(batch_s, size, name) or [batch_s] * size
+        rows = [None if one is None or isinstance(one, slice) else indexes(one, name) for one in each]
+        known = [one for one in rows if one is not None and len(one)]
+        steps.append(known if len(known) == size else None)
+    return steps
+
+
+def runs(steps: Sequence[StepRows], most: int) -> Iterator[tuple[int, int]]:
+    """Cut steps into runs that one launch can take: of equally many rows on each rank, and not too many.
+
+    Parameters
+    ----------
+    steps : sequence
+        What the functions above return.
+    most : int
+        How many steps may be together.
+
+    Yields
+    ------
+    start, stop : int
+
+    Examples
+    --------
+    >>> a, b = [np.arange(2)], [np.arange(3)]
+    >>> list(runs([a, a, a, b, None, None, a], most=2))
+    [(0, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)]
+    """
+    start = 0
+    for stop in range(1, len(steps) + 1):
+        if stop == len(steps) or stop - start == most or not _alike(steps[start], steps[stop]):
+            yield start, stop
+            start = stop
+
+
+def _alike(one: StepRows, other: StepRows) -> bool:
+    return one is not None and other is not None and list(map(len, one)) == list(map(len, other))
