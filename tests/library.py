@@ -12,8 +12,6 @@
     Fork on the device.
 `few`
     Hypothesis' settings, with fewer examples where each new shape is compiled.
-`lives`
-    Whether a process runs.
 `is_array`, `read`, `same`
     What a call returns: an array, or one that is there when somebody looks at it.
 """
@@ -63,15 +61,6 @@ def fork_ranks(n, **kwargs):
     return synk.fork(n, use_gpu=DEVICE == "gpu", **kwargs)
 
 
-def lives(pid):
-    """Whether a process runs (a zombie does not)."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def few(most):
     """Return settings with at most this many examples; with fewer where a compiler takes its time for each."""
     return settings(max_examples=min(most, 4) if DEVICE != "host" else most)
@@ -110,7 +99,6 @@ __all__ = [
     "function",
     "grad",
     "is_array",
-    "lives",
     "package",
     "read",
     "same",

@@ -50,6 +50,7 @@ sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[1]), str(pathlib.Pa
 
 import numpy as np
 from library import NAME, shared, tensor
+from system import children_of
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -206,7 +207,7 @@ class Watchdog:
                 break
         print(f"\nHUNG for {LIMIT:g} s: {self._explain()}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
-        pids = children()
+        pids = children_of(os.getpid())
         for pid in pids:
             print(f"\nprocess {pid}:", file=sys.stderr, flush=True)
             for name in ("status", "wchan", "syscall", "stack"):
@@ -222,12 +223,6 @@ class Watchdog:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         os._exit(3)
-
-
-def children() -> list[int]:
-    """Return the processes that this one has forked, zombies among them."""
-    with open(f"/proc/self/task/{os.getpid()}/children") as listed:
-        return [int(child) for child in listed.read().split()]
 
 
 # -- the model -----------------------------------------------------------------------------------------------
@@ -544,7 +539,7 @@ class Soak:
 
     def fork(self, size: int, root: int) -> None:
         """Start ranks, and have the model know."""
-        expect(children() == [], f"children before the fork: {children()}")
+        expect(children_of(os.getpid()) == [], f"children before the fork: {children_of(os.getpid())}")
         timeout = None if self.rng.random() < 0.7 else 0.9 * LIMIT
         expect(synk.fork(size, use_gpu=False, master_rank=root, timeout=timeout) == size, "fork's result")
         self._forked(size, root)
@@ -568,7 +563,7 @@ class Soak:
 
     def check_ended(self) -> None:
         """Check that closed ranks have left nothing."""
-        expect(children() == [], f"children after the end: {children()}")
+        expect(children_of(os.getpid()) == [], f"children after the end: {children_of(os.getpid())}")
         try:
             ranks.session()
         except RuntimeError:
@@ -1326,7 +1321,7 @@ class Soak:
             "threads": int(fields["Threads"]),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "shared mappings": len(mappings),
-            "children": len(children()),
+            "children": len(children_of(os.getpid())),
         }
 
     def run(self, seconds: float, warm_up: int = 100) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from library import XLA, fork_ranks
 from library import tensor as T
+from system import children_of
 
 import synkhronos as synk
 
@@ -63,16 +64,10 @@ def seen_by_ranks(data):
     return _functions[key](data)
 
 
-def workers():
-    """Return the process ids of the workers."""
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return [int(pid) for pid in file.read().split()]
-
-
 def files_and_mappings():
     """Return how many files each rank has open, and how many pieces of shared memory it has mapped."""
     counts = []
-    for pid in [os.getpid(), *workers()]:
+    for pid in [os.getpid(), *children_of(os.getpid())]:
         with open(f"/proc/{pid}/maps") as file:
             mapped = sum("/dev/shm/" in line or "synkhronos" in line for line in file)
         counts.append((len(os.listdir(f"/proc/{pid}/fd")), mapped))

@@ -10,8 +10,9 @@ import subprocess
 import time
 
 import pytest
-from faults.harness import PROMPT, Program, until_state
+from faults.harness import PROMPT, Program
 from library import NAME
+from system import until_state
 
 pytestmark = pytest.mark.faults
 

@@ -8,8 +8,8 @@ import textwrap
 
 import numpy as np
 import pytest
-from faults.harness import children_of
 from library import NAME, shared, tensor
+from system import children_of
 
 import synkhronos as synk
 from synkhronos import ranks

@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from library import INTERPRETED, NAME, XLA, few, function, grad, is_array, package, read, same, shared
 from library import tensor as T
+from system import children_of
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -1282,7 +1283,7 @@ def test_a_worker_that_is_killed_is_noticed_within_two_seconds(fork, how):
     with pytest.raises(synk.WorkerError, match=rf"rank [12] \(process \d+\) was killed by {how}"):
         g(np.arange(3.0))
     assert time.monotonic() - start < 2
-    assert not children()  # the others were ended with it
+    assert children_of(os.getpid()) == []  # the others were ended with it
     with pytest.raises(RuntimeError, match="fork"):
         f(np.arange(3.0))
     fork(2)
@@ -1302,27 +1303,12 @@ def test_a_worker_that_dies_between_calls_is_noticed_in_the_next(fork):
     x = T.dvector("x")
     f = synk.function([x], (x.sum(), "sum"))
     f(np.arange(3.0))
-    (pid,) = children()
+    (pid,) = children_of(os.getpid())
     os.kill(pid, signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(synk.WorkerError, match=f"rank 1 .process {pid}. was killed by SIGKILL"):
         f(np.arange(3.0))
     assert time.monotonic() - start < 2
-
-
-def children():
-    """The processes that this one has forked and that still live."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            try:
-                with open(f"/proc/{name}/stat") as file:
-                    state, parent = file.read().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue
-            if int(parent) == os.getpid() and state != "Z":
-                found.append(int(name))
-    return found
 
 
 class Unpicklable(OnWorkers):

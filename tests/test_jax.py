@@ -23,8 +23,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from faults.harness import code_run_by
-from library import DEVICE, INTERPRETED, XLA, grad, lives, read, shared
+from library import DEVICE, INTERPRETED, XLA, grad, read, shared
 from library import tensor as T
+from system import lives
 
 import synkhronos as synk
 from synkhronos import ranks

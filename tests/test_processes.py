@@ -9,7 +9,7 @@ import textwrap
 import time
 
 import pytest
-from library import lives
+from system import children_of, lives
 
 import synkhronos as synk
 from synkhronos.ranks import available_cores
@@ -24,12 +24,6 @@ def python(code, **kwargs):
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def children_of(pid):
-    """Return the processes that a process has forked."""
-    with open(f"/proc/{pid}/task/{pid}/children") as listed:
-        return [int(child) for child in listed.read().split()]
 
 
 def test_fork_returns_the_number_of_ranks(fork):

@@ -4,8 +4,6 @@
     The process: what it tells, what it prints, and how it ends.
 `Template`
     A process that has made the imports, of which programs are copies.
-`members`, `children_of`, `state`
-    What the system says of processes.
 `code_run_by`
     What of the library's code a call runs.
 
@@ -34,8 +32,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-#: Seconds for anything that should take a moment, on a machine that is busy with other things.
-LIMIT = 30
+from system import LIMIT, members, names
+
 #: Seconds from a fault to its error.
 PROMPT = 2
 _HERE = pathlib.Path(__file__).parent
@@ -258,49 +256,3 @@ def code_run_by(call: Callable[[], object]) -> list[str]:
     finally:
         sys.setprofile(None)
     return ran
-
-
-def names() -> set[str]:
-    """Return the names in /dev/shm that look like the library's."""
-    return {name for name in os.listdir("/dev/shm") if "synkhronos" in name}
-
-
-def children_of(pid: int) -> list[int]:
-    """Return the processes that a process' threads have forked."""
-    found = []
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        with open(f"/proc/{pid}/task/{thread}/children") as listed:
-            found += [int(child) for child in listed.read().split()]
-    return found
-
-
-def state(pid: int) -> str:
-    """Return a process' state as the system writes it: R, S, T for stopped, Z for a zombie; "" if there is none."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def until_state(pid: int, wanted: str) -> None:
-    """Wait until a process is in a state."""
-    deadline = time.monotonic() + LIMIT
-    while state(pid) != wanted:
-        assert time.monotonic() < deadline, f"{pid} is {state(pid)!r}, not {wanted!r}"
-        time.sleep(0.001)
-
-
-def members(session: int) -> dict[int, str]:
-    """Return the processes of a session that still run, and their states; zombies are their parent's business."""
-    found = {}
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            try:
-                with open(f"/proc/{name}/stat") as stat:
-                    fields = stat.read().rsplit(")", 1)[1].split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if int(fields[3]) == session and fields[0] not in "ZX":
-                found[int(name)] = fields[0]
-    return found

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 from library import NAME, shared, tensor
+from system import children_of
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -103,12 +104,6 @@ def _trimmed(text: str, limit: int) -> str:
     return text.encode("ascii", "replace").decode()
 
 
-def children() -> list[int]:
-    """Return this process' children, zombies among them."""
-    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as listed:
-        return [int(child) for child in listed.read().split()]
-
-
 def footprint() -> dict[str, Any]:
     """Return what a program must have no more of after a fault than before it."""
     gc.collect()
@@ -118,7 +113,7 @@ def footprint() -> dict[str, Any]:
     if len(lines) > 1:  # the last session's control memory is always there
         _print_holders(lines)
     # By kind: anonymous memory that ranks inherit, or what has been a file.
-    return {"files": files, "maps": sorted(line.split()[5][:9] for line in lines), "children": children()}
+    return {"files": files, "maps": sorted(line.split()[5][:9] for line in lines), "children": children_of(os.getpid())}
 
 
 def _print_holders(lines: list[str]) -> None:

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 import numpy as np
+from system import children_of
 
 import synkhronos as synk
 from faults import inside
@@ -309,7 +310,7 @@ def at_random(seed: int, times: int) -> None:
     for _ in range(times):
         guarded(fork_and_close, usual * 1.2)
         synk.close()
-        assert not inside.children()
+        assert not children_of(os.getpid())
     synk.fork(2, use_gpu=False)
     work = Work()
     work.check()

@@ -21,10 +21,11 @@ import time
 from typing import Any
 
 import numpy as np
+from system import children_of
 
 import synkhronos as synk
 from faults import inside
-from faults.inside import Arguments, Work, attempt, children, footprint, hold, know, plant, reach, right, start, tell
+from faults.inside import Arguments, Work, attempt, footprint, hold, know, plant, reach, right, start, tell
 from synkhronos import processes, ranks
 from synkhronos.ranks import worker
 
@@ -506,4 +507,4 @@ def _copied() -> list[str]:
 if __name__ == "__main__":
     main()
     reach("end")
-    assert not children()
+    assert not children_of(os.getpid())

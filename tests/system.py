@@ -1,0 +1,63 @@
+"""What the system says of processes, and of the names in shared memory."""
+
+from __future__ import annotations
+
+import os
+import time
+
+#: Seconds for anything that should take a moment, on a machine that is busy with other things.
+LIMIT = 30
+
+
+def names() -> set[str]:
+    """Return the names in /dev/shm that look like the library's."""
+    return {name for name in os.listdir("/dev/shm") if "synkhronos" in name}
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process' threads have forked, zombies among them.
+
+    Not those that have been waited for, or that nobody need wait for: such a one stays in the list for a moment, while
+    the system removes it, though its parent was told that there is none.
+    """
+    found = []
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{thread}/children") as listed:
+            found += [int(child) for child in listed.read().split()]
+    return [child for child in found if state(child) not in ("X", "")]
+
+
+def state(pid: int) -> str:
+    """Return a process' state as the system writes it.
+
+    R, S, D, T for stopped, Z for a zombie, X for one that is being removed; "" if there is none.
+    """
+    return (_status(pid) or [""])[0]
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    return state(pid) not in ("Z", "X", "")
+
+
+def until_state(pid: int, wanted: str) -> None:
+    """Wait until a process is in a state."""
+    deadline = time.monotonic() + LIMIT
+    while state(pid) != wanted:
+        assert time.monotonic() < deadline, f"{pid} is {state(pid)!r}, not {wanted!r}"
+        time.sleep(0.001)
+
+
+def members(session: int) -> dict[int, str]:
+    """Return the processes of a session that still run, and their states; zombies are their parent's business."""
+    everyone = {int(name): _status(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
+    return {pid: found[0] for pid, found in everyone.items() if found and int(found[3]) == session and lives(pid)}
+
+
+def _status(pid: int) -> list[str]:
+    """Return what /proc/PID/stat has behind the name: the state, the parent, the group, the session, ..."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
