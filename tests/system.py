@@ -7,6 +7,8 @@ import time
 
 #: Seconds for anything that should take a moment, on a machine that is busy with other things.
 LIMIT = 30
+#: States of processes that do nothing any more.
+_ENDED = ("Z", "X", "")
 
 
 def names() -> set[str]:
@@ -22,8 +24,11 @@ def children_of(pid: int) -> list[int]:
     """
     found = []
     for thread in os.listdir(f"/proc/{pid}/task"):
-        with open(f"/proc/{pid}/task/{thread}/children") as listed:
-            found += [int(child) for child in listed.read().split()]
+        try:
+            with open(f"/proc/{pid}/task/{thread}/children") as listed:
+                found += [int(child) for child in listed.read().split()]
+        except (FileNotFoundError, ProcessLookupError):
+            return children_of(pid)  # the thread has ended, and its children are another's now
     return [child for child in found if state(child) not in ("X", "")]
 
 
@@ -37,7 +42,7 @@ def state(pid: int) -> str:
 
 def lives(pid: int) -> bool:
     """Whether a process runs (a zombie does not)."""
-    return state(pid) not in ("Z", "X", "")
+    return state(pid) not in _ENDED
 
 
 def until_state(pid: int, wanted: str) -> None:
@@ -51,7 +56,7 @@ def until_state(pid: int, wanted: str) -> None:
 def members(session: int) -> dict[int, str]:
     """Return the processes of a session that still run, and their states; zombies are their parent's business."""
     everyone = {int(name): _status(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
-    return {pid: found[0] for pid, found in everyone.items() if found and int(found[3]) == session and lives(pid)}
+    return {pid: s[0] for pid, s in everyone.items() if s and int(s[3]) == session and s[0] not in _ENDED}
 
 
 def _status(pid: int) -> list[str]:

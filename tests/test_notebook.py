@@ -8,7 +8,7 @@ import time
 
 import pytest
 from faults.harness import PROMPT
-from system import LIMIT, children_of, names, state
+from system import LIMIT, children_of, lives, names, state
 
 pytestmark = pytest.mark.faults
 
@@ -126,7 +126,7 @@ def notebook():
 
 def until_gone(pids, limit=1):
     deadline = time.monotonic() + limit
-    while any(state(pid) not in ("", "Z") for pid in pids):
+    while any(lives(pid) for pid in pids):
         assert time.monotonic() < deadline, {pid: state(pid) for pid in pids}
         time.sleep(0.01)
 
