@@ -47,6 +47,7 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 from library import fork_ranks
+from system import names
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -79,11 +80,6 @@ settings.register_profile(
     max_examples=40 if DEVICE == "host" else 6,
 )
 settings.load_profile("synkhronos")
-
-
-def shared_memory_names():
-    """Return the names in /dev/shm that look like the library's."""
-    return [name for name in os.listdir("/dev/shm") if "synkhronos" in name]
 
 
 class Kept:
@@ -170,7 +166,7 @@ def no_template():
 @pytest.fixture(autouse=True, scope="session")
 def nothing_left():
     """Check that the whole run leaves no name in /dev/shm."""
-    before = set(shared_memory_names())  # of a run beside this one, or of one that was killed
+    before = names()  # of a run beside this one, or of one that was killed
     yield
     synk.close()
-    assert not set(shared_memory_names()) - before
+    assert not names() - before

@@ -50,7 +50,7 @@ sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[1]), str(pathlib.Pa
 
 import numpy as np
 from library import NAME, shared, tensor
-from system import children_of
+from system import children_of, lives
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -1239,9 +1239,8 @@ class Soak:
 
     def _expect_death(self, r: int, pid: int) -> None:
         """Run something after a worker was killed, once the kernel has done it."""
-        with contextlib.suppress(FileNotFoundError):
-            while pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
-                time.sleep(0.001)
+        while lives(pid):
+            time.sleep(0.001)
         start = time.monotonic()
         try:
             synk.get_shapes(self.w.shared)

@@ -9,7 +9,7 @@ import textwrap
 import time
 
 import pytest
-from system import children_of, lives
+from system import children_of, lives, names
 
 import synkhronos as synk
 from synkhronos.ranks import available_cores
@@ -109,14 +109,14 @@ def test_killing_the_master_leaves_nothing(number):
     )
     pids = [int(pid) for pid in program.stdout.readline().split()]
     assert len(pids) == 2
-    names = [name for name in os.listdir("/dev/shm") if "synkhronos" in name]
+    left = names()
     program.send_signal(number)
     program.wait()
     deadline = time.monotonic() + 1
     while any(map(lives, pids)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(map(lives, pids))
-    assert not names
+    assert not left
     program.stdout.close()
 
 

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from library import shared, tensor
+from system import lives
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -41,7 +42,7 @@ def test_a_worker_that_died_before_it_was_sent_memory_is_named(fork):
     fork(3)
     pid = ranks.session()._children[1]
     os.kill(pid, signal.SIGKILL)
-    while ranks.session()._children and open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z":
+    while lives(pid):
         pass
     x = tensor.dvector("x")
     with pytest.raises(synk.WorkerError, match="rank 1 .* was killed by SIGKILL"):
