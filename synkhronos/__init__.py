@@ -30,12 +30,14 @@ from synkhronos.devices import get_n_gpu
 from synkhronos.function import Function, distribute, function
 from synkhronos.processes import close, fork
 from synkhronos.ranks import WorkerError
+from synkhronos.tasks import Worker, run
 
 __version__ = "2.0.0"
 
 __all__ = [
     "Data",
     "Function",
+    "Worker",
     "WorkerError",
     "all_gather",
     "all_reduce",
@@ -51,6 +53,7 @@ __all__ = [
     "get_shapes",
     "get_value",
     "reduce",
+    "run",
     "scatter",
     "set_value",
 ]

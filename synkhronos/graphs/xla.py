@@ -20,7 +20,7 @@ import numpy as np
 
 from synkhronos.devices import Device
 from synkhronos.devices.jax.foreign import all_reduced
-from synkhronos.devices.jax.log import Log
+from synkhronos.devices.jax.log import LAUNCHES, Log
 from synkhronos.graphs.family import is_held
 from synkhronos.graphs.precision import COMPILER_OPTIONS, bfloat16
 from synkhronos.graphs.traced import Traced
@@ -150,6 +150,24 @@ class Executable:
             followed = Executable(pieces, self._device, self._logs_numbers, times)
         self._followed[key] = followed  # behind all others
         return followed
+
+    def repeated(self, times: int) -> Executable | None:
+        """Return what does in one launch many times what this one does, each time with the next part of the inputs.
+
+        The same one each time; None where outputs are no numbers, or inputs decide shapes.
+        """
+        if times == 1:
+            return self
+        key = None, 0, times
+        repeated = self._followed.pop(key, None)
+        if repeated is None:
+            if self.inputs_on_host or self._outputs or times > LAUNCHES:
+                return None
+            while len(self._followed) >= _FOLLOWED:
+                del self._followed[next(iter(self._followed))]
+            repeated = Executable(self._pieces, self._device, self._logs_numbers, times)
+        self._followed[key] = repeated
+        return repeated
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Start the computation, and return its outputs: arrays that will be there when they are read."""

@@ -3,7 +3,9 @@
 `Control`
     Counters, mailbox, slots and scratch memory that all ranks inherit at the fork, and the one way to wait.
 `Bell`
-    A semaphore.
+    A semaphore on which a rank sleeps.
+`Mutex`
+    A semaphore that one process at a time may have.
 
 Everything here is made by the master before it forks, and nothing has a name: the memory is anonymous, and the
 semaphores lie in it.
@@ -41,7 +43,7 @@ POLL = 0.05
 SPIN = 250e-6
 
 #: Why a rank sleeps; whoever changes something rings those who sleep for it.
-AWAKE, FOR_COMMAND, FOR_STEP, FOR_JOIN = range(4)
+AWAKE, FOR_COMMAND, FOR_STEP, FOR_JOIN, FOR_TASK = range(5)
 
 _FIXED = 8  # words before the counters of the ranks
 _BELL = 64  # bytes for a semaphore: more than any system's takes, and a cache line
@@ -66,9 +68,10 @@ class Control:
     words : memoryview
         Unsigned 64-bit words, among them (by the constants of this class) the number of the last command posted,
         of the last that failed, and the length of the message in the mailbox.
-    done, arrived, sleeping, report_length, core, committed : memoryview
+    done, arrived, sleeping, report_length, core, committed, progress : memoryview
         One word a rank: the last command it finished, the last step it reached, why it sleeps, how long its report of
-        a failure is, on which core it was last seen (counted from 1), the last command whose effects it has applied.
+        a failure is, on which core it was last seen (counted from 1), the last command whose effects it has applied,
+        when it last said that it goes on (nanoseconds of the monotonic clock).
     """
 
     POSTED, FAILED, LENGTH, ANNOUNCED = range(4)
@@ -76,15 +79,15 @@ class Control:
     def __init__(self, size: int, spin: float, file: int = -1, made: bool = False):
         self.size = size
         self.spin = spin
-        n_words = _FIXED + 6 * size
+        n_words = _FIXED + 7 * size
         self._slots_at = -(-n_words * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
         self._scratch_at = self._slots_at + MAILBOX + 3 * size * SLOT
         bells_at = self._scratch_at + 2 * size * SCRATCH
         nbytes = bells_at + size * _BELL
         self._memory = mmap.mmap(-1, nbytes) if file < 0 else map_file(file, nbytes)
         self.words = memoryview(self._memory)[: n_words * 8].cast("Q")
-        self.done, self.arrived, self.sleeping, self.report_length, self.core, self.committed = (
-            self.words[_FIXED + i * size : _FIXED + (i + 1) * size] for i in range(6)
+        self.done, self.arrived, self.sleeping, self.report_length, self.core, self.committed, self.progress = (
+            self.words[_FIXED + i * size : _FIXED + (i + 1) * size] for i in range(7)
         )
         self.mailbox = memoryview(self._memory)[self._slots_at : self._slots_at + MAILBOX]
         self._bells = [Bell(self._memory, bells_at + rank * _BELL, made) for rank in range(size)]
@@ -93,7 +96,7 @@ class Control:
     @staticmethod
     def nbytes(size: int) -> int:
         """Return the size of the memory, at most."""
-        return MAILBOX + size * (3 * SLOT + 2 * SCRATCH + _BELL + 6 * 8) + _FIXED * 8 + mmap.PAGESIZE
+        return MAILBOX + size * (3 * SLOT + 2 * SCRATCH + _BELL + 7 * 8) + _FIXED * 8 + mmap.PAGESIZE
 
     def slot(self, rank: int, which: int) -> memoryview:
         """Return a slot of a rank: 0 and 1 for steps, in turn, 2 for its report."""
@@ -230,7 +233,19 @@ class Bell:
 
     def wait(self, seconds: float) -> bool:
         """Return when the bell rings, or a signal's handler has run; False if neither does in time."""
+        return not (self._wait(seconds) and ctypes.get_errno() == errno.ETIMEDOUT)
+
+    def _wait(self, seconds: float) -> int:
+        """Return 0 when the semaphore could be lowered."""
         deadline, until = self._deadline, time.time() + seconds
         deadline.seconds = whole = int(until)
         deadline.ns = int((until - whole) * 1e9)
-        return not (_sem_timedwait(self._semaphore, self._until) and ctypes.get_errno() == errno.ETIMEDOUT)
+        return int(_sem_timedwait(self._semaphore, self._until))
+
+
+class Mutex(Bell):
+    """A semaphore that one process at a time may have, once it has been rung for the first time."""
+
+    def take(self, seconds: float) -> bool:
+        """Whether this process has got it within some seconds; `ring` gives it back."""
+        return self._wait(seconds) == 0

@@ -70,7 +70,8 @@ class Session:
     size : int
         The number of ranks.
     timeout : float or None
-        Seconds that the master waits for the others in one command, None for ever.
+        Seconds that the master waits for the others in one command, None for ever; in a task, since a rank's last
+        progress.
     turn : threading.RLock
         Held while a command is prepared and run: one at a time.  In a ``with`` statement of its own, which lets go of
         it whenever an interrupt comes; ``settle()`` is the next thing to do.
@@ -313,17 +314,24 @@ class Session:
 
     def _watch(self) -> None:
         if self.timeout is not None and time.monotonic() - self._began > self.timeout:
-            control = self._control
-            late = [
-                r for r in self._children if control.done[r] < control.words[Control.POSTED] and not control.sleeping[r]
-            ]
-            message = (
-                f"rank {late[0]} did not finish within the {self.timeout:g} seconds that fork(timeout=...) allows"
-                if late
-                else f"the ranks did not finish within the {self.timeout:g} seconds that fork(timeout=...) allows"
-            )
-            self._fail(f"{message}; the workers were ended.", late[0] if late else self.rank.number)
+            self._look_for_the_late(self.timeout)
         self._look_for_deaths()
+
+    def _look_for_the_late(self, timeout: float) -> None:
+        """Fail if a rank has not gone on for so long, by its own word or, if it says none, since the command began."""
+        control = self._control
+        began, now = int(self._began * 1e9), time.monotonic_ns()
+        silent = [r for r in range(self.size) if now - max(began, control.progress[r]) > timeout * 1e9]
+        busy = [r for r in silent if r in self._children and control.done[r] < control.words[Control.POSTED]]
+        late = [r for r in busy if not control.sleeping[r]]
+        if not late and len(silent) < self.size:
+            return  # who waits for somebody that goes on is not late
+        message = (
+            f"rank {late[0]} did not finish within the {timeout:g} seconds that fork(timeout=...) allows"
+            if late
+            else f"the ranks did not finish within the {timeout:g} seconds that fork(timeout=...) allows"
+        )
+        self._fail(f"{message}; the workers were ended.", late[0] if late else self.rank.number)
 
     def _is_bereft(self) -> bool:
         """Whether a worker has ended."""

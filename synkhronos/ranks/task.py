@@ -1,0 +1,383 @@
+"""A command that does not join at each step: each rank goes at its own pace.
+
+`TaskMemory`
+    What the ranks of one task share: locks, channels between any two ranks, and what each of them waits for.
+`Task`
+    One rank's part in it: progress, meetings, messages, locks.
+`Lock`
+    One of the locks.
+
+::
+
+             begin ─── the program's own work ─── wait ─── ... ─── end
+                         │                          │                │
+                       progress()       meet, send, receive, lock    meets all the others
+
+Every wait looks at the peers' lives, and leaves when one of them has failed.  A rank that waits says for what.  So a
+rank can see that all of them wait for each other, and says so instead of waiting for ever.
+
+The memory is new in each task: a lock that a failed task has left closed is nobody's trouble.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Hashable
+from time import perf_counter
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from synkhronos.ranks.control import FOR_TASK, POLL, Mutex
+from synkhronos.ranks.errors import Cancelled
+from synkhronos.ranks.rank import Rank
+from synkhronos.ranks.segments import Segment, SegmentTable
+
+#: Seconds between two looks of a busy rank at its peers' lives.
+_LOOK = 0.01
+#: Bytes of the text in which a rank says what it waits for.
+_TEXT = 120
+#: Halves of a channel: the sender fills one while the receiver empties the other.
+_HALVES = 2
+#: Bytes of the channels of all pairs together, at most, while each has its smallest size.
+_CHANNELS = 1 << 24
+_WORD = 8
+_LINE = 64
+
+#: What a rank waits for.
+NOTHING, STEP, MESSAGE, ROOM, LOCK = range(5)
+
+
+class TaskMemory(NamedTuple):
+    """Where in shared memory the ranks of a task find what they share.
+
+    Attributes
+    ----------
+    key : int
+        The segment's.
+    size : int
+        The number of ranks.
+    locks : int
+        How many there are.
+    """
+
+    key: int
+    size: int
+    locks: int
+
+    @property
+    def half(self) -> int:
+        """Bytes of one half of a channel."""
+        return int(min(1 << 16, max(1 << 12, _CHANNELS // (_HALVES * self.size * self.size) // 4096 * 4096)))
+
+    @property
+    def _words(self) -> int:
+        # Whether to stop; for each rank what it waits for, up to what number, and how often it has begun or ended to
+        # wait; for each lock its owner, counted from 1, and how often it was taken; for each channel the parts sent and
+        # those received.
+        return 1 + 3 * self.size + 2 * self.locks + 2 * self.size * self.size
+
+    @property
+    def _texts_at(self) -> int:
+        return -(-self._words * _WORD // _LINE) * _LINE
+
+    @property
+    def _locks_at(self) -> int:
+        return -(-(self._texts_at + (_TEXT + _WORD) * self.size) // _LINE) * _LINE
+
+    @property
+    def _channels_at(self) -> int:
+        return -(-(self._locks_at + _LINE * self.locks) // 4096) * 4096
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all of it."""
+        return self._channels_at + _HALVES * self.half * self.size * self.size
+
+    def prepare(self, segments: SegmentTable) -> None:
+        """Open the locks; once, in the master, before the others have the memory."""
+        for lock in range(self.locks):
+            Mutex(segments[self.key].buffer, self._locks_at + _LINE * lock, made=False).ring()
+
+    def words(self, segment: Segment) -> memoryview:
+        """Return the words."""
+        return memoryview(segment.buffer)[: self._words * _WORD].cast("Q")
+
+    def mutex(self, segment: Segment, lock: int) -> Mutex:
+        """Return a lock's semaphore."""
+        return Mutex(segment.buffer, self._locks_at + _LINE * lock, made=True)
+
+    def text(self, segment: Segment, rank: int) -> memoryview:
+        """Return where a rank says what it waits for."""
+        at = self._texts_at + (_TEXT + _WORD) * rank
+        return memoryview(segment.buffer)[at : at + _TEXT + _WORD]
+
+    def channel(self, segment: Segment, source: int, target: int) -> memoryview:
+        """Return both halves of what passes from one rank to another."""
+        at = self._channels_at + _HALVES * self.half * (source * self.size + target)
+        return memoryview(segment.buffer)[at : at + _HALVES * self.half]
+
+
+class Task:
+    """One rank's part in a task.
+
+    Parameters
+    ----------
+    rank : Rank
+    memory : TaskMemory
+    """
+
+    def __init__(self, rank: Rank, memory: TaskMemory):
+        self.rank = rank
+        self.memory = memory
+        n = memory.size
+        self._segment = segment = rank.segments[memory.key]
+        self._words = words = memory.words(segment)
+        self._waits = words[1 : 1 + 3 * n]
+        at = 1 + 3 * n
+        self._owners = words[at : at + memory.locks]
+        self._turns = words[at + memory.locks : at + 2 * memory.locks]
+        at += 2 * memory.locks
+        self._sent = words[at : at + n * n]
+        self._received = words[at + n * n : at + 2 * n * n]
+        self._texts = [memory.text(segment, r) for r in range(n)]
+        self._next_look = 0.0
+        self._look_again = 0.0
+
+    # -- going on --------------------------------------------------------------------------------------------
+
+    def progress(self) -> None:
+        """Say that this rank goes on, and hear whether the others do.
+
+        Raises
+        ------
+        Cancelled
+            If a rank failed.
+        """
+        control = self.rank.control
+        if control.words[control.FAILED] == self.rank.command:
+            raise Cancelled
+        now = perf_counter()
+        if now > self._next_look:
+            self._next_look = now + _LOOK
+            control.progress[self.rank.number] = time.monotonic_ns()
+            self.rank.watch()
+
+    def stop(self) -> None:
+        """Ask all ranks to stop: they see it in `is_stopped`."""
+        self._words[0] = 1
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether some rank has asked all to stop."""
+        return bool(self._words[0])
+
+    # -- all ranks together ----------------------------------------------------------------------------------
+
+    def meet(self, word: str, what: Hashable = None) -> list[Any]:
+        """Wait until all ranks have come here, and return what each has brought.
+
+        Parameters
+        ----------
+        word : str
+            What this is called: the same on all ranks.
+        what : hashable and picklable
+            Small, and seldom new.
+
+        Raises
+        ------
+        RuntimeError
+            If another rank is elsewhere.
+        """
+        with self._waiting(STEP, self.rank.coming_step, f"at {word}"):
+            shown = self.rank.exchange_known((word, what))
+        self.progress()
+        if any(other != word for other, _ in shown):
+            self.refuse(
+                "the ranks wait for each other in different places: "
+                + ", ".join(f"rank {r} is at {other}" for r, (other, _) in enumerate(shown))
+            )
+        return [each for _, each in shown]
+
+    def exchange(self, word: str, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order; any that can be pickled."""
+        payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        self.meet(word)
+        with self._waiting(STEP, self.rank.coming_step, f"at {word}"):
+            return [pickle.loads(whole) for whole in self.rank.exchange_bytes(payload)]
+
+    def refuse(self, message: str, speaker: int | None = None) -> None:
+        """Leave, on every rank that sees the same: the master says why, or another rank where it is not among them."""
+        if self.rank.number == (self.rank.root if speaker is None else speaker):
+            raise RuntimeError(message)
+        raise Cancelled
+
+    # -- two ranks -------------------------------------------------------------------------------------------
+
+    @property
+    def part(self) -> int:
+        """Bytes that `send` sends at once; two such parts may be on their way from one rank to another."""
+        return self.memory.half - _WORD
+
+    def send(self, to: int, part: Any, what: str) -> None:
+        """Send at most `part` bytes to a rank; waits while there is no room."""
+        me, sent, received = self.rank.number, self._sent, self._received
+        number = me * self.memory.size + to
+        if sent[number] - received[number] >= _HALVES:
+            said = f"until rank {to} receives {what}"
+            self._wait(ROOM, number, said, lambda: sent[number] - received[number] < _HALVES)
+        half = self._half(me, to, sent[number])
+        half[:_WORD] = len(part).to_bytes(_WORD, "little")
+        half[_WORD : _WORD + len(part)] = part
+        sent[number] += 1
+        self._tell(to)
+
+    def receive(self, source: int, what: str, into: memoryview | None = None) -> bytes:
+        """Receive what a rank has sent at once: returned, or written where the caller says."""
+        me, sent, received = self.rank.number, self._sent, self._received
+        number = source * self.memory.size + me
+        if sent[number] == received[number]:
+            self._wait(MESSAGE, number, f"for {what} of rank {source}", lambda: sent[number] > received[number])
+        half = self._half(source, me, received[number])
+        found = half[_WORD : _WORD + int.from_bytes(half[:_WORD], "little")]
+        if into is None:
+            value = bytes(found)
+        else:
+            into[:], value = found, b""
+        received[number] += 1
+        self._tell(source)
+        return value
+
+    def _half(self, source: int, target: int, turn: int) -> memoryview:
+        size = self.memory.half
+        return self.memory.channel(self._segment, source, target)[turn % _HALVES * size :][:size]
+
+    def _tell(self, peer: int) -> None:
+        self.rank.control.fence()
+        self.rank.control.ring(peer, FOR_TASK)
+
+    def has_message(self, source: int) -> bool:
+        """Whether a rank has sent something that was not received yet."""
+        number = source * self.memory.size + self.rank.number
+        return self._sent[number] > self._received[number]
+
+    # -- locks -----------------------------------------------------------------------------------------------
+
+    def lock(self, number: int) -> Lock:
+        """Return a lock, to be used in a ``with`` statement."""
+        if not 0 <= number < self.memory.locks:
+            raise ValueError(f"expected a lock from 0 to {self.memory.locks - 1}, got {number}")
+        return Lock(self, number, self.memory.mutex(self._segment, number))
+
+    def _take(self, number: int, mutex: Mutex) -> int:
+        if not mutex.take(0):
+            with self._waiting(LOCK, number, f"for lock {number}"):
+                while not mutex.take(POLL):
+                    self._look()
+        self._owners[number] = self.rank.number + 1
+        turn = self._turns[number]
+        self._turns[number] = turn + 1
+        return turn
+
+    def _let_go(self, number: int, mutex: Mutex) -> None:
+        self._owners[number] = 0
+        mutex.ring()
+
+    # -- waiting ---------------------------------------------------------------------------------------------
+
+    def _waiting(self, kind: int, until: int, text: str) -> _Waiting:
+        return _Waiting(self, kind, until, text)
+
+    def _wait(self, kind: int, until: int, text: str, ready: Callable[[], bool]) -> None:
+        control, command = self.rank.control, self.rank.command
+        words, failed = control.words, control.FAILED
+
+        def over() -> bool:
+            return ready() or words[failed] == command
+
+        with self._waiting(kind, until, text):
+            control.wait(self.rank.number, over, FOR_TASK, self._look, POLL)
+        if words[failed] == command:
+            raise Cancelled
+        self.progress()
+
+    def _look(self) -> None:
+        """Leave if a peer has failed or died, or if all ranks wait for each other."""
+        self.rank.check()
+        now = perf_counter()
+        if now > self._look_again:
+            self._look_again = now + POLL
+            if self._all_are_stuck():
+                raise RuntimeError(
+                    "the ranks wait for each other: "
+                    + ", ".join(f"rank {r} waits {self._said(r)}" for r in range(self.memory.size))
+                )
+
+    def _said(self, rank: int) -> str:
+        text = self._texts[rank]
+        return bytes(text[_WORD : _WORD + int.from_bytes(text[:_WORD], "little")]).decode(errors="replace")
+
+    def _all_are_stuck(self) -> bool:
+        """Whether every rank waits for what no rank will do, as all of them wait.
+
+        Looked at twice: if nobody has begun or ended to wait in between, it was so at one moment.
+        """
+        before = self._waits.tolist()
+        if any(self._may_go_on(*before[3 * r : 3 * r + 2]) for r in range(self.memory.size)):
+            return False
+        return self._waits.tolist() == before
+
+    def _may_go_on(self, kind: int, until: int) -> bool:
+        control = self.rank.control
+        if kind == STEP:
+            return min(control.arrived) >= until
+        if kind == MESSAGE:
+            return self._sent[until] > self._received[until]
+        if kind == ROOM:
+            return self._sent[until] - self._received[until] < _HALVES
+        return kind != LOCK or not self._owners[until]
+
+
+class _Waiting:
+    """Says, in a ``with`` statement, what this rank waits for."""
+
+    def __init__(self, task: Task, kind: int, until: int, text: str):
+        self._task, self._kind, self._until = task, kind, until
+        self._text = text.encode()[:_TEXT]
+
+    def __enter__(self) -> None:
+        task, me = self._task, self._task.rank.number
+        text = task._texts[me]
+        text[:_WORD] = len(self._text).to_bytes(_WORD, "little")
+        text[_WORD : _WORD + len(self._text)] = self._text
+        task._waits[3 * me + 1] = self._until
+        task._waits[3 * me + 2] += 1
+        task._waits[3 * me] = self._kind
+
+    def __exit__(self, *_: object) -> None:
+        task, me = self._task, self._task.rank.number
+        task._waits[3 * me] = NOTHING
+        task._waits[3 * me + 2] += 1
+
+
+class Lock:
+    """A lock that ranks share.
+
+    Attributes
+    ----------
+    turn : int
+        How often it had been taken before this rank got it: the order in which ranks have had it.
+    """
+
+    def __init__(self, task: Task, number: int, mutex: Mutex):
+        self._task, self._number, self._mutex = task, number, mutex
+        self.turn = -1
+
+    def __enter__(self) -> Lock:
+        self.turn = self._task._take(self._number, self._mutex)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._task._let_go(self._number, self._mutex)

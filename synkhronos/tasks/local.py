@@ -1,0 +1,146 @@
+"""Compiled functions and data, on one rank alone.
+
+`LocalFunction`
+    A function that one rank calls for itself.
+`LocalRows`
+    A Data object, or rows of one, as a rank's program sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from synkhronos.data.rows import select
+from synkhronos.devices import HOST, Selection, take
+from synkhronos.function.program import PLAIN, Program
+from synkhronos.ranks import Rank, SharedArray
+from synkhronos.ranks.task import Task
+
+
+class LocalRows:
+    """Rows of an array in memory that all ranks see; what a program gets for a `synkhronos.Data`.
+
+    ``rows[selection]`` is some of them, in the order asked for: what a call's ``batch`` may be.  They are copied when a
+    function is called with them, or when NumPy reads them.
+
+    Attributes
+    ----------
+    array : ndarray
+        All of it: the memory itself, which all ranks may read and write.
+    """
+
+    def __init__(self, rank: Rank, where: SharedArray, rows: Selection | None = None):
+        self._rank = rank
+        self.where = where
+        self.selected = rows
+        self.array = where.view(rank.segments)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the rows."""
+        return self.array.shape if self.selected is None else (len(self.selected), *self.array.shape[1:])
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype."""
+        return self.array.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return self.array.ndim
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, selection: Any) -> LocalRows:
+        rows, known = select(selection, len(self), "rows"), self.selected
+        if isinstance(known, range) and isinstance(rows, range):
+            start, stop = (known.start + known.step * bound for bound in (rows.start, rows.stop))
+            rows = range(start, stop, known.step * rows.step)
+        elif known is not None:
+            rows = np.asarray(known)[np.asarray(rows)]
+        return LocalRows(self._rank, self.where, rows)
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        array = self.array if self.selected is None else take(self.array, self.selected)
+        return np.array(array, dtype) if copy or dtype is not None else array
+
+    def __repr__(self) -> str:
+        return f"<synkhronos.LocalRows: {self.dtype}, shape {self.shape}>"
+
+
+class LocalFunction:
+    """A compiled function that a rank calls for itself; what a program gets for a `synkhronos.Function`.
+
+    Its updates change this rank's own shared variables; nothing is scattered or reduced.
+    """
+
+    def __init__(self, rank: Rank, task: Task, program: Program):
+        self._rank, self._task, self._program = rank, task, program
+        self._kept: dict[Any, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"<synkhronos.LocalFunction {self._program.name}>"
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run on this rank, and return its outputs.
+
+        Parameters
+        ----------
+        *inputs : LocalRows or array_like
+            In the order of ``inputs`` and then ``bcast_inputs``.
+
+        Returns
+        -------
+        ndarray, or list of ndarray
+            A list unless there is one output.
+        """
+        values = self.read(self.launch(*inputs))
+        return values[0] if len(values) == 1 else values
+
+    def launch(self, *inputs: Any) -> list[Any]:
+        """Run on this rank, and return the outputs, which may be there later: `read` waits for them."""
+        self._task.progress()
+        return self._run(self._program.compile(PLAIN).run, inputs)
+
+    def launch_many(self, times: int, *inputs: Any) -> list[Any] | None:
+        """Run many times, each time with the next of as many equal parts of the inputs' rows, in one launch.
+
+        Returns
+        -------
+        list, or None
+            Each output as often as it was computed, one output after the other; None where there is no such launch:
+            where functions are not compiled by XLA, or have outputs that are no numbers.
+        """
+        self._task.progress()
+        run: Any = self._program.compile(PLAIN).run
+        repeated = run.repeated(times) if self._program.asynchronous else None
+        return None if repeated is None else self._run(repeated, inputs)
+
+    def read(self, values: Sequence[Any]) -> list[np.ndarray]:
+        """Return outputs of `launch` as NumPy arrays, once they are computed."""
+        return [np.asarray(value) for value in self._program.device.fetch(values)]
+
+    def _run(self, run: Any, inputs: Sequence[Any]) -> list[Any]:
+        program = self._program
+        if len(inputs) != len(program.inputs):
+            raise TypeError(f"{program.name} takes {len(program.inputs)} inputs, got {len(inputs)}")
+        devices = program.input_devices
+        if getattr(run, "inputs_on_host", False):
+            devices = [HOST] * len(devices)
+        values = []
+        for position, (entry, device, value) in enumerate(zip(program.inputs, devices, inputs, strict=True)):
+            kind = entry.variable.type
+            if isinstance(value, LocalRows) and value.dtype == kind.dtype and value.ndim == kind.ndim:
+                taken = device.input(self._rank, self._kept, position, value.where, value.selected, entry.mutable)
+            else:
+                taken = program.library.filter(entry, np.asarray(value) if isinstance(value, LocalRows) else value)
+                taken = taken if device is HOST else device.from_host(taken)
+            values.append(taken)
+        result = run(*values)
+        return [] if result is None else list(result) if isinstance(result, list | tuple) else [result]

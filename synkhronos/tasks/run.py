@@ -1,0 +1,194 @@
+"""Runs a program on every rank, each at its own pace.
+
+`run`
+    What users call.
+`Program`
+    The command.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from synkhronos import ranks
+from synkhronos.collectives.arguments import mirrored
+from synkhronos.data import Data
+from synkhronos.function import Function
+from synkhronos.function.notice import notice
+from synkhronos.function.program import PLAIN
+from synkhronos.graphs import loaded_libraries
+from synkhronos.graphs.mirror import stored
+from synkhronos.ranks import Rank, Session
+from synkhronos.ranks.task import Task, TaskMemory
+from synkhronos.tasks.local import LocalFunction, LocalRows
+from synkhronos.tasks.worker import Worker
+
+#: Locks beside one for each rank.
+_LOCKS = 8
+
+
+def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """Run a program on every rank, this one's included, each at its own pace.
+
+    Parameters
+    ----------
+    program : callable
+        Called on each rank as ``program(worker, *args, **kwargs)`` with its `Worker`.  It has to be one that can be
+        imported: a function of a module, or one that the script defines before `fork`.
+    *args, **kwargs
+        What can be pickled.  Where this has a `Function`, a rank gets a `LocalFunction`, which computes on that rank
+        alone; for a `Data` object a `LocalRows`; for a shared variable its own copy.
+
+    Returns
+    -------
+    list
+        What the program has returned on each rank, by rank.
+
+    Raises
+    ------
+    TypeError
+        If the program or an argument can't be pickled; nothing has run then.
+    WorkerError
+        If the program has raised on another rank, or that rank has died.
+    BaseException
+        Whatever the program has raised on this rank.
+
+    Notes
+    -----
+    A rank that fails ends the program on all ranks: each hears of it when it next calls a compiled function, waits for
+    others, or says that it goes on (`Worker.progress`).  With ``fork(timeout=...)`` a rank may take so many seconds
+    between two of these.
+
+    Examples
+    --------
+    >>> import synkhronos as synk
+    >>> from synkhronos.tasks import examples
+    >>> n = synk.fork(3, use_gpu=False)
+    >>> for greeting in synk.run(examples.greet, "hello"):
+    ...     print(greeting)
+    hello from rank 0 of 3
+    hello from rank 1 of 3
+    hello from rank 2 of 3
+    >>> synk.close()
+    """
+    if not callable(program):
+        raise TypeError(f"program: expected a function, got {program!r}")
+    session = ranks.session()
+    with session.turn:
+        session.settle()
+        functions: list[Any] = []
+        payload = _pack(session, (program, args, kwargs), functions)
+        memory = TaskMemory(0, session.size, session.size + _LOCKS)
+        segment = session.create_segment(memory.nbytes)
+        memory = memory._replace(key=segment.key)
+        try:
+            memory.prepare(session.rank.segments)
+            results: list[Any] = session.run(Program(memory, payload, tuple(functions)))
+        finally:
+            session.release_segment(memory.key)
+        return results
+
+
+class Program(NamedTuple):
+    """Run a program on every rank.
+
+    Attributes
+    ----------
+    memory : TaskMemory
+    payload : bytes
+        The pickled program and its arguments.
+    functions : tuple
+        The keys of the functions among these.
+    """
+
+    memory: TaskMemory
+    payload: bytes
+    functions: tuple[Any, ...]
+
+    def run(self, rank: Rank) -> list[Any]:
+        """Run it on this rank; the master returns all ranks' results."""
+        task = Task(rank, self.memory)
+        self._compile(rank)
+        unpickler = _Unpickler(io.BytesIO(self.payload))
+        unpickler.rank, unpickler.task = rank, task
+        try:
+            program, args, kwargs = unpickler.load()
+        except (AttributeError, ImportError) as error:
+            raise TypeError(
+                f"the program, or an argument, can't be found on rank {rank.number}: {error}; define it in a module, "
+                "or before synkhronos.fork()"
+            ) from error
+        task.progress()
+        result = program(Worker(rank, task), *args, **kwargs)
+        try:
+            payload = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(f"the program has returned what can't be pickled: {error}") from error
+        task.meet("the end of the program")
+        shown = rank.exchange_bytes(payload)
+        return [pickle.loads(each) for each in shown] if rank.is_master else []
+
+    def _compile(self, rank: Rank) -> None:
+        """Compile what the program may call: the master first, who fills the compiler's cache."""
+        if not self.functions:
+            return
+        if rank.is_master:
+            for key in self.functions:
+                with notice(f"{stored(rank, key).name} is compiled"):
+                    stored(rank, key).compile(PLAIN)
+        rank.barrier()
+        for key in self.functions:
+            stored(rank, key).compile(PLAIN)
+        rank.threads.limit()  # what was compiled may have brought a BLAS with it
+
+
+def _pack(session: Session, value: Any, functions: list[Any]) -> bytes:
+    """Pickle what the program gets, and note the keys of the functions in it."""
+    stream = io.BytesIO()
+    pickler = _Pickler(stream, pickle.HIGHEST_PROTOCOL)
+    pickler.session, pickler.functions = session, functions
+    try:
+        pickler.dump(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"the program and its arguments have to be pickled for the other ranks: {error}; a program has to be a "
+            "function of a module, or one that the script defines before synkhronos.fork()"
+        ) from error
+    return stream.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Says the key of what the ranks have."""
+
+    session: Session
+    functions: list[Any]
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, Function):
+            value._distribute(self.session)
+            value._ready.discard(PLAIN)
+            if value._key not in self.functions:
+                self.functions.append(value._key)
+            return "function", value._key
+        if isinstance(value, Data):
+            value.check_session(self.session, "an argument")
+            return "data", value.where()
+        if getattr(value, "container", None) is not None and any(lib.is_shared(value) for lib in loaded_libraries()):
+            return "shared", mirrored(self.session, [value])[0]
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    rank: Rank
+    task: Task
+
+    def persistent_load(self, found: Any) -> Any:
+        kind, what = found
+        if kind == "function":
+            return LocalFunction(self.rank, self.task, stored(self.rank, what))
+        if kind == "data":
+            return LocalRows(self.rank, what)
+        return stored(self.rank, what)

@@ -1,0 +1,312 @@
+"""What a program that runs on every rank gets.
+
+`Worker`
+    Its rank, and what it does together with the others.
+`Group`
+    What some of the ranks do together.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from synkhronos.collectives.arguments import OPS
+from synkhronos.data.rows import share
+from synkhronos.devices import HOST, Device, device_of
+from synkhronos.devices.host import UFUNCS
+from synkhronos.ranks.rank import Rank
+from synkhronos.ranks.task import Lock, Task
+
+#: Bytes of a message up to which it is pickled whole; of a larger array the bytes are sent as they are.
+_SMALL = 2048
+
+
+class Worker:
+    """One rank of a task, as its program sees it; made by `synkhronos.run`.
+
+    Attributes
+    ----------
+    number : int
+        The rank, from 0.
+    size : int
+        The number of ranks.
+    is_master : bool
+        Whether this is the process that called `synkhronos.run`.
+
+    Notes
+    -----
+    All methods that wait for other ranks raise when one of these fails, or when all ranks wait for each other.
+    What is named by a word, such as a barrier, has to be the same on all ranks that meet there.
+    """
+
+    def __init__(self, rank: Rank, task: Task):
+        self._rank, self._task = rank, task
+        self.number, self.size, self.is_master = rank.number, rank.size, rank.is_master
+
+    def __repr__(self) -> str:
+        return f"<synkhronos.Worker {self.number} of {self.size}>"
+
+    # -- going on --------------------------------------------------------------------------------------------
+
+    def progress(self) -> None:
+        """Say that this rank goes on; leave the program if another rank has failed.
+
+        To be called now and then by a program that works for long without calling compiled functions or meeting
+        others, which do it too.  ``fork(timeout=...)`` counts from the last time.
+        """
+        self._task.progress()
+
+    def stop(self) -> None:
+        """Ask all ranks to stop; each sees it in `stopping`, and does about it what it thinks best."""
+        self._task.stop()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether some rank has called `stop`."""
+        self._task.progress()
+        return self._task.is_stopped
+
+    # -- all ranks together ----------------------------------------------------------------------------------
+
+    def barrier(self, name: str) -> None:
+        """Wait until all ranks have come to the barrier of this name.
+
+        Raises
+        ------
+        RuntimeError
+            If another rank waits at a barrier of another name, or has come to its program's end.
+        """
+        self._task.meet(f"barrier {name!r}")
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Show a picklable value to all ranks, and return the values of all, by rank."""
+        return self._task.exchange("exchange()", value)
+
+    def decide(self, value: Any, root: int = 0) -> Any:
+        """Return one rank's value on all ranks: what has to be decided once for all, such as an early stop."""
+        values = self._task.exchange("decide()", value if self.number == root else None)
+        return values[root]
+
+    def all_reduce(self, array: Any, op: str = "avg") -> Any:
+        """Return the reduction of all ranks' arrays, the same on every rank.
+
+        Parameters
+        ----------
+        array : ndarray, or array of a GPU
+            Of one shape and dtype on all ranks.  Arrays of GPUs are combined by NCCL, others in host memory.
+        op : {"avg", "sum", "prod", "min", "max"}
+
+        Returns
+        -------
+        ndarray, or array of a GPU
+            A new one.
+        """
+        _check_op(op)
+        home: Device = self._rank.store["device"]
+        if home is HOST or not home.holds(array) or not home.communicates(array.dtype):
+            home = HOST
+        value = array if home is not HOST else np.array(device_of(array).to_host(array), order="C")
+        kind = tuple(value.shape), np.dtype(value.dtype).name, op, home.name
+        shown = self._task.meet("all_reduce()", kind)
+        if any(each != kind for each in shown):
+            self._task.refuse(f"all_reduce: expected the same shape, dtype and op on all ranks, got {shown}")
+        if self.size == 1:
+            return value
+        communicator = home.communicator(self._rank)
+        if home is not HOST:
+            communicator.connect(self._rank.exchange_known(communicator.epoch))
+            value = home.writable(value, held=True)
+        communicator.all_reduce(value, op)
+        value = home.written(value)
+        communicator.meet()
+        return value
+
+    # -- some ranks ------------------------------------------------------------------------------------------
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """Return what some ranks do together; each of them makes the group, of the same ranks."""
+        return Group(self, self._task, ranks)
+
+    def send(self, value: Any, to: int) -> None:
+        """Send a picklable value, or an array, to another rank.
+
+        Returns when it is on its way; of what takes more than about a hundred kilobytes, when the other rank has taken
+        the rest.  Values that one rank sends to another come in order.
+        """
+        self._check_peer(to, "to")
+        head, body = _packed(value, self._task.part)
+        self._task.send(to, head, "a message")
+        for at in range(0, len(body), self._task.part):
+            self._task.send(to, body[at : at + self._task.part], "a message")
+
+    def receive(self, source: int) -> Any:
+        """Return the next value that another rank has sent to this one, or sends."""
+        self._check_peer(source, "source")
+        value, kind = pickle.loads(self._task.receive(source, "a message"))
+        if kind is None:
+            return value
+        if kind == "pickle":
+            room = np.empty(value, np.uint8)
+        else:
+            room = np.empty(*value)
+        view = _bytes(room.reshape(-1))
+        for at in range(0, len(view), self._task.part):
+            self._task.receive(source, "a message", view[at : at + self._task.part])
+        return pickle.loads(room.data) if kind == "pickle" else room
+
+    def _check_peer(self, peer: int, name: str) -> None:
+        if not isinstance(peer, int | np.integer) or isinstance(peer, bool):
+            raise TypeError(f"{name}: expected a rank, got {peer!r}")
+        if not 0 <= peer < self.size or peer == self.number:
+            raise ValueError(f"{name}: expected another rank than {self.number}, from 0 to {self.size - 1}, got {peer}")
+
+    def lock(self, number: int = 0) -> Lock:
+        """Return a lock that all ranks share, to be used in a ``with`` statement.
+
+        Parameters
+        ----------
+        number : int
+            Which one, from 0 to ``size + 7``.
+
+        Returns
+        -------
+        Lock
+            Within the statement its `turn` says how often the lock had been taken before: no two times are alike.
+        """
+        return self._task.lock(number)
+
+    # -- data ------------------------------------------------------------------------------------------------
+
+    def rows(self, count: int, epoch: int = 0, seed: int = 0) -> np.ndarray:
+        """Return this rank's share of so many rows, in an order that is new in each epoch.
+
+        Parameters
+        ----------
+        count : int
+            How many rows there are.
+        epoch, seed : int
+            The order follows from these two; it does not depend on the number of ranks.
+
+        Returns
+        -------
+        ndarray of int64
+            The shares of all ranks are all rows, each once.
+        """
+        order = np.random.default_rng((seed, epoch)).permutation(count)
+        return order[share(count, self.size, self.number)]
+
+
+class Group:
+    """What some of the ranks do together; made by `Worker.group`.
+
+    Arrays pass through host memory.
+
+    Attributes
+    ----------
+    ranks : tuple of int
+        The members, in order.
+    number, size : int
+        This rank's place among them, and how many they are.
+    """
+
+    def __init__(self, worker: Worker, task: Task, ranks: Sequence[int]):
+        members = tuple(int(r) for r in ranks)
+        if len(set(members)) != len(members) or not set(members) <= set(range(worker.size)):
+            raise ValueError(f"ranks: expected different ranks from 0 to {worker.size - 1}, got {list(ranks)}")
+        if worker.number not in members:
+            raise ValueError(f"ranks: expected rank {worker.number}, which makes the group, among them, got {members}")
+        self.ranks = members
+        self.number, self.size = members.index(worker.number), len(members)
+        self._task = task
+        self._others = [r for r in members if r != worker.number]
+
+    def barrier(self, name: str) -> None:
+        """Wait until all members have come to the barrier of this name."""
+        self._meet(f"barrier {name!r}", None)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Show a small picklable value to all members, and return theirs, in the group's order."""
+        return self._meet("exchange()", value)
+
+    def all_reduce(self, array: Any, op: str = "avg") -> np.ndarray:
+        """Return the reduction of all members' arrays, the same on each of them; as `Worker.all_reduce`."""
+        _check_op(op)
+        result = np.array(array, order="C")
+        kind = result.shape, result.dtype.name, op
+        shown = self._meet("all_reduce()", kind)
+        if any(each != kind for each in shown):
+            self._task.refuse(f"all_reduce: expected the same shape, dtype and op, got {shown}", self.ranks[0])
+        flat = result.reshape(-1)
+        each = max(1, self._task.part // flat.dtype.itemsize)
+        for at in range(0, flat.size, each * self.size):
+            self._reduce(flat[at : at + each * self.size], op)
+        return result
+
+    def _reduce(self, flat: np.ndarray, op: str) -> None:
+        """Reduce a run of elements: each member its share of them."""
+        bounds = [flat.size * i // self.size for i in range(self.size + 1)]
+        low, high = bounds[self.number], bounds[self.number + 1]
+        for i, r in enumerate(self.ranks):
+            if i != self.number:
+                self._task.send(r, _bytes(flat[bounds[i] : bounds[i + 1]]), "its share")
+        parts = []
+        for i, r in enumerate(self.ranks):
+            part = flat[low:high]
+            if i != self.number:
+                part = np.empty(high - low, flat.dtype)
+                self._task.receive(r, "a share", _bytes(part))
+            parts.append(part)
+        wide = np.float32 if flat.dtype == np.float16 else flat.dtype
+        total = parts[0].astype(wide)
+        for part in parts[1:]:
+            UFUNCS[op](total, part, out=total)
+        if op == "avg":
+            np.true_divide(total, self.size, out=total, casting="unsafe")
+        flat[low:high] = total
+        for r in self._others:
+            self._task.send(r, _bytes(flat[low:high]), "a result")
+        for i, r in enumerate(self.ranks):
+            if i != self.number:
+                self._task.receive(r, "a result", _bytes(flat[bounds[i] : bounds[i + 1]]))
+
+    def _meet(self, word: str, value: Any) -> list[Any]:
+        """Wait until all members have come here, and return what each has brought."""
+        word = f"{word} of group {self.ranks}"
+        payload = pickle.dumps((word, value), pickle.HIGHEST_PROTOCOL)
+        if len(payload) > self._task.part:
+            raise ValueError(f"{word}: expected a value of at most {self._task.part:,} bytes, got {len(payload):,}")
+        for r in self._others:
+            self._task.send(r, payload, word)
+        shown = []
+        for r in self.ranks:
+            shown.append((word, value) if r not in self._others else pickle.loads(self._task.receive(r, word)))
+        if any(other != word for other, _ in shown):
+            places = ", ".join(f"rank {r} is at {other}" for r, (other, _) in zip(self.ranks, shown, strict=True))
+            self._task.refuse(f"the ranks wait for each other in different places: {places}", self.ranks[0])
+        return [each for _, each in shown]
+
+
+def _check_op(op: str) -> None:
+    if op not in OPS:
+        raise ValueError(f"op: expected one of {OPS}, got {op!r}")
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return array.view(np.uint8).data
+
+
+def _packed(value: Any, room: int) -> tuple[bytes, memoryview]:
+    """Return a message's head, and what comes behind it in parts."""
+    none = memoryview(b"")
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.nbytes > _SMALL:
+        head = pickle.dumps(((value.shape, value.dtype), "array"), pickle.HIGHEST_PROTOCOL)
+        return head, _bytes(np.ascontiguousarray(value).reshape(-1))
+    whole = pickle.dumps((value, None), pickle.HIGHEST_PROTOCOL)
+    if len(whole) <= room:
+        return whole, none
+    body = memoryview(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+    return pickle.dumps((len(body), "pickle"), pickle.HIGHEST_PROTOCOL), body

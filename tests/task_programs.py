@@ -1,0 +1,192 @@
+"""Programs that test_tasks.py and the tests of faults run on all ranks."""
+
+import os
+import signal
+import time
+
+import numpy as np
+
+
+def identity(worker, *args, **kwargs):
+    return worker.number, worker.size, worker.is_master, args, kwargs
+
+
+def together(worker, values):
+    worker.barrier("begin")
+    array = np.asarray(values[worker.number])
+    return [worker.all_reduce(array, op).tolist() for op in ("sum", "avg", "min", "max")]
+
+
+def float16_average(worker, value):
+    return worker.all_reduce(np.full(3, value, np.float16)).tolist()
+
+
+def values(worker, n):
+    return worker.exchange([worker.number] * n), worker.decide(f"rank {worker.number}", root=worker.size - 1)
+
+
+def ring(worker, n):
+    """Pass an array, and what is no array, around."""
+    to, source = (worker.number + 1) % worker.size, (worker.number - 1) % worker.size
+    array = np.arange(n, dtype="float32") + worker.number
+    if worker.number == 0:  # large ones wait until they are received
+        worker.send(array, to)
+        got = worker.receive(source)
+    else:
+        got = worker.receive(source)
+        worker.send(array, to)
+    worker.send({"rank": worker.number}, to)
+    return got.sum() == (np.arange(n, dtype="float32") + source).sum(), worker.receive(source)
+
+
+def in_groups(worker, n):
+    """Even ranks and odd ones by themselves; then all."""
+    group = worker.group([r for r in range(worker.size) if r % 2 == worker.number % 2])
+    group.barrier("begin")
+    array = np.full(n, worker.number + 1, "float32")
+    total, largest = group.all_reduce(array, "sum"), group.all_reduce(array, "max")
+    shown = group.exchange(worker.number)
+    return (
+        total[0] == total[-1] and float(total[0]),
+        float(largest[-1]),
+        shown,
+        float(worker.all_reduce(array, "sum")[0]),
+    )
+
+
+def add_ones(worker, counter, times, slow=False):
+    """Add 1 to each element, many times; reading and writing are far apart."""
+    turns = []
+    for _ in range(times):
+        with worker.lock() as lock:
+            counter.array[...] = counter.array + 1
+            turns.append(lock.turn)
+        worker.progress()
+    return turns
+
+
+def own_steps(worker, step, w, rows):
+    """Take a number of steps that differs from rank to rank, each on rows of this rank's own."""
+    losses = [float(step(rows[worker.number : worker.number + 1])) for _ in range(worker.number + 1)]
+    return losses, np.asarray(w.get_value()).tolist()
+
+
+def many_steps(worker, step, w, rows, times):
+    losses = step.launch_many(times, rows[[i % len(rows) for i in range(times)]])
+    return None if losses is None else [float(loss) for loss in step.read(losses)], np.asarray(w.get_value()).tolist()
+
+
+def share(worker, count, epoch, seed):
+    return worker.rows(count, epoch, seed)
+
+
+def stopped(worker, who):
+    """Work until somebody has had enough."""
+    steps = 0
+    while not worker.stopping:
+        steps += 1
+        if worker.number == who and steps == 5:
+            worker.stop()
+        time.sleep(1e-3)
+    return steps
+
+
+def different_barriers(worker, names):
+    worker.barrier(names[worker.number])
+
+
+def ends_early(worker, who):
+    if worker.number != who:
+        worker.barrier("never")
+
+
+def all_receive(worker):
+    worker.receive((worker.number + 1) % worker.size)
+
+
+def barrier_and_receive(worker):
+    if worker.number == 0:
+        worker.receive(1)
+    worker.barrier("late")
+
+
+def fails(worker, who, how, seconds):
+    """Fail on one rank, while the others do what they do."""
+    if worker.number == who:
+        time.sleep(seconds)
+        raise ValueError("this rank's own")
+    if how == "computes":
+        while True:
+            worker.progress()
+    elif how == "waits in a barrier":
+        worker.barrier("never")
+    elif how == "receives":
+        worker.receive(who)
+    elif how == "sends":
+        while True:
+            worker.send(np.zeros(1 << 20), who)
+    elif how == "waits for a lock":
+        with worker.lock():
+            worker.receive(who)
+
+
+def dies(worker, who, how, counter=None):
+    """Kill one rank, which holds a lock, or is in the middle of an exchange, or which the others wait for."""
+    if how == "in the lock":
+        if worker.number != who:
+            time.sleep(0.1)
+        with worker.lock():
+            if worker.number == who:
+                os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "in an exchange":
+        for i in range(1000):
+            if worker.number == who and i == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            worker.all_reduce(np.zeros(1 << 20, "float32"))
+    elif how == "before a barrier":
+        if worker.number == who:
+            os.kill(os.getpid(), signal.SIGKILL)
+        worker.barrier("never")
+    elif how == "while others compute":
+        if worker.number == who:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            worker.progress()
+
+
+def takes_its_time(worker, seconds, steps, says):
+    """Work for long: some ranks say that they go on."""
+    for _ in range(steps):
+        time.sleep(seconds)
+        if worker.number in says:
+            worker.progress()
+    return "done"
+
+
+def forever(worker, how):
+    if how == "computes":
+        while True:
+            worker.progress()
+            time.sleep(1e-3)
+    if worker.number == 0:
+        while True:
+            worker.progress()
+    worker.barrier("never")
+
+
+def returns_a_lambda(worker):
+    return lambda: 0
+
+
+def wrong(worker, call):
+    me = worker.number
+    {
+        "a lock": lambda: worker.lock(100),
+        "send beyond": lambda: worker.send(0, 5),
+        "receive from oneself": lambda: worker.receive(me),
+        "receive from a name": lambda: worker.receive("x"),
+        "a group of one twice": lambda: worker.group([0, 0]),
+        "a group of others": lambda: worker.group([1 - me]),
+        "op": lambda: worker.all_reduce(np.zeros(2), "mean"),
+        "shapes": lambda: worker.all_reduce(np.zeros(2 + me)),
+    }[call]()

@@ -1,0 +1,123 @@
+"""How programs on all ranks fail: errors, interrupts, deaths, ranks that wait for each other, wrong arguments."""
+
+import _thread
+import threading
+import time
+
+import pytest
+import task_programs as programs
+from library import DEVICE
+
+import synkhronos as synk
+
+
+@pytest.fixture
+def two(fork):
+    return fork(2)
+
+
+def test_different_barriers_are_both_named(two):
+    with pytest.raises(RuntimeError, match=r"rank 0 is at barrier 'north', rank 1 is at barrier 'south'"):
+        synk.run(programs.different_barriers, ["north", "south"])
+    assert len(synk.run(programs.identity)) == 2
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_barrier_that_another_rank_never_reaches(two, who):
+    with pytest.raises(RuntimeError, match=rf"rank {who} is at the end of the program"):
+        synk.run(programs.ends_early, who)
+
+
+def test_ranks_that_wait_for_each_other_are_told(fork):
+    fork(3)
+    with pytest.raises(
+        RuntimeError, match="rank 0 waits for a message of rank 1, rank 1 waits for a message of rank 2"
+    ):
+        synk.run(programs.all_receive)
+    with pytest.raises(RuntimeError, match="rank 0 waits for a message of rank 1, rank 1 waits at barrier 'late'"):
+        synk.run(programs.barrier_and_receive)
+
+
+HOWS = ["computes", "waits in a barrier", "receives", "sends", "waits for a lock"]
+
+
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("how", HOWS)
+def test_an_error_of_one_rank_ends_all(fork, who, how):
+    fork(3)
+    began = time.monotonic()
+    with pytest.raises(ValueError if who == 0 else synk.WorkerError, match="this rank's own") as caught:
+        synk.run(programs.fails, who, how, 0.1)
+    assert time.monotonic() - began < 2
+    if who:
+        assert "raise ValueError" in caught.value.worker_traceback
+    assert len(synk.run(programs.identity)) == 3
+
+
+@pytest.mark.parametrize("how", ["computes", "waits"])
+def test_an_interrupt_ends_all(fork, how):
+    fork(2)
+    timer = threading.Timer(0.3, _thread.interrupt_main)
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        synk.run(programs.forever, how)
+    assert time.monotonic() - began < 2.3
+    assert len(synk.run(programs.identity)) == 2
+
+
+@pytest.mark.parametrize("how", ["in the lock", "in an exchange", "before a barrier", "while others compute"])
+@pytest.mark.new_ranks
+def test_a_death_ends_all(fork, how):
+    fork(3)
+    began = time.monotonic()
+    with pytest.raises(synk.WorkerError, match="rank 2 .* was killed by SIGKILL"):
+        synk.run(programs.dies, 2, how)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.skipif(DEVICE != "host", reason="other devices take longer to start")
+@pytest.mark.new_ranks
+def test_the_timeout_counts_from_a_ranks_last_progress(fork):
+    fork(2, timeout=0.8)
+    assert synk.run(programs.takes_its_time, 0.1, 15, [0, 1]) == ["done", "done"]
+
+
+@pytest.mark.skipif(DEVICE != "host", reason="other devices take longer to start")
+@pytest.mark.new_ranks
+def test_a_rank_without_progress_is_late(fork):
+    fork(2, timeout=0.4)
+    began = time.monotonic()
+    with pytest.raises(synk.WorkerError, match="rank 1 did not finish within the 0.4 seconds"):
+        synk.run(programs.takes_its_time, 0.05, 100, [0])
+    assert time.monotonic() - began < 4
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+
+def test_what_can_not_be_sent_is_refused(two):
+    with pytest.raises(TypeError, match=r"a program has to be a function of a module"):
+        synk.run(lambda worker: 0)
+    with pytest.raises(TypeError, match="program: expected a function, got 3"):
+        synk.run(3)
+    with pytest.raises(TypeError, match="can't be pickled"):
+        synk.run(programs.returns_a_lambda)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        ("a lock", ValueError, "expected a lock from 0 to"),
+        ("send beyond", ValueError, "to: expected another rank than"),
+        ("receive from oneself", ValueError, "source: expected another rank than"),
+        ("receive from a name", TypeError, "source: expected a rank, got 'x'"),
+        ("a group of one twice", ValueError, "ranks: expected different ranks"),
+        ("a group of others", ValueError, "ranks: expected rank [01], which makes the group"),
+        ("op", ValueError, "op: expected one of"),
+        ("shapes", RuntimeError, "expected the same shape"),
+    ],
+)
+def test_wrong_arguments(two, call, error, words):
+    with pytest.raises((error, synk.WorkerError), match=words):
+        synk.run(programs.wrong, call)

@@ -1,0 +1,92 @@
+"""Programs that run on every rank at its own pace: what they do together."""
+
+import numpy as np
+import pytest
+import task_programs as programs
+from library import XLA, same, shared, tensor
+
+import synkhronos as synk
+
+
+def test_each_rank_gets_its_number_and_the_arguments(n_ranks):
+    results = synk.run(programs.identity, 1, two="2")
+    assert results == [(r, n_ranks, r == 0, (1,), {"two": "2"}) for r in range(n_ranks)]
+
+
+def test_reductions(n_ranks):
+    values = np.random.default_rng(0).normal(size=(n_ranks, 300_000))
+    for result in synk.run(programs.together, values):
+        for got, expected in zip(result, [values.sum(0), values.mean(0), values.min(0), values.max(0)], strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_an_average_of_float16_does_not_overflow(n_ranks):
+    assert synk.run(programs.float16_average, 40_000.0) == [[40_000.0] * 3] * n_ranks
+
+
+@pytest.mark.parametrize("n", [1, 30_000])
+def test_values_of_any_size(n_ranks, n):
+    for everybody, decided in synk.run(programs.values, n):
+        assert everybody == [[r] * n for r in range(n_ranks)]
+        assert decided == f"rank {n_ranks - 1}"
+
+
+@pytest.mark.parametrize("n", [5, 1_000_000])
+def test_messages_come_whole_and_in_order(n_ranks, n):
+    if n_ranks == 1:
+        pytest.skip("needs two ranks")
+    results = synk.run(programs.ring, n)
+    assert results == [(True, {"rank": (r - 1) % n_ranks}) for r in range(n_ranks)]
+
+
+@pytest.mark.parametrize("n", [1, 100_003])
+def test_groups(n_ranks, n):
+    for r, (total, largest, shown, of_all) in enumerate(synk.run(programs.in_groups, n)):
+        members = [m for m in range(n_ranks) if m % 2 == r % 2]
+        assert total == sum(m + 1 for m in members)
+        assert (largest, shown) == (max(members) + 1, members)
+        assert of_all == n_ranks * (n_ranks + 1) / 2
+
+
+def test_no_update_under_a_lock_is_lost(n_ranks):
+    counter = synk.data(np.zeros(100))
+    turns = synk.run(programs.add_ones, counter, 2000)
+    assert np.asarray(counter).tolist() == [2000.0 * n_ranks] * 100
+    assert sorted(turn for each in turns for turn in each) == list(range(2000 * n_ranks))
+
+
+def test_functions_compute_on_their_own_rank(n_ranks):
+    x, w = tensor.dmatrix("x"), shared(np.zeros(3), "w")
+    step = synk.function([x], x.sum(), updates=[(w, w + x[0])])
+    rows = np.arange(3.0 * n_ranks).reshape(n_ranks, 3)
+    for r, (losses, value) in enumerate(synk.run(programs.own_steps, step, w, synk.data(rows))):
+        same(losses, [rows[r].sum()] * (r + 1))
+        same(value, (r + 1) * rows[r])
+
+
+def test_many_steps_in_a_launch(n_ranks):
+    x, w = tensor.dmatrix("x"), shared(np.zeros(3), "w")
+    step = synk.function([x], (x * w).sum(), updates=[(w, w + x[0])])
+    rows = np.arange(6.0).reshape(2, 3)
+    for losses, value in synk.run(programs.many_steps, step, w, synk.data(rows), 5):
+        if not XLA:
+            assert losses is None
+            continue
+        expected, at = [], np.zeros(3)
+        for i in range(5):
+            expected.append((rows[i % 2] * at).sum())
+            at = at + rows[i % 2]
+        same(losses, expected)
+        same(value, at)
+
+
+@pytest.mark.parametrize("count", [0, 1, 10, 101])
+def test_shares_are_all_rows_once_and_the_order_does_not_depend_on_the_ranks(n_ranks, count):
+    shares = synk.run(programs.share, count, 3, 7)
+    order = np.concatenate(shares)
+    assert sorted(order) == list(range(count))
+    assert order.tolist() == np.random.default_rng((7, 3)).permutation(count).tolist()
+
+
+def test_a_rank_stops_all(n_ranks):
+    assert min(synk.run(programs.stopped, n_ranks - 1)) >= 1
