@@ -58,10 +58,11 @@ def main() -> None:
     print("\n3. Fewer rows than ranks: the others sit out")
     check([6], [6])
 
-    print("\n4. A minibatch: Data that holds only the rows of the batch, from its lowest index on")
-    part = synk.data(points[4:8], var=x, minibatch=True)
-    print(f"   {part} beside {y_data}")
+    print("\n4. A minibatch: Data that holds only the rows of the batch, from its lowest index on or in a list's order")
+    part = synk.data(var=x, minibatch=True)
     for batch in (slice(4, 8), [7, 4, 5]):
+        part.set_value(points[batch])
+        print(f"   {part} beside {y_data}")
         gathered, total = f(part, y_data, batch=batch)
         print(f"   batch={batch!r}: {gathered.tolist()}")
         assert np.array_equal(gathered, plain(points[batch], labels[batch])[0])

@@ -621,12 +621,11 @@ class Soak:
         if recipe.dtype is not None:
             x, content = self._input(recipe)
             batch, selection = self._rows(len(content))
-            if isinstance(x, synk.Data) and rng.random() < 0.2 and len(selection):
-                # Row 0 of a minibatch stands for the lowest index.
-                low = int(rng.integers(0, 1000))
+            if isinstance(x, synk.Data) and rng.random() < 0.2 and 0 < len(selection) <= len(content):
+                # Row k of a minibatch goes with the k-th index.
                 x.minibatch = True
-                batch = (selection - selection.min() + low).tolist()
-                selection = selection - selection.min()
+                batch = (selection + int(rng.integers(0, 1000))).tolist()
+                selection = np.arange(len(selection))
             elif isinstance(x, synk.Data):
                 x.minibatch = False
             args.append(x)
@@ -854,7 +853,7 @@ class Soak:
 
     def _reduction(self, picked: list[Variable], op: str) -> Any:
         """Return each variable's reduction, or what refuses it."""
-        if op == "avg" and any(v.dtype.kind in "biu" for v in picked):
+        if any(op == "avg" and v.dtype.kind in "biu" or op == "sum" and v.dtype.kind == "b" for v in picked):
             return None
         if any(len({value.shape for value in v.values}) > 1 for v in picked):
             return None

@@ -242,10 +242,11 @@ def two_parts():
 def test_every_dtype_stays_what_it_is(fork, two_parts, dtype):
     fork(2)
     x = T.matrix("x", dtype=dtype)
-    f = synk.function([x], [(x, op) for op in [*OF_TWO, "gather", None]])
+    of_two = {op: ufunc for op, ufunc in OF_TWO.items() if (op, dtype) != ("sum", "bool")}
+    f = synk.function([x], [(x, op) for op in [*of_two, "gather", None]])
     value = two_parts.astype(dtype)
     results = f(value)
-    for ufunc, result in zip(OF_TWO.values(), results, strict=False):
+    for ufunc, result in zip(of_two.values(), results, strict=False):
         np.testing.assert_array_equal(result, ufunc(value[:2], value[2:]))
     np.testing.assert_array_equal(results[-2], value)
     np.testing.assert_array_equal(results[-1], value[:2])
@@ -268,6 +269,54 @@ def test_the_average_of_integers_is_refused_when_the_function_is_made(fork, op, 
     x = T.vector("x", dtype=dtype)
     with pytest.raises(ValueError, match=rf"outputs: op '{op}' of output 0 would not be {dtype}"):
         synk.function([x], [(x, op)])
+
+
+@pytest.mark.parametrize("op", ["sum", "c_sum"])
+def test_the_sum_of_booleans_is_refused_as_it_would_be_an_or(fork, op):
+    fork(2)
+    x = T.dvector("x")
+    positive = T.gt(x, 0)
+    words = "outputs: op '.*sum' of output 0 would not be bool, as it is; choose 'max' .any., 'min' .all., .* or cast"
+    with pytest.raises(ValueError, match=words):
+        synk.function([x], (positive.any(), op))
+    value = np.array([1.0, 2.0, -1.0, -2.0])
+    most, least, count = synk.function(
+        [x], [(positive.any(), "max"), (positive.any(), "min"), (T.cast(positive, "int64").sum(), op)]
+    )(value)
+    assert (bool(most), bool(least), int(count)) == (True, False, 2)
+    # Slices accumulate by the same op.
+    flag = shared(np.zeros(2, bool), "flag")
+    f = synk.function([x], [], updates=[(flag, T.gt(x[:2], 0), op)])
+    with pytest.raises(ValueError, match="num_slices=2: op '.*sum' of the update of 'flag' would not be bool"):
+        f(value, num_slices=2)
+    with pytest.raises(ValueError, match="op: the 'sum' of 'flag' would not be bool, as it is; choose 'prod', 'min'"):
+        synk.all_reduce(flag, "sum")
+
+
+@pytest.mark.parametrize("argument, given", [("num_slices", {"num_slices": 2}), ("batch_s", {"batch_s": slice(0, 2)})])
+def test_a_variable_that_is_cut_is_not_made_of_its_rows(fork, argument, given):
+    fork(2)
+    cut, other = shared(np.arange(4.0), "cut"), shared(np.zeros(4), "other")
+    f = synk.function([], (cut.sum(), "sum"), updates=[(cut, 2 * cut)], sliceable_shareds=[cut], name="f")
+    with pytest.raises(ValueError, match=f"^{argument}: 'cut' is one of the sliceable_shareds and f updates it"):
+        f(**given)
+    assert synk.get_lengths(cut) == [4, 4]
+    assert float(f()) == 12  # all of it is no part of it
+    np.testing.assert_array_equal(synk.gather(cut), [[0, 2, 4, 6]] * 2)
+    # Another variable may be made of the rows that are chosen.
+    g = synk.function([], [], updates=[(other, cut + 1, "gather")], sliceable_shareds=[cut])
+    g(**given)
+    np.testing.assert_array_equal(synk.get_value(1, other), [1, 3, 5, 7] if argument == "num_slices" else [1, 3])
+
+
+@pytest.mark.skipif(NAME == "pytensor", reason="Theano's default updates")
+def test_a_variable_that_is_cut_is_not_made_of_its_rows_by_default_either(fork):
+    fork(2)
+    cut = shared(np.arange(4.0), "cut")
+    cut.default_update = 2 * cut
+    f = synk.function([], (cut.sum(), "sum"), sliceable_shareds=[cut], name="f")
+    with pytest.raises(ValueError, match="^batch_s: 'cut' is one of the sliceable_shareds and f updates it"):
+        f(batch_s=[0])
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int8"])
@@ -358,7 +407,7 @@ def test_one_data_object_may_be_two_inputs(fork):
     np.testing.assert_array_equal(f(d, d), [0 + 4, 1 + 9])
 
 
-@pytest.mark.parametrize("batch", [slice(4, 8), slice(7, 3, -2), [7, 4, 4, 6], np.arange(9) % 2 == 0])
+@pytest.mark.parametrize("batch", [5, slice(4, 8), slice(7, 3, -2)])
 def test_row_0_of_a_minibatch_stands_for_the_lowest_index(fork, difference, batch):
     fork(2)
     f = difference()
@@ -366,10 +415,31 @@ def test_row_0_of_a_minibatch_stands_for_the_lowest_index(fork, difference, batc
     mini = synk.data(X[low:], minibatch=True)
     np.testing.assert_array_equal(f(mini, Y, 0, batch=batch), f(X, Y, 0, batch=batch))
     # What comes as an array is whole, even beside a minibatch; and all of them may be minibatches.
-    both = f(
-        mini, synk.data(Y[low:], minibatch=True), 0, batch=batch if not hasattr(batch, "dtype") else batch.nonzero()[0]
-    )
+    both = f(mini, synk.data(Y[low:], minibatch=True), 0, batch=batch)
     np.testing.assert_array_equal(both, f(X, Y, 0, batch=batch))
+
+
+@pytest.mark.parametrize(
+    "batch", [[7, 4, 4, 6], [8, 0, 3], range(7, 2, -2), np.array([5, 1]), np.arange(9) % 2 == 0, np.arange(9) > 9, []]
+)
+@pytest.mark.parametrize("room", [0, 2])
+def test_rows_of_a_minibatch_go_with_a_lists_indexes_in_turn(fork, difference, batch, room):
+    # As one trains on files: the order is shuffled, the next of it are read and put into a minibatch, row by row.
+    fork(2)
+    f = difference()
+    rows = rows_of(batch, 9)
+    mini_x, mini_y = (synk.data(np.concatenate([value[rows], value[:room]]), minibatch=True) for value in (X, Y))
+    whole_x, whole_y = synk.data(X), synk.data(Y)
+    for x, y in ((mini_x, Y), (mini_x, whole_y), (whole_x, mini_y), (mini_x, mini_y)):
+        np.testing.assert_array_equal(f(x, y, 0, batch=batch), X[rows] * Y[rows, None])
+        np.testing.assert_array_equal(f(x, y, 0, batch=batch, num_slices=2), X[rows] * Y[rows, None])
+
+
+def test_a_list_of_more_rows_than_the_minibatch_has_is_refused(fork, difference):
+    fork(2)
+    f = difference()
+    with pytest.raises(IndexError, match="input 0 is a minibatch of 3 rows, but batch picks 4"):
+        f(synk.data(X[:3], minibatch=True), Y, 0, batch=[1, 2, 1, 2])
 
 
 def test_minibatches_alone_without_a_batch_are_used_whole(fork, difference):

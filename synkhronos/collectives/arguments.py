@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.data import Data, data
+from synkhronos.data.dense import check_dense
 from synkhronos.data.rows import share
 from synkhronos.devices import Selection
 from synkhronos.graphs import library_of
@@ -114,6 +115,7 @@ def _filtered(variable: Any, value: Any) -> np.ndarray:
 
     Of any shape: which rows of it a rank gets, and whether the variable takes so many, is not known yet.
     """
+    check_dense(value, f"values: {called(variable)}")
     of_any_shape = library_of(variable).tensor.TensorType(variable.type.dtype, (False,) * variable.type.ndim)
     try:
         return np.asarray(of_any_shape.filter(value, allow_downcast=variable.container.allow_downcast))
@@ -144,10 +146,11 @@ def op_name(op: Any, variables: Sequence[Any]) -> str:
     if op not in OPS:
         raise ValueError(f"op: expected one of {OPS}, got {op!r}")
     for variable in variables:
-        if op == "avg" and np.dtype(variable.type.dtype).kind in "biu":
+        kind = np.dtype(variable.type.dtype).kind
+        if op == "avg" and kind in "biu" or op == "sum" and kind == "b":
             raise ValueError(
-                f"op: the 'avg' of {called(variable)} would not be {variable.type.dtype}, as it is; "
-                "choose 'sum', 'prod', 'min' or 'max'"
+                f"op: the {op!r} of {called(variable)} would not be {variable.type.dtype}, as it is; "
+                f"choose {'' if kind == 'b' else repr('sum') + ', '}'prod', 'min' or 'max'"
             )
     return op
 

@@ -4,6 +4,8 @@
     An array in shared memory (`array`).
 `rows`
     Which rows of it each rank reads.
+`dense`
+    Which values are no arrays though NumPy would take them.
 """
 
 from synkhronos.data.array import Data, data

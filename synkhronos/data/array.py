@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import operator
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos import ranks
+from synkhronos.data.dense import check_dense
 from synkhronos.graphs import library_of
 from synkhronos.ranks import SharedArray
 
@@ -104,7 +107,11 @@ class Data:
 
     @property
     def minibatch(self) -> bool:
-        """Whether row 0 stands for the lowest index in a call's ``batch``, rather than for index 0."""
+        """Whether it holds the rows of a call's ``batch`` alone, in the place of all rows.
+
+        Where ``batch`` is an int or a slice, row 0 stands for the lowest index in it; where it is a list or array of
+        indexes or a mask, row k goes with the k-th index.
+        """
         return self._minibatch
 
     @minibatch.setter
@@ -125,6 +132,7 @@ class Data:
         return self.data[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        check_dense(value, "value")
         self.data[key] = np.asarray(value)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
@@ -225,9 +233,12 @@ class Data:
 
         Arrays that were taken from `data` before keep theirs until they are gone.
         """
+        memory = None if self._segment is None else weakref.ref(self._segment.buffer)
         self._drop()
         if self._session.closed is None:
             self._session.flush()
+        if memory is not None and memory() is not None:
+            gc.collect()  # what compilers leave holds the inputs for which they compiled
 
     # -- for the library -------------------------------------------------------------------------------------
 
@@ -359,7 +370,7 @@ def data(
     shape : sequence of int, optional
         The first shape, filled with zeros, if there is no ``value``.
     minibatch : bool
-        Whether row 0 stands for the lowest index in a call's ``batch``.
+        Whether it holds the rows of a call's ``batch`` alone: see `Data.minibatch`.
     force_cast : bool
         Cast ``value`` even where values may change.
     oversize : float
@@ -423,6 +434,7 @@ def data(
 
 
 def _numbers(value: Any, argument: str) -> np.ndarray:
+    check_dense(value, argument)
     try:
         array = np.asarray(value)
     except ValueError as error:

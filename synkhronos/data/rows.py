@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.data.dense import check_dense
 from synkhronos.devices import Selection
 
 
@@ -108,6 +109,7 @@ def flat(batch: Any, name: str, expected: str = _ANY) -> np.ndarray:
     """Return a list of indexes as an array of int64, or a mask as one of bool; neither is compared with a length."""
     if isinstance(batch, int | np.integer | str | bytes | dict | set) or not hasattr(batch, "__len__"):
         raise TypeError(f"{name}: expected {expected}, got {batch!r}")
+    check_dense(batch, name)
     try:
         index = np.asarray(batch)
     except ValueError as error:

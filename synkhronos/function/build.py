@@ -83,7 +83,9 @@ def build(
     if len({id(shared) for shared in sliceable}) != len(sliceable):
         raise ValueError("sliceable_shareds: a shared variable comes twice")
     _check_kwargs(library, kwargs)
-    if kwargs.get("mode") is None:
+    if kwargs.get("mode") is not None:
+        library.check_mode(kwargs["mode"])
+    else:
         kwargs = {**kwargs, "mode": library.default_mode(device)}
     name = kwargs.get("name")
     if name is not None and not isinstance(name, str):
@@ -244,6 +246,11 @@ def _input(library: GraphLibrary, value: Any, name: str, downcast: bool | None) 
         raise TypeError(f"{name}: {_called(entry.variable)} is a shared variable and can't be passed")
     if entry.variable.owner is not None:
         raise ValueError(f"{name}: {_called(entry.variable)} is computed from others and can't be passed")
+    if library.is_sparse(entry.variable):
+        raise TypeError(
+            f"{name}: {_called(entry.variable)} is sparse, and what ranks are passed is dense: pass its data, indices, "
+            "indptr and shape as bcast_inputs and make a CSR or CSC of them, or keep it in a shared variable"
+        )
     if not library.is_array(entry.variable) or np.dtype(entry.variable.type.dtype).kind not in "biufc":
         raise TypeError(f"{name}: expected variables whose values are arrays, got {entry.variable.type}")
     if getattr(value, "update", None) is not None:
@@ -256,10 +263,11 @@ def _output_op(library: GraphLibrary, output: Any, op: Any, position: int) -> Op
     variable = library.output_variable(output)
     if parsed.name is not None and not library.is_array(variable):
         raise TypeError(f"outputs: output {position} of type {variable.type} can't be reduced; use op None")
-    if parsed.divides and np.dtype(variable.type.dtype).kind in "biu":
+    if parsed.name is not None and not parsed.suits(np.dtype(variable.type.dtype)):
+        of_numbers = "'max' (any), 'min' (all)" if variable.type.dtype == "bool" else "'sum', 'prod', 'min', 'max'"
         raise ValueError(
             f"outputs: op {parsed.spelled!r} of output {position} would not be {variable.type.dtype}, as it is; "
-            "choose 'sum', 'prod', 'min', 'max', 'gather' or None, or cast the output"
+            f"choose {of_numbers}, 'gather' or None, or cast the output"
         )
     return parsed
 

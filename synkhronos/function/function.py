@@ -264,7 +264,13 @@ class Function:
                     f"num_slices={num_slices}: {self.name} has no scattered inputs and no sliceable_shareds to cut"
                 )
             for shared, op in program.accumulated():
-                if op.divides and np.dtype(shared.type.dtype).kind in "biu":
+                if not program.library.is_array(shared):
+                    if op.name is not None:
+                        raise TypeError(
+                            f"num_slices={num_slices}: the update of {shared.name!r} of type {shared.type} can't be "
+                            "accumulated; give it the op None, by which the last slice's stays"
+                        )
+                elif not op.suits(np.dtype(shared.type.dtype)):
                     raise ValueError(
                         f"num_slices={num_slices}: op {op.spelled!r} of the update of {shared.name!r} would not be "
                         f"{shared.type.dtype}, as it is; give the update another op"
@@ -273,6 +279,13 @@ class Function:
         if batch_s is not None and not program.sliceable:
             raise ValueError(f"batch_s: {self.name} was made without sliceable_shareds")
         if program.sliceable and (batch_s is not None or num_slices > 1):
+            for shared in program.sliceable:
+                if any(shared is updated for updated, _ in program.updates + program.default_updates):
+                    raise ValueError(
+                        f"{'num_slices' if batch_s is None else 'batch_s'}: {shared.name!r} is one of the "
+                        f"sliceable_shareds and {self.name} updates it: of the rows that are chosen, the update would "
+                        "make the whole variable; update another variable, or leave this one out of sliceable_shareds"
+                    )
             spans = batch_s is None or all_slices(batch_s)
             rows = "slice" if spans and not program.asynchronous else "index"
         return Variant(rows, bool(num_slices > 1), self._subset(output_subset))
@@ -414,6 +427,12 @@ def _distribute(session: Session, functions: Sequence[Function]) -> None:
         try:
             Mirror.of(session).send([(f._key, f._program) for f in group], variables)
         except TypeError as error:
+            # The pickle can't tell a graph from what came with it.
+            for f in group:
+                try:
+                    f._program.check_kwargs()
+                except TypeError as found:
+                    raise TypeError(f"{f.name}: {found}") from found.__cause__
             raise TypeError(f"{', '.join(f.name for f in group)}: {error}") from error
     for f in functions:
         f._entered(session)

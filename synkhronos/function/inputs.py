@@ -17,6 +17,7 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.data import Data
+from synkhronos.data.dense import check_dense
 from synkhronos.data.rows import flat, highest, lowest, select, select_unbounded
 from synkhronos.devices import Selection, take
 from synkhronos.function.call import Scattered, Whole
@@ -88,6 +89,9 @@ class Inputs:
                 kept = self._keep(i, value.dtype, value.ndim)
                 take(value, rows, kept.resized((len(rows), *value.shape[1:])))
                 located.append(Scattered(kept.where(), range(len(rows)), 0, copy))
+            elif value.minibatch and _is_listed(batch):
+                # Its rows have been put into the list's order already.
+                located.append(Scattered(value.where(), range(len(rows)), 0, copy))
             else:
                 if index is None and not isinstance(rows, range):
                     index = self._shared_index("batch", rows)
@@ -108,6 +112,8 @@ class Inputs:
                 )
             checked: Data | np.ndarray = value
         else:
+            if type(value) is not np.ndarray:
+                check_dense(value, self._called(position))
             try:
                 checked = self.program.library.filter(entry, value)
             except (TypeError, ValueError, AttributeError) as error:
@@ -141,10 +147,10 @@ class Inputs:
                 )
         low = lowest(rows) if any(isinstance(v, Data) and v.minibatch for v in values) else 0
         for i, value in enumerate(values):
-            if isinstance(value, Data) and value.minibatch and highest(rows) - low >= len(value):
-                raise IndexError(
-                    f"batch: input {i} is a minibatch of {len(value)} rows, but batch spans {highest(rows) - low + 1}"
-                )
+            if isinstance(value, Data) and value.minibatch:
+                what, needed = ("picks", len(rows)) if _is_listed(batch) else ("spans", highest(rows) - low + 1)
+                if needed > len(value):
+                    raise IndexError(f"batch: input {i} is a minibatch of {len(value)} rows, but batch {what} {needed}")
         return rows, low
 
     def _whole(self, position: int, value: Data | np.ndarray) -> Whole:
@@ -180,6 +186,11 @@ class Inputs:
             else:
                 chosen.append(self._shared_index(("batch_s", r), indexes(one, "batch_s")))
         return tuple(chosen * session.size if each is None else chosen)
+
+
+def _is_listed(batch: Any) -> bool:
+    """Whether ``batch`` is a list of indexes or a mask, neither a number of rows nor a run of them."""
+    return batch is not None and not isinstance(batch, int | np.integer | slice)
 
 
 def _short(value: Any) -> str:

@@ -11,6 +11,7 @@ sliceable shared variables; with updates returned, to be accumulated over slices
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -167,6 +168,18 @@ class Program:
         """What holds the values of each input."""
         kinds = [entry.variable.type for entry in self.inputs]
         return [self.library.input_device(np.dtype(kind.dtype), kind.ndim, self.device) for kind in kinds]
+
+    def check_kwargs(self) -> None:
+        """Raise TypeError naming the keyword argument that can't be pickled, as it has to be for the workers."""
+        for name, value in self.kwargs.items():
+            try:
+                pickle.dumps(value)
+            except Exception as error:
+                raise TypeError(
+                    f"{name}: {type(value).__name__} can't be pickled, as it has to be for the workers: {error}; "
+                    "it must not hold functions that are defined inside functions"
+                    + ("; a mode's name can be passed in its place, such as 'NanGuardMode'" if name == "mode" else "")
+                ) from error
 
     def place(self) -> None:
         """Forget what was compiled for another device: the ranks may be others than before."""

@@ -68,6 +68,11 @@ class Op:
         """Whether the result is no integer where the values are."""
         return self.name in ("avg", "mean")
 
+    def suits(self, dtype: np.dtype) -> bool:
+        """Whether the result is what the user's word says, where values have this dtype."""
+        # NumPy's sum of booleans is an or, which nobody means who counts.
+        return not (self.divides and dtype.kind in "biu" or self.name == "sum" and dtype.kind == "b")
+
     @property
     def elementwise(self) -> bool:
         """Whether all values need the same shape."""

@@ -120,7 +120,12 @@ class GraphLibrary:
 
     def is_array(self, variable: Any) -> bool:
         """Whether the variable's values are arrays with a dtype and a number of dimensions."""
-        return hasattr(variable.type, "ndim") and hasattr(variable.type, "dtype")
+        kind = variable.type
+        return hasattr(kind, "ndim") and hasattr(kind, "dtype") and not self.is_sparse(variable)
+
+    def is_sparse(self, variable: Any) -> bool:
+        """Whether the variable's values are SciPy's sparse matrices."""
+        return hasattr(variable.type, "format")
 
     def is_generator(self, shared: Any) -> bool:
         """Whether a shared variable holds the state of a random number generator."""
@@ -177,6 +182,16 @@ class GraphLibrary:
         ``log`` says that outputs may be a log's entries, which are read later.
         """
         raise NotImplementedError
+
+    def check_mode(self, mode: Any) -> None:
+        """Raise ValueError for the name of a mode that there is none of, TypeError for what is no mode at all."""
+        modes = self.package.compile.mode
+        try:
+            found = modes.get_mode(mode)
+        except Exception as error:  # Theano's has no class of its own
+            raise ValueError(f"mode: {self.name} has none that is called {mode!r}: {error}") from None
+        if not isinstance(found, modes.Mode):
+            raise TypeError(f"mode: expected a mode of {self.name}, or the name of one, got {mode!r}")
 
     def default_mode(self, device: Device) -> Any:
         """Return the mode of functions for which the user names none, where ranks compute on this device.

@@ -15,7 +15,9 @@ follow say the key in its place, so that functions made later refer to the same 
 
 from __future__ import annotations
 
+import importlib
 import io
+import os
 import pickle
 import sys
 import weakref
@@ -102,7 +104,7 @@ class Mirror:
             nodes = library.nodes(variables) if library is not None else []
             parcel = self.pack((nodes, [*keyed, *values], len(keyed)))
             try:
-                session.run(Receive(parcel, sys.getrecursionlimit()))
+                session.run(Receive(parcel, sys.getrecursionlimit(), tuple(map(os.path.abspath, sys.path))))
             except BaseException:
                 for key, _ in [*keyed, *values]:
                     session.release_stored(key)
@@ -162,13 +164,25 @@ class Receive:
     parcel: Parcel
     #: The master's: the libraries follow graphs recursively when they compile, and users raise it for deep ones.
     recursion_limit: int
+    #: The master's.
+    path: tuple[str, ...]
 
     def run(self, rank: Rank) -> None:
         """Keep the objects, and move the random generators among the new shared variables."""
         if rank.is_master:
             return
         sys.setrecursionlimit(max(self.recursion_limit, sys.getrecursionlimit()))
-        _, values, n_shareds = self.parcel.unpack(rank)
+        # What the master can import by now can be imported here.
+        sys.path[:] = self.path
+        importlib.invalidate_caches()
+        try:
+            _, values, n_shareds = self.parcel.unpack(rank)
+        except (AttributeError, ImportError) as error:
+            raise RuntimeError(
+                f"{error}. A worker is a copy of the master as it was at fork(): the classes and functions that a "
+                "graph is made of have to be defined before fork(), or in a module that can be imported. Or call "
+                "close() and fork() again, now that they are there"
+            ) from error
         for key, value in values:
             rank.store[key] = _Kept(value)
         _move_generators([shared for _, shared in values[:n_shareds]], rank)

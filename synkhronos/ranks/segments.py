@@ -26,9 +26,11 @@ import errno
 import io
 import mmap
 import os
+import resource
 import secrets
 import socket
 import struct
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -58,6 +60,12 @@ def create_unlinked(nbytes: int) -> io.FileIO:
             os.ftruncate(file.fileno(), nbytes)
     except (OSError, OverflowError) as error:  # the latter for more than the kernel can count
         file.close()
+        largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        if nbytes > largest != resource.RLIM_INFINITY:
+            raise MemoryError(
+                f"no shared memory of {nbytes:,} bytes: this process may make no file of more than {largest:,} bytes, "
+                "see `ulimit -f`"
+            ) from error
         if isinstance(error, OverflowError) or error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise MemoryError(
                 f"no room for {nbytes:,} bytes of shared memory: see `df -h /dev/shm`, free Data objects that are no "
@@ -165,14 +173,15 @@ class SegmentTable:
         else:
             self._unmapped[segment.key] = segment
 
-    def drop(self, key: int) -> None:
-        """Forget a segment; its memory goes with the last view of it."""
+    def drop(self, key: int) -> weakref.ref[mmap.mmap] | None:
+        """Forget a segment, and return a reference to its memory, which goes with the last view of it."""
         segment = self._segments.get(key)
         if segment is not None:
             for tell in self.at_drop:
                 tell(segment)
         self._segments.pop(key, None)
         self._unmapped.pop(key, None)
+        return None if segment is None else weakref.ref(segment.buffer)
 
     def clear(self) -> None:
         """Forget all segments."""

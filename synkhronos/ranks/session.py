@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import errno
 import fcntl
+import gc
 import io
 import logging
 import os
@@ -54,8 +55,10 @@ class Release:
 
     def run(self, rank: Rank) -> None:
         """Drop them from this rank's tables."""
-        for key in self.segments:
-            rank.segments.drop(key)
+        memory = [rank.segments.drop(key) for key in self.segments]
+        if not rank.is_master and any(one is not None and one() is not None for one in memory):
+            # Compilers leave garbage that holds the inputs for which they compiled, and an idle worker collects none.
+            gc.collect()
         for key in self.stored:
             rank.store.pop(key, None)
 

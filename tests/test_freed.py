@@ -1,0 +1,94 @@
+"""Memory that was let go is gone on all ranks, whatever compilers have left there."""
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from library import DEVICE, INTERPRETED, NAME
+from library import tensor as T
+
+import synkhronos as synk
+from synkhronos import ranks
+
+if NAME == "pytensor":
+    from pytensor.graph.basic import Apply
+    from pytensor.graph.op import Op
+else:
+    from theano.gof import Apply, Op
+
+
+class Hoarder(Op):
+    """Returns its input, and leaves garbage that holds it: a cycle, as Numba does where it compiles."""
+
+    __props__ = ()
+
+    def make_node(self, x):
+        return Apply(self, [x], [x.type()])
+
+    def perform(self, node, inputs, outputs, *_):
+        cycle = [inputs[0]]
+        cycle.append(cycle)
+        outputs[0][0] = inputs[0].copy()
+
+
+def mapped(pid, nbytes):
+    """Count the shared mappings of a process that are that large."""
+    with open(f"/proc/{pid}/maps") as lines:
+        ends = [line.split()[0].split("-") for line in lines if line.split()[1].endswith("s")]
+    return sum(int(end, 16) - int(start, 16) == nbytes for start, end in ends)
+
+
+@pytest.mark.skipif(DEVICE != "host", reason="XLA copies what it is given")
+def test_memory_is_freed_on_ranks_whose_garbage_holds_it(fork):
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], (Hoarder()(x)[:1], "gather"), mode=INTERPRETED)
+    d = synk.data(np.zeros(1 << 20))
+    pids = [os.getpid(), *ranks.session()._children.values()]
+    gc.disable()  # as if nothing happened that has it run
+    try:
+        f(d)
+        assert [mapped(pid, 1 << 23) for pid in pids] == [1, 1]
+        d.free_memory()
+        assert [mapped(pid, 1 << 23) for pid in pids] == [0, 0]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(NAME == "theano" or DEVICE != "host", reason="Numba's compiler")
+def test_memory_is_freed_where_a_call_on_it_has_compiled(tmp_path):
+    program = """
+        import gc, os
+        import numpy as np
+        import pytensor.tensor as pt
+        import synkhronos as synk
+        from synkhronos import ranks
+        from test_freed import mapped
+
+        gc.disable()  # as if nothing happened that has it run
+        synk.fork(2, use_gpu=False)
+        x = pt.dmatrix("x")
+        f = synk.function([x], (pt.tanh(x * 1.5 + 7).sum(axis=0), "sum"), mode="NUMBA")
+        d = synk.data(np.zeros((1 << 10, 1 << 10)))
+        f(d)
+        pids = [os.getpid(), *ranks.session()._children.values()]
+        print([mapped(pid, 1 << 23) for pid in pids])
+        d.free_memory()
+        print([mapped(pid, 1 << 23) for pid in pids])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={
+            **os.environ,
+            "PYTENSOR_FLAGS": f"base_compiledir={tmp_path}",  # where nothing is compiled yet
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "[1, 1]\n[0, 0]\n", done.stderr

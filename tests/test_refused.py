@@ -1,0 +1,273 @@
+"""What can't be sent to the ranks, or would lose a part on its way: refused, with words on what to do."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import scipy.sparse
+from library import DEVICE, INTERPRETED, NAME, shared
+from library import tensor as T
+
+import synkhronos as synk
+
+if NAME == "pytensor":
+    from pytensor import sparse
+    from pytensor.compile.debug.monitormode import MonitorMode
+    from pytensor.compile.debug.nanguardmode import NanGuardMode
+else:
+    from theano import sparse
+    from theano.compile.monitormode import MonitorMode
+    from theano.compile.nanguardmode import NanGuardMode
+
+MASKED = np.ma.masked_array(np.arange(6.0).reshape(3, 2), [[0, 0], [0, 1], [0, 0]])
+#: On the host alone: XLA computes with no sparse matrices, and has no modes that look at each node.
+on_host = pytest.mark.skipif(DEVICE != "host", reason="on the host")
+
+
+# -- masked arrays ----------------------------------------------------------------------------------------------
+
+
+def of_masked():
+    x, w, s = T.dmatrix("x"), T.dmatrix("w"), shared(np.zeros((3, 2)), "s")
+    f = synk.function([x], (x.sum() + w.sum() + s.sum(), "sum"), bcast_inputs=[w], name="f", sliceable_shareds=[s])
+    d = synk.data(np.zeros((3, 2)))
+    plain = np.zeros((3, 2))
+    mask = np.ma.masked_array([True, False, True], [False, True, False])
+    return {
+        "input": (lambda: f(MASKED, plain), r"input 0 \(x\) of f"),
+        "rows": (lambda: f(list(MASKED), plain), r"input 0 \(x\) of f"),
+        "bcast_input": (lambda: f(plain, MASKED), r"input 1 \(w\) of f"),
+        "named": (lambda: f(plain, w=MASKED), r"input 1 \(w\) of f"),
+        "batch": (lambda: f(plain, plain, batch=mask), "batch"),
+        "batch_s": (lambda: f(plain, plain, batch_s=np.ma.masked_array([0, 1], [True, False])), "batch_s"),
+        "data": (lambda: synk.data(MASKED), "value"),
+        "data for a variable": (lambda: synk.data(MASKED, var=x), "value"),
+        "build_inputs": (lambda: f.build_inputs(MASKED, plain), "value"),
+        "set_value": (lambda: d.set_value(MASKED), "x"),
+        "condition_data": (lambda: d.condition_data(MASKED), "x"),
+        "Data's rows": (lambda: d.__setitem__(0, MASKED[1]), "value"),
+        "broadcast": (lambda: synk.broadcast(s, MASKED), "values: 's'"),
+        "scatter": (lambda: synk.scatter(s, MASKED), "values: 's'"),
+        "set_value of a rank": (lambda: synk.set_value(1, s, MASKED), "values: 's'"),
+    }
+
+
+def test_masked_arrays_are_refused_wherever_an_array_is_taken(fork):
+    fork(2)
+    for name, (provoke, argument) in of_masked().items():
+        words = rf"^{argument}: expected an array, got a masked one, whose mask would be lost: pass .filled\(value\)"
+        with pytest.raises(TypeError, match=words):
+            pytest.fail(f"{name}: nothing was raised, but {provoke()} returned")
+    # What masks nothing loses nothing: files of many kinds are read as such arrays.
+    d = synk.data(np.ma.masked_array(np.ones((3, 2))))
+    d[0] = np.ma.masked_array([2.0, 3.0], False)
+    np.testing.assert_array_equal(d, [[2, 3], [1, 1], [1, 1]])
+
+
+# -- sparse ones ------------------------------------------------------------------------------------------------
+
+
+@on_host
+def test_sparse_inputs_are_refused_when_the_function_is_made(fork):
+    fork(2)
+    x, y = sparse.csr_matrix("x", dtype="float64"), T.dmatrix("y")
+    words = "inputs: 'x' is sparse, and what ranks are passed is dense: pass its data, indices, indptr and shape"
+    with pytest.raises(TypeError, match=f"^{words}"):
+        synk.function([x], (sparse.sp_sum(x), "sum"))
+    with pytest.raises(TypeError, match=f"^bcast_{words}"):
+        synk.function([y], (sparse.dot(x, y).sum(), "sum"), bcast_inputs=[x])
+    with pytest.raises(TypeError, match="^var: expected a variable whose values are arrays"):
+        synk.data(var=x)
+    with pytest.raises(TypeError, match="value: expected an array, got a sparse matrix: pass .toarray"):
+        synk.data(scipy.sparse.csr_matrix(np.eye(3)))
+
+
+@on_host
+def test_sparse_shared_variables_take_part_in_functions_and_in_nothing_else(fork):
+    fork(2)
+    s = shared(scipy.sparse.csr_matrix(np.diag([1.0, 2.0, 3.0])), "s")
+    y = T.dmatrix("y")
+    f = synk.function([y], (sparse.dot(y, s), "gather"), updates=[(s, s + s)], mode=INTERPRETED, name="f")
+    value = np.arange(6.0).reshape(2, 3)
+    np.testing.assert_array_equal(f(value), value * [1, 2, 3])
+    np.testing.assert_array_equal(f(value), value * [2, 4, 6])
+    for act in (
+        lambda: synk.broadcast(s),
+        lambda: synk.gather(s),
+        lambda: synk.all_reduce(s),
+        lambda: synk.get_value(1, s),
+        lambda: synk.set_value(1, s, np.eye(3)),
+        lambda: synk.scatter(s, np.eye(3)),
+        lambda: synk.get_shapes(s),
+    ):
+        with pytest.raises(
+            TypeError, match="^shared_vars: expected variables whose values are arrays, got .*[Ss]parse"
+        ):
+            act()
+    with pytest.raises(TypeError, match="num_slices=2: the update of 's' .* can't be accumulated; give it the op None"):
+        f(value, num_slices=2)
+    with pytest.raises(ValueError, match="sliceable_shareds: 's' has no rows to cut"):
+        synk.function([], (sparse.sp_sum(s), "sum"), sliceable_shareds=[s])
+    with pytest.raises(TypeError, match="outputs: output 0 .* can't be reduced; use op None"):
+        synk.function([], s)
+    g = synk.function([], (s, None), mode=INTERPRETED)
+    np.testing.assert_array_equal(g().toarray(), np.diag([4, 8, 12]))
+
+
+@on_host
+def test_parts_of_a_sparse_input_make_one_on_each_rank(fork):
+    fork(2)
+    y, parts = T.dmatrix("y"), [T.dvector("data"), T.ivector("indices"), T.ivector("indptr"), T.ivector("shape")]
+    f = synk.function([y], (sparse.dot(y, sparse.CSR(*parts)), "gather"), bcast_inputs=parts, mode=INTERPRETED)
+    matrix = scipy.sparse.csr_matrix(np.diag([1.0, 0.0, 3.0]))
+    value = np.arange(12.0).reshape(4, 3)
+    result = f(value, matrix.data, matrix.indices, matrix.indptr, np.array(matrix.shape, "int32"))
+    np.testing.assert_array_equal(result, value * [1, 0, 3])
+
+
+# -- modes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_mode_that_there_is_none_of_is_refused_when_the_function_is_made(fork):
+    fork(2)
+    x = T.dvector("x")
+    with pytest.raises(ValueError, match=f"^mode: {NAME} has none that is called 'NOPE'"):
+        synk.function([x], x.sum(), mode="NOPE")
+    with pytest.raises(TypeError, match=f"^mode: expected a mode of {NAME}, or the name of one, got 3"):
+        synk.function([x], x.sum(), mode=3)
+
+
+@on_host
+@pytest.mark.parametrize("kind", ["NanGuardMode", "MonitorMode"])
+def test_a_mode_that_cannot_be_pickled_is_named(fork, kind):
+    fork(2)
+    x = T.dvector("x")
+    mode = NanGuardMode(True, True, True) if kind == "NanGuardMode" else MonitorMode()
+    f = synk.function([x], (x.sum(), "sum"), mode=mode, name="f")
+    for start in (f, lambda _: synk.distribute()):
+        with pytest.raises(
+            TypeError, match=rf"^f: mode: {kind} can't be pickled, as it has to be for the workers: Can"
+        ):
+            start(np.ones(3))
+    synk.close()
+    fork(1)  # nobody to send it to
+    x = T.dvector("x")
+    assert synk.function([x], (x.sum(), "sum"), mode=mode)(np.ones(3)) == 3
+
+
+@on_host
+def test_a_mode_by_name_guards_on_every_rank(fork):
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], (T.log(x).sum(), "sum"), mode="NanGuardMode")
+    assert f(np.ones(4)) == 0
+    with pytest.raises(synk.WorkerError, match="rank 1 raised AssertionError: (?s:.*)NaN"):
+        f(np.array([1.0, 1.0, -1.0, 1.0]))
+
+
+# -- what was defined too late ----------------------------------------------------------------------------------
+
+OP = f"""
+    import numpy as np
+    import {NAME} as library, {NAME}.tensor as T
+    from {"pytensor.graph.basic import Apply" if NAME == "pytensor" else "theano.gof import Apply"}
+    from {"pytensor.graph.op import Op" if NAME == "pytensor" else "theano.gof import Op"}
+
+    class Twice(Op):
+        __props__ = ()
+
+        def make_node(self, x):
+            return Apply(self, [x], [x.type()])
+
+        def perform(self, node, inputs, outputs, *_):
+            outputs[0][0] = 2 * inputs[0]
+"""
+
+
+def run(program, *arguments, **kwargs):
+    flags = {"PYTENSOR_FLAGS": "mode=FAST_COMPILE", "THEANO_FLAGS": "mode=FAST_COMPILE,blas.ldflags="}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *arguments],
+        env={**os.environ, **flags, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **kwargs,
+    )
+
+
+@on_host
+def test_modules_on_a_path_that_came_after_the_fork_are_found(tmp_path):
+    (tmp_path / "users_op.py").write_text(textwrap.dedent(OP))
+    done = run(
+        f"""
+        import sys
+        import numpy as np
+        import {NAME}.tensor as T
+        import synkhronos as synk
+
+        synk.fork(2, use_gpu=False)
+        sys.path.insert(0, sys.argv[1])
+        import users_op
+        x = T.dvector("x")
+        print(synk.function([x], (users_op.Twice()(x), "gather"))(np.arange(4.0)))
+        """,
+        str(tmp_path),
+    )
+    assert done.stdout == "[0. 2. 4. 6.]\n", done.stderr
+
+
+@on_host
+def test_a_class_that_cannot_be_imported_is_told_with_the_order(tmp_path):
+    done = run(
+        f"""
+        import sys, types
+        import numpy as np
+        import {NAME}.tensor as T
+        import synkhronos as synk
+
+        synk.fork(2, use_gpu=False)
+        made = types.ModuleType("made_by_hand")  # of no file
+        sys.modules["made_by_hand"] = made
+        exec(sys.argv[1], made.__dict__)
+        x = T.dvector("x")
+        f = synk.function([x], (made.Twice()(x), "gather"))
+        try:
+            f(np.arange(4.0))
+        except synk.WorkerError as error:
+            print(str(error).splitlines()[0])
+        """,
+        textwrap.dedent(OP),
+    )
+    for word in ("made_by_hand", "defined before fork()", "module that can be imported", "close() and fork() again"):
+        assert word in done.stdout, done.stdout + done.stderr
+
+
+# -- limits -----------------------------------------------------------------------------------------------------
+
+
+@on_host
+def test_under_a_limit_of_file_sizes_the_limit_is_named():
+    done = run(
+        """
+        import resource
+        import synkhronos as synk
+
+        synk.fork(2, use_gpu=False)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+        try:
+            synk.data(shape=1 << 20, dtype="float64")
+        except MemoryError as error:
+            print(error)
+        print(synk.data(shape=10, dtype="float64").shape)
+        """
+    )
+    error, shape = done.stdout.splitlines()
+    assert error == (
+        "no shared memory of 8,388,608 bytes: this process may make no file of more than 1,048,576 bytes, "
+        "see `ulimit -f`"
+    ), done.stderr
+    assert shape == "(10,)"
