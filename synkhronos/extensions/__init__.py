@@ -4,6 +4,8 @@
     Update rules that train one model on all ranks.
 `synkhronos.extensions.train`
     One callable that takes a training step on all ranks.
+`synkhronos.extensions.rows_sum`
+    A sum over rows as a PyTensor expression, which the ranks compute.
 
-Neither is imported by ``import synkhronos``.
+None of them is imported by ``import synkhronos``.
 """

@@ -1,0 +1,498 @@
+"""A sum over rows as an expression, computed on all ranks.
+
+`sum_over_rows`
+    The expression: any PyTensor function, gradient or optimizer may contain it.
+
+The rows are shared out among the ranks once, and stay there.  An evaluation sends the parameters to the ranks, in one
+command, and gets the ranks' sums.  Needs PyTensor; nothing here knows of PyMC.
+
+.. code-block:: text
+
+   graph of the user's function              what the ranks compute, each from its own rows
+     priors ... ──┐
+     parameters ──┼─▶ SumOverRows ─▶ value        value
+                  ├─▶ Gradient ─▶ one each        value and gradients, in one call
+                  └─▶ HessianProduct              the gradients' change in a direction
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pytensor
+import pytensor.tensor as pt
+from pytensor.compile import SharedVariable
+from pytensor.gradient import DisconnectedType, grad, grad_not_implemented
+from pytensor.graph.basic import Apply, Constant, Variable
+from pytensor.graph.op import Op
+from pytensor.graph.replace import graph_replace
+from pytensor.tensor import TensorType
+from pytensor.tensor.elemwise import DimShuffle, Elemwise
+from pytensor.tensor.type import float_dtypes
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.graphs import library_of
+
+__all__ = ["sum_over_rows"]
+
+# Compiled outer functions have Python call the ranks, which is what they should do.
+warnings.filterwarnings("ignore", "Numba will use object mode to run SumOverRows")
+
+#: Elements up to which ranks may compute anew what is computed from a constant alone.
+_SMALL = 1000
+
+_numbers = itertools.count()
+#: The sums of this process by number: a pickle made here finds the same one again.
+_known: weakref.WeakValueDictionary[tuple[int, int], RowsSum] = weakref.WeakValueDictionary()
+
+
+def sum_over_rows(terms: Any, rows: Mapping[Any, Any], name: str | None = None) -> Any:
+    """Return the sum of terms over all rows, as an expression that the ranks compute.
+
+    Parameters
+    ----------
+    terms : variable
+        Float, of any shape: all its elements are added.  A row's terms may depend on that row and on whatever is not a
+        row, but not on other rows.
+    rows : dict of variable to array_like, Data or shared variable
+        What runs along the rows: symbolic inputs that `terms` is computed from, and all the values of each, with the
+        rows on axis 0.  All have equally many.
+    name : str, optional
+        For error messages, and what functions are called on the ranks.
+
+    Returns
+    -------
+    variable
+        A scalar of the dtype of `terms`.  It can be differentiated, twice where the terms can, with respect to
+        everything but the rows.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong; the message names it.
+
+    Notes
+    -----
+    Everything that `terms` is computed from and that does not depend on a row is a parameter: it is computed by the
+    function that contains the sum, and sent to the ranks whole, at each evaluation.  Constants are sent once.
+
+    The rows are shared out at the first evaluation, and again after `synkhronos.fork` and when one of the shared
+    variables has got a new value.  An array that is changed in place is not looked at again.
+
+    Value and gradient come from one call, and are kept for the last point: who asks for the same again waits for no
+    rank.  Threads take turns.  Only the process that called `synkhronos.fork` can evaluate it.
+
+    Examples
+    --------
+    >>> import numpy as np, pytensor, pytensor.tensor as pt, synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> x, y, w = pt.dmatrix("x"), pt.dvector("y"), pt.dvector("w")
+    >>> loss = sum_over_rows((y - x @ w) ** 2, {x: np.eye(3), y: np.ones(3)})
+    >>> f = pytensor.function([w], [loss, pytensor.grad(loss, w)])
+    >>> value, gradient = f(np.array([1.0, 2.0, 3.0]))
+    >>> float(value), gradient.tolist()
+    (5.0, [0.0, 2.0, 4.0])
+    >>> synk.close()
+    """
+    made = RowsSum(terms, rows, name)
+    return SumOverRows(made)(*made.params)
+
+
+class RowsSum:
+    """What the Ops of one sum share: the terms, the rows, and the last point's values.
+
+    Attributes
+    ----------
+    params : list of variables
+        What the terms are computed from beside the rows and constants.
+    floats : list of int
+        The positions of those that the sum can be differentiated by.
+    """
+
+    def __init__(self, terms: Any, rows: Mapping[Any, Any], name: str | None):
+        self._key = os.getpid(), next(_numbers)
+        self.name = name or f"sum_over_rows_{self._key[1]}"
+        terms = _checked_terms(terms)
+        self._variables, self._sources = _checked_rows(rows)
+        inside = _inside(terms, self._variables)
+        self.params = _params(inside, self._variables)
+        self.floats = [i for i, param in enumerate(self.params) if param.dtype in float_dtypes]
+        self._inputs = [param.type(f"{param.name or 'parameter'}_{i}") for i, param in enumerate(self.params)]
+        self._held = [_holder(variable) for variable in self._variables]
+        replaced = dict(zip([*self.params, *self._variables], [*self._inputs, *self._held], strict=True))
+        (terms,) = graph_replace([terms], replaced, strict=False)
+        self.total = pt.sum(terms, dtype=terms.dtype)
+        self._lock = threading.RLock()
+        self._shared_out: list[Any] = []
+        self._session: weakref.ref[Any] | None = None
+        self._wants_gradient = False
+        self._point: Any = None
+        self._results: list[np.ndarray] = []
+        _known[self._key] = self
+
+    def __reduce__(self) -> Any:
+        return _found, (self._key, self.name)
+
+    # -- what the ranks compute ------------------------------------------------------------------------------
+
+    @cached_property
+    def gradient(self) -> Gradient:
+        """The Op that computes the gradient: one, so that equal nodes are merged."""
+        self._wants_gradient = True
+        return Gradient(self)
+
+    @cached_property
+    def hessian_product(self) -> HessianProduct:
+        """The Op that computes the gradient's change in a direction."""
+        return HessianProduct(self)
+
+    @cached_property
+    def _gradients(self) -> list[Any]:
+        wrt = [self._inputs[i] for i in self.floats]
+        return list(grad(self.total, wrt, disconnected_inputs="ignore"))
+
+    @cached_property
+    def _value_function(self) -> synk.Function:
+        return self._function("value", self._inputs, [self.total])
+
+    @cached_property
+    def _gradient_function(self) -> synk.Function:
+        return self._function("gradient", self._inputs, [self.total, *self._gradients])
+
+    @cached_property
+    def _product_function(self) -> synk.Function:
+        directions = [self._inputs[i].type(f"direction_{i}") for i in self.floats]
+        wrt = [self._inputs[i] for i in self.floats]
+        along = pt.add(0, *[pt.sum(g * v) for g, v in zip(self._gradients, directions, strict=True)])
+        products = grad(along, wrt, disconnected_inputs="ignore")
+        return self._function("product", [*self._inputs, *directions], list(products))
+
+    def _function(self, what: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> synk.Function:
+        return synk.function(
+            [],
+            [(output, "sum") for output in outputs],
+            bcast_inputs=list(inputs),
+            sliceable_shareds=self._held,
+            name=f"{self.name}_{what}",
+            on_unused_input="ignore",
+        )
+
+    # -- evaluations -----------------------------------------------------------------------------------------
+
+    def value(self, params: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the sum at a point."""
+        return self._at(params, self._wants_gradient)[0]
+
+    def gradients(self, params: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the sum's gradients at a point, one for each of the float parameters."""
+        return self._at(params, gradient=True)[1:]
+
+    def products(self, params: Sequence[np.ndarray], directions: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return how the gradients change in a direction."""
+        with self._lock:
+            self._share_out()
+            return [np.array(result) for result in self._product_function(*params, *directions)]
+
+    def _at(self, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
+        with self._lock:
+            self._share_out()
+            point = [(param.shape, param.tobytes()) for param in map(np.asarray, params)]
+            if point != self._point or gradient and len(self._results) == 1:
+                function = self._gradient_function if gradient else self._value_function
+                self._point = None  # until all is there: an interrupt may come in between
+                self._results = [np.array(result) for result in function(*params)]
+                self._point = point
+            # Copies: what is compiled may write into what it is given.
+            return [result.copy() for result in self._results]
+
+    def _share_out(self) -> None:
+        """Give each rank its rows, if they have not got them yet."""
+        session = self._running_session()
+        now = [_now(source) for source in self._sources]
+        there = self._session is not None and self._session() is session
+        if there and all(new is old for new, old in zip(now, self._shared_out, strict=True)):
+            return
+        lengths = {_called(v): len(values) for v, values in zip(self._variables, now, strict=True)}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"rows: expected equally many of each, got {lengths}")
+        self._point = None
+        self._session = None
+        _ = self._value_function  # or the ranks would not know the variables
+        synk.scatter(self._held, now)
+        self._shared_out, self._session = now, weakref.ref(session)
+
+    def _running_session(self) -> Any:
+        try:
+            return ranks.session()
+        except RuntimeError as error:
+            if os.getpid() == self._key[0]:
+                raise
+            raise RuntimeError(_NOT_HERE) from error
+
+
+def _found(key: tuple[int, int], name: str) -> Any:
+    """Return what a pickle stands for: the same sum in the same process."""
+    return _known.get(key) or _Elsewhere(name)
+
+
+class _Elsewhere:
+    """Stands for a sum in a process that has not made it."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(_NOT_HERE)
+
+
+_NOT_HERE = (
+    "a sum over rows can be evaluated only by the process that called synkhronos.fork(), and this is another one. "
+    "If PyMC started it for a chain, pass cores=1 to pm.sample: chains then run one after another, each on all ranks"
+)
+
+
+# -- the Ops -----------------------------------------------------------------------------------------------------
+
+
+class _OverRows(Op):
+    """What the Ops have in common.  They are equal to nothing but themselves."""
+
+    def __init__(self, rows: RowsSum):
+        self.rows = rows
+
+    def __str__(self) -> str:
+        return f"SumOverRows{{{type(self).__name__}, {self.rows.name}}}"
+
+    def do_constant_folding(self, fgraph: Any, node: Any) -> bool:
+        """Not when functions are compiled: ranks may not be there."""
+        return False
+
+    def connection_pattern(self, node: Any) -> list[list[bool]]:
+        """Return which outputs change continuously with which inputs."""
+        return [[variable.dtype in float_dtypes] * len(node.outputs) for variable in node.inputs]
+
+    def L_op(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:  # noqa: N802 - PyTensor's word
+        """Return the gradients, under the name that PyTensor before 3.0 calls."""
+        return self.pullback(inputs, outputs, output_grads)
+
+    def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
+        """Return the gradients with respect to the inputs."""
+        raise NotImplementedError
+
+    def _node(self, inputs: Sequence[Any], types: Sequence[Any], outputs: Sequence[Any]) -> Apply:
+        inputs = [kind.filter_variable(variable) for kind, variable in zip(types, inputs, strict=True)]
+        return Apply(self, inputs, [kind() for kind in outputs])
+
+    def _each(self, of_floats: Sequence[Any]) -> list[Any]:
+        """Return what belongs to the float parameters, and what says that there is nothing for the others."""
+        found = dict(zip(self.rows.floats, of_floats, strict=True))
+        return [found[i] if i in found else DisconnectedType()() for i in range(len(self.rows.params))]
+
+
+class SumOverRows(_OverRows):
+    """The value of a sum."""
+
+    def make_node(self, *params: Any) -> Apply:
+        """Return the node for these parameters."""
+        return self._node(params, [p.type for p in self.rows.params], [self.rows.total.type])
+
+    def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
+        """Have the ranks compute it."""
+        output_storage[0][0] = self.rows.value(inputs)
+
+    def infer_shape(self, *arguments: Any) -> list[Any]:
+        """Return the outputs' shapes."""
+        return [()]
+
+    def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
+        """Return the gradients, which come with the value."""
+        if not self.rows.floats:
+            return self._each([])
+        gradients = self.rows.gradient(*inputs, return_list=True)
+        return self._each([cotangents[0] * gradient for gradient in gradients])
+
+
+class Gradient(_OverRows):
+    """The gradients of a sum with respect to its float parameters."""
+
+    def make_node(self, *params: Any) -> Apply:
+        """Return the node for these parameters."""
+        types = [p.type for p in self.rows.params]
+        return self._node(params, types, [types[i] for i in self.rows.floats])
+
+    def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
+        """Have the ranks compute them."""
+        for storage, gradient in zip(output_storage, self.rows.gradients(inputs), strict=True):
+            storage[0] = gradient
+
+    def infer_shape(self, *arguments: Any) -> list[Any]:
+        """Return the outputs' shapes: those of the parameters."""
+        return [arguments[-1][i] for i in self.rows.floats]
+
+    def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
+        """Return the products of the second derivatives with a direction."""
+        directions = [
+            output.zeros_like() if isinstance(cotangent.type, DisconnectedType) else cotangent
+            for output, cotangent in zip(outputs, cotangents, strict=True)
+        ]
+        return self._each(self.rows.hessian_product(*inputs, *directions, return_list=True))
+
+
+class HessianProduct(_OverRows):
+    """The products of a sum's second derivatives with a direction."""
+
+    def make_node(self, *inputs: Any) -> Apply:
+        """Return the node for these parameters and, behind them, the direction."""
+        types = [p.type for p in self.rows.params]
+        outputs = [types[i] for i in self.rows.floats]
+        return self._node(inputs, types + outputs, outputs)
+
+    def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
+        """Have the ranks compute them."""
+        n = len(self.rows.params)
+        for storage, product in zip(output_storage, self.rows.products(inputs[:n], inputs[n:]), strict=True):
+            storage[0] = product
+
+    def infer_shape(self, *arguments: Any) -> list[Any]:
+        """Return the outputs' shapes: those of the parameters."""
+        return [arguments[-1][i] for i in self.rows.floats]
+
+    def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
+        """Refuse: third derivatives are not computed."""
+        why = "third derivatives of a sum over rows are not computed"
+        return [grad_not_implemented(self, i, variable, why) for i, variable in enumerate(inputs)]
+
+
+# -- checks ------------------------------------------------------------------------------------------------------
+
+
+def _called(variable: Any) -> str:
+    return repr(variable.name) if variable.name else str(variable)
+
+
+def _checked_terms(terms: Any) -> Any:
+    if not isinstance(terms, Variable) or not isinstance(terms.type, TensorType):
+        raise TypeError(f"terms: expected a variable of PyTensor, got {terms!r}")
+    if terms.dtype not in float_dtypes:
+        raise TypeError(f"terms: expected floats, got {terms.dtype}")
+    return terms
+
+
+def _checked_rows(rows: Any) -> tuple[list[Any], list[Any]]:
+    """Return the variables that stand for rows, and where each one's values are."""
+    if not isinstance(rows, Mapping) or not rows:
+        raise TypeError(f"rows: expected a dict of at least one variable and its values, got {rows!r}")
+    sources = []
+    for variable, value in rows.items():
+        if not isinstance(variable, Variable) or not isinstance(variable.type, TensorType):
+            raise TypeError(f"rows: expected variables of PyTensor as keys, got {variable!r}")
+        if variable.owner is not None or isinstance(variable, Constant | SharedVariable):
+            raise TypeError(f"rows: expected a symbolic input as key, got {_called(variable)}")
+        if variable.ndim == 0 or variable.type.shape[0] is not None:
+            raise ValueError(f"rows: {_called(variable)} of type {variable.type} has no rows to share out")
+        sources.append(_checked_source(variable, value))
+    lengths = {_called(v): len(_now(source)) for v, source in zip(rows, sources, strict=True)}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"rows: expected equally many of each, got {lengths}")
+    if not min(lengths.values()):
+        raise ValueError("rows: expected at least one, got none")
+    return list(rows), sources
+
+
+def _checked_source(variable: Any, value: Any) -> Any:
+    if isinstance(value, SharedVariable | synk.Data):
+        kind = value.type if isinstance(value, SharedVariable) else value
+        if (kind.dtype, kind.ndim) != (variable.dtype, variable.ndim):
+            raise TypeError(
+                f"rows: {_called(variable)} needs values of {variable.dtype} and {variable.ndim} dimensions, got "
+                f"{value!r} of {kind.dtype} and {kind.ndim}"
+            )
+        return value
+    try:
+        return variable.type.filter(value, allow_downcast=None)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"rows: {_called(variable)} of type {variable.type} can't take the values: {error}") from None
+
+
+def _now(source: Any) -> Any:
+    """Return the present values of rows; the same object as long as nobody has set others."""
+    return source.get_value(borrow=True) if isinstance(source, SharedVariable) else source
+
+
+def _holder(variable: Any) -> Any:
+    """Return a shared variable in which each rank will have its rows."""
+    shape = [0, *(length or 0 for length in variable.type.shape[1:])]
+    return pytensor.shared(np.zeros(shape, variable.dtype), variable.name, shape=variable.type.shape)
+
+
+# -- which part of the graph the ranks compute -------------------------------------------------------------------
+
+
+def _inside(terms: Any, rows: Sequence[Any]) -> list[Apply]:
+    """Return the nodes of the terms that the ranks compute, in the graph's order.
+
+    Those that depend on rows, and behind these what costs less to compute than to send.
+    """
+    nodes = library_of(terms).nodes([terms])
+    read = {terms, *(variable for node in nodes for variable in node.inputs)}
+    unused = [_called(variable) for variable in rows if variable not in read]
+    if unused:
+        raise ValueError(f"rows: the terms are not computed from {', '.join(unused)}")
+    depends = set(rows)
+    fixed = {variable for variable in read if isinstance(variable, Constant) and _is_small(variable)}
+    for node in nodes:
+        if not depends.isdisjoint(node.inputs):
+            depends.update(node.outputs)
+        if fixed.issuperset(node.inputs):
+            fixed.update(node.outputs)
+    needed = {terms}
+    inside = []
+    for node in reversed(nodes):
+        wanted = needed.intersection(node.outputs)
+        if wanted and (
+            not wanted.isdisjoint(depends | fixed)
+            or not all(map(_is_array, wanted))
+            or isinstance(node.op, DimShuffle)
+            or isinstance(node.op, Elemwise)
+            and all(map(_is_number, node.inputs))
+        ):
+            inside.append(node)
+            needed.update(node.inputs)
+    return inside[::-1]
+
+
+def _params(inside: Sequence[Apply], rows: Sequence[Any]) -> list[Any]:
+    """Return what these nodes are computed from beside the rows and constants."""
+    computed = {variable for node in inside for variable in node.outputs}
+    params: dict[Any, None] = {}
+    for variable in (variable for node in inside for variable in node.inputs):
+        if variable in computed or variable in rows or isinstance(variable, Constant):
+            continue
+        if not _is_array(variable):
+            raise TypeError(f"terms: computed from {_called(variable)} of type {variable.type}, which can't be sent")
+        params[variable] = None
+    return list(params)
+
+
+def _is_array(variable: Any) -> bool:
+    return isinstance(variable.type, TensorType)
+
+
+def _is_number(variable: Any) -> bool:
+    return all(length == 1 for length in variable.type.shape)
+
+
+def _is_small(constant: Any) -> bool:
+    """Whether a constant may be sent to the ranks with the graph, rather than what is computed from it."""
+    return np.size(constant.data) <= _SMALL

@@ -1,0 +1,358 @@
+"""Sums over rows as expressions: what PyTensor computes without ranks is what they have to be."""
+
+import copy
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+pytensor = pytest.importorskip("pytensor", reason="the sum is PyTensor's Op")
+import pytensor.tensor as pt  # noqa: E402
+from library import INTERPRETED, XLA, fork_ranks, function  # noqa: E402
+
+import synkhronos as synk  # noqa: E402
+from synkhronos.extensions.rows_sum import SumOverRows, sum_over_rows  # noqa: E402
+
+N = 11
+RNG = np.random.default_rng(1)
+X, Y, GROUP = RNG.normal(size=(N, 3)), RNG.normal(size=N), RNG.integers(0, 4, N)
+
+x, y, group = pt.dmatrix("x"), pt.dvector("y"), pt.lvector("group")
+w, effects, scale, shift = pt.dvector("w"), pt.dvector("effects"), pt.dscalar("scale"), pt.lscalar("shift")
+POINT = [RNG.normal(size=3), RNG.normal(size=4), np.array(0.7), np.array(2)]
+DIRECTION = RNG.normal(size=3)
+
+
+def log_density(x, y, group):
+    center = x @ pt.exp(w) + effects[group] + shift
+    return -pt.log1p(((y - center) / scale) ** 2) - pt.log(scale)
+
+
+def both(terms, variables, values):
+    """Return the sum by the ranks, and what PyTensor makes of the same terms."""
+    constants = {variable: pt.constant(value) for variable, value in zip(variables, values, strict=True)}
+    serial = pytensor.graph.replace.graph_replace([terms], constants)[0].sum()
+    return sum_over_rows(terms, dict(zip(variables, values, strict=True))), serial
+
+
+def derivatives(total):
+    gradients = pytensor.grad(total, [w, effects, scale])
+    along = pt.dvector("direction")
+    products = pytensor.grad((gradients[0] * along).sum(), [w, effects, scale])
+    return [w, effects, scale, shift, along], [total, *gradients, *products]
+
+
+@pytest.fixture
+def two(fork):
+    """Fork two ranks."""
+    return fork(2)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Note which functions the ranks are called with."""
+    names = []
+    original = synk.Function.__call__
+
+    def noted(self, *args, **kwargs):
+        names.append(self.name.rsplit("_", 1)[1])
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(synk.Function, "__call__", noted)
+    return names
+
+
+@pytest.fixture
+def simple(two):
+    """Give a function of a sum and its gradient, and one of the sum alone; the sum of (y - a)**2 over all rows."""
+    a = pt.dscalar("a")
+    total = sum_over_rows((y - a) ** 2, {y: Y})
+    return function([a], total), function([a], [total, pytensor.grad(total, a)])
+
+
+@pytest.mark.parametrize(("n", "rows"), [(1, N), (2, N), (3, N), (3, 2), (2, 1)])
+def test_value_gradient_and_hessian_product(fork, n, rows):
+    if XLA and rows < 2 * n:
+        pytest.skip("PyTensor takes the one row of a rank for something to broadcast, and refuses")
+    fork(n)
+    values = [X[:rows], Y[:rows], GROUP[:rows]]
+    total, serial = both(log_density(x, y, group), [x, y, group], values)
+    actual = function(*derivatives(total))(*POINT, DIRECTION)
+    expected = function(*derivatives(serial))(*POINT, DIRECTION)
+    assert len(actual) == 7
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_terms_of_any_shape_and_dtype(two):
+    z, b = pt.ftensor3("z"), pt.fscalar("b")
+    values = RNG.normal(size=(5, 2, 3)).astype("float32")
+    total, serial = both(pt.tanh(z * b), [z], [values])
+    actual, expected = (function([b], [s, pytensor.grad(s, b)])(np.float32(0.5)) for s in (total, serial))
+    assert [one.dtype for one in actual] == ["float32", "float32"]
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+def test_rows_themselves(two):
+    total = sum_over_rows(y, {y: Y})
+    np.testing.assert_allclose(function([], total)(), Y.sum())
+
+
+def test_what_does_not_depend_on_rows_is_computed_outside(two):
+    heavy = pt.cumsum(w)
+    total = sum_over_rows(x @ heavy, {x: X})
+    assert total.owner.inputs == [heavy]
+    # What comes of single numbers is not sent: the numbers are.
+    total = sum_over_rows(y * pt.exp(scale * 2 + pt.log(3.0)), {y: Y})
+    assert total.owner.inputs == [scale]
+
+
+@pytest.mark.parametrize("mode", ["CVM", "NUMBA"])
+def test_compilers_can_call_it(two, mode):
+    a = pt.dvector("a")
+    total, serial = both((y[:, None] - a) ** 3, [y], [Y])
+    point = np.array([0.5, 1.5])
+    results = []
+    for s in (total, serial):
+        f = pytensor.function([a], [2 * s, pytensor.grad(pt.exp(s / 100), a)], mode=mode if s is total else INTERPRETED)
+        results.append(f(point))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other)
+
+
+def test_within_a_scan(two):
+    a = pt.dscalar("a")
+    total = sum_over_rows((y - a) ** 2, {y: Y})
+    step = lambda now, *_: now - 0.01 * pytensor.graph.replace.graph_replace(pytensor.grad(total, a), {a: now})  # noqa: E731
+    states = pytensor.scan(step, outputs_info=[a], n_steps=200, return_updates=False)
+    np.testing.assert_allclose(function([a], states[-1])(5.0), Y.mean())
+
+
+# -- what is sent, and when --------------------------------------------------------------------------------------
+
+
+def test_value_and_gradient_are_one_call_and_the_same_point_none(simple, calls):
+    value, both_ = simple
+    first = both_(1.0)
+    assert calls == ["gradient"]
+    np.testing.assert_array_equal(both_(1.0), first)
+    np.testing.assert_array_equal(value(1.0), first[0])
+    assert calls == ["gradient"]
+    value(2.0)
+    both_(2.0)
+    assert calls == ["gradient"] * 2
+
+
+def test_values_alone_cost_no_gradient(two, calls):
+    a = pt.dscalar("a")
+    value = function([a], sum_over_rows((y - a) ** 2, {y: Y}))
+    np.testing.assert_allclose(value(1.0), ((Y - 1) ** 2).sum())
+    assert calls == ["value"]
+
+
+def test_a_point_of_equal_bytes_but_another_shape_is_another_point(two):
+    a = pt.dmatrix("a")
+    value = function([a], sum_over_rows(y * a.shape[0], {y: Y}))
+    np.testing.assert_allclose(value(np.ones((2, 3))), 2 * Y.sum())
+    np.testing.assert_allclose(value(np.ones((3, 2))), 3 * Y.sum())
+
+
+def test_what_was_returned_may_be_written_into(two):
+    total = sum_over_rows((y[:, None] - w) ** 2, {y: Y})
+    f = function([w], pytensor.grad(total, w))
+    point = np.zeros(3)
+    first = f(point)
+    kept = first.copy()
+    first[:] = 0
+    np.testing.assert_array_equal(f(point), kept)
+
+
+def test_shared_variables_are_parameters(two):
+    a = pytensor.shared(1.0, "a")
+    total = sum_over_rows(y * a, {y: Y})
+    f = function([], [total, pytensor.grad(total, a)])
+    np.testing.assert_allclose(f(), [Y.sum(), Y.sum()])
+    a.set_value(3.0)
+    np.testing.assert_allclose(f(), [3 * Y.sum(), Y.sum()])
+
+
+def test_new_values_of_shared_rows_are_shared_out(two):
+    xs, ys = pytensor.shared(X, "xs"), pytensor.shared(Y, "ys")
+    total = sum_over_rows((y - x @ w) ** 2, {x: xs, y: ys})
+    f = function([w], [total, pytensor.grad(total, w)])
+
+    def check(x_now, y_now):
+        residual = y_now - x_now @ np.ones(3)
+        value, gradient = f(np.ones(3))
+        np.testing.assert_allclose(value, (residual**2).sum())
+        np.testing.assert_allclose(gradient, -2 * x_now.T @ residual)
+
+    check(X, Y)
+    ys.set_value(Y + 1)
+    check(X, Y + 1)
+    ys.set_value(Y[:4])
+    with pytest.raises(ValueError, match="rows: expected equally many of each, got {\"'x'\": 11, \"'y'\": 4}"):
+        f(np.ones(3))
+    xs.set_value(X[:4])
+    check(X[:4], Y[:4])
+
+
+def test_data_objects(two):
+    a = pt.dscalar("a")
+    f = function([a], sum_over_rows(y * a, {y: synk.data(Y)}))
+    np.testing.assert_allclose(f(2.0), 2 * Y.sum())
+
+
+# -- processes and threads ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.new_ranks
+def test_other_ranks_get_the_rows_again(fork):
+    fork(2)
+    a = pt.dscalar("a")
+    total = sum_over_rows((y - a) ** 2, {y: Y})
+    f = function([a], [total, pytensor.grad(total, a)])
+    expected = ((Y - 1) ** 2).sum(), -2 * (Y - 1).sum()
+    np.testing.assert_allclose(f(1.0), expected)
+    synk.close()
+    fork(3)
+    np.testing.assert_allclose(f(1.0), expected)
+    synk.close()
+    with pytest.raises(RuntimeError, match="fork"):
+        f(2.0)
+
+
+def test_it_may_be_made_before_the_ranks(fork):
+    synk.close()
+    a = pt.dscalar("a")
+    f = function([a], sum_over_rows(y * a, {y: Y}))
+    fork(2)
+    np.testing.assert_allclose(f(2.0), 2 * Y.sum())
+
+
+def test_threads_take_turns(simple):
+    _, both_ = simple
+    copies = [both_.copy() for _ in range(4)]  # a function runs in one thread at a time
+    wrong = []
+
+    def work(f, start):
+        for point in start + np.arange(25.0):
+            value, gradient = f(point)
+            if not np.allclose([value, gradient], [((Y - point) ** 2).sum(), -2 * (Y - point).sum()]):
+                wrong.append(point)
+
+    threads = [threading.Thread(target=work, args=(f, 100 * i)) for i, f in enumerate(copies)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_process_forked_from_the_master_is_told_of_cores(simple):
+    value, _ = simple
+    value(1.0)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            value(2.0)
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    message = os.read(reader, 10_000).decode()
+    os.close(reader), os.close(writer)
+    assert message.startswith("RuntimeError") and "cores=1" in message
+    np.testing.assert_allclose(value(2.0), ((Y - 2) ** 2).sum())
+
+
+def evaluate(op):
+    """Run in a process that starts anew."""
+    try:
+        op.perform(None, [np.float64(1)], [[None]])
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_process_that_gets_it_as_a_pickle_is_told_of_cores(two):
+    a = pt.dscalar("a")
+    total = sum_over_rows((y - a) ** 2, {y: Y})
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert "cores=1" in pool.apply(evaluate, (total.owner.op,))
+
+
+def test_copies_are_of_the_same_rows(two):
+    a = pt.dscalar("a")
+    total = sum_over_rows((y - a) ** 2, {y: Y})
+    op = total.owner.op
+    for other in (copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
+        assert isinstance(other, SumOverRows) and other.rows is op.rows
+        np.testing.assert_allclose(function([a], other(a))(1.0), ((Y - 1) ** 2).sum())
+
+
+# -- failures ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(XLA, reason="XLA raises nothing")
+def test_an_error_on_a_rank(two):
+    a = pt.dscalar("a")
+    terms = pytensor.raise_op.Assert("too large")(y * a, pt.all(y * a < 100))
+    f = function([a], sum_over_rows(terms, {y: np.append(np.ones(9), 200.0)}))
+    with pytest.raises(synk.WorkerError, match="too large"):
+        f(1.0)
+    np.testing.assert_allclose(f(0.25), 9 / 4 + 50)
+
+
+@pytest.mark.new_ranks
+def test_a_death_is_said_and_new_ranks_go_on(fork):
+    fork(2)
+    a = pt.dscalar("a")
+    f = function([a], sum_over_rows((y - a) ** 2, {y: Y}))
+    f(0.0)
+    (pid,) = synk.ranks.session()._children.values()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(synk.WorkerError, match="was killed by SIGKILL"):
+        f(1.0)
+    fork_ranks(2)
+    np.testing.assert_allclose(f(1.0), ((Y - 1) ** 2).sum())
+
+
+# -- wrong arguments ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("terms", "rows", "error", "message"),
+    [
+        (3.0, {y: Y}, TypeError, "terms: expected a variable of PyTensor, got 3.0"),
+        (group, {group: GROUP}, TypeError, "terms: expected floats, got int64"),
+        (w, {y: Y}, ValueError, "rows: the terms are not computed from 'y'"),
+        (y, {}, TypeError, "rows: expected a dict of at least one variable"),
+        (y, [(y, Y)], TypeError, "rows: expected a dict of at least one variable"),
+        (y, {"y": Y}, TypeError, "rows: expected variables of PyTensor as keys, got 'y'"),
+        (y * 2, {y * 2: Y}, TypeError, "rows: expected a symbolic input as key, got Mul.0"),
+        (scale, {scale: 1.0}, ValueError, r"rows: 'scale' of type Scalar\(float64, shape=\(\)\) has no rows"),
+        (y, {y: X}, TypeError, "rows: 'y' of type .* can't take the values"),
+        (y, {y: pytensor.shared(X)}, TypeError, "rows: 'y' needs values of float64 and 1 dimensions, got .* and 2"),
+        (x @ w + y, {x: X, y: Y[:3]}, ValueError, "rows: expected equally many of each, got"),
+        (y, {y: Y[:0]}, ValueError, "rows: expected at least one, got none"),
+        (y + pt.random.normal(size=y.shape), {y: Y}, TypeError, "can't be sent"),
+    ],
+)
+def test_wrong_arguments(terms, rows, error, message):
+    with pytest.raises(error, match=message):
+        sum_over_rows(terms, rows)
+
+
+def test_third_derivatives_are_refused():
+    a = pt.dscalar("a")
+    total = sum_over_rows((y - a) ** 4, {y: Y})
+    second = pytensor.grad(pytensor.grad(total, a), a)
+    with pytest.raises(pytensor.gradient.NullTypeGradError, match="third derivatives of a sum over rows"):
+        pytensor.grad(second, a)
