@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos.data.rows import select
-from synkhronos.devices import HOST, Selection, take
+from synkhronos.devices import HOST, Device, Selection, take
 from synkhronos.function.program import PLAIN, Program
 from synkhronos.ranks import Rank, SharedArray
 from synkhronos.ranks.task import Task
@@ -65,6 +65,10 @@ class LocalRows:
         elif known is not None:
             rows = np.asarray(known)[np.asarray(rows)]
         return LocalRows(self._rank, self.where, rows)
+
+    def on(self, device: Device) -> Any:
+        """Return the rows as a new array of a device's."""
+        return device.load(self._rank, self.where, self.selected)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         array = self.array if self.selected is None else take(self.array, self.selected)

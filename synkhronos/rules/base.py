@@ -1,0 +1,197 @@
+"""What rules have in common.
+
+`Rule`
+    A rule does nothing: ranks train on their own.
+`shared_memory`
+    What a rule asks for that all ranks see.
+`average`
+    The mean of all ranks' vectors, in one precision or another.
+`check_number`, `check_period`
+    Refuse wrong options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from synkhronos.data import Data, data
+from synkhronos.devices import JAX
+from synkhronos.rules.state import State
+from synkhronos.tasks import Worker
+
+#: The precisions in which parameters can be exchanged; None is their own.
+PRECISIONS = (None, "float32", "float16", "bfloat16")
+
+
+class Rule:
+    """How ranks that train keep together; on its own it does nothing.
+
+    A rule of your own overrides `exchange`, and what else it needs:
+
+    .. code-block:: python
+
+        class Halfway(rules.Rule):
+            "Every 5 steps each rank goes half-way to the mean."
+
+            period = 5
+
+            def exchange(self, worker, state):
+                state.vector = 0.5 * (state.vector + worker.all_reduce(state.vector))
+
+    Parameters
+    ----------
+    period : int or callable, optional
+        After how many steps ranks exchange; a callable gets the number of steps taken, and returns it.  By default what
+        the class says.
+    exclude : callable, optional
+        Says of a parameter, a shared variable, whether it stays each rank's own: one of batch normalisation, say.
+    precision : {None, "float32", "float16", "bfloat16"}
+        In what ranks exchange; None is the parameters' own dtype.  In 16 bits ranks exchange how far they have come
+        since they were last the same, not the parameters, whose small steps would be lost.
+
+    Attributes
+    ----------
+    asynchronous : bool
+        Whether each rank exchanges whenever it is ready.  Then no rank waits for another, and batches go to whoever
+        comes for them.
+    """
+
+    asynchronous: bool = False
+    period: int | Callable[[int], int] = 1
+    exclude: Callable[[Any], bool] | None = None
+    precision: str | None = None
+
+    def __init__(
+        self,
+        period: int | Callable[[int], int] | None = None,
+        exclude: Callable[[Any], bool] | None = None,
+        precision: str | None = None,
+    ):
+        if period is not None:  # else what the class says
+            self.period = period if callable(period) else check_period(period, "period")
+        if exclude is not None and not callable(exclude):
+            raise TypeError(f"exclude: expected a function of a shared variable, got {exclude!r}")
+        self.exclude = exclude
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision: expected one of {PRECISIONS}, got {precision!r}")
+        self.precision = precision
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "exclude": None}  # asked in the master alone
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options().items())
+        return f"{type(self).__name__}({options})"
+
+    def options(self) -> dict[str, Any]:
+        """Return what the rule was made with, for records."""
+        return {name: value for name, value in vars(self).items() if value is not None and not callable(value)}
+
+    # -- what a rule of your own may override ----------------------------------------------------------------
+
+    def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Return shape and dtype of each array that all ranks have to see, by name: see `State.shared`."""
+        return {}
+
+    def setup(self, worker: Worker, state: State) -> None:
+        """Begin: all ranks have the same parameters."""
+
+    def exchange(self, worker: Worker, state: State) -> Any:
+        """Exchange parameters, after the steps that `period` says."""
+
+    def report(self, worker: Worker, state: State) -> Any:
+        """Return the parameters that stand for all ranks' at a report: those to validate, and to use in the end.
+
+        All ranks come here at once, with nothing under way.
+        """
+        return worker.all_reduce(state.vector)
+
+    def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+        """Return what each of another number of ranks starts with, from what the former ranks had.
+
+        Each has ``params``, ``optimizer``, ``own``, ``step`` and ``since``.  By default all start from the means of
+        parameters and of the optimizer's variables.
+        """
+        first = ranks[0]
+        means = {name: np.mean([each[name] for each in ranks], axis=0) for name in ("params", "optimizer", "excluded")}
+        means = {name: mean.astype(first[name].dtype) for name, mean in means.items()}
+        return [{**first, **means} for _ in range(size)]
+
+    # -- what the trainer asks -------------------------------------------------------------------------------
+
+    def left(self, state: State) -> int:
+        """Return how many steps there are until the next exchange."""
+        period = self.period(state.step) if callable(self.period) else self.period
+        return max(1, period - state.since)
+
+    def mean(self, worker: Worker, state: State) -> Any:
+        """Return the mean of all ranks' parameters."""
+        if self.precision in (None, "float32"):
+            return average(worker, state.vector, self.precision)
+        anchor = state.own.get("anchor")
+        if anchor is None:
+            raise RuntimeError("a rule that exchanges in 16 bits has to call keep_anchor() in setup()")
+        mean = anchor + average(worker, state.vector - anchor, self.precision)
+        state.own["anchor"] = mean
+        return mean
+
+    def keep_anchor(self, state: State) -> None:
+        """Remember the parameters that all ranks have now."""
+        if self.precision not in (None, "float32"):
+            state.own["anchor"] = state.vector
+
+
+def shared_memory(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, Data]:
+    """Return the memory that a rule asks for, of zeros: arguments of a program, in which a `State` takes it.
+
+    Raises
+    ------
+    MemoryError
+        If there is no room in ``/dev/shm``.
+    """
+    wanted = rule.memory(n_ranks, size, dtype)
+    return {name: data(shape=shape, dtype=dtype) for name, (shape, dtype) in wanted.items()}
+
+
+def average(worker: Worker, vector: Any, precision: str | None) -> Any:
+    """Return the mean of all ranks' vectors, exchanged in a precision; each is divided before the sum, or summed wide.
+
+    In host memory bfloat16 is a rounding of float32, which is what moves; between GPUs 16 bits move.
+    """
+    dtype = vector.dtype
+    if precision is None or np.dtype(dtype).name == precision:
+        return worker.all_reduce(vector)
+    if JAX.holds(vector) and JAX.on_gpu:
+        return worker.all_reduce(vector.astype(precision)).astype(dtype)
+    vector = np.asarray(vector)
+    if precision == "bfloat16":
+        return as_bfloat16(worker.all_reduce(as_bfloat16(vector))).astype(dtype)
+    return worker.all_reduce(vector.astype(precision)).astype(dtype)
+
+
+def as_bfloat16(vector: np.ndarray) -> np.ndarray:
+    """Return float32 numbers of which the last 16 bits are 0: the nearest, of two the even one; of finite numbers."""
+    bits = np.ascontiguousarray(vector, np.float32).view(np.uint32)
+    rounded = (bits + (((bits >> 16) & 1) + 0x7FFF).astype(np.uint32)) & np.uint32(0xFFFF0000)
+    return rounded.view(np.float32)
+
+
+def check_number(value: Any, name: str, low: float, high: float, words: str) -> float:
+    """Refuse what is no number within bounds: above the low one, up to the high one."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    if not low < value <= high:
+        raise ValueError(f"{name}: expected {words}, got {value!r}")
+    return float(value)
+
+
+def check_period(value: Any, name: str) -> int:
+    """Refuse what is no number of steps."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name}: expected a number of steps, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
+    return int(value)

@@ -1,0 +1,135 @@
+"""Rules by which ranks send their steps to a centre, and fetch it.
+
+`Downpour`
+    Sends and fetches each so often.
+`ASGD`
+    Does both at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from synkhronos.rules.base import Rule, check_period
+from synkhronos.rules.elastic import CENTRE
+from synkhronos.rules.state import State
+from synkhronos.tasks import Worker
+
+
+class Downpour(Rule):
+    """Downpour SGD: ranks add what they have stepped to a centre every ``push`` steps, and take it every ``fetch``.
+
+    With a the sum of a rank's steps since it last pushed: x̃ ← x̃ + a, a ← 0 on a push; x ← x̃ on a fetch: Dean et al.,
+    "Large scale distributed deep networks" (2012), appendix, algorithm 1.1.  Together (``asynchronous=False``) the
+    steps of all ranks are summed: with period 1 gradient descent at p times the learning rate.  The steps of all ranks
+    add up, so that the learning rate has to be lower with more of them, and periods short.
+
+    Parameters
+    ----------
+    push, fetch : int
+        A rank's steps between two pushes, and between two fetches.
+    asynchronous : bool
+        Whether each rank does so when it is ready, under a lock.
+    exclude
+        As for `Rule`.
+    """
+
+    def __init__(
+        self,
+        push: int = 1,
+        fetch: int = 1,
+        asynchronous: bool = True,
+        exclude: Callable[[Any], bool] | None = None,
+    ):
+        self.push, self.fetch = check_period(push, "push"), check_period(fetch, "fetch")
+        super().__init__(math.gcd(self.push, self.fetch), exclude)
+        self.asynchronous = bool(asynchronous)
+        if not self.asynchronous and self.push != self.fetch:
+            raise ValueError(f"push, fetch: expected the same for all ranks together, got {push} and {fetch}")
+
+    def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Return the centre, and how often it was written."""
+        return {"centre": ((size,), dtype), "sequence": ((1,), np.int64)} if self.asynchronous else {}
+
+    def setup(self, worker: Worker, state: State) -> None:
+        """Begin, with the centre where all are."""
+        state.own["base"] = np.array(state.vector)
+        state.own["seen"] = 0
+        if not self.asynchronous:
+            return
+        if worker.number == 0:
+            state.shared["centre"][...] = state.own["base"]
+        worker.barrier("the centre is set")
+
+    def exchange(self, worker: Worker, state: State) -> int | None:
+        """Push, fetch, or both; return the push's number, if ranks come one by one."""
+        x = np.array(state.vector)
+        if not self.asynchronous:
+            state.own["base"] = state.own["base"] + worker.all_reduce(x - state.own["base"], "sum")
+            state.vector = state.own["base"]
+            return None
+        pushes, fetches = state.step % self.push == 0, state.step % self.fetch == 0
+        sequence = None
+        with worker.lock(CENTRE):
+            if pushes:
+                sequence = self._push(state, x)
+            if fetches:
+                base = state.own["base"]
+                # What it has not pushed yet it keeps to push.
+                state.own["base"] = state.shared["centre"].copy() if pushes else state.shared["centre"] - (x - base)
+                x = state.shared["centre"].copy()
+                state.own["seen"] = int(state.shared["sequence"][0]) if pushes else -1
+        if fetches:
+            state.vector = x
+        return sequence
+
+    def _push(self, state: State, x: np.ndarray) -> int:
+        centre, sequence = state.shared["centre"], int(state.shared["sequence"][0])
+        if sequence == state.own["seen"]:
+            centre[...] = x  # nobody else has written since this rank fetched: to the last bit where it has stepped to
+        else:
+            centre += x - state.own["base"]
+        state.own["base"] = x
+        state.shared["sequence"][0] = sequence + 1
+        # Where the rank and the centre still agree, this rank's own push is no news.
+        state.own["seen"] = sequence + 1 if sequence == state.own["seen"] else -1
+        return sequence
+
+    def report(self, worker: Worker, state: State) -> Any:
+        """Push what is left, and return the centre."""
+        if not self.asynchronous:
+            return state.own["base"]
+        with worker.lock(CENTRE):
+            if not np.array_equal(x := np.array(state.vector), state.own["base"]):
+                self._push(state, x)
+        worker.barrier("all have pushed")
+        return state.shared["centre"].copy()
+
+    def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+        """Start all at the centre; nothing is left to push at a report."""
+        first = ranks[0]
+        centre = first["shared"]["centre"] if self.asynchronous else first["own"]["base"]
+        own = {"base": centre.copy(), "seen": -1}
+        optimizer = np.mean([each["optimizer"] for each in ranks], axis=0).astype(first["optimizer"].dtype)
+        return [{**first, "params": centre.copy(), "own": dict(own), "optimizer": optimizer} for _ in range(size)]
+
+
+class ASGD(Downpour):
+    """Asynchronous SGD: `Downpour` that pushes and fetches at once, every ``period`` steps.
+
+    x̃ ← x̃ + (x − x_old), x = x_old = x̃: the rule of this name in Platoon.
+
+    Parameters
+    ----------
+    period : int
+        A rank's steps between two exchanges.
+    exclude
+        As for `Rule`.
+    """
+
+    def __init__(self, period: int = 1, exclude: Callable[[Any], bool] | None = None):
+        super().__init__(period, period, True, exclude)

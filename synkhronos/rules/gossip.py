@@ -1,0 +1,115 @@
+"""A rule by which ranks send their parameters to each other.
+
+`GoSGD`
+    Now and then, to a rank by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from synkhronos.rules.base import Rule, check_number
+from synkhronos.rules.state import BLOCK, State
+from synkhronos.tasks import Worker
+
+
+class GoSGD(Rule):
+    """Gossip SGD: after a step a rank may send its parameters to another one, which takes a weighted mean.
+
+    Ranks have weights, 1/p at first.  With some probability a rank s halves its weight and sends (x_s, w_s) to another
+    by chance; r takes x_r ← (w_r x_r + w_s x_s)/(w_r + w_s), w_r ← w_r + w_s: Blot et al., "Gossip training for deep
+    learning", arXiv:1611.09726.  No rank waits for another but for the moment in which it writes into the other's
+    mailbox, where what lies there already is merged in the same way, so that it never fills.  The weights of ranks and
+    mailboxes add up to 1, and no exchange changes the weighted mean.
+
+    Parameters
+    ----------
+    probability : float
+        With which a rank sends after a step, in (0, 1].
+    seed : int
+        Of the choices.
+    exclude
+        As for `Rule`.
+    """
+
+    asynchronous = True
+
+    def __init__(self, probability: float = 0.01, seed: int = 0, exclude: Callable[[Any], bool] | None = None):
+        super().__init__(1, exclude)
+        self.probability = check_number(probability, "probability", 0, 1, "a number above 0, up to 1")
+        self.seed = int(seed)
+
+    def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Return a mailbox for each rank, and the weight of what is in it."""
+        return {"mail": ((n_ranks, size), dtype), "weights": ((n_ranks,), np.float64)}
+
+    def setup(self, worker: Worker, state: State) -> None:
+        """Begin, with equal weights."""
+        state.own["weight"] = 1 / worker.size
+
+    def exchange(self, worker: Worker, state: State) -> int | None:
+        """Take what has come; perhaps send; return to whom."""
+        self.drain(worker, state)
+        chance = np.random.default_rng((self.seed, worker.number, state.step))
+        if worker.size == 1 or chance.random() >= self.probability:
+            return None
+        to = int(chance.integers(worker.size - 1))
+        to += to >= worker.number
+        self.send(worker, state, to)
+        return to
+
+    def send(self, worker: Worker, state: State, to: int) -> None:
+        """Put half of this rank's weight, with its parameters, into another's mailbox."""
+        vector = np.asarray(state.vector)
+        mail, weights = state.shared["mail"][to], state.shared["weights"]
+        state.own["weight"] = weight = state.own["weight"] / 2
+        with worker.lock(1 + to):
+            _merge(mail, float(weights[to]), vector, weight)
+            weights[to] += weight
+
+    def drain(self, worker: Worker, state: State) -> None:
+        """Take what is in this rank's mailbox."""
+        weights, me = state.shared["weights"], worker.number
+        if not weights[me]:
+            return
+        vector = np.array(state.vector)
+        with worker.lock(1 + me):
+            came = float(weights[me])
+            _merge(vector, state.own["weight"], state.shared["mail"][me], came)
+            weights[me] = 0
+        state.own["weight"] += came
+        state.vector = vector
+
+    def report(self, worker: Worker, state: State) -> Any:
+        """Return the weighted mean, with nothing left in a mailbox."""
+        worker.barrier("all have sent")
+        self.drain(worker, state)
+        return worker.all_reduce(state.own["weight"] * np.asarray(state.vector), "sum")
+
+    def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+        """Merge those that leave into those that stay; new ones take half of another's weight.  The mean is kept."""
+        now = [{**each, "own": dict(each["own"]), "params": each["params"].copy()} for each in ranks]
+        for r in range(size, len(now)):
+            into, gone = now[r % size], now[r]
+            _merge(into["params"], into["own"]["weight"], gone["params"], gone["own"]["weight"])
+            into["own"]["weight"] += gone["own"]["weight"]
+        for r in range(len(now), size):
+            giver = now[r % len(ranks)]
+            giver["own"]["weight"] /= 2
+            now.append({**giver, "own": dict(giver["own"]), "params": giver["params"].copy()})
+        return now[:size]
+
+
+def _merge(into: np.ndarray, weight: float, other: np.ndarray, other_weight: float) -> None:
+    """Make one vector the weighted mean of itself and another; block by block."""
+    share = other_weight / (weight + other_weight)
+    step = max(1, BLOCK // into.dtype.itemsize)
+    for at in range(0, into.size, step):
+        part, there = into[at : at + step], other[at : at + step]
+        if not weight:
+            part[...] = there
+        else:
+            part += np.asarray(share, into.dtype) * (there - part)

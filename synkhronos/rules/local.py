@@ -1,0 +1,131 @@
+"""Rules that average.
+
+`BSP`
+    After each step.
+`LocalSGD`
+    After some steps.
+`PostLocal`
+    After each step at first, after some steps later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+
+from synkhronos.rules.base import Rule, check_period
+from synkhronos.rules.state import State
+from synkhronos.tasks import Worker
+
+
+class BSP(Rule):
+    """Bulk-synchronous parallel: all ranks take each step together.
+
+    With ``average="gradient"`` (Theano-MPI's "cdd") the ranks' gradients are averaged, each counted by its rows, and
+    all take the same step: x ← x − η (1/p) Σ_i g^i(x).  With ``average="params"`` (its "avg") each rank takes a step of
+    its own, and then parameters are averaged: x^i ← (1/p) Σ_j (x^j − η g^j(x^j)).  Both are the same for plain gradient
+    descent, and for momentum, not for rules such as Adam that scale by the gradient's size.
+
+    Parameters
+    ----------
+    average : {"gradient", "params"}
+    exclude, precision
+        As for `Rule`, and for ``average="params"`` alone.
+    """
+
+    def __init__(
+        self,
+        average: Literal["gradient", "params"] = "gradient",
+        exclude: Callable[[Any], bool] | None = None,
+        precision: str | None = None,
+    ):
+        super().__init__(1, exclude, precision)
+        if average not in ("gradient", "params"):
+            raise ValueError(f"average: expected 'gradient' or 'params', got {average!r}")
+        if average == "gradient" and (exclude is not None or precision is not None):
+            raise ValueError("exclude, precision: expected average='params', for which they are")
+        self.average = average
+
+    def setup(self, worker: Worker, state: State) -> None:
+        """Begin."""
+        self.keep_anchor(state)
+
+    def exchange(self, worker: Worker, state: State) -> None:
+        """Average."""
+        state.vector = self.mean(worker, state)
+
+
+class LocalSGD(Rule):
+    """Local SGD: each rank takes steps of its own; every so often parameters are averaged.
+
+    x^i ← (1/p) Σ_j x^j after every ``period`` steps of x^i ← x^i − η g^i(x^i): Stich, "Local SGD converges fast and
+    communicates little", arXiv:1805.09767, algorithm 1.
+
+    Parameters
+    ----------
+    period : int or callable
+        Steps between two averages.
+    state : {"keep", "average", "reset"}
+        What becomes of the optimizer's variables (velocities, say) then: each rank keeps its own, they are averaged,
+        or they begin again at zero.
+    exclude, precision
+        As for `Rule`.
+    """
+
+    def __init__(
+        self,
+        period: int | Callable[[int], int] = 10,
+        state: Literal["keep", "average", "reset"] = "keep",
+        exclude: Callable[[Any], bool] | None = None,
+        precision: str | None = None,
+    ):
+        super().__init__(period, exclude, precision)
+        if state not in ("keep", "average", "reset"):
+            raise ValueError(f"state: expected 'keep', 'average' or 'reset', got {state!r}")
+        self.state = state
+
+    def setup(self, worker: Worker, state: State) -> None:
+        """Begin."""
+        self.keep_anchor(state)
+
+    def exchange(self, worker: Worker, state: State) -> None:
+        """Average."""
+        state.vector = self.mean(worker, state)
+        if self.state == "average" and state.optimizer.size:
+            state.optimizer.set(worker.all_reduce(state.optimizer.get()))
+        elif self.state == "reset":
+            state.optimizer.set(np.zeros(state.optimizer.size, state.optimizer.dtype))
+
+
+class PostLocal(LocalSGD):
+    """Post-local SGD: averages after each step at first, after ``period`` steps from step ``start`` on.
+
+    Lin et al., "Don't use large mini-batches, use local SGD", arXiv:1808.07217, section 3.  They start when the
+    learning rate is first lowered.
+
+    Parameters
+    ----------
+    period : int
+        Steps between two averages, later.
+    start : int
+        The number of steps after which that begins.
+    state, exclude, precision
+        As for `LocalSGD`.
+    """
+
+    def __init__(
+        self,
+        period: int = 10,
+        start: int = 1000,
+        state: Literal["keep", "average", "reset"] = "keep",
+        exclude: Callable[[Any], bool] | None = None,
+        precision: str | None = None,
+    ):
+        super().__init__(period, state, exclude, precision)
+        self.later, self.start = check_period(period, "period"), check_period(start, "start")
+
+    def left(self, state: State) -> int:
+        """Return how many steps there are until the next average."""
+        return 1 if state.step < self.start else max(1, self.later - state.since)

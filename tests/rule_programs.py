@@ -1,0 +1,122 @@
+"""Programs in which ranks train by a rule: linear models, whose gradients NumPy computes."""
+
+import numpy as np
+
+from synkhronos.devices import JAX
+from synkhronos.graphs import library_of
+from synkhronos.rules import Rule, State
+
+
+def gradient(problem, rank, step, x):
+    """The gradient of ½ (x - b)ᵀ H (x - b), another H and another b for each rank and step."""
+    h, b = problem
+    return h[rank % len(h), step % h.shape[1]] * (x - b[rank % len(b), step % b.shape[1]])
+
+
+def local_step(kind, x, v, g, eta):
+    """One step of a rank's own: the new x and the new velocity."""
+    if kind == "sgd":
+        return x - eta * g, v
+    if kind == "momentum":
+        v = 0.9 * v - eta * g
+        return x + v, v
+    if kind == "scaled":  # by the gradient's size, as Adam
+        return x - eta * g / (np.abs(g) + 0.1), v
+    raise AssertionError(kind)
+
+
+def prepare(w, v, shared, on_device):
+    if on_device:  # as functions in JAX mode leave them
+        for variable in (*w, *v):
+            library_of(variable).put(variable, JAX.from_host(np.asarray(library_of(variable).get(variable))))
+    return State(w, v, shared)
+
+
+def train(worker, rule, w, v, shared, problem, kind, eta, steps, on_device=False):
+    """Train; return where this rank was after each step, what it reported, and what the rule remembers."""
+    state = prepare(w, v, shared, on_device)
+    state.learning_rate = eta
+    rule.setup(worker, state)
+    trace, numbers = [np.asarray(state.vector)], []
+    for step in range(steps):
+        x, velocity = local_step(
+            kind, np.asarray(state.vector), np.asarray(state.optimizer.get()),
+            gradient(problem, worker.number, step, np.asarray(state.vector)), eta,
+        )  # fmt: skip
+        state.vector = x
+        state.optimizer.set(velocity)
+        due = rule.left(state) == 1
+        state.step += 1
+        state.since += 1
+        if due:
+            numbers.append((rule.exchange(worker, state), step))
+            state.since = 0
+        trace.append(np.asarray(state.vector))
+    report = np.asarray(rule.report(worker, state))
+    own = {name: np.asarray(value) for name, value in state.own.items()}
+    return np.array(trace), report, own, numbers
+
+
+class Halfway(Rule):
+    """Every 5 steps each rank goes half-way to the mean."""
+
+    period = 5
+
+    def exchange(self, worker, state):
+        state.vector = 0.5 * (state.vector + worker.all_reduce(state.vector))
+
+
+def count(worker, rule, w, shared, pushes):
+    """Push +1 again and again."""
+    state = State(w, [], shared)
+    rule.setup(worker, state)
+    for _ in range(pushes):
+        state.vector = state.vector + 1
+        state.step += 1
+        rule.exchange(worker, state)
+    return np.asarray(rule.report(worker, state))
+
+
+def gossip(worker, rule, w, shared, vectors, sends):
+    """Send by a list of (from, to), one after the other; return weights and vectors after each."""
+    state = State(w, [], shared)
+    rule.setup(worker, state)
+    state.vector = vectors[worker.number]
+    seen = []
+    for source, to in sends:
+        if worker.number == source:
+            rule.send(worker, state, to)
+        worker.barrier("sent")
+        seen.append(
+            (state.own["weight"], np.array(state.vector), state.shared["weights"].copy(), state.shared["mail"].copy())
+        )
+        worker.barrier("seen")
+    return seen, rule.report(worker, state), state.own["weight"]
+
+
+def elastic_once(worker, rule, w, shared, vectors, centre):
+    """One elastic exchange by each rank, one after the other."""
+    state = State(w, [], shared)
+    rule.setup(worker, state)
+    state.vector = vectors[worker.number]
+    if worker.number == 0:
+        state.shared["centre"][...] = centre
+    for r in range(worker.size):
+        worker.barrier("turn")
+        if r == worker.number:
+            rule.exchange(worker, state)
+    worker.barrier("done")
+    return np.array(state.vector), state.shared["centre"].copy()
+
+
+def vector_there_and_back(worker, w, on_device):
+    state = prepare(w, [], {}, on_device)
+    before = np.asarray(state.vector)
+    state.vector = 2 * state.vector
+    return before, [np.asarray(library_of(one).get(one)) for one in w], type(state.vector).__module__
+
+
+def precise(worker, w, vectors, precision):
+    from synkhronos.rules.base import average
+
+    return np.asarray(average(worker, vectors[worker.number], precision))

@@ -1,0 +1,390 @@
+"""Exchange rules: what each computes, beside its formula in NumPy, and what holds for it exactly."""
+
+import numpy as np
+import oracle
+import pytest
+import rule_programs as programs
+from hypothesis import given
+from hypothesis import strategies as st
+from library import NAME, XLA, few, shared
+
+import synkhronos as synk
+from synkhronos import rules
+from synkhronos.rules import elastic as elastic_rule
+from synkhronos.rules.base import as_bfloat16
+
+SIZES = [1, 2, 3, 4] if not XLA else [2]  # there each size takes 40 seconds
+D, STEPS, ETA = 7, 24, 0.1
+CLOSE = {"rtol": 1e-13, "atol": 1e-13}
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def n(request):
+    synk.fork(request.param, use_gpu=False)
+    yield request.param
+    synk.close()
+
+
+def problem():
+    rng = np.random.default_rng(0)
+    return rng.uniform(0.5, 2, (4, 5, D)), rng.normal(size=(4, 5, D))
+
+
+X0 = np.random.default_rng(1).normal(size=D)
+
+
+def variables(x=X0, dtype="float64"):
+    x = np.asarray(x, dtype)
+    return [shared(x[:3].copy(), "a"), shared(x[3:].reshape(2, -1).copy(), "b")]
+
+
+def trained(rule, kind="sgd", steps=STEPS, eta=ETA, on_device=XLA):
+    """Return each rank's way, what was reported, what the rule remembers and the numbers of its exchanges."""
+    n = synk.ranks.session().size
+    memory = rules.shared_memory(rule, n, D, np.dtype("float64"))
+    results = synk.run(
+        programs.train, rule, variables(), variables(0 * X0), memory, problem(), kind, eta, steps, on_device
+    )
+    reports = [np.asarray(each[1]) for each in results]
+    for other in reports[1:]:
+        np.testing.assert_array_equal(reports[0], other)
+    return (
+        np.array([each[0] for each in results]),
+        reports[0],
+        [each[2] for each in results],
+        [each[3] for each in results],
+    )
+
+
+def args(n, kind="sgd"):
+    return n, problem(), X0, kind, ETA, STEPS
+
+
+# -- beside the formulas -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("period", [1, 3])
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "scaled"])
+def test_local_sgd(n, period, kind):
+    expected = oracle.averaging(*args(n, kind), oracle.every(period))
+    way, report, _, _ = trained(rules.LocalSGD(period), kind)
+    np.testing.assert_allclose(way, expected, **CLOSE)
+    np.testing.assert_allclose(report, expected[:, -1].mean(0), **CLOSE)
+
+
+def test_averaging_parameters_after_each_step_is_bsp_unless_steps_are_scaled(n):
+    for kind in ("sgd", "momentum"):
+        way = trained(rules.BSP("params"), kind)[0]
+        np.testing.assert_allclose(way, [oracle.bsp(*args(n, kind))] * n, **CLOSE)
+    if n > 1:
+        assert np.abs(trained(rules.BSP("params"), "scaled")[0][0] - oracle.bsp(*args(n, "scaled"))).max() > 1e-2
+
+
+def test_post_local_is_bsp_up_to_its_start(n):
+    rule = rules.PostLocal(period=4, start=10)
+    way = trained(rule)[0]
+    np.testing.assert_allclose(way[:, :11], [oracle.bsp(*args(n))[:11]] * n, **CLOSE)
+    np.testing.assert_allclose(way, oracle.averaging(*args(n), lambda s: s <= 10 or (s - 10) % 4 == 0), **CLOSE)
+
+
+@pytest.mark.parametrize("period", [1, 4])
+@pytest.mark.parametrize("beta", [0.3, 1.0])
+def test_elastic_averaging_together(n, period, beta):
+    expected, centre = oracle.elastic(*args(n), period, beta)
+    way, report, own, _ = trained(rules.EASGD(beta, period, asynchronous=False))
+    np.testing.assert_allclose(way, expected, **CLOSE)
+    np.testing.assert_allclose(report, centre, **CLOSE)
+
+
+@pytest.mark.parametrize("period", [1, 3])
+def test_downpour_together(n, period):
+    way = trained(rules.Downpour(period, period, asynchronous=False), eta=ETA)[0]
+    np.testing.assert_allclose(way, oracle.downpour(*args(n), period), **CLOSE)
+
+
+def test_downpour_together_after_each_step_is_descent_at_a_higher_rate(n):
+    way = trained(rules.Downpour(asynchronous=False), eta=ETA / 4)[0]
+    expected = oracle.bsp(n, problem(), X0, "sgd", n * ETA / 4, STEPS)
+    np.testing.assert_allclose(way, [expected] * n, **CLOSE)
+
+
+def test_slow_momentum(n):
+    way = trained(rules.SlowMo(4, lr=0.8, momentum=0.6))[0]
+    np.testing.assert_allclose(way, oracle.slow_momentum(*args(n), 4, 0.8, 0.6), **CLOSE)
+
+
+def test_an_outer_optimizer(n):
+    way = trained(rules.DiLoCo(4))[0]
+    np.testing.assert_allclose(way, oracle.outer_nesterov(*args(n), 4, 0.7, 0.9), **CLOSE)
+
+
+def test_outer_optimizers_include_each_other(n):
+    local = trained(rules.LocalSGD(4))[0]
+    np.testing.assert_allclose(trained(rules.DiLoCo(4, lr=1, momentum=0))[0], local, **CLOSE)
+    np.testing.assert_allclose(trained(rules.SlowMo(4, lr=1, momentum=0))[0], local, **CLOSE)
+    heavy = trained(rules.DiLoCo(4, lr=0.8, momentum=0.6, nesterov=False))[0]
+    np.testing.assert_allclose(trained(rules.SlowMo(4, lr=0.8, momentum=0.6))[0], heavy, **CLOSE)
+    serial = oracle.serial_nesterov(n, problem(), X0, 0.7 * ETA, STEPS, 0.9)
+    np.testing.assert_allclose(trained(rules.DiLoCo(1))[0], [serial] * n, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(trained(rules.DiLoCo(1, 1, 0))[0], [oracle.bsp(*args(n))] * n, **CLOSE)
+
+
+def test_a_rule_of_ones_own_in_five_lines(n):
+    expected = oracle.run(*args(n), lambda xs: [0.5 * (x + np.mean(xs, axis=0)) for x in xs], oracle.every(5))
+    np.testing.assert_allclose(trained(programs.Halfway())[0], expected, **CLOSE)
+
+
+@pytest.mark.parametrize("state", ["average", "reset"])
+def test_what_becomes_of_the_optimizers_variables(n, state):
+    x, v = [X0.copy() for _ in range(n)], [0 * X0 for _ in range(n)]
+    for step in range(STEPS):
+        for r in range(n):
+            x[r], v[r] = programs.local_step("momentum", x[r], v[r], programs.gradient(problem(), r, step, x[r]), ETA)
+        if step % 3 == 2:
+            x = [np.mean(x, axis=0)] * n
+            v = [np.mean(v, axis=0) if state == "average" else 0 * X0] * n
+    np.testing.assert_allclose(trained(rules.LocalSGD(3, state), "momentum")[0][:, -1], x, **CLOSE)
+
+
+# -- one by one ----------------------------------------------------------------------------------------------
+
+
+def once(n, alpha, vectors, centre):
+    rule = rules.EASGD(alpha=alpha)
+    memory = rules.shared_memory(rule, n, D, np.dtype("float64"))
+    results = synk.run(programs.elastic_once, rule, variables(), memory, vectors, centre)
+    return np.array([x for x, _ in results]), results[0][1]
+
+
+def test_an_elastic_exchange_keeps_the_sum(n):
+    vectors, centre = np.random.default_rng(2).normal(size=(n, D)), np.ones(D)
+    xs, new = once(n, 0.3, vectors, centre)
+    np.testing.assert_allclose(xs.sum(0) + new, vectors.sum(0) + centre, **CLOSE)
+    assert np.abs(new - centre).min() > 1e-3
+
+
+def test_alpha_of_one_swaps_and_of_a_half_meets_in_the_middle(n):
+    vectors, centre = np.random.default_rng(3).integers(-64, 64, (n, D)) * 8.0, np.full(D, 16.0)
+    xs, new = once(n, 1.0, vectors, centre)
+    np.testing.assert_array_equal(xs, [centre, *vectors[:-1]])  # each takes what the one before has left
+    np.testing.assert_array_equal(new, vectors[-1])
+    xs, new = once(n, 0.5, vectors, centre)
+    np.testing.assert_array_equal(xs[-1], new)
+    np.testing.assert_array_equal(xs[0], (vectors[0] + centre) / 2)
+
+
+@pytest.mark.parametrize(
+    "rule", [rules.EASGD(period=3), rules.EAMSGD(period=3, momentum=0.9), rules.EAMSGD(period=3, momentum=0)], ids=repr
+)
+def test_elastic_exchanges_replayed_in_their_order(n, rule):
+    """The same bits as in NumPy, one exchange after the other, in the order in which the ranks came."""
+    kind = "momentum" if isinstance(rule, rules.EAMSGD) else "sgd"
+    way, report, _, numbers = trained(rule, kind, on_device=False)
+    momentum, alpha = getattr(rule, "momentum", 0), 0.9 / n
+    centre = X0.copy()
+    x, v, at = [X0.copy() for _ in range(n)], [0 * X0 for _ in range(n)], [0] * n
+    order = sorted((number, step, r) for r, each in enumerate(numbers) for number, step in each)
+    assert [number for number, _, _ in order] == list(range(n * (STEPS // 3)))
+    for _, step, r in order:
+        while at[r] <= step:
+            g = programs.gradient(problem(), r, at[r], x[r])
+            x[r], v[r] = programs.local_step(kind, x[r], v[r], g, ETA)
+            at[r] += 1
+            if at[r] <= step:
+                np.testing.assert_array_equal(way[r][at[r]], x[r])
+        d = (x[r] - momentum * v[r]) if momentum else x[r].copy()
+        d -= centre
+        d *= alpha
+        x[r], centre = x[r] - d, centre + d
+        np.testing.assert_array_equal(way[r][at[r]], x[r])
+    np.testing.assert_array_equal(report, centre)
+
+
+def test_downpour_replayed_in_its_order(n):
+    way, report, _, numbers = trained(rules.ASGD(3), eta=ETA / n, on_device=False)
+    centre, wrote = X0.copy(), -1
+    x, base, at = [X0.copy() for _ in range(n)], [X0.copy() for _ in range(n)], [0] * n
+    for _, step, r in sorted((number, step, r) for r, each in enumerate(numbers) for number, step in each):
+        while at[r] <= step:
+            x[r], _ = programs.local_step("sgd", x[r], 0, programs.gradient(problem(), r, at[r], x[r]), ETA / n)
+            at[r] += 1
+        centre = x[r].copy() if wrote in (-1, r) else centre + (x[r] - base[r])
+        x[r], base[r], wrote = centre.copy(), centre.copy(), r
+        np.testing.assert_array_equal(way[r][at[r]], x[r])
+    np.testing.assert_array_equal(report, centre)
+
+
+def test_elastic_averaging_without_a_pull_leaves_ranks_alone(n):
+    way = trained(rules.Rule())[0]
+    np.testing.assert_array_equal(way, oracle.run(*args(n), lambda xs: xs, oracle.every(1)))
+
+
+def test_asgd_of_one_rank_is_serial(n):
+    if n > 1:
+        pytest.skip("one rank")
+    np.testing.assert_array_equal(trained(rules.ASGD())[0], oracle.run(*args(1), lambda xs: xs, oracle.every(1)))
+
+
+def test_no_push_is_lost(n):
+    pushes = 100_000 // n if n == 4 and NAME == "pytensor" and not XLA else 2_000
+    rule = rules.Downpour()
+    memory = rules.shared_memory(rule, n, D, np.dtype("float64"))
+    for report in synk.run(programs.count, rule, variables(0 * X0), memory, pushes):
+        assert report.tolist() == [float(n * pushes)] * D
+
+
+@pytest.mark.parametrize(("push", "fetch"), [(2, 3), (3, 1), (1, 4)])
+def test_downpour_keeps_what_it_has_not_pushed(n, push, fetch):
+    rule = rules.Downpour(push, fetch)
+    memory = rules.shared_memory(rule, n, D, np.dtype("float64"))
+    for report in synk.run(programs.count, rule, variables(0 * X0), memory, 13):
+        np.testing.assert_allclose(report, 13.0 * n, rtol=1e-12)
+
+
+# -- gossip, swaps -------------------------------------------------------------------------------------------
+
+
+def test_gossip_keeps_the_weights_and_the_weighted_mean(n):
+    if n == 1:
+        pytest.skip("needs two ranks")
+    vectors = np.random.default_rng(4).normal(size=(n, D))
+    rng = np.random.default_rng(5)
+    sends = [tuple(rng.permutation(n)[:2].tolist()) for _ in range(9)]
+    rule = rules.GoSGD(1.0)
+    memory = rules.shared_memory(rule, n, D, np.dtype("float64"))
+    results = synk.run(programs.gossip, rule, variables(), memory, vectors, sends)
+    plain = []
+    for i in range(len(sends)):
+        own = [results[r][0][i] for r in range(n)]
+        weights = [w for w, _, _, _ in own]
+        in_flight, mail = own[0][2], own[0][3]
+        total = sum(weights) + in_flight.sum()
+        assert total == 1 if n in (2, 4) else abs(total - 1) < 1e-14
+        mean = sum(w * x for w, x, _, _ in own) + in_flight @ mail
+        np.testing.assert_allclose(mean, vectors.mean(0), **CLOSE)
+        plain.append(np.mean([x for _, x, _, _ in own], axis=0))
+    np.testing.assert_allclose(results[0][1], vectors.mean(0), **CLOSE)
+    assert sum(weight for _, _, weight in results) == pytest.approx(1, abs=1e-14)
+
+
+def test_gossip_loses_nothing_in_training(n):
+    way, report, own, _ = trained(rules.GoSGD(0.5, seed=3), on_device=False)
+    assert sum(float(each["weight"]) for each in own) == pytest.approx(1, abs=1e-14)
+    if n == 1:
+        np.testing.assert_allclose(report, way[0, -1], **CLOSE)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_swaps(n, replace):
+    rule = rules.Swap(1, replace, seed=1)
+    for step in range(20):
+        sources = rule.sources(n, step)
+        if replace:
+            assert len(set(sources)) == n - n // 2
+        else:
+            assert sorted(sources) == list(range(n))
+            assert sum(s != r for r, s in enumerate(sources)) == n // 2 * 2
+    way, _, _, numbers = trained(rule, steps=4)
+    x = [X0.copy() for _ in range(n)]
+    for step in range(4):
+        x = [programs.local_step("sgd", x[r], 0, programs.gradient(problem(), r, step, x[r]), ETA)[0] for r in range(n)]
+        x = [x[source] for source in rule.sources(n, step + 1)]
+        np.testing.assert_allclose(way[:, step + 1], x, **CLOSE)
+
+
+# -- precision -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("float32", 24), ("float16", 11), ("bfloat16", 8)])
+def test_an_average_in_less_precision(n, precision, bits):
+    vectors = np.random.default_rng(6).uniform(1, 2, (n, 50_000)).astype("float32")
+    for mean in synk.run(programs.precise, variables(), vectors, precision):
+        assert np.abs(mean / vectors.mean(0, dtype="float64") - 1).max() <= 2.5 * 2.0**-bits
+        assert mean.dtype == np.float32
+
+
+def test_a_sum_in_float16_would_overflow_an_average_does_not(n):
+    vectors = np.full((n, 10), 40_000, "float32")
+    for mean in synk.run(programs.precise, variables(), vectors, "float16"):
+        assert mean.tolist() == [np.float32(np.float16(40_000))] * 10
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+@pytest.mark.parametrize("make", [rules.LocalSGD, rules.SlowMo, rules.DiLoCo], ids=lambda m: m.__name__)
+def test_rules_in_16_bits_stay_near(n, make, precision):
+    way, report, _, _ = trained(make(3, precision=precision))
+    exact = trained(make(3))[0]
+    for r in range(1, n):
+        np.testing.assert_array_equal(way[0, 3::3], way[r, 3::3])
+    assert np.abs(way - exact).max() < (0.01 if precision == "float16" else 0.05)
+
+
+@few(200)
+@given(st.floats(-(2.0**127), 2.0**127, width=32))
+def test_bfloat16_is_the_nearest(value):
+    rounded = float(as_bfloat16(np.array([value], np.float32))[0])
+    if np.isfinite(rounded):
+        ulp = 2.0 ** max(np.floor(np.log2(abs(value))) - 7, -133) if value else 0
+        assert abs(rounded - value) <= ulp / 2
+
+
+# -- vectors, options ----------------------------------------------------------------------------------------
+
+
+def test_variables_become_a_vector_and_back(n):
+    for before, after, kind in synk.run(programs.vector_there_and_back, variables(), XLA):
+        np.testing.assert_array_equal(before, X0)
+        np.testing.assert_array_equal(after[0], 2 * X0[:3])
+        np.testing.assert_array_equal(after[1], 2 * X0[3:].reshape(2, -1))
+        assert kind.startswith("jaxlib" if XLA else "numpy")
+
+
+def test_the_bound_on_alpha():
+    """Round-robin EASGD of a quadratic is stable up to α = (4 - 2η)/(4 - η), and no further: 1412.6651, section 3.2."""
+
+    def radius(alpha, eta, p=3):
+        moves = np.eye(p + 1)
+        for r in range(p):
+            step = np.eye(p + 1)
+            step[r, r], step[r, p] = 1 - eta - alpha, alpha
+            step[p, r], step[p, p] = alpha, 1 - alpha
+            moves = step @ moves
+        return np.abs(np.linalg.eigvals(moves)).max()
+
+    for eta in (0.1, 0.5, 1.0, 1.5):
+        bound = (4 - 2 * eta) / (4 - eta)
+        assert radius(bound, eta) == pytest.approx(1, abs=1e-6)
+        assert radius(bound + 0.01, eta) > 1 > radius(bound - 0.01, eta)
+
+
+def test_elastic_exchanges_in_float32_drift_no_further():
+    rng = np.random.default_rng(0)
+    xs, centre = rng.normal(size=(4, 1000)).astype("float32"), np.zeros(1000, "float32")
+    total = xs.sum(0, dtype="float64") + centre
+    scratch = np.empty(1000, "float32")
+    for i in range(2000):
+        elastic_rule.elastic([(xs[i % 4], slice(0, 1000))], centre, 0.225, scratch)
+    assert np.abs(xs.sum(0, dtype="float64") + centre - total).max() < 5e-5
+
+
+WRONG = [
+    (lambda: rules.EASGD(beta=0), "beta: expected a number above 0, up to 1, got 0"),
+    (lambda: rules.EASGD(alpha=1.1), "alpha: expected a number above 0, up to 1, got 1.1"),
+    (lambda: rules.EASGD(alpha="x"), "alpha: expected a number, got 'x'"),
+    (lambda: rules.LocalSGD(0), "period: expected at least 1, got 0"),
+    (lambda: rules.LocalSGD(1.5), "period: expected a number of steps, got 1.5"),
+    (lambda: rules.LocalSGD(state="mean"), "state: expected 'keep', 'average' or 'reset', got 'mean'"),
+    (lambda: rules.LocalSGD(precision="int8"), "precision: expected one of"),
+    (lambda: rules.BSP("mean"), "average: expected 'gradient' or 'params', got 'mean'"),
+    (lambda: rules.BSP(precision="float16"), "exclude, precision: expected average='params'"),
+    (lambda: rules.GoSGD(0), "probability: expected a number above 0, up to 1, got 0"),
+    (lambda: rules.EAMSGD(momentum=1), "momentum: expected a number from 0, below 1, got 1"),
+    (lambda: rules.Downpour(1, 2, asynchronous=False), "push, fetch: expected the same"),
+    (lambda: rules.LocalSGD(exclude="bn"), "exclude: expected a function"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_options(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
