@@ -14,6 +14,7 @@ from pytensor.graph.basic import Constant, Variable
 from pytensor.graph.replace import clone_replace
 
 from synkhronos.devices import JAX, Device
+from synkhronos.graphs import sums  # noqa: F401 - bounds a rewrite
 from synkhronos.graphs.family import GraphLibrary, Input, check_jumps, jump
 from synkhronos.graphs.traced import Traced
 from synkhronos.graphs.xla import Executable

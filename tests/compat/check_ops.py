@@ -528,6 +528,13 @@ def test_programs_compute_with_shapes(build):
     np.testing.assert_allclose(in_mode("JAX", [x], build(x), value), in_mode("FAST_COMPILE", [x], build(x), value))
 
 
+def test_a_length_may_have_more_terms_than_numpys_functions_have_arguments():
+    rows = pt.matrices(70)
+    total = pt.zeros(pt.add(*(x.shape[0] for x in rows)))
+    f = pytensor.function(rows, total, mode="JAX", on_unused_input="ignore")
+    assert f(*(np.zeros((i, 2)) for i in range(70))).shape == (69 * 35,)
+
+
 def test_a_shape_that_depends_on_values_is_told():
     x = pt.lscalar("x")
     with pytest.raises(NotImplementedError, match="depends on what arrays hold"):

@@ -111,6 +111,9 @@ def _number(value: Any) -> Any:
 
 
 def _elemwise(op: Any, node: Any) -> Compute:
+    if not any(v.type.ndim for v in node.inputs):
+        # What a network's lengths are fused to may have more operands than a function of NumPy's can.
+        return op.scalar_op.impl
     return np.vectorize(op.scalar_op.impl, otypes=[v.type.dtype for v in node.outputs])
 
 
