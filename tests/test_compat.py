@@ -21,6 +21,7 @@ NEEDS = {
     "check_cases": "pytensor",
     "check_examples": "pytensor",
     "check_hook": "pytensor",
+    "check_lengths": "jax",
     "check_ops": "jax",
     "check_precision": "jax",
     "check_streams": "jax",

@@ -1072,3 +1072,101 @@ def alarms():
     before = signal.signal(signal.SIGALRM, ring)
     yield
     signal.signal(signal.SIGALRM, before)
+
+
+# -- lengths that follow from integers -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table():
+    return np.random.default_rng(0).normal(size=(25, 3))
+
+
+def test_rows_by_a_symbolic_index(fork, table):
+    fork(2)
+    x, i, rows = shared(table, "x"), T.lscalar("i"), T.dmatrix("rows")
+    w = shared(np.zeros(3), "w")
+    updates = [(w, w + rows.sum(axis=0))]
+    f = synk.function([], [(rows, None), (rows.shape[0], "sum")], [i], updates, {rows: x[i * 10 : (i + 1) * 10]})
+    total = 0
+    for index in (0, 1, 2, 1):
+        part = table[index * 10 : (index + 1) * 10]
+        result, count = f(index)
+        np.testing.assert_array_equal(result, part)
+        assert int(count) == 2 * len(part)
+        total = total + part.sum(axis=0)
+    for rank in range(2):
+        np.testing.assert_allclose(synk.get_value(rank, w), total)
+    # All full batches are one launch, the last is another.
+    assert f._program.compiled[PLAIN].run._run._cache_size() == 2
+    np.testing.assert_array_equal(f.as_theano(2)[0], table[20:])
+
+
+def test_rows_by_an_index_beside_scattered_rows(fork, table):
+    fork(2)
+    x, i, y = shared(table, "x"), T.iscalar("i"), T.dvector("y")
+    f = synk.function([y], (y + x[i : i + 3, 0].sum(), "gather"), [i])
+    for index in (4, 24):
+        np.testing.assert_allclose(f(np.arange(5.0), index), np.arange(5.0) + table[index : index + 3, 0].sum())
+
+
+def test_what_an_index_was_is_kept_for_the_launch(fork, table):
+    fork(2)
+    x, i = shared(table, "x"), T.lscalar("i")
+    f = synk.function([], (x[i : i + 2], None), [i])
+    index = synk.data(np.asarray(0))
+    results = []
+    for k in range(20):
+        index[...] = k
+        results.append(f(index))
+    for k, result in enumerate(results):
+        np.testing.assert_array_equal(result, table[k : k + 2])
+
+
+def test_a_shared_counter_picks_rows(fork, table):
+    fork(2)
+    x, i = shared(table, "x"), shared(np.int64(0), "i")
+    f = synk.function([], (x[i * 10 : (i + 1) * 10], None), updates=[(i, i + 1, None)])
+    for part in (table[:10], table[10:20], table[20:], table[30:]):
+        np.testing.assert_array_equal(f(), part)
+
+
+def test_lengths_are_given(fork):
+    fork(2)
+    n = T.iscalar("n")
+    f = synk.function([], (T.arange(n) * 2.0, None), [n])
+    for k in (3, 5, 0):
+        np.testing.assert_array_equal(f(k), 2.0 * np.arange(k))
+
+
+def test_as_many_are_drawn_as_there_are_rows(fork, table):
+    fork(2)
+    x, i = shared(table, "x"), T.lscalar("i")
+    rows = x[i * 10 : (i + 1) * 10]
+    drawn = T.random.RandomStream(1).uniform(size=rows.shape)
+    f = synk.function([], (drawn, "gather"), [i])
+    assert np.asarray(f(0)).shape == (20, 3) and np.asarray(f(2)).shape == (10, 3)
+    assert len(np.unique(np.asarray(f(1)))) == 60
+
+
+def test_a_training_function_whose_counter_picks_rows(fork, table):
+    fork(2)
+    x, y, i = T.dvector("x"), T.dvector("y"), shared(np.int64(0), "i")
+    w = shared(np.zeros(3), "w")
+    loss = ((T.dot(shared(table)[i * 10 : (i + 1) * 10], w) - y.mean()) ** 2).mean() + 0 * x.sum()
+    train = make_train_function(loss, [w], x, y, sgd, extra_updates=[(i, i + 1)], learning_rate=0.1)
+    expected = np.zeros(3)
+    for index in range(3):
+        train(np.zeros(4), np.ones(4))
+        rows = table[index * 10 : (index + 1) * 10]
+        expected -= 0.1 * 2 / len(rows) * rows.T @ (rows @ expected - 1)
+    np.testing.assert_allclose(w.get_value(), expected)
+    assert int(i.get_value()) == 3
+
+
+def test_a_length_that_an_array_decides_is_refused(fork):
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], (x[: x.argmax()], None))
+    with pytest.raises(NotImplementedError, match="length of a slice depends on what arrays hold"):
+        f(np.ones(4))

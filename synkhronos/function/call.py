@@ -296,9 +296,8 @@ class Part:
 
     def _inputs(self, parts: Sequence[Selection | None], sliceable: Selection | None) -> list[Any]:
         rank, program, kept = self._rank, self.program, self.program.buffers
-        devices = program.input_devices
-        if getattr(self._run_compiled, "inputs_on_host", False):
-            devices = [HOST] * len(devices)
+        on_host = getattr(self._run_compiled, "inputs_on_host", ())
+        devices = [HOST if i in on_host else device for i, device in enumerate(program.input_devices)]
         values = [
             device.input(rank, kept, position, entry.array, part, entry.copy)
             for position, (device, entry, part) in enumerate(zip(devices, self._call.inputs, parts, strict=True))

@@ -12,10 +12,12 @@ from pytensor.compile import In, Out, SharedVariable
 from pytensor.compile.mode import get_mode
 from pytensor.graph.basic import Constant, Variable
 from pytensor.graph.replace import clone_replace
+from pytensor.link.jax.linker import JAXLinker
 
 from synkhronos.devices import JAX, Device
 from synkhronos.graphs import sums  # noqa: F401 - bounds a rewrite
 from synkhronos.graphs.family import GraphLibrary, Input, check_jumps, jump
+from synkhronos.graphs.lengths import in_jax_mode
 from synkhronos.graphs.traced import Traced
 from synkhronos.graphs.xla import Executable
 
@@ -61,7 +63,11 @@ class PyTensor(GraphLibrary):
 
     def uses_xla(self, mode: Any) -> bool:
         """JAX mode does."""
-        return type(get_mode(mode).linker).__name__ == "JAXLinker"
+        return isinstance(get_mode(mode).linker, JAXLinker)
+
+    def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Any:
+        """Compile; in JAX mode lengths may follow from integer inputs."""
+        return super().function(inputs, outputs, **{**kwargs, "mode": in_jax_mode(kwargs.get("mode"))})
 
     def device(self, mode: Any) -> Device:
         """JAX arrays in JAX mode."""

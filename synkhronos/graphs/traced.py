@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from synkhronos.devices import Device
+from synkhronos.graphs.lengths import Steered, strong
 from synkhronos.graphs.precision import bfloat16, in_bfloat16
 from synkhronos.ranks import WeakKeys
 
@@ -46,8 +47,8 @@ class Traced:
         PyTensor's types of the outputs.
     donated : list of lists of one array
         Those of `storages` whose arrays a launch may write into.
-    inputs_on_host : bool
-        Whether scalar inputs decide shapes: PyTensor wants their values, and has it compiled anew for each.
+    steered : Steered or None
+        Says what lengths follow from the values of its inputs; `run` takes these behind the values in `storages`.
     """
 
     def __init__(self, function: Any, n_inputs: int, device: Device):
@@ -69,9 +70,14 @@ class Traced:
             for storage in self.storages
             if id(storage) in updated and (isinstance(storage[0], np.ndarray) or device.holds(storage[0]))
         ]
-        self.inputs_on_host = not hasattr(thunk.jit_fn, "__wrapped__")
-        run = thunk.jit_fn if self.inputs_on_host else _converted(graph, thunk.storage_map)
+        self.steered: Steered | None = thunk.jit_fn.steered
+        run = _converted(graph, thunk.storage_map) if self.steered is None else _converted(self.steered.graph, {})
         self.run = _by_keys(run, generators, moved)
+
+    def lengths(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        """Return the lengths that `run` takes, for the values of its inputs."""
+        values = [*inputs, *[storage[0] for storage in self.storages]]
+        return () if self.steered is None else self.steered.lengths(values)
 
     def explain(self) -> None:
         """Raise the present exception again with PyTensor's words on where in the graph it came from."""
@@ -120,14 +126,11 @@ def _converted(graph: Any, storage_map: Any) -> Callable[..., Any]:
     """
     from pytensor.link.jax.dispatch import jax_funcify, jax_typify
     from pytensor.link.utils import fgraph_to_python
-    from pytensor.tensor.basic import ARange
 
     reduced = bfloat16()
 
     def convert(op: Any, node: Any = None, **kwargs: Any) -> Any:
         run = jax_funcify(op, node=node, **kwargs)
-        if isinstance(op, ARange):
-            run = _range(node)
         if node is None or not callable(run):
             return run
         if reduced:
@@ -141,38 +144,7 @@ def _converted(graph: Any, storage_map: Any) -> Callable[..., Any]:
         graph, convert, type_conversion_fn=jax_typify, fgraph_name="synkhronos_graph", storage_map=storage_map
     )
     dtypes = [getattr(output.type, "dtype", None) for output in graph.outputs]
-    return lambda *inputs: tuple(map(_strong, converted(*inputs) or (), dtypes))
-
-
-def _range(node: Any) -> Callable[..., Any]:
-    """Return what computes a range whose bounds are constants or lengths, as `jax_funcify` has made sure.
-
-    PyTensor 3.0, the newest for Python 3.11, has NumPy subtract a constant of eight bits from a length of more.
-    """
-    import jax.numpy as jnp
-    from pytensor.graph.basic import Constant
-
-    dtype = node.outputs[0].type.dtype
-    constants = [np.asarray(bound.data) if isinstance(bound, Constant) else None for bound in node.inputs]
-    constants = [c.astype(np.int64) if c is not None and c.dtype.kind in "bi" else c for c in constants]
-
-    def run(*bounds: Any) -> Any:
-        start, stop, step = (b if c is None else c for b, c in zip(bounds, constants, strict=True))
-        return jnp.arange(start, stop, step, dtype=dtype)
-
-    return run
-
-
-def _strong(value: Any, dtype: str | None) -> Any:
-    """Return a result as an array of a dtype of its own.
-
-    Lengths are Python's integers within a graph.  And the dtype of what is computed from these and constants alone is
-    "weak" to JAX: another one than what the variable that it updates had before, so that all is compiled once more.
-    """
-    import jax.numpy as jnp
-
-    is_weak = isinstance(value, bool | int | float | complex) or getattr(value, "weak_type", False)
-    return jnp.asarray(value, dtype) if is_weak else value
+    return lambda *inputs: tuple(map(strong, converted(*inputs) or (), dtypes))
 
 
 def _as(value: Any, dtype: str | None) -> Any:

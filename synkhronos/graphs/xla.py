@@ -87,13 +87,12 @@ class Executable:
         self._copy = jnp.copy
         self._log: Log | None = None
         self._is_interrupted = False
-        #: Whether scalar inputs decide shapes: PyTensor wants their values, and has it compiled anew for each.
-        self.inputs_on_host = any(piece.inputs_on_host for piece in traced)
-        self._logged: list[int] = []
-        if self.inputs_on_host:
-            self._run, self._donated = partial(_compute, self._pieces, self._storages, self._updated, []), []
-            return
-
+        #: Which inputs' values are looked at, as lengths follow from them.
+        self.inputs_on_host = frozenset(
+            position for piece in traced[:1] if piece.steered is not None for position in piece.steered.positions
+        )
+        self._is_steered = any(piece.steered is not None for piece in traced)
+        assert len(traced) == 1 or not self._is_steered
         types = [kind for piece in traced for kind in piece.types]
         self._logged = [i for i, kind in enumerate(types) if log and getattr(kind, "ndim", None) == 0]
         self._dtypes = [np.dtype(types[i].dtype) for i in self._logged]
@@ -119,7 +118,14 @@ class Executable:
             logs = range(len(at), len(at) + 1 + len(self._logged))
             changed = [*(at[id(cell)] for cell in self._updated), *logs]
             run = partial(_repeated, partial(run, in_loop=True), times, self._n_inputs, changed)
-        self._run = jax.jit(run, donate_argnums=tuple(positions), keep_unused=True, compiler_options=options)
+        if self._is_steered:
+            # The lengths come first, and are constants to XLA, which compiles anew for others.
+            run, positions = partial(_of_lengths, run), [position + 1 for position in positions]
+            self._run = jax.jit(
+                run, static_argnums=0, donate_argnums=tuple(positions), keep_unused=True, compiler_options=options
+            )
+        else:
+            self._run = jax.jit(run, donate_argnums=tuple(positions), keep_unused=True, compiler_options=options)
 
     def followed_by(self, other: Executable, combined: list[Any] | None, times: int = 1) -> Executable | None:
         """Return what does in one launch what this one does and then another one.
@@ -143,7 +149,7 @@ class Executable:
             between = [] if combined is None else [Combination(combined)]
             pieces = [*self._pieces, *between, *other._pieces]
             known = combined is None or any(combined is cell for cell in self._updated)
-            if not known or self.inputs_on_host or other.inputs_on_host:
+            if not known or self._is_steered or other._is_steered:
                 return None
             while len(self._followed) >= _FOLLOWED:
                 del self._followed[next(iter(self._followed))]
@@ -194,9 +200,7 @@ class Executable:
 
     def _results(self) -> list[Any]:
         """Return the outputs of what has just been launched."""
-        if self.inputs_on_host:
-            self._device.wait([cell[0] for cell in (*self._outputs, *self._updated)])
-        elif self._n_inputs:
+        if self._n_inputs:
             self._device.launched([cell[0] for cell in (*self._outputs, *self._updated)])
         results = [cell[0] for cell in self._outputs]
         for cell in self._outputs:
@@ -219,7 +223,14 @@ class Executable:
     def _arguments(self, inputs: Sequence[Any]) -> list[Any]:
         """Return what the launch takes: the inputs, the shared variables' values, the log."""
         logs = [] if self._log is None else self._log.cells
-        return [*inputs, *[cell[0] for cell in (*self._storages, *logs)]]
+        lengths = []
+        if self._is_steered:
+            (piece,) = self._pieces
+            assert isinstance(piece, Traced)
+            # A copy, as the program may write into its own before this has been computed.
+            inputs = [np.array(v) if i in self.inputs_on_host else v for i, v in enumerate(inputs)]
+            lengths = [piece.lengths(inputs)]
+        return [*lengths, *inputs, *[cell[0] for cell in (*self._storages, *logs)]]
 
 
 def _compute(
@@ -229,10 +240,12 @@ def _compute(
     logged: Sequence[int],
     *arguments: Any,
     in_loop: bool = False,
+    lengths: tuple[int, ...] = (),
 ) -> tuple[Any, ...]:
     """Compute on what `Executable._arguments` returns; return a value for each output, updated storage and log's cell.
 
-    ``logged`` are the positions of the outputs that go into the log, and nowhere else.
+    ``logged`` are the positions of the outputs that go into the log, and nowhere else.  ``lengths`` are what the only
+    piece takes behind its storages.
     """
     n_inputs = sum(piece.n_inputs for piece in pieces if isinstance(piece, Traced))
     n_arguments = n_inputs + len(storages)
@@ -250,7 +263,7 @@ def _compute(
             combined.add(id(piece.storage))
             continue
         try:
-            results = piece.run(*islice(inputs, piece.n_inputs), *[present[id(s)] for s in piece.storages])
+            results = piece.run(*islice(inputs, piece.n_inputs), *[present[id(s)] for s in piece.storages], *lengths)
         except Exception:
             piece.explain()
             raise
@@ -264,6 +277,10 @@ def _compute(
     others = [output for i, output in enumerate(outputs) if i not in logged]
     numbers = Log.write(logs, [outputs[i] for i in logged]) if logs else []
     return (*others, *(present[id(storage)] for storage in updated), *numbers)
+
+
+def _of_lengths(run: Callable[..., tuple[Any, ...]], lengths: tuple[int, ...], *arguments: Any) -> tuple[Any, ...]:
+    return run(*arguments, lengths=lengths)
 
 
 def _repeated(

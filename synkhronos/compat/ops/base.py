@@ -22,7 +22,7 @@ from pytensor.compile import optdb
 from pytensor.graph.op import Op
 from pytensor.graph.rewriting.basic import GraphRewriter
 
-from synkhronos.compat.ops import xla_shapes
+from synkhronos.graphs import xla_shapes
 
 __all__ = ["NumpyOp", "lowers"]
 

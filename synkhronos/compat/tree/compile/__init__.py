@@ -24,6 +24,7 @@ from pytensor.compile import (
 from pytensor.compile.builders import OpFromGraph
 
 from synkhronos.graphs import sums  # noqa: F401 - bounds a rewrite of PyTensor's
+from synkhronos.graphs.lengths import in_jax_mode
 
 __all__ = [
     "FAST_COMPILE",
@@ -81,7 +82,7 @@ def function(
         return pytensor.function(
             inputs,
             outputs,
-            mode=mode,
+            mode=in_jax_mode(mode),
             updates=updates,
             givens=givens,
             accept_inplace=accept_inplace,

@@ -1,0 +1,449 @@
+"""Lengths that follow from a function's integer inputs, in JAX mode.
+
+`Steered`
+    A graph in JAX mode in which such lengths are inputs of their own, and what computes them on the host.
+`steered`
+    Makes one, where a graph has such lengths.
+`Linker`, `in_jax_mode`
+    JAX mode with them, for PyTensor's own functions.
+`strong`
+    A result as an array of a dtype of its own.
+`by_numpys_bools`
+    What computes an operation on numbers.
+`decisive`
+    The inputs of a node that decide shapes.
+`Rows`
+    Indexing with slices whose lengths are given.
+
+XLA compiles for fixed shapes.  The rows ``x[i * b:(i + 1) * b]`` have a length that depends on the value of ``i``, as
+do an array of ``n`` zeros or ``k`` steps of a loop.  So whatever decides a length in a graph, and follows from inputs
+without dimensions and from the inputs' shapes alone, is cut out of it: the host computes it at each call, and XLA gets
+it as a constant.  It compiles once for each set of lengths, which is once for all ``i`` but the last.  Where a slice
+begins is computed by XLA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from pytensor.compile.builders import infer_shape
+from pytensor.compile.mode import Mode, get_mode
+from pytensor.graph.basic import Apply, Constant
+from pytensor.graph.fg import FunctionGraph
+from pytensor.graph.op import Op
+from pytensor.graph.traversal import io_toposort
+from pytensor.link.jax.linker import JAXLinker
+from pytensor.raise_op import CheckAndRaise
+from pytensor.scalar.basic import ScalarOp
+from pytensor.scan.op import Scan
+from pytensor.tensor.basic import (
+    Alloc,
+    AllocEmpty,
+    ARange,
+    Eye,
+    Join,
+    MakeVector,
+    ScalarFromTensor,
+    Split,
+    TensorFromScalar,
+)
+from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
+from pytensor.tensor.random.op import RandomVariable
+from pytensor.tensor.shape import Reshape, Shape, Shape_i
+from pytensor.tensor.subtensor import (
+    AdvancedIncSubtensor,
+    AdvancedSubtensor,
+    IncSubtensor,
+    Subtensor,
+    indices_from_subtensor,
+)
+from pytensor.tensor.type import lscalar
+
+__all__ = ["Linker", "Rows", "Steered", "by_numpys_bools", "decisive", "in_jax_mode", "steered", "strong"]
+
+#: What the host computes lengths by.
+_ARITHMETIC = (
+    CAReduce,
+    CheckAndRaise,
+    DimShuffle,
+    Elemwise,
+    Join,
+    MakeVector,
+    ScalarFromTensor,
+    ScalarOp,
+    Subtensor,
+    TensorFromScalar,
+)
+_INCREMENTS = (IncSubtensor, AdvancedIncSubtensor)
+
+
+class Rows(Op):
+    """Indexing, or an update by index, with the lengths of some of its slices as further inputs.
+
+    Parameters
+    ----------
+    op : Op
+        PyTensor's.
+    positions : tuple of int
+        Where among the indexes those slices are.
+    """
+
+    __props__ = ("op", "positions")
+
+    def __init__(self, op: Op, positions: tuple[int, ...]):
+        self.op, self.positions = op, positions
+
+    def perform(self, node: Any, inputs: Any, output_storage: Any, params: Any = None) -> None:
+        """Index as PyTensor does; nothing but JAX mode uses it."""
+        raise NotImplementedError
+
+
+class _Length(NamedTuple):
+    """The length of a slice of something of a length."""
+
+    start: Any
+    stop: Any
+    step: Any
+    of: Any
+
+
+class Steered:
+    """A graph in which lengths are inputs of their own.
+
+    Parameters
+    ----------
+    graph : FunctionGraph
+        Takes the lengths behind its other inputs.
+    inputs : sequence of variables
+        Of the graph that it was made of.
+    wanted : list of variables and _Length
+        What the lengths are, in that graph.
+
+    Attributes
+    ----------
+    graph : FunctionGraph
+    n_lengths : int
+    positions : tuple of int
+        Of the inputs without dimensions whose values decide lengths.
+    """
+
+    def __init__(self, graph: FunctionGraph, inputs: Sequence[Any], wanted: Sequence[Any]):
+        self.graph, self.n_lengths = graph, len(wanted)
+        parts = [part for want in wanted for part in (want if isinstance(want, _Length) else (want,))]
+        slots: dict[Any, int] = {}  # where in the list of values each variable's is
+        self._start: list[Any] = []
+        self._values: list[tuple[int, int]] = []
+        self._shapes: list[tuple[int, int, int | None]] = []
+        self._steps: list[tuple[Callable[..., Any], list[int], list[int]]] = []
+        at = {variable: position for position, variable in enumerate(inputs)}
+
+        def slot(variable: Any, value: Any = None) -> int:
+            if variable not in slots:
+                slots[variable] = len(self._start)
+                self._start.append(value)
+            return slots[variable]
+
+        variables = [part for part in parts if hasattr(part, "type")]
+        for node in io_toposort(list(inputs), variables):
+            for variable in node.inputs:
+                if isinstance(variable, Constant):
+                    slot(variable, _plain(variable.data))
+                elif variable in at and variable not in slots and not isinstance(node.op, Shape | Shape_i):
+                    self._values.append((slot(variable), at[variable]))
+            outputs = [slot(variable) for variable in node.outputs]
+            if isinstance(node.op, Shape | Shape_i):
+                self._shapes.append((outputs[0], at[node.inputs[0]], getattr(node.op, "i", None)))
+            else:
+                self._steps.append((_on_host(node), [slots[v] for v in node.inputs], outputs))
+        for variable in variables:
+            if isinstance(variable, Constant):
+                slot(variable, _plain(variable.data))
+            elif variable in at and variable not in slots:
+                self._values.append((slot(variable), at[variable]))
+        self._wanted = [
+            _Length(*(slot(p) if hasattr(p, "type") else slot(("number", p), p) for p in want))
+            if isinstance(want, _Length)
+            else slot(want)
+            for want in wanted
+        ]
+        self.positions = tuple(position for _, position in self._values)
+
+    def lengths(self, values: Sequence[Any]) -> tuple[int, ...]:
+        """Return the lengths for values of all inputs of the graph."""
+        known = list(self._start)
+        for slot, position in self._values:
+            known[slot] = np.asarray(values[position]).item()
+        for slot, position, axis in self._shapes:
+            shape = np.shape(values[position])
+            known[slot] = np.array(shape) if axis is None else shape[axis]
+        for compute, sources, slots in self._steps:
+            results = compute(*[known[source] for source in sources])
+            if len(slots) == 1:
+                known[slots[0]] = results
+            else:
+                for slot, result in zip(slots, results, strict=True):
+                    known[slot] = result
+        return tuple(
+            [
+                _slice_length(*(known[slot] for slot in want)) if isinstance(want, _Length) else int(known[want])
+                for want in self._wanted
+            ]
+        )
+
+
+def steered(graph: FunctionGraph) -> Steered | None:
+    """Return a graph for JAX with its lengths as inputs; None where no input's value decides one."""
+    if not any(map(_is_integer, graph.inputs)):
+        return None
+    known = _Known(graph)
+    demands = [(node, *_demands(node, known)) for node in graph.toposort()]
+    cuts = list(dict.fromkeys(variable for _, variables, _ in demands for variable in variables))
+    sliced = [(node, slices) for node, _, slices in demands if slices]
+    if not cuts and not sliced:
+        return None
+    # A copy, which has no features: they would undo what is done here, or forbid it.
+    copy, copies = graph.clone_get_equiv(check_integrity=False, attach_feature=False)
+    wanted: list[Any] = []
+    for node, slices in sliced:
+        lengths = [lscalar() for _ in slices]
+        here = copies[node]
+        rows = Apply(Rows(node.op, tuple(slices)), [*here.inputs, *lengths], [here.outputs[0].type()])
+        for length in lengths:
+            copy.add_input(length)
+        copy.replace(here.outputs[0], rows.outputs[0], import_missing=True)
+        wanted += slices.values()
+    for variable in cuts:
+        length = variable.type()
+        copy.add_input(length)
+        copy.replace(copies[variable], length)
+        wanted.append(variable)
+    return Steered(copy, graph.inputs, wanted)
+
+
+# -- what the host knows ---------------------------------------------------------------------------------------------
+
+
+class _Known:
+    """Which variables of a graph follow from its integer inputs and from shapes."""
+
+    def __init__(self, graph: FunctionGraph):
+        self._inputs = list(graph.inputs)
+        self._varies: dict[Any, bool] = {variable: True for variable in self._inputs if _is_integer(variable)}
+        self._traced: set[Any] = set()
+        for node in graph.toposort():
+            self._look_at(node)
+
+    def varies(self, variable: Any) -> bool | None:
+        """Return whether a variable depends on an input's value; None if it is not known on the host at all."""
+        if not hasattr(variable, "type") or isinstance(variable, Constant):
+            return False
+        return self._varies.get(variable)
+
+    def is_known_to_jax(self, variable: Any) -> bool:
+        """Whether it is a number when JAX traces the graph, provided that what the host knows is one."""
+        return self.varies(variable) is not None or variable in self._traced
+
+    def length(self, variable: Any, axis: int) -> Any:
+        """Return what says how long a variable's axis is, in terms of the inputs."""
+        fixed = variable.type.shape[axis]
+        if fixed is not None:
+            return fixed
+        if variable in self._inputs:
+            length = Shape_i(axis)(variable)
+        else:
+            shapes = [[Shape_i(i)(v) for i in range(v.type.ndim)] if _is_array(v) else None for v in self._inputs]
+            length = infer_shape([variable], self._inputs, shapes)[0][axis]
+        for node in io_toposort(self._inputs, [length]):
+            self._look_at(node)
+        return length
+
+    def _look_at(self, node: Any) -> None:
+        if isinstance(node.op, Shape | Shape_i):
+            if node.inputs[0] in self._inputs:
+                self._varies[node.outputs[0]] = False
+            else:
+                self._traced.add(node.outputs[0])
+        elif all(map(_is_small, node.outputs)) and isinstance(node.op, _ARITHMETIC):
+            of_inputs = [self.varies(variable) for variable in node.inputs]
+            if None not in of_inputs:
+                self._varies.update((variable, any(of_inputs)) for variable in node.outputs)
+            elif all(map(self.is_known_to_jax, node.inputs)):
+                self._traced.update(node.outputs)
+        elif type(node.op).__name__ == "JAXShapeTuple" and all(map(self.is_known_to_jax, node.inputs)):
+            self._traced.update(node.outputs)
+
+
+def _is_array(variable: Any) -> bool:
+    return hasattr(variable.type, "ndim") and hasattr(variable.type, "shape")
+
+
+def _is_small(variable: Any) -> bool:
+    return getattr(variable.type, "ndim", 2) <= 1
+
+
+def _is_integer(variable: Any) -> bool:
+    """Whether a variable is a whole number, or true or false."""
+    dtype = getattr(variable.type, "dtype", "")
+    return getattr(variable.type, "ndim", None) == 0 and (dtype == "bool" or "int" in dtype)
+
+
+# -- what has to be known --------------------------------------------------------------------------------------------
+
+
+def _demands(node: Any, known: _Known) -> tuple[list[Any], dict[int, _Length]]:
+    """Return the variables that decide lengths at a node, and slices of unknown lengths by their positions."""
+    if isinstance(node.op, Subtensor | AdvancedSubtensor | IncSubtensor | AdvancedIncSubtensor):
+        return [], dict(_slices(node, known))
+    return [variable for source in decisive(node) for variable in _numbers(source, known)], {}
+
+
+def decisive(node: Any) -> Sequence[Any]:
+    """Return the inputs of a node that have to be known for its outputs' shapes to be known."""
+    op = node.op
+    if isinstance(op, ARange | AllocEmpty | Eye):
+        return node.inputs
+    if isinstance(op, Alloc):
+        return node.inputs[1:]
+    if isinstance(op, Reshape | RandomVariable):
+        return node.inputs[1:2]
+    if isinstance(op, Split):
+        return node.inputs[-1:]
+    if isinstance(op, Scan):
+        return [node.inputs[0], *op.outer_nitsot(node.inputs)]
+    return []
+
+
+def _numbers(variable: Any, known: _Known) -> Iterator[Any]:
+    """Yield the numbers that a length, or a shape, depends on and that the host knows."""
+    if known.varies(variable) and getattr(variable.type, "ndim", 0) == 0:
+        yield variable
+    elif known.varies(variable) is not False and known.is_known_to_jax(variable) and variable.owner is not None:
+        for source in variable.owner.inputs:
+            yield from _numbers(source, known)
+
+
+def _slices(node: Any, known: _Known) -> Iterator[tuple[int, _Length]]:
+    """Yield the slices at a node whose lengths depend on an input's value, by their positions among the indexes."""
+    x = node.inputs[0]
+    if known.varies(x) is not None:
+        return  # a shape's elements, say
+    first = 2 if isinstance(node.op, _INCREMENTS) else 1
+    axis = 0
+    for position, index in enumerate(indices_from_subtensor(node.inputs[first:], node.op.idx_list)):
+        if isinstance(index, slice):
+            bounds = index.start, index.stop, index.step
+            varying = [known.varies(bound) for bound in bounds]
+            if None not in varying and any(varying):
+                length = known.length(x, axis)
+                if known.varies(length) is not None:
+                    yield position, _Length(*bounds, length)
+        # A mask takes as many axes as it has.
+        axis += index.type.ndim if not isinstance(index, slice) and index.type.dtype == "bool" else 1
+
+
+# -- on the host -----------------------------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    """Return a number as Python's, which are faster."""
+    return np.asarray(value).item() if np.ndim(value) == 0 and value is not None else value
+
+
+def _slice_length(start: Any, stop: Any, step: Any, of: int) -> int:
+    bounds = [None if bound is None else int(bound) for bound in (start, stop, step)]
+    return len(range(*slice(*bounds).indices(int(of))))
+
+
+def by_numpys_bools(op: ScalarOp) -> Callable[..., Any]:
+    """Return what computes an operation on numbers: ``~True`` is False for NumPy, and -2 for Python."""
+
+    def compute(*values: Any) -> Any:
+        return op.impl(*[np.bool_(value) if value is True or value is False else value for value in values])
+
+    return compute
+
+
+def _on_host(node: Any) -> Callable[..., Any]:
+    """Return what computes a node's output, or its outputs in a list."""
+    op = node.op
+    if isinstance(op, TensorFromScalar | ScalarFromTensor):
+        return lambda value: value
+    if isinstance(op, CheckAndRaise):
+        return lambda value, *conditions: value
+    if isinstance(op, ScalarOp):
+        return by_numpys_bools(op)
+    if isinstance(op, Elemwise) and node.outputs[0].type.ndim == 0:
+        return by_numpys_bools(op.scalar_op)
+
+    def perform(*values: Any) -> Any:
+        storage: list[list[Any]] = [[None] for _ in node.outputs]
+        arrays = [np.asarray(x, getattr(v.type, "dtype", None)) for x, v in zip(values, node.inputs, strict=True)]
+        op.perform(node, arrays, storage)
+        return storage[0][0] if len(storage) == 1 else [cell[0] for cell in storage]
+
+    return perform
+
+
+# -- PyTensor's own functions ----------------------------------------------------------------------------------------
+
+
+class Linker(JAXLinker):
+    """PyTensor's JAX mode, in which lengths may follow from integer inputs.
+
+    What it compiles has an attribute ``steered``: the `Steered` that it computes, or None.
+    """
+
+    def fgraph_convert(self, fgraph: Any, input_storage: Any, storage_map: Any, **kwargs: Any) -> Any:
+        """Convert the graph; where there are such lengths, what was made of it."""
+        from pytensor.link.jax.dispatch import jax_funcify
+
+        from synkhronos.graphs.xla_shapes import tell_jax
+
+        tell_jax()
+        function = super().fgraph_convert(fgraph, input_storage, storage_map, **kwargs)
+        self._steered = steered(fgraph)  # behind that, which puts copies in the places of random generators
+        if self._steered is not None:
+            function = jax_funcify(self._steered.graph)
+        dtypes = [getattr(output.type, "dtype", None) for output in fgraph.outputs]
+        return (lambda *inputs: tuple(map(strong, function(*inputs), dtypes))) if dtypes else function
+
+    def jit_compile(self, fn: Any) -> Any:
+        """Compile, with the lengths as constants."""
+        import jax
+
+        plan = self._steered
+        if plan is None:
+            compiled = jax.jit(fn)
+
+            def run(*values: Any) -> Any:
+                return compiled(*values)
+        else:
+            n = len(plan.graph.inputs)
+            compiled = jax.jit(fn, static_argnums=tuple(range(n - plan.n_lengths, n)))
+
+            def run(*values: Any) -> Any:
+                return compiled(*values, *plan.lengths(values))
+
+        run.steered, run.compiled = plan, compiled  # type: ignore[attr-defined]
+        return run
+
+
+def strong(value: Any, dtype: str | None) -> Any:
+    """Return a result as an array of a dtype of its own.
+
+    Lengths are Python's integers within a graph.  And the dtype of what is computed from these and constants alone is
+    "weak" to JAX: another one than what the variable that it updates had before, so that all is compiled once more.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    is_weak = isinstance(value, bool | int | float | complex) or getattr(value, "weak_type", False)
+    return jnp.asarray(value, jax.dtypes.canonicalize_dtype(dtype)) if is_weak and dtype is not None else value
+
+
+def in_jax_mode(mode: Any) -> Any:
+    """Return a mode, with `Linker` in the place of PyTensor's if it is JAX mode."""
+    found = get_mode(mode)
+    return Mode(Linker(), found.provided_optimizer) if type(found.linker) is JAXLinker else mode

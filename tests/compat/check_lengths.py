@@ -1,0 +1,236 @@
+"""In JAX mode: lengths that follow from integer inputs, as of the rows ``x[i * b:(i + 1) * b]``."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pytensor")
+pytest.importorskip("jax")
+
+import theano
+import theano.tensor as T
+from theano.tensor.shared_randomstreams import RandomStreams
+
+# That PyTensor's JAX mode leaves assertions out, and has copies of generators, is known.
+pytestmark = pytest.mark.filterwarnings("ignore:Skipping:UserWarning", "ignore:The RandomType:UserWarning")
+
+X = np.random.default_rng(0).normal(size=(25, 6))
+
+
+def function(inputs, outputs, **kwargs):
+    return theano.function(inputs, outputs, mode="JAX", **kwargs)
+
+
+def check(inputs, output, *calls, **kwargs):
+    """Compare a graph in JAX mode with the same in another."""
+    graph, expected = function(inputs, output, **kwargs), theano.function(inputs, output, mode="FAST_COMPILE", **kwargs)
+    for values in calls:
+        np.testing.assert_allclose(graph(*values), expected(*values), err_msg=str(values))
+    return graph
+
+
+def compilations(f):
+    """How often XLA has compiled a function."""
+    return f.vm.jit_fn.compiled._cache_size()
+
+
+@pytest.fixture
+def x():
+    return theano.shared(X, "x")
+
+
+@pytest.fixture
+def i():
+    return T.lscalar("i")
+
+
+def test_all_full_batches_are_one_compilation(x, i):
+    f = check([i], T.exp(x[i * 10 : (i + 1) * 10]).sum(axis=0), (0,), (1,))
+    assert compilations(f) == 1
+    assert f(2).shape == (6,)  # the last batch is smaller
+    assert compilations(f) == 2
+
+
+SLICES = {
+    "one row": lambda x, i, j: x[i : i + 1],
+    "between two": lambda x, i, j: x[i:j],
+    "from": lambda x, i, j: x[i:],
+    "up to": lambda x, i, j: x[:j],
+    "up to the last": lambda x, i, j: x[i:-1],
+    "from behind": lambda x, i, j: x[-j:],
+    "every other": lambda x, i, j: x[i:j:2],
+    "backwards": lambda x, i, j: x[j:i:-1],
+    "backwards from": lambda x, i, j: x[j::-2],
+    "a symbolic step": lambda x, i, j: x[::j],
+    "columns": lambda x, i, j: x[:, i:j],
+    "both": lambda x, i, j: x[i : i + 2, i:j],
+    "beside an integer": lambda x, i, j: x[i, i:j],
+    "beside indexes": lambda x, i, j: x[i:j, [0, 0, 4]],
+    "behind indexes": lambda x, i, j: x[[0, 0, 4], i:j],
+    "of a computed array": lambda x, i, j: T.concatenate([x, 2 * x])[i * 20 : j * 20],
+    "of a product": lambda x, i, j: T.dot(x, x.T)[i * 5 : j * 5],
+    "of a slice": lambda x, i, j: x[i:][:j],
+    "of a shape's length": lambda x, i, j: x[: x.shape[0] // j],
+    "unsigned": lambda x, i, j: x[T.cast(i, "uint8") : T.cast(j, "uint8")],
+    "the smaller": lambda x, i, j: x[: T.minimum(i, j)],
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_slices(name, x, i):
+    j = T.lscalar("j")
+    check([i, j], SLICES[name](x, i, j), (1, 3), (0, 1), (2, 2), (3, 30), on_unused_input="ignore")
+
+
+@pytest.mark.parametrize("bounds", [(-3, 2), (-30, 3), (24, 40), (30, 40), (-3, -1), (3, 1)])
+def test_slices_beyond_either_end(bounds, x, i):
+    j = T.lscalar("j")
+    check([i, j], x[i:j], bounds)
+    check([i, j], x[i:j:-1], bounds)
+    check([i, j], T.set_subtensor(x[i:j], -1.0), bounds)
+
+
+CONDITIONS = {
+    "not": lambda n: ~T.gt(n, 3),
+    "not equal": lambda n: ~T.eq(n, 3) & T.gt(n, 1),
+    "or": lambda n: ~(T.gt(n, 3) | T.lt(n, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_lengths_by_conditions(name, x, i):
+    v = T.dvector("v")
+    for n, inputs, values in ((i, [i], range(6)), (v.shape[0], [v], [np.ones(k) for k in range(6)])):
+        check(inputs, x[: T.switch(CONDITIONS[name](n), 2, 5)], *[(value,) for value in values])
+
+
+@pytest.mark.parametrize("update", [T.set_subtensor, T.inc_subtensor])
+def test_updates_by_slices(update, x, i):
+    j = T.lscalar("j")
+    values = theano.shared(np.arange(12.0).reshape(2, 6))
+    check([i], update(x[i * 2 : (i + 1) * 2], values), (0,), (5,))
+    check([i, j], update(x[i:j:2, 1:j], 3.0), (0, 4), (1, 3))
+    check([i, j], update(x[i:j, [0, 2]], 3.0), (0, 4), (1, 3))
+    check([i, j], T.grad((x[i:j] ** 2).sum() + x[j:].sum(), x), (0, 4), (1, 3))
+
+
+LENGTHS = {
+    "count": lambda n: T.arange(n),
+    "count between": lambda n: T.arange(1, n + 1, 2),
+    "zeros": lambda n: T.zeros((n, 2)),
+    "ones like a slice": lambda n: T.ones_like(theano.shared(X)[:n]),
+    "alloc": lambda n: T.alloc(1.5, n, n),
+    "eye": lambda n: T.eye(n),
+    "reshape": lambda n: T.arange(12).reshape((n, -1)),
+    "reshape by division": lambda n: T.arange(12).reshape((12 // n, n)),
+    "tile": lambda n: T.tile(T.arange(n), 2),
+    "loop": lambda n: theano.scan(lambda a: a * 2, outputs_info=T.constant(1.0), n_steps=n)[0],
+    "last of a loop": lambda n: theano.scan(lambda a: a * 2, outputs_info=T.constant(1.0), n_steps=n)[0][-1],
+    "loop over": lambda n: theano.scan(lambda k: k * 2, sequences=T.arange(n))[0],
+    "loop without states": lambda n: theano.scan(lambda: T.constant(2.0), n_steps=n)[0],
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_lengths(name):
+    n = T.iscalar("n")
+    check([n], LENGTHS[name](n), (3,), (4,), (1,))
+
+
+def test_a_gradient_through_a_loop_of_so_many_steps():
+    a, k = T.dvector("a"), T.iscalar("k")
+    result, updates = theano.scan(lambda p, a: p * a, outputs_info=T.ones_like(a), non_sequences=a, n_steps=k)
+    check([a, k], T.grad(result[-1].sum(), a), ([1.0, 2], 3), ([2.0, 3, 4], 5), updates=updates)
+
+
+def test_draws_of_as_many_as_there_are_rows(x, i):
+    rows, random = T.dmatrix("rows"), RandomStreams(1)
+    n = T.iscalar("n")
+    mask = random.binomial(size=rows.shape, p=0.5, dtype="float64")
+    f = function([i], [mask, rows], givens={rows: x[i * 10 : (i + 1) * 10]})
+    for index, length in ((0, 10), (1, 10), (2, 5)):
+        drawn, of = f(index)
+        np.testing.assert_array_equal(of, X[index * 10 : (index + 1) * 10])
+        assert drawn.shape == (length, 6) and set(np.unique(drawn)) == {0, 1}
+    assert function([n], random.normal(size=(n, 3)))(4).shape == (4, 3)
+    assert function([n], random.uniform(size=(n * 2,)))(4).shape == (8,)
+
+
+def test_the_logistic_regression_of_theanos_tutorial(i):
+    data = theano.shared(np.random.default_rng(1).normal(size=(50, 4)))
+    labels = T.cast(theano.shared(np.random.default_rng(2).integers(0, 3, 50).astype("float64")), "int32")
+    x, y = T.dmatrix("x"), T.ivector("y")
+    w, b = theano.shared(np.zeros((4, 3))), theano.shared(np.zeros(3))
+    p = T.nnet.softmax(T.dot(x, w) + b)
+    cost = -T.mean(T.log(p)[T.arange(y.shape[0]), y])
+    error = T.mean(T.neq(T.argmax(p, axis=1), y))
+    gradients = T.grad(cost, [w, b])
+    updates = [(v, v - 0.5 * g) for v, g in zip((w, b), gradients, strict=True)]
+    givens = {x: data[i * 20 : (i + 1) * 20], y: labels[i * 20 : (i + 1) * 20]}
+
+    def losses(mode):
+        w.set_value(np.zeros((4, 3)))
+        b.set_value(np.zeros(3))
+        step = theano.function([i], [cost, error], updates=updates, givens=givens, mode=mode)
+        return [step(index) for _ in range(2) for index in range(3)]
+
+    np.testing.assert_allclose(losses("JAX"), losses("FAST_COMPILE"))
+
+
+def test_a_shared_counter_picks_the_rows(x):
+    for dtype in ("int64", "int32"):
+        counter = theano.shared(np.asarray(0, dtype), "counter")
+        f = function([], x[counter * 10 : (counter + 1) * 10], updates=[(counter, counter + 1)])
+        for part in (X[:10], X[10:20], X[20:], X[30:]):
+            np.testing.assert_array_equal(f(), part)
+
+
+def test_rows_from_a_place_that_an_array_holds(x):
+    place = T.lvector("place")
+    start = place[0] * 2
+    rows = x[start : start + 3]
+    f, g = function([place], rows), function([place], T.grad((rows**2).sum(), x))
+    np.testing.assert_array_equal(f([4]), X[8:11])
+    np.testing.assert_array_equal(f([-4]), X[-8:-5])
+    expected = np.zeros_like(X)
+    expected[8:11] = 2 * X[8:11]
+    np.testing.assert_array_equal(g([4]), expected)
+    for beyond in (12, 13, -1, -13):
+        # There are no three rows, and XLA knows no other length.
+        assert f([beyond]).shape == (3, 6) and np.isnan(f([beyond])).all()
+        assert np.isnan(g([beyond])).all()
+    of_integers = theano.shared(np.arange(25, dtype="int16"))[start : start + 3]
+    assert (function([place], of_integers)([12]) == np.iinfo("int16").min).all()
+
+
+def test_rows_from_a_place_that_a_loop_comes_to(x):
+    def step(place, x):
+        return place + 2, x[place : place + 2].sum(axis=0)
+
+    (_, sums), _ = theano.scan(step, outputs_info=[T.constant(1, dtype="int64"), None], non_sequences=x, n_steps=5)
+    np.testing.assert_allclose(function([], sums)(), X[1:11].reshape(5, 2, 6).sum(axis=1))
+    windows, _ = theano.scan(lambda t, x: x[t + T.arange(3)].sum(axis=0), T.arange(23), non_sequences=x)
+    np.testing.assert_allclose(function([], windows)(), X[:-2] + X[1:-1] + X[2:])
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        lambda x: x[: x.argmax()],
+        lambda x: T.arange(T.cast(x.sum(), "int64")),
+        lambda x: T.zeros((T.cast(x.sum(), "int64"), 2)),
+        lambda x: RandomStreams(1).uniform(size=(T.cast(x.sum(), "int64"),)),
+        lambda x: x.reshape((T.cast(x[0], "int64"), 2)),
+        lambda x: theano.scan(lambda a: a * 2, outputs_info=T.constant(1.0), n_steps=T.cast(x[0], "int64"))[0],
+    ],
+)
+def test_a_length_that_depends_on_an_array_is_refused(graph):
+    x = T.dvector("x")
+    with pytest.raises(NotImplementedError, match=r"XLA compiles for fixed shapes(.|\n)*single integers.*another mode"):
+        function([x], graph(x))(np.ones(4))
+
+
+def test_evaluation_and_modes_by_name(x):
+    i = T.lscalar("i")
+    rows = x[i : i + 2]
+    np.testing.assert_array_equal(rows.eval({i: 3}, mode="JAX"), X[3:5])
+    np.testing.assert_array_equal(theano.function([i], rows, mode=theano.compile.get_mode("JAX"))(3), X[3:5])
