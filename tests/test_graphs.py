@@ -1,6 +1,7 @@
 """Whose variables are these, what is in a graph, and what the workers have of it."""
 
 import gc
+import threading
 
 import numpy as np
 import pytest
@@ -351,7 +352,7 @@ def test_nothing_is_kept_of_what_could_not_be_sent(fork):
     fork(2)
     w = shared(1.0, "w")
     with pytest.raises(TypeError, match="pickle"):
-        mirror().send([(("extra", 1), lambda: 0)], [w])
+        mirror().send([(("extra", 1), threading.Lock())], [w])
     assert mirror().key(w) is None
     mirror().send([], [w])
     assert len(ranks.session().run(Keys())[1]) == 1

@@ -120,10 +120,14 @@ ACTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ACTIONS)
-def test_an_interrupt_at_any_moment(what):
-    step = 1 if os.environ.get("FAULTS") == "all" else ACTIONS[what]
-    with Program("at_every_moment", what=what, first=random.randrange(step), step=step) as program:
+#: The same for a time limit, which is another signal and another exception.
+LIMITED = {"data": 5, "free": 5, "broadcast": 13, "fork": 13, "close": 7}
+
+
+@pytest.mark.parametrize(("what", "limit"), [*((what, False) for what in ACTIONS), *((what, True) for what in LIMITED)])
+def test_an_interrupt_at_any_moment(what, limit):
+    step = 1 if os.environ.get("FAULTS") == "all" else (LIMITED if limit else ACTIONS)[what]
+    with Program("at_every_moment", what=what, first=random.randrange(step), step=step, limit=limit) as program:
         outcome = program.wait("outcome", 600)
         assert not outcome["lost"] and not outcome["wrong"], program.printed()
         assert outcome["presses"] > 4
@@ -162,3 +166,24 @@ def test_interrupts_at_random_moments(seed):
         assert outcome["wrong"] == 0
         assert outcome["interrupted"] > 20, outcome
         check_goes_on(program)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("how", ["handled", "ignored", "handled since"])
+def test_workers_outlive_signals_that_the_master_handles_or_ignores(name, how):
+    if name != "SIGUSR1" and how == "handled since":
+        how = "handled"
+    with Program("signalled", name=name, how=how) as program:
+        program.wait("ready")
+        program.hurt(None, signal.Signals[name])  # as a scheduler sends it, to all processes
+        program.release()
+        assert program.wait("handled")["count"] == (how != "ignored")
+        check_goes_on(program)
+
+
+def test_workers_end_by_a_signal_that_ends_the_master():
+    with Program("signalled", name="SIGTERM", how="nothing") as program:
+        program.wait("ready")
+        program.hurt(None, signal.SIGTERM)
+        assert program.end() == -signal.SIGTERM
+        program.nothing_left()

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.data import Data, data
+from synkhronos.data import Data
 from synkhronos.data.dense import check_dense
 from synkhronos.data.rows import share
 from synkhronos.devices import Selection
@@ -107,7 +107,7 @@ def stage(session: Session, variable: Any, value: Any) -> Data:
                 f"of {value.dtype} and {value.ndim} dimensions"
             )
         return value
-    return data(_filtered(variable, value), dtype=variable.type.dtype)
+    return Data.holding(_filtered(variable, value))
 
 
 def _filtered(variable: Any, value: Any) -> np.ndarray:
@@ -173,7 +173,7 @@ def as_rows(selection: Selection, kept: list[Data]) -> range | SharedArray:
     """Return a selection as a command can carry it; ``kept`` takes what must live until the command has run."""
     if isinstance(selection, range):
         return selection
-    index = data(selection)
+    index = Data.holding(selection)
     kept.append(index)
     return index.where()
 

@@ -148,6 +148,13 @@ class Data:
         made.set_value(self.data)
         return made
 
+    @classmethod
+    def holding(cls, array: np.ndarray) -> Data:
+        """Return an array's copy in shared memory, for a command; in the turn of the call that sends it."""
+        made = cls(array.dtype, array.ndim)
+        made.resized(array.shape)[...] = array
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Data:
         return self.__copy__()
 
@@ -210,7 +217,7 @@ class Data:
         oversize : float
             As in `set_value`.
         """
-        self._reshape(self._checked_shape(shape), oversize, keep=True)
+        self._reshape_in_turn(self._checked_shape(shape), oversize, keep=True)
 
     def condition_data(self, x: npt.ArrayLike, force_cast: bool = False) -> np.ndarray:
         """Return a value as this object would take it, without taking it.
@@ -233,9 +240,12 @@ class Data:
 
         Arrays that were taken from `data` before keep theirs until they are gone.
         """
+        if self._session.closed is not None:
+            return
         memory = None if self._segment is None else weakref.ref(self._segment.buffer)
-        self._drop()
-        if self._session.closed is None:
+        with self._session.turn:
+            self._session.settle()
+            self._drop()
             self._session.flush()
         if memory is not None and memory() is not None:
             gc.collect()  # what compilers leave holds the inputs for which they compiled
@@ -243,7 +253,7 @@ class Data:
     # -- for the library -------------------------------------------------------------------------------------
 
     def where(self) -> SharedArray:
-        """Return where the array lies, for a command."""
+        """Return where the array lies, for a command; in the turn of the call that sends it."""
         self._check()
         if self._segment is None:  # so that ranks have something to map, even for an array without items
             private = self._array
@@ -264,7 +274,7 @@ class Data:
         return self._session is session and session.closed is None
 
     def resized(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Take a new shape, with whatever content, and return the array to be filled; between commands only."""
+        """Take a new shape, with whatever content, and return the array to be filled; in the turn of a call."""
         if self._segment is not None and shape == self._array.shape and self._session.closed is None:
             return self._array
         self._reshape(shape, 1, keep=False)
@@ -282,7 +292,8 @@ class Data:
 
     def _set_value(self, x: npt.ArrayLike, force_cast: bool, oversize: float, argument: str) -> None:
         value = self._conditioned(x, force_cast, argument)
-        self._reshape(value.shape, oversize, keep=False)
+        self._reshape_in_turn(value.shape, oversize, keep=False)
+        # Out of turn: a thread that reads the next batch copies it while the ranks compute on the last.
         self._array[...] = value
 
     def _conditioned(self, x: npt.ArrayLike, force_cast: bool, argument: str) -> np.ndarray:
@@ -310,13 +321,18 @@ class Data:
             raise ValueError(f"shape: expected {self._ndim} lengths, got {checked}")
         return checked
 
+    def _reshape_in_turn(self, shape: tuple[int, ...], oversize: float, keep: bool) -> None:
+        self._check()
+        with self._session.turn:
+            self._session.settle()  # no rank may be reading
+            self._reshape(shape, oversize, keep)
+
     def _reshape(self, shape: tuple[int, ...], oversize: float, keep: bool) -> None:
         self._check()
         if isinstance(oversize, bool) or not isinstance(oversize, int | float | np.number):
             raise TypeError(f"oversize: expected a number from 1 to 2, got {oversize!r}")
         if not 1 <= oversize <= 2:
             raise ValueError(f"oversize: expected a number from 1 to 2, got {oversize!r}")
-        self._session.settle()  # no rank may be reading
         old = self._array
         size = math.prod(shape)
         if size > self.alloc_size or self._segment is None:

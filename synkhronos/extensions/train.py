@@ -18,7 +18,7 @@ import numpy as np
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives.arguments import mirrored
-from synkhronos.collectives.commands import Reduce
+from synkhronos.collectives.commands import GetShapes, Reduce
 from synkhronos.extensions.batches import StepRows, held_rows_of_ranks, rows_of_ranks, runs
 from synkhronos.extensions.model import Batch, Model, Rows, Rule, Updates, is_averaged
 from synkhronos.extensions.serial import SerialTrainFunction, make_train_function_serial
@@ -232,9 +232,9 @@ class TrainFunction:
         with session.turn:
             session.settle()
             gradient = self.gradient.prepare(session, arrays, {}, batch, batch_s, num_slices, None)
-            if self._some_have_no_rows(gradient, session.size):
+            if self._some_have_no_rows(session, gradient):
                 # They sit out, and would contribute what is left of an earlier step.
-                self._clear()
+                self._clear.run(session)
             update = self.update.prepare(session, (), {}, None, None, 1, None)
             reduce = Reduce(mirrored(session, [self.grad_shared]), "avg", "everywhere", nccl=True)
             returned = session.run(Step(gradient, reduce, update, times))
@@ -244,14 +244,16 @@ class TrainFunction:
             self.update.results(session, update, updated)
             return self.gradient.results(session, gradient, loss, times)
 
-    def _some_have_no_rows(self, gradient: Call, n_ranks: int) -> bool:
+    def _some_have_no_rows(self, session: ranks.Session, gradient: Call) -> bool:
         """Whether a rank has no rows to compute; refuse to take a step if none has any."""
+        n_ranks = session.size
         if gradient.n_rows is not None:
             return gradient.n_rows < n_ranks
         chosen = gradient.chosen or (slice(None),) * n_ranks
         lengths = [0] * n_ranks
         if any(isinstance(one, slice) for one in chosen):  # of how many rows only the ranks know
-            lengths = [min(each) for each in zip(*synk.get_lengths(self._model.held), strict=True)]
+            layouts = session.run(GetShapes(mirrored(session, self._model.held)))
+            lengths = [min(shape[0] for shape, _ in each) for each in layouts]
         counts = [
             len(range(length)[one]) if isinstance(one, slice) else one.shape[0]
             for one, length in zip(chosen, lengths, strict=True)

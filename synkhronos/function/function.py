@@ -134,6 +134,11 @@ class Function:
             call = self.prepare(session, inputs, named_inputs, batch, batch_s, num_slices, output_subset)
             return self.results(session, call, session.run(call))
 
+    def run(self, session: Session) -> Any:
+        """Do as a call without arguments, in the turn of another call."""
+        call = self.prepare(session, (), {}, None, None, 1, None)
+        return self.results(session, call, session.run(call))
+
     def prepare(
         self,
         session: Session,
@@ -310,6 +315,11 @@ class Function:
         return self._session is not session
 
     def _distribute(self, session: Session) -> None:
+        program = self._program
+        if program.code is not None and program.code.has_changed():
+            # All ranks compile it anew: what is compiled may hold the old code, on the master too.
+            program.compiled.clear()
+            self._session = None
         if self._needs_distribution(session):
             _distribute(session, [self])
 

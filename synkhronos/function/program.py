@@ -22,6 +22,7 @@ import numpy as np
 from synkhronos.devices import HOST, Device
 from synkhronos.function.reduce import Op
 from synkhronos.graphs import GraphLibrary
+from synkhronos.graphs.code import UserCode
 from synkhronos.graphs.family import Input
 
 
@@ -113,6 +114,8 @@ class Program:
         What this rank has compiled so far.
     buffers : dict
         Memory that its device keeps for the rows that this rank picks for each input.
+    code : UserCode or None
+        The user's own code in it that the workers have by name, once it has been sent.
     launched : set
         What XLA has launched: variant, whether by itself or with what follows it, how many times, shapes of the inputs.
     """
@@ -131,9 +134,10 @@ class Program:
     compiled: dict[Variant, Compiled] = field(default_factory=dict)
     buffers: dict[int, Any] = field(default_factory=dict)
     launched: set[Any] = field(default_factory=set)
+    code: UserCode | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "compiled": {}, "buffers": {}, "launched": set()}
+        state = {**self.__dict__, "compiled": {}, "buffers": {}, "launched": set(), "code": None}
         # Where another process computes is for itself to say.
         for name in ("device", "input_devices"):
             state.pop(name, None)

@@ -191,7 +191,7 @@ class Results:
         if call.values is None:
             if call.error is None and call.number in self._unread:
                 session = ranks.session()
-                with session.turn:
+                with session.inner_turn:  # an input of the call that is being prepared may be one
                     session.settle()
                     self.read()
             if call.error is not None:

@@ -10,24 +10,29 @@
     A mirrored object on any rank, by its key.
 
 Every rank has its own copy of each shared variable.  The master gives each a key when it is first sent; pickles that
-follow say the key in its place, so that functions made later refer to the same copy.
+follow say the key in its place, so that functions made later refer to the same copy.  The user's own classes and
+functions go by name where the workers have the same code under it, and whole where they don't (`code`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
+import cloudpickle
 import numpy as np
 
 from synkhronos.graphs import library_of
+from synkhronos.graphs.code import Name, UserCode, is_importable, is_the_users, outdated
 from synkhronos.ranks import Rank, Session, SharedArray, WeakKeys
 
 #: Arrays in a parcel start at multiples of this many bytes, as processors like them.
@@ -59,6 +64,8 @@ class Mirror:
         self._session = weakref.ref(session)
         self._keys: WeakKeys[Any, tuple[str, int]] = WeakKeys()
         self._last = 0
+        #: The user's modules that a worker has otherwise than the master, or not at all: their code is sent.
+        self._by_value: set[str] = set()
 
     @classmethod
     def of(cls, session: Session) -> Mirror:
@@ -78,7 +85,8 @@ class Mirror:
         Parameters
         ----------
         values : list of (key, object)
-            What to keep in the workers' stores; may be none.  Each has a method ``settle``, called where it arrives.
+            What to keep in the workers' stores; may be none.  Each has a method ``settle``, called where it arrives,
+            and an attribute ``code``, which becomes the user's code in it.
         variables : list of variables
             All that the values are made of.
 
@@ -102,33 +110,43 @@ class Mirror:
                     library.check_generator(shared)
             # Every node comes after those it depends on, so that pickle, which follows references, never goes deep.
             nodes = library.nodes(variables) if library is not None else []
-            parcel = self.pack((nodes, [*keyed, *values], len(keyed)))
-            try:
-                session.run(Receive(parcel, sys.getrecursionlimit(), tuple(map(os.path.abspath, sys.path))))
-            except BaseException:
-                for key, _ in [*keyed, *values]:
-                    session.release_stored(key)
-                raise
-            finally:
-                session.release_segment(parcel.where.key)
+            outdated: set[str] | None = None
+            while outdated is None or outdated:
+                code, parcel = self.pack((nodes, [*keyed, *values], len(keyed)))
+                try:
+                    path = tuple(map(os.path.abspath, sys.path))
+                    outdated = session.run(Receive(parcel, sys.getrecursionlimit(), path, code.expected()))
+                except BaseException:
+                    for key, _ in [*keyed, *values]:
+                        session.release_stored(key)
+                    raise
+                finally:
+                    session.release_segment(parcel.where.key)
+                self._by_value |= outdated
+            for _, value in values:
+                value.code = code
         for key, shared in keyed:
             self._keys[shared] = key
             session.rank.store[key] = weakref.ref(shared)
             session.release_with(shared, "stored", key)
 
-    def pack(self, value: Any) -> Parcel:
-        """Pickle a value for the workers: shared variables that they have become keys."""
+    def pack(self, value: Any) -> tuple[UserCode, Parcel]:
+        """Pickle a value for the workers: shared variables that they have become keys.
+
+        The user's code that it names is returned too: the workers have to have the same.
+        """
         session = self._session()
         assert session is not None
         buffers: list[pickle.PickleBuffer] = []
-        stream = io.BytesIO()
+        stream, code = io.BytesIO(), UserCode()
         try:
-            _Pickler(stream, self._keys, buffers).dump(value)
+            with _by_value(self._by_value):
+                _Pickler(stream, self._keys, buffers, self._by_value, code).dump(value)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
-                f"the graph can't be pickled, as it has to be for the workers: {error}; "
-                "what its operations hold must be defined in a module, not inside a function"
+                f"the graph can't be pickled, as it has to be for the workers: {error}{self._advice()}"
             ) from error
+        code.describe()
         parts = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
         spans, end = [], 0
         for part in parts:
@@ -138,7 +156,16 @@ class Mirror:
         memory = segment.array((end,), np.dtype(np.uint8))
         for (at, length), part in zip(spans, parts, strict=True):
             memory[at : at + length] = np.frombuffer(part, np.uint8)
-        return Parcel(SharedArray(segment.key, "u1", (end,)), tuple(spans))
+        return code, Parcel(SharedArray(segment.key, "u1", (end,)), tuple(spans))
+
+    def _advice(self) -> str:
+        """Say what else helps where a module's code has to be sent."""
+        if not self._by_value:
+            return ""
+        return (
+            f" (the workers have another version of {', '.join(sorted(self._by_value))}, or none, so that its code has "
+            "to be sent: call synkhronos.close() and synkhronos.fork() again for workers that have the present one)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,42 +193,88 @@ class Receive:
     recursion_limit: int
     #: The master's.
     path: tuple[str, ...]
+    #: What the user's code that the parcel names is in the master.
+    code: tuple[tuple[Name, bytes], ...]
 
-    def run(self, rank: Rank) -> None:
-        """Keep the objects, and move the random generators among the new shared variables."""
+    def run(self, rank: Rank) -> set[str]:
+        """Keep the objects, and move the random generators among the new shared variables.
+
+        Returns
+        -------
+        set of str
+            The modules whose code some rank has otherwise; if there are any, no rank has kept anything.
+        """
+        if not rank.is_master:
+            sys.setrecursionlimit(max(self.recursion_limit, sys.getrecursionlimit()))
+            # What the master can import by now can be imported here.
+            sys.path[:] = self.path
+            importlib.invalidate_caches()
+        if self.code:
+            of_this_rank = () if rank.is_master else outdated(self.code)
+            of_all = set().union(*rank.exchange_known(of_this_rank))
+            if of_all:
+                return of_all
         if rank.is_master:
-            return
-        sys.setrecursionlimit(max(self.recursion_limit, sys.getrecursionlimit()))
-        # What the master can import by now can be imported here.
-        sys.path[:] = self.path
-        importlib.invalidate_caches()
-        try:
-            _, values, n_shareds = self.parcel.unpack(rank)
-        except (AttributeError, ImportError) as error:
-            raise RuntimeError(
-                f"{error}. A worker is a copy of the master as it was at fork(): the classes and functions that a "
-                "graph is made of have to be defined before fork(), or in a module that can be imported. Or call "
-                "close() and fork() again, now that they are there"
-            ) from error
+            return set()
+        _, values, n_shareds = self.parcel.unpack(rank)
         for key, value in values:
             rank.store[key] = _Kept(value)
         _move_generators([shared for _, shared in values[:n_shareds]], rank)
         for _, value in values[n_shareds:]:
             value.settle()
+        return set()
 
 
-class _Pickler(pickle.Pickler):
-    """Writes the key of a shared variable in its place."""
+@contextlib.contextmanager
+def _by_value(modules: Iterable[str]) -> Iterator[None]:
+    """Have cloudpickle send the code of these modules, rather than their names, meanwhile."""
+    before = cloudpickle.list_registry_pickle_by_value()
+    added = [sys.modules[name] for name in modules if name in sys.modules and name not in before]
+    try:
+        for module in added:
+            cloudpickle.register_pickle_by_value(module)
+        yield
+    finally:
+        for module in added:
+            cloudpickle.unregister_pickle_by_value(module)
 
-    def __init__(self, stream: io.BytesIO, keys: Any, buffers: list[pickle.PickleBuffer]):
+
+class _Pickler(cloudpickle.Pickler):
+    """Writes the key of a shared variable in its place, and code that can't be imported as it is.
+
+    Parameters
+    ----------
+    stream : file
+    keys : WeakKeys
+        Of shared variables.
+    buffers : list
+        Takes the arrays.
+    by_value : set of str
+        Modules whose code is sent.
+    code : UserCode
+        Takes the user's classes and functions.
+    """
+
+    def __init__(
+        self,
+        stream: io.BytesIO,
+        keys: Any,
+        buffers: list[pickle.PickleBuffer],
+        by_value: set[str],
+        code: UserCode,
+    ):
         super().__init__(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
-        self._keys = keys
+        self._keys, self._by_value, self._code = keys, by_value, code
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type | FunctionType) and is_the_users(value.__module__):
+            by_name = value.__module__ not in self._by_value and is_importable(value)
+            self._code.add(value, by_name)
+            return value.__qualname__ if by_name else super().reducer_override(value)
         # A JAX array would start JAX where it is unpickled; the host's copy of it does not.
         if type(value).__module__.startswith("jaxlib") and hasattr(value, "__array__"):
             return np.asarray(value).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        return NotImplemented
+        return super().reducer_override(value)
 
     def persistent_id(self, value: Any) -> Any:
         if getattr(value, "container", None) is None:  # quick: this is asked of every object in the graph

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from time import perf_counter
 
+from synkhronos.ranks.interrupts import undisturbed
 from synkhronos.ranks.segments import map_file
 
 #: Bytes of the mailbox; a longer command travels in a shared segment of its own.
@@ -185,8 +186,9 @@ class Control:
         allowed = os.sched_getaffinity(0)
         free = {number for number in allowed if number + 1 not in taken}
         if free:
-            os.sched_setaffinity(0, free)
-            os.sched_setaffinity(0, allowed)
+            with undisturbed():  # or it would stay bound
+                os.sched_setaffinity(0, free)
+                os.sched_setaffinity(0, allowed)
             self.core[me] = current_core()
 
 

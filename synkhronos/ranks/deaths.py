@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-from synkhronos.ranks.interrupts import put_back
+from synkhronos.ranks.interrupts import handler_of, put_back, set_handler
 
 #: Seconds that a process may take from closing its files to its end.
 _LAST_MOMENTS = 1.0
@@ -74,12 +74,12 @@ class DeathWatch:
         """Watch processes, each with this end of its socket pair."""
         if not workers or sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
             return
-        before = signal.getsignal(signal.SIGURG)
+        before = handler_of(signal.SIGURG)
         if isinstance(getattr(before, "__self__", None), DeathWatch):
             before = signal.SIG_DFL  # of ranks that were closed in a thread
         if before not in (signal.SIG_DFL, signal.SIG_IGN):
             return  # somebody else's
-        signal.signal(signal.SIGURG, self._hear)
+        set_handler(signal.SIGURG, self._hear)
         self._before = before
         for pid, channel in workers.items():
             self._watched[pid] = channel

@@ -1,11 +1,11 @@
-"""Holds Ctrl-C back where half a step must not be left.
+"""Holds signals back where half a step must not be left.
 
-`uninterrupted`
-    A block of code that a KeyboardInterrupt follows, rather than cuts short.
 `undisturbed`
-    The same for whatever Python's signal handlers may raise.
-`put_back`
-    Take a signal's handler away, though such a block may be on.
+    A block of code that signals' handlers follow, rather than cut short.
+`handler_of`, `set_handler`, `put_back`
+    Read and change a signal's handler, though such a block may be on.
+
+Any handler may raise: KeyboardInterrupt is only the best known.  A time limit's (``signal.alarm``) raises too.
 """
 
 from __future__ import annotations
@@ -14,26 +14,28 @@ import _signal  # type: ignore[import-not-found]  # typeshed has no stubs of it
 import signal
 import threading
 import time
-from collections.abc import Iterable
 from types import FrameType
 from typing import Any, Self
 
 # Those of `signal` make enums of what goes in and comes out, which takes ten times as long.
 _handler_of, _handle = _signal.getsignal, _signal.signal
 
-#: Seconds after which `uninterrupted.relent` gives in.
+#: Seconds after which `undisturbed.relent` gives in.
 PATIENCE = 2.0
 
 
-class uninterrupted:  # noqa: N801
-    """Hold SIGINT back until the end of the ``with`` block.
+_SIGNALS = [int(number) for number in signal.valid_signals()]
 
-    Blocking the signal would not do: where there are other threads (a BLAS has some), the system hands it to one of
-    them, and Python's handler runs in the main thread all the same.  In other threads handlers never run, and there
-    is nothing to hold back.  Only for what takes a moment.
+
+class undisturbed:  # noqa: N801 - a block, as the functions of contextlib are
+    """Hold all signals that Python handles back until the end of the ``with`` block.
+
+    Blocking the signals would not do: where there are other threads (a BLAS has some), the system hands them to one of
+    those, and Python's handler runs in the main thread all the same.  In other threads handlers never run, and there
+    is nothing to hold back.
+
+    Only for what takes a moment, and for longer where that is C's time anyway: while XLA compiles, say.
     """
-
-    signals: Iterable[int] = (int(signal.SIGINT),)
 
     def __enter__(self) -> Self:
         #: Signals that have been held back, and when the first came.
@@ -51,7 +53,7 @@ class uninterrupted:  # noqa: N801
         return self
 
     def _take_over(self) -> None:
-        for number in self.signals:
+        for number in _SIGNALS:
             handler = _handler_of(number)
             if callable(handler):  # else it is ignored, or fatal, or somebody's who is not Python
                 self._handlers[number] = handler
@@ -69,6 +71,11 @@ class uninterrupted:  # noqa: N801
             came, self._came = self._came, []
             self._raise(came)
 
+    @property
+    def came(self) -> bool:
+        """Whether a signal is held back."""
+        return bool(self._came)
+
     def renew(self) -> None:
         """Begin `PATIENCE` anew, for the wait that comes now: what was before it took its time."""
         if self._came:
@@ -78,11 +85,6 @@ class uninterrupted:  # noqa: N801
         """Hold nothing back any more if something has been for `PATIENCE` seconds: for a wait inside the block."""
         if self._came and time.monotonic() > self._since + PATIENCE:
             self._leave()
-
-    def put_back(self, number: int, handler: Any, before: Any) -> None:
-        """Have another handler of a signal come back after the block than the one that was there."""
-        if self._handlers.get(number) == handler:
-            self._handlers[number] = before
 
     def _restore(self, handlers: list[tuple[int, Any]]) -> None:
         for i, (number, handler) in enumerate(handlers):
@@ -116,19 +118,26 @@ class uninterrupted:  # noqa: N801
             handler(number, frame)
 
 
-class undisturbed(uninterrupted):  # noqa: N801 - a block, as the functions of contextlib are
-    """Hold back all signals that Python handles, for what must not raise: a function that is called from C.
+def handler_of(number: int) -> Any:
+    """Return a signal's handler: the one that comes back after the blocks that are on."""
+    handler = _handler_of(number)
+    while isinstance(block := getattr(handler, "__self__", None), undisturbed):
+        handler = block._handlers[number]
+    return handler
 
-    For longer than a moment only where that is C's time anyway: while XLA compiles, say.
-    """
 
-    signals = [int(number) for number in signal.valid_signals()]
+def set_handler(number: int, handler: Any) -> None:
+    """Set a signal's handler; while blocks are on, the one that comes back after them."""
+    block = getattr(_handler_of(number), "__self__", None)
+    if not isinstance(block, undisturbed):
+        signal.signal(number, handler)
+        return
+    while isinstance(outer := getattr(block._handlers[number], "__self__", None), undisturbed):
+        block = outer
+    block._handlers[number] = handler
 
 
 def put_back(number: int, handler: Any, before: Any) -> None:
     """Have a signal's handler be what it was before it was ``handler``; if that isn't the handler now, leave it."""
-    now = _handler_of(number)
-    if now == handler:
-        signal.signal(number, before)
-    elif isinstance(getattr(now, "__self__", None), uninterrupted):
-        now.__self__.put_back(number, handler, before)
+    if handler_of(number) == handler:
+        set_handler(number, before)

@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 import posix_ipc
 
-from synkhronos.ranks.interrupts import uninterrupted
+from synkhronos.ranks.interrupts import undisturbed
 
 _ANNOUNCEMENT = struct.Struct("=QQ")  # key, bytes
 #: The user may have given SIGPIPE its deadly meaning back.
@@ -51,7 +51,7 @@ def create_unlinked(nbytes: int) -> io.FileIO:
     The pages are allocated here and now: a full ``/dev/shm`` is a MemoryError in this call, not a bus error
     at some later write.
     """
-    with uninterrupted():
+    with undisturbed():
         file = io.FileIO(_open_unlinked(), "r+")  # closed with the last reference, whatever happens
     try:
         if hasattr(os, "posix_fallocate"):

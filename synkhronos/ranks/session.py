@@ -30,7 +30,7 @@ from synkhronos.ranks import worker
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN, Control
 from synkhronos.ranks.deaths import DeathWatch, has_ended
 from synkhronos.ranks.errors import UNKNOWN, Cancelled, Report, WorkerError, cause_of_death
-from synkhronos.ranks.interrupts import uninterrupted
+from synkhronos.ranks.interrupts import undisturbed
 from synkhronos.ranks.rank import Command, Rank, nobody_has_died
 from synkhronos.ranks.segments import Segment, SharedArray, announce, create_unlinked
 from synkhronos.ranks.threads import ThreadShare, available_cores
@@ -75,9 +75,13 @@ class Session:
     timeout : float or None
         Seconds that the master waits for the others in one command, None for ever; in a task, since a rank's last
         progress.
-    turn : threading.RLock
-        Held while a command is prepared and run: one at a time.  In a ``with`` statement of its own, which lets go of
-        it whenever an interrupt comes; ``settle()`` is the next thing to do.
+
+    What uses the ranks begins with two lines, which let in one call at a time, whatever threads and handlers do::
+
+        with session.turn:
+            session.settle()
+
+    Users' calls begin so; what these call in the library counts on it.
     """
 
     def __init__(self, size: int, root: int, timeout: float | None = None, fresh: bool = False):
@@ -86,7 +90,7 @@ class Session:
         self._began = 0.0
         self._pickled: dict[Any, bytes] = {}
         self.owner = os.getpid()
-        self.turn = threading.RLock()
+        self._turn = threading.RLock()
         self.closed: str | None = None
         self._command = 0
         self._running = False
@@ -109,8 +113,8 @@ class Session:
 
     def start(self, profile: bool) -> None:
         """Fork the workers.  If that fails half-way, `close` ends those that there are."""
-        # An interrupt has to wait: a child must not be forgotten, nor begin as a second master.
-        with uninterrupted():
+        # Signals have to wait: a child must not be forgotten, nor begin as a second master.
+        with undisturbed():
             for number in range(self.size):
                 if number != self.rank.number:
                     self._start_worker(number, profile)
@@ -148,8 +152,44 @@ class Session:
 
     # -- commands --------------------------------------------------------------------------------------------
 
+    @property
+    def turn(self) -> contextlib.AbstractContextManager[Any]:
+        """The lock that one call at a time holds, from checking its arguments to its results.
+
+        Written in C: a ``with`` statement takes it and gives it back with no moment between at which a signal's handler
+        could raise.
+
+        Raises
+        ------
+        RuntimeError
+            If this thread holds it: it is in the middle of another call.
+        """
+        if self._is_my_turn():
+            raise RuntimeError(_ANOTHER)
+        return self._turn
+
+    @property
+    def inner_turn(self) -> contextlib.AbstractContextManager[Any]:
+        """The same lock, for a command that leaves alone what a call prepares: it may run in the middle of that.
+
+        Raises
+        ------
+        RuntimeError
+            If this thread is in the middle of another command.
+        """
+        if self._running and self._is_my_turn():
+            raise RuntimeError(_ANOTHER)
+        return self._turn
+
+    def _is_my_turn(self) -> bool:
+        """Whether this thread holds the turn."""
+        owned: bool = self._turn._is_owned()  # type: ignore[attr-defined] # as threading.Condition asks
+        return owned
+
     def run(self, command: Command) -> Any:
         """Run a command on every rank, and return what the master's part returns.
+
+        The turn has to be held.
 
         Raises
         ------
@@ -158,25 +198,22 @@ class Session:
         BaseException
             Whatever the master's own part raised.
         """
-        with self.turn:
-            self.settle()
-            if self._garbage or self._stored_garbage:
-                self._release_garbage()
-            result = self._run(command)
-        return result
+        self.flush()
+        return self._run(command)
 
     def settle(self) -> None:
-        """Return when no rank is busy; an interrupt may have left the workers with a command to finish.
+        """Begin a turn: return when no rank is busy; an interrupt may have left the workers with a command to finish.
 
-        To be called before anything is written where ranks may still be reading.
+        Nothing may be written before where ranks may still be reading.
         """
+        self._running = False  # whatever an interrupt has left: nobody runs a command but in the turn
+        self._wait_until_idle()
+
+    def _wait_until_idle(self) -> None:
         if self.closed is not None:
             raise RuntimeError(self.closed)
         if self._running:
-            raise RuntimeError(
-                "another command is running: a call of this library came from within it (a finalizer, a signal "
-                "handler, an operation's own code); make it when that one has returned"
-            )
+            raise RuntimeError(_ANOTHER)
         if self._orphaned:
             self._release_orphaned()
         self._join()
@@ -204,8 +241,12 @@ class Session:
                 deaths.at_work = 0
             except BaseException as error:
                 deaths.at_work = 0
-                if self.closed is not None:  # a worker died, and there is nobody left to tell
-                    raise
+                if self.closed is not None:  # there is nobody left to tell
+                    if isinstance(error, WorkerError) or not isinstance(error, Exception):
+                        raise
+                    raise RuntimeError(f"while this call ran, {self.closed}") from (
+                        None if isinstance(error, Cancelled) else error
+                    )
                 control.words[Control.FAILED] = number
                 control.ring_all()
                 mine = error
@@ -371,7 +412,10 @@ class Session:
         raise WorkerError(message, number)
 
     def close(self, kill: bool = False) -> None:
-        """End the workers and give back all shared memory.  Does nothing the second time."""
+        """End the workers and give back all shared memory.  Does nothing the second time.
+
+        Another thread's call gets `GRACE` seconds to end, and then an error.
+        """
         if self.closed is not None:
             return
         if os.getpid() != self.owner:  # a process that the user forked from the master: the ranks aren't its own
@@ -379,47 +423,61 @@ class Session:
                 "the ranks belong to the process that called synkhronos.fork(): call it here for ranks of its own"
             )
             return
-        self._deaths.at_work = 0
+        is_mine = False
         try:
+            # In the middle of a call of this thread's, too: a signal's handler may close, and exit.
+            is_mine = self._turn.acquire(timeout=GRACE)
+            kill = kill or not is_mine
+            self._deaths.at_work = 0
             if not kill:
                 for finish in self.rank.before_end:
                     finish()
                 # Workers busy with what an interrupt left get their time, and no more.
                 self._join(GRACE)
                 kill = self._busy()
-                if not kill:
-                    # Not joined, as other commands are: one that is stopped would never come.
-                    self._command += 1
-                    self._post(self._command, worker.Exit())
         except Exception as error:
             kill = True
-            _log.debug("a worker did not take the command to end: %s", error)
+            _log.debug("a worker can't end by itself: %s", error)
         except BaseException:
             kill = True
             raise
         finally:
-            if self.closed is None:
-                self.closed = "the ranks were closed: call synkhronos.fork() first"
-                try:
-                    self.rank.give_up()
-                    self._end_children(0.0 if kill else GRACE)
-                finally:
-                    with uninterrupted():
-                        self._end_children(0.0)  # an interrupt may have cut the waiting short
-                        self._free()
+            try:
+                self._end(kill)
+            finally:
+                if is_mine:
+                    self._turn.release()
 
-    def _end_children(self, grace: float) -> None:
-        deadline = time.monotonic() + grace
-        while self._children:
-            number, pid = next(iter(self._children.items()))
-            while _ended(pid) is None:
-                if time.monotonic() > deadline:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                    _wait_for(pid)
-                    break
-                time.sleep(0.001)
-            self._children.pop(number, None)
+    def _end(self, kill: bool) -> None:
+        """End the workers, and free what there is: all of it, or nothing where a signal comes before it begins.
+
+        A signal that comes meanwhile cuts the workers' time short.
+        """
+        with undisturbed() as signals:
+            if self.closed is not None:
+                return
+            if not kill:
+                # Not joined, as other commands are: one that is stopped would never come.
+                self._command += 1
+                try:
+                    self._post(self._command, worker.Exit())
+                except OSError as error:  # of the segments that are to be announced with it
+                    kill = True
+                    _log.debug("a worker did not take the command to end: %s", error)
+            self.closed = "the ranks were closed: call synkhronos.fork() first"
+            self.rank.give_up()
+            deadline = time.monotonic() + (0.0 if kill else GRACE)
+            while self._children:
+                number, pid = next(iter(self._children.items()))
+                while _ended(pid) is None:
+                    if signals.came or time.monotonic() > deadline:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+                        _wait_for(pid)
+                        break
+                    time.sleep(0.001)
+                self._children.pop(number, None)
+            self._free()
 
     def tell_at_close(self, owner: Any) -> None:
         """Call ``owner.session_closed()`` when the ranks end, if the owner is still there."""
@@ -439,7 +497,7 @@ class Session:
         self.rank.store.clear()
         self._owned.clear()
         # This session's own methods: cycles that would keep the memory a while.
-        self.rank.watch = _nobody_to_watch
+        self.rank.watch = _leave
         self.rank.bereft = nobody_has_died
         self.rank.threads.restore()
 
@@ -447,6 +505,8 @@ class Session:
 
     def create_segment(self, nbytes: int) -> Segment:
         """Make shared memory that every rank finds under the returned segment's key from the next command on.
+
+        The turn has to be held.
 
         Raises
         ------
@@ -469,7 +529,7 @@ class Session:
             self.run(Release([], []))  # frees what was let go, and closes the files that wait to be announced
             file = create_unlinked(nbytes)
         segment = Segment(self._last_key + 1, file.fileno(), nbytes)
-        with uninterrupted():  # a worker would wait for ever for a key that is never announced
+        with undisturbed():  # a worker would wait for ever for a key that is never announced
             self._last_key += 1
             self.rank.segments.add(segment)
             if self._children:
@@ -511,11 +571,10 @@ class Session:
         self._owned[what, key] = weakref.KeyedRef(owner, self._orphaned.append, (what, key))
 
     def flush(self) -> None:
-        """Have the workers let go, now, of what was released."""
-        with self.turn:
-            self.settle()
-            if self._garbage or self._stored_garbage:
-                self._release_garbage()
+        """Have the workers let go, now, of what was released; the turn has to be held."""
+        self._wait_until_idle()
+        if self._garbage or self._stored_garbage:
+            self._release_garbage()
 
     def _release_orphaned(self) -> None:
         while self._orphaned:
@@ -530,8 +589,9 @@ class Session:
         del self._garbage[: len(release.segments)], self._stored_garbage[: len(release.stored)]
 
 
-def _nobody_to_watch() -> None:
-    """Stand where a closed session has no workers."""
+def _leave() -> None:
+    """End what still waits in a session that is closed: another thread's call, or the one that a handler closed in."""
+    raise Cancelled
 
 
 def _ended(pid: int) -> int | None:
@@ -555,6 +615,10 @@ def _wait_for(pid: int) -> None:
         os.waitpid(pid, 0)
 
 
+_ANOTHER = (
+    "another call is under way: this one came from within it (from a signal's handler, a finalizer, an operation's own "
+    "code); make it when that one has returned.  A handler can set a flag, to be looked at between calls"
+)
 _current: Session | None = None
 
 
@@ -597,15 +661,19 @@ def fork(
         )
     atexit.unregister(close)
     atexit.register(close)
-    session = Session(size, root, timeout, fresh)
-    # Before there is a worker: whatever interrupts this, somebody knows of those that there are.
-    _current = session
+    session: Session | None = None
     try:
+        # Whatever interrupts this, somebody knows of the workers, and of what has been changed in this process.
+        with undisturbed():
+            session = _current = Session(size, root, timeout, fresh)
         session.start(profile)
         if first is not None:
-            session.run(first)
+            with session.turn:
+                session.settle()
+                session.run(first)
     except BaseException:
-        session.close(kill=True)
+        if session is not None:
+            session.close(kill=True)
         raise
     return session
 

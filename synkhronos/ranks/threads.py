@@ -12,6 +12,8 @@ import os
 
 import threadpoolctl
 
+from synkhronos.ranks.interrupts import undisturbed
+
 #: Read by the libraries named when they are loaded, so these reach what a worker imports later.
 _VARIABLES = (
     "OMP_NUM_THREADS",
@@ -55,7 +57,8 @@ class ThreadShare:
         To be called again when a function has run for the first time: its compiler may have loaded another BLAS.
         """
         if any(pool["num_threads"] > self.threads for pool in threadpoolctl.threadpool_info()):
-            self._limits.append(threadpoolctl.threadpool_limits(limits=self.threads))
+            with undisturbed():  # what is not noted is never put back
+                self._limits.append(threadpoolctl.threadpool_limits(limits=self.threads))
 
     def restore(self) -> None:
         """Give the thread pools what they had before."""

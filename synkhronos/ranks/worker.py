@@ -24,6 +24,8 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass
+from functools import partial
+from types import FrameType
 from typing import NoReturn
 
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, SLOT, Control
@@ -38,6 +40,8 @@ IDLE_POLL = 0.5
 KEPT = 32
 #: Bytes up to which one is kept.
 LONGEST_KEPT = 1 << 14
+#: Signals that a closed terminal and a scheduler send to every process of a program: "end", "save now".
+_SENT_TO_ALL = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _PR_SET_PDEATHSIG = 1
 
 
@@ -82,7 +86,7 @@ def main(
     code = 1
     try:
         _end_with_the_master(master, in_main_thread)
-        _leave_the_masters_things(channel)
+        _leave_the_masters_things(channel, master)
 
         def watch() -> None:
             if os.getppid() != master:
@@ -132,9 +136,9 @@ def start_anew(
     for file in files:
         os.set_inheritable(file, True)
     try:
-        # `main` lets interrupts through once it ignores them.
+        # `main` lets them through once it ignores them.
         return os.posix_spawn(
-            sys.executable, [*arguments, json.dumps(settings)], os.environ, setsigmask=[signal.SIGINT]
+            sys.executable, [*arguments, json.dumps(settings)], os.environ, setsigmask={signal.SIGINT, *_SENT_TO_ALL}
         )
     finally:
         for file in files:
@@ -203,13 +207,15 @@ def _serve(rank: Rank, channel: socket.socket) -> None:
             return
 
 
-def _leave_the_masters_things(channel: socket.socket) -> None:
+def _leave_the_masters_things(channel: socket.socket, master: int) -> None:
     """Part from what this process inherited and must not touch: signals, sockets, files, objects to collect."""
-    # Ctrl-C goes to every process of the terminal, and it is the master who decides what it means.
     signal.set_wakeup_fd(-1)
+    # Ctrl-C goes to every process of the terminal, and it is the master who decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    for name in ("TERM", "HUP", "CHLD", "ALRM", "USR1", "USR2", "URG"):
+    for number in _SENT_TO_ALL:
+        signal.signal(number, partial(_do_as_the_master, master))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *_SENT_TO_ALL})
+    for name in ("CHLD", "ALRM", "URG"):
         signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
 
     # Objects made before the fork are the master's: no finalizer of theirs may run here because a cycle was found.
@@ -232,6 +238,18 @@ def _leave_the_masters_things(channel: socket.socket) -> None:
     # A notebook's sys.stdout sends to the notebook through one of those sockets.
     for fd, name in ((1, "stdout"), (2, "stderr")):
         setattr(sys, name, open(fd, "w", buffering=1, errors="backslashreplace", closefd=False))
+
+
+def _do_as_the_master(master: int, number: int, frame: FrameType | None) -> None:
+    """End by a signal, unless the master handles or ignores it: then it goes on, and needs its workers."""
+    try:
+        with open(f"/proc/{master}/status") as status:
+            masks = [int(line.split()[1], 16) for line in status if line.startswith(("SigIgn", "SigCgt"))]
+    except OSError:  # the master has ended, or the system doesn't say
+        masks = []
+    if not any(mask >> number - 1 & 1 for mask in masks):
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 def _end_with_the_master(master: int, in_main_thread: bool) -> None:

@@ -144,8 +144,10 @@ class Press:
 
     LOOKS = ("RESUME", "CALL", "JUMP_BACKWARD")
 
-    def __init__(self, at: int):
+    def __init__(self, at: int, number: int = signal.SIGINT):
         self.at = self.left = at
+        self.number = number
+        self.pid = os.getpid()
         self.place = ""
         self._last: dict[int, str] = {}
 
@@ -175,15 +177,27 @@ class Press:
             self._last[id(frame)] = now
             if before.startswith(self.LOOKS):
                 self.left -= 1
-                if self.left == -1:
+                if self.left == -1 and os.getpid() == self.pid:  # workers inherit what traces
                     self.place = f"{frame.f_code.co_qualname}:{frame.f_lineno}, {frame.f_code.co_filename}"
-                    signal.raise_signal(signal.SIGINT)
+                    signal.raise_signal(self.number)
         return self._traced
 
 
-def at_every_moment(what: str, first: int = 0, step: int = 1) -> None:
-    """Press Ctrl-C at each moment of an action in turn at which it can come, and see each time whether all works."""
+class TimeLimit(Exception):
+    """What the handler of a time limit raises."""
+
+
+def _limit(number: int, frame: Any) -> None:
+    raise TimeLimit
+
+
+def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = False) -> None:
+    """Press Ctrl-C at each moment of an action in turn at which it can come, and see each time whether all works.
+
+    Or have a time limit end there (``limit``), which raises another exception from another signal.
+    """
     inside.instrument()
+    signal.signal(signal.SIGALRM, _limit)
     before = start()
     lost, wrong, presses = [], [], 0
     made: dict[str, Any] = {}
@@ -203,6 +217,8 @@ def at_every_moment(what: str, first: int = 0, step: int = 1) -> None:
         "first call": lambda: Work().call(),
         "collective": lambda: synk.all_reduce(made["work"].big, "sum"),
         "data": lambda: synk.data(np.ones(9)).set_length(5000),
+        "free": lambda: synk.data(np.ones(5000)).free_memory(),
+        "broadcast": lambda: synk.broadcast(made["work"].big, np.ones(made["work"].big.get_value().shape)),
         "fork": lambda: synk.fork(2, use_gpu=False),
         "close": synk.close,
         "call again": lambda: made["work"].call(),
@@ -215,7 +231,7 @@ def at_every_moment(what: str, first: int = 0, step: int = 1) -> None:
         else:
             forked()
         error = None
-        press = Press(k)
+        press = Press(k, signal.SIGALRM if limit else signal.SIGINT)
         if what.endswith("again"):  # once in the master's own part, and a second time at each moment after that
             inside.PLANS["perform" if what.startswith("call") else "chunk"] = 0, "interrupt"
             inside.INTERRUPTED = press.begin
@@ -232,7 +248,7 @@ def at_every_moment(what: str, first: int = 0, step: int = 1) -> None:
         presses += 1
         if error is None:
             lost.append(press.place)
-        elif error != "KeyboardInterrupt()":
+        elif error != ("TimeLimit()" if limit else "KeyboardInterrupt()"):
             wrong.append((error, press.place))
         if what == "fork" and _current() is not None:
             wrong.append(("ranks run after a fork that was interrupted", press.place))
@@ -330,6 +346,29 @@ def at_random(seed: int, times: int) -> None:
     tell("works", right=right(2), **attempt(work.check))
     ranks.session().flush()
     kept.clear()
+    synk.close()
+    vars(work).clear()
+    tell("closed", before=before, after=footprint())
+
+
+def signalled(name: str, how: str) -> None:
+    """Get a signal with all other processes of this program, and gather from the handler's flag."""
+    number, came = signal.Signals[name], []
+    handler: Any = signal.SIG_IGN if how == "ignored" else lambda *_: came.append(1)
+    if how in ("handled", "ignored"):
+        signal.signal(number, handler)
+    before = start()
+    synk.fork(N, use_gpu=False)
+    if how == "handled since":
+        signal.signal(number, handler)
+    work = Work()
+    work.check()
+    tell("ready")
+    hold("python")
+    for _ in range(5):
+        work.call()
+    tell("handled", count=len(came))
+    tell("works", right=right(N), **attempt(work.check))
     synk.close()
     vars(work).clear()
     tell("closed", before=before, after=footprint())

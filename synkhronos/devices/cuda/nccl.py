@@ -24,7 +24,7 @@ import numpy as np
 from synkhronos.devices.cuda.staging import Part, Staging, check
 from synkhronos.devices.host import Layout
 from synkhronos.ranks import Cancelled, Rank
-from synkhronos.ranks.interrupts import uninterrupted
+from synkhronos.ranks.interrupts import undisturbed
 
 #: NCCL's numbers for dtypes (ncclDataType_t).
 DTYPES = {
@@ -175,7 +175,7 @@ class NcclCommunicator:
 
     def abort(self) -> None:
         """Give up the connection, and what is on its way."""
-        with uninterrupted():  # in between nobody knows of the connection, and what waits on it would do so for ever
+        with undisturbed():  # in between nobody knows of the connection, and what waits on it would do so for ever
             with self._swap:  # by one thread alone
                 comm, self._comm, self.epoch = self._comm, None, 0
                 self._under_way = self._exposed = 0

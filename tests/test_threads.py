@@ -1,0 +1,217 @@
+"""Calls from several threads, and from signals' handlers: one at a time, and none with another's numbers."""
+
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from library import DEVICE, INTERPRETED, NAME, shared, tensor
+
+import synkhronos as synk
+
+if NAME == "pytensor":
+    from pytensor.graph.basic import Apply
+    from pytensor.graph.op import Op
+else:
+    from theano.gof import Apply, Op
+
+
+class Sleep(Op):
+    """Returns its argument, after some seconds."""
+
+    __props__ = ("seconds",)
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def make_node(self, x):
+        return Apply(self, [x], [x.type()])
+
+    def perform(self, node, inputs, outputs):
+        deadline = time.monotonic() + self.seconds
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
+        outputs[0][0] = inputs[0]
+
+
+def summing():
+    x = tensor.dvector("x")
+    return synk.function([x], (x.sum(), "sum"))
+
+
+def in_threads(*calls):
+    """Run calls side by side, and return what each raised, or None."""
+    raised = [None] * len(calls)
+
+    def guarded(i):
+        try:
+            calls[i]()
+        except BaseException as error:
+            raised[i] = error
+
+    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def test_threads_that_make_data_do_not_share_its_memory(fork):
+    fork(3)
+    total = summing()
+    total(np.ones(3))
+    made = [[], []]
+
+    def make(which):
+        for i in range(30):
+            made[which].append((synk.data(np.full(50 + i, which * 100.0 + i)), (50 + i) * (which * 100.0 + i)))
+
+    assert in_threads(lambda: make(0), lambda: make(1)) == [None, None]
+    for array, expected in made[0] + made[1]:
+        assert float(total(array)) == expected
+
+
+def test_a_thread_makes_and_fills_the_next_batch(fork):
+    fork(2)
+    total = summing()
+    total(np.ones(3))
+    ready, n = [], 40
+
+    def prefetch():
+        for i in range(n):
+            array = synk.data(np.full(10 + i, float(i)))
+            array.set_length(11 + i)
+            ready.append((array, i * (10.0 + i)))
+            if i > 1:
+                ready[i - 2][0].free_memory()
+
+    def train():
+        ones = synk.data(np.ones(100))
+        while len(ready) < n:
+            assert float(total(ones)) == 100
+
+    assert in_threads(prefetch, train) == [None, None]
+    for array, expected in ready[-2:]:
+        assert float(total(array)) == expected
+
+
+def test_threads_run_collectives_and_functions_in_turn(fork):
+    fork(2)
+    total, x = summing(), tensor.dvector("x")
+    w = shared(np.zeros(3), "w")
+    add = synk.function([x], updates=[(w, w + x.sum())])
+
+    def reduce():
+        for _ in range(20):
+            synk.all_reduce(w, "max")
+
+    def call():
+        for i in range(20):
+            assert float(total(np.full(7, float(i)))) == 7 * i
+            add(np.ones(4))
+
+    assert in_threads(reduce, call, reduce) == [None] * 3
+    synk.all_reduce(w, "max")
+    assert len(np.unique(synk.gather(w))) == 1
+
+
+def test_a_handler_that_calls_what_is_being_called_is_refused(fork):
+    fork(2)
+    total = summing()
+    total(np.ones(3))
+    refused, inside, wrong = [], [], []
+
+    def handle(number, frame):
+        # Of another length, so that it would show if this took the memory that the other call's input lies in.
+        try:
+            inside.append(float(total(np.full(5, 1000.0))) == 5000)
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        for i in range(600):
+            signal.setitimer(signal.ITIMER_REAL, 1e-5 + i % 50 * 2e-5)
+            value = float(total(np.full(4 + i % 3, float(i))))
+            wrong += [i] if value != (4 + i % 3) * i else []
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert not wrong
+    assert refused and all("another call is under way" in text and "set a flag" in text for text in refused)
+    assert all(inside)
+
+
+def test_data_made_by_a_handler_is_refused_in_a_call(fork):
+    fork(2)
+    x = tensor.dvector("x")
+    f = synk.function([x], (Sleep(0.3)(x).sum(), "sum"), mode=INTERPRETED)
+    f(np.ones(2))
+    told = []
+
+    def handle(number, frame):
+        with pytest.raises(RuntimeError, match="another call is under way"):
+            synk.data(np.ones(3))
+        told.append(1)
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        assert float(f(np.ones(4))) == 4
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert told
+
+
+@pytest.mark.new_ranks
+@pytest.mark.parametrize("seconds", [0.5, 6])
+def test_close_gives_another_threads_call_two_seconds(fork, seconds):
+    if DEVICE != "host":
+        pytest.skip("what computes on a GPU is not interrupted")
+    fork(2)
+    x = tensor.dvector("x")
+    f = synk.function([x], (Sleep(seconds)(x).sum(), "sum"), mode=INTERPRETED)
+    outcome = []
+
+    def call():
+        try:
+            outcome.append(float(f(np.ones(4))))
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    time.sleep(0.25)
+    started = time.monotonic()
+    synk.close()
+    assert time.monotonic() - started < 4
+    thread.join()
+    if seconds < 1:
+        assert outcome == [4.0]
+    else:
+        assert type(outcome[0]) is RuntimeError
+        assert "the ranks were closed" in str(outcome[0]) and "while this call ran" in str(outcome[0])
+    fork(2)
+    assert float(summing()(np.ones(3))) == 3
+
+
+@pytest.mark.new_ranks
+def test_a_handler_may_close_in_the_middle_of_a_call(fork):
+    fork(2)
+    x = tensor.dvector("x")
+    f = synk.function([x], (Sleep(1)(x).sum(), "sum"), mode=INTERPRETED)
+
+    def handle(number, frame):
+        synk.close()
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(RuntimeError, match="while this call ran, the ranks were closed"):
+            f(np.ones(4))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    fork(2)
+    assert float(summing()(np.ones(3))) == 3

@@ -1,0 +1,205 @@
+"""graphs/code.py: operations that users edit while ranks run."""
+
+import importlib
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from library import DEVICE, NAME, tensor
+
+import synkhronos as synk
+from synkhronos.graphs.code import UserCode, digest, is_the_users, outdated
+
+if NAME == "pytensor":
+    from pytensor.graph.basic import Apply
+    from pytensor.graph.op import Op
+else:
+    from theano.gof import Apply, Op
+
+pytestmark = pytest.mark.skipif(DEVICE != "host", reason="neither XLA nor a GPU has operations written in Python")
+IMPORTS = (
+    "from pytensor.graph.basic import Apply\nfrom pytensor.graph.op import Op"
+    if NAME == "pytensor"
+    else "from theano.gof import Apply, Op"
+)
+SOURCE = """
+FACTOR = {factor}
+
+def scaled(value):
+    return value * {scale}
+
+class Scale(Op):
+    def make_node(self, x):
+        return Apply(self, [x], [x.type()])
+
+    def perform(self, node, inputs, outputs):
+        outputs[0][0] = scaled(inputs[0]) * FACTOR
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Give what writes a module of the user's, with another name in each test."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    name = f"users_ops_{abs(hash(str(tmp_path)))}"
+
+    def write(factor=1.0, scale=2.0, tail=""):
+        source = IMPORTS + SOURCE.format(factor=factor, scale=scale) + textwrap.dedent(tail)
+        (tmp_path / f"{name}.py").write_text(source)
+        importlib.invalidate_caches()
+        return name
+
+    yield write
+    sys.modules.pop(name, None)
+    is_the_users.cache_clear()
+
+
+def scaling(operation):
+    x = tensor.dvector("x")
+    return synk.function([x], (operation(x), "gather"))
+
+
+def ones(f, n=5):
+    return f(np.ones(n)).tolist()
+
+
+def test_a_module_that_was_reloaded(fork, write):
+    module = importlib.import_module(write(scale=2.0))
+    fork(3)
+    old = scaling(module.Scale())
+    assert ones(old) == [2.0] * 5
+    write(scale=30.0)
+    importlib.reload(module)
+    assert ones(scaling(module.Scale())) == [30.0] * 5
+    # The old class finds the module's new function, as it does in the serial program.
+    assert ones(old) == [30.0] * 5
+
+
+def test_a_variable_of_the_module_that_has_changed(fork, write):
+    module = importlib.import_module(write())
+    fork(2)
+    f = scaling(module.Scale())
+    assert ones(f) == [2.0] * 5
+    for factor in (10.0, 7.0):
+        module.FACTOR = factor
+        assert ones(f) == [2 * factor] * 5
+    module.FACTOR = 3.0
+    assert ones(scaling(module.Scale())) == [6.0] * 5
+
+
+def test_a_method_that_was_replaced(fork, write):
+    module = importlib.import_module(write())
+    fork(2)
+    f = scaling(module.Scale())
+    assert ones(f) == [2.0] * 5
+
+    def perform(self, node, inputs, outputs):
+        outputs[0][0] = -inputs[0]
+
+    module.Scale.perform = perform
+    assert ones(f) == [-1.0] * 5
+
+
+def test_a_class_defined_again_under_its_name(fork):
+    def define(factor):
+        class Again(Op):
+            def make_node(self, x):
+                return Apply(self, [x], [x.type()])
+
+            def perform(self, node, inputs, outputs):
+                outputs[0][0] = inputs[0] * factor
+
+        Again.__qualname__ = "Again"
+        sys.modules[__name__].Again = Again
+
+    try:
+        define(2.0)
+        fork(3)
+        first = scaling(Again())  # noqa: F821
+        assert ones(first) == [2.0] * 5
+        define(3.0)
+        second = scaling(Again())  # noqa: F821
+        assert ones(second) == [3.0] * 5
+        assert ones(first) == [2.0] * 5
+    finally:
+        del sys.modules[__name__].Again
+
+
+def test_an_operation_from_a_folder_that_workers_do_not_know(fork, write):
+    fork(2)
+    module = importlib.import_module(write(factor=5.0))
+    assert ones(scaling(module.Scale())) == [10.0] * 5
+
+
+def test_an_operation_defined_in_a_function(fork):
+    class Negative(Op):
+        def make_node(self, x):
+            return Apply(self, [x], [x.type()])
+
+        def perform(self, node, inputs, outputs):
+            outputs[0][0] = -inputs[0]
+
+    fork(2)
+    assert ones(scaling(Negative())) == [-1.0] * 5
+
+
+def test_code_that_did_not_change_is_sent_once(fork, write, monkeypatch):
+    module = importlib.import_module(write(tail="def unused():\n    return FACTOR\n"))
+    fork(2)
+    f = scaling(module.Scale())
+    ones(f)
+    sent = []
+    monkeypatch.setattr(type(f), "_entered", lambda self, session: sent.append(self))
+    ones(f)
+    module.unused = None
+    importlib.reload(module)  # with the same code
+    assert ones(f) == [2.0] * 5
+    assert not sent
+
+
+def test_what_the_code_counts_is_its_own_business(fork, write):
+    module = importlib.import_module(
+        write(
+            tail="""
+            COUNT = 0
+
+            class Count(Scale):
+                def perform(self, node, inputs, outputs):
+                    global COUNT
+                    COUNT += 1
+                    outputs[0][0] = inputs[0] + COUNT
+            """
+        )
+    )
+    fork(2)
+    f = scaling(module.Count())
+    assert [ones(f, 2) for _ in range(3)] == [[2.0, 2.0], [3.0, 3.0], [4.0, 4.0]]
+
+
+def test_digests_tell_code_apart(write):
+    name = write()
+    module = importlib.import_module(name)
+    code = UserCode()
+    code.add(module.Scale, by_name=True)
+    code.describe()
+    assert not code.has_changed()
+    assert outdated(code.expected()) == ()
+    assert outdated([((name, "Missing"), b"")]) == (name,)
+    assert outdated([(("no_such_module", "Op"), b"")]) == ("no_such_module",)
+    before = digest(module.Scale)
+    for change in ("FACTOR", "scaled"):
+        old = getattr(module, change)
+        setattr(module, change, (lambda value: value) if callable(old) else np.float32(7))
+        assert digest(module.Scale) != before
+        assert outdated(code.expected()) == (name,)
+        setattr(module, change, old)
+        assert digest(module.Scale) == before
+    module.scaled.__code__ = module.scaled.__code__.replace(co_consts=(None, 5.0))
+    assert digest(module.Scale) != before
+
+
+def test_installed_code_is_not_the_users():
+    assert is_the_users(__name__)
+    assert not any(is_the_users(name) for name in ("json", "numpy", NAME, "synkhronos.data", "no_such_module", None))
