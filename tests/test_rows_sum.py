@@ -3,9 +3,9 @@
 import copy
 import os
 import pickle
+import signal
 import subprocess
 import sys
-import signal
 import threading
 
 import numpy as np

@@ -113,8 +113,8 @@ def is_the_users(module: str | None) -> bool:
     if module is None or module.partition(".")[0] in sys.stdlib_module_names:
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None:
-        return False
+    if file is None:  # made by hand
+        return module in sys.modules
     path = Path(file).resolve()
     return not ({"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(_PACKAGE))
 
