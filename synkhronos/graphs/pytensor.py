@@ -46,7 +46,10 @@ class PyTensor(GraphLibrary):
     def input(self, value: Any) -> Input:
         """Describe a variable, or an ``In``."""
         if isinstance(value, In):
-            return Input(value.variable, value.name, bool(value.mutable), value.strict, value.allow_downcast, (), value)
+            default = tuple(getattr(value, "default", ()))  # PyTensor's own has none
+            return Input(
+                value.variable, value.name, bool(value.mutable), value.strict, value.allow_downcast, default, value
+            )
         return Input(value, value.name, False, False, None, (), value)
 
     def output_variable(self, value: Any) -> Any:

@@ -1,5 +1,6 @@
 """What answers to ``import theano``: on PyTensor, beside Theano, and by ``python -m synkhronos``."""
 
+import importlib.util
 import json
 import os
 import pickle
@@ -20,6 +21,8 @@ import synkhronos.compat
 from synkhronos.compat.flags import Config, pytensor_flags
 from synkhronos.compat.hook import TreeFinder
 from synkhronos.graphs import library_of, loaded_libraries
+
+NEEDS_JAX = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
 
 
 def run(code, *arguments, **variables):
@@ -200,6 +203,88 @@ def test_functions_take_theanos_arguments():
     )
     assert f(np.ones(2), z=[1.0]) == 6 and w.get_value() == 2
     assert theano.function([], w, mode="FAST_RUN")() == 2 and w.get_value() == 3
+
+
+@pytest.mark.parametrize("mode", ["FAST_COMPILE", pytest.param("JAX", marks=NEEDS_JAX)])
+def test_inputs_have_default_values(mode):
+    import theano
+    import theano.tensor as T
+
+    x, rate = T.dscalars("x", "rate")
+    f = theano.function([x, theano.In(rate, value=0.5)], x * rate, mode=mode)
+    for g in (f, f.copy(), pickle.loads(pickle.dumps(f)) if mode != "JAX" else f):
+        assert [g(4), g(4, 2), g(4, rate=3), g(x=4), g(rate=1, x=4), g(4)] == [2, 8, 12, 2, 4, 2]
+        with pytest.raises(TypeError, match="Missing input"):
+            g()
+        with pytest.raises(ValueError, match="a half"):
+            g(4, "a half")
+        assert g(4) == 2
+    with pytest.raises(TypeError):
+        theano.In(T.iscalar(), value=0.5)
+
+
+def test_a_default_value_that_a_function_may_overwrite_stays():
+    import theano
+    import theano.tensor as T
+
+    x = T.dvector("x")
+    f = theano.function([theano.In(x, value=np.zeros(2), mutable=True)], x + 1, mode="FAST_RUN")
+    assert f().tolist() == f().tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("mode", ["FAST_COMPILE", pytest.param("JAX", marks=NEEDS_JAX)])
+def test_inputs_keep_what_updates_them(mode):
+    import theano
+    import theano.tensor as T
+
+    inc, state = T.iscalars("inc", "state")
+    f = theano.function([theano.In(inc, value=1), theano.In(state, value=0, update=state + inc)], state, mode=mode)
+    assert [f(), f(), f(10), f()] == [0, 1, 2, 12]
+
+
+def test_functions_of_all_ranks_have_default_values(fork):
+    import theano
+    import theano.tensor as T
+
+    fork(2)
+    x, rate = T.dmatrix("x"), T.dscalar("rate")
+    f = synk.function([x], (x.sum() * rate, "sum"), [theano.In(rate, value=2.0)])
+    rows = np.ones((4, 2))
+    assert [f(rows), f(rows, 3.0), f(rows, rate=5.0), f(rows), f.as_theano(rows)] == [16, 24, 40, 16, 16]
+
+
+@NEEDS_JAX
+def test_functions_return_numpy_arrays_in_jax_mode():
+    import theano
+    import theano.tensor as T
+
+    x, w = T.dvector("x"), theano.shared(np.ones(3), "w")
+    outputs = [T.argsort(x), T.argmax(x), x.shape[0], T.cast(x, "int8"), x > 1, x * w]
+    f = theano.function([x], outputs, updates=[(w, w + 1)], mode="JAX")
+    serial = theano.function([x], outputs, mode="FAST_COMPILE")([3.0, 1, 2])
+    results = f([3.0, 1, 2])
+    for result, expected in zip(results, serial, strict=True):
+        assert type(result) is np.ndarray and result.dtype == expected.dtype
+        np.testing.assert_array_equal(result, expected)
+    assert dict.fromkeys(results[0], "seen") == {0: "seen", 1: "seen", 2: "seen"}
+    results[-1][0] = 7  # nobody else's
+    for borrow in (False, True):
+        value = w.get_value(borrow=borrow)
+        assert type(value) is np.ndarray and value.tolist() == [2, 2, 2]
+        value[0] = 7
+    assert w.get_value().tolist() == [2, 2, 2]
+    assert type(x.sum().eval({x: [1.0, 2]}, mode="JAX")) is np.ndarray
+
+
+@NEEDS_JAX
+def test_integers_are_of_the_graphs_dtype_where_floats_are_float32():
+    code = """
+    import synkhronos.compat, numpy as np, theano, theano.tensor as T
+    x = T.vector("x")
+    f = theano.function([x], [T.argmax(x), T.mean(x), x.shape[0]])
+    print([r.dtype.name for r in f(np.ones(3, "float32"))])
+    """
+    assert run(code, THEANO_FLAGS="floatX=float32,device=cuda", PYTENSOR_FLAGS="") == "['int64', 'float32', 'int64']"
 
 
 def test_graphs_are_cloned_and_compared():

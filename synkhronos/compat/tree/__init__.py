@@ -7,7 +7,7 @@ from typing import Any
 
 import pytensor
 import pytensor.compile.mode
-from pytensor import In, Mode, OpFromGraph, Out, get_mode
+from pytensor import Mode, OpFromGraph, Out, get_mode
 from pytensor.compile import ProfileStats, SharedVariable
 from pytensor.gradient import Lop, Rop
 from pytensor.graph.basic import Apply, Constant, Variable
@@ -25,7 +25,7 @@ __served_on__ = "pytensor"
 config = Config(pytensor.config)
 
 from theano import compile, gof, gradient, ifelse, misc, printing, sandbox, scalar, tensor, updates  # noqa: E402
-from theano.compile import function, shared  # noqa: E402
+from theano.compile import In, function, shared  # noqa: E402
 from theano.gof import Op, generic  # noqa: E402
 from theano.gradient import grad, subgraph_grad  # noqa: E402
 from theano.scan_module import foldl, foldr, map, reduce, scan  # noqa: E402

@@ -6,7 +6,6 @@ from typing import Any
 import pytensor
 from pytensor.compile import (
     FAST_COMPILE,
-    In,
     Mode,
     Out,
     ProfileStats,
@@ -23,8 +22,8 @@ from pytensor.compile import (
 )
 from pytensor.compile.builders import OpFromGraph
 
+from synkhronos.compat.functions import In, in_numpy, install, made
 from synkhronos.graphs import sums  # noqa: F401 - bounds a rewrite of PyTensor's
-from synkhronos.graphs.lengths import in_jax_mode
 
 __all__ = [
     "FAST_COMPILE",
@@ -48,6 +47,8 @@ __all__ = [
     "shared_constructor",
     "view_op",
 ]
+
+install()
 
 Param = In
 FAST_RUN = get_mode("FAST_RUN")
@@ -79,10 +80,10 @@ def function(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The no_default_updates parameter", DeprecationWarning)
         warnings.filterwarnings("ignore", "The no_default_updates parameter", FutureWarning)
-        return pytensor.function(
+        function = pytensor.function(
             inputs,
             outputs,
-            mode=in_jax_mode(mode),
+            mode=in_numpy(mode),
             updates=updates,
             givens=givens,
             accept_inplace=accept_inplace,
@@ -93,6 +94,7 @@ def function(
             on_unused_input=on_unused_input,
             **kwargs,
         )
+    return made(function)
 
 
 def shared(value: Any, name: str | None = None, strict: bool = False, allow_downcast: Any = None, **kwargs: Any) -> Any:

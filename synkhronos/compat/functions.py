@@ -1,0 +1,148 @@
+"""Functions and their inputs as Theano had them.
+
+`In`
+    An input that may have a default value.
+`Function`
+    What ``theano.function`` returns.
+`Linker`
+    JAX mode, from which functions return NumPy arrays.
+`install`
+    Has PyTensor's own ways to compile and to read return NumPy arrays too.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytensor.compile.io
+from pytensor.compile.executor import Function as _Function
+from pytensor.compile.mode import Mode, get_mode, predefined_modes
+from pytensor.compile.sharedvalue import SharedVariable
+from pytensor.link.basic import Container
+from pytensor.link.jax.linker import JAXLinker
+from pytensor.tensor.type import TensorType
+
+from synkhronos.graphs import lengths
+
+__all__ = ["Function", "In", "Linker", "in_numpy", "install", "made"]
+
+
+class In(pytensor.compile.io.In):
+    """An input of a function.
+
+    Parameters
+    ----------
+    variable : variable
+    name : str, optional
+        Under which it may be passed; the variable's own, if it is left out.
+    value : optional
+        What is taken where nothing is passed.
+    update : variable, optional
+        The value for the next call, in the place of `value`.
+    **kwargs
+        As PyTensor's takes them: ``mutable``, ``strict``, ``allow_downcast``, ``borrow``, ...
+
+    Examples
+    --------
+    >>> x, rate = T.dscalars("x", "rate")
+    >>> f = theano.function([x, theano.In(rate, value=0.5)], x * rate)
+    >>> float(f(4)), float(f(4, 2)), float(f(4, rate=3)), float(f(4))
+    (2.0, 8.0, 12.0, 2.0)
+    """
+
+    def __init__(self, variable: Any, name: Any = None, value: Any = None, update: Any = None, **kwargs: Any):
+        is_stored = value is None or isinstance(value, Container | SharedVariable)
+        super().__init__(variable, name, value if is_stored else None, update, **kwargs)
+        #: The value that was given, in a list of one; empty if none was.
+        self.default: list[Any] = []
+        if not is_stored:
+            value = variable.type.filter(value, strict=self.strict, allow_downcast=self.allow_downcast)
+            self.value, self.default = value, [value]
+
+
+class Function(_Function):
+    """A compiled function, some of whose inputs have default values."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute; what was passed in the place of a default value is for this call alone."""
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            self._put_defaults()
+
+    def _put_defaults(self) -> None:
+        for container, entry in zip(self.input_storage, self.maker.inputs, strict=True):
+            if getattr(entry, "default", ()) and entry.update is None:
+                container.storage[0] = copy.copy(entry.default[0]) if entry.mutable else entry.default[0]
+
+    def copy(self, *args: Any, **kwargs: Any) -> Any:
+        """Copy the function, as PyTensor's does."""
+        return made(super().copy(*args, **kwargs))
+
+
+copyreg.pickle(Function, lambda f: (_unpickled, (copyreg.dispatch_table[_Function](f),)))
+
+
+def _unpickled(reduced: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
+    make, arguments = reduced
+    return made(make(*arguments))
+
+
+def made(function: Any) -> Any:
+    """Return a function that PyTensor has made; where inputs have default values, as one that knows them."""
+    if any(getattr(entry, "default", ()) for entry in function.maker.inputs):
+        function.__class__ = Function
+        function._put_defaults()
+    return function
+
+
+class Linker(lengths.Linker):
+    """JAX mode, from which functions return NumPy arrays, which are theirs to write to, of the dtypes of the graph."""
+
+    def jit_compile(self, fn: Any) -> Any:
+        """Compile; what updates a shared variable stays where it is."""
+        compiled = super().jit_compile(fn)
+        updates = set(self.fgraph.update_mapping or ())
+        dtypes = [
+            None if i in updates or not isinstance(output.type, TensorType) else output.type.dtype
+            for i, output in enumerate(self.fgraph.outputs)
+        ]
+        if not any(dtypes):
+            return compiled
+
+        def run(*values: Any) -> list[Any]:
+            results = zip(compiled(*values), dtypes, strict=True)
+            return [result if dtype is None else np.array(result, dtype) for result, dtype in results]
+
+        run.steered, run.compiled = compiled.steered, compiled.compiled  # type: ignore[attr-defined]
+        return run
+
+
+def in_numpy(mode: Any) -> Any:
+    """Return a mode, with `Linker` in the place of PyTensor's if it is JAX mode."""
+    found = get_mode(mode)
+    is_jax = type(found.linker) in (JAXLinker, lengths.Linker)
+    return Mode(Linker(), found.provided_optimizer) if is_jax else mode
+
+
+_get_value = SharedVariable.get_value
+
+
+def get_value(self: SharedVariable, borrow: bool = False, return_internal_type: bool = False) -> Any:
+    """Return a shared variable's value; a JAX array as a NumPy array, unless the internal type is asked for."""
+    value = self.container.value
+    if return_internal_type or not type(value).__module__.startswith("jax"):
+        return _get_value(self, borrow, return_internal_type)
+    return np.array(value)
+
+
+def install() -> None:
+    """Have PyTensor's own ways to compile and to read return NumPy arrays too."""
+    predefined_modes["JAX"] = in_numpy(predefined_modes["JAX"])
+    SharedVariable.get_value = get_value
