@@ -77,16 +77,20 @@ Examples
 >>> synk.close()
 """
 
-from synkhronos.extensions.updates.adaptive import adadelta, adagrad, rmsprop
-from synkhronos.extensions.updates.descent import (
+from synkhronos.extensions.updates.flat import RuleUpdates
+from synkhronos.extensions.updates.rules import (
+    adadelta,
+    adagrad,
+    adam,
+    adamax,
+    amsgrad,
     apply_momentum,
     apply_nesterov_momentum,
     momentum,
     nesterov_momentum,
+    rmsprop,
     sgd,
 )
-from synkhronos.extensions.updates.flat import RuleUpdates
-from synkhronos.extensions.updates.moments import adam, adamax, amsgrad
 
 __all__ = [
     "RuleUpdates",

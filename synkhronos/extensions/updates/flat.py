@@ -1,38 +1,27 @@
-"""What every update rule shares: one flat gradient, and a step for each parameter.
+"""What every update rule shares: one flat gradient.
 
 `RuleUpdates`
     What a rule returns.
 `FlatGradient`
     The gradients of all parameters in one shared vector, and what the ranks read back from it.
-`Step`
-    What tells one rule from another.
 `as_scalar`
     A hyperparameter in a variable's dtype.
 `zeros_like`
     A shared variable for what a rule remembers of a parameter.
+`shape_of`
+    The shape of a shared variable's value.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from synkhronos.extensions.updates.checks import check_gradients, check_params, check_scalars, is_number
 from synkhronos.graphs import library_of
-
-#: What turns a hyperparameter into a scalar of the parameter's dtype.
-Cast: TypeAlias = Callable[[Any], Any]
-
-#: What makes a shared variable like the parameter, of zeros, from the end of its name.
-Zeros: TypeAlias = Callable[[str], Any]
-
-#: A rule's formula for one parameter: ``step(p, g, c, zeros)``, where `g` is the combined gradient, returns
-#: the updates of the parameter `p` and of what the rule remembers of it.
-Step: TypeAlias = Callable[[Any, Any, Cast, Zeros], Mapping[Any, Any]]
 
 
 class RuleUpdates(NamedTuple):
@@ -87,7 +76,7 @@ class FlatGradient:
         self.tensor = library.tensor
         # At least float32: half precision neither counts past 2048 rows nor sums many ranks' gradients well.
         dtype = str(np.result_type(*(p.dtype for p in self.params), np.float32))
-        size = sum(int(np.prod(_shape(p))) for p in self.params) + self._weighted
+        size = sum(int(np.prod(shape_of(p))) for p in self.params) + self._weighted
         self.shared = library.shared(np.zeros(size, dtype), name="grad_shared")
         parts = [self.tensor.cast(g, dtype).flatten() for g in grads]
         if self._weighted:
@@ -103,7 +92,7 @@ class FlatGradient:
         """Read the combined gradient of each parameter from the vector."""
         start = 0
         for p in self.params:
-            shape = _shape(p)
+            shape = shape_of(p)
             end = start + int(np.prod(shape))
             # Lengths as numbers, not symbols, so that the piece can be broadcast where p can.
             g = self.shared[start:end].reshape(shape)
@@ -112,26 +101,6 @@ class FlatGradient:
                 g = g / self.shared[-1]
             yield self.tensor.cast(g, p.dtype)
             start = end
-
-    def updates(self, step: Step, also: Mapping[Any, Any] | None = None) -> RuleUpdates:
-        """Apply a rule's formula to each parameter.
-
-        Parameters
-        ----------
-        step : Step
-            The formula.
-        also : mapping, optional
-            Updates of what all parameters share.
-
-        Returns
-        -------
-        RuleUpdates
-        """
-        # Ordered, because Theano warns of a plain dict.
-        param_updates: OrderedDict[Any, Any] = OrderedDict(also or {})
-        for p, g in zip(self.params, self.pieces(), strict=True):
-            param_updates.update(step(p, g, partial(as_scalar, like=p), partial(zeros_like, p)))
-        return RuleUpdates(OrderedDict([(self.shared, self.expression)]), param_updates, self.shared)
 
 
 def as_scalar(value: Any, like: Any) -> Any:
@@ -145,11 +114,12 @@ def as_scalar(value: Any, like: Any) -> Any:
 
 def zeros_like(param: Any, name: str) -> Any:
     """Return a new shared variable of zeros: dtype, shape, broadcast pattern and place of `param`."""
-    zeros = np.zeros(_shape(param), param.dtype)
+    zeros = np.zeros(shape_of(param), param.dtype)
     # By class and type, because each library's `shared` has a word of its own for the broadcast pattern.
     return type(param)(type=param.type, value=zeros, strict=False, name=f"{param.name or 'param'}_{name}")
 
 
-def _shape(param: Any) -> tuple[int, ...]:
+def shape_of(param: Any) -> tuple[int, ...]:
+    """Return the shape of a shared variable's value."""
     # The internal type, lest a whole array be copied from a GPU for its shape.
     return tuple(int(length) for length in param.get_value(borrow=True, return_internal_type=True).shape)

@@ -1,0 +1,494 @@
+"""The rules: each is a formula for one parameter.
+
+`rule`
+    Makes a formula a rule for all parameters, with the checks, the flat gradient and a docstring.
+`Context`
+    What a formula calls, beside arithmetic.
+`sgd`, `momentum`, `nesterov_momentum`
+    Against the gradient, plainly or with a velocity.
+`apply_momentum`, `apply_nesterov_momentum`
+    The same velocities on top of any rule.
+`adagrad`, `rmsprop`, `adadelta`, `adam`, `adamax`, `amsgrad`
+    With a step size of its own for each element.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from synkhronos.extensions.updates.checks import check_params, check_scalars, is_number
+from synkhronos.extensions.updates.flat import FlatGradient, RuleUpdates, as_scalar, zeros_like
+from synkhronos.graphs import library_of
+
+#: What a rule returned, or its `param_updates`: the same comes back.
+Updates = TypeVar("Updates", RuleUpdates, "OrderedDict[Any, Any]")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+#: What a formula returns: new values, by shared variable.
+New: TypeAlias = Mapping[Any, Any]
+
+#: What docstrings say of hyperparameters.
+WORDS = {
+    "learning_rate": "Size of a step.",
+    "momentum": "How much of the velocity is kept from one step to the next.",
+    "rho": "How much of the mean square is kept from one step to the next.",
+    "beta1": "How much of the mean gradient is kept from one step to the next, from 0 up to but not including 1.",
+    "beta2": "The same for the mean square.",
+    "epsilon": "Keeps the divisor from zero.",
+}
+
+_GRADIENTS = """loss_or_grads : scalar variable, or list of variables
+    A loss, or its gradients, one for each parameter.
+params : list of shared variables
+    The parameters: shared variables of floats."""
+_WEIGHT = """weight : number or symbolic scalar, optional
+    How much this rank's gradient counts, such as ``x.shape[0]``.  None: each rank's counts the same."""
+_TRIPLE = """RuleUpdates
+    ``(grad_updates, param_updates, grad_shared)``; see `synkhronos.extensions.updates`."""
+
+_UPDATES = """updates : RuleUpdates or OrderedDict
+    What a rule returned, or its `param_updates` alone.  It is left as it is.
+params : list of shared variables, optional
+    What to give a velocity; by default, all that `updates` moves.  As in Lasagne, that takes in what a rule such as
+    `adagrad` keeps for itself: name the parameters after any rule but `sgd`."""
+_CHANGED = """RuleUpdates or OrderedDict
+    As `updates`, with the velocities in `param_updates`."""
+
+
+class Context:
+    """What a formula calls for one parameter, beside arithmetic: ``c(value)`` is a number or scalar in its dtype.
+
+    Attributes
+    ----------
+    tensor : module
+        ``tensor`` of the graph library.
+    """
+
+    def __init__(self, flat: FlatGradient, param: Any, shared_by_all: OrderedDict[Any, Any]):
+        self.tensor = flat.tensor
+        self._flat = flat
+        self._param = param
+        self._shared_by_all = shared_by_all
+
+    def __call__(self, value: Any) -> Any:
+        """Return a hyperparameter as a scalar of the parameter's dtype."""
+        return as_scalar(value, self._param)
+
+    def zeros(self, name: str) -> Any:
+        """Return a new shared variable for what the rule remembers of the parameter."""
+        return zeros_like(self._param, name)
+
+    @property
+    def t(self) -> Any:
+        """The number of this step, from 1: a symbolic scalar in the dtype of the flat gradient."""
+        if not self._shared_by_all:
+            # In float32 the count stays at 2**24, where Adam's corrections have long become 1.
+            counter = library_of(self._flat.shared).shared(np.zeros((), self._flat.shared.dtype), name="t")
+            self._shared_by_all[counter] = counter + as_scalar(1, counter)
+        return next(iter(self._shared_by_all.values()))
+
+
+def rule(example: str, leads_to: float, **words: str) -> Callable[[Callable[..., Any]], Callable[..., RuleUpdates]]:
+    """Make a formula for one parameter an update rule.
+
+    The formula is called as ``formula(p, g, c, *hyperparameters)`` for each parameter `p`, with the gradient `g` that
+    the ranks have combined and a `Context` `c`, and returns new values of `p` and of what it remembers, by variable.
+
+    Parameters
+    ----------
+    example : str
+        The hyperparameters for the docstring's example, a step down ``w**2`` from 3.
+    leads_to : float
+        Where that step leads.
+    **words : str
+        What the docstring says of each hyperparameter that is not in `WORDS`, or means something else there.
+
+    Returns
+    -------
+    callable
+        What makes the formula a rule: with `loss_or_grads` and `params` before the hyperparameters, and `weight`
+        behind them, checked.
+    """
+
+    def decorate(formula: Callable[..., Any]) -> Callable[..., RuleUpdates]:
+        hyperparameters = list(inspect.signature(formula).parameters.values())[3:]
+        signature = inspect.signature(_arguments)
+        *gradients, weight = signature.parameters.values()
+        signature = signature.replace(parameters=[*gradients, *hyperparameters, weight])
+
+        @functools.wraps(formula)
+        def update_rule(*args: Any, **kwargs: Any) -> RuleUpdates:
+            try:
+                given = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{formula.__name__}() {error}") from None
+            given.apply_defaults()
+            scalars = given.arguments
+            loss_or_grads, params, weight = (scalars.pop(name) for name in ("loss_or_grads", "params", "weight"))
+            flat = FlatGradient(loss_or_grads, params, weight, **scalars)
+            shared_by_all: OrderedDict[Any, Any] = OrderedDict()
+            # Ordered, because Theano warns of a plain dict.
+            updates: OrderedDict[Any, Any] = OrderedDict()
+            for p, g in zip(flat.params, flat.pieces(), strict=True):
+                updates.update(formula(p, g, Context(flat, p, shared_by_all), **scalars))
+            return RuleUpdates(OrderedDict([(flat.shared, flat.expression)]), shared_by_all | updates, flat.shared)
+
+        lines = [_GRADIENTS, *(_hyperparameter(p, words) for p in hyperparameters), _WEIGHT]
+        _document(update_rule, lines, _TRIPLE, f"{formula.__name__}(w**2, [w], {example})", leads_to)
+        update_rule.__signature__ = signature  # type: ignore[attr-defined]
+        return update_rule
+
+    return decorate
+
+
+def _arguments(loss_or_grads: Any, params: Iterable[Any], *, weight: Any = None) -> RuleUpdates:
+    """Take what every rule takes beside its hyperparameters: never called, its signature is a part of theirs."""
+    raise NotImplementedError
+
+
+def _with_velocity(
+    updates: Updates,
+    params: Iterable[Any] | None,
+    momentum: Any,
+    velocity: Callable[[Any, Any, Any, Any], New],
+) -> Updates:
+    """Replace what `updates` moves the parameters to; ``velocity(p, target, v, m)`` gives the new p and v."""
+    if isinstance(updates, tuple) and len(updates) == 3:
+        grad_updates, param_updates, grad_shared = updates
+        changed = _with_velocity(param_updates, params, momentum, velocity)
+        return RuleUpdates(grad_updates, changed, grad_shared)
+    if not isinstance(updates, Mapping):
+        raise TypeError(
+            "updates: expected what a rule returned, or its param_updates, "
+            f"got {updates!r} of type {type(updates).__name__}"
+        )
+    params = check_params(updates if params is None else params)
+    check_scalars(params, momentum=momentum)
+    changed = OrderedDict(updates)
+    for p in params:
+        if p not in changed:
+            raise ValueError(f"params: expected variables that updates moves, got {p!r}")
+        changed.update(velocity(p, changed[p], zeros_like(p, "velocity"), as_scalar(momentum, p)))
+    return changed
+
+
+def _on_top(example: str, leads_to: float) -> Callable[[Function], Function]:
+    """Add to a docstring what those of `apply_momentum` and `apply_nesterov_momentum` share."""
+
+    def decorate(function: Function) -> Function:
+        lines = [_UPDATES, _hyperparameter(inspect.signature(function).parameters["momentum"], {})]
+        call = f"{function.__name__}(sgd(w**2, [w], learning_rate=0.25), {example})"
+        _document(function, lines, _CHANGED, call, leads_to)
+        return function
+
+    return decorate
+
+
+def _hyperparameter(p: inspect.Parameter, words: Mapping[str, str]) -> str:
+    optional = "" if p.default is p.empty else ", optional"
+    return f"{p.name} : number or symbolic scalar{optional}\n    {({**WORDS, **words})[p.name]}"
+
+
+def _document(function: Any, parameters: list[str], returns: str, call: str, leads_to: float) -> None:
+    """Add to a docstring what those of all rules share."""
+    summary, _, own = inspect.cleandoc(function.__doc__).partition("\n\n")
+    function.__doc__ = "\n\n".join(
+        [
+            summary,
+            "Parameters\n----------\n" + "\n".join(parameters),
+            f"Returns\n-------\n{returns}",
+            "Raises\n------\nTypeError, ValueError\n    If an argument is not of these kinds; the message names it.",
+            own,
+            "Examples\n--------\n"
+            ">>> import pytensor\n"
+            ">>> w = pytensor.shared(3.0)\n"
+            f">>> grad_updates, param_updates, grad_shared = {call}\n"
+            ">>> _ = pytensor.function([], updates=grad_updates)()\n"
+            ">>> _ = pytensor.function([], updates=param_updates)()\n"
+            ">>> print(w.get_value().round(4))\n"
+            f"{leads_to}",
+        ]
+    )
+
+
+# -- the formulas ----------------------------------------------------------------------------------------------
+
+
+@rule("learning_rate=0.25", 1.5)
+def sgd(p: Any, g: Any, c: Context, learning_rate: Any) -> New:
+    r"""Gradient descent.
+
+    Notes
+    -----
+    .. math:: p_t = p_{t-1} - \eta\, g_t
+
+    References
+    ----------
+    .. [1] Robbins, H. and Monro, S. (1951): A stochastic approximation method.
+       The Annals of Mathematical Statistics 22(3), 400-407.
+    """
+    return {p: p - c(learning_rate) * g}
+
+
+def _polyak(p: Any, target: Any, v: Any, m: Any) -> New:
+    new = m * v + target
+    return {p: new, v: new - p}
+
+
+def _nesterov(p: Any, target: Any, v: Any, m: Any) -> New:
+    new = m * v + target - p
+    return {p: target + m * new, v: new}
+
+
+@rule("learning_rate=0.25", 1.5)
+def momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: Any = 0.9) -> New:
+    r"""Gradient descent with a velocity.
+
+    Notes
+    -----
+    .. math::
+       v_t &= \mu v_{t-1} - \eta\, g_t \\
+       p_t &= p_{t-1} + v_t
+
+    Steps grow by up to :math:`1 / (1 - \mu)` over those of `sgd`.
+
+    References
+    ----------
+    .. [1] Polyak, B. T. (1964): Some methods of speeding up the convergence of iteration methods.
+       USSR Computational Mathematics and Mathematical Physics 4(5), 1-17.
+    """
+    return _polyak(p, p - c(learning_rate) * g, c.zeros("velocity"), c(momentum))
+
+
+@rule("learning_rate=0.25", 0.15)
+def nesterov_momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: Any = 0.9) -> New:
+    r"""Gradient descent with Nesterov's velocity.
+
+    Notes
+    -----
+    .. math::
+       v_t &= \mu v_{t-1} - \eta\, g_t \\
+       p_t &= p_{t-1} + \mu v_t - \eta\, g_t
+
+    The method in [1]_ and [2]_ takes the gradient at the point :math:`p + \mu v`.  Here the shared variable
+    holds that point, so that the gradient is the one at the parameters.
+
+    References
+    ----------
+    .. [1] Nesterov, Y. (1983): A method of solving a convex programming problem with convergence rate
+       O(1/k^2). Soviet Mathematics Doklady 27, 372-376.
+    .. [2] Sutskever, I., Martens, J., Dahl, G. and Hinton, G. (2013): On the importance of initialization and
+       momentum in deep learning. ICML, 1139-1147.
+    """
+    return _nesterov(p, p - c(learning_rate) * g, c.zeros("velocity"), c(momentum))
+
+
+@_on_top("[w], momentum=0.5", 1.5)
+def apply_momentum(updates: Updates, params: Iterable[Any] | None = None, momentum: Any = 0.9) -> Updates:
+    r"""Give a rule's steps a velocity, as `momentum` has it.
+
+    Notes
+    -----
+    Where the rule moves the parameter to :math:`\hat p_t`,
+
+    .. math::
+       v_t &= \mu v_{t-1} + \hat p_t - p_{t-1} \\
+       p_t &= p_{t-1} + v_t
+    """
+    return _with_velocity(updates, params, momentum, _polyak)
+
+
+@_on_top("[w], momentum=0.5", 0.75)
+def apply_nesterov_momentum(updates: Updates, params: Iterable[Any] | None = None, momentum: Any = 0.9) -> Updates:
+    r"""Give a rule's steps Nesterov's velocity, as `nesterov_momentum` has it.
+
+    Notes
+    -----
+    Where the rule moves the parameter to :math:`\hat p_t`,
+
+    .. math::
+       v_t &= \mu v_{t-1} + \hat p_t - p_{t-1} \\
+       p_t &= \hat p_t + \mu v_t
+    """
+    return _with_velocity(updates, params, momentum, _nesterov)
+
+
+@rule("learning_rate=0.25", 2.75)
+def adagrad(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, epsilon: Any = 1e-6) -> New:
+    r"""Adagrad: steps shrink with the sum of squared gradients.
+
+    Notes
+    -----
+    .. math::
+       a_t &= a_{t-1} + g_t^2 \\
+       p_t &= p_{t-1} - \eta\, g_t / \sqrt{a_t + \epsilon}
+
+    References
+    ----------
+    .. [1] Duchi, J., Hazan, E. and Singer, Y. (2011): Adaptive subgradient methods for online learning and
+       stochastic optimization. JMLR 12, 2121-2159.
+    """
+    a = c.zeros("accu")
+    a_new = a + g**2
+    return {a: a_new, p: p - c(learning_rate) * g / c.tensor.sqrt(a_new + c(epsilon))}
+
+
+@rule("learning_rate=0.25", 2.2094)
+def rmsprop(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.9, epsilon: Any = 1e-6) -> New:
+    r"""RMSProp: steps scaled by the root of the mean squared gradient.
+
+    Notes
+    -----
+    .. math::
+       a_t &= \rho\, a_{t-1} + (1 - \rho)\, g_t^2 \\
+       p_t &= p_{t-1} - \eta\, g_t / \sqrt{a_t + \epsilon}
+
+    References
+    ----------
+    .. [1] Tieleman, T. and Hinton, G. (2012): Lecture 6.5: rmsprop. Neural networks for machine
+       learning, Coursera.
+    """
+    a = c.zeros("accu")
+    a_new = c(rho) * a + c(1 - rho) * g**2
+    return {a: a_new, p: p - c(learning_rate) * g / c.tensor.sqrt(a_new + c(epsilon))}
+
+
+@rule(
+    "learning_rate=1.0",
+    2.9955,
+    learning_rate="Scale of the steps.  The paper has none, which is 1.",
+    rho="How much of the mean squares is kept from one step to the next.",
+    epsilon="Keeps the divisor from zero, and starts the first step.",
+)
+def adadelta(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.95, epsilon: Any = 1e-6) -> New:
+    r"""Adadelta: steps in the units of the parameter.
+
+    Notes
+    -----
+    .. math::
+       a_t &= \rho\, a_{t-1} + (1 - \rho)\, g_t^2 \\
+       d_t &= g_t \sqrt{b_{t-1} + \epsilon} / \sqrt{a_t + \epsilon} \\
+       b_t &= \rho\, b_{t-1} + (1 - \rho)\, d_t^2 \\
+       p_t &= p_{t-1} - \eta\, d_t
+
+    References
+    ----------
+    .. [1] Zeiler, M. D. (2012): ADADELTA: An adaptive learning rate method. arXiv:1212.5701.
+    """
+    a, b, sqrt = c.zeros("accu"), c.zeros("delta_accu"), c.tensor.sqrt
+    a_new = c(rho) * a + c(1 - rho) * g**2
+    d = g * sqrt(b + c(epsilon)) / sqrt(a_new + c(epsilon))
+    b_new = c(rho) * b + c(1 - rho) * d**2
+    return {a: a_new, b: b_new, p: p - c(learning_rate) * d}
+
+
+@rule("learning_rate=0.25", 2.75)
+def adam(
+    p: Any, g: Any, c: Context, learning_rate: Any = 0.001, beta1: Any = 0.9, beta2: Any = 0.999, epsilon: Any = 1e-8
+) -> New:
+    r"""Adam: the mean gradient over the root of the mean square.
+
+    Notes
+    -----
+    .. math::
+       m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
+       v_t &= \beta_2 v_{t-1} + (1 - \beta_2)\, g_t^2 \\
+       r_t &= \eta\, \sqrt{1 - \beta_2^t} / (1 - \beta_1^t) \\
+       p_t &= p_{t-1} - r_t\, m_t / (\sqrt{v_t} + \epsilon)
+
+    This is the shorter form at the end of the paper's section 2, where :math:`\epsilon` stands beside the
+    uncorrected root.
+
+    References
+    ----------
+    .. [1] Kingma, D. P. and Ba, J. (2015): Adam: A method for stochastic optimization. ICLR, arXiv:1412.6980.
+    """
+    m, v = c.zeros("m"), c.zeros("v")
+    m_new = c(beta1) * m + c(1 - beta1) * g
+    v_new = c(beta2) * v + c(1 - beta2) * g**2
+    rate = _corrected(c, learning_rate, beta1, beta2)
+    return {m: m_new, v: v_new, p: p - rate * m_new / (c.tensor.sqrt(v_new) + c(epsilon))}
+
+
+@rule("learning_rate=0.25", 2.75, beta2="The same for the largest size.")
+def adamax(
+    p: Any, g: Any, c: Context, learning_rate: Any = 0.002, beta1: Any = 0.9, beta2: Any = 0.999, epsilon: Any = 1e-8
+) -> New:
+    r"""Adamax: the mean gradient over its largest size, which fades.
+
+    Notes
+    -----
+    .. math::
+       m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
+       u_t &= \max(\beta_2 u_{t-1}, |g_t|) \\
+       p_t &= p_{t-1} - \frac{\eta}{1 - \beta_1^t}\, \frac{m_t}{u_t + \epsilon}
+
+    References
+    ----------
+    .. [1] Kingma, D. P. and Ba, J. (2015): Adam: A method for stochastic optimization. ICLR, arXiv:1412.6980.
+    """
+    m, u = c.zeros("m"), c.zeros("u")
+    m_new = c(beta1) * m + c(1 - beta1) * g
+    u_new = c.tensor.maximum(c(beta2) * u, abs(g))
+    return {m: m_new, u: u_new, p: p - _corrected(c, learning_rate, beta1) * m_new / (u_new + c(epsilon))}
+
+
+@rule("learning_rate=0.25", 2.75)
+def amsgrad(
+    p: Any, g: Any, c: Context, learning_rate: Any = 0.001, beta1: Any = 0.9, beta2: Any = 0.999, epsilon: Any = 1e-8
+) -> New:
+    r"""AMSGrad: Adam with a mean square that never falls.
+
+    Notes
+    -----
+    .. math::
+       m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
+       v_t &= \beta_2 v_{t-1} + (1 - \beta_2)\, g_t^2 \\
+       \hat v_t &= \max(\hat v_{t-1}, v_t) \\
+       r_t &= \eta\, \sqrt{1 - \beta_2^t} / (1 - \beta_1^t) \\
+       p_t &= p_{t-1} - r_t\, m_t / (\sqrt{\hat v_t} + \epsilon)
+
+    The paper leaves out the corrections by :math:`1 - \beta^t`; Lasagne has those of `adam`.
+
+    References
+    ----------
+    .. [1] Reddi, S. J., Kale, S. and Kumar, S. (2018): On the convergence of Adam and beyond. ICLR,
+       arXiv:1904.09237.
+    """
+    m, v, v_hat = c.zeros("m"), c.zeros("v"), c.zeros("v_hat")
+    m_new = c(beta1) * m + c(1 - beta1) * g
+    v_new = c(beta2) * v + c(1 - beta2) * g**2
+    v_hat_new = c.tensor.maximum(v_hat, v_new)
+    rate = _corrected(c, learning_rate, beta1, beta2)
+    return {m: m_new, v: v_new, v_hat: v_hat_new, p: p - rate * m_new / (c.tensor.sqrt(v_hat_new) + c(epsilon))}
+
+
+def _corrected(c: Context, learning_rate: Any, beta1: Any, beta2: Any = None) -> Any:
+    """Return the learning rate, made up for moving averages that began at zero."""
+    rate = as_scalar(learning_rate, c.t)
+    if beta2 is not None:
+        rate = rate * c.tensor.sqrt(_one_minus_power(beta2, c.t))
+    return c(rate / _one_minus_power(beta1, c.t))
+
+
+def _one_minus_power(beta: Any, t: Any) -> Any:
+    """``1 - beta**t``, to the last digits of the dtype of `t`.
+
+    Written out, it would lose four digits of float32 to cancellation at beta = 0.999 and t = 1.
+    """
+    tensor = library_of(t).tensor
+    if is_number(beta):
+        if not 0 <= beta < 1:
+            raise ValueError(f"beta1 and beta2: expected from 0 up to but not including 1, got {beta!r}")
+        log = as_scalar(math.log(beta) if beta else -math.inf, t)
+    else:
+        log = as_scalar(tensor.log(beta), t)
+    return -tensor.expm1(t * log)

@@ -1,0 +1,91 @@
+"""A rule of one's own: a formula for one parameter becomes a rule like those of the library."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+from synkhronos.extensions.train import make_train_function, make_train_function_serial
+from synkhronos.extensions.updates import apply_momentum
+from synkhronos.extensions.updates.rules import rule
+
+try:
+    import pytensor as library
+except ImportError:
+    import theano as library
+
+T = library.tensor
+
+
+# rules begin
+@rule("learning_rate=0.25", 2.875, most="No element of the gradient counts as more than this.")
+def clipped(p, g, c, learning_rate=0.1, most=0.5):
+    """Gradient descent with small steps."""
+    return {p: p - c(learning_rate) * c.tensor.clip(g, -c(most), c(most))}
+
+
+@rule("learning_rate=0.25", 2.875, most="No element of the mean gradient counts as more than this.")
+def clipped_mean(p, g, c, learning_rate=0.1, rho=0.9, most=0.5):
+    """The same by the gradient's moving average, which the rule remembers."""
+    m = c.zeros("m")
+    m_new = c(rho) * m + c(1 - rho) * g
+    return {m: m_new, p: p - c(learning_rate) * c.tensor.clip(m_new, -c(most), c(most))}
+
+
+# rules end
+
+rng = np.random.default_rng(0)
+X, Y = rng.normal(size=(7, 3)), rng.normal(size=7)
+
+
+def model():
+    x, y, w = T.dmatrix("x"), T.dvector("y"), library.shared(np.ones(3), "w")
+    return x, y, w, ((T.dot(x, w) - y) ** 2).mean()
+
+
+def by_hand(steps, rho=0.0):
+    w, m = np.ones(3), np.zeros(3)
+    for _ in range(steps):
+        m = rho * m + (1 - rho) * 2 * X.T @ (X @ w - Y) / len(X)
+        w = w - 0.1 * np.clip(m, -0.5, 0.5)
+    return w
+
+
+@pytest.mark.parametrize(("formula", "rho"), [(clipped, 0.0), (clipped_mean, 0.9)])
+def test_a_formula_trains_on_all_ranks(fork, formula, rho):
+    fork(2)
+    for make in (make_train_function, make_train_function_serial):
+        x, y, w, loss = model()
+        train = make(loss, [w], x, y, formula)
+        for _ in range(12):
+            train(X, Y)
+        np.testing.assert_allclose(w.get_value(), by_hand(12, rho), rtol=1e-12)
+
+
+def test_what_it_remembers_is_named_after_the_parameter():
+    *_, w, loss = model()
+    updates = clipped_mean(loss, [w]).param_updates
+    assert [v.name for v in updates] == ["w_m", "w"]
+    # With a velocity on top.
+    assert len(apply_momentum(clipped_mean(loss, [w]), [w]).param_updates) == 3
+
+
+def test_it_is_checked_and_documented_like_the_others():
+    *_, w, loss = model()
+    assert str(inspect.signature(clipped_mean)).startswith("(loss_or_grads")
+    assert list(inspect.signature(clipped_mean).parameters)[2:] == ["learning_rate", "rho", "most", "weight"]
+    with pytest.raises(TypeError, match="rho: expected a number or a symbolic scalar"):
+        clipped_mean(loss, [w], rho="all")
+    with pytest.raises(TypeError, match=r"clipped_mean\(\) got an unexpected keyword argument 'rate'"):
+        clipped_mean(loss, [w], rate=1)
+    for words in (
+        "Size of a step.",
+        "No element of the mean",
+        "How much of the mean square",
+        "Raises\n------",
+        "weight : number",
+        "2.875",
+    ):
+        assert words in clipped_mean.__doc__
+    with pytest.raises(KeyError, match="most"):
+        rule("", 0)(lambda p, g, c, most: {})
