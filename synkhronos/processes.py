@@ -8,7 +8,10 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -29,8 +32,16 @@ class _Bind:
 
     name: str
     places: list[str]
+    seeds: tuple[bytes, ...]
 
     def run(self, rank: Rank) -> None:
+        if not rank.is_master:
+            # Copies of the master's global generators would draw the same numbers on every rank.
+            of_numpy, of_python = (
+                blake2b(seed, salt=rank.number.to_bytes(8, "little")).digest() for seed in self.seeds
+            )
+            np.random.seed(np.frombuffer(of_numpy, np.uint32))
+            random.seed(of_python)
         device = device_named(self.name)
         rank.store["device"] = device
         if device is HOST:
@@ -102,7 +113,10 @@ def fork(
     device, size = choose(use_gpu, n_parallel)
     if not 0 <= master_rank < size:
         raise ValueError(f"master_rank: expected 0 to {size - 1}, got {master_rank}")
-    first = _Bind(device.name, device.places(size, master_rank))
+    # From the master's states, so that a run repeats from its seed.
+    states = np.random.get_state(legacy=False), random.getstate()
+    seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in states)
+    first = _Bind(device.name, device.places(size, master_rank), seeds)
     ranks.fork(size, master_rank, bool(profile_workers), timeout, first, needs_fresh_processes())
     return size
 

@@ -1,11 +1,14 @@
 """Random numbers: each rank draws from its own stream, and the master from the serial program's."""
 
+import pickle
+
 import numpy as np
 import pytest
 from library import NAME, XLA, package, shared
 from library import tensor as T
 
 import synkhronos as synk
+from synkhronos.graphs import library_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -136,6 +139,142 @@ def test_dropout_masks_differ_between_ranks_calls_and_pieces(fork, kind):
     assert all(0.25 < m.mean() < 0.75 for m in masks)
     firsts = [m[:2].tobytes() for m in masks]
     assert len(set(firsts)) == len(firsts)
+
+
+# -- streams over the lives of ranks ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_number_comes_twice_though_a_worker_drew_more_than_the_master(fork, kind):
+    # With two rows the third rank, the master, has none: it draws nothing, and its stream says nothing of the others'.
+    x = T.dvector("x")
+    values = []
+    fork(3, master_rank=2)
+    draws, updates = stream(kind)
+    f = synk.function([x], (draws + 0 * x.sum(), "gather"), updates=updates)
+    for size in (3, 2):
+        values += [f(np.ones(2)) for _ in range(3)]
+        synk.close()
+        fork(size, master_rank=size - 1)
+    values += [f(np.ones(2)) for _ in range(2)]
+    values = np.concatenate(values)
+    assert len(np.unique(values)) >= values.size - 1
+    # What the master drew, in two ranks where it had a row, is what the serial program would.
+    draws, updates = stream(kind)
+    serial = function([], draws, updates=updates)
+    np.testing.assert_array_equal([serial(), serial()], values[-4 * K :].reshape(2, 2, K)[:, 1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lives_of_ranks_repeat_from_a_seed(fork, kind):
+    def run():
+        draws, updates = stream(kind)
+        f = None
+        values = []
+        for size in (2, 3):
+            fork(size)
+            if f is None:
+                f = synk.function([], (draws, "gather"), updates=updates)
+            values += [f(), f()]
+            synk.close()
+        return np.concatenate(values)
+
+    np.testing.assert_array_equal(run(), run())
+
+
+# -- seeded, saved and gathered --------------------------------------------------------------------------------
+
+
+def generator_of(draws):
+    """Return the shared variable from which numbers are drawn."""
+    (generator,) = [s for s in library_of(draws).shareds([draws]) if library_of(s).is_generator(s)]
+    return generator
+
+
+def seeded(kind, seed):
+    """Return what the variable of `stream` holds at the start."""
+    return library_of(draws := stream(kind, seed)[0]).stream(generator_of(draws))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generators_are_saved_and_go_on_from_there(fork, kind):
+    fork(3)
+    draws, updates = stream(kind)
+    f = synk.function([], (draws, "gather"), updates=updates)
+    generator = generator_of(draws)
+    f()
+    saved = pickle.loads(pickle.dumps(synk.gather(generator)))
+    assert len(saved) == 3
+    expected = [f(), f()]
+    for r in range(3):
+        synk.set_value(r, generator, saved[r])
+    np.testing.assert_array_equal([f(), f()], expected)
+    # One rank's alone, and then in other ranks.
+    one = synk.get_value(1, generator)
+    after = f()
+    synk.set_value(1, generator, one)
+    np.testing.assert_array_equal(f()[K : 2 * K], after[K : 2 * K])
+    synk.close()
+    fork(3)
+    for r in range(3):
+        synk.set_value(r, generator, saved[r])
+    np.testing.assert_array_equal([f(), f()], expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generators_are_seeded_on_all_ranks(fork, kind):
+    fork(3, master_rank=1)
+    first = drawn(kind, seed=8)
+    draws, updates = stream(kind, seed=3)
+    f = synk.function([], (draws, "gather"), updates=updates)
+    generator = generator_of(draws)
+    w = shared(np.zeros(2), "w")
+    synk.function([], (w, "gather"))()
+
+    def again():
+        return np.array([f() for _ in range(2)]).reshape(2, 3, K)
+
+    f()
+    # To the very numbers of functions that were made with that seed.
+    synk.broadcast(generator, seeded(kind, 8))
+    np.testing.assert_array_equal(again(), first)
+    synk.broadcast([w, generator], [[1.0, 2.0], seeded(kind, 8)])
+    np.testing.assert_array_equal(again(), first)
+    np.testing.assert_array_equal(synk.gather([generator, w])[1], [[1, 2]] * 3)
+    # Or from what the user has put into the master's variable.
+    generator.set_value(seeded(kind, 8))
+    synk.broadcast(generator)
+    np.testing.assert_array_equal(again(), first)
+    # And later lives of ranks draw others.
+    synk.close()
+    fork(3, master_rank=1)
+    assert not np.isin(again()[:, [0, 2]], first).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generators_are_refused_where_they_make_no_sense(fork, kind):
+    fork(2)
+    draws, updates = stream(kind)
+    generator = generator_of(draws)
+    generator.name = "rng"
+    f = synk.function([], (draws, "gather"), updates=updates)
+    synk.gather(generator)
+    for act in (
+        lambda: synk.reduce(generator, "max"),
+        lambda: synk.all_reduce(generator, "max"),
+        lambda: synk.all_gather(generator),
+        lambda: synk.scatter(generator, np.ones((2, 6), "int32")),
+        lambda: synk.get_shapes(generator),
+    ):
+        with pytest.raises(TypeError, match="^shared_vars: 'rng' is a random generator, which .* take alone"):
+            act()
+    for act in (
+        lambda: synk.broadcast(generator, 7.5),
+        lambda: synk.set_value(1, generator, "seed"),
+    ):
+        with pytest.raises((TypeError, ValueError), match="^values: 'rng'"):
+            act()
+    np.testing.assert_array_equal(f(), drawn(kind, calls=1, n=2)[0].reshape(-1))
 
 
 if NAME == "pytensor":

@@ -421,3 +421,30 @@ def test_float32_stays_float32(n_ranks):
     assert losses[-1].dtype == train.grad_shared.dtype == "float32"
     values = model.values_of_all_ranks()
     np.testing.assert_array_equal(values, [values[0]] * n_ranks)
+
+
+# -- the optimizer's state ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_training_is_saved_and_goes_on_with_other_ranks(rule):
+    alone = Model()
+    train_alone = alone.train_by(make_train_function_serial, rule)
+    expected = [float(train_alone(X, Y)) for _ in range(6)]
+    saved, losses = None, []
+    for n in (2, 3):
+        synk.close()
+        synk.fork(n, use_gpu=False)
+        model = Model()
+        train = model.train_by(make_train_function, rule)
+        trained = [*model.params, *train.optimizer_state]
+        if saved is not None:
+            synk.broadcast(trained, saved)
+        losses += [float(train(X, Y)) for _ in range(3)]
+        saved = [np.array(variable.get_value()) for variable in trained]
+    synk.close()
+    np.testing.assert_allclose(losses, expected, rtol=1e-9)
+    # All that the rule moves is in one of the two, and the serial twin has the same in the same order.
+    assert {id(v) for v in trained} == {id(v) for v in train._model.rule.param_updates}
+    for one, other in zip(saved, [*alone.params, *train_alone.optimizer_state], strict=True):
+        np.testing.assert_allclose(one, other.get_value(), rtol=1e-9)

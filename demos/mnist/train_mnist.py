@@ -81,6 +81,8 @@ class MLP:
         The mean cross-entropy, with dropout.
     error : scalar tensor variable
         The share of images whose most probable digit is not the label, without dropout.
+    generators : list of pairs
+        The random generators that `loss` draws from, and what a step leaves of them.
     """
 
     def __init__(self, sizes: list[int], dropout: float, seed: int) -> None:
@@ -94,6 +96,7 @@ class MLP:
             biases = np.zeros(n_out, dtype=np.float32)
             self.layers.append((graph_library.shared(weights, "W"), graph_library.shared(biases, "b")))
         self.params = [param for layer in self.layers for param in layer]
+        self.generators: list[tuple[Any, Any]] = []
         self.loss = self._cross_entropy(self._scores(dropout, seed))
         self.error = T.neq(T.argmax(self._scores(), axis=1), self.y).mean(dtype="float32")
 
@@ -104,7 +107,9 @@ class MLP:
         for number, (weights, biases) in enumerate(self.layers[:-1], start=1):
             hidden = T.maximum(T.dot(hidden, weights) + biases, 0)
             if dropout:
-                kept = uniform(hidden.shape, seed + number) < keep
+                numbers, generators = uniform(hidden.shape, seed + number)
+                self.generators += generators
+                kept = numbers < keep
                 # Dividing by the share that is kept leaves the expected value as it is.
                 hidden = hidden * T.cast(kept, "float32") / keep
         weights, biases = self.layers[-1]
@@ -117,7 +122,7 @@ class MLP:
         return -log_probabilities[T.arange(self.y.shape[0]), self.y].mean()
 
 
-def uniform(shape: Any, seed: int) -> Any:
+def uniform(shape: Any, seed: int) -> tuple[Any, list[tuple[Any, Any]]]:
     """Return random numbers from 0 to 1, new ones at each call of the function that they are in.
 
     Parameters
@@ -129,15 +134,16 @@ def uniform(shape: Any, seed: int) -> Any:
 
     Returns
     -------
-    tensor variable
-        The numbers, float32.
+    numbers : tensor variable
+        float32.
+    updates : list of pairs
+        The generator, and what the function has to leave of it for its next call; Theano sees to that by itself.
     """
     if graph_library.__name__ == "theano":
-        return MRG_RandomStreams(seed).uniform(size=shape, dtype="float32")
+        return MRG_RandomStreams(seed).uniform(size=shape, dtype="float32"), []
     generator = T.random.shared_rng(seed=seed)
-    # The generator that the function leaves behind, for its next call.
-    generator.default_update, numbers = generator.uniform(size=shape, dtype="float32")
-    return numbers
+    following, numbers = generator.uniform(size=shape, dtype="float32")
+    return numbers, [(generator, following)]
 
 
 @dataclass
@@ -201,7 +207,13 @@ def train_on_all_ranks(digits: mnist.Digits, options: argparse.Namespace) -> Run
     n_ranks = synk.fork(options.ranks)
     model = MLP(options.sizes, options.dropout, options.seed)
     train = make_train_function(
-        model.loss, model.params, model.x, model.y, options.rule, learning_rate=options.learning_rate
+        model.loss,
+        model.params,
+        model.x,
+        model.y,
+        options.rule,
+        extra_updates=model.generators,
+        learning_rate=options.learning_rate,
     )
     # "mean" weighs each rank and slice by its rows: exact for any number of images.
     error = synk.function([model.x, model.y], (model.error, "mean"))
@@ -237,7 +249,13 @@ def train_in_one_process(digits: mnist.Digits, options: argparse.Namespace) -> R
     with threadpool_limits(len(os.sched_getaffinity(0))):
         model = MLP(options.sizes, options.dropout, options.seed)
         train = make_train_function_serial(
-            model.loss, model.params, model.x, model.y, options.rule, learning_rate=options.learning_rate
+            model.loss,
+            model.params,
+            model.x,
+            model.y,
+            options.rule,
+            extra_updates=model.generators,
+            learning_rate=options.learning_rate,
         )
         error = graph_library.function([model.x, model.y], model.error)
         run = Run("one process", 1)
@@ -274,8 +292,8 @@ def fit(
     train_part, valid_part, test_part = parts
     n_train = len(train_part[1])
     n_batches = -(-n_train // options.batch_size)
-    run.errors.append(evaluate(*valid_part))
-    with tqdm(total=options.epochs * n_batches, desc=run.title, unit="batch") as bar:
+    with tqdm(total=options.epochs * n_batches, desc=f"{run.title}, compiling", unit="batch") as bar:
+        run.errors.append(evaluate(*valid_part))
         for _ in range(options.epochs):
             order = rng.permutation(n_train)
             total_loss = 0.0
@@ -286,6 +304,7 @@ def fit(
                 now = perf_counter()
                 if run.setup_seconds == 0:
                     run.setup_seconds = now - start
+                    bar.set_description(run.title)
                 else:
                     run.seconds += now - step_start
                     run.n_images += len(rows)
@@ -464,8 +483,11 @@ def main() -> int:
     if not options.no_serial:
         runs.append(train_in_one_process(digits, options))
     print_table(runs)
-    save_plot(runs, options.plot)
-    print(f"Curves saved in {options.plot}.")
+    try:
+        save_plot(runs, options.plot)
+        print(f"Curves saved in {options.plot}.")
+    except OSError as error:
+        print(f"The curves could not be saved: {error}.")
     accuracy = 100 * runs[0].test_accuracy
     reached = accuracy >= options.target
     verdict = "reached" if reached else "NOT reached"

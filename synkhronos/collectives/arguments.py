@@ -6,6 +6,8 @@
     The keys by which the workers know them.
 `one_each`, `stage`, `check_shape`
     Values for them, in shared memory.
+`is_state`, `check_stream`
+    Random generators among them, and values for these.
 `everything`, `as_rows`, `shares`
     Which rows of the values.
 `flag`, `op_name`, `rank_number`
@@ -36,8 +38,11 @@ def called(shared: Any) -> str:
     return repr(shared.name) if getattr(shared, "name", None) else str(shared)
 
 
-def named(session: Session, shared_vars: Any) -> tuple[list[Any], bool]:
-    """Return the shared variables that a collective names, and whether one was given rather than a list."""
+def named(session: Session, shared_vars: Any, generators: bool = False) -> tuple[list[Any], bool]:
+    """Return the shared variables that a collective names, and whether one was given rather than a list.
+
+    ``generators`` says whether random generators may be among them.
+    """
     single = not isinstance(shared_vars, list | tuple)
     variables = [shared_vars] if single else list(shared_vars)
     if not variables:
@@ -56,7 +61,13 @@ def named(session: Session, shared_vars: Any) -> tuple[list[Any], bool]:
             raise TypeError(f"shared_vars: {error}") from None
         if not library.is_shared(variable):
             raise TypeError(f"shared_vars: expected shared variables, got {variable!r}")
-        if not library.is_array(variable):
+        if library.is_generator(variable):
+            if not generators:
+                raise TypeError(
+                    f"shared_vars: {called(variable)} is a random generator, which broadcast(), gather(), set_value() "
+                    "and get_value() take alone"
+                )
+        elif not library.is_array(variable):
             raise TypeError(
                 f"shared_vars: expected variables whose values are arrays, got {variable!r} of {variable.type}"
             )
@@ -68,7 +79,8 @@ def named(session: Session, shared_vars: Any) -> tuple[list[Any], bool]:
     if len({id(variable) for variable in variables}) != len(variables):
         raise ValueError("shared_vars: a shared variable comes twice")
     for variable in variables:
-        seen[variable] = True
+        if not library_of(variable).is_generator(variable):
+            seen[variable] = True
     return variables, single
 
 
@@ -83,6 +95,20 @@ def mirrored(session: Session, variables: Sequence[Any]) -> tuple[Any, ...]:
     if missing:
         mirror.send([], missing)
     return tuple(mirror.key(variable) for variable in variables)
+
+
+def is_state(variable: Any) -> bool:
+    """Whether a shared variable is a random generator whose value is no array."""
+    library = library_of(variable)
+    return library.is_generator(variable) and not library.is_array(variable)
+
+
+def check_stream(session: Session, variable: Any, value: Any, moves: bool) -> None:
+    """Refuse a value that a random generator can't take, or that can't be moved apart for the ranks."""
+    try:
+        library_of(variable).check_stream(variable, value, moves and session.size > 1)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"values: {called(variable)}: {error}") from None
 
 
 def one_each(values: Any, variables: Sequence[Any], single: bool) -> list[Any]:

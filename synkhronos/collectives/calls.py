@@ -14,8 +14,10 @@ from synkhronos.collectives.arguments import (
     as_rows,
     called,
     check_shape,
+    check_stream,
     everything,
     flag,
+    is_state,
     mirrored,
     named,
     one_each,
@@ -24,9 +26,21 @@ from synkhronos.collectives.arguments import (
     shares,
     stage,
 )
-from synkhronos.collectives.commands import AllGather, Assign, Broadcast, Gather, GetShapes, GetValue, Reduce
+from synkhronos.collectives.commands import (
+    AllGather,
+    Assign,
+    Broadcast,
+    Gather,
+    GetShapes,
+    GetStreams,
+    GetValue,
+    Reduce,
+    SetStreams,
+)
 from synkhronos.data import Data
 from synkhronos.data.rows import select, share
+from synkhronos.graphs import library_of
+from synkhronos.graphs.mirror import restarted
 
 
 def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
@@ -36,7 +50,9 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
     ----------
     shared_vars : shared variable, or list of them
     values : array_like or Data, or list of these, optional
-        What to give; the master's own value by default.
+        What to give; the master's own value by default.  For a random generator what its variable holds
+        (`numpy.random.Generator`, or with Theano a `numpy.random.RandomState` or the state of MRG streams): the master
+        goes on from there, and the workers from places that are moved apart from it.
     nccl : bool
         Whether arrays on GPUs travel by NCCL rather than through host memory.
 
@@ -60,21 +76,31 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
     with session.turn:
         session.settle()
         nccl = flag(nccl, "nccl")
+        variables, single = named(session, shared_vars, generators=True)
+        generators = [v for v in variables if library_of(v).is_generator(v)]
+        arrays = [v for v in variables if not library_of(v).is_generator(v)]
+        staged = None
         if values is None:
-            variables, _ = named(session, shared_vars)
-            session.run(Broadcast(mirrored(session, variables), nccl))
+            places = [library_of(v).stream(v) for v in generators]
+        else:
+            pairs = list(zip(variables, one_each(values, variables, single), strict=True))
+            places = [value for v, value in pairs if library_of(v).is_generator(v)]
+            staged = [stage(session, v, value) for v, value in pairs if not library_of(v).is_generator(v)]
+            for variable, value in zip(arrays, staged, strict=True):
+                check_shape(variable, value.shape)
+        for variable, place in zip(generators, places, strict=True):
+            check_stream(session, variable, place, moves=True)
+        if generators:
+            keys = mirrored(session, generators)
+            restarted(session, generators)
+            session.run(SetStreams(keys, places))
+        if not arrays:
             return
-        variables, single = named(session, shared_vars)
-        staged = [
-            stage(session, variable, value)
-            for variable, value in zip(variables, one_each(values, variables, single), strict=True)
-        ]
-        for variable, value in zip(variables, staged, strict=True):
-            check_shape(variable, value.shape)
+        if staged is None:
+            session.run(Broadcast(mirrored(session, arrays), nccl))
+            return
         rows = tuple(everything(value) for value in staged)
-        session.run(
-            Assign(mirrored(session, variables), tuple(value.where() for value in staged), (rows,) * session.size)
-        )
+        session.run(Assign(mirrored(session, arrays), tuple(value.where() for value in staged), (rows,) * session.size))
 
 
 def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
@@ -139,7 +165,8 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
     Returns
     -------
     ndarray, or list of ndarray
-        In rank order.  Where the shapes don't allow what ``nd_up`` asks, a list with one array a rank.  For a list of
+        In rank order.  Where the shapes don't allow what ``nd_up`` asks, a list with one array a rank.  Of a random
+        generator a list with one `numpy.random.Generator` or `numpy.random.RandomState` a rank.  For a list of
         variables, a list of these.
 
     Examples
@@ -161,9 +188,13 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
         if nd_up not in (0, 1):
             raise ValueError(f"nd_up: expected 0 or 1, got {nd_up}")
         nccl = flag(nccl, "nccl")
-        variables, single = named(session, shared_vars)
-        results = session.run(Gather(mirrored(session, variables), int(nd_up), nccl))
-    return results[0] if single else results
+        variables, single = named(session, shared_vars, generators=True)
+        arrays, states = [v for v in variables if not is_state(v)], [v for v in variables if is_state(v)]
+        gathered = session.run(Gather(mirrored(session, arrays), int(nd_up), nccl)) if arrays else []
+        if states:
+            by_rank = session.run(GetStreams(mirrored(session, states)))
+            gathered += [list(each) for each in zip(*by_rank, strict=True)]
+    return _in_order(variables, [*arrays, *states], gathered, single)
 
 
 def all_gather(shared_vars: Any, nccl: bool = True) -> None:
@@ -290,6 +321,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
     rank : int
     shared_vars : shared variable, or list of them
     values : array_like or Data, or list of these
+        For a random generator what its variable holds; see `broadcast`.  The rank goes on from there.
     batch : int, slice, list of int, or array of int or bool, optional
         Which rows of the values.
 
@@ -313,9 +345,15 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
     with session.turn:
         session.settle()
         rank = rank_number(rank, session)
-        variables, single = named(session, shared_vars)
-        each = one_each(values, variables, single)
-        staged = [stage(session, variable, value) for variable, value in zip(variables, each, strict=True)]
+        variables, single = named(session, shared_vars, generators=True)
+        pairs = list(zip(variables, one_each(values, variables, single), strict=True))
+        states = [(variable, value) for variable, value in pairs if is_state(variable)]
+        for variable, value in states:
+            check_stream(session, variable, value, moves=False)
+            if batch is not None:
+                raise ValueError(f"batch: the value for {called(variable)} has no rows to choose from")
+        variables = [variable for variable in variables if not is_state(variable)]
+        staged = [stage(session, variable, value) for variable, value in pairs if not is_state(variable)]
         kept: list[Data] = []
         rows: list[Any] = []
         for variable, value in zip(variables, staged, strict=True):
@@ -327,6 +365,11 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
             selection = select(batch, len(value))
             check_shape(variable, (len(selection), *value.shape[1:]))
             rows.append(as_rows(selection, kept))
+        if states:
+            keys = mirrored(session, [variable for variable, _ in states])
+            session.run(SetStreams(keys, [value for _, value in states], alone=rank))
+        if not variables:
+            return
         where = tuple(value.where() for value in staged)
         nothing = (None,) * len(variables)
         session.run(
@@ -349,6 +392,7 @@ def get_value(rank: int, shared_vars: Any) -> Any:
     Returns
     -------
     ndarray, or list of ndarray
+        Of a random generator a `numpy.random.Generator` or `numpy.random.RandomState`.
 
     Examples
     --------
@@ -364,9 +408,19 @@ def get_value(rank: int, shared_vars: Any) -> Any:
     with session.turn:
         session.settle()
         rank = rank_number(rank, session)
-        variables, single = named(session, shared_vars)
-        results = session.run(GetValue(mirrored(session, variables), rank))
-    return results[0] if single else results
+        variables, single = named(session, shared_vars, generators=True)
+        arrays, states = [v for v in variables if not is_state(v)], [v for v in variables if is_state(v)]
+        values = session.run(GetValue(mirrored(session, arrays), rank)) if arrays else []
+        if states:
+            values += session.run(GetStreams(mirrored(session, states)))[rank]
+    return _in_order(variables, [*arrays, *states], values, single)
+
+
+def _in_order(variables: list[Any], asked: list[Any], values: list[Any], single: bool) -> Any:
+    """Return the values of variables in the order in which the user named them."""
+    by_variable = {id(variable): value for variable, value in zip(asked, values, strict=True)}
+    ordered = [by_variable[id(variable)] for variable in variables]
+    return ordered[0] if single else ordered
 
 
 def get_shapes(shared_vars: Any) -> list[Any]:

@@ -6,6 +6,8 @@
     Ranks take values, or rows of them, from shared memory.
 `GetValue`, `GetShapes`
     The master asks what ranks hold.
+`GetStreams`, `SetStreams`
+    The same for random generators.
 
 A command first lets every rank see the others' shapes, and which device holds what: what can't be combined is refused
 by all alike, before anything is changed.  Arrays travel as their device combines them, or through host memory.
@@ -13,6 +15,7 @@ by all alike, before anything is changed.  Arrays travel as their device combine
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ import numpy as np
 from synkhronos.collectives.arguments import called
 from synkhronos.devices import HOST, Device, Layout, device_named, device_of
 from synkhronos.graphs import library_of
-from synkhronos.graphs.mirror import stored
+from synkhronos.graphs.mirror import moved_apart, stored
 from synkhronos.ranks import Cancelled, Rank, SharedArray
 
 #: Plans that a rank keeps.
@@ -330,6 +333,38 @@ class GetShapes:
     def run(self, rank: Rank) -> Any:
         """Return the layouts, by rank and variable."""
         return Copies(rank, self.keys).layouts
+
+
+@dataclass(frozen=True, slots=True)
+class GetStreams:
+    """Show where every rank is in its random generators' streams."""
+
+    keys: tuple[Any, ...]
+
+    def run(self, rank: Rank) -> Any:
+        """Return a list for each rank, with a value for each variable."""
+        shareds = [stored(rank, key) for key in self.keys]
+        return rank.exchange([library_of(shared).stream(shared) for shared in shareds])
+
+
+@dataclass(frozen=True, slots=True)
+class SetStreams:
+    """Have random generators go on from a place in their streams: each rank, moved apart, or one alone."""
+
+    keys: tuple[Any, ...]
+    #: A list, which has no hash: equal generators may have drawn since, and the session keeps pickles of commands.
+    values: list[Any]
+    alone: int | None = None
+
+    def run(self, rank: Rank) -> None:
+        """Put the values, or this rank's own behind them, into the containers."""
+        for key, value in zip(self.keys, self.values, strict=True):
+            shared = stored(rank, key)
+            library = library_of(shared)
+            if self.alone is None:
+                library.set_stream(shared, moved_apart(library, copy.deepcopy(value), rank))
+            elif self.alone == rank.number:
+                library.set_stream(shared, copy.deepcopy(value))
 
 
 def _joinable(layouts: Sequence[Layout]) -> bool:

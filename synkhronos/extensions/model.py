@@ -47,6 +47,8 @@ class Model:
     held : list of shared variables
         That the data are in, if they are.
     rule : RuleUpdates
+    optimizer_state : list of shared variables
+        What the rule keeps for itself.
     extra_updates : list of (shared variable, expression)
     """
 
@@ -57,6 +59,7 @@ class Model:
     y_is_list: bool
     held: list[Any]
     rule: RuleUpdates
+    optimizer_state: list[Any]
     extra_updates: list[tuple[Any, Any]]
 
     @classmethod
@@ -93,7 +96,8 @@ class Model:
             )
         rule = RuleUpdates(*rule)
         lists = isinstance(x, list | tuple), isinstance(y, list | tuple)
-        return cls(loss, xs, ys, *lists, held, rule, _extra(extra_updates, rule))
+        state = [shared for shared in rule.param_updates if not any(shared is p for p in params)]
+        return cls(loss, xs, ys, *lists, held, rule, state, _extra(extra_updates, rule))
 
     def arrays(
         self,

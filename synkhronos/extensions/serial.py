@@ -28,11 +28,14 @@ class SerialTrainFunction:
         Compute the loss and write the gradient into `grad_shared`, and move the parameters by it.
     grad_shared : shared variable
         The gradients of all parameters in one vector, and how many rows they are from.
+    optimizer_state : list of shared variables
+        What the rule keeps for itself, in the order of `synkhronos.extensions.train.TrainFunction`.
     """
 
     def __init__(self, model: Model):
         library = library_of(model.loss)
         self.grad_shared = model.rule.grad_shared
+        self.optimizer_state = model.optimizer_state
         self.gradient = library.function(
             [*model.x, *model.y],
             model.loss,

@@ -44,11 +44,15 @@ class TrainFunction:
     grad_shared : shared variable
         The gradients of all parameters in one vector, and how many rows they are from.  After a step it holds
         the ranks' combination.
+    optimizer_state : list of shared variables
+        What the rule keeps for itself from step to step, such as velocities and counts, in an order that is the same
+        for the same rule and parameters: to be saved and loaded with the parameters.  Each rank has the same values.
     """
 
     def __init__(self, model: Model):
         expression = model.rule.grad_updates[model.rule.grad_shared]
         self.grad_shared = model.rule.grad_shared
+        self.optimizer_state = model.optimizer_state
         inputs = [*model.x, *model.y]
         self.gradient = synk.function(
             [] if model.held else inputs,

@@ -6,6 +6,8 @@
     Checks the arguments of `function` and makes a program of them.
 `inputs`
     Checks a call's inputs and puts them where all ranks find them.
+`float_errors`
+    Has the workers treat floating-point errors as the master does.
 `program`
     What a function computes, on any rank, and the variants in which it is compiled.
 `call`

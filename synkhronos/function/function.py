@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -23,6 +25,7 @@ from synkhronos.data import Data, data
 from synkhronos.devices.jax.log import LAUNCHES
 from synkhronos.function.build import build, is_single
 from synkhronos.function.call import Call
+from synkhronos.function.float_errors import follow
 from synkhronos.function.inputs import Inputs, all_slices
 from synkhronos.function.program import PLAIN, Program, Variant
 from synkhronos.function.results import Results
@@ -66,6 +69,23 @@ class Function:
     def __repr__(self) -> str:
         names = ", ".join(entry.name or "_" for entry in self._program.inputs)
         return f"<synkhronos.Function {self.name}({names}) -> {self.output_modes}>"
+
+    def get_shared(self) -> list[Any]:
+        """Return the shared variables that the function reads or updates."""
+        return self._program.shareds()
+
+    # -- copying it ------------------------------------------------------------------------------------------
+    #
+    # As the graph libraries' own functions: a copy has the same shared variables, a deep copy or a pickle has copies of
+    # them, with the values that they have in the master.
+
+    def __copy__(self) -> Function:
+        return _made(copy.copy(self._program), self._single)
+
+    def __reduce__(self) -> Any:
+        # Every node comes after those it depends on: pickle follows references, and would go as deep as the graph.
+        program = self._program
+        return _unpickled, (program.library.nodes(program.variables()), program, self._single)
 
     # -- running it ------------------------------------------------------------------------------------------
 
@@ -159,6 +179,8 @@ class Function:
         self._distribute(session)
         if self._program.asynchronous:
             Results.of(session).tidy(session)
+        else:
+            follow(session)
         has_updates = bool(self._program.updates)
         return Call(self._key, variant, variant not in self._ready, arrays, count, chosen, num_slices, has_updates)
 
@@ -396,10 +418,20 @@ def function(
     session = ranks.session()
     device = session.rank.store["device"]
     program = build(inputs, outputs, bcast_inputs, updates, givens, sliceable_shareds, kwargs, device)
-    made = Function(program, is_single(outputs))
-    _undistributed(session)[made] = True
+    return _made(program, is_single(outputs))
+
+
+def _made(program: Program, single: bool) -> Function:
+    """Return a function, and note that the workers don't have it."""
+    made = Function(program, single)
     declare(program.shareds())
+    with contextlib.suppress(RuntimeError):  # no ranks are running, which one that is unpickled can wait for
+        _undistributed(ranks.session())[made] = True
     return made
+
+
+def _unpickled(nodes: Sequence[Any], program: Program, single: bool) -> Function:
+    return _made(program, single)
 
 
 def distribute() -> None:

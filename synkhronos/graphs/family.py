@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from sys import getrefcount
@@ -275,11 +276,19 @@ class GraphLibrary:
         """Return the lengths that the variable's type fixes, None where it leaves them open."""
         return tuple(1 if b else None for b in variable.type.broadcastable)
 
-    def check_generator(self, shared: Any) -> None:
-        """Raise TypeError for a random generator that can't be moved."""
+    def check_stream(self, shared: Any, value: Any, moves: bool) -> None:
+        """Raise TypeError or ValueError for what a random generator's variable can't take, or can't be moved in."""
 
-    def move_generator(self, shared: Any, distance: int) -> None:
-        """Move a random generator ``distance`` jumps ahead in its stream: streams so moved apart never meet."""
+    def stream(self, shared: Any) -> Any:
+        """Return where a random generator is in its stream: a copy of its value."""
+        return copy.deepcopy(self.get(shared))
+
+    def set_stream(self, shared: Any, value: Any) -> None:
+        """Have a random generator go on from there."""
+        self.put(shared, value)
+
+    def moved(self, value: Any, distance: int) -> Any:
+        """Return a place ``distance`` jumps ahead in its stream: streams so moved apart never meet."""
         raise NotImplementedError
 
 

@@ -8,6 +8,8 @@
     Pickled objects in shared memory, arrays beside the stream, and the command that unpacks them.
 `stored`
     A mirrored object on any rank, by its key.
+`moved_apart`, `restarted`
+    Where each rank is in a random generator's stream.
 
 Every rank has its own copy of each shared variable.  The master gives each a key when it is first sent; pickles that
 follow say the key in its place, so that functions made later refer to the same copy.  The user's own classes and
@@ -31,7 +33,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from synkhronos.graphs import library_of
+from synkhronos.graphs import GraphLibrary, library_of
 from synkhronos.graphs.code import Name, UserCode, is_importable, is_the_users, outdated
 from synkhronos.ranks import Rank, Session, SharedArray, WeakKeys
 
@@ -41,6 +43,9 @@ _ALIGNMENT = 64
 
 #: The shared variables that functions use, whatever ranks there are.
 _declared: WeakKeys[Any, bool] = WeakKeys()
+#: How many jumps ahead of the master's any rank's stream has been, for each random generator.  Workers that come later
+#: start behind that: those before may have drawn more than the master, whose stream says nothing of it.
+_furthest: WeakKeys[Any, int] = WeakKeys()
 
 
 def declare(shareds: Iterable[Any]) -> None:
@@ -105,14 +110,19 @@ class Mirror:
                 self._last += 1
                 keyed.append((("shared", self._last), shared))
         if session.size > 1:
+            starts = []
             for _, shared in keyed:
+                start = 0
                 if library is not None and library.is_generator(shared):
-                    library.check_generator(shared)
+                    library.check_stream(shared, library.stream(shared), moves=True)
+                    start = _furthest.get(shared) or 0
+                    _furthest[shared] = start + session.size - 1
+                starts.append(start)
             # Every node comes after those it depends on, so that pickle, which follows references, never goes deep.
             nodes = library.nodes(variables) if library is not None else []
             outdated: set[str] | None = None
             while outdated is None or outdated:
-                code, parcel = self.pack((nodes, [*keyed, *values], len(keyed)))
+                code, parcel = self.pack((nodes, [*keyed, *values], starts))
                 try:
                     path = tuple(map(os.path.abspath, sys.path))
                     outdated = session.run(Receive(parcel, sys.getrecursionlimit(), path, code.expected()))
@@ -216,11 +226,14 @@ class Receive:
                 return of_all
         if rank.is_master:
             return set()
-        _, values, n_shareds = self.parcel.unpack(rank)
+        _, values, starts = self.parcel.unpack(rank)
         for key, value in values:
             rank.store[key] = _Kept(value)
-        _move_generators([shared for _, shared in values[:n_shareds]], rank)
-        for _, value in values[n_shareds:]:
+        for (_, shared), start in zip(values, starts, strict=False):
+            library = library_of(shared)
+            if library.is_generator(shared):
+                library.set_stream(shared, moved_apart(library, library.stream(shared), rank, start))
+        for _, value in values[len(starts) :]:
             value.settle()
         return set()
 
@@ -308,13 +321,16 @@ def stored(rank: Rank, key: Any) -> Any:
     return reference()
 
 
-def _move_generators(shareds: Sequence[Any], rank: Rank) -> None:
-    """Move the random generators among a rank's new shared variables to the rank's own streams.
+def moved_apart(library: GraphLibrary, value: Any, rank: Rank, start: int = 0) -> Any:
+    """Return a rank's own place in a random generator's stream, behind the ``start`` jumps that others have had.
 
-    The master's stay: it draws what the serial program would.
+    The master's is the given one: it draws what the serial program would.
     """
     distance = (rank.number - rank.root) % rank.size
-    for shared in shareds:
-        library = library_of(shared)
-        if distance and library.is_generator(shared):
-            library.move_generator(shared, distance)
+    return library.moved(value, start + distance) if distance else value
+
+
+def restarted(session: Session, generators: Iterable[Any]) -> None:
+    """Note that the ranks' streams of random generators start anew, next to a value that the user has given."""
+    for shared in generators:
+        _furthest[shared] = session.size - 1

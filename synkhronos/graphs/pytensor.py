@@ -18,7 +18,7 @@ from synkhronos.devices import JAX, Device
 from synkhronos.graphs import sums  # noqa: F401 - bounds a rewrite
 from synkhronos.graphs.family import GraphLibrary, Input, check_jumps, jump
 from synkhronos.graphs.lengths import in_jax_mode
-from synkhronos.graphs.traced import Traced
+from synkhronos.graphs.traced import Traced, check_key, set_stream_of, stream_of
 from synkhronos.graphs.xla import Executable
 
 
@@ -34,14 +34,26 @@ class PyTensor(GraphLibrary):
         """Whether the variable holds a NumPy Generator."""
         return isinstance(self.get(shared), np.random.Generator)
 
-    def check_generator(self, shared: Any) -> None:
-        """Refuse bit generators without jumps."""
-        check_jumps(self.get(shared).bit_generator)
+    def check_stream(self, shared: Any, value: Any, moves: bool) -> None:
+        """Refuse what is no Generator, and bit generators without jumps."""
+        if not isinstance(value, np.random.Generator):
+            raise TypeError(f"expected a numpy.random.Generator, such as default_rng(seed), got {value!r}")
+        if moves:
+            check_jumps(value.bit_generator)
+        check_key(shared.container, value)
 
-    def move_generator(self, shared: Any, distance: int) -> None:
-        """Jump the Generator."""
-        generator = self.get(shared)
-        self.put(shared, type(generator)(jump(generator.bit_generator, distance)))
+    def stream(self, shared: Any) -> Any:
+        """Return a Generator: in JAX mode the one from which PyTensor would make the present key."""
+        return stream_of(shared.container, super().stream(shared))
+
+    def set_stream(self, shared: Any, value: Any) -> None:
+        """Put a Generator into the container, and in JAX mode its key where functions find it."""
+        super().set_stream(shared, value)
+        set_stream_of(shared.container)
+
+    def moved(self, value: Any, distance: int) -> Any:
+        """Jump a Generator."""
+        return type(value)(jump(value.bit_generator, distance))
 
     def input(self, value: Any) -> Input:
         """Describe a variable, or an ``In``."""

@@ -22,7 +22,7 @@ _A1 = ((0, 2**22, 2**7 + 1), (1, 0, 0), (0, 1, 0))
 _A2 = ((2**15, 0, 2**15 + 1), (1, 0, 0), (0, 1, 0))
 #: Steps between the streams of two ranks.  Theano's own are 2**134 apart, one for each random variable, and 2**72
 #: within one; the period is about 2**185.
-_MRG_JUMP = 2**170
+_MRG_JUMP = 2**166
 
 
 class Theano(GraphLibrary):
@@ -37,16 +37,36 @@ class Theano(GraphLibrary):
         """Whether the variable holds a RandomState, or the state of an MRG stream."""
         return isinstance(self.get(shared), np.random.RandomState) or _is_mrg_state(shared)
 
-    def move_generator(self, shared: Any, distance: int) -> None:
-        """Jump the RandomState, or multiply the MRG state by the power of its matrices."""
+    def check_stream(self, shared: Any, value: Any, moves: bool) -> None:
+        """Refuse what is no RandomState, or not the state of as many MRG streams."""
+        present = self.get(shared)
+        if isinstance(present, np.random.RandomState):
+            if not isinstance(value, np.random.RandomState):
+                raise TypeError(f"expected a numpy.random.RandomState, got {value!r}")
+            return
+        given = np.asarray(value)
+        if given.dtype.kind not in "iu":
+            raise TypeError(f"expected the state of MRG streams, integers, got an array of {given.dtype}")
+        if given.shape != present.shape:
+            raise ValueError(f"expected the state of MRG streams of shape {present.shape}, got {given.shape}")
+
+    def stream(self, shared: Any) -> Any:
+        """Return a RandomState, or the states of MRG streams as an array."""
         state = self.get(shared)
-        if isinstance(state, np.random.RandomState):
-            source = np.random.MT19937()
-            source.state = cast(Any, state.get_state(legacy=False))
-            moved = np.random.RandomState(jump(source, distance))
-            self.put(shared, moved)
-        else:
-            self.put(shared, _jump_mrg(np.asarray(state), distance))
+        return super().stream(shared) if isinstance(state, np.random.RandomState) else np.array(state)
+
+    def set_stream(self, shared: Any, value: Any) -> None:
+        """Put a RandomState, or an array in the variable's dtype."""
+        is_state = isinstance(value, np.random.RandomState)
+        super().set_stream(shared, value if is_state else np.array(value, shared.type.dtype))
+
+    def moved(self, value: Any, distance: int) -> Any:
+        """Jump a RandomState, or multiply MRG states by the power of their matrices."""
+        if not isinstance(value, np.random.RandomState):
+            return _jump_mrg(np.asarray(value), distance)
+        source = np.random.MT19937()
+        source.state = cast(Any, value.get_state(legacy=False))
+        return np.random.RandomState(jump(source, distance))
 
     def input(self, value: Any) -> Input:
         """Describe a variable, or an ``In``."""

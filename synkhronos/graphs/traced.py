@@ -103,6 +103,39 @@ def _stream(container: Any, storage: list[Any]) -> list[Any]:
     return known[1]
 
 
+def check_key(container: Any, generator: np.random.Generator) -> None:
+    """Raise TypeError if functions draw from the container's key, and PyTensor makes none of the generator."""
+    kinds = np.random.PCG64 | np.random.PCG64DXSM
+    if _streams.get(container) is not None and not isinstance(generator.bit_generator, kinds):
+        raise TypeError(f"in JAX mode PyTensor takes PCG64's numbers, got {type(generator.bit_generator).__name__}'s")
+
+
+def stream_of(container: Any, generator: np.random.Generator) -> np.random.Generator:
+    """Return a copy of what is in a container, changed to one of which PyTensor makes the key that functions draw from.
+
+    Unless none has drawn from it yet, or the user has put another generator there since.
+    """
+    known = _streams.get(container)
+    if known is None or known[0] is not container.storage[0]:
+        return generator
+    state: Any = generator.bit_generator.state
+    low, high = (int(word) for word in np.asarray(known[1][0]))
+    state["state"]["state"] = state["state"]["state"] >> 64 << 64 | high << 32 | low
+    generator.bit_generator.state = state
+    return generator
+
+
+def set_stream_of(container: Any) -> None:
+    """Have functions draw from the generator that was put into a container, if some draw from it already."""
+    from pytensor.link.jax.dispatch import jax_typify
+
+    known = _streams.get(container)
+    if known is not None:
+        generator = container.storage[0]
+        known[1][0] = np.array(jax_typify(generator)[_KEY])
+        _streams[container] = generator, known[1]
+
+
 def _by_keys(run: Callable[..., Any], generators: dict[int, dict[str, Any]], moved: set[int]) -> Callable[..., Any]:
     """Return a function that takes and returns random generators' keys alone.
 

@@ -89,4 +89,4 @@ def test_ranks_can_move_the_generators():
     library = library_of(variable)
     (generator,) = library.shareds([variable])
     assert library.is_generator(generator)
-    library.check_generator(generator)
+    library.check_stream(generator, library.stream(generator), moves=True)

@@ -1,0 +1,35 @@
+"""What workers do about floating-point errors: what the master does.
+
+`follow`
+    Has the workers take over what the user has set by `numpy.seterr` or `numpy.errstate`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from synkhronos.ranks import Rank, Session
+
+_KEY = "floating-point errors"
+
+
+class _Treat(NamedTuple):
+    """Treat errors from now on as the master does."""
+
+    errors: tuple[tuple[str, str], ...]
+
+    def run(self, rank: Rank) -> None:
+        if not rank.is_master:
+            # What the master calls, or writes to, is not here.
+            np.seterr(**{kind: "warn" if how in ("call", "log") else how for kind, how in self.errors})  # type: ignore[arg-type]
+
+
+def follow(session: Session) -> None:
+    """Tell the workers how the master treats floating-point errors, if that has changed."""
+    errors = np.geterr()
+    store = session.rank.store
+    if store.get(_KEY) != errors:
+        session.run(_Treat(tuple((kind, str(how)) for kind, how in errors.items())))
+        store[_KEY] = errors

@@ -1,0 +1,117 @@
+"""Functions and training functions that are copied and pickled, as those of the graph libraries can be."""
+
+import copy
+import gc
+import pickle
+
+import numpy as np
+import pytest
+from library import function, shared
+from library import tensor as T
+
+import synkhronos as synk
+from synkhronos.extensions.train import make_train_function
+from synkhronos.extensions.updates import adam
+
+VALUE = np.arange(4.0)
+
+
+def made(library_function=None):
+    x, w = T.dvector("x"), shared(np.array(1.0), "w")
+    outputs, updates = (x * w).sum(), [(w, w + 1)]
+    if library_function is not None:
+        return library_function([x], outputs, updates=updates), w
+    return synk.function([x], (outputs, "sum"), updates=updates, name="f"), w
+
+
+def deep(f):
+    return copy.deepcopy(f)
+
+
+def pickled(f):
+    return pickle.loads(pickle.dumps(f))
+
+
+def test_a_copy_has_the_same_variables(fork):
+    fork(2)
+    f, w = made()
+    assert f(VALUE) == 6
+    g = copy.copy(f)
+    assert (g.name, g.output_modes) == ("f", ["sum"])
+    assert [v is w for v in g.get_shared()] == [True]
+    assert [float(h(VALUE)) for h in (g, f, g)] == [12, 18, 24]
+    del f  # which the copy doesn't need
+    gc.collect()
+    synk.distribute()
+    assert g(VALUE) == 30
+    assert synk.gather(w).tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("duplicate", [deep, pickled])
+@pytest.mark.parametrize("called", [True, False])
+def test_a_deep_copy_has_copies_of_the_variables_as_the_librarys_own(fork, duplicate, called):
+    fork(2)
+    results = []
+    for f, w in (made(), made(function)):
+        if called:
+            f(VALUE)
+        g = duplicate(f)
+        results.append([float(h(VALUE)) for h in (g, g, f, g)] + [float(w.get_value())])
+    np.testing.assert_array_equal(*results)
+    assert synk.gather(g_shared := duplicate(made()[0]).get_shared()[0]).tolist() == [1, 1], g_shared
+
+
+def test_functions_are_pickled_without_ranks_and_called_with_others(fork):
+    fork(2)
+    f, _ = made()
+    f(VALUE)
+    synk.close()
+    kept = pickle.dumps(f)
+    g = pickle.loads(kept)
+    with pytest.raises(RuntimeError, match="call synkhronos.fork"):
+        g(VALUE)
+    fork(3)
+    assert [float(g(VALUE)), float(g(VALUE)), float(f(VALUE))] == [12, 18, 12]
+
+
+def test_a_function_of_a_deep_graph_is_pickled(fork):
+    fork(2)
+    x = T.dvector("x")
+    y = x
+    for _ in range(400):
+        y = y + 1
+    f = synk.function([x], (y.sum(), "sum"), mode="FAST_COMPILE")
+    assert pickled(f)(VALUE) == 1606
+
+
+def trained():
+    x, y, w = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w")
+    loss = ((T.dot(x, w) - y) ** 2).mean()
+    return make_train_function(loss, [w], x, y, adam, learning_rate=0.1), w
+
+
+DATA = np.random.default_rng(0).normal(size=(7, 3)), np.arange(7.0)
+
+
+@pytest.mark.parametrize("duplicate", [deep, pickled])
+def test_a_training_function_that_is_copied_deeply_goes_on_by_itself(fork, duplicate):
+    fork(2)
+    train, w = trained()
+    losses = [float(train(*DATA)) for _ in range(2)]
+    other = duplicate(train)
+    own = [float(train(*DATA)) for _ in range(3)]
+    assert [float(other(*DATA)) for _ in range(3)] == own
+    again, _ = trained()
+    np.testing.assert_allclose([float(again(*DATA)) for _ in range(5)], losses + own, rtol=1e-12)
+
+
+def test_a_copy_of_a_training_function_is_the_same_training(fork):
+    fork(2)
+    train, _ = trained()
+    other = copy.copy(train)
+    both = [float(f(*DATA)) for f in (train, other)]
+    del train
+    gc.collect()
+    both.append(float(other(*DATA)))
+    again, _ = trained()
+    np.testing.assert_allclose([float(again(*DATA)) for _ in range(3)], both, rtol=1e-12)

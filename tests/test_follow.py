@@ -1,0 +1,127 @@
+"""What workers take over from the master's settings: seeds, and how floating-point errors are treated."""
+
+import random
+
+import numpy as np
+import pytest
+from library import DEVICE, INTERPRETED, NAME
+from library import tensor as T
+
+import synkhronos as synk
+
+if NAME == "pytensor":
+    from pytensor.graph.basic import Apply
+    from pytensor.graph.op import Op
+else:
+    from theano.gof import Apply, Op
+
+pytestmark = pytest.mark.skipif(DEVICE != "host", reason="operations that are written in Python")
+
+
+class Draws(Op):
+    """Returns numbers of NumPy's and of Python's global generators, as users' own operations may."""
+
+    __props__ = ()
+
+    def make_node(self, x):
+        return Apply(self, [x], [x.type()])
+
+    def perform(self, node, inputs, outputs, *_):
+        outputs[0][0] = np.array([*np.random.random(4), random.random()])
+
+
+class Reciprocal(Op):
+    """Divides as NumPy does; the libraries' own operations don't ask it what to do about errors."""
+
+    __props__ = ()
+
+    def make_node(self, x):
+        return Apply(self, [x], [x.type()])
+
+    def perform(self, node, inputs, outputs, *_):
+        outputs[0][0] = 1 / inputs[0]
+
+
+def drawn(n, calls=2):
+    x = T.dvector("x")
+    f = synk.function([x], (Draws()(x), "gather"), mode=INTERPRETED)
+    return np.array([f(np.ones(n)) for _ in range(calls)]).reshape(calls, n, 5)
+
+
+@pytest.fixture(autouse=True)
+def states():
+    before = np.random.get_state(), random.getstate()
+    yield
+    np.random.set_state(before[0])
+    random.setstate(before[1])
+
+
+def test_ranks_draw_different_numbers_from_global_generators(fork):
+    fork(3)
+    values = drawn(3)
+    assert len(np.unique(values)) == values.size
+
+
+@pytest.mark.parametrize("master", [0, 2])
+def test_global_generators_repeat_from_the_masters_seed(fork, master):
+    def run(seed):
+        np.random.seed(seed)
+        random.seed(seed)
+        fork(3, master_rank=master)
+        values = drawn(3)
+        synk.close()
+        return values
+
+    first = run(7)
+    np.testing.assert_array_equal(run(7), first)
+    assert not np.isin(run(8), first).any()
+    # The master's own are those of the serial program.
+    np.random.seed(7)
+    random.seed(7)
+    for values in first[:, master]:
+        np.testing.assert_array_equal(values, [*np.random.random(4), random.random()])
+
+
+def quotient():
+    x = T.dvector("x")
+    return synk.function([x], (Reciprocal()(x), "gather"), mode=INTERPRETED)
+
+
+def test_floating_point_errors_raise_on_workers_where_they_would_in_the_master(fork):
+    fork(2)
+    f = quotient()
+    with np.errstate(all="ignore"):
+        assert f(np.array([1.0, 0.0])).tolist() == [1, np.inf]
+    with np.errstate(divide="raise"):
+        with pytest.raises(synk.WorkerError, match="rank 1 raised FloatingPointError: divide by zero"):
+            f(np.array([1.0, 0.0]))
+        with pytest.raises(FloatingPointError):
+            f(np.array([0.0, 1.0]))
+    with np.errstate(all="ignore"):
+        assert f(np.array([1.0, 0.0])).tolist() == [1, np.inf]
+
+
+class Treated(Op):
+    """Returns what is done about a division by zero."""
+
+    __props__ = ()
+
+    def make_node(self, x):
+        return Apply(self, [x], [x.type()])
+
+    def perform(self, node, inputs, outputs, *_):
+        outputs[0][0] = np.array([WAYS.index(np.geterr()["divide"])], float)
+
+
+WAYS = ["ignore", "warn", "raise", "call", "print", "log"]
+
+
+def test_workers_treat_errors_as_the_master_does_but_for_what_is_the_masters_alone(fork):
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], (Treated()(x), "gather"), mode=INTERPRETED)
+    for how in WAYS:
+        with np.errstate(divide=how):
+            master, worker = (WAYS[int(number)] for number in f(np.ones(2)))
+        assert master == how
+        assert worker == ("warn" if how in ("call", "log") else how)
