@@ -24,11 +24,9 @@ _SHARED = (
     "compiledir",
     "base_compiledir",
     "cxx",
-    "deterministic",
     "exception_verbosity",
     "floatX",
     "gcc.cxxflags",
-    "int_division",
     "mode",
     "on_opt_error",
     "on_unused_input",
@@ -40,20 +38,77 @@ _SHARED = (
 #: Theano's flags that PyTensor has no use for, with the values that programs may find, and set again.
 _FIXED: dict[str, Any] = {
     "assert_no_cpu_op": "ignore",
+    "cache_optimizations": False,
     "compute_test_value": "off",
+    "compute_test_value_opt": "off",
     "contexts": "",
+    "conv.assert_shape": False,
+    "ctc.root": "",
+    "cuda.include_path": "/usr/local/include",
+    "cuda.root": "/usr/local",
+    "deterministic": "default",
     "device": "cpu",
+    "dnn.base_path": "",
+    "dnn.bin_path": "",
+    "dnn.conv.algo_bwd": True,
+    "dnn.conv.algo_bwd_data": "none",
+    "dnn.conv.algo_bwd_filter": "none",
+    "dnn.conv.algo_fwd": "small",
+    "dnn.conv.precision": "as_input_f32",
+    "dnn.conv.workmem": True,
+    "dnn.conv.workmem_bwd": True,
     "dnn.enabled": "False",
+    "dnn.include_path": "",
+    "dnn.library_path": "",
+    "experimental.local_alloc_elemwise": True,
+    "experimental.local_alloc_elemwise_assert": True,
     "experimental.unpickle_gpu_on_cpu": False,
     "force_device": False,
+    "gpu.local_elemwise_fusion": True,
+    "gpuarray.cache_path": "",
     "gpuarray.preallocate": -1.0,
+    "gpuarray.sched": "default",
+    "gpuarray.single_stream": True,
+    "gpuarray.sync": False,
+    "gpuelemwise.sync": True,
+    "init_gpu_device": "",
+    "int_division": "int",
+    "lib.amdlibm": False,
     "lib.cnmem": 0.0,
-    "lib.amblibm": False,
+    "magma.enabled": False,
+    "magma.include_path": "",
+    "magma.library_path": "",
+    "metaopt.optimizer_excluding": "",
+    "metaopt.optimizer_including": "",
+    "metaopt.verbose": 0,
+    "numpy.seterr_all": "ignore",
+    "numpy.seterr_divide": None,
+    "numpy.seterr_invalid": None,
+    "numpy.seterr_over": None,
+    "numpy.seterr_under": None,
     "nvcc.fastmath": False,
+    "pickle_test_value": True,
     "print_active_device": True,
+    "print_test_value": False,
     "reoptimize_unpickled_function": False,
     "scan.allow_gc": False,
+    "scan.debug": False,
+    "tensor.local_elemwise_fusion": True,
+    "unittests.rseed": "666",
     "unpickle_function": True,
+    "warn.argmax_pushdown_bug": False,
+    "warn.gpu_set_subtensor1": False,
+    "warn.gpusum_01_011_0111_bug": False,
+    "warn.identify_1pexp_bug": False,
+    "warn.inc_set_subtensor1": False,
+    "warn.inc_subtensor1_opt": True,
+    "warn.reduce_join": False,
+    "warn.round": False,
+    "warn.signal_conv2d_interface": False,
+    "warn.subtensor_merge_bug": False,
+    "warn.sum_div_dimshuffle_bug": False,
+    "warn.sum_sum_bug": False,
+    "warn.vm_gc_bug": False,
 }
 
 
@@ -79,13 +134,18 @@ def pytensor_flags(theano_flags: str, given: str = "") -> str:
     'floatX=float32,floatX=float64'
     """
     flags = dict(flag.strip().split("=", 1) for flag in theano_flags.split(",") if "=" in flag)
-    passed = [f"{name.replace('.', '__')}={value}" for name, value in flags.items() if name in _SHARED]
+    passed = [f"{_pytensors(name)}={value}" for name, value in flags.items() if name in _SHARED]
     if flags.get("device", "cpu").startswith(("cuda", "gpu", "opencl")) and "mode" not in flags:
         passed.insert(0, "mode=JAX")
     dropped = [name for name in flags if name not in _SHARED and name != "device"]
     if dropped:
         _LOG.info("PyTensor has no use for these of THEANO_FLAGS: %s", ", ".join(dropped))
     return ",".join(passed + ([given] if given else []))
+
+
+def _pytensors(name: str) -> str:
+    """Return Theano's name of a flag as PyTensor writes it."""
+    return name.replace(".", "__")
 
 
 class Config:
@@ -122,7 +182,7 @@ class Config:
         theano_name = full.replace("__", ".")
         if theano_name in _FIXED:
             return _FIXED[theano_name]
-        if any(known.startswith(f"{theano_name}.") for known in (*_FIXED, *_SHARED)):
+        if any(known.startswith(f"{full}__") for known in (*map(_pytensors, _FIXED), *dir(self._config))):
             return Config(self._config, f"{full}__")
         raise AttributeError(missing(f"theano.config.{theano_name}"))
 

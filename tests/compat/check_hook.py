@@ -81,11 +81,14 @@ def test_jax_is_not_imported_before_a_function_is_compiled_for_it():
 @pytest.mark.parametrize(
     "line",
     [
-        "import theano.gpuarray",
-        "from theano import gpuarray",
+        "import theano.d3viz",
+        "from theano import d3viz",
+        "from theano.gpuarray import GpuArrayType",
+        "from theano.gpuarray.dnn import dnn_conv",
+        "import theano.gpuarray.fft",
         "from theano.tensor import nothing",
         "from theano.tensor.nnet.bn import nothing",
-        "from theano.sandbox.cuda import dnn",
+        "from theano.sandbox.cuda.dnn import dnn_conv",
     ],
 )
 def test_a_module_that_is_missing_says_so(line):
@@ -287,6 +290,105 @@ def test_integers_are_of_the_graphs_dtype_where_floats_are_float32():
     assert run(code, THEANO_FLAGS="floatX=float32,device=cuda", PYTENSOR_FLAGS="") == "['int64', 'float32', 'int64']"
 
 
+def test_programs_that_import_theanos_gpu_code_run():
+    code = """
+    import synkhronos.compat
+    import theano, theano.gpuarray, theano.sandbox.cuda
+    from theano.gpuarray import dnn
+    from theano.sandbox.cuda.basic_ops import gpu_contiguous
+    import theano.tensor as T
+    assert not theano.gpuarray.pygpu_activated and not theano.sandbox.cuda.cuda_enabled
+    assert not dnn.dnn_available() and not theano.sandbox.cuda.dnn.dnn_available() and dnn.dnn_available.msg
+    x = T.vector()
+    assert theano.function([x], gpu_contiguous(x) + 1)([1]) == 2
+    try:
+        theano.gpuarray.GpuArrayType
+    except AttributeError as error:
+        print(error)
+    theano.gpuarray.use("cpu")
+    print(theano.config.mode == "JAX")
+    theano.gpuarray.use("cuda0", preallocate=0.5)
+    print(theano.config.mode)
+    """
+    said, *modes = run(code).splitlines()
+    assert said.startswith("theano.gpuarray.GpuArrayType is not among what synkhronos.compat serves")
+    assert modes == ["False", "JAX"]
+
+
+def test_variables_are_true_but_for_comparisons():
+    import theano
+    import theano.tensor as T
+
+    x, y = T.dmatrix("x"), T.dvector("y")
+    for variable in (x, x + y, T.eq(x, y), x.sum(), T.constant(0), theano.shared(0.0), T.iscalar()):
+        assert variable and not (not variable)
+    input = None
+    assert (x if not input else input) is x and (input or y) is y and any([x, y])
+    for comparison in (x < y, x <= y, x > 0, 0 >= y):
+        with pytest.raises(TypeError, match="neither true nor false"):
+            bool(comparison)
+    with pytest.raises(TypeError, match="a < b < c"):
+        0 < x < 1  # noqa: B015
+    assert bool(theano.ifelse.ifelse(T.gt(x.sum(), 0), x, -x))
+
+
+@pytest.mark.parametrize("mode", ["FAST_COMPILE", pytest.param("JAX", marks=NEEDS_JAX)])
+def test_convolutions_that_a_layer_keeps(mode):
+    import theano
+    import theano.tensor as T
+    from theano.tensor.nnet import abstract_conv
+
+    settings = {"border_mode": (1, 0), "subsample": (2, 1), "filter_flip": False}
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(2, 3, 6, 5)), rng.normal(size=(4, 3, 3, 2))
+    y = T.nnet.conv2d(x, w, **settings).eval(mode="FAST_COMPILE")
+    rows = T.iscalar("rows")
+    made = [
+        abstract_conv.AbstractConv2d((2, 3, 6, 5), (4, 3, 3, 2), **settings)(x, w),
+        abstract_conv.AbstractConv2d_gradInputs(imshp=(2, 3, 6, 5), kshp=None, **settings)(w, y, (rows, 5)),
+        abstract_conv.AbstractConv2d_gradInputs(**settings)(w, y, T.stack([rows, 5])),
+        abstract_conv.AbstractConv_gradInputs(2, **settings)(w, y, [6, 5], add_assert_shape=False),
+        abstract_conv.AbstractConv2d_gradWeights(**settings)(x, y, (3, 2)),
+        abstract_conv.AbstractConv3d()(x[:, :, None], w[:, :, None]),
+    ]
+    of_inputs = abstract_conv.conv2d_grad_wrt_inputs(y, w, (2, 3, 6, 5), **settings)
+    of_weights = abstract_conv.conv2d_grad_wrt_weights(x, y, (4, 3, 3, 2), **settings)
+    expected = [y, of_inputs, of_inputs, of_inputs, of_weights, T.nnet.conv3d(x[:, :, None], w[:, :, None])]
+    results = theano.function([rows], made, mode=mode)(6)
+    for result, variable in zip(results, expected, strict=True):
+        value = variable if isinstance(variable, np.ndarray) else variable.eval(mode="FAST_COMPILE")
+        np.testing.assert_allclose(result, value)
+    assert isinstance(abstract_conv.AbstractConv3d_gradWeights(), abstract_conv.AbstractConv_gradWeights)
+    assert abstract_conv.AbstractConv3d_gradInputs(filter_dilation=(2, 2, 2)).convdim == 3
+
+
+@pytest.mark.parametrize("mode", ["FAST_COMPILE", pytest.param("JAX", marks=NEEDS_JAX)])
+def test_products_with_logarithms(mode):
+    import theano
+    import theano.tensor as T
+    from theano.tensor.xlogx import xlogx
+
+    x, y = T.dvectors("x", "y")
+    f = theano.function([x, y], [xlogx(x), T.xlogx.xlogy0(x, y), T.grad(xlogx(x)[1:].sum(), x)[1:]], mode=mode)
+    # As Theano 1.0.5 computed them.
+    expected = [[0, 0, 1.38629436], [0, -np.inf, 1.38629436], [1, 1.69314718]]
+    for result, value in zip(f([0, 1, 2], [0, 0, 2]), expected, strict=True):
+        np.testing.assert_allclose(result, value)
+
+
+def test_a_function_is_made_an_op():
+    import theano
+    import theano.tensor as T
+    from theano.compile.ops import as_op
+
+    @as_op(itypes=[T.dvector], otypes=[T.dvector])
+    def double(x):
+        return 2 * x
+
+    x = T.dvector("x")
+    assert theano.function([x], double(x), mode="FAST_COMPILE")([1, 2]).tolist() == [2, 4]
+
+
 def test_graphs_are_cloned_and_compared():
     import theano
     import theano.tensor as T
@@ -361,6 +463,45 @@ def test_the_largest_elements_are_found(k, expected):
 # -- flags -----------------------------------------------------------------------------------------------------------
 
 
+#: All that Theano 1.0.5 has.
+THEANOS_FLAGS = """
+DebugMode.check_c DebugMode.check_finite DebugMode.check_preallocated_output DebugMode.check_preallocated_output_ndim
+DebugMode.check_py DebugMode.check_strides DebugMode.patience DebugMode.warn_input_not_reused NanGuardMode.action
+NanGuardMode.big_is_error NanGuardMode.inf_is_error NanGuardMode.nan_is_error allow_gc assert_no_cpu_op
+base_compiledir blas.check_openmp blas.ldflags cache_optimizations cast_policy check_input check_stack_trace
+cmodule.age_thresh_use cmodule.compilation_warning cmodule.debug cmodule.preload_cache cmodule.remove_gxx_opt
+cmodule.warn_no_version compile.timeout compile.wait compiledir compiledir_format compute_test_value
+compute_test_value_opt contexts conv.assert_shape ctc.root cuda.include_path cuda.root cxx cycle_detection
+deterministic device dnn.base_path dnn.bin_path dnn.conv.algo_bwd dnn.conv.algo_bwd_data dnn.conv.algo_bwd_filter
+dnn.conv.algo_fwd dnn.conv.precision dnn.conv.workmem dnn.conv.workmem_bwd dnn.enabled dnn.include_path
+dnn.library_path exception_verbosity experimental.local_alloc_elemwise experimental.local_alloc_elemwise_assert
+experimental.unpickle_gpu_on_cpu floatX force_device gcc.cxxflags gpu.local_elemwise_fusion gpuarray.cache_path
+gpuarray.preallocate gpuarray.sched gpuarray.single_stream gpuarray.sync gpuelemwise.sync init_gpu_device int_division
+lib.amdlibm linker magma.enabled magma.include_path magma.library_path metaopt.optimizer_excluding
+metaopt.optimizer_including metaopt.verbose mode nocleanup numpy.seterr_all numpy.seterr_divide numpy.seterr_invalid
+numpy.seterr_over numpy.seterr_under on_opt_error on_shape_error on_unused_input openmp openmp_elemwise_minsize
+optdb.max_use_ratio optdb.position_cutoff optimizer optimizer_excluding optimizer_including optimizer_requiring
+optimizer_verbose pickle_test_value print_active_device print_global_stats print_test_value profile profile_memory
+profile_optimizer profiling.debugprint profiling.destination profiling.ignore_first_call profiling.min_memory_size
+profiling.min_peak_memory profiling.n_apply profiling.n_ops profiling.output_line_width profiling.time_thunks
+reoptimize_unpickled_function scan.allow_gc scan.allow_output_prealloc scan.debug tensor.cmp_sloppy
+tensor.insert_inplace_optimizer_validate_nb tensor.local_elemwise_fusion traceback.compile_limit traceback.limit
+unittests.rseed unpickle_function vm.lazy warn.argmax_pushdown_bug warn.gpu_set_subtensor1 warn.gpusum_01_011_0111_bug
+warn.identify_1pexp_bug warn.ignore_bug_before warn.inc_set_subtensor1 warn.inc_subtensor1_opt warn.reduce_join
+warn.round warn.signal_conv2d_interface warn.subtensor_merge_bug warn.sum_div_dimshuffle_bug warn.sum_sum_bug
+warn.vm_gc_bug warn_float64
+"""
+
+
+def test_all_of_theanos_flags_can_be_read():
+    config = Config(pytensor.config)
+    for name in THEANOS_FLAGS.split():
+        flag = config
+        for part in name.split("."):
+            flag = getattr(flag, part)
+        assert not isinstance(flag, Config)
+
+
 @pytest.mark.parametrize(
     "flags, given, expected",
     [
@@ -368,6 +509,7 @@ def test_the_largest_elements_are_found(k, expected):
         ("floatX=float32,dnn.enabled=False", "", "floatX=float32"),
         ("device=cuda0,floatX=float32", "", "mode=JAX,floatX=float32"),
         ("device=cuda,mode=FAST_COMPILE", "", "mode=FAST_COMPILE"),
+        ("deterministic=more,int_division=int", "", ""),
         ("device=cpu, gcc.cxxflags=-O1", "", "gcc__cxxflags=-O1"),
         ("floatX=float32", "floatX=float64", "floatX=float32,floatX=float64"),
     ],
@@ -390,6 +532,13 @@ def test_the_configuration_is_read_and_set():
         config.compute_test_value = "warn"
     with pytest.raises(AttributeError, match="theano.config.nothing"):
         config.nothing = 1
+    assert config.warn.round is False and config.warn.sum_div_dimshuffle_bug is False
+    config.warn.round = True
+    assert config.warn.round is True
+    config.warn.round = False
+    assert config.DebugMode.check_py is True and config.scan.allow_output_prealloc is True
+    with pytest.raises(AttributeError, match="theano.config.warn.nothing"):
+        config.warn.nothing  # noqa: B018
     before = pytensor.config.floatX
     with config.change_flags(floatX="float32"):
         assert config.floatX == pytensor.config.floatX == "float32"

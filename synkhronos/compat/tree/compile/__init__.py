@@ -6,17 +6,25 @@ from typing import Any
 import pytensor
 from pytensor.compile import (
     FAST_COMPILE,
+    DeepCopyOp,
+    FunctionMaker,
     Mode,
     Out,
     ProfileStats,
     SharedVariable,
+    UnusedInputError,
     ViewOp,
+    as_op,
     deep_copy_op,
     get_default_mode,
     get_mode,
     optdb,
+    predefined_linkers,
     predefined_modes,
+    predefined_optimizers,
+    register_linker,
     register_mode,
+    register_optimizer,
     shared_constructor,
     view_op,
 )
@@ -28,6 +36,8 @@ from synkhronos.graphs import sums  # noqa: F401 - bounds a rewrite of PyTensor'
 __all__ = [
     "FAST_COMPILE",
     "FAST_RUN",
+    "DeepCopyOp",
+    "FunctionMaker",
     "In",
     "Mode",
     "OpFromGraph",
@@ -35,14 +45,20 @@ __all__ = [
     "Param",
     "ProfileStats",
     "SharedVariable",
+    "UnusedInputError",
     "ViewOp",
+    "as_op",
     "deep_copy_op",
     "function",
     "get_default_mode",
     "get_mode",
     "optdb",
+    "predefined_linkers",
     "predefined_modes",
+    "predefined_optimizers",
+    "register_linker",
     "register_mode",
+    "register_optimizer",
     "shared",
     "shared_constructor",
     "view_op",
@@ -127,5 +143,5 @@ def shared(value: Any, name: str | None = None, strict: bool = False, allow_down
     return pytensor.shared(value, name=name, strict=strict, allow_downcast=allow_downcast, **kwargs)
 
 
-from theano.compile import io, sharedvalue  # noqa: E402, F401
+from theano.compile import io, ops, sharedvalue  # noqa: E402, F401
 from theano.compile import mode as _mode  # noqa: E402, F401

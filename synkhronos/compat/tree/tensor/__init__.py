@@ -70,6 +70,7 @@ from theano.tensor import (  # noqa: E402, F401  # isort: skip
     subtensor,
     type,
     var,
+    xlogx,
 )
 from theano.tensor.basic import sort  # noqa: E402, F401  # the module has the function's name
 from theano.tensor.shared_randomstreams import RandomStreams  # noqa: E402, F401

@@ -2,13 +2,16 @@
 
 `TensorVariable`
     Symbolic tensors, shared variables and constants left out, as in Theano.
+
+Variables are true, so that ``if not input:`` asks whether there is one, as in Theano.
 """
 
 from typing import Any
 
 from pytensor.compile import SharedVariable
 from pytensor.graph.basic import Constant
-from pytensor.tensor.variable import TensorConstant
+from pytensor.scalar.basic import GE, GT, LE, LT
+from pytensor.tensor.variable import TensorConstant, _tensor_py_operators
 from pytensor.tensor.variable import TensorVariable as _TensorVariable
 
 __all__ = ["TensorConstant", "TensorVariable"]
@@ -36,3 +39,17 @@ class TensorVariable(metaclass=_SymbolicOnly):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make one of PyTensor's."""
         return _TensorVariable(*args, **kwargs)
+
+
+def _is_true(self: Any) -> bool:
+    """Return True, but for comparisons: Python makes ``(a < b) and (b < c)`` of ``a < b < c``."""
+    op = getattr(self.owner, "op", None)
+    if isinstance(getattr(op, "scalar_op", None), LT | LE | GT | GE):
+        raise TypeError(
+            "a comparison of variables is neither true nor false before it is computed: use T.switch or theano.ifelse, "
+            "and (a < b) & (b < c) in the place of a < b < c"
+        )
+    return True
+
+
+_tensor_py_operators.__bool__ = _is_true

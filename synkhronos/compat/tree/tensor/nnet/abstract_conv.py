@@ -15,6 +15,15 @@ import pytensor.tensor as pt
 from synkhronos.compat.ops.convolution import Conv, ConvGradInputs, ConvGradWeights, Padding, output_length, pads
 
 __all__ = [
+    "AbstractConv",
+    "AbstractConv2d",
+    "AbstractConv2d_gradInputs",
+    "AbstractConv2d_gradWeights",
+    "AbstractConv3d",
+    "AbstractConv3d_gradInputs",
+    "AbstractConv3d_gradWeights",
+    "AbstractConv_gradInputs",
+    "AbstractConv_gradWeights",
     "bilinear_kernel_1D",
     "bilinear_kernel_2D",
     "bilinear_upsampling",
@@ -352,6 +361,121 @@ def separable_conv3d(
         num_groups=num_channels,
     )
     return conv3d(by_channel, pointwise_filters)
+
+
+# -- as Ops ----------------------------------------------------------------------------------------------------------
+
+
+class AbstractConv:
+    """A convolution with its settings, to be called with images and filters.
+
+    Parameters
+    ----------
+    convdim : int
+        2 or 3.
+    imshp, kshp : optional
+        Not needed.
+    border_mode, subsample, filter_flip, filter_dilation, num_groups, unshared
+        As for `conv2d`.
+
+    Examples
+    --------
+    >>> op = T.nnet.abstract_conv.AbstractConv2d(subsample=(2, 2))
+    >>> op(np.ones((1, 1, 4, 4)), np.ones((1, 1, 2, 2))).eval()[0, 0]
+    array([[4., 4.],
+           [4., 4.]])
+    """
+
+    _op: Any = Conv
+
+    def __init__(
+        self,
+        convdim: int,
+        imshp: Any = None,
+        kshp: Any = None,
+        border_mode: Any = "valid",
+        subsample: Any = None,
+        filter_flip: bool = True,
+        filter_dilation: Any = None,
+        num_groups: int = 1,
+        unshared: bool = False,
+    ):
+        steps, dilation = subsample or (1,) * convdim, filter_dilation or (1,) * convdim
+        self.convdim, self.imshp, self.kshp = convdim, imshp, kshp
+        self.op = _op(self._op, convdim, border_mode, steps, filter_flip, dilation, num_groups, unshared)
+
+    def __call__(self, img: Any, kern: Any) -> Any:
+        """Convolve images with filters."""
+        return self.op(img, kern)
+
+
+class AbstractConv_gradInputs(AbstractConv):  # noqa: N801 - Theano's name
+    """The gradient of a convolution with respect to its input: a transposed convolution.
+
+    Examples
+    --------
+    >>> op = T.nnet.abstract_conv.AbstractConv2d_gradInputs(subsample=(2, 2))
+    >>> op(np.ones((1, 1, 2, 2)), np.ones((1, 1, 2, 2)), (4, 4)).eval().shape
+    (1, 1, 4, 4)
+    """
+
+    _op = ConvGradInputs
+
+    def __call__(self, kern: Any, topgrad: Any, shape: Any, add_assert_shape: bool = True) -> Any:  # type: ignore[override]
+        """Return the gradient, of a spatial shape."""
+        return _grad_inputs(self.op, topgrad, kern, (None, None, *(shape[i] for i in range(self.convdim))))
+
+
+class AbstractConv_gradWeights(AbstractConv):  # noqa: N801 - Theano's name
+    """The gradient of a convolution with respect to its filters."""
+
+    _op = ConvGradWeights
+
+    def __call__(self, img: Any, topgrad: Any, shape: Any, add_assert_shape: bool = True) -> Any:  # type: ignore[override]
+        """Return the gradient, of a spatial shape."""
+        return _grad_weights(self.op, img, topgrad, (None, None, *(shape[i] for i in range(self.convdim))))
+
+
+class AbstractConv2d(AbstractConv):
+    """A convolution of images."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(2, *args, **kwargs)
+
+
+class AbstractConv2d_gradInputs(AbstractConv_gradInputs):  # noqa: N801 - Theano's name
+    """The gradient of a convolution of images with respect to these."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(2, *args, **kwargs)
+
+
+class AbstractConv2d_gradWeights(AbstractConv_gradWeights):  # noqa: N801 - Theano's name
+    """The gradient of a convolution of images with respect to the filters."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(2, *args, **kwargs)
+
+
+class AbstractConv3d(AbstractConv):
+    """A convolution in three dimensions."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(3, *args, **kwargs)
+
+
+class AbstractConv3d_gradInputs(AbstractConv_gradInputs):  # noqa: N801 - Theano's name
+    """The gradient of a convolution in three dimensions with respect to its input."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(3, *args, **kwargs)
+
+
+class AbstractConv3d_gradWeights(AbstractConv_gradWeights):  # noqa: N801 - Theano's name
+    """The gradient of a convolution in three dimensions with respect to the filters."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(3, *args, **kwargs)
 
 
 # -- shapes ----------------------------------------------------------------------------------------------------------
