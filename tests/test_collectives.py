@@ -637,6 +637,38 @@ def test_reductions_refuse_shapes_that_differ_and_change_nothing(n, collective):
     assert_held(fine, [np.full(2, float(n))] * n)
 
 
+def test_ranks_that_have_agreed_once_notice_what_one_of_them_has_changed(n):
+    if n == 1:
+        pytest.skip("one rank differs from nobody")
+    s, other = variable(), variable("float64", 1, 1)
+    put(s, [np.ones(2)] * n)
+    put(other, [np.ones(1)] * n)
+    for _ in range(3):
+        synk.all_reduce(s, "sum")
+        synk.all_reduce([s, other], "max")
+    assert_held(s, [np.full(2, float(n**3))] * n)
+    for rank in (0, n - 1):
+        before = synk.get_value(rank, s)
+        synk.set_value(rank, s, np.ones(3))
+        for these in (s, [s, other]):
+            for _ in range(2):
+                with pytest.raises(
+                    ValueError, match=rf"needs the same shape on all ranks, but .*rank {rank} has \(3,\)"
+                ):
+                    synk.all_reduce(these, "sum")
+        synk.set_value(rank, s, before)
+        synk.all_reduce(s, "max")
+        assert_held(s, [np.full(2, float(n**3))] * n)
+    # What all have changed alike is found out by all.
+    put(s, [np.ones((4,))] * n)
+    synk.all_reduce(s, "sum")
+    assert_held(s, [np.full(4, float(n))] * n)
+    with pytest.raises(TypeError, match="nccl"):
+        synk.all_reduce(s, "sum", nccl=1)
+    with pytest.raises(ValueError, match="op"):
+        synk.all_reduce(s, "mean")
+
+
 def test_as_many_items_in_another_shape_are_another_shape(n):
     if n == 1:
         pytest.skip("one rank differs from nobody")

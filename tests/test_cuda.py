@@ -2,19 +2,24 @@
 
 import ctypes
 import os
+import subprocess
 import sys
+import textwrap
 import threading
 import time
 import types
 
 import numpy as np
 import pytest
+from library import NAME
 
 import synkhronos as synk
 from synkhronos import devices, ranks
 from synkhronos.devices import HOST, JAX, PYGPU, cuda
 from synkhronos.devices.cuda.nccl import NcclCommunicator
 from synkhronos.devices.cuda.staging import Staging, _Pinned
+from synkhronos.devices.jax.foreign import Span
+from synkhronos.extensions.step import _Combine
 from synkhronos.ranks import Cancelled
 
 # -- which GPU, and what to install ----------------------------------------------------------------------------
@@ -312,7 +317,7 @@ def combine_within(communicator, gpu, count=3):
     gpu.cuMemcpyAsync = lambda *arguments: copied.append(arguments)
     communicator._holds = np.ones(1, np.int32)
     gpu.command = 5
-    communicator.all_reduce_within(64, 64, count, ((3,), np.dtype("float32")), "sum", 96, 7)
+    communicator.all_reduce_within([(64, 64, count, "float32")], "sum", 96, 7)
     return copied
 
 
@@ -335,14 +340,128 @@ def test_what_is_combined_within_a_launch_counts_unless_the_connection_is_given_
     assert told == [0] and communicator.epoch == 0
 
 
-def test_within_a_launch_nothing_is_combined_that_the_ranks_have_not_agreed_on(connected):
+def test_a_connection_that_was_given_up_combines_nothing_within_a_launch(connected):
     communicator, gpu = connected()
-    with pytest.raises(ValueError, match=r"expected shape \(3,\), as there was before the launch, got 4 items"):
-        combine_within(communicator, gpu, count=4)
     communicator.abort()
     with pytest.raises(RuntimeError, match="given up"):
         combine_within(communicator, gpu)
     assert gpu.state == DONE
+
+
+@pytest.fixture
+def streams(connected):
+    """Connect; return a communicator, and a list in which it will be written what is put on the streams 7 and 8."""
+    communicator, gpu = connected()
+    told = []
+    gpu.beside, gpu.event = 8, "event"
+    gpu.cuEventRecord = lambda event, stream: told.append(f"record {stream}")
+    gpu.cuStreamWaitEvent = lambda stream, event, flags: told.append(f"{stream} waits")
+    gpu.cuMemcpyAsync = lambda *arguments: told.append(f"flag {arguments[-1]}")
+    gpu.all_reduce = lambda *arguments: told.append(f"{arguments[2]} items of {arguments[3]} on {arguments[-1]}")
+    gpu.command = 5
+    return communicator, told
+
+
+def test_what_is_begun_in_a_launch_is_beside_it_and_waited_for_before_the_end(streams):
+    communicator, told = streams
+    communicator.start_within([(64, 64, 3, "float32")], "sum", 7)
+    assert told == ["record 7", "8 waits", "3 items of 7 on 8"]
+    told.clear()
+    communicator.all_reduce_within([(96, 96, 2, "bfloat16"), (98, 98, 1, "float32")], "sum", 128, 7)
+    assert told == ["record 8", "7 waits", "2 items of 9 on 7", "1 items of 7 on 7", "flag 7"]
+    told.clear()
+    communicator.all_reduce_within([(96, 96, 2, "float32")], "sum", 128, 7)
+    assert told == ["2 items of 7 on 7", "flag 7"]  # nothing was begun since
+
+
+def test_within_a_launch_nothing_is_combined_that_the_ranks_have_not_agreed_on(streams):
+    communicator, told = streams
+    combine = _Combine(types.SimpleNamespace(), communicator, "sum", (5,), many=False)
+    combine.start([Span(64, 64, 3, "float32")], 7)
+    told.clear()
+    with pytest.raises(ValueError, match=r"expected shape \(5,\), as before the launch, got 4 items"):
+        combine.finish([Span(96, 96, 1, "float32")], 128, 7)
+    assert told == ["record 8", "7 waits"]  # memory that is written may be used for something else next
+    combine.start([Span(64, 64, 3, "float32")], 7)
+    combine.finish([Span(96, 96, 2, "float32")], 128, 7)
+    assert told[-1] == "flag 7"
+
+
+def test_who_has_come_leaves_the_others_what_they_wait_for(connected):
+    communicator, gpu = connected()
+    gpu.arrive = lambda: setattr(gpu, "has_come", True)
+    communicator.come()
+    assert not hasattr(gpu, "has_come")  # nothing was started that anybody would wait for
+    start(communicator, gpu, command=5)
+    communicator.come()
+    assert gpu.has_come
+    gpu.arrived = 2
+    gpu.at_failure[0](5)  # another rank has failed before it came
+    assert gpu.aborted == 1
+    communicator, gpu = connected()
+    gpu.arrive = lambda: setattr(gpu, "arrived", 3)
+    start(communicator, gpu, command=5)
+    communicator.come()
+    gpu.at_failure[0](5)  # when all had come
+    assert not gpu.aborted
+
+
+@pytest.mark.skipif(NAME != "pytensor", reason="Theano's arrays are combined between launches")
+def test_training_steps_of_several_ranks_are_launches_in_which_the_ranks_gradients_are_combined(tmp_path):
+    # In programs of their own: what stands for the GPUs is there before the fork.
+    code = """
+        import stand_in
+        stand_in.install()
+        import numpy as np, pytensor, pytensor.tensor as T
+        import synkhronos as synk
+        from synkhronos.extensions import updates
+        from synkhronos.extensions.train import make_train_function, make_train_function_serial
+        from synkhronos.graphs import xla
+        pytensor.config.mode = "JAX"
+        pytensor.config.floatX = "float32"
+        xla._PIECE = 1000
+        n = synk.fork(3, use_gpu=False)
+        rng = np.random.default_rng(0)
+        data = rng.normal(size=(60, 30)).astype("float32"), rng.normal(size=60).astype("float32")
+        for exchange in (None, "bfloat16"):
+            made = []
+            for make in (make_train_function, make_train_function_serial):
+                x, y, draw = T.fmatrix("x"), T.fvector("y"), np.random.default_rng(1)
+                ws = [pytensor.shared(draw.normal(size=s).astype("float32") / 6) for s in ((30, 40), (40, 40), (40,))]
+                loss = ((T.tanh(T.tanh(x.dot(ws[0])).dot(ws[1])).dot(ws[2]) - y) ** 2).mean()
+                kwargs = {"exchange": exchange} if make is make_train_function else {}
+                made += [make(loss, ws, x, y, updates.sgd, learning_rate=np.float32(0.1), **kwargs), ws]
+            train, ws, alone, ws_alone = made
+            for i in range(3):
+                rows = rng.permutation(60)[:50 + i]
+                np.testing.assert_allclose(float(train(*data, rows)), float(alone(*data, rows)), rtol=1e-2)
+            for w, w_alone in zip(ws, ws_alone):
+                everywhere = synk.gather(w, nccl=False)
+                assert (everywhere == everywhere[0]).all()
+                np.testing.assert_allclose(everywhere[0], w_alone.get_value(), atol=1e-2 if exchange else 1e-5)
+            print(stand_in.seen(), flush=True)
+        w = pytensor.shared(np.ones(3, "float32"), "w")
+        f = synk.function([], [], updates=[(w, w + 1)])
+        f()
+        for i in range(4):
+            synk.all_reduce(w, "sum")
+        print(synk.gather(w, nccl=False).tolist(), stand_in.seen())
+        synk.close()
+    """
+    folder = os.path.dirname(__file__)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(folder), folder]), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    # 2,841 items, cut between parameters, the last parameter first: of rows and bias 41, then 1600, then 1200.
+    whole = "begun 1641 of float32; combined 1200 of float32"
+    half = "begun 1640 of bfloat16; combined 1200 of bfloat16; combined 1 of float32"
+    by_hand = f"{[[162.0] * 3] * 3} " + " ".join(["combined 3 of float32;"] * 4)
+    assert done.stdout.splitlines() == [*(" ".join([f"{each};"] * 3) for each in (whole, half)), by_hand]
 
 
 def test_what_all_ranks_have_come_to_is_not_given_up_by_some(connected):

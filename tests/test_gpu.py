@@ -25,6 +25,7 @@ from synkhronos.devices.cuda.nccl import NcclCommunicator
 from synkhronos.extensions import updates
 from synkhronos.extensions.train import make_train_function, make_train_function_serial
 from synkhronos.function.results import Result
+from synkhronos.graphs import xla
 from synkhronos.graphs.xla import Executable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE != "gpu", reason="needs GPUs")]
@@ -646,6 +647,70 @@ def test_training_steps_are_one_launch(fork, monkeypatch, times):
         launches.clear()
         loss, loss_alone = step()
         assert launches == [1]
+        np.testing.assert_allclose(loss, loss_alone)
+        np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
+
+
+class Cut:
+    """A command: vectors travel in pieces of so many bytes."""
+
+    def __init__(self, piece):
+        self.piece = piece
+
+    def run(self, rank):
+        xla._PIECE = self.piece
+
+
+@pytest.fixture
+def pieces():
+    """Have vectors travel in pieces of so many bytes, until the test's end."""
+    before = xla._PIECE
+    yield lambda piece: ranks.session().run(Cut(piece))
+    ranks.session().run(Cut(before))
+
+
+@of_jax
+@pytest.mark.parametrize("times", [1, 5])
+@pytest.mark.parametrize("exchange", [None, "bfloat16"])
+def test_gradients_may_travel_in_pieces_and_in_bfloat16(fork, pieces, exchange, times):
+    n = fork(min(4, synk.get_n_gpu()))
+    pieces(1000)
+    x, y = T.fmatrix("x"), T.fvector("y")
+    data = RNG.normal(size=(200, 30)).astype("float32"), RNG.normal(size=200).astype("float32")
+    batches = [RNG.permutation(200)[: 67 * n] for _ in range(times)]
+    made = []
+    for make in (make_train_function, make_train_function_serial):
+        rng = np.random.default_rng(0)
+        ws = [shared(rng.normal(size=s).astype("float32") / 6, "w") for s in ((30, 40), (40, 40), (40,))]
+        loss = ((T.tanh(T.tanh(x.dot(ws[0])).dot(ws[1])).dot(ws[2]) - y) ** 2).mean()
+        kwargs = {"exchange": exchange} if make is make_train_function else {}
+        made += [make(loss, ws, x, y, updates.sgd, learning_rate=np.float32(0.1), **kwargs), ws]
+    train, ws, alone, ws_alone = made
+    for _ in range(3):
+        losses = [train(*data, batches[0])] if times == 1 else train.steps(*data, batches=batches)
+        expected = [alone(*data, batches[0])] if times == 1 else alone.steps(*data, batches=batches)
+        np.testing.assert_allclose(np.array(losses, float), np.array(expected, float), rtol=1e-2 if exchange else 1e-4)
+    for w, w_alone in zip(ws, ws_alone, strict=True):
+        everywhere = np.asarray(synk.gather(w))
+        np.testing.assert_array_equal(everywhere, np.broadcast_to(everywhere[0], everywhere.shape))
+        np.testing.assert_allclose(everywhere[0], w_alone.get_value(), atol=2e-2 if exchange else 1e-4)
+
+
+@of_jax
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_step_in_pieces_that_one_rank_fails_in_updates_nothing(fork, pieces, culprit):
+    fork(2)
+    pieces(4)
+    step, w, alone = trained()
+    step()
+    np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
+    for _ in range(2):
+        before = np.asarray(w.get_value()).copy()
+        ranks.session().run(Sabotage("raise", culprit))
+        with pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
+            step()
+        np.testing.assert_array_equal(synk.gather(w), [before] * 2)
+        loss, loss_alone = step()
         np.testing.assert_allclose(loss, loss_alone)
         np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
 

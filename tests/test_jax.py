@@ -37,7 +37,7 @@ from synkhronos.extensions.updates import adam, sgd
 from synkhronos.function.program import PLAIN
 from synkhronos.function.results import _MOST_CALLS, Result, Results
 from synkhronos.graphs import library_of
-from synkhronos.graphs.xla import Executable
+from synkhronos.graphs.xla import Combination, Exchange, Executable
 from synkhronos.ranks.interrupts import undisturbed
 
 pytestmark = pytest.mark.skipif(not XLA, reason="these are about JAX arrays")
@@ -365,10 +365,10 @@ def pair(fork):
 def chained(pair):
     """Make one launch of a function, a combination and another function; return it, and its variables."""
     runs, (g, w, n) = pair
-    launch = runs[0].followed_by(runs[1], g.container.storage)
-    assert launch is runs[0].followed_by(runs[1], g.container.storage)
+    launch = runs[0].followed_by(runs[1], Combination(g.container.storage))
+    assert launch is runs[0].followed_by(runs[1], Combination(g.container.storage))
     # What isn't computed by the first can't be combined after it.
-    assert runs[0].followed_by(runs[1], n.container.storage) is None
+    assert runs[0].followed_by(runs[1], Combination(n.container.storage)) is None
     return launch, (g, w, n)
 
 
@@ -380,18 +380,31 @@ def launched(launch, shareds, combine):
     return [float(total.read()), *(np.asarray(s.get_value()).tolist() for s in shareds)]
 
 
-def doubling(calls, counts=1):
-    """Stand for the other ranks: they all have the same."""
+class Doubling:
+    """Stands for the other ranks: they all have the same."""
 
-    def combine(source, target, count, at, stream):
-        calls.append(count)
-        items = [(ctypes.c_double * count).from_address(address) for address in (source, target)]
-        for i in range(count):
-            items[1][i] = 2 * items[0][i]
-        assert ctypes.c_int32.from_address(at).value == 0
-        ctypes.c_int32.from_address(at).value = counts
+    def __init__(self, calls=(), counts=1):
+        self.calls, self.counts, self.begun, self.waits = [] if calls == () else calls, counts, [], 0
 
-    return combine
+    def start(self, spans, stream):
+        self.begun += spans
+
+    def finish(self, spans, counts, stream):
+        for source, target, count, dtype in [*self.begun, *spans]:
+            dtype = np.dtype(dtype)
+            items = [
+                np.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(a), dtype)
+                for a in (source, target)
+            ]
+            items[1][:] = items[0] + items[0]
+        self.calls.append([span.n_items for span in spans] if self.begun else spans[0].n_items)
+        self.begun = []
+        assert ctypes.c_int32.from_address(counts).value == 0
+        ctypes.c_int32.from_address(counts).value = self.counts
+
+    def wait(self, stream):
+        self.begun = []
+        self.waits += 1
 
 
 on_host = pytest.mark.skipif(DEVICE == "gpu", reason="stands in for other ranks in host memory")
@@ -401,8 +414,8 @@ on_host = pytest.mark.skipif(DEVICE == "gpu", reason="stands in for other ranks 
 def test_in_one_launch_a_function_a_combination_and_another(chained):
     launch, shareds = chained
     calls = []
-    assert launched(launch, shareds, doubling(calls)) == [3.0, [0.0, 2.0, 4.0], [1.0, -1.0, -3.0], 1]
-    assert launched(launch, shareds, doubling(calls)) == [3.0, [0.0, -2.0, -12.0], [1.0, 1.0, 9.0], 2]
+    assert launched(launch, shareds, Doubling(calls)) == [3.0, [0.0, 2.0, 4.0], [1.0, -1.0, -3.0], 1]
+    assert launched(launch, shareds, Doubling(calls)) == [3.0, [0.0, -2.0, -12.0], [1.0, 1.0, 9.0], 2]
     assert calls == [3, 3]
 
 
@@ -410,14 +423,14 @@ def test_in_one_launch_a_function_a_combination_and_another(chained):
 @pytest.mark.parametrize("counts", [1, 0])
 def test_one_launch_goes_on_with_the_next_rows(pair, counts):
     runs, shareds = pair
-    launch = runs[0].followed_by(runs[1], shareds[0].container.storage, 4)
+    launch = runs[0].followed_by(runs[1], Combination(shareds[0].container.storage), 4)
     rows, calls = np.arange(12.0), []
     for _ in range(2):
         g, w, n = (np.asarray(s.get_value()) for s in shareds)
         for row in rows.reshape(4, 3) if counts else []:
             g = 2 * row * w
             w, n = w - g, n + 1
-        with undisturbed(), combining(doubling(calls, counts), 4):
+        with undisturbed(), combining(Doubling(calls, counts), 4):
             totals = launch(JAX.from_host(rows))
             JAX.wait([library_of(s).get(s) for s in shareds])
         assert [float(total.read()) for total in totals] == [3.0, 12.0, 21.0, 30.0]
@@ -429,19 +442,21 @@ def test_one_launch_goes_on_with_the_next_rows(pair, counts):
 @on_host
 def test_behind_an_error_nothing_is_combined_nor_counts(pair):
     runs, shareds = pair
-    launch = runs[0].followed_by(runs[1], shareds[0].container.storage, 4)
-    calls, double = [], doubling([])
+    launch = runs[0].followed_by(runs[1], Combination(shareds[0].container.storage), 4)
+    calls = []
 
-    def fail(*arguments):
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise Alarm
-        double(*arguments)
+    class Fails(Doubling):
+        def finish(self, *arguments):
+            calls.append(arguments)
+            if len(calls) == 2:
+                raise Alarm
+            super().finish(*arguments)
 
+    fails = Fails()
     with pytest.raises(Alarm):
-        with undisturbed(), combining(fail, 4):
+        with undisturbed(), combining(fails, 4):
             launch(JAX.from_host(np.arange(12.0)))
-    assert len(calls) == 2
+    assert len(calls) == fails.waits == 2
     np.testing.assert_array_equal(shareds[1].get_value(), [1.0, -1.0, -3.0])
     assert int(shareds[2].get_value()) == 1
 
@@ -449,9 +464,9 @@ def test_behind_an_error_nothing_is_combined_nor_counts(pair):
 @on_host
 def test_a_launch_that_repeats_combines_each_time(pair):
     runs, shareds = pair
-    launch = runs[0].followed_by(runs[1], shareds[0].container.storage, 2)
+    launch = runs[0].followed_by(runs[1], Combination(shareds[0].container.storage), 2)
     with pytest.raises(RuntimeError, match="2 times in one launch, not 1"):
-        with undisturbed(), combining(doubling([])):
+        with undisturbed(), combining(Doubling()):
             launch(JAX.from_host(np.arange(6.0)))
 
 
@@ -463,13 +478,80 @@ def test_what_is_the_same_each_time_is_combined_each_time(fork):
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
     runs = [f._program.compile(PLAIN).run for f in (first, second)]
-    launch, calls = runs[0].followed_by(runs[1], g.container.storage, 4), []
-    with undisturbed(), combining(doubling(calls), 4):
+    launch, calls = runs[0].followed_by(runs[1], Combination(g.container.storage), 4), []
+    with undisturbed(), combining(Doubling(calls), 4):
         totals = launch()
         JAX.wait([library_of(w).get(w)])
     assert [float(total.read()) for total in totals] == [3.0, -3.0, -9.0, -15.0]
     np.testing.assert_array_equal(w.get_value(), [1.0, -7.0, -15.0])
     assert calls == [3] * 4
+
+
+#: Lengths of three parameters' gradients, and of the number of rows behind them.
+SIZES = (5, 300, 700, 1)
+
+
+@on_host
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("piece", [100, 2000, 10**6])
+def test_a_vector_that_travels_in_pieces_or_in_another_dtype_is_combined_all_the_same(
+    fork, monkeypatch, piece, dtype, times
+):
+    monkeypatch.setattr("synkhronos.graphs.xla._PIECE", piece)
+    fork(1)
+    rng = np.random.default_rng(0)
+    x = T.fmatrix("x")
+    g, w = shared(np.zeros(sum(SIZES), "float32"), "g"), shared(np.ones(sum(SIZES) - 1, "float32"), "w")
+    bounds = np.cumsum((0, *SIZES[:-1]))
+    parts = [(x[0, :-1] * w)[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    first = synk.function([x], (x.sum(), "sum"), updates=[(g, T.join(0, *parts, x[0, -1:]))])
+    second = synk.function([], updates=[(w, w - g[:-1] / g[-1])])
+    synk.distribute()
+    runs = [f._program.compile(PLAIN).run for f in (first, second)]
+    launch = runs[0].followed_by(runs[1], Combination(g.container.storage, Exchange(dtype, SIZES), 2), times)
+    rows = rng.uniform(1, 2, (times, sum(SIZES))).astype("float32")
+    rows[:, -1] = 67  # not to be told from 66 by eight bits of mantissa after a division by 3
+    standing_in = Doubling()
+    with undisturbed(), combining(standing_in, times):
+        launch(JAX.from_host(rows))
+        JAX.wait([library_of(w).get(w)])
+    expected, scale = np.ones(sum(SIZES) - 1), 2 if dtype is None else 1
+    for row in rows:
+        combined = scale * np.append(row[:-1] * expected, row[-1])
+        expected = expected - combined[:-1] / combined[-1]
+    np.testing.assert_allclose(g.get_value(), combined, rtol=0.01 if dtype else 1e-5)
+    np.testing.assert_allclose(w.get_value(), expected, rtol=1e-3 if dtype else 1e-5)
+    assert abs(float(np.asarray(g.get_value())[-1]) / combined[-1] - 1) < 1e-6
+    if times == 1 and dtype is None:
+        # The last part first: the piece that is waited for at once is of what is computed last.
+        assert standing_in.calls == {100: [[5]], 2000: [[305]], 10**6: [1006]}[piece]
+
+
+@on_host
+def test_an_error_behind_what_was_begun_waits_for_it_and_counts_for_nothing(fork, monkeypatch):
+    monkeypatch.setattr("synkhronos.graphs.xla._PIECE", 100)
+    fork(1)
+    g, w = shared(np.zeros(60, "float32"), "g"), shared(np.ones(60, "float32"), "w")
+    first = synk.function([], (w.sum(), "sum"), updates=[(g, T.join(0, w[:30] * 2, w[30:] * 3))])
+    second = synk.function([], updates=[(w, w - g)])
+    synk.distribute()
+    runs = [f._program.compile(PLAIN).run for f in (first, second)]
+    launch = runs[0].followed_by(runs[1], Combination(g.container.storage, Exchange(None, (30, 30))))
+
+    class Fails(Doubling):
+        def start(self, spans, stream):
+            raise Alarm
+
+    fails = Fails()
+    with pytest.raises(Alarm):
+        with undisturbed(), combining(fails):
+            launch()
+    assert fails.waits == 1 and fails.calls == []
+    np.testing.assert_array_equal(w.get_value(), np.ones(60))
+    with undisturbed(), combining(Doubling()):
+        launch()
+    np.testing.assert_array_equal(w.get_value(), [-3.0] * 30 + [-5.0] * 30)
 
 
 def test_launches_that_were_used_last_are_kept(fork):
@@ -542,8 +624,8 @@ def test_a_log_is_long_enough_for_a_launch(fork):
 @on_host
 def test_what_was_combined_in_vain_updates_nothing(chained):
     launch, shareds = chained
-    assert launched(launch, shareds, doubling([], counts=0))[2:] == [[1.0, 1.0, 1.0], 0]
-    assert launched(launch, shareds, doubling([]))[2:] == [[1.0, -1.0, -3.0], 1]
+    assert launched(launch, shareds, Doubling(counts=0))[2:] == [[1.0, 1.0, 1.0], 0]
+    assert launched(launch, shareds, Doubling())[2:] == [[1.0, -1.0, -3.0], 1]
 
 
 @on_host
@@ -551,31 +633,32 @@ def test_what_was_combined_in_vain_updates_nothing(chained):
 def test_what_is_raised_while_ranks_combine_is_raised_after_the_launch(chained, by_signal):
     launch, shareds = chained
 
-    def fail(source, target, count, at, stream):
-        if not by_signal:
-            raise Alarm
-        signal.raise_signal(signal.SIGALRM)  # it could come before there is anything to catch what it raises
-        doubling([], counts=0)(source, target, count, at, stream)
+    class Fails(Doubling):
+        def finish(self, *arguments):
+            if not by_signal:
+                raise Alarm
+            signal.raise_signal(signal.SIGALRM)  # it could come before there is anything to catch what it raises
+            super().finish(*arguments)
 
     handler = signal.getsignal(signal.SIGALRM)
     for _ in range(2):
         with pytest.raises(Alarm):
-            launched(launch, shareds, fail)
+            launched(launch, shareds, Fails(counts=0))
         assert np.asarray(shareds[1].get_value()).tolist() == [1.0, 1.0, 1.0]
         assert signal.getsignal(signal.SIGALRM) is handler
-    assert launched(launch, shareds, doubling([]))[2:] == [[1.0, -1.0, -3.0], 1]
+    assert launched(launch, shareds, Doubling())[2:] == [[1.0, -1.0, -3.0], 1]
 
 
 @on_host
 def test_a_launch_combines_once(chained):
     launch, shareds = chained
     with pytest.raises(RuntimeError, match="0 times"):
-        with undisturbed(), combining(doubling([])):
+        with undisturbed(), combining(Doubling()):
             pass
     # Outside of a block nothing counts.
     launch(JAX.from_host(np.arange(3.0)))
     assert np.asarray(shareds[1].get_value()).tolist() == [1.0, 1.0, 1.0]
-    assert launched(launch, shareds, doubling([]))[2:] == [[1.0, -1.0, -3.0], 1]
+    assert launched(launch, shareds, Doubling())[2:] == [[1.0, -1.0, -3.0], 1]
 
 
 def test_what_was_launched_is_freed_with_its_function(fork):

@@ -41,6 +41,7 @@ from synkhronos.data import Data
 from synkhronos.data.rows import select, share
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import restarted
+from synkhronos.ranks import Session, WeakKeys
 
 
 def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
@@ -308,9 +309,23 @@ def all_reduce(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
     with session.turn:
         session.settle()
         nccl = flag(nccl, "nccl")
-        variables, _ = named(session, shared_vars)
-        op = op_name(op, variables)
-        session.run(Reduce(mirrored(session, variables), op, "everywhere", nccl))
+        session.run(_all_reduce_command(session, shared_vars, op, nccl))
+
+
+def _all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bool) -> Reduce:
+    """Return the command of `all_reduce`: the one that was checked before where a training loop asks for it again."""
+    commands: WeakKeys[Any, dict[Any, Reduce]] = session.rank.store.setdefault("all_reduce commands", WeakKeys())
+    try:
+        known = commands.get(shared_vars) or {}
+        command = known.get((op, nccl))
+    except TypeError:  # a list of variables, or what is none
+        known, command = {}, None
+    if command is None:
+        variables, single = named(session, shared_vars)
+        command = Reduce(mirrored(session, variables), op_name(op, variables), "everywhere", nccl)
+        if single:
+            commands[shared_vars] = {**known, (op, nccl): command}
+    return command
 
 
 def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> None:

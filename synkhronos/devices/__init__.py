@@ -77,6 +77,9 @@ class Communicator(Protocol):
     def meet(self, look: Callable[[], None] | None = None) -> None:
         """Wait until every rank has started what this one has; ``look`` is called now and then, and may raise."""
 
+    def come(self) -> None:
+        """Tell the others that this rank has started what it has: at the end of a command, in the place of `meet`."""
+
     def reduce(
         self, array: Any | None, op: str, root: int, out: Any | None, layout: Layout, contributors: Sequence[int]
     ) -> None:

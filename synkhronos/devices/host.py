@@ -235,6 +235,9 @@ class HostCommunicator:
     def meet(self, look: Callable[[], None] | None = None) -> None:
         """Nothing is under way when a collective returns."""
 
+    def come(self) -> None:
+        """Nor does anybody wait."""
+
     def reduce(
         self,
         array: np.ndarray | None,

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 import synkhronos as synk
 from synkhronos.extensions.updates import RuleUpdates
+from synkhronos.extensions.updates.flat import shape_of
 from synkhronos.graphs import library_of
 
 #: An array or Data object for one variable, a list of them for a list of variables.
@@ -50,6 +52,8 @@ class Model:
     optimizer_state : list of shared variables
         What the rule keeps for itself.
     extra_updates : list of (shared variable, expression)
+    sizes : tuple of int
+        Lengths of the parameters' gradients in the rule's vector, and of what comes behind them; empty if not known.
     """
 
     loss: Any
@@ -61,6 +65,7 @@ class Model:
     rule: RuleUpdates
     optimizer_state: list[Any]
     extra_updates: list[tuple[Any, Any]]
+    sizes: tuple[int, ...]
 
     @classmethod
     def build(
@@ -97,7 +102,8 @@ class Model:
         rule = RuleUpdates(*rule)
         lists = isinstance(x, list | tuple), isinstance(y, list | tuple)
         state = [shared for shared in rule.param_updates if not any(shared is p for p in params)]
-        return cls(loss, xs, ys, *lists, held, rule, state, _extra(extra_updates, rule))
+        extra = _extra(extra_updates, rule)
+        return cls(loss, xs, ys, *lists, held, rule, state, extra, _sizes(params, rule))
 
     def arrays(
         self,
@@ -176,6 +182,15 @@ def _held(shareds: Sequence[Any] | None, variables: list[Any]) -> list[Any]:
 def is_averaged(shared: Any) -> bool:
     """Whether slices' values for a variable are averaged: an average of integers is none, nor one of generators."""
     return hasattr(shared.type, "dtype") and np.dtype(shared.type.dtype).kind not in "biu"
+
+
+def _sizes(params: Any, rule: RuleUpdates) -> tuple[int, ...]:
+    """Return the lengths of the vector's parts, where the rule has laid it out as this library's do."""
+    if not isinstance(params, list | tuple):
+        return ()
+    sizes = [math.prod(shape_of(p)) for p in params]
+    (length,) = shape_of(rule.grad_shared) if rule.grad_shared.type.ndim == 1 else (0,)
+    return (*sizes, 1) if length == sum(sizes) + 1 else ()
 
 
 def _extra(updates: Updates | None, rule: RuleUpdates) -> list[tuple[Any, Any]]:

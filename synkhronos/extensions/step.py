@@ -6,15 +6,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from synkhronos.collectives.commands import Copies, Reduce
+from synkhronos.collectives.commands import Agreed, Reduce
 from synkhronos.devices.jax.foreign import combining
 from synkhronos.function.call import Call, Part
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import stored
+from synkhronos.graphs.xla import Combination, Exchange
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import undisturbed
 
@@ -30,6 +32,8 @@ class Step(NamedTuple):
         Of that variable alone.
     update : Call
         Of what moves the parameters by it; without inputs and outputs.
+    exchange : Exchange
+        How the gradients travel where all of it is one launch.
     times : int
         How many steps to take in the one launch; each rank's rows are those of the first, then those of the second, ...
     """
@@ -37,6 +41,7 @@ class Step(NamedTuple):
     gradient: Call
     reduce: Reduce
     update: Call
+    exchange: Exchange
     times: int = 1
 
     @property
@@ -84,20 +89,18 @@ class Step(NamedTuple):
         # What the user may have put there is moved, or cast, on the long way.
         if not device.holds(value) or value.dtype != shared.type.dtype or not device.combines_within(value.dtype):
             return None
-        launch = chained(update.compiled.run, shared.container.storage, self.times)
+        combination = Combination(shared.container.storage, self.exchange, rank.size)
+        launch = chained(update.compiled.run, combination, self.times)
         return None if launch is None else partial(self._launch, rank, launch)
 
     def _launch(self, rank: Rank, launch: Callable[..., Any], *inputs: Any) -> Any:
         """Launch what combines in the middle of it, when all ranks are about to do so."""
-        copies = Copies(rank, self.reduce.keys, self.reduce.nccl)
-        copies.check_equal(0, "all_reduce")
-        communicator, layout, op = copies.communicator(0), copies.of(0)[0], self.reduce.op
-        del copies  # it has a reference to the very array that is about to be written
-
-        def combine(source: int, target: int, count: int, counts: int, stream: int | None) -> None:
-            if self.times > 1:
-                rank.commit()  # the first of them may count though a later one fails
-            communicator.all_reduce_within(source, target, count, layout, op, counts, stream)
+        agreed = self.reduce.agree(rank)
+        assert isinstance(agreed, Agreed)  # `_in_one` has seen where the gradient is
+        ((_, _, device, (shape, _)),) = agreed.parts
+        communicator = device.communicator(rank)
+        # What is exchanged in another dtype has been divided before.
+        combine = _Combine(rank, communicator, "sum" if self.exchange.dtype else self.reduce.op, shape, self.times > 1)
 
         # Nothing may be raised in what XLA calls; and when this rank has launched, all will have in a moment, so that
         # the updates are applied on all ranks, or, if one of them fails, on none.
@@ -108,3 +111,31 @@ class Step(NamedTuple):
             communicator.meet(signals.relent)
             rank.commit()
         return results
+
+
+class _Combine:
+    """Combines the ranks' gradients in the middle of a launch; see `synkhronos.devices.jax.foreign.Combine`."""
+
+    def __init__(self, rank: Rank, communicator: Any, op: str, shape: tuple[int, ...], many: bool):
+        self._rank, self._communicator, self._op, self._many = rank, communicator, op, many
+        self._shape = shape
+        self._begun = 0
+
+    def start(self, spans: Sequence[Any], stream: int | None) -> None:
+        """Begin with a part of the vector."""
+        self._communicator.start_within(spans, self._op, stream)
+        self._begun += sum(span.n_items for span in spans)
+
+    def finish(self, spans: Sequence[Any], counts: int, stream: int | None) -> None:
+        """Combine the rest, if the ranks have agreed on so many items."""
+        if self._many:
+            self._rank.commit()  # the first of them may count though a later one fails
+        count, self._begun = self._begun + sum(span.n_items for span in spans), 0
+        if count != math.prod(self._shape):
+            self.wait(stream)
+            raise ValueError(f"all_reduce: expected shape {self._shape}, as before the launch, got {count} items")
+        self._communicator.all_reduce_within(spans, self._op, counts, stream)
+
+    def wait(self, stream: int | None) -> None:
+        """Have what the stream does next come after what was begun."""
+        self._communicator.wait_within(stream)

@@ -25,6 +25,7 @@ from synkhronos.extensions.serial import SerialTrainFunction, make_train_functio
 from synkhronos.extensions.step import Step
 from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
+from synkhronos.graphs.xla import Exchange
 
 #: Bytes of scattered rows that one launch of several steps may have on a rank.
 _BYTES = 1 << 30
@@ -49,7 +50,7 @@ class TrainFunction:
         for the same rule and parameters: to be saved and loaded with the parameters.  Each rank has the same values.
     """
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, exchange: str | None = None):
         expression = model.rule.grad_updates[model.rule.grad_shared]
         self.grad_shared = model.rule.grad_shared
         self.optimizer_state = model.optimizer_state
@@ -70,6 +71,7 @@ class TrainFunction:
         zeros = library_of(self.grad_shared).tensor.zeros_like(self.grad_shared)
         self._clear = synk.function([], updates=[(self.grad_shared, zeros)], name="train_clear")
         self._model = model
+        self._exchange = Exchange(exchange, model.sizes)
 
     def __call__(
         self,
@@ -241,7 +243,7 @@ class TrainFunction:
                 self._clear.run(session)
             update = self.update.prepare(session, (), {}, None, None, 1, None)
             reduce = Reduce(mirrored(session, [self.grad_shared]), "avg", "everywhere", nccl=True)
-            returned = session.run(Step(gradient, reduce, update, times))
+            returned = session.run(Step(gradient, reduce, update, self._exchange, times))
             if returned is None:
                 return None
             loss, updated = returned
@@ -275,6 +277,7 @@ def make_train_function(
     update_rule: Rule,
     sliceable_shareds: Sequence[Any] | None = None,
     extra_updates: Updates | None = None,
+    exchange: str | None = None,
     **rule_kwargs: Any,
 ) -> TrainFunction:
     """Make a function that takes a training step on all ranks.
@@ -299,6 +302,11 @@ def make_train_function(
         without rows updates none.  Slices' values are averaged, each as often as it has rows, and of integers the last
         slice's stays.  The parameters' updates come after them; if a step fails in between they stay, and the error
         does not say so, except where a step is one launch.
+    exchange : str, optional
+        ``"bfloat16"`` has gradients travel between GPUs in half the bytes: each rank's is divided by the number of
+        ranks, rounded to eight bits of mantissa, and summed in that precision; the update computes with the parameters'
+        own.  Where a step isn't one launch on GPUs (on CPU cores, in slices, with ranks that have no rows, with Theano)
+        gradients travel as they are.  By default they always do.
     **rule_kwargs
         For the rule, such as ``learning_rate=0.1``.
 
@@ -336,7 +344,10 @@ def make_train_function(
     [1. 2. 3.]
     >>> synk.close()
     """
-    return TrainFunction(Model.build(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs))
+    if exchange not in (None, "bfloat16"):
+        raise ValueError(f"exchange: expected None or 'bfloat16', got {exchange!r}")
+    model = Model.build(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs)
+    return TrainFunction(model, exchange)
 
 
 def _common_length(arrays: list[Any]) -> int | None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices import Device
-from synkhronos.devices.jax.foreign import all_reduced
+from synkhronos.devices.jax.foreign import all_reduced, started
 from synkhronos.devices.jax.log import LAUNCHES, Log
 from synkhronos.graphs.family import is_held
 from synkhronos.graphs.precision import COMPILER_OPTIONS, bfloat16
@@ -30,6 +30,26 @@ from synkhronos.ranks.interrupts import undisturbed
 _FOLLOWED = 16
 
 
+#: Bytes of a vector, at least, that are combined at once: what is computed later comes beside that.
+_PIECE = 25_000_000
+
+
+class Exchange(NamedTuple):
+    """How a vector is combined.
+
+    Attributes
+    ----------
+    dtype : str or None
+        In which it travels, all but its last item; None for its own.
+    sizes : tuple of int
+        Lengths of its parts, as they are computed one after another, the last of them first; it is cut between these
+        alone.  Empty if it is not to be cut.
+    """
+
+    dtype: str | None = None
+    sizes: tuple[int, ...] = ()
+
+
 class Combination(NamedTuple):
     """The ranks' values of a variable are combined; if that turns out not to count, no other variable is updated.
 
@@ -37,9 +57,14 @@ class Combination(NamedTuple):
     ----------
     storage : list of one array
         The variable's container.
+    exchange : Exchange
+    n_ranks : int
+        By how many to divide what travels in another dtype; what travels in its own isn't divided here.
     """
 
     storage: list[Any]
+    exchange: Exchange = Exchange()
+    n_ranks: int = 1
 
 
 class Executable:
@@ -127,14 +152,14 @@ class Executable:
         else:
             self._run = jax.jit(run, donate_argnums=tuple(positions), keep_unused=True, compiler_options=options)
 
-    def followed_by(self, other: Executable, combined: list[Any] | None, times: int = 1) -> Executable | None:
+    def followed_by(self, other: Executable, combined: Combination | None, times: int = 1) -> Executable | None:
         """Return what does in one launch what this one does and then another one.
 
         Parameters
         ----------
         other : Executable
-        combined : list of one array, or None
-            The container of a variable of which all ranks' values are combined in between.
+        combined : Combination or None
+            What happens in between.
         times : int
             How many times, one after the other, with parts of the inputs.
 
@@ -143,12 +168,12 @@ class Executable:
         Executable, or None
             The same one each time; None where there can't be one.
         """
-        key = other, id(combined), times
+        key = other, None if combined is None else (id(combined.storage), *combined[1:]), times
         followed = self._followed.pop(key, None)
         if followed is None:
-            between = [] if combined is None else [Combination(combined)]
+            between = [] if combined is None else [combined]
             pieces = [*self._pieces, *between, *other._pieces]
-            known = combined is None or any(combined is cell for cell in self._updated)
+            known = combined is None or any(combined.storage is cell for cell in self._updated)
             if not known or self._is_steered or other._is_steered:
                 return None
             while len(self._followed) >= _FOLLOWED:
@@ -259,7 +284,7 @@ def _compute(
         if isinstance(piece, Combination):
             assert counts is None, "more than one combination in a launch"
             turn = logs[0] if in_loop else None
-            present[id(piece.storage)], counts = all_reduced(present[id(piece.storage)], turn)
+            present[id(piece.storage)], counts = _combined(present[id(piece.storage)], piece, turn)
             combined.add(id(piece.storage))
             continue
         try:
@@ -281,6 +306,45 @@ def _compute(
 
 def _of_lengths(run: Callable[..., tuple[Any, ...]], lengths: tuple[int, ...], *arguments: Any) -> tuple[Any, ...]:
     return run(*arguments, lengths=lengths)
+
+
+def _combined(vector: Any, piece: Combination, turn: Any) -> tuple[Any, Any]:
+    """Return a vector as all ranks' will have been combined, and whether that counts."""
+    import jax.numpy as jnp
+
+    dtype, sizes = piece.exchange
+    if vector.ndim != 1 or vector.size != sum(sizes):
+        sizes = (vector.size,) if dtype is not None and vector.ndim == 1 else ()
+    if not sizes or dtype is None and vector.nbytes <= _PIECE:
+        (combined,), counts = all_reduced([vector], turn=turn)
+        return combined, counts
+    # XLA makes the parts of one piece one after the other, each from what computes it: these slices are never made.
+    ends = np.cumsum(sizes)
+    parts = [vector[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    exact: list[Any] = []
+    if dtype is not None:
+        # How many rows there were, which eight bits can't tell from a few more, goes as it is.
+        parts, exact = [*parts[:-1], parts[-1][:-1]], [parts[-1][-1:] / piece.n_ranks]
+        parts = [(part / piece.n_ranks).astype(dtype) for part in parts]
+    pieces = _pieces(parts) if turn is None else [parts]
+    begun: list[Any] = []
+    last: Any = None
+    for some in pieces[:-1]:
+        array, last = started(jnp.concatenate(some), np.int32(0) if last is None else last)
+        begun.append(array)
+    combined, counts = all_reduced([jnp.concatenate(pieces[-1]), *exact], begun, last, turn)
+    tail = [combined.pop() for _ in exact]
+    return jnp.concatenate([*[array.astype(vector.dtype) for array in reversed(combined)], *tail]), counts
+
+
+def _pieces(parts: Sequence[Any]) -> list[list[Any]]:
+    """Return runs of parts, the last run first, of at least `_PIECE` bytes but for the last that is returned."""
+    pieces: list[list[Any]] = [[]]
+    for part in reversed(parts):
+        if sum(other.nbytes for other in pieces[-1]) >= _PIECE:
+            pieces.append([])
+        pieces[-1].insert(0, part)
+    return pieces
 
 
 def _repeated(

@@ -11,7 +11,6 @@ thread that each rank has for the purpose, since a rank may be waiting for its G
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 import time
@@ -38,9 +37,13 @@ DTYPES = {
     np.dtype(np.float32): 7,
     np.dtype(np.float64): 8,
 }
+#: The same by names, and of what NumPy alone doesn't know.
+NUMBERS = {"bfloat16": 9, **{str(dtype): number for dtype, number in DTYPES.items()}}
 #: NCCL's numbers for reductions (ncclRedOp_t).
 OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 _BYTES = DTYPES[np.dtype(np.uint8)]
+#: Items on the GPU: where they are, where their combination goes (maybe there too), how many, and their dtype's name.
+Span = tuple[int, int, int, str]
 #: Seconds between two looks at the peers while NCCL works.
 _LOOK = 0.02
 #: The same once a peer has failed or died and nothing was under way.
@@ -90,6 +93,8 @@ class NcclCommunicator:
         self._leaves_wrong = False
         #: The attempt to connect that counts: an earlier one may come to its end late.
         self._attempt = 0
+        #: Whether something is under way beside the arrays' stream, for which that one does not wait yet.
+        self._has_begun = False
         self._guard: threading.Thread | None = None
         self._asking: threading.Thread | None = None
         self._swap = threading.Lock()
@@ -202,42 +207,62 @@ class NcclCommunicator:
         """Replace every rank's array by the reduction of all ranks', which is not waited for."""
         at, count, dtype = self._span(array)
         if count:
-            self._leave()
             self._leaves_wrong = True
+            self._leave()
             with self._calls:
                 self._nccl.all_reduce(at, at, count, dtype, OPS[op], self._connected(), self._stream)
             if self._arrays.stream is None:
                 self._finish()
 
-    def all_reduce_within(
-        self, source: int, target: int, count: int, layout: Layout, op: str, counts: int, stream: int | None
-    ) -> None:
-        """Combine items on the GPU in the middle of what is being put on a stream.
+    def start_within(self, spans: Sequence[Span], op: str, stream: int) -> None:
+        """Begin to combine items on the GPU when a stream has come to here, beside what it does next.
 
         Parameters
         ----------
-        source, target : int
-            Where the items are, and where their reduction goes: on the GPU, and maybe the same.
-        count : int
-            How many there are.
-        layout : Layout
-            What all ranks have agreed on.
+        spans : list of Span
         op : str
-        counts : int
-            Where on the GPU an int32 goes when that has been done: 1, or 0 if the connection was given up before. Then
-            what is at ``target`` is of no meaning.
         stream : int
         """
-        assert stream is not None
-        shape, dtype = layout
-        if count != math.prod(shape):
-            raise ValueError(f"all_reduce: expected shape {shape}, as there was before the launch, got {count} items")
+        self._follow(self._staging.beside, stream)
+        self._has_begun = True
+        self._combine(spans, op, self._staging.beside)
+
+    def all_reduce_within(self, spans: Sequence[Span], op: str, counts: int, stream: int) -> None:
+        """Combine items on the GPU in the middle of what is being put on a stream, and wait there for what was begun.
+
+        Parameters
+        ----------
+        spans, op, stream
+            As for `start_within`.
+        counts : int
+            Where on the GPU an int32 goes when that has been done: 1, or 0 if the connection was given up before. Then
+            what is at the targets is of no meaning.
+        """
+        self.wait_within(stream)
+        self._combine(spans, op, stream)
+        check(self._staging.driver.cuMemcpyAsync(counts, self._holds.ctypes.data, 4, stream))
+
+    def wait_within(self, stream: int) -> None:
+        """Have a stream wait for what was begun."""
+        if self._has_begun:
+            self._has_begun = False
+            self._follow(stream, self._staging.beside)
+
+    def _combine(self, spans: Sequence[Span], op: str, stream: int) -> None:
+        if self._leaves_wrong and not self._lost and self._is_done():
+            self._leaves_wrong = False
         self._leave()
         with self._calls:
             # XLA has made the GPU this thread's already.
             handle = self._connected() if self._comm is None else self._handle
-            self._nccl.all_reduce(source, target, count, DTYPES[dtype], OPS[op], handle, stream)
-            check(self._staging.driver.cuMemcpyAsync(counts, self._holds.ctypes.data, 4, stream))
+            for source, target, count, dtype in spans:
+                self._nccl.all_reduce(source, target, count, NUMBERS[dtype], OPS[op], handle, stream)
+
+    def _follow(self, stream: int, other: int) -> None:
+        """Have a stream wait for what is on another one by now."""
+        driver = self._staging.driver
+        check(driver.cuEventRecord(self._staging.event, other))
+        check(driver.cuStreamWaitEvent(stream, self._staging.event, 0))
 
     def reduce(
         self, array: Any, op: str, root: int, out: Any | None, layout: Layout, contributors: Sequence[int]
@@ -295,8 +320,6 @@ class NcclCommunicator:
 
     def _leave(self) -> None:
         """Note that what is put on the stream now is not waited for."""
-        if self._leaves_wrong and not self._lost and self._is_done():
-            self._leaves_wrong = False
         self._meeting = 0
         self._under_way = self._exposed = self._rank.command
         if self._guard is None:
@@ -352,6 +375,15 @@ class NcclCommunicator:
                     return
                 raise
             self._exposed = 0
+
+    def come(self) -> None:
+        """Tell the others that this rank has started what they wait for, and wait for nobody.
+
+        As good as `meet` at the end of a command, whose end the master waits for.
+        """
+        if self._exposed:
+            self._meeting = self._rank.coming_step
+            self._rank.arrive()
 
     def _is_done(self) -> bool:
         """Whether all that was put on the stream is done."""

@@ -20,7 +20,9 @@ from __future__ import annotations
 import logging
 import math
 import mmap
+import threading
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -151,12 +153,13 @@ class Staging:
         self._start = launch
         self.driver = driver
         self._device = Device(0)
-        self._device.set_current()
+        self._entered = threading.local()
+        self.enter()
         # Before what waits for room on the GPU: the rows of the next step come while this one is computed.
         self.stream = self._device.create_stream(options=StreamOptions(priority=-1))
         self.handle = int(self.stream.handle)
         self._of_arrays = None if arrays.stream is None else Stream.from_handle(arrays.stream)
-        self._event = check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+        self.event = check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._kernels: dict[int, Any] = {}
         self._configs: dict[int, Any] = {}
         #: Segments whose pages are locked, and their addresses.
@@ -178,9 +181,19 @@ class Staging:
         self._scratch = self.arrays.empty((nbytes,), np.dtype(np.uint8))
         return self.arrays.pointer(self._scratch)
 
+    @cached_property
+    def beside(self) -> int:
+        """A stream for what is computed beside XLA's or Theano's work, and before what waits for room on the GPU."""
+        from cuda.core import StreamOptions
+
+        self._beside = self._device.create_stream(options=StreamOptions(priority=-1))
+        return int(self._beside.handle)
+
     def enter(self) -> None:
-        """Make the GPU this thread's, as CUDA wants it of every thread."""
-        self._device.set_current()
+        """Make the GPU this thread's, as CUDA wants it of every thread, once."""
+        if not hasattr(self._entered, "at"):
+            self._device.set_current()
+            self._entered.at = True
 
     def input(self, rank: Rank, kept: dict[Any, Any], key: Any, where: SharedArray, rows: Selection | None) -> Any:
         """Start to copy rows into kept memory, and return the array that they will be in."""
@@ -216,8 +229,8 @@ class Staging:
             if self.arrays.stream is None:
                 self._arrived()
             else:
-                check(self.driver.cuEventRecord(self._event, self.handle))
-                check(self.driver.cuStreamWaitEvent(self.arrays.stream, self._event, 0))
+                check(self.driver.cuEventRecord(self.event, self.handle))
+                check(self.driver.cuStreamWaitEvent(self.arrays.stream, self.event, 0))
 
     def launched(self) -> None:
         """Note that the last launch reads what was filled since the one before, until it has computed.
@@ -267,8 +280,8 @@ class Staging:
         self.enter()
         array = self.arrays.empty(shape, np.dtype(dtype))
         if self.arrays.stream is not None:
-            check(self.driver.cuEventRecord(self._event, self.arrays.stream))
-            check(self.driver.cuStreamWaitEvent(self.handle, self._event, 0))
+            check(self.driver.cuEventRecord(self.event, self.arrays.stream))
+            check(self.driver.cuStreamWaitEvent(self.handle, self.event, 0))
         return array
 
     def _copy(self, rank: Rank, where: SharedArray, rows: Selection | None, target: int) -> None:

@@ -3,7 +3,9 @@
 `compute_stream`
     On which CUDA stream XLA computes.
 `all_reduced`
-    Has XLA's program combine an array with the other ranks', at this point of it.
+    Has XLA's program combine arrays with the other ranks', at this point of it.
+`started`
+    Has it begin to, while it computes something else.
 `combining`
     Who does the combining, during a launch.
 
@@ -18,8 +20,8 @@ import contextlib
 import ctypes
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -208,12 +210,47 @@ def compute_stream(platform: str = "CUDA") -> ComputeStream | None:
 
 # -- combining within a launch ---------------------------------------------------------------------------------
 
-_COMBINE = "synkhronos_combine"
+_COMBINE, _START = "synkhronos_combine", "synkhronos_start"
 _registered: set[str] = set()
 
-#: Combines items at one address into those at another (``source, target, count, counts, stream``).  At ``counts`` there
-#: is an int32 of 0; when what is at ``target`` counts, it is to become 1.
-Combine = Callable[[int, int, int, int, int | None], None]
+#: XLA's numbers for dtypes (XLA_FFI_DataType), of what ranks combine.
+_DTYPES = {
+    2: "int8",
+    4: "int32",
+    5: "int64",
+    6: "uint8",
+    8: "uint32",
+    9: "uint64",
+    10: "float16",
+    11: "float32",
+    12: "float64",
+    16: "bfloat16",
+}
+
+
+class Span(NamedTuple):
+    """Items at one address, whose combination goes to another, or the same."""
+
+    source: int
+    target: int
+    n_items: int
+    dtype: str
+
+
+class Combine(Protocol):
+    """Combines the ranks' arrays during a launch."""
+
+    def start(self, spans: Sequence[Span], stream: int | None) -> None:
+        """Begin to combine what the stream has computed, beside what it computes next."""
+
+    def finish(self, spans: Sequence[Span], counts: int, stream: int | None) -> None:
+        """Combine some more, and have the stream wait for all of it.
+
+        At ``counts`` there is an int32 of 0; when what has been combined counts, it is to become 1.
+        """
+
+    def wait(self, stream: int | None) -> None:
+        """Have the stream wait for what was started, which does not count: something went wrong since."""
 
 
 class _Launch:
@@ -221,6 +258,7 @@ class _Launch:
 
     def __init__(self, combine: Combine | None):
         self.combine = combine
+        self.started = 0
         self.count = 0
         self.error: BaseException | None = None
 
@@ -229,56 +267,125 @@ class _Launch:
 _present = _Launch(None)
 
 
-@_Function
-def _combine(address: int) -> None:
-    """Pass a call on."""
+def _passed_on(address: int, pass_on: Callable[[_Launch, Combine, Any], None]) -> None:
+    """Pass a call of XLA's on."""
     launch = _present
     try:
         frame = _CallFrame.from_address(address)
         if not _is_launch(frame):
             return
-        launch.count += 1
-        if launch.error is not None:
-            return  # nothing counts any more, and the first error is the one that says why
         if launch.combine is None:
             _log.error("XLA launched what combines the ranks' arrays at a time when nobody could: it does not count")
             return
-        source = frame.arguments.buffers[0].contents
-        target, counts = frame.results.buffers[0].contents, frame.results.buffers[1].contents
+        pass_on(launch, launch.combine, frame)
+    except BaseException as error:  # nothing can be raised through XLA, which would take garbage for what is returned
+        # Behind it nothing counts any more, and the first error is the one that says why.
+        launch.error = launch.error or error
+
+
+@_Function
+def _start(address: int) -> None:
+    _passed_on(address, _pass_on_start)
+
+
+def _pass_on_start(launch: _Launch, combine: Combine, frame: Any) -> None:
+    spans = _spans(frame, 0, frame.results.size - 1)
+    launch.started += len(spans)
+    if launch.error is None:
+        combine.start(spans, _stream_of(frame))
+
+
+@_Function
+def _combine(address: int) -> None:
+    _passed_on(address, _pass_on_finish)
+
+
+def _pass_on_finish(launch: _Launch, combine: Combine, frame: Any) -> None:
+    launch.count += 1
+    started, launch.started = launch.started, 0
+    n_arrays = frame.results.size - 1
+    # What has been started is among the arguments, for XLA to know when it may be read.
+    spans = _spans(frame, started, n_arrays)
+    counts = frame.results.buffers[n_arrays].contents.data
+    if launch.error is None:
+        combine.finish(spans, counts, _stream_of(frame))
+    else:
+        combine.wait(_stream_of(frame))
+
+
+def _spans(frame: Any, first: int, stop: int) -> list[Span]:
+    """Return where some of a call's arrays are, and where their combinations go."""
+    spans = []
+    for i in range(first, stop):
+        source, target = frame.arguments.buffers[i].contents, frame.results.buffers[i].contents
         count = 1
         for axis in range(source.rank):
             count *= source.dims[axis]
-        launch.combine(source.data, target.data, count, counts.data, _stream_of(frame))
-    except BaseException as error:  # nothing can be raised through XLA, which would take garbage for what is returned
-        launch.error = error
+        spans.append(Span(source.data, target.data, count, _DTYPES[source.dtype]))
+    return spans
 
 
-def all_reduced(array: Any, turn: Any = None) -> tuple[Any, Any]:
-    """Return an array that is being traced as `combining` will have combined it, and whether that counts (an int32).
+def started(array: Any, last: Any) -> tuple[Any, Any]:
+    """Return an array that is being traced, which XLA's program begins to combine here, and a number.
+
+    ``last`` is the number that came of what was started last, or 0: XLA, which may have its reasons to order what it
+    computes one way on one rank and another way on another, starts in the order of these.  `all_reduced` takes both.
+    """
+    import jax
+
+    _known(_START, _start)
+    results = [_like(array), jax.ShapeDtypeStruct((), np.int32)]
+    begun, number = jax.ffi.ffi_call(_START, results, input_output_aliases={0: 0, 1: 1})(array, last)
+    return begun, number
+
+
+def all_reduced(
+    arrays: Sequence[Any], begun: Sequence[Any] = (), last: Any = None, turn: Any = None
+) -> tuple[list[Any], Any]:
+    """Return arrays that are being traced as `combining` will have combined them, and whether that counts (an int32).
 
     Parameters
     ----------
-    array : jax.Array
+    arrays : list of jax.Array
+    begun : list of jax.Array
+        All that were `started` before: they are returned in front of the others.
+    last : jax.Array, optional
+        The number that came of the last of them.
     turn : jax.Array, optional
         In a loop, what is another number each time: XLA would do once, before the loop, what is the same every time.
     """
     import jax
 
-    platform = {"gpu": "CUDA"}.get(jax.default_backend(), jax.default_backend())
-    if platform not in _registered:
-        _register(_COMBINE, _combine, platform)
-        _registered.add(platform)
-    results = jax.ShapeDtypeStruct(array.shape, array.dtype), jax.ShapeDtypeStruct((), np.int32)
+    _known(_COMBINE, _combine)
+    given = [*begun, *arrays]
+    results = [*map(_like, given), jax.ShapeDtypeStruct((), np.int32)]
     # Its side effect is not declared: JAX would launch the whole program by way of its slow path, at 0.6 ms a launch.
     # XLA keeps the call, as what it returns is used, and makes it once.
-    call = jax.ffi.ffi_call(_COMBINE, results, input_output_aliases={0: 0, 1: 1})
-    combined, counts = call(array, np.int32(0), *([] if turn is None else [turn]))
+    call = jax.ffi.ffi_call(_COMBINE, results, input_output_aliases={i: i for i in range(len(results))})
+    counts = np.int32(0) if last is None else last
+    *combined, counts = call(*given, counts, *([] if turn is None else [turn]))
     return combined, counts
+
+
+def _like(array: Any) -> Any:
+    import jax
+
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _known(name: str, function: Any) -> None:
+    """Tell XLA of a foreign function, once."""
+    import jax
+
+    platform = {"gpu": "CUDA"}.get(jax.default_backend(), jax.default_backend())
+    if name not in _registered:
+        _register(name, function, platform)
+        _registered.add(name)
 
 
 @contextlib.contextmanager
 def combining(combine: Combine, times: int = 1) -> Iterator[None]:
-    """Have a function combine in the one launch of the ``with`` block, and raise what it raised at the end.
+    """Have somebody combine in the one launch of the ``with`` block, and raise what it raised at the end.
 
     It is an error if the launch combines more or less than so many times.
 

@@ -1,0 +1,113 @@
+"""Stands for GPUs on the CPU: JAX arrays in host memory go through the very code that calls CUDA and NCCL.
+
+`install`
+    To be called before `synkhronos.fork`.
+`seen`
+    What the master has been told to combine since the last look, in words.
+
+The stand-in for NCCL really combines, through the memory that the ranks share; those of CUDA's streams do nothing, since
+XLA computes in the thread that launches.
+"""
+
+import ctypes
+import sys
+import types
+
+import ml_dtypes
+import numpy as np
+
+from synkhronos import processes
+from synkhronos.devices import HOST, JAX
+from synkhronos.devices.cuda import nccl
+from synkhronos.devices.jax import Jax
+from synkhronos.devices.jax.foreign import ComputeStream
+from synkhronos.graphs.xla import Executable
+
+_DTYPES = {number: np.dtype(getattr(ml_dtypes, name, name)) for name, number in nccl.NUMBERS.items()}
+_OPS = {number: name for name, number in nccl.OPS.items()}
+_STREAM, _BESIDE = 7, 8
+_seen: list[str] = []
+
+
+class _Nccl:
+    def __init__(self, rank):
+        self._rank = rank
+
+    def all_reduce(self, source, target, count, dtype, op, handle, stream):
+        dtype = _DTYPES[dtype]
+        arrays = [
+            np.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype)
+            for address in (source, target)
+        ]
+        HOST.communicator(self._rank)._reduce(*arrays, _OPS[op], count, dtype, range(self._rank.size))
+        _seen.append(f"{'begun' if stream == _BESIDE else 'combined'} {count} of {dtype};")
+
+    def comm_get_async_error(self, handle):
+        return 0
+
+
+class _Staging:
+    stream = handle = _STREAM
+    beside, event = _BESIDE, 1
+    CUresult = types.SimpleNamespace(CUDA_ERROR_NOT_READY=600)
+
+    def __init__(self):
+        self.arrays = self.driver = self
+        self.page = np.zeros(1, np.int32)
+
+    def enter(self):
+        pass
+
+    def pointer(self, array):
+        return int(array.block_until_ready().unsafe_buffer_pointer())
+
+    def cuStreamQuery(self, stream):  # noqa: N802 - CUDA's name
+        return (0,)
+
+    def cuEventRecord(self, event, stream):  # noqa: N802 - CUDA's name
+        pass
+
+    def cuStreamWaitEvent(self, stream, event, flags):  # noqa: N802 - CUDA's name
+        pass
+
+    def cuMemcpyAsync(self, target, source, nbytes, stream):  # noqa: N802 - CUDA's name
+        ctypes.memmove(target, source, nbytes)
+
+
+class _Communicator(nccl.NcclCommunicator):
+    def connect(self, epochs):
+        if len(set(epochs)) > 1 or not self.epoch:
+            self._comm, self._handle, self.epoch = types.SimpleNamespace(abort=lambda: None), 1, max(epochs) + 1
+            self._holds = self._staging.page
+            self._holds[0] = 1
+
+
+def install():
+    """Have ranks take their JAX arrays on the CPU for arrays on GPUs."""
+    sys.modules["nccl"], sys.modules["nccl.bindings"] = types.ModuleType("nccl"), types.ModuleType("nccl.bindings")
+    sys.modules["nccl.bindings"].nccl = None
+    nccl.check = lambda results: None
+    bind, launch = processes._Bind.run, Executable._launch
+
+    def bind_to_jax(self, rank):
+        bind(self, rank)
+        rank.store["device"] = JAX
+        made = rank.store["stand-in"] = _Communicator(rank, _Staging())
+        made._nccl = _Nccl(rank)
+
+    def launch_and_wait(self, arguments):
+        launch(self, arguments)
+        JAX.wait([cell[0] for cell in self._updated])
+
+    processes._Bind.run = bind_to_jax
+    Executable._launch = launch_and_wait
+    Jax.communicates = lambda self, dtype: dtype in nccl.DTYPES
+    Jax.communicator = lambda self, rank: rank.store["stand-in"]
+    Jax._compute_stream = ComputeStream(_STREAM, True)
+
+
+def seen():
+    """Return what the master was told to combine since the last look."""
+    told = " ".join(_seen)
+    _seen.clear()
+    return told
