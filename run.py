@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -31,9 +32,32 @@ import xml.etree.ElementTree
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent
 ENVIRONMENTS = ROOT / ".venv"
+NO_ROOM = (
+    f"no space left on the disk: the two environments in {ENVIRONMENTS} need about 2 GB, and pip as much in TMPDIR."
+)
+#: Why an installation fails, and what pip or venv says then.
+CAUSES = {
+    NO_ROOM: ["No space left on device", "Disk quota exceeded"],
+    "no network: pip could not reach the package index. With one, run this again; without, use a Python that has the "
+    "packages (python3 run.py test --here).": [
+        "(from versions: none)",
+        "NewConnectionError",
+        "Failed to establish a new connection",
+        "NameResolutionError",
+        "Temporary failure in name resolution",
+        "ConnectTimeoutError",
+        "Network is unreachable",
+        "ProxyError",
+    ],
+    "could not make a virtual environment: on Debian or Ubuntu the package python3-venv is missing.": [
+        "No module named ensurepip",
+        "ensurepip is disabled",
+    ],
+}
 OLDEST_PYTHON = (3, 11)
 # Theano 1.0.5 needs NumPy 1.23 and distutils; neither exists for Python 3.12.
 NEWEST_PYTHON_FOR_THEANO = (3, 11)
@@ -69,13 +93,12 @@ def child_variables() -> dict[str, str]:
     return variables
 
 
-def call(command: Sequence[object], to_stderr: bool = False, **variables: str) -> int:
+def call(command: Sequence[object], **variables: str) -> int:
     """Run a command in the repository's root and return its exit status."""
     words = [str(word) for word in command]
     say(shlex.join(words))
-    stdout = sys.stderr if to_stderr else None
     interrupted = False
-    with subprocess.Popen(words, cwd=ROOT, env={**child_variables(), **variables}, stdout=stdout) as process:
+    with subprocess.Popen(words, cwd=ROOT, env={**child_variables(), **variables}) as process:
         while process.returncode is None:
             try:
                 process.wait()
@@ -86,6 +109,22 @@ def call(command: Sequence[object], to_stderr: bool = False, **variables: str) -
         raise SystemExit(130)
     # A signal's number is negative here; 128 more than the number is what a shell would say.
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def call_installer(command: Sequence[object]) -> None:
+    """Run a command that makes or fills an environment; end with one line that says why, should it fail."""
+    words = [str(word) for word in command]
+    say(shlex.join(words))
+    done = subprocess.run(words, cwd=ROOT, env=child_variables(), text=True, errors="replace", capture_output=True)
+    if done.returncode == 0:
+        print(done.stderr, end="", file=sys.stderr)
+        return
+    said = done.stdout + done.stderr
+    for cause, signs in CAUSES.items():
+        if any(sign in said for sign in signs):
+            raise fail(cause)
+    print(said, end="", file=sys.stderr)
+    raise fail(f"could not install the packages; the messages of {Path(words[0]).name} are above.")
 
 
 def call_all(commands: Sequence[Sequence[object]]) -> int:
@@ -143,14 +182,14 @@ class Environment:
                 self._create()
             # Removed meanwhile: an install that is cut short starts from nothing the next time.
             self.stamp.unlink(missing_ok=True)
-            status = self._install(wanted)
-            if status == 0:
-                self._write(stamp)
-                return
-            if installed:
-                # pip failed before it changed anything, so what worked before works on without a network.
-                self._write(installed)
-            raise fail("pip could not install the packages; its messages are above.")
+            try:
+                self._install(wanted)
+            except SystemExit:
+                if installed:
+                    # pip failed before it changed anything, so what worked before works on without a network.
+                    self._write(installed)
+                raise
+            self._write(stamp)
 
     def _write(self, stamp: dict) -> None:
         self.stamp.write_text(json.dumps(stamp, indent=2) + "\n")
@@ -167,17 +206,15 @@ class Environment:
 
     def _create(self) -> None:
         say(f"making {self.directory.relative_to(ROOT)} with {python_name()}")
-        if call([sys.executable, "-m", "venv", "--clear", self.directory], to_stderr=True) != 0:
-            raise fail(
-                f"could not make a virtual environment with {sys.executable}. "
-                "On Debian or Ubuntu the package python3-venv may be missing."
-            )
+        # In two steps, as venv keeps to itself why pip could not be put there.
+        call_installer([sys.executable, "-m", "venv", "--without-pip", "--clear", self.directory])
+        call_installer([self.python, "-m", "ensurepip", "--default-pip"])
 
-    def _install(self, extras: Sequence[str]) -> int:
+    def _install(self, extras: Sequence[str]) -> None:
         say(f"installing synkhronos[{','.join(extras)}]; the first time takes a few minutes")
         pip = [self.python, "-m", "pip", "--disable-pip-version-check"]
         package = f"{ROOT}[{','.join(extras)}]"
-        return call([*pip, "install", "--quiet", "--editable", package], to_stderr=True)
+        call_installer([*pip, "install", "--quiet", "--editable", package])
 
 
 @contextlib.contextmanager
@@ -332,12 +369,18 @@ def env(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that ends with one line where arguments are wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with the message."""
+        self.exit(2, f"run.py: {message}; see python3 {self.prog} --help\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of run.py's arguments."""
-    result = argparse.ArgumentParser(
-        prog="run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = result.add_subparsers(metavar="COMMAND", required=True)
+    result = Parser(prog="run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = result.add_subparsers(metavar="COMMAND", dest="command")
 
     def add(
         function: Callable[[argparse.Namespace, list[str]], int],
@@ -390,9 +433,18 @@ def main() -> int:
         raise fail(f"Synkhronos needs Python 3.11 or newer; this is {python_name()}.")
     arguments = parser()
     options, rest = arguments.parse_known_args()
+    if options.command is None:
+        arguments.error("expected a command, such as mnist, demo or test")
     if rest and not options.passes_on:
         arguments.error(f"unrecognized arguments: {' '.join(rest)}")
-    return options.function(options, rest)
+    try:
+        return options.function(options, rest)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise fail(NO_ROOM) from None
+        raise fail(str(error)) from None
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":
