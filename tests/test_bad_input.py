@@ -549,7 +549,11 @@ NOT_VARIABLES = {
     "a dict": (lambda w: {w.s: 1}, TypeError, "^shared_vars: expected a variable .* got {s: 1}"),
     "an input": (lambda w: w.x, TypeError, "^shared_vars: expected shared variables, got x"),
     "an expression": (lambda w: w.s + 1, TypeError, "^shared_vars: expected shared variables, got "),
-    "a generator": (lambda w: w.generator, TypeError, "^shared_vars: expected variables .* arrays, got rng"),
+    "a generator": (
+        lambda w: w.generator,
+        (TypeError, ValueError),
+        "^shared_vars: ('rng' is a random generator, which only .* take|no function uses 'rng')",
+    ),
     "no function's": (lambda w: w.lonely, ValueError, "^shared_vars: no function uses 'lonely'"),
     "an empty list": (lambda w: [], ValueError, "^shared_vars: expected at least one .* got an empty list"),
     "a list of strings": (lambda w: ["s"], TypeError, "^shared_vars: expected a variable .* got 's'"),

@@ -64,8 +64,8 @@ def named(session: Session, shared_vars: Any, generators: bool = False) -> tuple
         if library.is_generator(variable):
             if not generators:
                 raise TypeError(
-                    f"shared_vars: {called(variable)} is a random generator, which broadcast(), gather(), set_value() "
-                    "and get_value() take alone"
+                    f"shared_vars: {called(variable)} is a random generator, which only broadcast(), gather(), "
+                    "set_value() and get_value() take"
                 )
         elif not library.is_array(variable):
             raise TypeError(
