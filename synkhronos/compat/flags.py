@@ -100,6 +100,7 @@ _FIXED: dict[str, Any] = {
     "warn.gpu_set_subtensor1": False,
     "warn.gpusum_01_011_0111_bug": False,
     "warn.identify_1pexp_bug": False,
+    "warn.ignore_bug_before": "0.9",
     "warn.inc_set_subtensor1": False,
     "warn.inc_subtensor1_opt": True,
     "warn.reduce_join": False,

@@ -65,16 +65,18 @@ class In(pytensor.compile.io.In):
 
 
 class Function(_Function):
-    """A compiled function, some of whose inputs have default values."""
+    """A compiled function, some of whose inputs have default values, or whose outputs are in a dict."""
 
     __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute; what was passed in the place of a default value is for this call alone."""
         try:
-            return super().__call__(*args, **kwargs)
+            outputs = super().__call__(*args, **kwargs)
         finally:
             self._put_defaults()
+        keys = _keys(self)
+        return outputs if keys is None else dict(zip(keys, outputs, strict=True))
 
     def _put_defaults(self) -> None:
         for container, entry in zip(self.input_storage, self.maker.inputs, strict=True):
@@ -83,20 +85,28 @@ class Function(_Function):
 
     def copy(self, *args: Any, **kwargs: Any) -> Any:
         """Copy the function, as PyTensor's does."""
-        return made(super().copy(*args, **kwargs))
+        return made(super().copy(*args, **kwargs), _keys(self))
 
 
-copyreg.pickle(Function, lambda f: (_unpickled, (copyreg.dispatch_table[_Function](f),)))
+copyreg.pickle(Function, lambda f: (_unpickled, (copyreg.dispatch_table[_Function](f), _keys(f))))
 
 
-def _unpickled(reduced: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
+def _unpickled(reduced: tuple[Callable[..., Any], tuple[Any, ...]], keys: list[str] | None) -> Any:
     make, arguments = reduced
-    return made(make(*arguments))
+    return made(make(*arguments), keys)
 
 
-def made(function: Any) -> Any:
-    """Return a function that PyTensor has made; where inputs have default values, as one that knows them."""
-    if any(getattr(entry, "default", ()) for entry in function.maker.inputs):
+def _keys(function: Any) -> list[str] | None:
+    return getattr(function.maker, "output_keys", None)
+
+
+def made(function: Any, keys: list[str] | None = None) -> Any:
+    """Return a function that PyTensor has made; where inputs have default values, as one that knows them.
+
+    ``keys`` are those of the outputs, if they are to be in a dict.
+    """
+    if keys is not None or any(getattr(entry, "default", ()) for entry in function.maker.inputs):
+        function.maker.output_keys = keys
         function.__class__ = Function
         function._put_defaults()
     return function

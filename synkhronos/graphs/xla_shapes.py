@@ -96,6 +96,7 @@ def tell_jax() -> None:
         # Subclasses may have lowerings of their own.
         for op in [known for known in jax_funcify.registry if issubclass(known, base)]:
             jax_funcify.register(op)(_in_front(jax_funcify.dispatch(op), by_numpy))
+    jax_funcify.register(Scan)(_loop(jax_funcify.dispatch(Scan)))
     for base in (Alloc, AllocEmpty, Eye, Scan):
         jax_funcify.register(base)(_of_known(jax_funcify.dispatch(base)))
     jax_funcify.register(Reshape)(_reshape)
@@ -306,14 +307,14 @@ def _sliced(lowering: Callable[..., Any]) -> Callable[..., Any]:
         if node is None:
             return plain
         n_before = 2 if isinstance(op, IncSubtensor | AdvancedIncSubtensor) else 1
-        variables = indices_from_subtensor(node.inputs[n_before:], op.idx_list)
+        variables, known = indices_from_subtensor(node.inputs[n_before:], op.idx_list), dict(_sequences)
 
         def run(*inputs: Any) -> Any:
             indices = indices_from_subtensor(inputs[n_before:], op.idx_list)
             traced = [i for i, index in enumerate(indices) if isinstance(index, slice) and not _is_fixed(index)]
             if not traced:
                 return plain(*inputs)
-            lengths = [_difference(variables[i]) for i in traced]
+            lengths = [_difference(variables[i], known) for i in traced]
             return _at(op, inputs[:n_before], indices, traced, lengths, in_bounds=False)
 
         return run
@@ -418,8 +419,14 @@ def _is_fixed(index: slice) -> bool:
     return all(bound is None or _is_known(bound) for bound in (index.start, index.stop, index.step))
 
 
-def _difference(index: slice) -> int:
+#: Coefficients of products of atoms: of what an expression is not made of by sums and products.
+Polynomial = Counter[tuple[Any, ...]]
+
+
+def _difference(index: slice, known: dict[Any, Polynomial]) -> int:
     """Return the length of a slice, where stop minus start is constant.
+
+    ``known`` are the polynomials of some variables.
 
     Raises
     ------
@@ -427,9 +434,9 @@ def _difference(index: slice) -> int:
         If it isn't.
     """
     step = index.step
-    if index.start is not None and index.stop is not None and (step is None or _polynomial(step) == {(): 1}):
-        difference = _polynomial(index.stop)
-        difference.subtract(_polynomial(index.start))
+    if index.start is not None and index.stop is not None and (step is None or _polynomial(step, known) == {(): 1}):
+        difference = _polynomial(index.stop, known)
+        difference.subtract(_polynomial(index.start, known))
         if not any(count for atoms, count in difference.items() if atoms):
             return max(difference[()], 0)
     bounds = {"start": index.start, "stop": index.stop, "step": step}
@@ -440,22 +447,19 @@ def _difference(index: slice) -> int:
     )
 
 
-Polynomial = Counter[tuple[int, ...]]
-
-
-def _polynomial(variable: Any, known: dict[Any, Polynomial] | None = None) -> Polynomial:
-    """Return an integer expression as coefficients of products of variables, these by their ids.
-
-    ``known`` are those of some variables.
-    """
-    if known is not None and variable in known:
-        return known[variable]
+def _polynomial(variable: Any, known: dict[Any, Polynomial]) -> Polynomial:
+    """Return an integer expression as a polynomial; of an array, as one that holds for each element."""
+    if variable in known:
+        return Counter(known[variable])
     if isinstance(variable, Constant):
-        return Counter({(): int(np.asarray(variable.data))})
+        data = np.asarray(variable.data, np.int64)
+        first = int(data.flat[0]) if data.size else 0
+        rest = data - first
+        return Counter({(): first, (("constant", rest.shape, rest.tobytes()),): 1} if rest.any() else {(): first})
     node = variable.owner
     op = getattr(node, "op", None)
     op = getattr(op, "scalar_op", op)
-    if isinstance(op, Add | Sub | Mul | Neg | Identity | TensorFromScalar | ScalarFromTensor) or (
+    if isinstance(op, Add | Sub | Mul | Neg | Identity | TensorFromScalar | ScalarFromTensor | DimShuffle) or (
         isinstance(op, Cast) and all("int" in v.type.dtype for v in node.inputs)
     ):
         return _combined(op, [_polynomial(source, known) for source in node.inputs])
@@ -463,7 +467,12 @@ def _polynomial(variable: Any, known: dict[Any, Polynomial] | None = None) -> Po
         terms = [_polynomial(source, known) for source in node.inputs]
         inside = dict(zip(op.fgraph.inputs, terms, strict=True))
         return _polynomial(op.fgraph.outputs[node.outputs.index(variable)], inside)
-    return Counter({(id(variable),): 1})
+    if isinstance(op, Subtensor):
+        # Elements of a sum are sums of elements.
+        where = str(op.idx_list), *(int(v.data) if isinstance(v, Constant) else v for v in node.inputs[1:])
+        whole = _polynomial(node.inputs[0], known)
+        return Counter({tuple((where, atom) for atom in atoms): n for atoms, n in whole.items()})
+    return Counter({(variable,): 1})
 
 
 def _combined(op: Any, terms: list[Polynomial]) -> Polynomial:
@@ -472,10 +481,35 @@ def _combined(op: Any, terms: list[Polynomial]) -> Polynomial:
         if isinstance(op, Mul):
             product: Polynomial = Counter()
             for (a, m), (b, n) in itertools.product(result.items(), term.items()):
-                product[tuple(sorted(a + b))] += m * n
+                product[tuple(sorted(a + b, key=hash))] += m * n
             result = product
         elif isinstance(op, Sub):
             result.subtract(term)
         else:
             result.update(term)
     return Counter({atoms: -n for atoms, n in result.items()}) if isinstance(op, Neg) else result
+
+
+#: In the steps of the loops that are being lowered: the polynomials of what runs over sequences.
+_sequences: dict[Any, Polynomial] = {}
+
+
+def _loop(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """Lower a loop, in whose steps bounds of slices are known as what they are outside: PyTensor takes them there."""
+
+    def funcify(op: Any, node: Any = None, **kwargs: Any) -> Compute:
+        outside, inside = op.outer_seqs(node.inputs), op.inner_seqs(op.fgraph.inputs)
+        before = dict(_sequences)
+        _sequences.update(
+            (inner, _polynomial(outer, before))
+            for outer, inner in zip(outside, inside, strict=True)
+            if "int" in getattr(outer.type, "dtype", "")
+        )
+        try:
+            compute: Compute = lowering(op, node=node, **kwargs)
+        finally:
+            _sequences.clear()
+            _sequences.update(before)
+        return compute
+
+    return funcify

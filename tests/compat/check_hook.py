@@ -235,6 +235,17 @@ def test_a_default_value_that_a_function_may_overwrite_stays():
     assert f().tolist() == f().tolist() == [1, 1]
 
 
+def test_outputs_are_in_a_dict():
+    import theano
+    import theano.tensor as T
+
+    x = T.dvector("x")
+    f = theano.function([x], {"sum": x.sum(), "largest": x.max()}, mode="FAST_COMPILE")
+    for g in (f, f.copy(), pickle.loads(pickle.dumps(f))):
+        assert g([1, 3]) == {"largest": 3, "sum": 4}
+    assert theano.function([x], {"sum": x.sum()}, mode="FAST_COMPILE")([1, 3]) == {"sum": 4}
+
+
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", pytest.param("JAX", marks=NEEDS_JAX)])
 def test_inputs_keep_what_updates_them(mode):
     import theano

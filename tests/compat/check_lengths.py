@@ -208,6 +208,30 @@ def test_rows_from_a_place_that_a_loop_comes_to(x):
 
     (_, sums), _ = theano.scan(step, outputs_info=[T.constant(1, dtype="int64"), None], non_sequences=x, n_steps=5)
     np.testing.assert_allclose(function([], sums)(), X[1:11].reshape(5, 2, 6).sum(axis=1))
+
+
+def test_rows_by_what_runs_over_a_sequence(x):
+    weights = theano.shared(np.arange(12.0).reshape(2, 6))
+
+    def window(t, x):
+        return (x[2 * t : 2 * (t + 1)] * weights).sum()
+
+    n, places = T.lscalar("n"), T.lvector("places")
+    for sequence, inputs, values in (
+        (T.arange(12), [], []),
+        (T.arange(n), [n], [12]),
+        (places, [places], [[3, 0, 11, 11]]),
+        (places - 1, [places], [[3, 1, 5]]),
+    ):
+        sums, _ = theano.scan(window, sequence, non_sequences=x)
+        check(inputs, sums, values)
+        check(inputs, T.grad((sums**2).sum(), x), values)
+    sums, _ = theano.scan(window, T.arange(14), non_sequences=x)
+    beyond = function([], sums)()
+    assert np.isfinite(beyond[:12]).all() and np.isnan(beyond[12:]).all()
+    lengths, _ = theano.scan(lambda t, x: x[t : 2 * t].sum(), T.arange(12), non_sequences=x)
+    with pytest.raises(NotImplementedError, match="length of a slice depends on what arrays hold"):
+        function([], lengths)()
     windows, _ = theano.scan(lambda t, x: x[t + T.arange(3)].sum(axis=0), T.arange(23), non_sequences=x)
     np.testing.assert_allclose(function([], windows)(), X[:-2] + X[1:-1] + X[2:])
 

@@ -86,19 +86,22 @@ def function(
 ) -> Any:
     """Compile a function; the arguments are Theano's, and PyTensor's too.
 
+    Outputs in a dict, with strings as keys, are returned in a dict.
+
     Examples
     --------
     >>> x = T.dscalar("x")
     >>> theano.function([x], x**2)(3.0)
     array(9.)
     """
+    keys = sorted(outputs) if isinstance(outputs, dict) else None
     kwargs = {"no_default_updates": no_default_updates} if no_default_updates else {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The no_default_updates parameter", DeprecationWarning)
         warnings.filterwarnings("ignore", "The no_default_updates parameter", FutureWarning)
         function = pytensor.function(
             inputs,
-            outputs,
+            outputs if keys is None else [outputs[key] for key in keys],
             mode=in_numpy(mode),
             updates=updates,
             givens=givens,
@@ -110,7 +113,7 @@ def function(
             on_unused_input=on_unused_input,
             **kwargs,
         )
-    return made(function)
+    return made(function, keys)
 
 
 def shared(value: Any, name: str | None = None, strict: bool = False, allow_downcast: Any = None, **kwargs: Any) -> Any:
