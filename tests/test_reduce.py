@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from synkhronos.function.reduce import NAMES, Accumulator, Op
+from synkhronos.devices.reductions import REDUCTIONS
+from synkhronos.function.reduce import Accumulator, Op
 
 FLOATS = ["float16", "float32", "float64"]
 INTEGERS = ["int8", "uint8", "int32", "int64", "bool"]
@@ -92,7 +93,7 @@ def test_none_keeps_the_last_value_whatever_it_is():
     assert reduced(None, [object(), last]) is last
 
 
-@pytest.mark.parametrize("op", [name for name in NAMES if name != "gather"])
+@pytest.mark.parametrize("op", [name for name in REDUCTIONS if name != "gather"])
 def test_what_was_added_is_neither_changed_nor_returned(op):
     first, second = np.full(3, 2.0), np.full(3, 5.0)
     result = reduced(op, [first, second], [1, 3])
@@ -123,13 +124,13 @@ def test_complex_numbers_are_averaged():
     assert reduced("avg", [np.complex64(1 + 2j), np.complex64(3)]) == np.complex64(2 + 1j)
 
 
-@pytest.mark.parametrize("op", [name for name in NAMES if name != "gather"])
+@pytest.mark.parametrize("op", [name for name in REDUCTIONS if name != "gather"])
 def test_values_of_different_shapes_are_refused(op):
     with pytest.raises(ValueError, match=rf"'{op}'.*\(2,\).*\(3,\)"):
         reduced(op, [np.zeros(2), np.zeros(3)])
 
 
-@pytest.mark.parametrize("op", NAMES)
+@pytest.mark.parametrize("op", REDUCTIONS)
 def test_an_op_says_what_the_user_said(op):
     plain, host = Op.parse(op, "op"), Op.parse(f"c_{op}", "op")
     assert (plain.spelled, host.spelled) == (op, f"c_{op}")

@@ -10,7 +10,7 @@
     Random generators among them, and values for these.
 `everything`, `as_rows`, `shares`
     Which rows of the values.
-`flag`, `op_name`, `rank_number`
+`flag`, `op_name`, `op_word`, `rank_number`
     Other arguments.
 """
 
@@ -25,12 +25,10 @@ from synkhronos.data import Data
 from synkhronos.data.dense import check_dense
 from synkhronos.data.rows import share
 from synkhronos.devices import Selection
+from synkhronos.devices.reductions import REDUCTIONS, of_collectives
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import Mirror, is_declared
 from synkhronos.ranks import Session, SharedArray, WeakKeys
-
-#: The reductions of collectives.
-OPS = ("avg", "sum", "prod", "min", "max")
 
 
 def called(shared: Any) -> str:
@@ -167,17 +165,25 @@ def flag(value: Any, name: str) -> bool:
 
 def op_name(op: Any, variables: Sequence[Any]) -> str:
     """Return the name of a reduction that makes sense for all the variables."""
-    if not isinstance(op, str):
-        raise TypeError(f"op: expected one of {OPS}, got {op!r}")
-    if op not in OPS:
-        raise ValueError(f"op: expected one of {OPS}, got {op!r}")
+    op = op_word(op)
     for variable in variables:
-        kind = np.dtype(variable.type.dtype).kind
-        if op == "avg" and kind in "biu" or op == "sum" and kind == "b":
+        dtype = np.dtype(variable.type.dtype)
+        if not REDUCTIONS[op].suits(dtype):
+            *others, last = [repr(name) for name in of_collectives() if REDUCTIONS[name].suits(dtype)]
             raise ValueError(
                 f"op: the {op!r} of {called(variable)} would not be {variable.type.dtype}, as it is; "
-                f"choose {'' if kind == 'b' else repr('sum') + ', '}'prod', 'min' or 'max'"
+                f"choose {', '.join(others)} or {last}"
             )
+    return op
+
+
+def op_word(op: Any) -> str:
+    """Return the name of a reduction of collectives."""
+    words = of_collectives()
+    if not isinstance(op, str):
+        raise TypeError(f"op: expected one of {words}, got {op!r}")
+    if op not in words:
+        raise ValueError(f"op: expected one of {words}, got {op!r}")
     return op
 
 

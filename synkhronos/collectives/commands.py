@@ -25,6 +25,7 @@ import numpy as np
 
 from synkhronos.collectives.arguments import called
 from synkhronos.devices import HOST, Device, Layout, device_named, device_of
+from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import moved_apart, stored
 from synkhronos.ranks import Cancelled, Rank, SharedArray
@@ -275,7 +276,7 @@ class Reduce:
         if self.where == "everywhere":
             self._reduce_everywhere(rank, self.agree(rank))
             return []
-        copies = Copies(rank, self.keys, self.nccl)
+        copies = self._copies(rank)
         results = []
         for i in range(len(self.keys)):
             copies.check_equal(i, "reduce")
@@ -310,7 +311,7 @@ class Reduce:
             if rank.agree(last.digest):
                 return last
             differ = True
-        copies = Copies(rank, self.keys, self.nccl, differ)
+        copies = self._copies(rank, differ)
         for i in range(len(self.keys)):
             copies.check_equal(i, "all_reduce")
         if copies.homes != copies.ways:
@@ -319,6 +320,9 @@ class Reduce:
             known.clear()
         agreed = known[self] = Agreed.of(rank, self.keys, copies)
         return agreed
+
+    def _copies(self, rank: Rank, differ: bool = False) -> Copies:
+        return Copies(rank, self.keys, self.nccl and REDUCTIONS[self.op].nccl is not None, differ)
 
     def _reduce_everywhere(self, rank: Rank, agreed: Agreed | Copies) -> None:
         if isinstance(agreed, Agreed):

@@ -32,6 +32,7 @@ from synkhronos.devices.cuda import get_n_gpu
 from synkhronos.devices.host import Host, Layout, Selection, take
 from synkhronos.devices.jax import Jax
 from synkhronos.devices.pygpu import Pygpu
+from synkhronos.devices.reductions import Reduction
 from synkhronos.ranks import Rank, SharedArray, available_cores
 
 __all__ = [
@@ -150,8 +151,8 @@ class Device(Protocol):
     def array(self, value: Any) -> Any:
         """Return the value as an array of this kind."""
 
-    def apply(self, name: str, one: Any, other: Any) -> Any:
-        """Return what NumPy's function of this name makes of two arrays; it may be written into the first."""
+    def combine(self, op: Reduction, one: Any, other: Any) -> Any:
+        """Return what a reduction makes of two arrays of one shape; it may be written into the first."""
 
     def join(self, parts: Sequence[Any]) -> Any:
         """Return arrays joined along axis 0."""

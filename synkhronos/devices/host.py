@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.devices.reductions import REDUCTIONS, Reduction
 from synkhronos.ranks import Rank, SharedArray
 from synkhronos.ranks.control import SCRATCH
 
@@ -24,9 +25,6 @@ Layout = tuple[tuple[int, ...], np.dtype]
 
 #: Rows, in order: evenly spaced ones, or any, by their indexes.
 Selection = range | np.ndarray
-
-#: What each reduction does to two arrays; "avg" divides the sum.
-UFUNCS = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
 class Host:
@@ -99,9 +97,10 @@ class Host:
         view = where.view(rank.segments)
         return self.from_host(view if rows is None else take(view, rows))
 
-    def apply(self, name: str, one: np.ndarray, other: Any) -> np.ndarray:
-        """Return what NumPy's function of this name makes of two arrays, in the first one's memory."""
-        result: np.ndarray = getattr(np, name)(one, other, out=one)
+    def combine(self, op: Reduction, one: np.ndarray, other: Any) -> np.ndarray:
+        """Return what a reduction makes of two arrays, in the first one's memory."""
+        assert op.combine is not None
+        result: np.ndarray = op.combine(one, other, out=one)
         return result
 
     def join(self, parts: Sequence[Any]) -> np.ndarray:
@@ -295,7 +294,8 @@ class HostCommunicator:
         A chunk takes two steps.  Each rank shows its elements, but for its own share, which only itself will read;
         each reduces its share of all ranks' elements; each takes what it wants of the shares.
         """
-        rank, ufunc = self._rank, UFUNCS[op]
+        rank, divides, ufunc = self._rank, REDUCTIONS[op].divides, REDUCTIONS[op].combine
+        assert ufunc is not None
         if len(contributors) == 1 and rank.size == 1:
             if target is not None and source is not None and target is not source:
                 target[:] = source
@@ -315,14 +315,14 @@ class HostCommunicator:
                 inputs = [part[low:high] if r == here else shared[r][low:high] for r in contributors]
                 result = shared[here][low:high]
                 # The sum may be out of float16's range where the average is not, and its parts too small for it.
-                wide = np.empty(high - low, np.float32) if op == "avg" and dtype == np.float16 else result
+                wide = np.empty(high - low, np.float32) if divides and dtype == np.float16 else result
                 if len(inputs) == 1:
                     wide[:] = inputs[0]
                 else:
                     ufunc(inputs[0], inputs[1], out=wide, dtype=wide.dtype)
                 for values in inputs[2:]:
                     ufunc(wide, values, out=wide)
-                if op == "avg":
+                if divides:
                     np.true_divide(wide, len(contributors), out=wide)
                 if wide is not result:
                     result[:] = wide

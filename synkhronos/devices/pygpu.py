@@ -24,17 +24,10 @@ import numpy as np
 
 from synkhronos.devices.cuda.device import CudaDevice
 from synkhronos.devices.host import Selection
+from synkhronos.devices.reductions import Reduction
 from synkhronos.ranks import Rank, SharedArray
 
 _log = logging.getLogger("synkhronos")
-
-#: What libgpuarray's kernels compute for NumPy's functions; a NaN stays one.
-_KERNELS = {
-    "add": "res = a + b",
-    "multiply": "res = a * b",
-    "minimum": "res = (a <= b || a != a) ? a : b",
-    "maximum": "res = (a >= b || a != a) ? a : b",
-}
 
 
 class Pygpu(CudaDevice):
@@ -138,11 +131,14 @@ class Pygpu(CudaDevice):
         # What a function may overwrite, it may keep as a shared variable's new value.
         return self.load(rank, where, rows) if copy else super().input(rank, kept, key, where, rows, copy)
 
-    def apply(self, name: str, one: Any, other: Any) -> Any:
-        """Return what NumPy's function of this name makes of two arrays of one shape."""
+    def combine(self, op: Reduction, one: Any, other: Any) -> Any:
+        """Return what a reduction makes of two arrays of one shape."""
+        if op.kernel is None:
+            name = getattr(op.combine, "__name__", "")
+            raise NotImplementedError(f"libgpuarray has no kernel for {name!r}: this op can't combine GpuArrays")
         from pygpu.elemwise import elemwise2
 
-        return elemwise2(one, None, other, one, odtype=one.dtype, oper=_KERNELS[name])
+        return elemwise2(one, None, other, one, odtype=one.dtype, oper=op.kernel)
 
     def join(self, parts: Sequence[Any]) -> Any:
         """Return arrays joined along axis 0."""

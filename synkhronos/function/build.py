@@ -263,7 +263,7 @@ def _output_op(library: GraphLibrary, output: Any, op: Any, position: int) -> Op
     variable = library.output_variable(output)
     if parsed.name is not None and not library.is_array(variable):
         raise TypeError(f"outputs: output {position} of type {variable.type} can't be reduced; use op None")
-    if parsed.name is not None and not parsed.suits(np.dtype(variable.type.dtype)):
+    if parsed.name is not None and not parsed.row.suits(np.dtype(variable.type.dtype)):
         of_numbers = "'max' (any), 'min' (all)" if variable.type.dtype == "bool" else "'sum', 'prod', 'min', 'max'"
         raise ValueError(
             f"outputs: op {parsed.spelled!r} of output {position} would not be {variable.type.dtype}, as it is; "

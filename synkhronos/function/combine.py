@@ -268,18 +268,18 @@ def _stream(
     """Reduce large arrays into the master, each rank doing its share of the work."""
     shape, dtype = next(iter(layouts.values()))
     # What each rank adds is weighted by itself; what remains is a plain reduction, and one division.
-    working = np.dtype(np.float32) if op.divides and dtype == np.float16 else dtype
+    working = np.dtype(np.float32) if op.row.divides and dtype == np.float16 else dtype
     mine = None
     if value is not None:
         mine = np.ascontiguousarray(value, working)
-        if op.name == "mean":
+        if op.row.by_rows:
             mine = np.multiply(mine, weights[rank.number], dtype=working)
     out = np.empty(shape, working) if rank.is_master else None
-    plain = "sum" if op.divides else str(op.name)
+    plain = "sum" if op.row.divides else str(op.name)
     HOST.communicator(rank).reduce(mine, plain, rank.root, out, (shape, working), sorted(layouts))
     if out is None:
         return None
-    if op.divides:
-        total = sum(weights.values()) if op.name == "mean" else len(weights)
+    if op.row.divides:
+        total = sum(weights.values()) if op.row.by_rows else len(weights)
         np.true_divide(out, total, out=out)
     return out.astype(dtype, copy=False)

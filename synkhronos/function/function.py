@@ -297,7 +297,7 @@ class Function:
                             f"num_slices={num_slices}: the update of {shared.name!r} of type {shared.type} can't be "
                             "accumulated; give it the op None, by which the last slice's stays"
                         )
-                elif not op.suits(np.dtype(shared.type.dtype)):
+                elif op.name is not None and not op.row.suits(np.dtype(shared.type.dtype)):
                     raise ValueError(
                         f"num_slices={num_slices}: op {op.spelled!r} of the update of {shared.name!r} would not be "
                         f"{shared.type.dtype}, as it is; give the update another op"

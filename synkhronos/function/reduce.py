@@ -4,18 +4,6 @@
     A reduction, as the user named it.
 `Accumulator`
     Takes values one by one and gives their reduction.
-
-    ========  =============================================================
-    op        the reduction of values v_i that come from w_i rows each
-    ========  =============================================================
-    avg       (v_1 + ... + v_k) / k
-    mean      (w_1 v_1 + ... + w_k v_k) / (w_1 + ... + w_k)
-    sum       v_1 + ... + v_k
-    prod      v_1 * ... * v_k
-    min, max  elementwise
-    gather    joined along axis 0 (scalars become a vector)
-    None      the last value; of ranks, the master's own
-    ========  =============================================================
 """
 
 from __future__ import annotations
@@ -26,9 +14,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import HOST, Device, device_of
-from synkhronos.devices.host import UFUNCS
-
-NAMES = ("avg", "mean", "sum", "prod", "min", "max", "gather")
+from synkhronos.devices.reductions import REDUCTIONS, Reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +24,7 @@ class Op:
     Attributes
     ----------
     name : str or None
-        One of `NAMES`, or None.
+        One of `REDUCTIONS`, or None: the last value; of ranks, the master's own.
     on_host : bool
         Whether to reduce in host memory in any case: the user's ``c_``.
     """
@@ -54,7 +40,7 @@ class Op:
         if not isinstance(op, str):
             raise TypeError(f"{argument}: expected an op ({_choices()}), got {op!r}")
         name = op.removeprefix("c_")
-        if name not in NAMES:
+        if name not in REDUCTIONS:
             raise ValueError(f"{argument}: expected an op ({_choices()}), got {op!r}")
         return cls(name, name != op)
 
@@ -64,28 +50,18 @@ class Op:
         return f"c_{self.name}" if self.on_host else self.name
 
     @property
-    def divides(self) -> bool:
-        """Whether the result is no integer where the values are."""
-        return self.name in ("avg", "mean")
-
-    def suits(self, dtype: np.dtype) -> bool:
-        """Whether the result is what the user's word says, where values have this dtype."""
-        # NumPy's sum of booleans is an or, which nobody means who counts.
-        return not (self.divides and dtype.kind in "biu" or self.name == "sum" and dtype.kind == "b")
+    def row(self) -> Reduction:
+        """The row of the table, where there is a name."""
+        return REDUCTIONS[str(self.name)]
 
     @property
     def elementwise(self) -> bool:
         """Whether all values need the same shape."""
-        return self.name not in (None, "gather")
-
-    @property
-    def ufunc(self) -> np.ufunc:
-        """The NumPy function that combines two (weighted) values."""
-        return np.add if self.name == "mean" else UFUNCS[str(self.name)]
+        return self.name is not None and self.row.combine is not None
 
 
 def _choices() -> str:
-    return ", ".join(map(repr, NAMES)) + ", each with 'c_' in front for host memory, or None"
+    return ", ".join(map(repr, REDUCTIONS)) + ", each with 'c_' in front for host memory, or None"
 
 
 class Accumulator:
@@ -124,7 +100,7 @@ class Accumulator:
         if self.count == 1:
             self._device = device_of(value)
         value = self._device.array(value)
-        if self.op.name == "gather":
+        if not self.op.elementwise:
             self._parts.append(value if value.ndim else value.reshape((1,)))
             return
         weighted = self._weigh(value, rows)
@@ -136,23 +112,23 @@ class Accumulator:
                 f"op {self.op.spelled!r} needs the same shape from all, got {self._value.shape} and {value.shape}"
             )
         else:
-            self._value = self._device.apply(self.op.ufunc.__name__, self._value, weighted)
+            self._value = self._device.combine(self.op.row, self._value, weighted)
 
     def _weigh(self, value: Any, rows: int) -> Any:
-        if not self.op.divides:
+        if not self.op.row.divides:
             return value
         self._dtype = value.dtype
         if value.dtype == np.float16:  # a sum over rows soon exceeds its range
             value = value.astype(np.float32)
-        return self._device.array(value * np.asarray(rows, value.dtype)) if self.op.name == "mean" else value
+        return self._device.array(value * np.asarray(rows, value.dtype)) if self.op.row.by_rows else value
 
     def result(self) -> Any:
         """Return the reduction of what was taken; at least one value."""
-        if self.op.name == "gather":
+        if self._parts:
             return self._parts[0] if len(self._parts) == 1 else self._device.join(self._parts)
-        if not self.op.divides:
+        if self.op.name is None or not self.op.row.divides:
             return self._value
-        total = self.rows if self.op.name == "mean" else self.count
+        total = self.rows if self.op.row.by_rows else self.count
         # Nothing was computed from any row: the serial library's own word (0 / 0) stays.
         value = self._value if total == 0 and self.count else self._value / np.asarray(total, self._value.dtype)
         return self._device.array(value).astype(self._dtype, copy=False)

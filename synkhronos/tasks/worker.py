@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.collectives.arguments import OPS
+from synkhronos.collectives.arguments import op_word
 from synkhronos.data.rows import share
 from synkhronos.devices import HOST, Device, device_of
-from synkhronos.devices.host import UFUNCS
+from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.task import Lock, Task
 
@@ -105,9 +105,9 @@ class Worker:
         ndarray, or array of a GPU
             A new one.
         """
-        _check_op(op)
+        op_word(op)
         home: Device = self._rank.store["device"]
-        if home is HOST or not home.holds(array) or not home.communicates(array.dtype):
+        if home is HOST or not home.holds(array) or not home.communicates(array.dtype) or REDUCTIONS[op].nccl is None:
             home = HOST
         value = array if home is not HOST else np.array(device_of(array).to_host(array), order="C")
         kind = tuple(value.shape), np.dtype(value.dtype).name, op, home.name
@@ -234,7 +234,7 @@ class Group:
 
     def all_reduce(self, array: Any, op: str = "avg") -> np.ndarray:
         """Return the reduction of all members' arrays, the same on each of them; as `Worker.all_reduce`."""
-        _check_op(op)
+        op_word(op)
         result = np.array(array, order="C")
         kind = result.shape, result.dtype.name, op
         shown = self._meet("all_reduce()", kind)
@@ -263,8 +263,8 @@ class Group:
         wide = np.float32 if flat.dtype == np.float16 else flat.dtype
         total = parts[0].astype(wide)
         for part in parts[1:]:
-            UFUNCS[op](total, part, out=total)
-        if op == "avg":
+            HOST.combine(REDUCTIONS[op], total, part)
+        if REDUCTIONS[op].divides:
             np.true_divide(total, self.size, out=total, casting="unsafe")
         flat[low:high] = total
         for r in self._others:
@@ -288,11 +288,6 @@ class Group:
             places = ", ".join(f"rank {r} is at {other}" for r, (other, _) in zip(self.ranks, shown, strict=True))
             self._task.refuse(f"the ranks wait for each other in different places: {places}", self.ranks[0])
         return [each for _, each in shown]
-
-
-def _check_op(op: str) -> None:
-    if op not in OPS:
-        raise ValueError(f"op: expected one of {OPS}, got {op!r}")
 
 
 def _bytes(array: np.ndarray) -> memoryview:

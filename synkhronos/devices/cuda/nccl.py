@@ -22,6 +22,7 @@ import numpy as np
 
 from synkhronos.devices.cuda.staging import Part, Staging, check
 from synkhronos.devices.host import Layout
+from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.ranks import Cancelled, Rank
 from synkhronos.ranks.interrupts import undisturbed
 
@@ -39,8 +40,8 @@ DTYPES = {
 }
 #: The same by names, and of what NumPy alone doesn't know.
 NUMBERS = {"bfloat16": 9, **{str(dtype): number for dtype, number in DTYPES.items()}}
-#: NCCL's numbers for reductions (ncclRedOp_t).
-OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+#: NCCL's numbers for reductions; the others don't come here.
+OPS = {name: row.nccl for name, row in REDUCTIONS.items() if row.nccl is not None}
 _BYTES = DTYPES[np.dtype(np.uint8)]
 #: Items on the GPU: where they are, where their combination goes (maybe there too), how many, and their dtype's name.
 Span = tuple[int, int, int, str]

@@ -25,6 +25,7 @@ from synkhronos.devices.cuda.device import CudaDevice
 from synkhronos.devices.host import Selection, take
 from synkhronos.devices.jax.foreign import ComputeStream, compute_stream
 from synkhronos.devices.jax.log import Entry
+from synkhronos.devices.reductions import Reduction
 from synkhronos.ranks import Rank, SharedArray
 
 
@@ -156,9 +157,13 @@ class Jax(CudaDevice):
         view = where.view(rank.segments)
         return self.from_host(view if rows is None else take(view, rows))
 
-    def apply(self, name: str, one: Any, other: Any) -> Any:
-        """Return what NumPy's function of this name makes of two arrays."""
-        return getattr(self._numpy, name)(one, other)
+    def combine(self, op: Reduction, one: Any, other: Any) -> Any:
+        """Return what a reduction makes of two arrays."""
+        name = getattr(op.combine, "__name__", "")
+        function = getattr(self._numpy, name, None)
+        if function is None:
+            raise NotImplementedError(f"jax.numpy has no {name!r}: this op can't combine JAX arrays")
+        return function(one, other)
 
     def join(self, parts: Sequence[Any]) -> Any:
         """Return arrays joined along axis 0."""

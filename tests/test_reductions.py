@@ -1,0 +1,113 @@
+"""A reduction of one's own: one row of the table, and it works wherever ranks combine values."""
+
+import numpy as np
+import pytest
+from library import ARRAYS, DEVICE, shared, tensor
+
+import synkhronos as synk
+from synkhronos.devices import HOST, JAX, PYGPU
+from synkhronos.devices.reductions import REDUCTIONS, Reduction
+
+# row begins
+ROW = {"logaddexp": Reduction(np.logaddexp, refuses="biu")}
+# row ends
+
+on_host = pytest.mark.skipif(DEVICE != "host", reason="where XLA was used, workers start anew and lack the row")
+
+X = np.random.default_rng(0).normal(size=(13, 3))
+LARGE = 3_000  # elements: they are streamed
+
+
+@pytest.fixture
+def row(monkeypatch):
+    for name, made in ROW.items():
+        monkeypatch.setitem(REDUCTIONS, name, made)
+
+
+def combine(worker, group=False):
+    way = worker.group(list(range(worker.size))) if group else worker
+    return np.asarray(way.all_reduce(np.full(3, float(worker.number)), "logaddexp"))
+
+
+@on_host
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_row_is_an_op_of_functions(row, fork, n):
+    fork(n)
+    x = tensor.dmatrix("x")
+    total = tensor.log(tensor.exp(x).sum(axis=0))
+    f = synk.function(
+        [x], [(total, "logaddexp"), (total, "c_logaddexp"), (total + tensor.zeros((LARGE, 3)), "logaddexp")]
+    )
+    expected = np.logaddexp.reduce(X, axis=0)
+    for num_slices in (1, 3):
+        for result in f(X, num_slices=num_slices):
+            np.testing.assert_allclose(result, np.broadcast_to(expected, np.shape(result)), rtol=1e-12)
+
+
+@on_host
+def test_a_row_is_an_op_of_updates(row, fork):
+    fork(2)
+    x, s = tensor.dmatrix("x"), shared(np.zeros(3), "s")
+    total = tensor.log(tensor.exp(x).sum(axis=0))
+    synk.function([x], updates=[(s, total, "logaddexp")])(X, num_slices=3)
+    synk.all_reduce(s, "logaddexp")
+    np.testing.assert_allclose(synk.gather(s), [np.logaddexp.reduce(X, axis=0)] * 2, rtol=1e-12)
+
+
+@on_host
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_a_row_is_an_op_of_collectives(row, fork, size):
+    n = fork(2)
+    s = shared(np.zeros(size), "s")
+    synk.function([], updates=[(s, s)])
+    for r in range(n):
+        synk.set_value(r, s, np.full(size, float(r)))
+    expected = np.full(size, np.logaddexp(0, 1))
+    np.testing.assert_allclose(synk.reduce(s, "logaddexp", in_place=False), expected, rtol=1e-12)
+    synk.all_reduce(s, "logaddexp")
+    np.testing.assert_allclose(synk.gather(s), [expected] * n, rtol=1e-12)
+
+
+@on_host
+@pytest.mark.parametrize("group", [False, True])
+def test_a_row_is_an_op_of_programs(row, fork, group):
+    fork(2)
+    np.testing.assert_allclose(synk.run(combine, group=group), np.full((2, 3), np.logaddexp(0, 1)), rtol=1e-12)
+
+
+@on_host
+def test_it_refuses_what_the_row_says_and_is_named_where_an_op_is_wrong(row, fork):
+    fork(2)
+    i = shared(np.zeros(3, "int64"), "i")
+    synk.function([], updates=[(i, i)])
+    with pytest.raises(
+        ValueError,
+        match="^op: the 'logaddexp' of 'i' would not be int64, as it is; choose 'sum', 'prod', 'min' or 'max'",
+    ):
+        synk.all_reduce(i, "logaddexp")
+    with pytest.raises(ValueError, match="^outputs: op 'logaddexp' of output 0 would not be int64"):
+        synk.function([], (i, "logaddexp"))
+    for wrong in (lambda: synk.reduce(i, "logsum"), lambda: synk.function([], (i, "logsum"))):
+        with pytest.raises(ValueError, match="'logaddexp'.* got 'logsum'"):
+            wrong()
+    with pytest.raises(ValueError, match="^op: expected one of .* got 'mean'"):
+        synk.reduce(i, "mean")
+
+
+def test_a_device_without_the_function_says_so(row):
+    one = np.ones(2)
+    np.testing.assert_allclose(HOST.combine(ROW["logaddexp"], one.copy(), one), np.logaddexp(1, 1))
+    with pytest.raises(NotImplementedError, match="libgpuarray has no kernel for 'logaddexp'"):
+        PYGPU.combine(ROW["logaddexp"], None, None)
+
+
+@pytest.mark.skipif(DEVICE == "host" or ARRAYS is not JAX, reason="starts XLA")
+def test_jax_has_numpys_functions():
+    one = JAX.array(np.ones(2))
+    np.testing.assert_allclose(JAX.combine(ROW["logaddexp"], one, one), np.logaddexp(1, 1))
+    with pytest.raises(NotImplementedError, match="jax.numpy has no 'ldexp_"):
+        JAX.combine(Reduction(np.frompyfunc(ldexp_, 2, 1)), one, one)
+
+
+def ldexp_(one, other):
+    return one
