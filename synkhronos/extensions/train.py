@@ -52,15 +52,14 @@ class TrainFunction:
 
     def __init__(self, model: Model, exchange: str | None = None):
         expression = model.rule.grad_updates[model.rule.grad_shared]
-        self.grad_shared = model.rule.grad_shared
-        self.optimizer_state = model.optimizer_state
+        grad_shared = model.rule.grad_shared
         inputs = [*model.x, *model.y]
         self.gradient = synk.function(
             [] if model.held else inputs,
             (model.loss, "mean"),
             # Slices may differ in their number of rows: their weighted gradients add up.
             updates=[
-                (self.grad_shared, expression, "sum"),
+                (grad_shared, expression, "sum"),
                 *((shared, new, "mean" if is_averaged(shared) else None) for shared, new in model.extra_updates),
             ],
             givens=list(zip(inputs, model.held, strict=False)),
@@ -68,8 +67,11 @@ class TrainFunction:
             name="train_gradient",
         )
         self.update = synk.function([], updates=model.rule.param_updates, name="train_update")
-        zeros = library_of(self.grad_shared).tensor.zeros_like(self.grad_shared)
-        self._clear = synk.function([], updates=[(self.grad_shared, zeros)], name="train_clear")
+        zeros = library_of(grad_shared).tensor.zeros_like(grad_shared)
+        self._clear = synk.function([], updates=[(grad_shared, zeros)], name="train_clear")
+        # Behind the functions, which know how their variables are copied.
+        self.grad_shared = grad_shared
+        self.optimizer_state = model.optimizer_state
         self._model = model
         self._exchange = Exchange(exchange, model.sizes)
 

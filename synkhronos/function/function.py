@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import pickle
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -86,6 +87,15 @@ class Function:
         # Every node comes after those it depends on: pickle follows references, and would go as deep as the graph.
         program = self._program
         return _unpickled, (program.library.nodes(program.variables()), program, self._single)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Function:
+        make, arguments = self.__reduce__()
+        if self._program.asynchronous:
+            for shared in self.get_shared():  # PyTensor's containers can't copy JAX arrays, but pickle them
+                if id(shared.container) not in memo:
+                    memo[id(shared.container)] = pickle.loads(pickle.dumps(shared.container))
+        made: Function = make(*copy.deepcopy(arguments, memo))
+        return made
 
     # -- running it ------------------------------------------------------------------------------------------
 
