@@ -559,7 +559,7 @@ class Soak:
 
     def pids(self) -> dict[int, int]:
         """Return each worker's process, by rank."""
-        return dict(ranks.session()._children)
+        return dict(ranks.session().workers.pids)
 
     def check_ended(self) -> None:
         """Check that closed ranks have left nothing."""

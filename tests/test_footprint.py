@@ -36,7 +36,7 @@ def footprint(pid):
 
 
 def workers():
-    return list(ranks.session()._children.values())
+    return list(ranks.session().workers.pids.values())
 
 
 class Stores:

@@ -48,7 +48,7 @@ def test_memory_is_freed_on_ranks_whose_garbage_holds_it(fork):
     x = T.dvector("x")
     f = synk.function([x], (Hoarder()(x)[:1], "gather"), mode=INTERPRETED)
     d = synk.data(np.zeros(1 << 20))
-    pids = [os.getpid(), *ranks.session()._children.values()]
+    pids = [os.getpid(), *ranks.session().workers.pids.values()]
     gc.disable()  # as if nothing happened that has it run
     try:
         f(d)
@@ -75,7 +75,7 @@ def test_memory_is_freed_where_a_call_on_it_has_compiled(tmp_path):
         f = synk.function([x], (pt.tanh(x * 1.5 + 7).sum(axis=0), "sum"), mode="NUMBA")
         d = synk.data(np.zeros((1 << 10, 1 << 10)))
         f(d)
-        pids = [os.getpid(), *ranks.session()._children.values()]
+        pids = [os.getpid(), *ranks.session().workers.pids.values()]
         print([mapped(pid, 1 << 23) for pid in pids])
         d.free_memory()
         print([mapped(pid, 1 << 23) for pid in pids])

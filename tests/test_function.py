@@ -19,6 +19,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.function.combine import _SHOWN
 from synkhronos.ranks.control import SCRATCH
+from synkhronos.ranks.memory import Memory
 
 if NAME == "pytensor":
     from pytensor.graph.basic import Apply
@@ -1158,13 +1159,13 @@ def test_values_are_those_at_the_time_of_distributing(fork):
 def counted(monkeypatch):
     """Collect the sizes of all shared memory made from now on."""
     sizes = []
-    create = ranks.Session.create_segment
+    create = Memory.create
 
-    def counting(self, nbytes):
+    def counting(self, nbytes, *args, **kwargs):
         sizes.append(nbytes)
-        return create(self, nbytes)
+        return create(self, nbytes, *args, **kwargs)
 
-    monkeypatch.setattr(ranks.Session, "create_segment", counting)
+    monkeypatch.setattr(Memory, "create", counting)
     return sizes
 
 

@@ -187,7 +187,7 @@ def test_unread_results_are_lost_when_a_worker_dies(fork):
     assert before == 6  # which reads all
     assert lost == 10
     lost = f(VALUE)
-    os.kill(next(iter(ranks.session()._children.values())), signal.SIGKILL)
+    os.kill(next(iter(ranks.session().workers.pids.values())), signal.SIGKILL)
     with pytest.raises(synk.WorkerError, match="SIGKILL"):
         float(lost)
     with pytest.raises(RuntimeError, match=r"ended|SIGKILL"):
@@ -1078,14 +1078,14 @@ def test_workers_that_started_anew_are_ended_after_the_users_timeout(fork, start
         session.run(Sleep())
     assert time.monotonic() - began < 5
     fork(2)
-    assert len(ranks.session()._children) == 1
+    assert len(ranks.session().workers.pids) == 1
 
 
 @pytest.mark.new_ranks
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV"])
 def test_the_death_of_a_worker_that_started_anew_is_told(fork, started, how):
     fork(3)
-    (_, pid), *_ = ranks.session()._children.items()
+    (_, pid), *_ = ranks.session().workers.pids.items()
     os.kill(pid, getattr(signal, how))
     with pytest.raises(synk.WorkerError, match=rf"process {pid}\) was killed by {how}"):
         ranks.session().run(Unread())

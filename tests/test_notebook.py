@@ -43,7 +43,7 @@ SETUP = f"""
             rank.barrier()
 
     n = synk.fork(3, use_gpu=False)
-    pids = list(ranks.session()._children.values())
+    pids = list(ranks.session().workers.pids.values())
     x = tensor.dvector("x")
     w = shared(np.zeros(2), "w")
     f = synk.function([x], (x.sum(), "sum"), updates=[(w, w + 1)])

@@ -259,14 +259,14 @@ def test_a_worker_that_exits_is_named_with_its_code(two):
 
 
 def test_a_worker_that_died_while_idle_is_noticed_by_the_next_command(two):
-    pid = next(iter(two._children.values()))
+    pid = next(iter(two.workers.pids.values()))
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ranks.WorkerError, match="SIGKILL"):
         two.run(Number())
 
 
 def test_a_stopped_worker_is_waited_for(two):
-    pid = next(iter(two._children.values()))
+    pid = next(iter(two.workers.pids.values()))
     os.kill(pid, signal.SIGSTOP)
     if os.fork() == 0:
         time.sleep(0.3)
@@ -277,7 +277,7 @@ def test_a_stopped_worker_is_waited_for(two):
 
 
 def test_all_ranks_see_a_segment(session):
-    segment = session.create_segment(8 * session.size)
+    segment = session.memory.create(8 * session.size)
     where = ranks.SharedArray(segment.key, "i8", (session.size,))
     assert session.run(Fill(where)) == list(range(1, session.size + 1))
 
@@ -285,7 +285,7 @@ def test_all_ranks_see_a_segment(session):
 def test_segments_come_and_go_on_all_ranks(session):
     before = session.run(CountSegments())
     for _ in range(300):
-        session.release_segment(session.create_segment(100).key)
+        session.memory.release("segment", session.memory.create(100).key)
     session.flush()
     assert session.run(CountSegments()) == before
 
@@ -293,14 +293,14 @@ def test_segments_come_and_go_on_all_ranks(session):
 def test_segments_have_no_name_and_belong_to_this_user():
     names = set(os.listdir("/dev/shm"))
     session = ranks.fork(2, 0, False)
-    session.create_segment(100)
+    session.memory.create(100)
     assert set(os.listdir("/dev/shm")) <= names
     ranks.close()
 
 
 def test_no_room_for_a_segment_is_a_memory_error(two):
     with pytest.raises(MemoryError, match="/dev/shm"):
-        two.create_segment(1 << 50)
+        two.memory.create(1 << 50)
     assert two.run(Exchange((3,))) == 2
 
 
@@ -360,7 +360,7 @@ def test_idle_workers_use_no_processor(session):
 
     def ticks():
         used = 0
-        for pid in session._children.values():
+        for pid in session.workers.pids.values():
             with open(f"/proc/{pid}/stat") as stat:
                 fields = stat.read().rsplit(")", 1)[1].split()
             used += int(fields[11]) + int(fields[12])

@@ -310,7 +310,7 @@ def test_a_death_is_said_and_new_ranks_go_on(fork):
     a = pt.dscalar("a")
     f = function([a], sum_over_rows((y - a) ** 2, {y: Y}))
     f(0.0)
-    (pid,) = synk.ranks.session()._children.values()
+    (pid,) = synk.ranks.session().workers.pids.values()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(synk.WorkerError, match="was killed by SIGKILL"):
         f(1.0)

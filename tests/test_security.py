@@ -101,7 +101,7 @@ def test_segments_are_for_this_user_only(fork, no_umask):
     fork(3)
     d = work()
     d.set_value(np.ones((5000, 60)))  # new memory, that the workers have not got yet
-    files = [file for _, file, _ in ranks.session()._unannounced]
+    files = [file for _, file, _ in ranks.session().memory._unannounced]
     assert files
     for file in files:
         status = os.fstat(file.fileno())
@@ -161,7 +161,7 @@ def test_sockets_are_pairs_without_an_address(fork):
     work()
     made = sockets_of(os.getpid()) - before
     assert len(made) == 2
-    for pid in ranks.session()._children.values():
+    for pid in ranks.session().workers.pids.values():
         theirs = sockets_of(pid)
         assert len(theirs) == 1
         assert not theirs & before
@@ -184,7 +184,7 @@ def test_all_that_is_shared_is_anonymous_or_has_lost_its_name(fork):
     fork(3)
     keep = work()
     assert len(shared_mappings(os.getpid())) > len(before)
-    for pid in (os.getpid(), *ranks.session()._children.values()):
+    for pid in (os.getpid(), *ranks.session().workers.pids.values()):
         assert all(name.endswith("(deleted)") for name in shared_mappings(pid) if name not in before)
     assert keep.size
 
@@ -238,8 +238,8 @@ def test_another_user_can_reach_nothing(fork):
     fork(2)
     d = work()
     d.set_value(np.ones((9000, 60)))
-    worker = ranks.session()._children[1]
-    file = ranks.session()._unannounced[0][1].fileno()
+    worker = ranks.session().workers.pids[1]
+    file = ranks.session().memory._unannounced[0][1].fileno()
     attempts = f"""
 import os, signal
 os.setgroups([]); os.setgid(65534); os.setuid(65534)

@@ -40,7 +40,7 @@ def test_scalars_are_gathered_over_slices_of_all_ranks(fork, n):
 
 def test_a_worker_that_died_before_it_was_sent_memory_is_named(fork):
     fork(3)
-    pid = ranks.session()._children[1]
+    pid = ranks.session().workers.pids[1]
     os.kill(pid, signal.SIGKILL)
     while lives(pid):
         pass

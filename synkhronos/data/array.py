@@ -347,14 +347,14 @@ class Data:
         self._array[kept:] = 0
 
     def _allocate(self, size: int) -> None:
-        segment = self._session.create_segment(size * self._dtype.itemsize)
+        segment = self._session.memory.create(size * self._dtype.itemsize)
         self._drop(keep_array=True)
         self._segment = segment
-        self._session.release_with(self, "segment", segment.key)
+        self._session.memory.release_with(self, "segment", segment.key)
 
     def _drop(self, keep_array: bool = False) -> None:
         if self._segment is not None:
-            self._session.release_segment(self._segment.key)
+            self._session.memory.release("segment", self._segment.key)
         self._segment = None
         if not keep_array:
             self._array = np.zeros((0,) * self._ndim, self._dtype)

@@ -362,7 +362,7 @@ class Function:
         self._program.place()
         session.rank.store[self._key] = weakref.ref(self._program)
         self._program.settle()
-        session.release_with(self, "stored", self._key)
+        session.memory.release_with(self, "stored", self._key)
 
 
 def _presentable(result: Any) -> Any:

@@ -128,17 +128,17 @@ class Mirror:
                     outdated = session.run(Receive(parcel, sys.getrecursionlimit(), path, code.expected()))
                 except BaseException:
                     for key, _ in [*keyed, *values]:
-                        session.release_stored(key)
+                        session.memory.release("stored", key)
                     raise
                 finally:
-                    session.release_segment(parcel.where.key)
+                    session.memory.release("segment", parcel.where.key)
                 self._by_value |= outdated
             for _, value in values:
                 value.code = code
         for key, shared in keyed:
             self._keys[shared] = key
             session.rank.store[key] = weakref.ref(shared)
-            session.release_with(shared, "stored", key)
+            session.memory.release_with(shared, "stored", key)
 
     def pack(self, value: Any) -> tuple[UserCode, Parcel]:
         """Pickle a value for the workers: shared variables that they have become keys.
@@ -162,7 +162,7 @@ class Mirror:
         for part in parts:
             spans.append((end, part.nbytes))
             end += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
-        segment = session.create_segment(end)
+        segment = session.memory.create(end)
         memory = segment.array((end,), np.dtype(np.uint8))
         for (at, length), part in zip(spans, parts, strict=True):
             memory[at : at + length] = np.frombuffer(part, np.uint8)

@@ -1,7 +1,7 @@
 """The running ranks, seen from the master.
 
 `Session`
-    Forks the workers, runs commands on all ranks, notices deaths, ends them.
+    Runs commands on all ranks, one at a time, notices deaths, ends the ranks.
 `fork`, `close`, `session`
     Start, end and find the one session of this process.
 """
@@ -10,57 +10,29 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
-import fcntl
-import gc
-import io
 import logging
 import os
 import pickle
-import signal
-import socket
-import sys
 import threading
 import time
-import warnings
-import weakref
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from synkhronos.ranks import worker
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN, Control
-from synkhronos.ranks.deaths import DeathWatch, has_ended
-from synkhronos.ranks.errors import UNKNOWN, Cancelled, Report, WorkerError, cause_of_death
+from synkhronos.ranks.deaths import DeathWatch
+from synkhronos.ranks.errors import Cancelled, Report, WorkerError, cause_of_death
 from synkhronos.ranks.interrupts import undisturbed
+from synkhronos.ranks.memory import Memory
 from synkhronos.ranks.rank import Command, Rank, nobody_has_died
-from synkhronos.ranks.segments import Segment, SharedArray, announce, create_unlinked
+from synkhronos.ranks.segments import SharedArray, create_unlinked
 from synkhronos.ranks.threads import ThreadShare, available_cores
 from synkhronos.ranks.weak import WeakKeys
+from synkhronos.ranks.workers import Workers
 
 _log = logging.getLogger("synkhronos")
 
 #: Seconds that workers get to end by themselves before they are killed.
 GRACE = 2.0
-#: Segments made but not announced yet, at most: each holds a file descriptor.
-_UNANNOUNCED = 64
-
-
-class Release:
-    """Forget segments, and things kept in the ranks' stores, that the master has let go."""
-
-    __slots__ = ("segments", "stored")
-
-    def __init__(self, segments: list[int], stored: list[Any]):
-        self.segments = segments
-        self.stored = stored
-
-    def run(self, rank: Rank) -> None:
-        """Drop them from this rank's tables."""
-        memory = [rank.segments.drop(key) for key in self.segments]
-        if not rank.is_master and any(one is not None and one() is not None for one in memory):
-            # Compilers leave garbage that holds the inputs for which they compiled, and an idle worker collects none.
-            gc.collect()
-        for key in self.stored:
-            rank.store.pop(key, None)
 
 
 class Session:
@@ -70,6 +42,10 @@ class Session:
     ----------
     rank : Rank
         The master's own.
+    workers : Workers
+        The processes of the others.
+    memory : Memory
+        What all of them keep until this one lets go of it.
     size : int
         The number of ranks.
     timeout : float or None
@@ -94,61 +70,22 @@ class Session:
         self.closed: str | None = None
         self._command = 0
         self._running = False
-        self._last_key = 0
-        self._unannounced: list[tuple[Segment, io.FileIO, set[int]]] = []
-        self._garbage: list[int] = []
-        self._stored_garbage: list[Any] = []
-        self._owned: dict[tuple[str, Any], weakref.ref[Any]] = {}
-        self._orphaned: list[Any] = []
         self._at_close: WeakKeys[Any, bool] = WeakKeys()
-        self._children: dict[int, int] = {}
-        self._channels: dict[int, socket.socket] = {}
         self._deaths = DeathWatch(self._is_unfinished, self._look_for_deaths)
         # Copies of this process inherit its memory; workers that start anew get it as an open file.
-        self._file = create_unlinked(Control.nbytes(size)) if fresh and size > 1 else None
+        file = create_unlinked(Control.nbytes(size)) if fresh and size > 1 else None
         spin = SPIN if size <= available_cores() else 0.0
-        self._control = Control(size, spin, -1 if self._file is None else self._file.fileno())
+        self._control = Control(size, spin, -1 if file is None else file.fileno())
         self.rank = Rank(root, size, root, self._control, self._watch, ThreadShare(size, environment=False))
-        self.rank.bereft = self._is_bereft
+        self.workers = Workers(size, root, self._control, file)
+        self.memory = Memory(self.rank, self.workers.channels, self.run)
+        self.rank.bereft = self.workers.has_any_ended
 
     def start(self, profile: bool) -> None:
         """Fork the workers.  If that fails half-way, `close` ends those that there are."""
-        # Signals have to wait: a child must not be forgotten, nor begin as a second master.
         with undisturbed():
-            for number in range(self.size):
-                if number != self.rank.number:
-                    self._start_worker(number, profile)
-            if self._file is not None:
-                self._file.close()
-            self._deaths.start({pid: self._channels[number] for number, pid in self._children.items()})
-
-    def _start_worker(self, number: int, profile: bool) -> None:
-        ours, theirs = socket.socketpair(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_STREAM
-        )
-        # Where the user closed standard streams, their numbers are free, but a worker uses them as what they are.
-        ours, theirs = _above_standard_streams(ours), _above_standard_streams(theirs)
-        self._channels[number] = ours
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()  # or what is buffered would be written twice
-        with theirs, warnings.catch_warnings():
-            # Python and JAX warn of forking beside threads: a lock that one of them holds stays locked in the child.
-            # The worker waits on no lock of the master's: it makes its own streams, never runs the master's exit, and
-            # refuses to use a JAX that was started before.
-            warnings.simplefilter("ignore")
-            in_main_thread = threading.current_thread() is threading.main_thread()
-            if self._file is not None:
-                self._children[number] = worker.start_anew(
-                    number, self.size, self.rank.root, self._control.spin, self._file, theirs, profile, in_main_thread
-                )
-                return
-            pid = os.fork()
-            if pid == 0:
-                worker.main(
-                    number, self.size, self.rank.root, self._control, theirs, profile, self.owner, in_main_thread
-                )
-        self._children[number] = pid
+            self.workers.start(profile)
+            self._deaths.start({pid: self.workers.channels[number] for number, pid in self.workers.pids.items()})
 
     # -- commands --------------------------------------------------------------------------------------------
 
@@ -214,8 +151,7 @@ class Session:
             raise RuntimeError(self.closed)
         if self._running:
             raise RuntimeError(_ANOTHER)
-        if self._orphaned:
-            self._release_orphaned()
+        self.memory.notice_orphans()
         self._join()
 
     def _busy(self) -> bool:
@@ -298,21 +234,20 @@ class Session:
         parcel = None
         message = self._pickle(command)
         if len(message) > MAILBOX:
-            parcel = self.create_segment(len(message))
+            parcel = self.memory.create(len(message), in_command=True)
             memoryview(parcel.buffer).cast("B")[: len(message)] = message
             where = SharedArray(parcel.key, "u1", (len(message),))
             message = pickle.dumps(worker.Parcel(where), pickle.HIGHEST_PROTOCOL)
-        if self._unannounced:
-            self._announce()
+        self.memory.announce()
         control.mailbox[: len(message)] = message
         words[Control.LENGTH] = len(message)
-        words[Control.ANNOUNCED] = self._last_key
+        words[Control.ANNOUNCED] = self.memory.last_key
         words[Control.POSTED] = number
         control.fence()
-        for r in self._children:
+        for r in self.workers.pids:
             control.ring(r, FOR_COMMAND)
         if parcel is not None:
-            self.release_segment(parcel.key)
+            self.memory.release("segment", parcel.key)
 
     def _pickle(self, command: Command) -> bytes:
         """Return the command as bytes: a training loop sends the same few again and again."""
@@ -350,7 +285,7 @@ class Session:
         control = self._control
         return [
             pickle.loads(control.slot(r, 2)[: control.report_length[r]])
-            for r in sorted(self._children)
+            for r in sorted(self.workers.pids)
             if control.done[r] == self._command == control.words[Control.POSTED] and control.report_length[r]
         ]
 
@@ -366,7 +301,7 @@ class Session:
         control = self._control
         began, now = int(self._began * 1e9), time.monotonic_ns()
         silent = [r for r in range(self.size) if now - max(began, control.progress[r]) > timeout * 1e9]
-        busy = [r for r in silent if r in self._children and control.done[r] < control.words[Control.POSTED]]
+        busy = [r for r in silent if r in self.workers.pids and control.done[r] < control.words[Control.POSTED]]
         late = [r for r in busy if not control.sleeping[r]]
         if not late and len(silent) < self.size:
             return  # who waits for somebody that goes on is not late
@@ -376,10 +311,6 @@ class Session:
             else f"the ranks did not finish within the {timeout:g} seconds that fork(timeout=...) allows"
         )
         self._fail(f"{message}; the workers were ended.", late[0] if late else self.rank.number)
-
-    def _is_bereft(self) -> bool:
-        """Whether a worker has ended."""
-        return any(has_ended(pid) for pid in list(self._children.values()))
 
     def _is_unfinished(self) -> bool:
         """Whether something is under way in which workers have a part, though no command runs."""
@@ -391,12 +322,10 @@ class Session:
     def _look_for_deaths(self) -> None:
         deaths = self._deaths
         at_work, deaths.at_work = deaths.at_work, 0  # one hears of it no more while one looks
-        for number, pid in self._children.items():
-            code = _ended(pid)
-            if code is not None:
-                self._fail(
-                    f"rank {number} (process {pid}) {cause_of_death(code)}; the other workers were ended.", number
-                )
+        dead = self.workers.first_dead()
+        if dead is not None:
+            number, pid, code = dead
+            self._fail(f"rank {number} (process {pid}) {cause_of_death(code)}; the other workers were ended.", number)
         deaths.at_work = at_work
 
     def _fail(self, message: str, number: int) -> NoReturn:
@@ -466,17 +395,7 @@ class Session:
                     _log.debug("a worker did not take the command to end: %s", error)
             self.closed = "the ranks were closed: call synkhronos.fork() first"
             self.rank.give_up()
-            deadline = time.monotonic() + (0.0 if kill else GRACE)
-            while self._children:
-                number, pid = next(iter(self._children.items()))
-                while _ended(pid) is None:
-                    if signals.came or time.monotonic() > deadline:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL)
-                        _wait_for(pid)
-                        break
-                    time.sleep(0.001)
-                self._children.pop(number, None)
+            self.workers.end(0.0 if kill else GRACE, lambda: signals.came)
             self._free()
 
     def tell_at_close(self, owner: Any) -> None:
@@ -485,134 +404,27 @@ class Session:
 
     def _free(self) -> None:
         self._deaths.stop()
-        if self._file is not None:
-            self._file.close()
         for owner in list(self._at_close):
             owner.session_closed()
-        self._unannounced.clear()
-        for channel in self._channels.values():
-            channel.close()
-        self._channels.clear()
-        self.rank.segments.clear()
-        self.rank.store.clear()
-        self._owned.clear()
+        self.workers.close()
+        self.memory.free()
         # This session's own methods: cycles that would keep the memory a while.
         self.rank.watch = _leave
         self.rank.bereft = nobody_has_died
         self.rank.threads.restore()
 
-    # -- shared memory ---------------------------------------------------------------------------------------
-
-    def create_segment(self, nbytes: int) -> Segment:
-        """Make shared memory that every rank finds under the returned segment's key from the next command on.
-
-        The turn has to be held.
-
-        Raises
-        ------
-        MemoryError
-            If there is no room in ``/dev/shm``.
-        OSError
-            If this process has too many files open.
-        """
-        if self.closed is not None:
-            raise RuntimeError(self.closed)
-        nbytes = max(1, nbytes)
-        if self._orphaned:
-            self._release_orphaned()
-        try:
-            file = create_unlinked(nbytes)
-        except (MemoryError, OSError) as error:
-            useful = self._garbage if isinstance(error, MemoryError) else error.errno == errno.EMFILE
-            if not useful or self._running:
-                raise
-            self.run(Release([], []))  # frees what was let go, and closes the files that wait to be announced
-            file = create_unlinked(nbytes)
-        segment = Segment(self._last_key + 1, file.fileno(), nbytes)
-        with undisturbed():  # a worker would wait for ever for a key that is never announced
-            self._last_key += 1
-            self.rank.segments.add(segment)
-            if self._children:
-                self._unannounced.append((segment, file, set(self._children)))
-        if len(self._unannounced) > _UNANNOUNCED and not self._running:
-            self.run(Release([], []))
-        return segment
-
-    def _announce(self) -> None:
-        while self._unannounced:
-            segment, file, waiting = self._unannounced[0]
-            while waiting:
-                number = next(iter(waiting))
-                announce(self._channels[number], segment.key, segment.nbytes, file.fileno())
-                waiting.discard(number)
-            del self._unannounced[0]
-            file.close()
-
-    def release_segment(self, key: int) -> None:
-        """Let go of a segment on every rank: here at once, elsewhere with the next command."""
-        if self.closed is None:
-            self._owned.pop(("segment", key), None)
-            self.rank.segments.drop(key)
-            self._garbage.append(key)
-
-    def release_stored(self, key: Any) -> None:
-        """Let go of what the ranks keep in their stores under this key."""
-        if self.closed is None:
-            self._owned.pop(("stored", key), None)
-            self.rank.store.pop(key, None)
-            self._stored_garbage.append(key)
-
-    def release_with(self, owner: object, what: Literal["segment", "stored"], key: Any) -> None:
-        """Let go of a segment, or of what is stored, some time after the owner is collected.
-
-        At the next command, or when memory is made next.  At the collection itself nothing runs that is written in
-        Python: an interrupt that came in the middle of it would be swallowed.
-        """
-        self._owned[what, key] = weakref.KeyedRef(owner, self._orphaned.append, (what, key))
-
     def flush(self) -> None:
         """Have the workers let go, now, of what was released; the turn has to be held."""
         self._wait_until_idle()
-        if self._garbage or self._stored_garbage:
-            self._release_garbage()
-
-    def _release_orphaned(self) -> None:
-        while self._orphaned:
-            what, key = self._orphaned[0].key
-            (self.release_segment if what == "segment" else self.release_stored)(key)
-            del self._orphaned[0]
-
-    def _release_garbage(self) -> None:
-        # Interrupts come at any moment: nothing is forgotten before it is done.
-        release = Release(self._garbage[:], self._stored_garbage[:])
-        self._run(release)
-        del self._garbage[: len(release.segments)], self._stored_garbage[: len(release.stored)]
+        release = self.memory.collect()
+        if release is not None:
+            self._run(release)
+            self.memory.collected(release)
 
 
 def _leave() -> None:
     """End what still waits in a session that is closed: another thread's call, or the one that a handler closed in."""
     raise Cancelled
-
-
-def _ended(pid: int) -> int | None:
-    """Return the exit code of a child that has ended (minus a signal's number; `UNKNOWN`), None for one that lives."""
-    try:
-        found, status = os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:
-        return UNKNOWN  # somebody else has waited for it, or the system was told not to keep it
-    return os.waitstatus_to_exitcode(status) if found else None
-
-
-def _above_standard_streams(end: socket.socket) -> socket.socket:
-    if end.fileno() > 2:
-        return end
-    with end:
-        return socket.socket(fileno=fcntl.fcntl(end.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
-
-
-def _wait_for(pid: int) -> None:
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, 0)
 
 
 _ANOTHER = (

@@ -82,13 +82,13 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         functions: list[Any] = []
         payload = _pack(session, (program, args, kwargs), functions)
         memory = TaskMemory(0, session.size, session.size + _LOCKS)
-        segment = session.create_segment(memory.nbytes)
+        segment = session.memory.create(memory.nbytes)
         memory = memory._replace(key=segment.key)
         try:
             memory.prepare(session.rank.segments)
             results: list[Any] = session.run(Program(memory, payload, tuple(functions)))
         finally:
-            session.release_segment(memory.key)
+            session.memory.release("segment", memory.key)
         return results
 
 

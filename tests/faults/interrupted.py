@@ -19,7 +19,7 @@ import synkhronos as synk
 from faults import inside
 from faults.inside import Work, attempt, footprint, hold, know, plant, reach, right, start, tell
 from synkhronos import ranks
-from synkhronos.ranks import worker
+from synkhronos.ranks import worker, workers
 
 N = 3
 
@@ -104,14 +104,13 @@ def while_closing(where: str) -> None:
     work = Work()
     assert work.call() == 15.0
     if where == "waiting":
-        module = sys.modules[ranks.Session.__module__]  # `ranks.session` is a function
-        real = module._ended
+        real = workers._exit_code
 
         def ended(pid: int) -> int | None:
             reach("ended")
             return real(pid)
 
-        module._ended = ended
+        workers._exit_code = ended
         inside.PLANS["ended"] = 0, "hold:python"
     else:
         plant("perform", "hold:compiled", (2,))

@@ -1,0 +1,169 @@
+"""What all ranks keep until the master lets go of it: shared memory, and copies of objects.
+
+`Memory`
+    Makes segments, tells the workers of them, and has the ranks let go.
+
+A segment is made by the master and has a key, the same on every rank.  Workers hear of it with the next command.  What
+the master lets go of goes on the other ranks with the next command that comes.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import io
+import weakref
+from collections.abc import Callable, Mapping
+from socket import socket
+from typing import Any, Literal
+
+from synkhronos.ranks.interrupts import undisturbed
+from synkhronos.ranks.rank import Command, Rank
+from synkhronos.ranks.segments import Segment, announce, create_unlinked
+
+#: A segment, or an object in the ranks' stores.
+What = Literal["segment", "stored"]
+
+#: Segments made but not announced yet, at most: each holds a file descriptor.
+_UNANNOUNCED = 64
+
+
+class Release:
+    """Let go of segments and stored objects on every rank, as the master has."""
+
+    __slots__ = ("let_go",)
+
+    def __init__(self, let_go: list[tuple[What, Any]]):
+        self.let_go = let_go
+
+    def run(self, rank: Rank) -> None:
+        """Drop them from this rank's tables."""
+        memory = [rank.segments.drop(key) for what, key in self.let_go if what == "segment"]
+        if not rank.is_master and any(one is not None and one() is not None for one in memory):
+            # Compilers leave garbage that holds the inputs for which they compiled, and an idle worker collects none.
+            gc.collect()
+        for what, key in self.let_go:
+            if what == "stored":
+                rank.store.pop(key, None)
+
+
+class Memory:
+    """What the master and the workers share, seen from the master.  Used in a session's turn.
+
+    Parameters
+    ----------
+    rank : Rank
+        The master's.
+    channels : dict of int to socket
+        The master's ends of the workers' socket pairs, by rank.
+    run : callable
+        Runs a command on all ranks.
+
+    Attributes
+    ----------
+    last_key : int
+        Of the segment that was made last.
+    """
+
+    def __init__(self, rank: Rank, channels: Mapping[int, socket], run: Callable[[Command], Any]):
+        self.last_key = 0
+        self._rank = rank
+        self._channels = channels
+        self._run = run
+        self._is_freed = False
+        self._unannounced: list[tuple[Segment, io.FileIO, set[int]]] = []
+        self._garbage: list[tuple[What, Any]] = []
+        self._owned: dict[tuple[What, Any], weakref.ref[Any]] = {}
+        self._orphaned: list[Any] = []
+
+    def create(self, nbytes: int, in_command: bool = False) -> Segment:
+        """Make shared memory that every rank finds under the returned segment's key from the next command on.
+
+        Parameters
+        ----------
+        nbytes : int
+        in_command : bool
+            Whether a command is being sent: then none can be run to make room.
+
+        Raises
+        ------
+        MemoryError
+            If there is no room in ``/dev/shm``.
+        OSError
+            If this process has too many files open.
+        """
+        nbytes = max(1, nbytes)
+        self.notice_orphans()
+        try:
+            file = create_unlinked(nbytes)
+        except (MemoryError, OSError) as error:
+            useful = self._garbage if isinstance(error, MemoryError) else error.errno == errno.EMFILE
+            if not useful or in_command:
+                raise
+            self._run(Release([]))  # frees what was let go, and closes the files that wait to be announced
+            file = create_unlinked(nbytes)
+        segment = Segment(self.last_key + 1, file.fileno(), nbytes)
+        with undisturbed():  # a worker would wait for ever for a key that is never announced
+            self.last_key += 1
+            self._rank.segments.add(segment)
+            if self._channels:
+                self._unannounced.append((segment, file, set(self._channels)))
+        if len(self._unannounced) > _UNANNOUNCED and not in_command:
+            self._run(Release([]))
+        return segment
+
+    def announce(self) -> None:
+        """Send the workers the segments that are new to them."""
+        while self._unannounced:
+            segment, file, waiting = self._unannounced[0]
+            while waiting:
+                number = next(iter(waiting))
+                announce(self._channels[number], segment.key, segment.nbytes, file.fileno())
+                waiting.discard(number)
+            del self._unannounced[0]
+            file.close()
+
+    def release(self, what: What, key: Any) -> None:
+        """Let go of a segment, or a stored object, on every rank: here at once, elsewhere with the next command."""
+        if self._is_freed:
+            return
+        self._owned.pop((what, key), None)
+        if what == "segment":
+            self._rank.segments.drop(key)
+        else:
+            self._rank.store.pop(key, None)
+        self._garbage.append((what, key))
+
+    def release_with(self, owner: object, what: What, key: Any) -> None:
+        """Let go of a segment, or a stored object, some time after the owner is collected.
+
+        At the next command, or when memory is made next.  At the collection itself nothing runs that is written in
+        Python: an interrupt that came in the middle of it would be swallowed.
+        """
+        self._owned[what, key] = weakref.KeyedRef(owner, self._orphaned.append, (what, key))
+
+    def notice_orphans(self) -> None:
+        """Let go of that whose owner has been collected."""
+        while self._orphaned:
+            self.release(*self._orphaned[0].key)
+            del self._orphaned[0]
+
+    def collect(self) -> Release | None:
+        """Return the command that has the workers let go of what was released; None if there is nothing.
+
+        To be followed by `collected` once it has run: interrupts come at any moment, and nothing is forgotten before it
+        is done.
+        """
+        return Release(self._garbage[:]) if self._garbage else None
+
+    def collected(self, release: Release) -> None:
+        """Forget what a command has let go."""
+        del self._garbage[: len(release.let_go)]
+
+    def free(self) -> None:
+        """Let go of everything in this process: the ranks have ended."""
+        self._is_freed = True
+        self._unannounced.clear()
+        self._rank.segments.clear()
+        self._rank.store.clear()
+        self._owned.clear()
