@@ -43,7 +43,7 @@ class _Bind:
             np.random.seed(np.frombuffer(of_numpy, np.uint32))
             random.seed(of_python)
         device = device_named(self.name)
-        rank.store["device"] = device
+        rank.device = device
         if device is HOST:
             keep_off_gpus()
         device.bind(rank, self.places[rank.number])

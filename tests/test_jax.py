@@ -35,7 +35,7 @@ from synkhronos.devices.jax.log import LAUNCHES, Log
 from synkhronos.extensions.train import make_train_function, make_train_function_serial
 from synkhronos.extensions.updates import adam, sgd
 from synkhronos.function.program import PLAIN
-from synkhronos.function.results import _MOST_CALLS, Result, Results
+from synkhronos.function.results import _MOST_CALLS, Result, Results, _unread
 from synkhronos.graphs import library_of
 from synkhronos.graphs.xla import Combination, Exchange, Executable
 from synkhronos.ranks.interrupts import undisturbed
@@ -201,7 +201,7 @@ class Unread:
     """A command: how many calls' outputs each rank keeps."""
 
     def run(self, rank):
-        return rank.exchange(len(rank.store.get("unread outputs", {})))
+        return rank.exchange(len(_unread(rank)))
 
 
 def unread():

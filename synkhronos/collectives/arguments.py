@@ -36,6 +36,10 @@ def called(shared: Any) -> str:
     return repr(shared.name) if getattr(shared, "name", None) else str(shared)
 
 
+class _NamedBefore(WeakKeys[Any, bool]):
+    """Shared variables that have been checked."""
+
+
 def named(session: Session, shared_vars: Any, generators: bool = False) -> tuple[list[Any], bool]:
     """Return the shared variables that a collective names, and whether one was given rather than a list.
 
@@ -46,7 +50,7 @@ def named(session: Session, shared_vars: Any, generators: bool = False) -> tuple
     if not variables:
         raise ValueError("shared_vars: expected at least one shared variable, got an empty list")
     mirror = Mirror.of(session)
-    seen: WeakKeys[Any, bool] = session.rank.store.setdefault("variables named before", WeakKeys())
+    seen = session.kept(_NamedBefore, _NamedBefore)
     try:
         if single and shared_vars in seen:  # a training loop's gradients, say
             return variables, single

@@ -312,9 +312,13 @@ def all_reduce(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
         session.run(_all_reduce_command(session, shared_vars, op, nccl))
 
 
+class _AllReduces(WeakKeys[Any, dict[Any, Reduce]]):
+    """The commands of `all_reduce` that were checked before, by variable, op and way."""
+
+
 def _all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bool) -> Reduce:
     """Return the command of `all_reduce`: the one that was checked before where a training loop asks for it again."""
-    commands: WeakKeys[Any, dict[Any, Reduce]] = session.rank.store.setdefault("all_reduce commands", WeakKeys())
+    commands = session.kept(_AllReduces, _AllReduces)
     try:
         known = commands.get(shared_vars) or {}
         command = known.get((op, nccl))

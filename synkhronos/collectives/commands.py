@@ -60,6 +60,10 @@ class _Plan:
             self.ways.append(home if direct else HOST)
 
 
+class _Plans(dict[Any, _Plan]):
+    """The plans that a rank has made, by what all ranks have shown."""
+
+
 class Copies:
     """One rank's copies of the variables that a command names, and the shapes of all ranks'.
 
@@ -79,11 +83,11 @@ class Copies:
         self.libraries = [library_of(shared) for shared in self.shareds]
         self.values = [library.get(shared) for library, shared in zip(self.libraries, self.shareds, strict=True)]
         mine = tuple([(value.shape, value.dtype, device_of(value).name) for value in self.values])
-        communicator = rank.store["device"].communicator(rank)
+        communicator = rank.device.communicator(rank)
         exchange = rank.exchange if differ else rank.exchange_known
         shown = tuple(exchange((mine, communicator.epoch)))
         # A training loop comes here at every step with the same.
-        known = rank.store.setdefault("what copies show", {})
+        known = rank.kept(_Plans, _Plans)
         found = known.get((shown, nccl))
         if found is None:
             if len(known) > _KNOWN:
@@ -93,7 +97,7 @@ class Copies:
         for i, home in enumerate(self.homes):
             if not home.holds(self.values[i]):
                 self.put(i, home.from_host(self.values[i]))
-        if rank.store["device"] in self.ways:
+        if rank.device in self.ways:
             communicator.connect(found.epochs)
 
     def of(self, position: int) -> list[Layout]:
@@ -305,7 +309,7 @@ class Reduce:
 
         `Copies` where some variable doesn't travel as its device combines it.
         """
-        known: dict[Reduce, Agreed] = rank.store.setdefault("agreed", {})
+        known = rank.kept(_KnownAgreements, _KnownAgreements)
         last, differ = known.get(self), False
         if last is not None and last.holds(rank):
             if rank.agree(last.digest):
@@ -359,7 +363,7 @@ class Agreed(NamedTuple):
     def of(cls, rank: Rank, keys: Sequence[Any], copies: Copies) -> Agreed:
         """Return what copies of equal shapes say, as it is now that all are on their devices."""
         layouts = copies.layouts[rank.number]
-        epoch = rank.store["device"].communicator(rank).epoch
+        epoch = rank.device.communicator(rank).epoch
         shown = tuple([(*layout, home.name) for layout, home in zip(layouts, copies.homes, strict=True)])
         parts = list(zip(keys, copies.libraries, copies.homes, layouts, strict=True))
         return cls(parts, epoch, rank.digest((shown, epoch)))
@@ -370,7 +374,7 @@ class Agreed(NamedTuple):
             value = library.get(stored(rank, key))
             if device_of(value) is not device or value.shape != shape or value.dtype != dtype:
                 return False
-        return bool(rank.store["device"].communicator(rank).epoch == self.epoch)
+        return bool(rank.device.communicator(rank).epoch == self.epoch)
 
     def all_reduce(self, rank: Rank, op: str) -> None:
         """Reduce into every rank's variables."""
@@ -385,6 +389,10 @@ class Agreed(NamedTuple):
                 library.put(shared, new)
         for communicator in {device.communicator(rank) for _, _, device, _ in self.parts}:
             communicator.come()
+
+
+class _KnownAgreements(dict[Reduce, Agreed]):
+    """What a rank remembers of what all ranks have found alike."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,10 +41,7 @@ class Host:
 
     def communicator(self, rank: Rank) -> HostCommunicator:
         """Return the rank's communicator, the same one each time."""
-        communicator = rank.store.get("host communicator")
-        if communicator is None:
-            communicator = rank.store["host communicator"] = HostCommunicator(rank)
-        return communicator
+        return rank.kept(HostCommunicator, lambda: HostCommunicator(rank))
 
     def communicates(self, dtype: np.dtype) -> bool:
         """Whether ranks can combine arrays of a dtype: of any."""

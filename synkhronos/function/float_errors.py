@@ -6,13 +6,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from synkhronos.ranks import Rank, Session
-
-_KEY = "floating-point errors"
 
 
 class _Treat(NamedTuple):
@@ -26,10 +24,14 @@ class _Treat(NamedTuple):
             np.seterr(**{kind: "warn" if how in ("call", "log") else how for kind, how in self.errors})  # type: ignore[arg-type]
 
 
+class _Told(dict[str, Any]):
+    """What the workers were told last."""
+
+
 def follow(session: Session) -> None:
     """Tell the workers how the master treats floating-point errors, if that has changed."""
     errors = np.geterr()
-    store = session.rank.store
-    if store.get(_KEY) != errors:
+    told = session.kept(_Told, _Told)
+    if told != errors:
         session.run(_Treat(tuple((kind, str(how)) for kind, how in errors.items())))
-        store[_KEY] = errors
+        told.update(errors)

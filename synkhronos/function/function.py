@@ -426,7 +426,7 @@ def function(
     >>> synk.close()
     """
     session = ranks.session()
-    device = session.rank.store["device"]
+    device = session.rank.device
     program = build(inputs, outputs, bcast_inputs, updates, givens, sliceable_shareds, kwargs, device)
     return _made(program, is_single(outputs))
 
@@ -462,9 +462,12 @@ def distribute() -> None:
         _distribute(session, list(_undistributed(session)))
 
 
-def _undistributed(session: Session) -> WeakKeys[Function, bool]:
-    """Return the functions made since the fork that the workers don't have; earlier ones are sent when called."""
-    return session.rank.store.setdefault("undistributed", WeakKeys())
+class _Undistributed(WeakKeys[Function, bool]):
+    """The functions made since the fork that the workers don't have; earlier ones are sent when called."""
+
+
+def _undistributed(session: Session) -> _Undistributed:
+    return session.kept(_Undistributed, _Undistributed)
 
 
 def _distribute(session: Session, functions: Sequence[Function]) -> None:

@@ -29,7 +29,6 @@ from synkhronos.devices import Device
 from synkhronos.function.combine import Outputs, combined_together
 from synkhronos.ranks import Rank, Session
 
-_KEY = "unread outputs"
 #: Calls whose outputs nobody will read, and their bytes on a rank, up to which they are kept on the ranks.
 _MOST_CALLS, _MOST_BYTES = 256, 1 << 24
 
@@ -42,13 +41,26 @@ class Unread:
     device: Device
 
 
+class _UnreadOutputs(dict[int, Unread]):
+    """What one rank keeps, by the number of the command."""
+
+    def give_up(self, command: int) -> None:
+        """Drop the outputs of a command that has failed since: nobody gets them."""
+        self.pop(command, None)
+
+
+def _unread(rank: Rank) -> _UnreadOutputs:
+    def make() -> _UnreadOutputs:
+        made = _UnreadOutputs()
+        rank.at_failure.append(made.give_up)
+        return made
+
+    return rank.kept(_UnreadOutputs, make)
+
+
 def keep(rank: Rank, outputs: Outputs, device: Device) -> int:
     """Keep a rank's outputs of the present command until they are read, and return their number."""
-    unread = rank.store.get(_KEY)
-    if unread is None:
-        unread = rank.store[_KEY] = {}
-        # Of a command that has failed, later than here, nobody gets the outputs.
-        rank.at_failure.append(lambda command: unread.pop(command, None))
+    unread = _unread(rank)
     assert rank.command not in unread, "two calls with outputs in one command"
     unread[rank.command] = Unread(outputs, device)
     return rank.command
@@ -62,7 +74,7 @@ class Read:
 
     def run(self, rank: Rank) -> Any:
         """Return, in the master, each call's outputs."""
-        unread = [rank.store[_KEY][call] for call in self.calls]
+        unread = [_unread(rank)[call] for call in self.calls]
         values = [value for one in unread for value in one.outputs.values]
         values = unread[0].device.fetch(values)
         outputs = []
@@ -85,7 +97,7 @@ class Forget:
     def run(self, rank: Rank) -> None:
         """Drop them on this rank."""
         for call in self.calls:
-            rank.store[_KEY].pop(call, None)
+            _unread(rank).pop(call, None)
 
 
 class _Call:
@@ -127,10 +139,7 @@ class Results:
     @classmethod
     def of(cls, session: Session) -> Results:
         """Return the session's record."""
-        found = session.rank.store.get("results")
-        if found is None:
-            found = session.rank.store["results"] = cls(session)
-        return found
+        return session.kept(cls, lambda: cls(session))
 
     def add(self, number: int, nbytes: int, count: int) -> list[Result]:
         """Return the results of a call that has just been started."""

@@ -75,10 +75,7 @@ class Mirror:
     @classmethod
     def of(cls, session: Session) -> Mirror:
         """Return the session's mirror."""
-        mirror = session.rank.store.get("mirror")
-        if mirror is None:
-            mirror = session.rank.store["mirror"] = cls(session)
-        return mirror
+        return session.kept(cls, lambda: cls(session))
 
     def key(self, shared: Any) -> tuple[str, int] | None:
         """Return a shared variable's key, None if the workers don't have it."""

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from synkhronos.ranks.control import FOR_STEP, POLL, SLOT, Control
 from synkhronos.ranks.errors import Cancelled
+from synkhronos.ranks.kept import Kept
 from synkhronos.ranks.segments import SegmentTable
 from synkhronos.ranks.threads import ThreadShare
 
@@ -65,7 +66,11 @@ class Rank:
     segments : SegmentTable
         The shared memory that this rank has mapped.
     store : dict
-        What the rooms above keep on each rank, by a key of their own.
+        The rank's copies of objects that the master has sent, by their keys.
+    kept : Kept
+        What the rooms above keep on each rank.
+    device
+        What this rank computes with; `synkhronos.devices` knows what that is.
     """
 
     def __init__(
@@ -85,6 +90,8 @@ class Rank:
         self.threads = threads
         self.segments = SegmentTable()
         self.store: dict[Any, Any] = {}
+        self.kept = Kept()
+        self.device: Any = None
         self.pid = os.getpid()
         self._command = 0
         self._step = 0

@@ -22,6 +22,7 @@ from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN,
 from synkhronos.ranks.deaths import DeathWatch
 from synkhronos.ranks.errors import Cancelled, Report, WorkerError, cause_of_death
 from synkhronos.ranks.interrupts import undisturbed
+from synkhronos.ranks.kept import Kept
 from synkhronos.ranks.memory import Memory
 from synkhronos.ranks.rank import Command, Rank, nobody_has_died
 from synkhronos.ranks.segments import SharedArray, create_unlinked
@@ -46,6 +47,8 @@ class Session:
         The processes of the others.
     memory : Memory
         What all of them keep until this one lets go of it.
+    kept : Kept
+        What the rooms above keep in the master alone.
     size : int
         The number of ranks.
     timeout : float or None
@@ -70,6 +73,7 @@ class Session:
         self.closed: str | None = None
         self._command = 0
         self._running = False
+        self.kept = Kept()
         self._at_close: WeakKeys[Any, bool] = WeakKeys()
         self._deaths = DeathWatch(self._is_unfinished, self._look_for_deaths)
         # Copies of this process inherit its memory; workers that start anew get it as an open file.
@@ -408,6 +412,8 @@ class Session:
             owner.session_closed()
         self.workers.close()
         self.memory.free()
+        self.rank.kept.clear()
+        self.kept.clear()
         # This session's own methods: cycles that would keep the memory a while.
         self.rank.watch = _leave
         self.rank.bereft = nobody_has_died

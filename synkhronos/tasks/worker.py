@@ -106,7 +106,7 @@ class Worker:
             A new one.
         """
         op_word(op)
-        home: Device = self._rank.store["device"]
+        home: Device = self._rank.device
         if home is HOST or not home.holds(array) or not home.communicates(array.dtype) or REDUCTIONS[op].nccl is None:
             home = HOST
         value = array if home is not HOST else np.array(device_of(array).to_host(array), order="C")

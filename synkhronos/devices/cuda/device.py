@@ -86,10 +86,7 @@ class CudaDevice:
 
     def communicator(self, rank: Rank) -> NcclCommunicator:
         """Return the rank's communicator between GPUs, the same one each time."""
-        communicator: NcclCommunicator | None = rank.store.get("nccl communicator")
-        if communicator is None:
-            communicator = rank.store["nccl communicator"] = NcclCommunicator(rank, self.staging)
-        return communicator
+        return rank.kept(NcclCommunicator, lambda: NcclCommunicator(rank, self.staging))
 
     def communicates(self, dtype: np.dtype) -> bool:
         """Whether the GPUs can combine arrays of a dtype among themselves; what they can't goes through host memory."""
