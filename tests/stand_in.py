@@ -91,9 +91,8 @@ def install():
 
     def bind_to_jax(self, rank):
         bind(self, rank)
-        rank.store["device"] = JAX
-        made = rank.store["stand-in"] = _Communicator(rank, _Staging())
-        made._nccl = _Nccl(rank)
+        rank.device = JAX
+        JAX.communicator(rank)._nccl = _Nccl(rank)
 
     def launch_and_wait(self, arguments):
         launch(self, arguments)
@@ -102,7 +101,7 @@ def install():
     processes._Bind.run = bind_to_jax
     Executable._launch = launch_and_wait
     Jax.communicates = lambda self, dtype: dtype in nccl.DTYPES
-    Jax.communicator = lambda self, rank: rank.store["stand-in"]
+    Jax.communicator = lambda self, rank: rank.kept(_Communicator, lambda: _Communicator(rank, _Staging()))
     Jax._compute_stream = ComputeStream(_STREAM, True)
 
 
