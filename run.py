@@ -294,7 +294,10 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
         names.remove(THEANO.name)
         left_out.append(f"theano: left out, Theano 1.0.5 needs Python 3.11 and this is {python_name()}")
         say(left_out[0])
-    extras = {PYTENSOR.name: ["jax", "demos", "lasagne", "test"], THEANO.name: ["demos", "lasagne", "test"]}
+    extras = {
+        PYTENSOR.name: ["jax", "demos", "lasagne", "training", "test"],
+        THEANO.name: ["demos", "lasagne", "training", "test"],
+    }
     if options.device == "gpu":
         extras[PYTENSOR.name].append("gpu")
     environments = [prepare(name, *extras[name]) for name in names]

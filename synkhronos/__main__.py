@@ -3,6 +3,10 @@
     python -m synkhronos script.py arguments...
     python -m synkhronos -m module arguments...
 
+And draw what recorders have written:
+
+    python -m synkhronos show RUN...
+
 The program runs as if it were started by Python itself, with ``import synkhronos.compat`` before its first line.
 """
 
@@ -22,6 +26,11 @@ def main(arguments: list[str]) -> None:
     arguments : list of str
         Those of the command line, without the program's name.
     """
+    if arguments[:1] == ["show"]:
+        from synkhronos.training import show
+
+        show.main(arguments[1:])
+        return
     parser = argparse.ArgumentParser(
         prog="python -m synkhronos",
         description="Run a program written for Theano. Where Theano is not installed, PyTensor takes its place.",

@@ -141,6 +141,8 @@ class Task:
         self._sent = words[at : at + n * n]
         self._received = words[at + n * n : at + 2 * n * n]
         self._texts = [memory.text(segment, r) for r in range(n)]
+        #: Seconds for which this rank has waited for others.
+        self.waited = 0.0
         self._next_look = 0.0
         self._look_again = 0.0
 
@@ -344,8 +346,10 @@ class _Waiting:
     def __init__(self, task: Task, kind: int, until: int, text: str):
         self._task, self._kind, self._until = task, kind, until
         self._text = text.encode()[:_TEXT]
+        self._began = 0.0
 
     def __enter__(self) -> None:
+        self._began = perf_counter()
         task, me = self._task, self._task.rank.number
         text = task._texts[me]
         text[:_WORD] = len(self._text).to_bytes(_WORD, "little")
@@ -356,6 +360,7 @@ class _Waiting:
 
     def __exit__(self, *_: object) -> None:
         task, me = self._task, self._task.rank.number
+        task.waited += perf_counter() - self._began
         task._waits[3 * me] = NOTHING
         task._waits[3 * me + 2] += 1
 

@@ -91,7 +91,9 @@ class GoSGD(Rule):
 
     def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """Merge those that leave into those that stay; new ones take half of another's weight.  The mean is kept."""
-        now = [{**each, "own": dict(each["own"]), "params": each["params"].copy()} for each in ranks]
+        now = [
+            {**each, "own": {"weight": float(each["own"]["weight"])}, "params": each["params"].copy()} for each in ranks
+        ]
         for r in range(size, len(now)):
             into, gone = now[r % size], now[r]
             _merge(into["params"], into["own"]["weight"], gone["params"], gone["own"]["weight"])

@@ -70,6 +70,11 @@ class Worker:
         self._task.progress()
         return self._task.is_stopped
 
+    @property
+    def waited(self) -> float:
+        """The seconds for which this rank has waited for others in this program."""
+        return self._task.waited
+
     # -- all ranks together ----------------------------------------------------------------------------------
 
     def barrier(self, name: str) -> None:
@@ -178,6 +183,11 @@ class Worker:
             Within the statement its `turn` says how often the lock had been taken before: no two times are alike.
         """
         return self._task.lock(number)
+
+    def kept(self, name: str) -> dict[Any, Any]:
+        """Return a dict of this rank's own, in which a program leaves what a later one of the same ranks finds."""
+        found: dict[Any, Any] = self._rank.store.setdefault(("kept", name), {})
+        return found
 
     # -- data ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,152 @@
+"""What is written down while a network learns.
+
+`Recorder`
+    Lines of JSON in a folder, a file for each rank.
+`TensorBoard`
+    The same numbers for TensorBoard.
+`read`
+    The lines of a folder.
+
+A recorder is anything with ``write(record)``, which takes a dict.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+#: Of what a rank writes down.
+RANK_FILE, REPORT_FILE = "rank-{}.jsonl", "reports.jsonl"
+
+
+class Recorder:
+    """Writes records as lines of JSON, behind those that are there.
+
+    Each rank writes a file of its own, ``rank-0.jsonl`` and so on, while it trains: epoch, step, rows, loss, learning
+    rate, rows a second, and seconds since its last line in computing, exchanging, waiting for others, and loading rows.
+    The master writes ``reports.jsonl``: what `Trainer.epochs` returns.  When training goes on from a checkpoint, lines
+    behind it are cut off.
+
+    Parameters
+    ----------
+    folder : path
+        Made if it is not there.
+    every : int
+        A rank's steps between two lines.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> recorder = Recorder(folder)
+    >>> recorder.write({"epoch": 1, "loss": 0.5})
+    >>> [line["loss"] for line in read(folder)["reports"]]
+    [0.5]
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], every: int = 40):
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every: expected a number of steps, at least 1, got {every!r}")
+        self.folder, self.every = Path(folder), every
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write a record of the master's."""
+        self._append(REPORT_FILE, record)
+
+    def write_rank(self, rank: int, record: Mapping[str, Any]) -> None:
+        """Write a rank's record."""
+        self._append(RANK_FILE.format(rank), record)
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        line = json.dumps({"time": round(time.time(), 3), **_plain(record)})
+        # Opened anew each time, for a line every so many steps: no rank has a file open when it is ended.
+        with open(self.folder / name, "a") as file:
+            file.write(line + "\n")
+
+    def cut(self, seen: int) -> None:
+        """Leave out all lines of more rows than these: training goes on from there."""
+        for path in [self.folder / REPORT_FILE, *self.folder.glob(RANK_FILE.format("*"))]:
+            if not path.exists():
+                continue
+            lines = [line for line in path.read_text().splitlines() if _parsed(line).get("seen", math.inf) <= seen]
+            beside = path.with_suffix(".cut")
+            beside.write_text("".join(line + "\n" for line in lines))
+            os.replace(beside, path)
+
+
+class TensorBoard:
+    """Writes the numbers of records for TensorBoard; needs the package tensorboardX.
+
+    Parameters
+    ----------
+    folder : path
+    purge : int, optional
+        The rows from which on older numbers are forgotten, when training goes on from a checkpoint.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], purge: int | None = None):
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            raise ImportError("TensorBoard needs tensorboardX: pip install 'synkhronos[tensorboard]'") from None
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write a record's numbers, at the rows seen so far."""
+        for name, value in _flat(record):
+            self._writer.add_scalar(name, value, int(record.get("seen", 0)))
+        self._writer.flush()
+
+
+def read(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]]]:
+    """Return a folder's records: ``reports``, and for each rank ``rank-0`` and so on.
+
+    A last line that was cut short, because the process was killed, is left out.
+    """
+    folder = Path(folder)
+    files = sorted(folder.glob(RANK_FILE.format("*"))) + [folder / REPORT_FILE]
+    found = {path.stem: path for path in files if path.exists()}
+    if not found:
+        raise FileNotFoundError(f"{folder}: expected a recorder's folder, with {REPORT_FILE} or rank-0.jsonl in it")
+    return {
+        name: [record for line in path.read_text().splitlines() if (record := _parsed(line))]
+        for name, path in found.items()
+    }
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with Python's numbers: arrays of none dimensions become floats; what JSON can't say, None."""
+    plain: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            plain[name] = _plain(value)
+        elif isinstance(value, str | bool | int | list) or value is None:
+            plain[name] = value
+        else:
+            number = float(value)
+            plain[name] = number if math.isfinite(number) else None
+    return plain
+
+
+def _flat(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    pairs = []
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            pairs += _flat(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            pairs.append((prefix + name, float(value)))
+    return pairs

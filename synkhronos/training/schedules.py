@@ -1,0 +1,229 @@
+"""Learning rates that change.
+
+A schedule is called with the epochs trained so far, a float, and returns the learning rate.  A function of your own
+will do, if the ranks can import it.
+
+`constant`
+    Always the same.
+`steps`
+    Falls at some epochs.
+`cosine`
+    Falls along a cosine.
+`warmup`
+    Rises to another schedule in the first epochs.
+`scaled`
+    Another schedule times the number of ranks.
+`plateau`
+    Falls when validation gets no better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Schedule = Callable[[float], float]
+
+
+def _positive(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name}: expected a positive number, got {value!r}")
+    return float(value)
+
+
+def state_of(schedule: Any) -> dict[str, Any]:
+    """Return what a schedule remembers, as JSON can say it."""
+    inner = {"schedule": state_of(schedule.schedule)} if hasattr(schedule, "schedule") else {}
+    found = {name: getattr(schedule, name) for name in ("rate", "best", "since") if hasattr(schedule, name)}
+    return inner | {name: value for name, value in found.items() if not math.isinf(value)}
+
+
+def set_state(schedule: Any, state: Mapping[str, Any]) -> None:
+    """Give a schedule what `state_of` has returned."""
+    for name, value in state.items():
+        if name == "schedule":
+            set_state(schedule.schedule, value)
+        else:
+            setattr(schedule, name, value)
+
+
+def as_schedule(value: Schedule | float) -> Schedule:
+    """Return a schedule: itself, or a number that stays."""
+    return value if callable(value) else constant(value)
+
+
+@dataclass
+class constant:  # noqa: N801 - these read as functions do
+    """Always the same learning rate."""
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        self.rate = _positive(self.rate, "learning_rate")
+
+    def __call__(self, epoch: float) -> float:
+        """Return the learning rate."""
+        return self.rate
+
+
+@dataclass
+class steps:  # noqa: N801
+    """A learning rate that is multiplied at some epochs.
+
+    Parameters
+    ----------
+    rate : float
+        At first.
+    factors : dict of float to float
+        From which epoch on it is multiplied by what, all together.
+
+    Examples
+    --------
+    >>> schedule = steps(0.1, {30: 0.1, 60: 0.1})
+    >>> schedule(0), round(schedule(30), 6), round(schedule(75), 6)
+    (0.1, 0.01, 0.001)
+    """
+
+    rate: float
+    factors: Mapping[float, float]
+
+    def __post_init__(self) -> None:
+        self.rate = _positive(self.rate, "rate")
+        self.factors = {float(at): _positive(factor, "factors") for at, factor in dict(self.factors).items()}
+
+    def __call__(self, epoch: float) -> float:
+        """Return the learning rate."""
+        return self.rate * math.prod(factor for at, factor in self.factors.items() if epoch >= at)
+
+
+@dataclass
+class cosine:  # noqa: N801
+    """A learning rate that falls along half a cosine, to ``least`` after so many epochs.
+
+    Examples
+    --------
+    >>> schedule = cosine(0.1, epochs=10)
+    >>> schedule(0), round(schedule(5), 6), schedule(10)
+    (0.1, 0.05, 0.0)
+    """
+
+    rate: float
+    epochs: float
+    least: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.rate, self.epochs = _positive(self.rate, "rate"), _positive(self.epochs, "epochs")
+
+    def __call__(self, epoch: float) -> float:
+        """Return the learning rate."""
+        done = min(1.0, epoch / self.epochs)
+        return self.least + (self.rate - self.least) * (1 + math.cos(math.pi * done)) / 2
+
+
+@dataclass
+class warmup:  # noqa: N801
+    """A schedule that rises linearly in the first epochs, from a part of another schedule to all of it.
+
+    Examples
+    --------
+    >>> schedule = warmup(0.4, epochs=5, start=0.25)
+    >>> schedule(0), round(schedule(2.5), 6), schedule(5)
+    (0.1, 0.25, 0.4)
+    """
+
+    schedule: Schedule | float
+    epochs: float
+    start: float = 0.1
+
+    def __post_init__(self) -> None:
+        self.schedule = as_schedule(self.schedule)
+        self.epochs = _positive(self.epochs, "epochs")
+
+    def __call__(self, epoch: float) -> float:
+        """Return the learning rate."""
+        part = min(1.0, self.start + (1 - self.start) * epoch / self.epochs)
+        assert callable(self.schedule)
+        return part * self.schedule(epoch)
+
+    def observe(self, value: float) -> None:
+        """Pass on what validation has found."""
+        if hasattr(self.schedule, "observe"):
+            self.schedule.observe(value)
+
+
+@dataclass
+class scaled:  # noqa: N801
+    """Another schedule times the number of ranks, as the batch of all ranks grows with them (linear scaling).
+
+    Parameters
+    ----------
+    schedule : callable or float
+    n : int
+        The number of ranks, which `synkhronos.fork` returns.
+    """
+
+    schedule: Schedule | float
+    n: int
+
+    def __post_init__(self) -> None:
+        self.schedule = as_schedule(self.schedule)
+
+    def __call__(self, epoch: float) -> float:
+        """Return the learning rate."""
+        assert callable(self.schedule)
+        return self.n * self.schedule(epoch)
+
+    def observe(self, value: float) -> None:
+        """Pass on what validation has found."""
+        if hasattr(self.schedule, "observe"):
+            self.schedule.observe(value)
+
+
+@dataclass
+class plateau:  # noqa: N801
+    """A learning rate that falls when validation has not got better for some reports.
+
+    Parameters
+    ----------
+    rate : float
+        At first.
+    factor : float
+        By which it is multiplied.
+    patience : int
+        The reports without a better value after which it is.
+    least : float
+        Below which it doesn't fall.
+
+    Examples
+    --------
+    >>> schedule = plateau(0.1, factor=0.5, patience=2)
+    >>> for loss in [1.0, 0.9, 0.95, 0.91]:
+    ...     schedule.observe(loss)
+    >>> schedule(4)
+    0.05
+    """
+
+    rate: float
+    factor: float = 0.1
+    patience: int = 5
+    least: float = 0.0
+    best: float = field(default=math.inf, init=False)
+    since: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.rate, self.factor = _positive(self.rate, "rate"), _positive(self.factor, "factor")
+
+    def __call__(self, epoch: float) -> float:
+        """Return the learning rate."""
+        return self.rate
+
+    def observe(self, value: float) -> None:
+        """Take what validation has found."""
+        if value < self.best:
+            self.best, self.since = value, 0
+            return
+        self.since += 1
+        if self.since >= self.patience:
+            self.rate, self.since = max(self.least, self.rate * self.factor), 0

@@ -1,0 +1,117 @@
+"""Draws what recorders have written.
+
+    python -m synkhronos show RUN... [--picture FILE] [--csv FILE]
+
+`main`
+    The command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from synkhronos.training.recorder import read
+
+_COLUMNS = [
+    "run",
+    "file",
+    "time",
+    "seconds",
+    "epoch",
+    "step",
+    "seen",
+    "rows",
+    "loss",
+    "learning_rate",
+    "rows_per_second",
+]
+_COLUMNS += ["compute", "exchange", "wait", "load"]
+
+
+def main(arguments: list[str]) -> None:
+    """Read the runs that the arguments name, and write a picture, a table, or both.
+
+    Parameters
+    ----------
+    arguments : list of str
+        Those of the command line behind ``show``.
+    """
+    parser = argparse.ArgumentParser(prog="python -m synkhronos show", description="Draw what recorders have written.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a recorder's folder")
+    parser.add_argument("--picture", metavar="FILE", help="where to draw; by default show.png in the first folder")
+    parser.add_argument("--csv", metavar="FILE", help="where to write all lines as a table; - for the screen")
+    options = parser.parse_args(arguments)
+    try:
+        runs = {name: read(name) for name in options.runs}
+    except OSError as error:
+        parser.exit(2, f"{error}\n")
+    for name, files in runs.items():
+        sys.stdout.write(summary(name, files))
+    if options.csv:
+        with open(os.dup(1) if options.csv == "-" else options.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore", restval="")
+            writer.writeheader()
+            writer.writerows(rows(runs))
+    if options.picture or not options.csv:
+        picture = Path(options.picture or Path(options.runs[0]) / "show.png")
+        draw(runs, picture)
+        sys.stdout.write(f"{picture}\n")
+
+
+def rows(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+    """Return all lines of all runs, with the run's name, the file's, and the seconds since the run's first line."""
+    table = []
+    for run, files in runs.items():
+        first = min((record["time"] for records in files.values() for record in records), default=0.0)
+        for file, records in files.items():
+            table += [
+                {**r, **r.get("seconds", {}), "run": run, "file": file, "seconds": r["time"] - first} for r in records
+            ]
+    return table
+
+
+def summary(name: str, files: dict[str, list[dict[str, Any]]]) -> str:
+    """Return a run's last report as a line."""
+    reports = files.get("reports", [])
+    if not reports:
+        return f"{name}: no report yet\n"
+    last = reports[-1]
+    numbers = {"loss": last.get("loss"), **(last.get("validation") or {})}
+    shown = ", ".join(f"{key} {value:.4g}" for key, value in numbers.items() if value is not None)
+    return (
+        f"{name}: {len(reports)} reports, epoch {last.get('epoch', 0):g}, {shown}, "
+        f"{last.get('rows_per_second', 0):,.0f} rows/s, batch {last.get('batch', '?')}\n"
+    )
+
+
+def draw(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> None:
+    """Draw the loss over seconds and over rows, and the rows a second, into a file."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("drawing needs matplotlib: pip install 'synkhronos[demos]', or take --csv") from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    for run, files in runs.items():
+        reports = [record for record in files.get("reports", []) if record.get("loss") is not None]
+        first = min((record["time"] for records in files.values() for record in records), default=0.0)
+        label = Path(run).name
+        seconds, seen = [r["time"] - first for r in reports], [r["seen"] for r in reports]
+        (line,) = axes[0].plot(seconds, [r["loss"] for r in reports], label=label)
+        axes[1].plot(seen, [r["loss"] for r in reports], color=line.get_color(), label=label)
+        axes[2].plot(seen, [r["rows_per_second"] for r in reports], color=line.get_color(), label=label)
+    for axis, x, y in zip(axes, ("seconds", "rows", "rows"), ("loss", "loss", "rows a second"), strict=True):
+        axis.set_xlabel(x)
+        axis.set_ylabel(y)
+        if y == "loss":
+            axis.set_yscale("log")
+    axes[0].legend(fontsize="small")
+    figure.savefig(picture, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,178 @@
+"""What a checkpoint has of each rank, and how ranks take it back.
+
+`Groups`
+    The variables of a trainer, by what becomes of them on another number of ranks.
+`collect`, `restore`
+    Programs of all ranks.
+`packed`
+    The ranks' arrays under one set of names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from synkhronos.devices import device_of
+from synkhronos.graphs import library_of
+from synkhronos.rules import Rule, State
+from synkhronos.rules.state import Vector
+from synkhronos.tasks import LocalRows, Worker
+from synkhronos.training.checkpoint import load
+
+
+@dataclass
+class Groups:
+    """The variables of a trainer.
+
+    Attributes
+    ----------
+    params, optimizer : list of shared variables
+        Those that are exchanged, and what the update rule remembers of them.
+    excluded : list of shared variables
+        Parameters that are not exchanged.
+    others : list of shared variables
+        What else is updated: counts, running averages.
+    generators : list of shared variables
+        Random streams.
+    """
+
+    params: list[Any]
+    optimizer: list[Any]
+    excluded: list[Any]
+    others: list[Any]
+    generators: list[Any]
+
+
+def collect(worker: Worker, name: str, groups: Groups, alike: bool) -> dict[str, Any] | None:
+    """Return what this rank has; None where ranks are alike, and rank 0's is enough, but for random streams."""
+    kept = worker.kept(name)
+    state: State | None = kept.get("state")
+    found: dict[str, Any] = {"streams": [stream(shared) for shared in groups.generators]}
+    found["others"] = [np.array(_get(shared)) for shared in groups.others]
+    if alike and worker.number:
+        return found
+    found["params"] = np.array(kept["own"] if state is not None else Vector(groups.params).get())
+    found["optimizer"] = np.array(Vector(groups.optimizer).get())
+    found["excluded"] = np.array(Vector(groups.excluded).get())
+    found["own"] = {} if state is None else {key: np.array(value) for key, value in state.own.items()}
+    found["step"] = 0 if state is None else state.step
+    found["since"] = 0 if state is None else state.since
+    return found
+
+
+def packed(by_rank: Sequence[dict[str, Any]]) -> tuple[dict[str, np.ndarray], list[Any]]:
+    """Return the ranks' arrays by name, and their random streams, as JSON can say them."""
+    arrays: dict[str, np.ndarray] = {}
+    for r, found in enumerate(by_rank):
+        for key, value in found.items():
+            if key == "own":
+                arrays |= {f"{r}.own.{name}": array for name, array in value.items()}
+            elif key == "others":
+                arrays |= {f"{r}.others.{i}": array for i, array in enumerate(value)}
+            elif key != "streams":
+                arrays[f"{r}.{key}"] = np.asarray(value)
+    return arrays, [found["streams"] for found in by_rank]
+
+
+def _unpacked(arrays: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Return what each rank had."""
+    by_rank: dict[int, dict[str, Any]] = {}
+    shared = {name.removeprefix("shared."): array for name, array in arrays.items() if name.startswith("shared.")}
+    for name, array in arrays.items():
+        if name.startswith("shared."):
+            continue
+        rank, key, *rest = name.split(".", 2)
+        found = by_rank.setdefault(int(rank), {"own": {}, "others": {}, "shared": shared})
+        if rest:
+            found[key][rest[0]] = array
+        else:
+            found[key] = int(array) if key in ("step", "since") else array
+    return [by_rank[r] for r in sorted(by_rank)]
+
+
+def restore(
+    worker: Worker,
+    name: str,
+    groups: Groups,
+    rule: Rule,
+    path: str,
+    shared: dict[str, LocalRows],
+    alike: bool,
+) -> None:
+    """Take from a checkpoint what is this rank's, or what the rule gives it where there were fewer ranks, or more."""
+    stored = load(path)
+    before = _unpacked(stored.arrays)
+    streams, others = stored.meta["streams"], [each["others"] for each in before]
+    if alike:
+        mine = before[0]
+    else:
+        mine = before[worker.number] if len(before) == worker.size else rule.resized(before, worker.size)[worker.number]
+    Vector(groups.params).set(mine["params"])
+    Vector(groups.optimizer).set(mine["optimizer"])
+    Vector(groups.excluded).set(mine["excluded"])
+    there = others[worker.number % len(others)]
+    for i, one in enumerate(groups.others):
+        _put(one, there[str(i)])
+    if worker.number < len(streams):  # a new rank's are those that it was given when it was new
+        for one, state in zip(groups.generators, streams[worker.number], strict=True):
+            set_stream(one, state)
+    if alike:
+        return
+    kept = worker.kept(name)
+    state = kept["state"] = State(groups.params, groups.optimizer, shared)
+    state.step, state.since = mine["step"], mine["since"]
+    state.own = {key: value if np.ndim(value) else np.asarray(value).item() for key, value in mine["own"].items()}
+    kept["own"] = mine["params"]
+
+
+def _get(shared: Any) -> np.ndarray:
+    value = library_of(shared).get(shared)
+    return device_of(value).to_host(value)
+
+
+def _put(shared: Any, array: np.ndarray) -> None:
+    library = library_of(shared)
+    library.put(shared, device_of(library.get(shared)).from_host(array))
+
+
+def stream(shared: Any) -> Any:
+    """Return where a random stream is, as JSON can say it."""
+    value = library_of(shared).stream(shared)
+    if isinstance(value, np.random.Generator):
+        return _plain(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return _plain(value.get_state(legacy=False))
+    return _plain(np.asarray(value))
+
+
+def set_stream(shared: Any, state: Any) -> None:
+    """Have a random stream go on from there."""
+    library, state = library_of(shared), _arrays(state)
+    value = library.stream(shared)
+    if isinstance(value, np.random.Generator):
+        value.bit_generator.state = state
+    elif isinstance(value, np.random.RandomState):
+        value.set_state(state)
+    else:
+        value = state
+    library.set_stream(shared, value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, np.ndarray):
+        return {"dtype": str(value.dtype), "values": value.tolist()}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _arrays(value: Any) -> Any:
+    if isinstance(value, dict) and set(value) == {"dtype", "values"}:
+        return np.array(value["values"], value["dtype"])
+    if isinstance(value, dict):
+        return {key: _arrays(one) for key, one in value.items()}
+    return value

@@ -1,0 +1,105 @@
+"""What recorders write, what is drawn of it, and the learning rates' schedules."""
+
+import csv
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from synkhronos.training import Recorder, TensorBoard, schedules
+from synkhronos.training.recorder import read
+from synkhronos.training.schedules import set_state, state_of
+
+
+def write(folder, n=4):
+    recorder = Recorder(folder)
+    for i in range(1, n + 1):
+        for rank in range(2):
+            recorder.write_rank(rank, {"epoch": 0, "step": i, "seen": 10 * i, "rows": 5, "loss": np.float32(1 / i)})
+        recorder.write(
+            {
+                "epoch": i / n,
+                "seen": 10 * i,
+                "loss": 1 / i,
+                "validation": {"error": 0.5},
+                "rows_per_second": 100.0 * i,
+                "batch": "2 x 5 = 10",
+                "seconds": {"compute": 1.0},
+            }
+        )
+    return recorder
+
+
+def test_lines_are_appended_and_cut(tmp_path):
+    write(tmp_path)
+    recorder = write(tmp_path)
+    files = read(tmp_path)
+    assert sorted(files) == ["rank-0", "rank-1", "reports"]
+    assert [line["seen"] for line in files["rank-1"]] == [10, 20, 30, 40] * 2
+    with open(tmp_path / "reports.jsonl", "a") as file:
+        file.write('{"time": 3, "se')  # killed in the middle of a line
+    assert len(read(tmp_path)["reports"]) == 8
+    recorder.cut(20)
+    files = read(tmp_path)
+    assert {name: [line["seen"] for line in lines] for name, lines in files.items()} == {
+        "rank-0": [10, 20, 10, 20], "rank-1": [10, 20, 10, 20], "reports": [10, 20, 10, 20],
+    }  # fmt: skip
+
+
+def test_what_json_can_not_say_is_null(tmp_path):
+    Recorder(tmp_path).write({"loss": math.nan, "validation": {"x": np.float64(math.inf)}, "seen": np.int64(3)})
+    line = read(tmp_path)["reports"][0]
+    assert (line["loss"], line["validation"]["x"], line["seen"]) == (None, None, 3)
+
+
+def test_runs_are_drawn_and_written_as_a_table(tmp_path):
+    pytest.importorskip("matplotlib")
+    write(tmp_path / "one")
+    write(tmp_path / "two", 3)
+    command = [sys.executable, "-m", "synkhronos", "show", str(tmp_path / "one"), str(tmp_path / "two")]
+    shown = subprocess.run(
+        [*command, "--csv", str(tmp_path / "t.csv"), "--picture", str(tmp_path / "p.png")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "4 reports, epoch 1, loss 0.25, error 0.5, 400 rows/s, batch 2 x 5 = 10" in shown.stdout
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    with open(tmp_path / "t.csv") as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == 3 * 4 + 3 * 3
+    assert {row["run"] for row in table} == {str(tmp_path / "one"), str(tmp_path / "two")}
+    assert all(float(row["loss"]) > 0 and float(row["seconds"]) >= 0 for row in table)
+    wrong = subprocess.run([*command[:4], str(tmp_path)], capture_output=True, text=True, timeout=100)
+    assert wrong.returncode == 2
+    assert "expected a recorder's folder" in wrong.stderr
+
+
+def test_tensorboard(tmp_path):
+    pytest.importorskip("tensorboardX")
+    TensorBoard(tmp_path).write({"loss": 0.5, "validation": {"error": 0.1}, "seen": 10})
+    assert any(path.stat().st_size > 50 for path in tmp_path.iterdir())
+
+
+def test_schedules_go_together():
+    schedule = schedules.warmup(schedules.scaled(schedules.plateau(0.1, 0.5, 2), 4), epochs=2, start=0.5)
+    assert [schedule(e) for e in (0, 1, 2, 3)] == pytest.approx([0.2, 0.3, 0.4, 0.4])
+    for value in (1.0, 1.1, 1.2):
+        schedule.observe(value)
+    assert schedule(3) == pytest.approx(0.2)
+    other = schedules.warmup(schedules.scaled(schedules.plateau(0.1, 0.5, 2), 4), epochs=2, start=0.5)
+    set_state(other, state_of(schedule))
+    for each in (schedule, other):
+        each.observe(5.0)
+        each.observe(5.0)
+    assert other(3) == schedule(3) == pytest.approx(0.1)
+    for wrong in (
+        lambda: schedules.steps(-1, {}),
+        lambda: schedules.cosine(0.1, 0),
+        lambda: schedules.steps(1, {2: 0}),
+    ):
+        with pytest.raises(ValueError, match="expected a positive number"):
+            wrong()

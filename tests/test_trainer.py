@@ -1,0 +1,63 @@
+"""The trainer under each rule: what it computes, and which rows it takes."""
+
+import numpy as np
+import pytest
+from library import XLA, shared, tensor
+from trainer_model import ALL, ROWS, Model, X, Y
+
+from synkhronos.extensions.train import make_train_function_serial
+from synkhronos.extensions.updates import sgd
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_rule_learns(n_ranks, name):
+    model = Model(name, rate=0.01 if name in ("Downpour", "ASGD") else 0.05)
+    reports = list(model.epochs(epochs=12, valid=(X, Y)))
+    assert [report.epoch for report in reports] == list(range(1, 13))
+    assert reports[-1].validation["mse"] < 0.05 * reports[0].loss
+    assert reports[-1].batch == f"{n_ranks} x 5 = {5 * n_ranks}"
+    np.testing.assert_allclose(
+        reports[-1].validation["mse"], np.mean((X @ model.w.get_value() + model.b.get_value() - Y) ** 2)
+    )
+    for report in reports:
+        assert str(report).startswith(f"epoch {report.epoch:g}: loss ")
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("rows", "batch", "every"), [(60, 5, None), (53, 7, 2), (31, 5, 1)])
+def test_every_row_is_used_once_an_epoch(n_ranks, name, rows, batch, every):
+    if XLA and rows != 53:
+        pytest.skip("compiled for each number of rows")
+    model = Model(name, rows)
+    reports = list(model.epochs(batch, 2, rows, every=every))
+    # BSP in one command leaves out of the average what each rank has counted for itself.
+    assert model.used().tolist() == [2.0] * rows
+    assert sum(report.seen == rows for report in reports) == 1
+    assert reports[-1].seen == 2 * rows
+
+
+def test_bsp_is_what_one_process_computes(n_ranks):
+    model = Model("BSP")
+    losses = [report.loss for report in model.epochs(5, 2)]
+    x, y, w, b = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.zeros(4), "w"), shared(np.zeros(1), "b")
+    train = make_train_function_serial(
+        ((tensor.dot(x, w) + b[0] - y) ** 2).mean(), [w, b], x, y, sgd, learning_rate=0.05
+    )
+    expected = []
+    for epoch in range(2):
+        order = np.random.default_rng((0, epoch)).permutation(ROWS)
+        batches = [order[at : at + 5 * n_ranks] for at in range(0, ROWS, 5 * n_ranks)]
+        expected.append(sum(len(batch) * float(train(X, Y, batch=batch)) for batch in batches) / ROWS)
+    np.testing.assert_allclose(losses, expected, rtol=1e-10)
+    np.testing.assert_allclose(model.values(), np.concatenate([w.get_value(), b.get_value()]), rtol=1e-10)
+
+
+def test_averaging_after_each_step_is_bsp(n_ranks):
+    if XLA:
+        pytest.skip("compiled three times")
+    found = []
+    for name in ("BSP", "BSP of parameters"):
+        model = Model(name)
+        losses = [report.loss for report in model.epochs(5, 2)]
+        found.append((losses, model.values()))
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-9)

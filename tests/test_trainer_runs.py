@@ -1,0 +1,236 @@
+"""A trainer's runs: going on from checkpoints, schedules, early stops, records, and what is refused."""
+
+import math
+
+import numpy as np
+import pytest
+from library import XLA, shared, tensor
+from trainer_model import ALL, ROWS, SYNCHRONOUS, Model, X, Y
+
+import synkhronos as synk
+from synkhronos import rules
+from synkhronos.extensions.updates import nesterov_momentum, sgd
+from synkhronos.training import Checkpoint, CheckpointError, Recorder, make_trainer, schedules
+from synkhronos.training.recorder import read
+
+# -- going on ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "every"), [*((name, 3) for name in SYNCHRONOUS), ("LocalSGD", None)])
+def test_training_goes_on_bit_for_bit(fork, tmp_path, name, every):
+    fork(2)
+    rate = schedules.warmup(schedules.steps(0.05, {1: 0.5}), 0.5)
+    whole = Model(name, rate=rate, noise=True)
+    expected = [report.loss for report in whole.epochs(5, 2, every=every, checkpoint=Checkpoint(tmp_path / "whole"))]
+    part = Model(name, rate=rate, noise=True)
+    losses = []
+    for report in part.epochs(5, 2, every=every, checkpoint=Checkpoint(tmp_path / "part")):
+        losses.append(report.loss)
+        if len(losses) == (1 if every is None else 3):
+            break
+    synk.close()
+    fork(2)
+    rest = Model(name, rate=rate, noise=True)
+    losses += [
+        report.loss
+        for report in rest.epochs(5, 2, every=every, checkpoint=Checkpoint(tmp_path / "part"), resume="latest")
+    ]
+    assert losses == expected
+    assert rest.values().tolist() == whole.values().tolist()
+
+
+CHANGES = [("BSP", 2, 3), ("LocalSGD", 2, 1), ("LocalSGD", 1, 3), ("DiLoCo", 2, 1), ("EASGD", 2, 3), ("EASGD", 3, 1)]
+CHANGES += [("ASGD", 2, 1), ("GoSGD", 1, 2), ("GoSGD", 3, 1), ("Swap", 2, 3)]
+
+
+@pytest.mark.parametrize(("name", "before", "after"), CHANGES if not XLA else CHANGES[1:2])
+def test_another_number_of_ranks_takes_the_rows_that_are_left(fork, tmp_path, name, before, after):
+    fork(before)
+    model = Model(name)
+    next(iter(model.epochs(5, 1, every=2, checkpoint=Checkpoint(tmp_path))))
+    stored, value = np.asarray(synk.gather(model.counts, nd_up=1)), model.values()
+    assert stored.sum() == 10 * before
+    synk.close()
+    fork(after)
+    model = Model(name)
+    reports = list(model.epochs(5, 1, every=2, checkpoint=Checkpoint(tmp_path), resume="latest"))
+    # Each rank's counts go on from those of a rank that there was.
+    new = np.asarray(synk.gather(model.counts, nd_up=1)) - stored[[r % before for r in range(after)]]
+    assert (new.sum(0) + stored.sum(0)).tolist() == [1.0] * ROWS
+    assert reports[-1].seen == ROWS
+    assert np.abs(model.values() - value).max() > 0
+
+
+def test_what_is_left_when_ranks_come_and_go():
+    """The laws by which states are shared out anew, on arrays."""
+    ranks = [
+        {"params": np.full(3, float(r)), "optimizer": np.full(3, 10.0 * r), "excluded": np.zeros(0), "step": 4, "since": 1,
+         "own": {"weight": np.array([0.5, 0.25, 0.25][r])}, "shared": {"centre": np.full(3, 9.0)}}
+        for r in range(3)
+    ]  # fmt: skip
+    for size in (1, 2, 3, 5):
+        local = rules.LocalSGD().resized(ranks, size)
+        assert [each["params"].tolist() for each in local] == [[1.0] * 3] * size
+        assert [each["optimizer"].tolist() for each in local] == [[10.0] * 3] * size
+        gossip = rules.GoSGD().resized(ranks, size)
+        assert sum(each["own"]["weight"] for each in gossip) == 1
+        mean = sum(each["own"]["weight"] * each["params"] for each in gossip)
+        np.testing.assert_allclose(mean, [0.25 + 0.5] * 3)
+        elastic = rules.EASGD().resized(ranks, size)
+        assert [each["params"][0] for each in elastic] == [0.0, 1.0, 2.0, 9.0, 9.0][:size]
+        assert [each["optimizer"][0] for each in elastic] == [0.0, 10.0, 20.0, 0.0, 0.0][:size]
+        assert len(rules.Swap().resized(ranks, size)) == size
+    assert [each["params"][0] for each in rules.ASGD().resized(ranks, 2)] == [9.0, 9.0]
+
+
+def test_resume_without_a_checkpoint_begins(fork, tmp_path):
+    fork(2)
+    model = Model("LocalSGD")
+    reports = list(model.epochs(5, 1, checkpoint=Checkpoint(tmp_path), resume="latest"))
+    assert [report.seen for report in reports] == [ROWS]
+
+
+# -- schedules, stops, records -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
+def test_learning_rates_follow_the_schedule(fork, tmp_path, name):
+    fork(2)
+    schedule = schedules.steps(0.1, {1: 0.1})
+    recorder = Recorder(tmp_path, every=1)
+    reports = list(Model(name, rate=schedule).epochs(5, 2, recorder=recorder))
+    assert [report.learning_rate for report in reports] == pytest.approx([0.1, 0.01])
+    lines = read(tmp_path)["rank-0"]
+    assert {round(line["learning_rate"], 9) for line in lines if line["epoch"] == 1} == {0.01}
+
+
+def test_training_stops_when_validation_gets_no_better(fork):
+    fork(2)
+    model = Model("LocalSGD", rate=1e-300)
+    valid = (X[:7], Y[:7])
+    reports = list(model.epochs(5, 50, valid=valid, patience=3))
+    values = [report.validation["mse"] for report in reports]
+    assert len(reports) < 50
+    assert min(values[:-3]) <= min(values[-3:])
+
+
+def test_a_loss_that_is_no_number_stops_before_a_checkpoint(fork, tmp_path):
+    fork(2)
+    for name in ("BSP", "LocalSGD"):
+        model = Model(name, rate=1e200)
+        with (
+            np.errstate(all="ignore"),
+            pytest.raises(FloatingPointError, match="learning rate of 1e\\+200 may be too high"),
+        ):
+            list(model.epochs(5, 9, checkpoint=Checkpoint(tmp_path / name, every=1)))
+        for path in Checkpoint(tmp_path / name).paths():
+            arrays = Checkpoint(tmp_path / name).load(path).arrays
+            assert math.isfinite(Checkpoint(tmp_path / name).load(path).meta["seen"]) and arrays
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name in ("BSP", "LocalSGD", "EASGD")])
+def test_each_rank_writes_lines(fork, tmp_path, name):
+    fork(2)
+    seen = []
+
+    class Mine:
+        def write(self, record):
+            seen.append(record["seen"])
+
+    model = Model(name)
+    list(model.epochs(5, 2, recorder=[Recorder(tmp_path, every=2), Mine()]))
+    files = read(tmp_path)
+    assert [record["seen"] for record in files["reports"]] == seen == [ROWS, 2 * ROWS]
+    of_ranks = [line for file, lines in files.items() if file != "reports" for line in lines]
+    assert sum(line["rows"] for line in of_ranks) == 2 * ROWS
+    for line in of_ranks:
+        assert {"epoch", "step", "loss", "learning_rate", "compute", "exchange", "wait", "load"} <= set(line)
+        assert line["loss"] > 0 and line["rows_per_second"] > 0
+
+
+def test_records_are_cut_where_training_goes_on(fork, tmp_path):
+    fork(2)
+    checkpoint, recorder = Checkpoint(tmp_path / "c", every=2), Recorder(tmp_path / "r", every=1)
+    list(Model("LocalSGD").epochs(5, 3, checkpoint=checkpoint, recorder=recorder))
+    paths = checkpoint.paths()
+    assert [checkpoint.load(path).meta["seen"] for path in paths] == [2 * ROWS, 3 * ROWS]
+    list(Model("LocalSGD").epochs(5, 3, checkpoint=checkpoint, recorder=recorder, resume=paths[0]))
+    files = read(tmp_path / "r")
+    assert [record["seen"] for record in files["reports"]] == [ROWS, 2 * ROWS, 3 * ROWS]
+    assert sum(line["rows"] for name, lines in files.items() if name != "reports" for line in lines) == 3 * ROWS
+
+
+def test_parameters_that_are_excluded_stay_each_ranks_own(fork):
+    fork(2)
+    ALL["own bias"] = (lambda: rules.LocalSGD(1, exclude=lambda p: p.name == "b"), sgd)
+    try:
+        model = Model("own bias")
+        list(model.epochs(5, 1))
+    finally:
+        del ALL["own bias"]
+    w, b = np.asarray(synk.gather(model.w, nd_up=1)), np.asarray(synk.gather(model.b, nd_up=1))
+    np.testing.assert_array_equal(w[0], w[1])
+    assert abs(b[0] - b[1]).max() > 1e-6
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+
+def test_wrong_arguments(fork, tmp_path):
+    fork(2)
+    x, y, w = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.zeros(4), "w")
+    loss = ((tensor.dot(x, w) - y) ** 2).mean()
+
+    def make(*args, **kwargs):
+        return make_trainer(loss, [w], x, y, *args, **kwargs)
+
+    for wrong, error, words in [
+        (lambda: make(sgd, "EASGD"), TypeError, "rule: expected one of synkhronos.rules"),
+        (lambda: make(sgd, rules.EAMSGD()), ValueError, "update_rule: EAMSGD needs nesterov_momentum"),
+        (
+            lambda: make(nesterov_momentum, rules.EAMSGD(), momentum=0.5),
+            ValueError,
+            "momentum: EAMSGD has 0.99, got 0.5",
+        ),
+        (lambda: make(sgd, learning_rate=0), ValueError, "learning_rate: expected a positive number, got 0"),
+        (lambda: make(sgd, rules.LocalSGD(exclude=lambda p: True)), ValueError, "exclude: expected it to leave some"),
+    ]:
+        with pytest.raises(error, match=words):
+            wrong()
+    trainer = make(sgd, rules.LocalSGD(2))
+    for kwargs, error, words in [
+        ({"batch_size": 31}, ValueError, "batch_size: 2 ranks times 31 rows are more than the 60 rows of the data"),
+        ({"batch_size": 0}, ValueError, "batch_size: expected a number of at least 1, got 0"),
+        ({"epochs": 1.5}, ValueError, "epochs: expected a number of at least 1, got 1.5"),
+        ({"valid": (X, Y)}, ValueError, "valid: make_trainer"),
+        ({"patience": 2}, ValueError, "patience: expected validation data"),
+        ({"recorder": 3}, TypeError, "recorder: expected something with a method write"),
+        ({"resume": "latest"}, ValueError, "resume: expected a path, or checkpoint="),
+        ({"y_data": Y[:-1]}, ValueError, "expected equally many rows of each"),
+    ]:
+        with pytest.raises(error, match=words):
+            trainer.epochs(**{"x_data": X, "y_data": Y, "batch_size": 5, "epochs": 1, **kwargs})
+    with pytest.raises(CheckpointError, match="expected a checkpoint"):
+        next(trainer.epochs(X, Y, 5, 1, resume=tmp_path / "none"))
+
+
+def test_a_checkpoint_of_something_else_is_refused(fork, tmp_path):
+    fork(2)
+    checkpoint = Checkpoint(tmp_path)
+    list(Model("LocalSGD").epochs(5, 1, checkpoint=checkpoint))
+    x, y, w = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.zeros(4), "other")
+    loss = ((tensor.dot(x, w) - y) ** 2).mean()
+    with pytest.raises(CheckpointError, match="is of another model"):
+        next(
+            make_trainer(loss, [w], x, y, sgd, rules.LocalSGD(2)).epochs(
+                X, Y, 5, 2, checkpoint=checkpoint, resume="latest"
+            )
+        )
+    with pytest.raises(CheckpointError, match="is of the rule LocalSGD, got EASGD"):
+        next(Model("EASGD").epochs(5, 2, checkpoint=checkpoint, resume="latest"))
+    with pytest.raises(CheckpointError, match="the order of rows would be another"):
+        next(Model("LocalSGD").epochs(5, 2, seed=1, checkpoint=checkpoint, resume="latest"))
+    state = next(iter(checkpoint.paths())) / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        next(Model("LocalSGD").epochs(5, 2, checkpoint=checkpoint, resume="latest"))

@@ -1,0 +1,74 @@
+"""A small model for the trainer's tests: linear regression, which counts how often each row is used."""
+
+import numpy as np
+from library import NAME, XLA, shared, tensor
+
+import synkhronos as synk
+from synkhronos import rules
+from synkhronos.extensions.updates import momentum, nesterov_momentum, sgd
+from synkhronos.training import make_trainer
+
+ROWS = 60
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(ROWS, 4))
+W = np.array([1.0, -2.0, 0.5, 3.0])
+Y = X @ W
+
+ALL = {
+    "BSP": (rules.BSP, sgd),
+    "BSP of parameters": (lambda: rules.BSP("params"), sgd),
+    "LocalSGD": (lambda: rules.LocalSGD(3), momentum),
+    "PostLocal": (lambda: rules.PostLocal(3, 5), sgd),
+    "SlowMo": (lambda: rules.SlowMo(3), sgd),
+    "DiLoCo": (lambda: rules.DiLoCo(3, momentum=0.5), sgd),
+    "EASGD": (lambda: rules.EASGD(period=2), sgd),
+    "EASGD together": (lambda: rules.EASGD(period=2, asynchronous=False), sgd),
+    "EAMSGD": (lambda: rules.EAMSGD(period=2, momentum=0.5), nesterov_momentum),
+    "Downpour": (rules.Downpour, sgd),
+    "ASGD": (lambda: rules.ASGD(2), sgd),
+    "GoSGD": (lambda: rules.GoSGD(0.5), sgd),
+    "Swap": (lambda: rules.Swap(3), sgd),
+}
+SYNCHRONOUS = ["BSP", "BSP of parameters", "LocalSGD", "PostLocal", "SlowMo", "DiLoCo", "EASGD together", "Swap"]
+if XLA:  # each takes seconds to compile
+    ALL = {name: ALL[name] for name in ("BSP", "LocalSGD", "DiLoCo", "EASGD", "EAMSGD", "ASGD", "GoSGD")}
+    SYNCHRONOUS = ["LocalSGD"]
+
+
+class Model:
+    def __init__(self, name, rows=ROWS, rate=0.05, noise=False, **kwargs):
+        make, update = ALL[name]
+        self.rule = make()
+        self.x, self.y, self.at = tensor.dmatrix("x"), tensor.dvector("y"), tensor.lvector("at")
+        self.w, self.b = shared(np.zeros(4), "w"), shared(np.zeros(1), "b")
+        self.counts = shared(np.zeros(rows), "counts")
+        x = self.x
+        if noise:
+            x = x + 0.1 * random_stream().normal(size=(4,))
+        error = tensor.dot(x, self.w) + self.b[0] - self.y
+        self.loss = (error**2).mean()
+        counted = tensor.inc_subtensor(self.counts[self.at], tensor.ones_like(self.at, dtype="float64"))
+        self.trainer = make_trainer(
+            self.loss, [self.w, self.b], self.x, [self.y, self.at], update, self.rule, rate,
+            validate={"mse": self.loss + 0.0 * self.at.sum()}, extra_updates=[(self.counts, counted)], **kwargs,
+        )  # fmt: skip
+
+    def epochs(self, batch_size=5, epochs=2, rows=ROWS, valid=None, **kwargs):
+        valid = None if valid is None else (valid[0], [valid[1], np.arange(len(valid[1]))])
+        return self.trainer.epochs(X[:rows], [Y[:rows], np.arange(rows)], batch_size, epochs, valid=valid, **kwargs)
+
+    def used(self):
+        return np.sum(synk.gather(self.counts, nd_up=1), axis=0)
+
+    def values(self):
+        return np.concatenate([np.asarray(self.w.get_value()), np.asarray(self.b.get_value())])
+
+
+def random_stream():
+    if NAME == "pytensor":
+        from pytensor.tensor.random.utils import RandomStream
+
+        return RandomStream(3)
+    from theano.sandbox.rng_mrg import MRG_RandomStreams
+
+    return MRG_RandomStreams(3)
