@@ -7,14 +7,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from synkhronos.devices import Device
-from synkhronos.graphs.lengths import Steered, strong
 from synkhronos.graphs.precision import bfloat16, in_bfloat16
 from synkhronos.ranks import WeakKeys
+
+if TYPE_CHECKING:  # it needs PyTensor, and training functions with Theano come by here
+    from synkhronos.graphs.lengths import Steered
 
 #: The keys of random generators, by the containers that hold them as NumPy's, and those.
 _streams: WeakKeys[Any, tuple[np.random.Generator, list[Any]]] = WeakKeys()
@@ -159,6 +161,8 @@ def _converted(graph: Any, storage_map: Any) -> Callable[..., Any]:
     """
     from pytensor.link.jax.dispatch import jax_funcify, jax_typify
     from pytensor.link.utils import fgraph_to_python
+
+    from synkhronos.graphs.lengths import strong
 
     reduced = bfloat16()
 
