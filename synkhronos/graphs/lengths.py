@@ -8,8 +8,8 @@
     JAX mode with them, for PyTensor's own functions.
 `strong`
     A result as an array of a dtype of its own.
-`by_numpys_bools`
-    What computes an operation on numbers.
+`of_numbers`
+    What computes an operation on Python's numbers.
 `decisive`
     The inputs of a node that decide shapes.
 `Rows`
@@ -24,6 +24,7 @@ begins is computed by XLA.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from pytensor.graph.op import Op
 from pytensor.graph.traversal import io_toposort
 from pytensor.link.jax.linker import JAXLinker
 from pytensor.raise_op import CheckAndRaise
-from pytensor.scalar.basic import ScalarOp
+from pytensor.scalar.basic import EQ, GE, GT, LE, LT, NEQ, Add, Composite, Mul, ScalarOp, Sub, Switch
 from pytensor.scan.op import Scan
 from pytensor.tensor.basic import (
     Alloc,
@@ -61,7 +62,7 @@ from pytensor.tensor.subtensor import (
 )
 from pytensor.tensor.type import lscalar
 
-__all__ = ["Linker", "Rows", "Steered", "by_numpys_bools", "decisive", "in_jax_mode", "steered", "strong"]
+__all__ = ["Linker", "Rows", "Steered", "decisive", "in_jax_mode", "of_numbers", "steered", "strong"]
 
 #: What the host computes lengths by.
 _ARITHMETIC = (
@@ -145,22 +146,44 @@ class Steered:
                 self._start.append(value)
             return slots[variable]
 
+        def add_constants(variables: Sequence[Any], slots: dict[Any, int]) -> None:
+            for variable in variables:
+                if isinstance(variable, Constant) and variable not in slots:
+                    slots[variable] = len(self._start)
+                    self._start.append(_plain(variable.data))
+
+        def add(node: Any, slots: dict[Any, int]) -> None:
+            add_constants(node.inputs, slots)
+            op = _scalar_op(node)
+            if isinstance(op, TensorFromScalar | ScalarFromTensor | CheckAndRaise):
+                slots[node.outputs[0]] = slots[node.inputs[0]]
+            elif isinstance(op, Composite):
+                # Its own way to compute takes ten times as long.
+                inside = {inner: slots[outer] for inner, outer in zip(op.fgraph.inputs, node.inputs, strict=True)}
+                for part in op.fgraph.toposort():
+                    add(part, inside)
+                add_constants(op.fgraph.outputs, inside)
+                for inner, outer in zip(op.fgraph.outputs, node.outputs, strict=True):
+                    slots[outer] = inside[inner]
+            else:
+                sources = [slots[variable] for variable in node.inputs]
+                outputs = list(range(len(self._start), len(self._start) + len(node.outputs)))
+                slots.update(zip(node.outputs, outputs, strict=True))
+                self._start += [None] * len(outputs)
+                self._steps.append((_on_host(node), sources, outputs))
+
         variables = [part for part in parts if hasattr(part, "type")]
         for node in io_toposort(list(inputs), variables):
-            for variable in node.inputs:
-                if isinstance(variable, Constant):
-                    slot(variable, _plain(variable.data))
-                elif variable in at and variable not in slots and not isinstance(node.op, Shape | Shape_i):
-                    self._values.append((slot(variable), at[variable]))
-            outputs = [slot(variable) for variable in node.outputs]
             if isinstance(node.op, Shape | Shape_i):
-                self._shapes.append((outputs[0], at[node.inputs[0]], getattr(node.op, "i", None)))
-            else:
-                self._steps.append((_on_host(node), [slots[v] for v in node.inputs], outputs))
+                self._shapes.append((slot(node.outputs[0]), at[node.inputs[0]], getattr(node.op, "i", None)))
+                continue
+            for variable in node.inputs:
+                if variable in at and variable not in slots:
+                    self._values.append((slot(variable), at[variable]))
+            add(node, slots)
+        add_constants(variables, slots)
         for variable in variables:
-            if isinstance(variable, Constant):
-                slot(variable, _plain(variable.data))
-            elif variable in at and variable not in slots:
+            if variable in at and variable not in slots:
                 self._values.append((slot(variable), at[variable]))
         self._wanted = [
             _Length(*(slot(p) if hasattr(p, "type") else slot(("number", p), p) for p in want))
@@ -356,26 +379,42 @@ def _slice_length(start: Any, stop: Any, step: Any, of: int) -> int:
     return len(range(*slice(*bounds).indices(int(of))))
 
 
-def by_numpys_bools(op: ScalarOp) -> Callable[..., Any]:
-    """Return what computes an operation on numbers: ``~True`` is False for NumPy, and -2 for Python."""
+_COMPARISONS: dict[type[ScalarOp], Callable[..., Any]] = {
+    EQ: operator.eq,
+    GE: operator.ge,
+    GT: operator.gt,
+    LE: operator.le,
+    LT: operator.lt,
+    NEQ: operator.ne,
+}
+
+
+def of_numbers(op: ScalarOp) -> Callable[..., Any]:
+    """Return what computes an operation on Python's numbers."""
+    if type(op) in _COMPARISONS:
+        return _COMPARISONS[type(op)]
+    if isinstance(op, Add | Sub | Mul | Switch):
+        return op.impl
 
     def compute(*values: Any) -> Any:
+        # ~True is False for NumPy, and -2 for Python.
         return op.impl(*[np.bool_(value) if value is True or value is False else value for value in values])
 
     return compute
 
 
+def _scalar_op(node: Any) -> Any:
+    """Return an elementwise operation on numbers as one of scalars, any other as it is."""
+    return node.op.scalar_op if isinstance(node.op, Elemwise) and node.outputs[0].type.ndim == 0 else node.op
+
+
 def _on_host(node: Any) -> Callable[..., Any]:
     """Return what computes a node's output, or its outputs in a list."""
-    op = node.op
-    if isinstance(op, TensorFromScalar | ScalarFromTensor):
-        return lambda value: value
-    if isinstance(op, CheckAndRaise):
-        return lambda value, *conditions: value
+    op = _scalar_op(node)
     if isinstance(op, ScalarOp):
-        return by_numpys_bools(op)
-    if isinstance(op, Elemwise) and node.outputs[0].type.ndim == 0:
-        return by_numpys_bools(op.scalar_op)
+        compute = of_numbers(op)
+        is_bool = node.outputs[0].type.dtype == "bool" and type(op) not in _COMPARISONS
+        return (lambda *values: bool(compute(*values))) if is_bool else compute
 
     def perform(*values: Any) -> Any:
         storage: list[list[Any]] = [[None] for _ in node.outputs]

@@ -59,7 +59,7 @@ from pytensor.tensor.subtensor import (
     indices_from_subtensor,
 )
 
-from synkhronos.graphs.lengths import Rows, by_numpys_bools, decisive
+from synkhronos.graphs.lengths import Rows, decisive, of_numbers
 
 __all__ = ["tell_jax"]
 
@@ -168,13 +168,13 @@ def _number(value: Any) -> Any:
 def _elemwise(op: Any, node: Any) -> Compute:
     if not any(v.type.ndim for v in node.inputs):
         # What a network's lengths are fused to may have more operands than a function of NumPy's can.
-        return by_numpys_bools(op.scalar_op)
-    return np.vectorize(by_numpys_bools(op.scalar_op), otypes=[v.type.dtype for v in node.outputs])
+        return of_numbers(op.scalar_op)
+    return np.vectorize(of_numbers(op.scalar_op), otypes=[v.type.dtype for v in node.outputs])
 
 
 def _scalar(op: Any, node: Any) -> Compute | None:
     # Elemwise asks for its scalar Op's lowering with its own node.
-    return by_numpys_bools(op) if node.op is op else None
+    return of_numbers(op) if node.op is op else None
 
 
 def _reduce(op: Any, node: Any) -> Compute | None:
