@@ -12,11 +12,11 @@ import pickle
 import random
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
 
 import numpy as np
 
 from synkhronos import ranks
+from synkhronos.checks import flag, index, integer, number
 from synkhronos.devices import HOST, choose, device_named, keep_off_gpus, needs_fresh_processes
 from synkhronos.ranks import Rank
 
@@ -97,27 +97,22 @@ def fork(
     >>> synk.close()
     """
     if n_parallel is not None:
-        n_parallel = _integer(n_parallel, "n_parallel")
+        n_parallel = integer(n_parallel, "n_parallel")
         if not 1 <= n_parallel <= _MOST:
             raise ValueError(f"n_parallel: expected a number of ranks from 1 to {_MOST}, got {n_parallel}")
     if use_gpu is not None and not isinstance(use_gpu, bool | np.bool_):
         raise TypeError(f"use_gpu: expected True, False or None, got {use_gpu!r}")
-    if not isinstance(profile_workers, bool | np.bool_):
-        raise TypeError(f"profile_workers: expected True or False, got {profile_workers!r}")
-    if timeout is not None:
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.number):
-            raise TypeError(f"timeout: expected a number of seconds, or None, got {timeout!r}")
-        if not timeout > 0:
-            raise ValueError(f"timeout: expected a positive number of seconds, got {timeout!r}")
-    master_rank = _integer(master_rank, "master_rank")
+    profile_workers = flag(profile_workers, "profile_workers")
+    if timeout is not None and not number(timeout, "timeout", "a number of seconds, or None") > 0:
+        raise ValueError(f"timeout: expected a positive number of seconds, got {timeout!r}")
+    master_rank = integer(master_rank, "master_rank")
     device, size = choose(use_gpu, n_parallel)
-    if not 0 <= master_rank < size:
-        raise ValueError(f"master_rank: expected 0 to {size - 1}, got {master_rank}")
+    index(master_rank, "master_rank", size, ValueError)
     # From the master's states, so that a run repeats from its seed.
     states = np.random.get_state(legacy=False), random.getstate()
     seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in states)
     first = _Bind(device.name, device.places(size, master_rank), seeds)
-    ranks.fork(size, master_rank, bool(profile_workers), timeout, first, needs_fresh_processes())
+    ranks.fork(size, master_rank, profile_workers, timeout, first, needs_fresh_processes())
     return size
 
 
@@ -133,9 +128,3 @@ def close() -> None:
     >>> synk.close()
     """
     ranks.close()
-
-
-def _integer(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name}: expected an integer, got {value!r}")
-    return int(value)

@@ -10,8 +10,8 @@
     Random generators among them, and values for these.
 `everything`, `as_rows`, `shares`
     Which rows of the values.
-`flag`, `op_name`, `op_word`, `rank_number`
-    Other arguments.
+`op_name`, `op_word`
+    Reductions.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.checks import listed, one_of
 from synkhronos.data import Data
 from synkhronos.data.dense import check_dense
 from synkhronos.data.rows import share
@@ -115,14 +116,7 @@ def check_stream(session: Session, variable: Any, value: Any, moves: bool) -> No
 
 def one_each(values: Any, variables: Sequence[Any], single: bool) -> list[Any]:
     """Return a list with one value for each variable."""
-    if single:
-        return [values]
-    expected = f"values: expected a list of {len(variables)} values, one for each shared variable, got"
-    if not isinstance(values, list | tuple):
-        raise TypeError(f"{expected} {type(values).__name__}")
-    if len(values) != len(variables):
-        raise ValueError(f"{expected} {len(values)} of them")
-    return list(values)
+    return [values] if single else listed(values, "values", len(variables), "values, one for each shared variable")
 
 
 def stage(session: Session, variable: Any, value: Any) -> Data:
@@ -158,15 +152,6 @@ def check_shape(variable: Any, shape: tuple[int, ...]) -> None:
         raise ValueError(f"values: {called(variable)} of type {variable.type} can't take shape {shape}")
 
 
-def flag(value: Any, name: str) -> bool:
-    """Return True or False, and refuse anything else."""
-    if value is True or value is False:
-        return value
-    if not isinstance(value, np.bool_):
-        raise TypeError(f"{name}: expected True or False, got {value!r}")
-    return bool(value)
-
-
 def op_name(op: Any, variables: Sequence[Any]) -> str:
     """Return the name of a reduction that makes sense for all the variables."""
     op = op_word(op)
@@ -183,21 +168,7 @@ def op_name(op: Any, variables: Sequence[Any]) -> str:
 
 def op_word(op: Any) -> str:
     """Return the name of a reduction of collectives."""
-    words = of_collectives()
-    if not isinstance(op, str):
-        raise TypeError(f"op: expected one of {words}, got {op!r}")
-    if op not in words:
-        raise ValueError(f"op: expected one of {words}, got {op!r}")
-    return op
-
-
-def rank_number(rank: Any, session: Session) -> int:
-    """Return the number of a rank that there is."""
-    if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
-        raise TypeError(f"rank: expected an integer, got {rank!r}")
-    if not 0 <= rank < session.size:
-        raise IndexError(f"rank: expected 0 to {session.size - 1}, got {rank}")
-    return int(rank)
+    return one_of(op, "op", of_collectives())
 
 
 def everything(value: Data) -> range:

@@ -7,22 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from synkhronos import ranks
+from synkhronos.checks import flag, index, integer
 from synkhronos.collectives.arguments import (
     as_rows,
     called,
     check_shape,
     check_stream,
     everything,
-    flag,
     is_state,
     mirrored,
     named,
     one_each,
     op_name,
-    rank_number,
     shares,
     stage,
 )
@@ -184,14 +181,13 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
     session = ranks.session()
     with session.turn:
         session.settle()
-        if isinstance(nd_up, bool) or not isinstance(nd_up, int | np.integer):
-            raise TypeError(f"nd_up: expected 0 or 1, got {nd_up!r}")
+        nd_up = integer(nd_up, "nd_up", "0 or 1")
         if nd_up not in (0, 1):
             raise ValueError(f"nd_up: expected 0 or 1, got {nd_up}")
         nccl = flag(nccl, "nccl")
         variables, single = named(session, shared_vars, generators=True)
         arrays, states = [v for v in variables if not is_state(v)], [v for v in variables if is_state(v)]
-        gathered = session.run(Gather(mirrored(session, arrays), int(nd_up), nccl)) if arrays else []
+        gathered = session.run(Gather(mirrored(session, arrays), nd_up, nccl)) if arrays else []
         if states:
             by_rank = session.run(GetStreams(mirrored(session, states)))
             gathered += [list(each) for each in zip(*by_rank, strict=True)]
@@ -363,7 +359,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
     session = ranks.session()
     with session.turn:
         session.settle()
-        rank = rank_number(rank, session)
+        rank = index(rank, "rank", session.size)
         variables, single = named(session, shared_vars, generators=True)
         pairs = list(zip(variables, one_each(values, variables, single), strict=True))
         states = [(variable, value) for variable, value in pairs if is_state(variable)]
@@ -426,7 +422,7 @@ def get_value(rank: int, shared_vars: Any) -> Any:
     session = ranks.session()
     with session.turn:
         session.settle()
-        rank = rank_number(rank, session)
+        rank = index(rank, "rank", session.size)
         variables, single = named(session, shared_vars, generators=True)
         arrays, states = [v for v in variables if not is_state(v)], [v for v in variables if is_state(v)]
         values = session.run(GetValue(mirrored(session, arrays), rank)) if arrays else []

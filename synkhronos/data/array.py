@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import math
-import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos import ranks
+from synkhronos.checks import at_least, flag, number
 from synkhronos.data.dense import check_dense
 from synkhronos.graphs import library_of
 from synkhronos.ranks import SharedArray
@@ -116,9 +116,7 @@ class Data:
 
     @minibatch.setter
     def minibatch(self, value: bool) -> None:
-        if not isinstance(value, bool | np.bool_):
-            raise TypeError(f"minibatch: expected True or False, got {value!r}")
-        self._minibatch = bool(value)
+        self._minibatch = flag(value, "minibatch")
 
     def __len__(self) -> int:
         if not self._ndim:
@@ -202,7 +200,7 @@ class Data:
         """
         if not self._ndim:
             raise ValueError("a Data object of 0 dimensions has no length to set")
-        self.set_shape((_integer(n, "n"), *self.shape[1:]), oversize)
+        self.set_shape((at_least(n, "n", 0), *self.shape[1:]), oversize)
 
     def set_shape(self, shape: int | Sequence[int], oversize: float = 1) -> None:
         """Change the shape.
@@ -298,8 +296,7 @@ class Data:
 
     def _conditioned(self, x: npt.ArrayLike, force_cast: bool, argument: str) -> np.ndarray:
         """Check a value's dtype and dimensions; the cast itself is left to the copy."""
-        if not isinstance(force_cast, bool | np.bool_):
-            raise TypeError(f"force_cast: expected True or False, got {force_cast!r}")
+        flag(force_cast, "force_cast")
         value = _numbers(x, argument)
         if value.ndim != self._ndim:
             raise ValueError(
@@ -329,9 +326,7 @@ class Data:
 
     def _reshape(self, shape: tuple[int, ...], oversize: float, keep: bool) -> None:
         self._check()
-        if isinstance(oversize, bool) or not isinstance(oversize, int | float | np.number):
-            raise TypeError(f"oversize: expected a number from 1 to 2, got {oversize!r}")
-        if not 1 <= oversize <= 2:
+        if not 1 <= number(oversize, "oversize", "a number from 1 to 2") <= 2:
             raise ValueError(f"oversize: expected a number from 1 to 2, got {oversize!r}")
         old = self._array
         size = math.prod(shape)
@@ -441,7 +436,7 @@ def data(
         ndim = len(_lengths(shape))
     if dtype is None or ndim is None:
         raise TypeError("data() needs var, or value, or dtype with ndim or shape, to know dtype and dimensions")
-    made = Data(_dtype(dtype), _integer(ndim, "ndim"), minibatch, name)
+    made = Data(_dtype(dtype), at_least(ndim, "ndim", 0), minibatch, name)
     if value is not None:
         made._set_value(value, force_cast, oversize, "value")
     else:
@@ -475,16 +470,4 @@ def _lengths(shape: Any) -> tuple[int, ...]:
         shape = (shape,)
     if not isinstance(shape, list | tuple | np.ndarray):
         raise TypeError(f"shape: expected a sequence of lengths, got {shape!r}")
-    return tuple(_integer(length, "shape") for length in shape)
-
-
-def _integer(value: Any, name: str) -> int:
-    try:
-        if isinstance(value, bool | np.bool_):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {value!r}") from None
-    if number < 0:
-        raise ValueError(f"{name}: expected no negative number, got {number}")
-    return number
+    return tuple(at_least(length, "shape", 0) for length in shape)

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import synkhronos as synk
+from synkhronos.checks import listed
 from synkhronos.extensions.updates import RuleUpdates
 from synkhronos.extensions.updates.flat import shape_of
 from synkhronos.graphs import library_of
@@ -216,10 +217,4 @@ def _extra(updates: Updates | None, rule: RuleUpdates) -> list[tuple[Any, Any]]:
 
 
 def _listed(argument: str, value: Any, variables: list[Any], is_list: bool) -> list[Any]:
-    if not is_list:
-        return [value]
-    if not isinstance(value, list | tuple):
-        raise TypeError(f"{argument}: expected a list of {len(variables)} arrays, got {type(value).__name__}")
-    if len(value) != len(variables):
-        raise ValueError(f"{argument}: expected a list of {len(variables)} arrays, got {len(value)}")
-    return list(value)
+    return listed(value, argument, len(variables), "arrays") if is_list else [value]

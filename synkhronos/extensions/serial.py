@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.checks import at_least
 from synkhronos.data.rows import select
 from synkhronos.devices import take
 from synkhronos.extensions.model import Batch, Model, Rows, Rule, Updates, is_averaged
@@ -77,10 +78,7 @@ class SerialTrainFunction:
         TypeError, ValueError, IndexError
             If an argument is wrong; the message names it.
         """
-        if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer):
-            raise TypeError(f"num_slices: expected an integer, got {num_slices!r}")
-        if num_slices < 1:
-            raise ValueError(f"num_slices: expected at least 1, got {num_slices}")
+        num_slices = at_least(num_slices, "num_slices", 1)
         arrays = self._model.arrays(x_data, y_data, batch, batch_s)
         data, chooser, chosen = "x_data, y_data", "batch", batch
         if self._model.held:

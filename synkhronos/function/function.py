@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos import ranks
+from synkhronos.checks import at_least, integer
 from synkhronos.data import Data, data
 from synkhronos.devices.jax.log import LAUNCHES
 from synkhronos.function.build import build, is_single
@@ -291,10 +292,7 @@ class Function:
         if batch_s is None and output_subset is None and type(num_slices) is int and num_slices == 1:
             return PLAIN
         program = self._program
-        if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer):
-            raise TypeError(f"num_slices: expected an integer, got {num_slices!r}")
-        if num_slices < 1:
-            raise ValueError(f"num_slices: expected at least 1, got {num_slices}")
+        num_slices = at_least(num_slices, "num_slices", 1)
         if num_slices > 1:
             if not program.n_scattered and not program.sliceable:
                 raise ValueError(
@@ -334,11 +332,10 @@ class Function:
             raise TypeError(f"output_subset: expected a list of output indexes, got {output_subset!r}")
         n, subset = len(self._program.outputs), []
         for index in output_subset:
-            if isinstance(index, bool) or not isinstance(index, int | np.integer):
-                raise TypeError(f"output_subset: expected integers, got {index!r}")
+            index = integer(index, "output_subset", "integers")
             if not 0 <= index < n:
                 raise IndexError(f"output_subset: {self.name} has {n} outputs, got index {index}")
-            subset.append(int(index))
+            subset.append(index)
         return tuple(subset)
 
     # -- distributing ----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.checks import at_least, number
 from synkhronos.data import Data, data
 from synkhronos.devices import JAX
 from synkhronos.rules.state import State
@@ -181,17 +182,12 @@ def as_bfloat16(vector: np.ndarray) -> np.ndarray:
 
 def check_number(value: Any, name: str, low: float, high: float, words: str) -> float:
     """Refuse what is no number within bounds: above the low one, up to the high one."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
-    if not low < value <= high:
+    checked = number(value, name)
+    if not low < checked <= high:
         raise ValueError(f"{name}: expected {words}, got {value!r}")
-    return float(value)
+    return checked
 
 
 def check_period(value: Any, name: str) -> int:
     """Refuse what is no number of steps."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name}: expected a number of steps, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
-    return int(value)
+    return at_least(value, name, 1, "a number of steps")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.checks import integer
 from synkhronos.collectives.arguments import op_word
 from synkhronos.data.rows import share
 from synkhronos.devices import HOST, Device, device_of
@@ -164,8 +165,7 @@ class Worker:
         return pickle.loads(room.data) if kind == "pickle" else room
 
     def _check_peer(self, peer: int, name: str) -> None:
-        if not isinstance(peer, int | np.integer) or isinstance(peer, bool):
-            raise TypeError(f"{name}: expected a rank, got {peer!r}")
+        integer(peer, name, "a rank")
         if not 0 <= peer < self.size or peer == self.number:
             raise ValueError(f"{name}: expected another rank than {self.number}, from 0 to {self.size - 1}, got {peer}")
 

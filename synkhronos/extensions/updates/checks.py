@@ -6,8 +6,6 @@
     Hyperparameters.
 `check_gradients`
     A loss or its gradients.
-`is_number`
-    Whether something is a plain real number.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
+from synkhronos.checks import is_number
 from synkhronos.graphs import GraphLibrary, library_of
 
 
@@ -84,16 +81,6 @@ def check_gradients(loss_or_grads: Any, params: Sequence[Any]) -> list[Any]:
         if getattr(g, "ndim", None) != p.ndim:
             raise ValueError(f"{expected}, that of {p!r} with {p.ndim} dimensions, got {_described(g)} at index {i}")
     return list(loss_or_grads)
-
-
-def is_number(value: Any) -> bool:
-    """Whether a plain real number: no flag, nothing complex, no text."""
-    return (
-        isinstance(value, int | float | np.number | np.ndarray)
-        and not isinstance(value, bool)
-        and np.ndim(value) == 0
-        and np.asarray(value).dtype.kind in "iuf"
-    )
 
 
 def _library(expected: str, *variables: Any) -> GraphLibrary:

@@ -23,7 +23,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from synkhronos.extensions.updates.checks import check_params, check_scalars, is_number
+from synkhronos.checks import is_number
+from synkhronos.extensions.updates.checks import check_params, check_scalars
 from synkhronos.extensions.updates.flat import FlatGradient, RuleUpdates, as_scalar, zeros_like
 from synkhronos.graphs import library_of
 
