@@ -160,11 +160,12 @@ def shared_memory(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[
 def average(worker: Worker, vector: Any, precision: str | None) -> Any:
     """Return the mean of all ranks' vectors, exchanged in a precision; each is divided before the sum, or summed wide.
 
-    In host memory bfloat16 is a rounding of float32, which is what moves; between GPUs 16 bits move.
+    The vector's memory may be overwritten.  In host memory bfloat16 is a rounding of float32, which is what moves;
+    between GPUs 16 bits move.
     """
     dtype = vector.dtype
     if precision is None or np.dtype(dtype).name == precision:
-        return worker.all_reduce(vector)
+        return worker.all_reduce(vector, overwrite=True)
     if JAX.holds(vector) and JAX.on_gpu:
         return worker.all_reduce(vector.astype(precision)).astype(dtype)
     vector = np.asarray(vector)

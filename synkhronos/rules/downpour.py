@@ -16,7 +16,7 @@ import numpy as np
 
 from synkhronos.rules.base import Rule, check_period
 from synkhronos.rules.elastic import CENTRE
-from synkhronos.rules.state import State
+from synkhronos.rules.state import BLOCK, State
 from synkhronos.tasks import Worker
 
 
@@ -67,45 +67,49 @@ class Downpour(Rule):
 
     def exchange(self, worker: Worker, state: State) -> int | None:
         """Push, fetch, or both; return the push's number, if ranks come one by one."""
-        x = np.array(state.vector)
         if not self.asynchronous:
-            state.own["base"] = state.own["base"] + worker.all_reduce(x - state.own["base"], "sum")
+            state.own["base"] = state.own["base"] + worker.all_reduce(state.vector - state.own["base"], "sum")
             state.vector = state.own["base"]
             return None
-        pushes, fetches = state.step % self.push == 0, state.step % self.fetch == 0
-        sequence = None
-        with worker.lock(CENTRE):
-            if pushes:
-                sequence = self._push(state, x)
-            if fetches:
-                base = state.own["base"]
-                # What it has not pushed yet it keeps to push.
-                state.own["base"] = state.shared["centre"].copy() if pushes else state.shared["centre"] - (x - base)
-                x = state.shared["centre"].copy()
-                state.own["seen"] = int(state.shared["sequence"][0]) if pushes else -1
-        if fetches:
-            state.vector = x
-        return sequence
+        return self._exchanged(worker, state, state.step % self.push == 0, state.step % self.fetch == 0)
 
-    def _push(self, state: State, x: np.ndarray) -> int:
-        centre, sequence = state.shared["centre"], int(state.shared["sequence"][0])
-        if sequence == state.own["seen"]:
-            centre[...] = x  # nobody else has written since this rank fetched: to the last bit where it has stepped to
-        else:
-            centre += x - state.own["base"]
-        state.own["base"] = x
-        state.shared["sequence"][0] = sequence + 1
-        # Where the rank and the centre still agree, this rank's own push is no news.
-        state.own["seen"] = sequence + 1 if sequence == state.own["seen"] else -1
-        return sequence
+    def _exchanged(self, worker: Worker, state: State, pushes: bool, fetches: bool) -> int | None:
+        """Push, fetch, or both, block by block; return the push's number."""
+        pieces, vector = state.params.pieces(), None
+        if pieces is None:
+            vector = np.array(state.vector)
+            pieces = [vector]
+        centre, base, d = state.shared["centre"], state.own["base"], state.scratch("steps", BLOCK)
+        with worker.lock(CENTRE):
+            sequence, own = int(state.shared["sequence"][0]), state.own
+            alone = sequence == own["seen"]  # nobody else has written since this rank fetched
+            for x, place in state.params.blocks(pieces):
+                c, b, steps = centre[place], base[place], d[: x.size]
+                np.subtract(x, b, out=steps)
+                if pushes and alone:
+                    c[...] = x  # to the last bit where the rank has stepped to
+                elif pushes:
+                    np.add(c, steps, out=c)
+                if fetches:
+                    x[...] = c
+                    # What it has not pushed yet it keeps to push.
+                    np.copyto(b, c) if pushes else np.subtract(c, steps, out=b)
+                elif pushes:
+                    b[...] = x
+            if pushes:
+                state.shared["sequence"][0] = sequence + 1
+            # Who has fetched, and has nothing left to push, stands where the centre is until somebody else writes.
+            own["seen"] = sequence + 1 if pushes and (fetches or alone) else -1
+        if vector is not None and fetches:
+            state.vector = vector
+        return sequence if pushes else None
 
     def report(self, worker: Worker, state: State) -> Any:
         """Push what is left, and return the centre."""
         if not self.asynchronous:
             return state.own["base"]
-        with worker.lock(CENTRE):
-            if not np.array_equal(x := np.array(state.vector), state.own["base"]):
-                self._push(state, x)
+        if not np.array_equal(state.vector, state.own["base"]):
+            self._exchanged(worker, state, pushes=True, fetches=False)
         worker.barrier("all have pushed")
         return state.shared["centre"].copy()
 

@@ -63,11 +63,13 @@ class GoSGD(Rule):
 
     def send(self, worker: Worker, state: State, to: int) -> None:
         """Put half of this rank's weight, with its parameters, into another's mailbox."""
-        vector = np.asarray(state.vector)
+        pieces = state.params.pieces() or [np.asarray(state.vector)]
         mail, weights = state.shared["mail"][to], state.shared["weights"]
         state.own["weight"] = weight = state.own["weight"] / 2
         with worker.lock(1 + to):
-            _merge(mail, float(weights[to]), vector, weight)
+            share = weight / (float(weights[to]) + weight)
+            for x, place in state.params.blocks(pieces):
+                _draw(mail[place], x, share, state.scratch("distance", BLOCK))
             weights[to] += weight
 
     def drain(self, worker: Worker, state: State) -> None:
@@ -75,13 +77,19 @@ class GoSGD(Rule):
         weights, me = state.shared["weights"], worker.number
         if not weights[me]:
             return
-        vector = np.array(state.vector)
+        pieces, vector = state.params.pieces(), None
+        if pieces is None:
+            vector = np.array(state.vector)
+            pieces = [vector]
         with worker.lock(1 + me):
-            came = float(weights[me])
-            _merge(vector, state.own["weight"], state.shared["mail"][me], came)
+            came, mail = float(weights[me]), state.shared["mail"][me]
+            state.own["weight"] += came
+            share = came / state.own["weight"]
+            for x, place in state.params.blocks(pieces):
+                _draw(x, mail[place], share, state.scratch("distance", BLOCK))
             weights[me] = 0
-        state.own["weight"] += came
-        state.vector = vector
+        if vector is not None:
+            state.vector = vector
 
     def report(self, worker: Worker, state: State) -> Any:
         """Return the weighted mean, with nothing left in a mailbox."""
@@ -96,8 +104,8 @@ class GoSGD(Rule):
         ]
         for r in range(size, len(now)):
             into, gone = now[r % size], now[r]
-            _merge(into["params"], into["own"]["weight"], gone["params"], gone["own"]["weight"])
             into["own"]["weight"] += gone["own"]["weight"]
+            into["params"] += gone["own"]["weight"] / into["own"]["weight"] * (gone["params"] - into["params"])
         for r in range(len(now), size):
             giver = now[r % len(ranks)]
             giver["own"]["weight"] /= 2
@@ -105,13 +113,12 @@ class GoSGD(Rule):
         return now[:size]
 
 
-def _merge(into: np.ndarray, weight: float, other: np.ndarray, other_weight: float) -> None:
-    """Make one vector the weighted mean of itself and another; block by block."""
-    share = other_weight / (weight + other_weight)
-    step = max(1, BLOCK // into.dtype.itemsize)
-    for at in range(0, into.size, step):
-        part, there = into[at : at + step], other[at : at + step]
-        if not weight:
-            part[...] = there
-        else:
-            part += np.asarray(share, into.dtype) * (there - part)
+def _draw(into: np.ndarray, other: np.ndarray, share: float, scratch: np.ndarray) -> None:
+    """Move one vector towards another, by a share of the way; all the way it is the other to the last bit."""
+    if share == 1:
+        into[...] = other
+        return
+    d = scratch[: into.size]
+    np.subtract(other, into, out=d)
+    np.multiply(d, share, out=d)
+    np.add(into, d, out=into)

@@ -97,7 +97,7 @@ class Worker:
         values = self._task.exchange("decide()", value if self.number == root else None)
         return values[root]
 
-    def all_reduce(self, array: Any, op: str = "avg") -> Any:
+    def all_reduce(self, array: Any, op: str = "avg", overwrite: bool = False) -> Any:
         """Return the reduction of all ranks' arrays, the same on every rank.
 
         Parameters
@@ -105,17 +105,21 @@ class Worker:
         array : ndarray, or array of a GPU
             Of one shape and dtype on all ranks.  Arrays of GPUs are combined by NCCL, others in host memory.
         op : {"avg", "sum", "prod", "min", "max"}
+        overwrite : bool
+            Whether the result may take the array's memory.
 
         Returns
         -------
         ndarray, or array of a GPU
-            A new one.
         """
         op_word(op)
         home: Device = self._rank.device
         if home is HOST or not home.holds(array) or not home.communicates(array.dtype) or REDUCTIONS[op].nccl is None:
             home = HOST
-        value = array if home is not HOST else np.array(device_of(array).to_host(array), order="C")
+        value = array
+        if home is HOST:
+            host = device_of(array).to_host(array)
+            value = host if overwrite and HOST.writable(host, False) is host else np.array(host, order="C")
         kind = tuple(value.shape), np.dtype(value.dtype).name, op, home.name
         shown = self._task.meet("all_reduce()", kind)
         if any(each != kind for each in shown):
@@ -125,7 +129,7 @@ class Worker:
         communicator = home.communicator(self._rank)
         if home is not HOST:
             communicator.connect(self._rank.exchange_known(communicator.epoch))
-            value = home.writable(value, held=True)
+            value = home.writable(value, held=not overwrite)
         communicator.all_reduce(value, op)
         value = home.written(value)
         communicator.meet()

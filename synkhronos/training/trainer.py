@@ -403,7 +403,7 @@ class Trainer:
             self._memory = {}
             if self._together is None:
                 self._memory = shared_memory(self.rule, session.size, vector.size, vector.dtype)
-                session.release_with(self, "stored", ("kept", self._name))
+                session.memory.release_with(self, "stored", ("kept", self._name))
             self._place = _Place()
         course.make()
         if resume is None:
