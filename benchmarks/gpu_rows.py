@@ -33,7 +33,7 @@ class Copy:
 
     def run(self, rank: Rank) -> None:
         """Copy this rank's, and wait for it."""
-        device = rank.store["device"]
+        device = rank.device
         staging = device.staging
         target = rank.store.get("benchmark")
         if target is None or target.size != self.nbytes:

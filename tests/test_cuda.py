@@ -109,7 +109,7 @@ class Gpu:
         self.has_room = threading.Event()
         self.has_room.set()
         self.command, self.is_master, self.size, self.number = 0, is_master, 2, 0
-        self.before_end, self.at_end, self.at_failure, self.unfinished = [], [], [], []
+        self.under_way = []
         self.stream = self.handle = 7
         self.coming_step, self.arrived, self.page = 3, 0, np.zeros(1, np.int32)
         self.arrays = self
@@ -182,7 +182,7 @@ def connected(monkeypatch):
     monkeypatch.setattr("synkhronos.devices.cuda.nccl.check", lambda results: None)
     yield connect
     for communicator in made:
-        communicator._end()
+        communicator.end()
 
 
 def start(communicator, gpu, command=5):
@@ -193,15 +193,15 @@ def start(communicator, gpu, command=5):
 def test_an_all_reduce_is_not_waited_for(connected):
     communicator, gpu = connected()
     start(communicator, gpu)
-    assert gpu.state == NOT_READY and gpu.unfinished[0]()
+    assert gpu.state == NOT_READY and gpu.under_way[0].unfinished()
     gpu.state = DONE
-    assert not gpu.unfinished[0]()
+    assert not gpu.under_way[0].unfinished()
 
 
 def test_what_a_failed_command_has_started_is_given_up(connected):
     communicator, gpu = connected(is_master=False)
     start(communicator, gpu, command=5)
-    (give_up,) = gpu.at_failure
+    give_up = gpu.under_way[0].give_up
     give_up(4)
     assert not gpu.aborted and communicator.epoch == 1
     give_up(5)
@@ -221,7 +221,7 @@ def test_the_master_gives_up_when_a_worker_has_died_though_it_hears_of_nothing(c
         time.sleep(0.01)
     assert gpu.aborted == 1
     # What came of it is wrong: who asks hears that it did not come to its end.
-    assert gpu.unfinished[0]()
+    assert gpu.under_way[0].unfinished()
 
 
 @pytest.mark.parametrize("has_died", [True, False])
@@ -263,23 +263,23 @@ def test_a_worker_that_dies_when_nothing_is_under_way_is_left_to_others(connecte
     time.sleep(0.1)
     gpu.is_dead = True
     time.sleep(0.1)
-    assert not gpu.aborted and not gpu.unfinished[0]()
+    assert not gpu.aborted and not gpu.under_way[0].unfinished()
 
 
 def test_before_the_ranks_end_what_is_under_way_is_waited_for(connected):
     communicator, gpu = connected()
     start(communicator, gpu)
-    (settle,) = gpu.before_end
+    finish = gpu.under_way[0].finish
     # Another command has failed since, which is none of its business.
     gpu.failed = 6
     timer = threading.Timer(0.1, lambda: setattr(gpu, "state", DONE))
     timer.start()
-    settle()
+    finish()
     assert gpu.state == DONE and not gpu.aborted
     timer.join()
     start(communicator, gpu)
     gpu.is_dead = True
-    settle()  # no longer: nobody will come
+    finish()  # no longer: nobody will come
 
 
 @pytest.mark.parametrize("is_master", [True, False])
@@ -307,8 +307,8 @@ def test_where_all_ranks_have_met_a_failure_ends_nothing(connected):
     assert met == [1]
     gpu.failed = 5
     time.sleep(0.1)
-    gpu.at_failure[0](5)
-    assert not gpu.aborted and gpu.unfinished[0]()
+    gpu.under_way[0].give_up(5)
+    assert not gpu.aborted and gpu.under_way[0].unfinished()
 
 
 def combine_within(communicator, gpu, count=3):
@@ -328,9 +328,9 @@ def test_what_is_combined_within_a_launch_counts_unless_the_connection_is_given_
     flag = communicator._holds
     assert copied == (96, flag.ctypes.data, 4, 7) and flag[0] == 1
     # If it is given up nothing that the user sees is wrong; of what is computed by hand that can't be said.
-    assert not gpu.unfinished[0]()
+    assert not gpu.under_way[0].unfinished()
     communicator._leaves_wrong = True
-    assert gpu.unfinished[0]()
+    assert gpu.under_way[0].unfinished()
     gpu.abort = lambda: told.append(int(flag[0]))  # what waits for a peer goes on from here
     told = []
     gpu.failed = 5
@@ -396,13 +396,13 @@ def test_who_has_come_leaves_the_others_what_they_wait_for(connected):
     communicator.come()
     assert gpu.has_come
     gpu.arrived = 2
-    gpu.at_failure[0](5)  # another rank has failed before it came
+    gpu.under_way[0].give_up(5)  # another rank has failed before it came
     assert gpu.aborted == 1
     communicator, gpu = connected()
     gpu.arrive = lambda: setattr(gpu, "arrived", 3)
     start(communicator, gpu, command=5)
     communicator.come()
-    gpu.at_failure[0](5)  # when all had come
+    gpu.under_way[0].give_up(5)  # when all had come
     assert not gpu.aborted
 
 
@@ -476,7 +476,7 @@ def test_what_all_ranks_have_come_to_is_not_given_up_by_some(connected):
 
     gpu.arrived = 3
     communicator.meet(fails)
-    gpu.at_failure[0](5)
+    gpu.under_way[0].give_up(5)
     assert not gpu.aborted
 
 
@@ -496,7 +496,7 @@ def test_what_was_started_is_given_up_by_all_or_by_none(connected, error, have_a
         with pytest.raises(error):
             communicator.meet(fails)
     gpu.arrived = 1 << 30  # in the next command
-    gpu.at_failure[0](5)
+    gpu.under_way[0].give_up(5)
     assert gpu.aborted == (0 if have_all_come else 1)
 
 
@@ -510,7 +510,7 @@ def test_who_leaves_before_all_have_come_has_not_come(connected):
     with pytest.raises(KeyboardInterrupt):
         communicator.meet(leaves)
     assert gpu.withdrawn == 3
-    gpu.at_failure[0](5)
+    gpu.under_way[0].give_up(5)
     assert gpu.aborted == 1
 
 

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from synkhronos import ranks
 from synkhronos.devices import Device
 from synkhronos.function.combine import Outputs, combined_together
-from synkhronos.ranks import Rank, Session
+from synkhronos.ranks import Rank, Session, UnderWay
 
 #: Calls whose outputs nobody will read, and their bytes on a rank, up to which they are kept on the ranks.
 _MOST_CALLS, _MOST_BYTES = 256, 1 << 24
@@ -41,7 +41,7 @@ class Unread:
     device: Device
 
 
-class _UnreadOutputs(dict[int, Unread]):
+class _UnreadOutputs(dict[int, Unread], UnderWay):
     """What one rank keeps, by the number of the command."""
 
     def give_up(self, command: int) -> None:
@@ -52,7 +52,7 @@ class _UnreadOutputs(dict[int, Unread]):
 def _unread(rank: Rank) -> _UnreadOutputs:
     def make() -> _UnreadOutputs:
         made = _UnreadOutputs()
-        rank.at_failure.append(made.give_up)
+        rank.under_way.append(made)
         return made
 
     return rank.kept(_UnreadOutputs, make)
@@ -125,7 +125,7 @@ class _Reference(weakref.ref[_Call]):
         return made
 
 
-class Results:
+class Results(UnderWay):
     """The master's record of the calls of one session whose outputs are unread."""
 
     def __init__(self, session: Session):
@@ -134,7 +134,7 @@ class Results:
         self._gone: list[_Reference] = []
         self._dropped: list[int] = []
         self._dropped_bytes = 0
-        session.rank.before_end.append(self.read)
+        session.rank.under_way.append(self)
 
     @classmethod
     def of(cls, session: Session) -> Results:
@@ -187,6 +187,10 @@ class Results:
         for call in calls:
             self._drop(self._unread[call.number])
         self.tidy(session)
+
+    def finish(self) -> None:
+        """Read all that is unread: the ranks that have it are about to end."""
+        self.read()
 
     def _drop(self, reference: _Reference) -> None:
         """Note that nobody will ask the ranks for a call's outputs any more: they have them still."""

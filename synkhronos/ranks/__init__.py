@@ -9,6 +9,8 @@ meaning, graphs or devices.
     What runs on each of them (`rank`).
 `SharedArray`
     Where an array lies in memory that all ranks see (`segments`).
+`UnderWay`
+    What may outlast the command that started it (`under_way`).
 `WorkerError`, `Cancelled`
     What went wrong (`errors`).
 `available_cores`
@@ -22,6 +24,7 @@ from synkhronos.ranks.rank import ROOM, Command, Rank
 from synkhronos.ranks.segments import Segment, SharedArray
 from synkhronos.ranks.session import Session, close, fork, session
 from synkhronos.ranks.threads import available_cores
+from synkhronos.ranks.under_way import UnderWay
 from synkhronos.ranks.weak import WeakKeys
 
 __all__ = [
@@ -32,6 +35,7 @@ __all__ = [
     "Segment",
     "Session",
     "SharedArray",
+    "UnderWay",
     "WeakKeys",
     "WorkerError",
     "available_cores",

@@ -21,6 +21,7 @@ from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.kept import Kept
 from synkhronos.ranks.segments import SegmentTable
 from synkhronos.ranks.threads import ThreadShare
+from synkhronos.ranks.under_way import UnderWay
 
 _log = logging.getLogger("synkhronos")
 
@@ -99,14 +100,8 @@ class Rank:
         self._commits = True
         #: Called when the command that runs has been run: what may be waited for as late as that.
         self.at_finish: list[Callable[[], None]] = []
-        #: Called in the master while the workers still run, when they are ended in an orderly way.
-        self.before_end: list[Callable[[], None]] = []
-        #: Called when the ranks end, before anything is freed: what still waits for a peer has to give up first.
-        self.at_end: list[Callable[[], None]] = []
-        #: Called with the number of a command that has failed on some rank: what it started may wait for ever.
-        self.at_failure: list[Callable[[int], None]] = []
-        #: Say whether something is under way in which the peers have a part, though no command runs.
-        self.unfinished: list[Callable[[], bool]] = []
+        #: What commands have started and that may outlast them.
+        self.under_way: list[UnderWay] = []
         #: Says whether a peer has died, without doing anything about it: the master's alone knows.
         self.bereft: Callable[[], bool] = nobody_has_died
 
@@ -130,9 +125,9 @@ class Rank:
     def look_back(self) -> None:
         """Have what the last command started given up, if it has failed on some rank."""
         if self._command and self.has_failed(self._command):
-            for give_up in self.at_failure:
+            for one in self.under_way:
                 try:
-                    give_up(self._command)
+                    one.give_up(self._command)
                 except Exception as error:
                     _log.warning("what a failed command had started could not be given up: %s", error)
 
@@ -271,11 +266,15 @@ class Rank:
         self._arrive()
         return values
 
-    def give_up(self) -> None:
-        """Call what is in `at_end`, and forget it."""
-        while self.at_end:
+    def unfinished(self) -> bool:
+        """Whether something is under way in which the peers have a part."""
+        return any(one.unfinished() for one in self.under_way)
+
+    def end(self) -> None:
+        """End what is under way: the ranks end."""
+        while self.under_way:
             try:
-                self.at_end.pop()()
+                self.under_way.pop().end()
             except Exception as error:
                 _log.warning("a connection between ranks could not be given up: %s", error)
 

@@ -321,7 +321,7 @@ class Session:
         # Once the ranks are being ended, their ends are no news.
         if self.closed is not None or self._running:
             return False
-        return any(unfinished() for unfinished in self.rank.unfinished)
+        return self.rank.unfinished()
 
     def _look_for_deaths(self) -> None:
         deaths = self._deaths
@@ -334,7 +334,7 @@ class Session:
 
     def _fail(self, message: str, number: int) -> NoReturn:
         """End all workers, and say why."""
-        if any(unfinished() for unfinished in self.rank.unfinished):
+        if self.rank.unfinished():
             message += (
                 " A collective was under way on the GPUs, and was given up: what it wrote, and what was computed from "
                 "it since, is wrong in this process too. Set these variables from values that were saved."
@@ -363,8 +363,8 @@ class Session:
             kill = kill or not is_mine
             self._deaths.at_work = 0
             if not kill:
-                for finish in self.rank.before_end:
-                    finish()
+                for one in self.rank.under_way:
+                    one.finish()
                 # Workers busy with what an interrupt left get their time, and no more.
                 self._join(GRACE)
                 kill = self._busy()
@@ -398,7 +398,7 @@ class Session:
                     kill = True
                     _log.debug("a worker did not take the command to end: %s", error)
             self.closed = "the ranks were closed: call synkhronos.fork() first"
-            self.rank.give_up()
+            self.rank.end()
             self.workers.end(0.0 if kill else GRACE, lambda: signals.came)
             self._free()
 

@@ -23,7 +23,7 @@ import numpy as np
 from synkhronos.devices.cuda.staging import Part, Staging, check
 from synkhronos.devices.host import Layout
 from synkhronos.devices.reductions import REDUCTIONS
-from synkhronos.ranks import Cancelled, Rank
+from synkhronos.ranks import Cancelled, Rank, UnderWay
 from synkhronos.ranks.interrupts import undisturbed
 
 #: NCCL's numbers for dtypes (ncclDataType_t).
@@ -57,7 +57,7 @@ _PATIENCE = 40
 _STUCK = 0.5
 
 
-class NcclCommunicator:
+class NcclCommunicator(UnderWay):
     """Combines arrays on GPUs.
 
     Connected at its first use, and anew after a failure in the middle of a collective, which ends in `abort` on the
@@ -80,10 +80,7 @@ class NcclCommunicator:
         self._arrays = staging.arrays
         self._stream = staging.handle if staging.arrays.stream is None else staging.arrays.stream
         # A collective that waits for a dead rank keeps the GPU busy, and whatever is to be freed there waits for it.
-        rank.before_end.append(self._settle)
-        rank.at_end.append(self._end)
-        rank.at_failure.append(self._give_up)
-        rank.unfinished.append(self._is_unfinished)
+        rank.under_way.append(self)
         #: The last command that started a collective without waiting for it, 0 without.
         self._under_way = 0
         #: That command, as long as some rank may fail in it before it comes to the collective.
@@ -124,7 +121,7 @@ class NcclCommunicator:
         self.abort()
         self._staging.enter()
         # What was put on the stream before has its own time.
-        self._finish()
+        self._wait()
         mine = bytes(get_unique_id()) if self._rank.number == 0 else b""
         unique_id = self._rank.exchange(mine)[0]
         # NCCL blocks while it connects, and a peer that dies meanwhile would keep it for ever: so it does so in a
@@ -202,7 +199,7 @@ class NcclCommunicator:
         if count:
             with self._calls:
                 self._nccl.broadcast(at, at, count, dtype, root, self._connected(), self._stream)
-            self._finish()
+            self._wait()
 
     def all_reduce(self, array: Any, op: str) -> None:
         """Replace every rank's array by the reduction of all ranks', which is not waited for."""
@@ -213,7 +210,7 @@ class NcclCommunicator:
             with self._calls:
                 self._nccl.all_reduce(at, at, count, dtype, OPS[op], self._connected(), self._stream)
             if self._arrays.stream is None:
-                self._finish()
+                self._wait()
 
     def start_within(self, spans: Sequence[Span], op: str, stream: int) -> None:
         """Begin to combine items on the GPU when a stream has come to here, beside what it does next.
@@ -275,7 +272,7 @@ class NcclCommunicator:
             to = at if out is None else self._span(out)[0]
             with self._calls:
                 self._nccl.reduce(at, to, count, dtype, OPS[op], root, self._connected(), self._stream)
-            self._finish()
+            self._wait()
 
     def gather(
         self, array: Any, root: int | None, layouts: Sequence[Layout | None], out: Sequence[Any | None] | None
@@ -301,7 +298,7 @@ class NcclCommunicator:
                         self._nccl.recv(part.pointer, part.nbytes, _BYTES, r, handle, self._stream)
             finally:
                 self._nccl.group_end()
-        self._finish()
+        self._wait()
 
     def _connected(self) -> Any:
         """Return the connection for a call of NCCL, unless it was given up since the ranks agreed on it."""
@@ -346,7 +343,7 @@ class NcclCommunicator:
                 # The master may have heard of the death when nothing was to be said of it, and not listen now.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
                 return
-            self._give_up(command)
+            self.give_up(command)
             # Whatever has kept a peer from it: nothing waits for ever.
             if failed != command:
                 failed, since = command, perf_counter()
@@ -410,32 +407,32 @@ class NcclCommunicator:
         self._asking.join(_STUCK)
         return bool(answers and answers[0])
 
-    def _is_unfinished(self) -> bool:
+    def unfinished(self) -> bool:
         """Whether a collective is under way, or did not come to its end."""
         if self._under_way and not self._lost:
             self._staging.enter()
             return self._leaves_wrong and not self._is_done()
         return self._lost and self._leaves_wrong
 
-    def _settle(self) -> None:
+    def finish(self) -> None:
         """Let what is under way come to its end, one way or the other."""
         self._staging.enter()
         while self._under_way and not self._is_done() and not self._rank.bereft():
             time.sleep(_PAUSE)
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Disconnect."""
         self._ended.set()
         if self._guard is not None and self._guard is not threading.current_thread():
             self._guard.join(1.0)
         self.abort()
 
-    def _give_up(self, command: int) -> None:
+    def give_up(self, command: int) -> None:
         """Abort what a command that failed has started, unless all ranks have come to it: none does so then."""
         if self._exposed == command and not (self._meeting and self._rank.have_all_come(self._meeting)):
             self.abort()
 
-    def _finish(self) -> None:
+    def _wait(self) -> None:
         """Wait for the stream, and watch the peers."""
         start = look = perf_counter()
         while not self._is_done():
