@@ -8,6 +8,8 @@
     JAX mode with them, for PyTensor's own functions.
 `strong`
     A result as an array of a dtype of its own.
+`indices_of`
+    The indexes of an Op.
 `of_numbers`
     What computes an operation on Python's numbers.
 `decisive`
@@ -62,7 +64,7 @@ from pytensor.tensor.subtensor import (
 )
 from pytensor.tensor.type import lscalar
 
-__all__ = ["Linker", "Rows", "Steered", "decisive", "in_jax_mode", "of_numbers", "steered", "strong"]
+__all__ = ["Linker", "Rows", "Steered", "decisive", "in_jax_mode", "indices_of", "of_numbers", "steered", "strong"]
 
 #: What the host computes lengths by.
 _ARITHMETIC = (
@@ -354,7 +356,7 @@ def _slices(node: Any, known: _Known) -> Iterator[tuple[int, _Length]]:
         return  # a shape's elements, say
     first = 2 if isinstance(node.op, _INCREMENTS) else 1
     axis = 0
-    for position, index in enumerate(indices_from_subtensor(node.inputs[first:], node.op.idx_list)):
+    for position, index in enumerate(indices_of(node.op, node.inputs[first:])):
         if isinstance(index, slice):
             bounds = index.start, index.stop, index.step
             varying = [known.varies(bound) for bound in bounds]
@@ -363,7 +365,14 @@ def _slices(node: Any, known: _Known) -> Iterator[tuple[int, _Length]]:
                 if known.varies(length) is not None:
                     yield position, _Length(*bounds, length)
         # A mask takes as many axes as it has.
-        axis += index.type.ndim if not isinstance(index, slice) and index.type.dtype == "bool" else 1
+        kind: Any = None if isinstance(index, slice) else index.type
+        axis += kind.ndim if getattr(kind, "dtype", "") == "bool" else 1
+
+
+def indices_of(op: Op, flat: Sequence[Any]) -> tuple[Any, ...]:
+    """Return indexes, slices among them, from an Op's inputs or their values."""
+    # Before 3.0 advanced indexing has slices as they are.
+    return indices_from_subtensor(flat, getattr(op, "idx_list", None))
 
 
 # -- on the host -----------------------------------------------------------------------------------------------------

@@ -56,10 +56,9 @@ from pytensor.tensor.subtensor import (
     AdvancedSubtensor,
     IncSubtensor,
     Subtensor,
-    indices_from_subtensor,
 )
 
-from synkhronos.graphs.lengths import Rows, decisive, of_numbers
+from synkhronos.graphs.lengths import Rows, decisive, indices_of, of_numbers
 
 __all__ = ["tell_jax"]
 
@@ -202,7 +201,7 @@ def _dimshuffle(op: Any, node: Any) -> Compute:
 
 
 def _subtensor(op: Any, node: Any) -> Compute:
-    return lambda x, *index: np.asarray(x)[tuple(indices_from_subtensor(index, op.idx_list))]
+    return lambda x, *index: np.asarray(x)[tuple(indices_of(op, index))]
 
 
 def _join(op: Any, node: Any) -> Compute:
@@ -307,11 +306,15 @@ def _sliced(lowering: Callable[..., Any]) -> Callable[..., Any]:
         if node is None:
             return plain
         n_before = 2 if isinstance(op, IncSubtensor | AdvancedIncSubtensor) else 1
-        variables, known = indices_from_subtensor(node.inputs[n_before:], op.idx_list), dict(_sequences)
+        variables, known = indices_of(op, node.inputs[n_before:]), dict(_sequences)
 
         def run(*inputs: Any) -> Any:
-            indices = indices_from_subtensor(inputs[n_before:], op.idx_list)
-            traced = [i for i, index in enumerate(indices) if isinstance(index, slice) and not _is_fixed(index)]
+            indices = indices_of(op, inputs[n_before:])
+            traced = [
+                i
+                for i, (index, variable) in enumerate(zip(indices, variables, strict=True))
+                if isinstance(index, slice) and isinstance(variable, slice) and not _is_fixed(index)
+            ]
             if not traced:
                 return plain(*inputs)
             lengths = [_difference(variables[i], known) for i in traced]
@@ -328,7 +331,7 @@ def _rows(op: Rows, node: Any = None, **kwargs: Any) -> Compute:
     n = len(op.positions)
 
     def run(*inputs: Any) -> Any:
-        indices = indices_from_subtensor(inputs[n_before:-n], op.op.idx_list)
+        indices = indices_of(op.op, inputs[n_before:-n])
         return _at(op.op, inputs[:n_before], indices, op.positions, inputs[-n:], in_bounds=True)
 
     return run
