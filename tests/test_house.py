@@ -1,0 +1,79 @@
+"""The rooms of the house: imports go down, never up.
+
+A room is a folder, or a module, of ``synkhronos/``; docs/internals.rst says what each is for.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import synkhronos
+
+PACKAGE = Path(synkhronos.__file__).resolve().parent
+#: From the cellar up.  Rooms on one floor know nothing of each other.
+FLOORS = [
+    {"checks", "ranks"},
+    {"devices"},
+    {"graphs", "processes"},
+    {"compat", "data"},
+    {"collectives", "function"},
+    {"tasks"},
+    {"extensions"},
+    {"rules"},
+    {"training"},
+    {"launch"},
+]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+#: The doors of the house see all rooms.
+DOORS = {"__init__", "__main__"}
+
+
+def room_of(path):
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported(path):
+    """Yield the rooms that a file imports from, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "synkhronos":
+            names = [f"synkhronos.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        for name in names:
+            package, _, rest = name.partition(".")
+            if package == "synkhronos":
+                yield rest.partition(".")[0]
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+ROOMS = sorted({room_of(path) for path in FILES} - DOORS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_go_down(room):
+    assert room in FLOOR, f"synkhronos/{room} stands on no floor: give it one here, and a line in docs/internals.rst"
+    for path in FILES:
+        if room_of(path) != room:
+            continue
+        for other in imported(path):
+            if not other:
+                # What users see: for rooms that are programs like theirs.
+                assert FLOOR[room] > FLOOR["tasks"], f"{path} imports the package itself"
+            elif other != room:
+                assert FLOOR[other] < FLOOR[room], f"{path} imports {other}, which is not below {room}"
+
+
+def test_programs_that_use_theano_s_names_are_nobody_elses_business():
+    for path in FILES:
+        if room_of(path) not in ("compat", "__main__"):
+            assert "compat" not in set(imported(path)), path
+
+
+def test_each_room_has_a_line_in_the_docs():
+    page = (PACKAGE.parent / "docs" / "internals.rst").read_text()
+    for room in ROOMS:
+        assert f"``{room}/``" in page or f"``{room}.py``" in page, room
