@@ -3,6 +3,7 @@
 import importlib
 import sys
 import textwrap
+import types
 
 import numpy as np
 import pytest
@@ -203,3 +204,20 @@ def test_digests_tell_code_apart(write):
 def test_installed_code_is_not_the_users():
     assert is_the_users(__name__)
     assert not any(is_the_users(name) for name in ("json", "numpy", NAME, "synkhronos.data", "no_such_module", None))
+
+
+def test_what_is_installed_elsewhere_is_not_the_users(monkeypatch, tmp_path):
+    # It would be read whole for each function, and may differ by rank.
+    def ask(name, file):
+        made = types.ModuleType(name)
+        made.__file__ = str(tmp_path / file)
+        monkeypatch.setitem(sys.modules, name, made)
+        return is_the_users.__wrapped__(name)
+
+    (tmp_path / "site" / "a_library-1.0.dist-info").mkdir(parents=True)
+    assert not ask("a_library", "site/a_library/__init__.py")
+    assert not ask("a_library.inner", "site/a_library/inner/__init__.py")
+    assert not ask("a_library.inner.most", "site/a_library/inner/most.py")
+    assert not ask(f"{NAME}.made_up", f"sources/{NAME}/made_up.py")
+    assert ask("a_program", "program.py")
+    assert ask("a_program.inner.most", "a_program/inner/most.py")

@@ -116,7 +116,12 @@ def is_the_users(module: str | None) -> bool:
     if file is None:  # made by hand
         return module in sys.modules
     path = Path(file).resolve()
-    return not ({"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(_PACKAGE))
+    if {"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(_PACKAGE):
+        return False
+    # Elsewhere it may be installed as well (`pip install --target`), or the graph library itself from a folder of sources.
+    package = module.split(".")
+    folder = path.parents[len(package) - (path.name != "__init__.py")]
+    return package[0] not in ("pytensor", "theano") and not any(folder.glob("*.dist-info"))
 
 
 def digest(value: Any) -> bytes:
