@@ -43,4 +43,6 @@ def test_mnist_trains_a_little(tmp_path):
     small = ("--ranks", 2, "--epochs", 4, "--hidden", 64, "--batch-size", 100, "--dropout", 0)
     printed = run(MNIST, *small, "--target", 80, "--plot", plot)
     assert "Test accuracy" in printed
+    assert "compiling" in printed
+    assert "deprecated" not in printed
     assert plot.stat().st_size > 0

@@ -1,6 +1,7 @@
 """Calls from several threads, and from signals' handlers: one at a time, and none with another's numbers."""
 
 import signal
+import sys
 import threading
 import time
 
@@ -65,10 +66,15 @@ def test_threads_that_make_data_do_not_share_its_memory(fork):
     made = [[], []]
 
     def make(which):
-        for i in range(30):
+        for i in range(100):
             made[which].append((synk.data(np.full(50 + i, which * 100.0 + i)), (50 + i) * (which * 100.0 + i)))
 
-    assert in_threads(lambda: make(0), lambda: make(1)) == [None, None]
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # so that threads come between any two lines of the library's
+    try:
+        assert in_threads(lambda: make(0), lambda: make(1)) == [None, None]
+    finally:
+        sys.setswitchinterval(usual)
     for array, expected in made[0] + made[1]:
         assert float(total(array)) == expected
 
