@@ -118,7 +118,7 @@ def is_the_users(module: str | None) -> bool:
     path = Path(file).resolve()
     if {"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(_PACKAGE):
         return False
-    # Elsewhere it may be installed as well (`pip install --target`), or the graph library itself from a folder of sources.
+    # Packages may lie elsewhere too (`pip install --target`), and the graph library in a folder of sources.
     package = module.split(".")
     folder = path.parents[len(package) - (path.name != "__init__.py")]
     return package[0] not in ("pytensor", "theano") and not any(folder.glob("*.dist-info"))
