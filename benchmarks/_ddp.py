@@ -4,8 +4,8 @@ Run as a script of its own, with the settings as JSON in its only argument: PyTo
 starts a process for each GPU, and the first prints what it measured, as JSON.
 
 Arrays are laid out channels last, cuDNN chooses its algorithms by trying them, TF32 is allowed, and with bfloat16 the
-network runs under autocast.  Host images are pinned batches, prepared beforehand in the GPU's layout, and copied while
-the GPU computes.
+network runs under autocast; compiled, under ``torch.compile``.  Host images are pinned batches, prepared beforehand in
+the GPU's layout, and copied while the GPU computes.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Side:
         model = network(settings).to(self._device, memory_format=layout)
         devices = [rank] if self._gpu else None
         self._model = torch.nn.parallel.DistributedDataParallel(model, device_ids=devices)
+        if settings["compiled"]:
+            self._model = torch.compile(self._model)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
         self._loss = torch.nn.CrossEntropyLoss()
         n, size = settings["batch_size"], settings["size"]

@@ -1,8 +1,8 @@
-"""The other side of `benchmarks.gpu_all_reduce`: NCCL, and nothing else.
+"""The other side of `benchmarks.gpu_all_reduce` and `benchmarks.collectives`: NCCL, and nothing else.
 
 Run as a script of its own: it starts a process for each GPU, and reads from standard input one line for each
-measurement, the number of float32; it answers each with the seconds of one all_reduce in the first process, when many
-are queued and when each is waited for.
+measurement, a collective's name and the number of float32 on each GPU; it answers each with the seconds of one in the
+first process, when many are queued and when each is waited for.
 """
 
 from __future__ import annotations
@@ -15,6 +15,33 @@ from time import perf_counter
 from typing import Any
 
 _FLOAT32, _SUM = 7, 0
+
+
+def call_of(name: str, nccl: Any, at: int, out: int, count: int, rank: int, size: int, handle: Any, on: int) -> Any:
+    """Return what puts one collective on a stream, from one address to another: the first process is the root."""
+
+    def gather() -> None:
+        nccl.group_start()
+        if rank:
+            nccl.send(at, count, _FLOAT32, 0, handle, on)
+        for r in range(1, size if rank == 0 else 0):
+            nccl.recv(out + 4 * count * r, count, _FLOAT32, r, handle, on)
+        nccl.group_end()
+
+    def send() -> None:
+        if rank == 0:
+            nccl.send(at, count, _FLOAT32, size - 1, handle, on)
+        elif rank == size - 1:
+            nccl.recv(at, count, _FLOAT32, 0, handle, on)
+
+    return {
+        "all_reduce": lambda: nccl.all_reduce(at, at, count, _FLOAT32, _SUM, handle, on),
+        "reduce": lambda: nccl.reduce(at, at, count, _FLOAT32, _SUM, 0, handle, on),
+        "broadcast": lambda: nccl.broadcast(at, at, count, _FLOAT32, 0, handle, on),
+        "all_gather": lambda: nccl.all_gather(at, out, count, _FLOAT32, handle, on),
+        "gather": gather,
+        "send": send,
+    }[name]
 
 
 def serve(rank: int, size: int, orders: list[Any]) -> None:
@@ -40,33 +67,30 @@ def serve(rank: int, size: int, orders: list[Any]) -> None:
         print("ready", flush=True)
     while True:
         if rank == 0:
-            line = sys.stdin.readline().strip()
-            count = int(line) if line else 0
+            line = sys.stdin.readline().split()
             for order in orders:
-                order.send(count)
+                order.send(line)
         else:
-            count = orders[rank - 1].recv()
-        if count == 0:
+            line = orders[rank - 1].recv()
+        if not line:
             break
-        _, address = driver.cuMemAlloc(4 * count)
-        at, on = int(address), int(stream.handle)
-        driver.cuMemsetD8(address, 0, 4 * count)
-
-        def all_reduce(at: int = at, count: int = count, on: int = on) -> None:
-            nccl.all_reduce(at, at, count, _FLOAT32, _SUM, handle, on)
-
+        count = int(line[1])
+        _, address = driver.cuMemAlloc(4 * count * (1 + size))
+        at = int(address)
+        driver.cuMemsetD8(address, 0, 4 * count * (1 + size))
+        one = call_of(line[0], nccl, at, at + 4 * count, count, rank, size, handle, int(stream.handle))
         for _ in range(10):
-            all_reduce()
+            one()
         stream.sync()
         times, rounds = [], 100
         for _ in range(rounds):
             start = perf_counter()
-            all_reduce()
+            one()
             stream.sync()
             times.append(perf_counter() - start)
         start = perf_counter()
         for _ in range(rounds):
-            all_reduce()
+            one()
         stream.sync()
         if rank == 0:
             print((perf_counter() - start) / rounds, median(times), flush=True)

@@ -64,6 +64,7 @@ class Side:
             updates.momentum,
             sliceable_shareds=held,
             extra_updates=net.average_updates,
+            exchange=self._settings["exchange"],
             learning_rate=0.01,
         )
 

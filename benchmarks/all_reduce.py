@@ -4,7 +4,8 @@
 
 - one process that adds two arrays with NumPy and copies the result once, into memory that was used before ("warm") and
   into new memory ("cold"): what two ranks have to do at least, done by one;
-- the same all_reduce by PyTorch's gloo, in as many processes and with as many threads, if PyTorch is installed.
+- the same all_reduce by PyTorch's gloo, in as many processes and with as many threads, if PyTorch is installed;
+- the same by mpi4py, in as many processes, if ``--mpiexec`` names the program that starts them.
 
 The first row of each size has medians, which the bars are for; the second has the best times, which say what the
 machine can do when nothing else runs: two ranks need two cores at the same moment.
@@ -28,21 +29,18 @@ from benchmarks._measure import Table, bar, duration, graph_library, heading, ra
 SIZES = (4_000, 4_000_000, 100_000_000)
 
 
-class Gloo:
-    """PyTorch's processes.
+class Others:
+    """Another library's processes.
 
     Parameters
     ----------
-    python : str
-        The Python that has PyTorch.
-    count : int
-        The number of processes.
+    command : list of str
+        What starts them.
     """
 
-    def __init__(self, python: str, count: int):
-        script = Path(__file__).with_name("_gloo.py")
+    def __init__(self, command: list[str]):
         self._process = subprocess.Popen(
-            [python, str(script), str(count)],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -104,16 +102,31 @@ def rounds_for(nbytes: int, rounds: int) -> int:
     return rounds if nbytes > 10_000_000 else 10 * rounds
 
 
-def print_rows(table: Table, label: str, middle: dict[str, float], best: dict[str, float]) -> tuple[float, float]:
-    """Print medians and best times, and return the medians' ratios: ours to NumPy's, gloo's to ours."""
+#: The other libraries.
+OTHERS = ("gloo", "MPI")
+
+
+def others(options: argparse.Namespace, count: int) -> dict[str, Others]:
+    """Start the other libraries' processes, of those that there are."""
+    folder = Path(__file__).parent
+    commands = {"gloo": [options.torch_python, str(folder / "_gloo.py"), str(count)]}
+    if options.mpiexec:
+        commands["MPI"] = [*options.mpiexec.split(), "-n", str(count), options.mpi_python, str(folder / "_mpi.py")]
+    started = {name: Others(command) for name, command in commands.items()}
+    for name in OTHERS:
+        there = name in started and started[name].there
+        print(f"{name}: {started[name].version}" if there else f"{name}: left out")
+    return {name: other for name, other in started.items() if other.there}
+
+
+def print_rows(table: Table, label: str, middle: dict[str, float], best: dict[str, float]) -> dict[str, float]:
+    """Print medians and best times, and return the medians' ratios: ours to NumPy's, and others' to ours."""
     for name, time in ((label, middle), ("  best", best)):
-        ratios = time["ours"] / time["warm"], time.get("gloo", 0) / time["ours"]
+        ratios = {"NumPy": time["ours"] / time["warm"], **{o: time[o] / time["ours"] for o in OTHERS if o in time}}
         table.row(
             name,
-            *(duration(time[side]) for side in ("ours", "warm", "cold")),
-            duration(time["gloo"]) if "gloo" in time else "-",
-            f"{ratios[0]:.2f}",
-            f"{ratios[1]:.2f}" if "gloo" in time else "-",
+            *(duration(time[side]) if side in time else "-" for side in ("ours", "warm", "cold", *OTHERS)),
+            *(f"{ratios[side]:.2f}" if side in ratios else "-" for side in ("NumPy", *OTHERS)),
         )
         if time is middle:
             result = ratios
@@ -127,28 +140,38 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="numbers of ranks (default: 2)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes (default: 4 KB, 4 MB, 100 MB)")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each side (default: %(default)s)")
     parser.add_argument(
         "--torch-python", default=sys.executable, metavar="PATH", help="a Python that has PyTorch (default: this one)"
     )
+    parser.add_argument("--mpiexec", metavar="COMMAND", help="such as 'mpiexec --bind-to none' (default: without MPI)")
+    parser.add_argument(
+        "--mpi-python", default=sys.executable, metavar="PATH", help="a Python that has mpi4py (default: this one)"
+    )
     options = parser.parse_args()
+    for count in options.ranks:
+        measure(options, count)
 
-    heading(f"all_reduce: the sum of float32 on {options.ranks} ranks")
-    gloo = Gloo(options.torch_python, options.ranks)
-    print(f"gloo: PyTorch {gloo.version}\n" if gloo.there else "gloo: left out, PyTorch is not installed\n")
-    table = Table({"": 8, "ours": 9, "NumPy": 9, "NumPy cold": 10, "gloo": 9, "ours/NumPy": 10, "gloo/ours": 9})
-    ratios: dict[int, tuple[float, float]] = {}
-    with ranks(options.ranks):
-        ours = Ours(options.ranks)
+
+def measure(options: argparse.Namespace, count: int) -> None:
+    """Measure with one number of ranks."""
+    heading(f"all_reduce: the sum of float32 on {count} ranks")
+    beside = others(options, count)
+    columns = ("ours", "NumPy", "cold", *OTHERS, "ours/NumPy", *(f"{name}/ours" for name in OTHERS))
+    print()
+    table = Table({"": 8, **dict.fromkeys(columns, 9), "ours/NumPy": 10})
+    ratios: dict[int, dict[str, float]] = {}
+    with ranks(count):
+        ours = Ours(count)
         for nbytes in options.sizes:
             items = nbytes // 4
             ours.prepare(items)
             warm, cold = numpy_sides(items)
             sides: dict[str, Callable[[], float]] = {"ours": ours.all_reduce, "warm": warm, "cold": cold}
-            if gloo.there:
-                sides["gloo"] = lambda items=items: gloo.all_reduce(items)  # type: ignore[misc]
+            for name, other in beside.items():
+                sides[name] = lambda items=items, other=other: other.all_reduce(items)  # type: ignore[misc]
             times: dict[str, list[float]] = {name: [] for name in sides}
             for turn in range(rounds_for(nbytes, options.rounds)):
                 if turn % 8 == 0:
@@ -159,12 +182,15 @@ def main() -> None:
             middle = {name: median(values) for name, values in times.items()}
             best = {name: min(values) for name, values in times.items()}
             ratios[nbytes] = print_rows(table, size(nbytes), middle, best)
-    gloo.close()
+    for other in beside.values():
+        other.close()
     largest = max(options.sizes)
     print()
-    bar(f"time beside NumPy's add and copy, {size(largest)}", ratios[largest][0], " times", most=1.5)
-    if gloo.there:
-        bar(f"speed beside gloo, {size(largest)}", ratios[largest][1], " times", least=2)
+    if count == 2:
+        bar(f"time beside NumPy's add and copy, {size(largest)}", ratios[largest]["NumPy"], " times", most=1.5)
+    for name in beside:
+        least = 2 if name == "gloo" and count == 2 else 1
+        bar(f"speed beside {name}, {size(largest)}, {count} ranks", ratios[largest][name], " times", least=least)
 
 
 if __name__ == "__main__":

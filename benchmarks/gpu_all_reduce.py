@@ -76,7 +76,7 @@ def main() -> None:
             finish()
             together = (perf_counter() - start) / (options.calls // 3)
             ours.append((together, median(seconds(one) for _ in range(options.calls // 3))))
-            print(items, file=nccl.stdin, flush=True)
+            print("all_reduce", items, file=nccl.stdin, flush=True)
             queued, waited = map(float, nccl.stdout.readline().split())
             raw.append((queued, waited))
         queued, waited = (median(values) for values in zip(*ours, strict=True))

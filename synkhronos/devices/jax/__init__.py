@@ -103,7 +103,12 @@ class Jax(CudaDevice):
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Return a new array, of zeros: XLA has no other."""
-        return self._numpy.zeros(shape, dtype).block_until_ready()
+        return self._zeros(tuple(shape), dtype).block_until_ready()
+
+    @cached_property
+    def _zeros(self) -> Any:
+        # Compiled by hand: what JAX does by itself takes seven times as long, in Python.
+        return self._jax().jit(self._numpy.zeros, static_argnums=(0, 1))
 
     def pointer(self, array: Any) -> int:
         """Return an array's address."""

@@ -1,0 +1,40 @@
+"""Another side of `benchmarks.all_reduce`: mpi4py, under mpiexec.
+
+Each process is one rank.  The first reads from standard input one line for each measurement, the number of float32, and
+answers with the seconds that an allreduce in place of so many took.
+"""
+
+from __future__ import annotations
+
+import sys
+from time import perf_counter
+
+import numpy as np
+
+
+def main() -> None:
+    """Be one process."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    if world.rank == 0:
+        print("ready", MPI.Get_library_version().split(",")[0].replace("\x00", ""), flush=True)
+    values: dict[int, np.ndarray] = {}
+    while True:
+        line = sys.stdin.readline().strip() if world.rank == 0 else ""
+        count = world.bcast(int(line or 0))
+        if not count:
+            break
+        if count not in values:
+            values[count] = np.full(count, 1e-30, np.float32)
+            world.Allreduce(MPI.IN_PLACE, values[count])
+        values[count].fill(1e-30)
+        world.Barrier()
+        start = perf_counter()
+        world.Allreduce(MPI.IN_PLACE, values[count])
+        if world.rank == 0:
+            print(perf_counter() - start, flush=True)
+
+
+if __name__ == "__main__":
+    main()

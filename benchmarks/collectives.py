@@ -1,0 +1,194 @@
+"""What does each collective cost?
+
+All ten, on float32 of 4 KB, 4 MB and 100 MB a rank, on CPU cores or, with ``--device gpu``, on GPUs.  Beside them
+
+- on cores, what NumPy takes in one process to do as much to the arrays of all ranks, into memory that was used before:
+  a copy for each array that arrives somewhere, an addition for each that is added;
+- on GPUs, NCCL's own collective in processes of its own, each call waited for; what goes between host and GPU
+  (``scatter``, ``set_value``, ``get_value``), and what moves nothing, has no other side.
+
+Values that are given are `synkhronos.Data`.  Each call is waited for, until the arrays are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+import synkhronos as synk
+from benchmarks._measure import Table, duration, gpus, graph_library, heading, quartiles, seconds, size
+from synkhronos.devices import device_of
+from synkhronos.graphs import library_of
+
+SIZES = [4_000, 4_000_000, 100_000_000]
+#: What NCCL calls what a collective does.
+OF_NCCL = {name: name for name in ("broadcast", "gather", "all_gather", "reduce", "all_reduce")}
+
+
+class Ranks:
+    """A shared variable on all ranks, and what each collective does with it."""
+
+    def __init__(self, count: int):
+        library, _ = graph_library()
+        self._count = count
+        #: The seconds of what is timed inside of a call.
+        self._inner: list[float] = []
+        self._s, self._joined = (library.shared(np.zeros(1, np.float32), name) for name in ("s", "joined"))
+        self._f = synk.function([], [], updates=[(self._s, self._s), (self._joined, self._joined)])
+        self._f()
+
+    def calls(self, items: int) -> dict[str, Callable[[], Any]]:
+        """Return a call of each, on so many items a rank; sums are of zeros, which stay what they are."""
+        s, joined, last = self._s, self._joined, self._count - 1
+        data, rows = synk.data(np.zeros(items, np.float32)), synk.data(np.zeros(items * self._count, np.float32))
+        synk.broadcast(s, data)
+
+        def waited(call: Callable[..., None], shared: Any, *arguments: Any) -> Callable[[], None]:
+            def call_and_wait() -> None:
+                call(shared, *arguments)
+                self._wait(library_of(shared).get(shared))
+
+            return call_and_wait
+
+        all_gather = waited(synk.all_gather, joined)
+
+        def scatter_and_gather() -> None:
+            synk.scatter(joined, rows)  # or it would be longer each time
+            self._inner.append(seconds(all_gather))
+
+        return {
+            "broadcast": waited(synk.broadcast, s),
+            "scatter": waited(synk.scatter, joined, rows),
+            "gather": lambda: self._wait(synk.gather(s)),
+            "all_gather": scatter_and_gather,
+            "reduce": waited(synk.reduce, s, "sum"),
+            "all_reduce": waited(synk.all_reduce, s, "sum"),
+            "set_value": lambda: synk.set_value(last, s, data),
+            "get_value": lambda: synk.get_value(last, s),
+            "get_lengths": lambda: synk.get_lengths(s),
+            "get_shapes": lambda: synk.get_shapes(s),
+        }
+
+    def _wait(self, value: Any) -> None:
+        device_of(value).wait([value])
+
+    def time(self, name: str, call: Callable[[], Any], rounds: int) -> list[float]:
+        """Return the seconds of some calls, the first of which isn't counted."""
+        call()
+        self._inner.clear()
+        times = [seconds(call) for _ in range(rounds)]
+        return list(self._inner) if name == "all_gather" else times
+
+
+def numpy_sides(items: int, count: int) -> dict[str, Callable[[], Any]]:
+    """Return what NumPy does in one process to as many arrays."""
+    arrays = [np.zeros(items, np.float32) for _ in range(count)]
+    whole = np.zeros((count, items), np.float32)
+    total = np.zeros(items, np.float32)
+
+    def copies(n: int) -> Callable[[], None]:
+        def copy() -> None:
+            for k in range(n):
+                np.copyto(whole[k % count], arrays[k % count])
+
+        return copy
+
+    def reduce() -> None:
+        np.add(arrays[0], arrays[1 % count], out=total)
+        for other in arrays[2:]:
+            np.add(total, other, out=total)
+
+    def all_reduce() -> None:
+        reduce()
+        for k in range(count - 1):
+            np.copyto(arrays[k], total)
+
+    return {
+        "broadcast": copies(count - 1),
+        "scatter": copies(count),
+        "gather": copies(count),
+        "all_gather": copies(count * count),
+        "reduce": reduce,
+        "all_reduce": all_reduce,
+        "set_value": copies(1),
+        "get_value": copies(1),
+    }
+
+
+class Nccl:
+    """NCCL's processes."""
+
+    def __init__(self, count: int):
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks._nccl", str(count)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None and self._process.stdout.readline().strip() == "ready"
+
+    def time(self, name: str, items: int) -> float:
+        """Return the seconds of one call that is waited for."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(OF_NCCL[name], items, file=self._process.stdin, flush=True)
+        return float(self._process.stdout.readline().split()[1])
+
+    def close(self) -> None:
+        """End the processes."""
+        self._process.communicate()
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.collectives",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="(default: %(default)s)")
+    parser.add_argument("--ranks", type=int, help="number of ranks (default: 2, or all GPUs)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes (default: 4 KB, 4 MB, 100 MB)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each side (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=10, help="calls in a turn (default: %(default)s)")
+    options = parser.parse_args()
+    on_gpu = options.device == "gpu"
+    count = gpus(options.ranks) if on_gpu else options.ranks or 2
+    other = "NCCL" if on_gpu else "NumPy"
+    heading(f"All collectives of float32 on {count} {'GPUs' if on_gpu else 'ranks'}, beside {other}")
+    nccl = Nccl(count) if on_gpu else None
+    synk.fork(count, use_gpu=on_gpu)
+    ranks = Ranks(count)
+    table = Table({"": 12, "a rank": 8, "ours": 9, "quartiles": 19, other: 9, f"ours/{other}": 10})
+    for nbytes in options.sizes:
+        items = nbytes // 4
+        calls = ranks.calls(items)
+        sides = {} if on_gpu else numpy_sides(items, count)
+        n_calls = options.calls if nbytes > 10_000_000 else 10 * options.calls
+        for name, call in calls.items():
+            ours: list[float] = []
+            theirs: list[float] = []
+            for _ in range(options.rounds):
+                ours += ranks.time(name, call, n_calls)
+                if nccl is not None and name in OF_NCCL:
+                    theirs.append(nccl.time(name, items))
+                elif name in sides:
+                    sides[name]()
+                    theirs += [seconds(sides[name]) for _ in range(n_calls)]
+            low, middle, high = quartiles(ours)
+            table.row(
+                *(name, size(nbytes), duration(middle), f"{duration(low)} - {duration(high)}"),
+                *((duration(median(theirs)), f"{middle / median(theirs):.2f}") if theirs else ("-", "-")),
+            )
+    if nccl is not None:
+        nccl.close()
+    synk.close()
+
+
+if __name__ == "__main__":
+    main()
