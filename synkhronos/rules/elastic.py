@@ -104,7 +104,7 @@ class EASGD(Rule):
             there = state.rows["centre"].on(JAX)
             distance = alpha * (vector - there)
             state.vector = vector - distance
-            np.add(centre, np.asarray(distance), out=centre)
+            state.rows["centre"].write(there + distance)
             return
         elastic(state.params.blocks([vector]), centre, alpha, state.scratch("distance", 1 << 20))
         state.vector = vector
@@ -164,10 +164,10 @@ class EAMSGD(EASGD):
         if not self.momentum:
             super().elastic(state, alpha)
             return
-        centre, position = state.shared["centre"], np.asarray(self.position(state))
-        distance = position - centre
-        distance *= alpha
-        np.add(centre, distance, out=centre)
+        rows, position = state.rows["centre"], self.position(state)
+        centre = rows.on(JAX) if JAX.holds(position) else rows.array
+        distance = alpha * (position - centre)
+        rows.write(centre + distance)
         self.move(state, distance)
 
     def position(self, state: State) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos.data.rows import select
-from synkhronos.devices import HOST, Device, Selection, take
+from synkhronos.devices import HOST, JAX, Device, Selection, take
 from synkhronos.function.program import PLAIN, Program
 from synkhronos.ranks import Rank, SharedArray
 from synkhronos.ranks.task import Task
@@ -70,6 +70,13 @@ class LocalRows:
         """Return the rows as a new array of a device's."""
         return device.load(self._rank, self.where, self.selected)
 
+    def write(self, value: Any) -> None:
+        """Give all of the memory the values of an array, of whatever device: of a GPU at the bus' full speed."""
+        if JAX.on_gpu and JAX.holds(value) and self.selected is None and value.dtype == self.dtype:
+            JAX.staging.store(self._rank, self.where, value)
+        else:
+            self.array[...] = np.asarray(value)
+
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         array = self.array if self.selected is None else take(self.array, self.selected)
         return np.array(array, dtype) if copy or dtype is not None else array
@@ -86,7 +93,6 @@ class LocalFunction:
 
     def __init__(self, rank: Rank, task: Task, program: Program):
         self._rank, self._task, self._program = rank, task, program
-        self._kept: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
         return f"<synkhronos.LocalFunction {self._program.name}>"
@@ -141,7 +147,7 @@ class LocalFunction:
         for position, (entry, device, value) in enumerate(zip(program.inputs, devices, inputs, strict=True)):
             kind = entry.variable.type
             if isinstance(value, LocalRows) and value.dtype == kind.dtype and value.ndim == kind.ndim:
-                taken = device.input(self._rank, self._kept, position, value.where, value.selected, entry.mutable)
+                taken = device.input(self._rank, program.buffers, position, value.where, value.selected, entry.mutable)
             else:
                 taken = program.library.filter(entry, np.asarray(value) if isinstance(value, LocalRows) else value)
                 taken = taken if device is HOST else device.from_host(taken)

@@ -23,8 +23,8 @@ from synkhronos.tasks import LocalFunction, LocalRows, Worker
 from synkhronos.training.recorder import Recorder
 from synkhronos.training.schedules import Schedule
 
-#: Steps in one launch, at most: each number is compiled by itself.
-_MOST = 64
+#: Steps in one launch, at most: each number is compiled by itself; and bytes of their rows, which are there at once.
+_MOST, _BYTES = 64, 1 << 30
 
 
 @dataclass
@@ -209,9 +209,10 @@ def train(
     loop = _Loop(worker, plan, rule, state, step, rate, data, order.array)
     with _Bar(worker, plan) as bar:
         (loop.at_own_pace(taken.array, bar) if rule.asynchronous else loop.together(bar))
-    began = time.perf_counter()
-    waited = worker.waited
+    began, waited = time.perf_counter(), worker.waited
     loop.meter.settle()
+    loop.spent("compute", began, waited)
+    began, waited = time.perf_counter(), worker.waited
     kept["own"] = state.vector
     state.vector = rule.report(worker, state)
     loop.spent("exchange", began, waited)
@@ -239,7 +240,8 @@ class _Loop:
         kinds = worker.kept(plan.name).setdefault("kinds", set())
         self.meter = Meter(worker.number, plan, step.read, state.step, kinds)
         # On CPU cores XLA computes convolutions by one thread when they are in a loop.
-        self.most = _MOST if JAX.on_gpu else 1
+        row = sum(each.array.nbytes // max(1, len(each)) for each in data)
+        self.most = max(1, min(_MOST, _BYTES // max(1, row * plan.batch))) if JAX.on_gpu else 1
 
     def together(self, bar: _Bar) -> None:
         """Go through the rows with all ranks, a batch each in turn; the last round may have less for some."""

@@ -223,6 +223,14 @@ class Staging:
         self._arrived()
         return array
 
+    def store(self, rank: Rank, where: SharedArray, array: Any) -> None:
+        """Copy an array back into shared memory, and wait until it is there."""
+        self.arrays.settle(array)
+        self.enter()
+        target = self.locked(rank, where.key) + where.offset
+        check(self.driver.cuMemcpyAsync(target, self.arrays.pointer(array), array.nbytes, self.handle))
+        self.stream.sync()
+
     def arrive(self) -> None:
         """Have the launch that comes now wait for all copies that were started."""
         if self._pending:

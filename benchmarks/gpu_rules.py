@@ -1,0 +1,182 @@
+"""How fast do ranks train under exchange rules on GPUs?
+
+Rows a second, beside BSP, of the small MLP (784-800-800-10, 500 rows a GPU) and of ResNet-50 (64 images a GPU), under
+rules by which the steps between two exchanges are one launch, and under those by which no rank waits.  Then the time of
+an exchange of 102 MB with the centre, and of averages of 102 MB in 32 and in 16 bits.
+
+One process for each number of GPUs and model: ``python -m benchmarks.gpu_rules --model mlp --ranks 2``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+import synkhronos as synk
+from benchmarks._measure import Table, bar, duration, heading
+from synkhronos import rules
+from synkhronos.extensions import updates
+from synkhronos.training import make_trainer
+
+#: ResNet-50's parameters.
+SIZE = 25_557_032
+
+
+def rules_of(period: int) -> dict[str, rules.Rule]:
+    """Return what is compared."""
+    return {
+        "BSP": rules.BSP(),
+        "BSP of parameters": rules.BSP("params"),
+        "local SGD": rules.LocalSGD(period),
+        "local SGD, bfloat16": rules.LocalSGD(period, precision="bfloat16"),
+        "post-local SGD": rules.PostLocal(period, start=1),
+        "SlowMo": rules.SlowMo(period),
+        "DiLoCo": rules.DiLoCo(period),
+        "EASGD": rules.EASGD(period=period),
+        "EASGD together": rules.EASGD(period=period, asynchronous=False),
+        "ASGD": rules.ASGD(period),
+        "GoSGD": rules.GoSGD(1 / period),
+    }
+
+
+def mlp(rng: np.random.Generator, n: int, steps: int, batch: int) -> tuple[Any, ...]:
+    """Return loss, parameters, inputs, what else is updated, and data."""
+    import pytensor.tensor as tensor
+
+    from benchmarks.gpu_step import LAYERS, model
+
+    x, y = tensor.fmatrix("x"), tensor.ivector("y")
+    loss, params = model(x, y)
+    images = synk.data(rng.random((n * steps * batch, LAYERS[0]), dtype=np.float32))
+    labels = synk.data(rng.integers(0, LAYERS[-1], len(images)).astype("int32"))
+    return loss, params, x, y, None, images, labels
+
+
+def resnet(rng: np.random.Generator, n: int, steps: int, batch: int) -> tuple[Any, ...]:
+    """Return loss, parameters, inputs, what else is updated, and data."""
+    demos = Path(__file__).resolve().parents[1] / "demos"
+    sys.path[1:1] = [str(demos), str(demos / "resnet")]
+    from network import BLOCKS, build
+
+    net = build(BLOCKS[50], 64, 224, 1000)
+    images = synk.data(dtype="uint8", shape=(n * steps * batch, 3, 224, 224))
+    some = rng.integers(256, size=(64, 3, 224, 224), dtype=np.uint8)
+    for start in range(0, len(images), 64):
+        images[start : start + 64] = some[: len(images) - start]
+    labels = synk.data(rng.integers(1000, size=len(images), dtype=np.int32))
+    return net.loss, net.params, net.x, net.y, net.average_updates, images, labels
+
+
+def speeds(options: argparse.Namespace) -> None:
+    """Print rows a second under each rule."""
+    heading(
+        f"{options.model}, {options.batch} rows a GPU, {options.ranks} GPUs, exchanges after {options.period} steps"
+    )
+    table = Table({"rule": 20, "rows/s": 10, "of BSP": 7, "compute": 9, "exchange": 9, "wait": 9})
+    make = {"mlp": mlp, "resnet": resnet}[options.model]
+    found: dict[str, float] = {}
+    for name, rule in rules_of(options.period).items():
+        if options.rules and name not in options.rules:
+            continue
+        loss, params, x, y, extra, images, labels = make(
+            np.random.default_rng(0), options.ranks, options.steps, options.batch
+        )
+        trainer = make_trainer(loss, params, x, y, updates.momentum, rule, 0.01, extra_updates=extra)
+        best = None
+        for report in trainer.epochs(images, labels, options.batch, options.epochs):
+            if report.epoch > 1 and (best is None or report.rows_per_second > best.rows_per_second):
+                best = report
+        assert best is not None
+        found[name] = best.rows_per_second
+        beside = found[name] / found["BSP"] if "BSP" in found else float("nan")
+        table.row(
+            name,
+            f"{found[name]:,.0f}",
+            f"{beside:.2f}",
+            *(duration(best.seconds[key]) for key in ("compute", "exchange", "wait")),
+        )
+        images.free_memory()
+
+
+def exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, rounds: int) -> dict[str, float]:
+    """Return the median seconds of an exchange with the centre, and of averages."""
+    from synkhronos.devices import JAX
+    from synkhronos.graphs import library_of
+    from synkhronos.rules.base import average
+
+    library_of(params[0]).put(params[0], JAX.from_host(np.ones(SIZE, np.float32)))
+    state = rules.State(params, [], shared)
+    rule.setup(worker, state)
+    times: dict[str, list[float]] = {}
+
+    def timed(name: str, call: Any) -> None:
+        worker.barrier(name)
+        start = time.perf_counter()
+        result = call()
+        if hasattr(result, "block_until_ready"):
+            result.block_until_ready()
+        times.setdefault(name, []).append(time.perf_counter() - start)
+
+    def exchange() -> Any:
+        rule.exchange(worker, state)
+        return state.vector
+
+    for _ in range(rounds):
+        for turn in range(worker.size):  # one rank at a time: what one exchange takes, not what waiting does
+            worker.barrier("turn")
+            if turn == worker.number:
+                start = time.perf_counter()
+                exchange().block_until_ready()
+                times.setdefault("exchange with the centre", []).append(time.perf_counter() - start)
+        for precision in (None, "float16", "bfloat16"):
+            timed(f"average in {precision or 'float32'}", lambda p=precision: average(worker, state.vector, p))
+    return {name: median(values[1:]) for name, values in times.items()}
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_rules", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="number of GPUs (default: %(default)s)")
+    parser.add_argument("--model", choices=("mlp", "resnet", "none"), default="mlp", help="(default: %(default)s)")
+    parser.add_argument("--rules", nargs="+", help="which, by name (default: all)")
+    parser.add_argument("--period", type=int, default=20, help="steps between exchanges (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="of each GPU in an epoch (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="the first is not counted (default: %(default)s)")
+    parser.add_argument("--batch", type=int, help="rows of a GPU's step (default: 500, or 64 images)")
+    parser.add_argument("--rounds", type=int, default=10, help="timed exchanges (default: %(default)s)")
+    parser.add_argument("--cpu", action="store_true", help="try the benchmark itself, on JAX arrays on the CPU")
+    options = parser.parse_args()
+    options.batch = options.batch or {"mlp": 500}.get(options.model, 64)
+    import synkhronos.compat  # noqa: F401 - before Lasagne
+
+    # isort: split
+    import pytensor
+
+    pytensor.config.floatX = "float32"
+    if options.cpu:
+        pytensor.config.mode = "JAX"
+    synk.fork(options.ranks, use_gpu=not options.cpu)
+    if options.model != "none":
+        speeds(options)
+    heading("102 MB")
+    rule, params = rules.EASGD(), [pytensor.shared(np.ones(SIZE, np.float32), "w")]
+    memory = rules.shared_memory(rule, options.ranks, SIZE, np.dtype("float32"))
+    found = synk.run(exchanges, rule, params, memory, options.rounds)[0]
+    table = Table({"": 26, "median": 9})
+    for name, value in found.items():
+        table.row(name, duration(value))
+    bar("exchange with the centre", 1e3 * found["exchange with the centre"], " ms", most=25)
+    bar("average in bfloat16 beside float32", found["average in bfloat16"] / found["average in float32"], "", most=0.6)
+    synk.close()
+
+
+if __name__ == "__main__":
+    main()

