@@ -1,16 +1,19 @@
 """Where does an array live?
 
 A device knows one kind of array: how to bind a rank to it, how to move arrays to and from host memory, and how ranks
-combine arrays of its kind (its communicator).  A new kind is one new module here, entered in `KINDS`.
+combine arrays of its kind (its communicator).  A new kind is one new module here: `through_host` says what has to be in
+it.
 
 `Device`, `Communicator`
     The protocols.
 `HOST`, `JAX`, `PYGPU`
-    The kinds that there are.
+    The kinds that others speak of by name.
+`kinds`
+    All that are found here.
 `choose`
     The device that `fork` uses.
-`device_of`, `device_named`
-    The device that holds a value, or has a name.
+`device_of`, `device_named`, `device_in_environment`
+    The device that holds a value, has a name, or is named by the environment.
 `keep_off_gpus`
     Have a rank compute on the CPU although there are GPUs.
 `get_n_gpu`
@@ -22,17 +25,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import iter_modules
 from typing import Any, Protocol
 
 import numpy as np
 
-from synkhronos.devices import cuda
+from synkhronos.devices import cuda, host, jax, pygpu
 from synkhronos.devices.cuda import get_n_gpu
-from synkhronos.devices.host import Host, Layout, Selection, take
-from synkhronos.devices.jax import Jax
-from synkhronos.devices.pygpu import Pygpu
+from synkhronos.devices.host import Layout, Selection, take
 from synkhronos.devices.reductions import Reduction
+from synkhronos.devices.through_host import ThroughHost
 from synkhronos.ranks import Rank, SharedArray, available_cores
 
 __all__ = [
@@ -44,10 +49,12 @@ __all__ = [
     "Layout",
     "Selection",
     "choose",
+    "device_in_environment",
     "device_named",
     "device_of",
     "get_n_gpu",
     "keep_off_gpus",
+    "kinds",
     "needs_fresh_processes",
     "take",
 ]
@@ -99,6 +106,8 @@ class Device(Protocol):
     """One kind of array."""
 
     name: str
+    #: Whether shared variables' values are moved here before a function is called; where not, they come by themselves.
+    takes_shareds: bool
 
     def places(self, size: int, root: int) -> list[str]:
         """Return for each rank a word for its own device; called in the master."""
@@ -180,26 +189,49 @@ class Device(Protocol):
 
 
 #: Host memory, which every rank has.
-HOST = Host()
+HOST = host.DEVICE
 #: JAX arrays, on GPUs where ranks are bound to them.
-JAX = Jax()
+JAX = jax.DEVICE
 #: GpuArrays, on which Theano computes.
-PYGPU = Pygpu()
-#: All kinds, most particular first: the host's holds whatever NumPy can read.
-KINDS: tuple[Device, ...] = (JAX, PYGPU, HOST)
+PYGPU = pygpu.DEVICE
+
+
+@cache
+def kinds() -> tuple[Device, ...]:
+    """Return the ``DEVICE`` of each module here that has one; last the host's, which holds whatever NumPy can read."""
+    modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
+    found = [module.DEVICE for module in modules if hasattr(module, "DEVICE")]
+    return (*(device for device in found if device is not HOST), HOST)
 
 
 def device_named(name: str) -> Device:
     """Return the device of this name."""
-    return next(device for device in KINDS if device.name == name)
+    return next(device for device in kinds() if device.name == name)
 
 
 def device_of(value: Any) -> Device:
     """Return the device that holds a value."""
-    for device in KINDS:
+    for device in kinds():
         if device.holds(value):
             return device
     raise TypeError(f"no device holds a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def device_in_environment() -> Device | None:
+    """Return the device that the environment variable SYNKHRONOS_DEVICE names; those on GPUs are for `fork` to choose.
+
+    Raises
+    ------
+    ValueError
+        If there is none of this name.
+    """
+    name = os.environ.get("SYNKHRONOS_DEVICE")
+    if not name:
+        return None
+    devices = {device.name: device for device in kinds() if isinstance(device, ThroughHost)}
+    if name not in devices:
+        raise ValueError(f"SYNKHRONOS_DEVICE: expected one of {[*devices]}, or nothing, got {name!r}")
+    return devices[name]
 
 
 def choose(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device, int]:
@@ -212,6 +244,9 @@ def choose(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device, int]:
     n_parallel : int or None
         None for one rank for each GPU, or for each core that this process may use.
     """
+    named = device_in_environment()
+    if named is not None:
+        return named, available_cores() if n_parallel is None else n_parallel
     n_gpu = get_n_gpu() if use_gpu is None or use_gpu else 0
     if use_gpu and not n_gpu:
         raise RuntimeError("use_gpu=True, but there is no GPU: leave use_gpu out, or pass False to compute on the CPU")
@@ -244,7 +279,7 @@ def choose(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device, int]:
     return device, n_gpu if n_parallel is None else n_parallel
 
 
-def _of_gpus() -> Jax | Pygpu:
+def _of_gpus() -> jax.Jax | pygpu.Pygpu:
     """Return the kind of array that there would be on GPUs: Theano has its own, PyTensor JAX's."""
     theano = sys.modules.get("theano")
     if theano is not None:

@@ -31,6 +31,7 @@ class Host:
     """Arrays in host memory.  Holds whatever NumPy can read."""
 
     name = "host"
+    takes_shareds = False
 
     def places(self, size: int, root: int) -> list[str]:
         """Any core will do for each rank."""
@@ -142,6 +143,9 @@ class Host:
 
     def wait(self, values: Sequence[Any]) -> None:
         """Nothing has to be waited for."""
+
+
+DEVICE = Host()
 
 
 def take(array: np.ndarray, rows: Selection, out: np.ndarray | None = None) -> np.ndarray:

@@ -34,6 +34,7 @@ class Pygpu(CudaDevice):
     """GpuArrays on the GPU to which the rank was bound."""
 
     name = "pygpu"
+    takes_shareds = False
     needed = {("theano",): "Theano==1.0.5", ("pygpu",): "pygpu"}  # noqa: RUF012 - nobody writes into it
     install = "pip install 'synkhronos[theano-gpu]', and pygpu as docs/theano.rst says"
 
@@ -152,3 +153,6 @@ class Pygpu(CudaDevice):
 
         array = value if self.holds(value) else self.from_host(np.asarray(value))
         return array if isinstance(array, ndgpuarray) else array.view(ndgpuarray)
+
+
+DEVICE = Pygpu()

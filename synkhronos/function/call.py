@@ -228,7 +228,7 @@ class Part:
 
     def _lengths(self) -> list[int]:
         library = self.program.library
-        return [len(library.get(shared)) for shared in self.program.sliceable]
+        return [library.get(shared).shape[0] for shared in self.program.sliceable]
 
     def _sliceable_rows(self) -> Selection:
         """Return the rows chosen of this rank's sliceable shared variables.
@@ -292,7 +292,8 @@ class Part:
         self.values = results[: len(self._ops)]
         library = self.program.library
         for (shared, _), value in zip(targets, results[len(self._ops) :], strict=True):
-            library.put(shared, value)
+            takes = self.program.device.takes_shareds and library.is_array(shared)
+            library.put(shared, self.program.device.array(value) if takes else value)
 
     def _inputs(self, parts: Sequence[Selection | None], sliceable: Selection | None) -> list[Any]:
         rank, program, kept = self._rank, self.program, self.program.buffers

@@ -195,7 +195,7 @@ class Program:
 
     def settle(self) -> None:
         """Move the shared variables' values to the device."""
-        if not self.asynchronous:
+        if not self.device.takes_shareds:
             return
         library = self.library
         for shared in self.shareds():

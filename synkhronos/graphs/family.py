@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import HOST, Device
+from synkhronos.devices import HOST, Device, device_in_environment
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class GraphLibrary:
 
     def device(self, mode: Any) -> Device:
         """Return what holds the values with which functions of this mode compute, in this process."""
-        return HOST
+        return device_in_environment() or HOST
 
     def input_device(self, dtype: np.dtype, ndim: int, device: Device) -> Device:
         """Return what holds the values of an input of a function that computes on a device."""
@@ -178,11 +178,23 @@ class GraphLibrary:
         return False
 
     def executable(self, function: Any, n_inputs: int, device: Device, log: bool) -> Callable[..., Any]:
-        """Return a compiled function as ranks call it: with a device's arrays.
+        """Return a compiled function as ranks call it: with a device's arrays as inputs and in shared variables.
 
-        ``log`` says that outputs may be a log's entries, which are read later.
+        The library itself computes on the host here; its outputs stay there.  ``log`` says that outputs may be a log's
+        entries, which are read later.
         """
-        raise NotImplementedError
+        shareds = [shared for shared in function.get_shared() if self.is_array(shared)]
+
+        def run(*inputs: Any) -> Any:
+            try:
+                for shared in shareds:
+                    self.put(shared, *device.fetch([self.get(shared)]))
+                return function(*device.fetch(inputs))
+            finally:
+                for shared in shareds:
+                    self.put(shared, device.array(self.get(shared)))
+
+        return run
 
     def check_mode(self, mode: Any) -> None:
         """Raise ValueError for the name of a mode that there is none of, TypeError for what is no mode at all."""

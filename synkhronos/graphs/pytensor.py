@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,8 +88,10 @@ class PyTensor(GraphLibrary):
         """JAX arrays in JAX mode."""
         return JAX if self.uses_xla(mode) else super().device(mode)
 
-    def executable(self, function: Any, n_inputs: int, device: Device, log: bool) -> Executable:
-        """Return a function in JAX mode that takes and returns JAX arrays."""
+    def executable(self, function: Any, n_inputs: int, device: Device, log: bool) -> Callable[..., Any]:
+        """Return, in JAX mode, a function that takes and returns JAX arrays."""
+        if device is not JAX:
+            return super().executable(function, n_inputs, device, log)
         return Executable([Traced(function, n_inputs, device)], device, log)
 
     def default_mode(self, device: Device) -> Any:

@@ -101,14 +101,18 @@ class Theano(GraphLibrary):
 
     def device(self, mode: Any) -> Device:
         """GpuArrays where this process has opened a GPU."""
-        return PYGPU if PYGPU.on_gpu else HOST
+        return PYGPU if PYGPU.on_gpu else super().device(mode)
 
     def input_device(self, dtype: np.dtype, ndim: int, device: Device) -> Device:
         """Labels and indexes stay on the host: Theano wants them there, and would read them back at each call."""
-        return HOST if dtype.kind in "biuc" and ndim < 2 or dtype.kind == "c" else device
+        if device is PYGPU and (dtype.kind in "biuc" and ndim < 2 or dtype.kind == "c"):
+            return HOST
+        return device
 
     def executable(self, function: Any, n_inputs: int, device: Device, log: bool) -> Callable[..., Any]:
         """Return a function that waits for its inputs to arrive on the GPU, and says when they may be overwritten."""
+        if device is not PYGPU:
+            return super().executable(function, n_inputs, device, log)
 
         def run(*inputs: Any) -> Any:
             device.launching()

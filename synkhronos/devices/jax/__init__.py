@@ -33,6 +33,7 @@ class Jax(CudaDevice):
     """JAX arrays.  One process has one device: the GPU to which its rank was bound, or else the CPU."""
 
     name = "jax"
+    takes_shareds = True
     needed = {  # noqa: RUF012 - nobody writes into it
         ("jax",): "jax",
         ("jax_cuda13_plugin", "jax_cuda12_plugin"): "jax[cuda13] or jax[cuda12]",
@@ -201,3 +202,6 @@ class Jax(CudaDevice):
         """Note that the last launch reads its inputs until it has computed."""
         if self.on_gpu:
             super().launched(results)
+
+
+DEVICE = Jax()

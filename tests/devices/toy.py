@@ -1,0 +1,70 @@
+"""A device in one file: arrays on the host, in a class of their own that NumPy can't read."""
+
+import numpy as np
+
+from synkhronos.devices.host import HostCommunicator
+from synkhronos.devices.through_host import ThroughHost
+
+
+class Wrapped:
+    """An array of the toy's."""
+
+    def __init__(self, array):
+        self.inside = array
+        self.shape, self.dtype = array.shape, array.dtype
+
+
+class Toy(ThroughHost):
+    """The device: what has to be written, and what ranks need to combine these arrays by themselves."""
+
+    name = "toy"
+
+    def holds(self, value):
+        return isinstance(value, Wrapped)
+
+    def to_host(self, value):
+        return value.inside
+
+    def from_host(self, array):
+        return Wrapped(np.array(array, order="C"))
+
+    # Without these two, arrays would be combined through the host.
+
+    def communicates(self, dtype):
+        return True
+
+    def communicator(self, rank):
+        return rank.kept(Combining, lambda: Combining(rank))
+
+    def part(self, array, start, shape):
+        return Wrapped(array.inside.reshape(-1)[start : start + int(np.prod(shape))].reshape(shape))
+
+
+class Combining(HostCommunicator):
+    """Combines what is inside."""
+
+    #: How many arrays: the tests look whether it was used.
+    count = 0
+
+    def broadcast(self, array, root):
+        Combining.count += 1
+        super().broadcast(array.inside, root)
+
+    def all_reduce(self, array, op):
+        Combining.count += 1
+        super().all_reduce(array.inside, op)
+
+    def reduce(self, array, op, root, out, layout, contributors):
+        Combining.count += 1
+        super().reduce(inside(array), op, root, inside(out), layout, contributors)
+
+    def gather(self, array, root, layouts, out):
+        Combining.count += 1
+        super().gather(inside(array), root, layouts, out and [inside(each) for each in out])
+
+
+def inside(array):
+    return None if array is None else array.inside
+
+
+DEVICE = Toy()

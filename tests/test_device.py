@@ -1,0 +1,162 @@
+"""A device of one's own: a file in synkhronos/devices/, here in tests/devices/, and no edit elsewhere."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from library import DEVICE, shared, tensor
+
+import synkhronos as synk
+from synkhronos import devices
+from synkhronos.extensions.train import make_train_function, make_train_function_serial
+from synkhronos.extensions.updates import adam
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE != "host", reason="the toy is a device of its own"),
+    pytest.mark.new_ranks,
+]
+
+X = np.random.default_rng(0).normal(size=(7, 3))
+FOLDER = str(Path(__file__).parent / "devices")
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """Have the folder of the devices have one more file, and the environment name it."""
+    monkeypatch.setattr(devices, "__path__", [*devices.__path__, FOLDER])
+    monkeypatch.setenv("SYNKHRONOS_DEVICE", "toy")
+    devices.kinds.cache_clear()
+    yield devices.device_named("toy")
+    synk.close()
+    devices.kinds.cache_clear()
+
+
+def held(s):
+    """The array in the container."""
+    return s.container.storage[0]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_functions_run_on_it(toy, fork, n):
+    fork(n)
+    x, s = tensor.dmatrix("x"), shared(np.zeros(3), "s")
+    f = synk.function([x], [(x.sum(axis=0), "sum"), (x**2, "gather"), x.max()], updates=[(s, x.sum(axis=0), "sum")])
+    data = synk.data(X)
+    for num_slices in (1, 3):
+        total, squares, _ = f(data, num_slices=num_slices)
+        np.testing.assert_allclose(total, X.sum(axis=0))
+        np.testing.assert_allclose(squares, X**2)
+        assert toy.holds(held(s))
+    np.testing.assert_allclose(f(data, batch=[5, 1, 1])[0], X[[5, 1, 1]].sum(axis=0))
+    synk.all_reduce(s, "sum")
+    np.testing.assert_allclose(synk.get_value(0, s), X[[5, 1, 1]].sum(axis=0))
+
+
+def test_rows_of_shared_variables_are_cut_on_it(toy, fork):
+    fork(2)
+    held_rows = shared(np.zeros((1, 3)), "rows")
+    f = synk.function([], (held_rows.sum(axis=0), "sum"), sliceable_shareds=[held_rows])
+    synk.distribute()
+    synk.scatter(held_rows, X)
+    np.testing.assert_allclose(f(), X.sum(axis=0))
+    np.testing.assert_allclose(f(batch_s=[[2, 0], [1]]), X[[2, 0, 5]].sum(axis=0))
+    np.testing.assert_allclose(f(num_slices=2), X.sum(axis=0))
+
+
+def test_collectives_run_on_it(toy, fork):
+    n = fork(3)
+    used = sys.modules["synkhronos.devices.toy"].Combining
+    s = shared(np.zeros(3), "s")
+    f = synk.function([], [], updates=[(s, s + 1)])
+    synk.distribute()
+    assert toy.holds(held(s)), f
+    start = used.count
+    for r in range(n):
+        synk.set_value(r, s, X[r])
+    assert toy.holds(held(s))
+    np.testing.assert_allclose(gathered(s), X[:n])
+    np.testing.assert_allclose(synk.reduce(s, "max", in_place=False).inside, X[:n].max(axis=0))
+    synk.all_reduce(s)
+    np.testing.assert_allclose(gathered(s), [X[:n].mean(axis=0)] * n)
+    synk.set_value(1, s, X[6])
+    np.testing.assert_allclose(synk.get_value(1, s), X[6])
+    synk.broadcast(s, X[5])
+    np.testing.assert_allclose(gathered(s, nd_up=0), np.tile(X[5], n))
+    synk.reduce(s, "sum")
+    np.testing.assert_allclose(synk.get_value(0, s), 3 * X[5])
+    synk.all_gather(s)
+    np.testing.assert_allclose(synk.get_value(2, s), [*(3 * X[5]), *X[5], *X[5]])
+    assert synk.get_shapes(s) == [(9,)] * n
+    assert used.count - start == 7 and toy.holds(held(s))
+
+
+def gathered(s, **kwargs):
+    """As on GPUs, what is gathered is where it was combined."""
+    return synk.gather(s, **kwargs).inside
+
+
+def combine(worker):
+    device = worker._rank.device
+    return device.to_host(worker.all_reduce(device.from_host(np.full(3, float(worker.number))), "sum"))
+
+
+def test_programs_run_on_it(toy, fork):
+    fork(2)
+    np.testing.assert_array_equal(synk.run(combine), np.ones((2, 3)))
+
+
+def model():
+    x, y, w = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.ones(3), "w")
+    return x, y, w, ((tensor.dot(x, w) - y) ** 2).mean()
+
+
+def test_a_training_step_runs_on_it(toy, fork):
+    fork(2)
+    x, y, w, loss = model()
+    train = make_train_function(loss, [w], x, y, adam, learning_rate=0.1)
+    x, y, alone, loss = model()
+    train_alone = make_train_function_serial(loss, [alone], x, y, adam, learning_rate=0.1)
+    for batch, num_slices in [(None, 1), ([3, 1, 6], 1), (None, 3)]:
+        value = train(X, X[:, 0], batch=batch, num_slices=num_slices)
+        np.testing.assert_allclose(value, train_alone(X, X[:, 0], batch=batch))
+        np.testing.assert_allclose(gathered(w), [alone.get_value()] * 2)
+    assert toy.holds(held(w))
+
+
+def test_an_error_leaves_the_variables_on_it(toy, fork):
+    fork(2)
+    x, s = tensor.dmatrix("x"), shared(np.zeros(3), "s")
+    f = synk.function([x], updates=[(s, s + tensor.dot(x, s))], mode="FAST_COMPILE")
+    with pytest.raises(ValueError):
+        f(np.ones((4, 2)))
+    assert toy.holds(held(s))
+    np.testing.assert_array_equal(gathered(s), np.zeros((2, 3)))
+
+
+def test_without_a_communicator_arrays_go_through_the_host(toy, fork, monkeypatch):
+    monkeypatch.delattr(type(toy), "communicates")
+    monkeypatch.delattr(type(toy), "communicator")
+    fork(2)
+    s = shared(np.ones(3), "s")
+    f = synk.function([], [], updates=[(s, s + 1)])
+    synk.distribute()
+    assert toy.holds(held(s)), f
+    synk.all_reduce(s, "sum")
+    np.testing.assert_array_equal(synk.gather(s), np.full((2, 3), 2.0))
+    assert toy.holds(held(s))
+
+
+def test_it_is_small_and_fork_names_those_that_there_are(toy, monkeypatch):
+    assert len((Path(FOLDER) / "toy.py").read_text().splitlines()) < 150
+    monkeypatch.setenv("SYNKHRONOS_DEVICE", "abacus")
+    with pytest.raises(ValueError, match=r"SYNKHRONOS_DEVICE: expected one of \['toy'\], or nothing, got 'abacus'"):
+        synk.fork(1)
+
+
+def test_without_a_name_it_is_not_used(toy, fork, monkeypatch):
+    monkeypatch.delenv("SYNKHRONOS_DEVICE")
+    fork(1)
+    s = shared(np.zeros(3), "s")
+    synk.function([], updates=[(s, s + 1)])()
+    assert isinstance(held(s), np.ndarray)
