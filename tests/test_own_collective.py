@@ -1,0 +1,70 @@
+"""A collective of one's own: a command that every rank runs, and a function that checks and sends it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from library import shared
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.collectives.arguments import mirrored, named
+from synkhronos.collectives.commands import Copies
+from synkhronos.devices import HOST
+
+pytestmark = pytest.mark.new_ranks  # which know of the command
+
+
+# collective begins
+@dataclass(frozen=True, slots=True)
+class Rotate:
+    """Give every rank the value of the rank before it."""
+
+    keys: tuple
+
+    def run(self, rank):
+        copies = Copies(rank, self.keys)  # all ranks see all shapes now
+        for i in range(len(self.keys)):
+            copies.check_equal(i, "rotate")
+        for i in range(len(self.keys)):
+            out = [np.empty(*layout) for layout in copies.of(i)]
+            HOST.communicator(rank).gather(copies.readable(i, HOST), None, copies.of(i), out)
+            copies.put(i, copies.homes[i].from_host(out[rank.number - 1]))
+
+
+def rotate(shared_vars):
+    session = ranks.session()
+    with session.turn:
+        session.settle()
+        variables, _ = named(session, shared_vars)
+        session.run(Rotate(mirrored(session, variables)))
+
+
+# collective ends
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("size", [3, 300_000])
+def test_every_rank_has_the_value_of_the_one_before(fork, n, size):
+    fork(n)
+    a, b = shared(np.zeros(size), "a"), shared(np.zeros((2, 2), "float32"), "b")
+    f = synk.function([], [], updates=[(a, a + 1), (b, b)])
+    synk.distribute()
+    for r in range(n):
+        synk.set_value(r, [a, b], [np.full(size, float(r)), np.full((2, 2), r, "float32")])
+    rotate([a, b])
+    for r in range(n):
+        assert (np.asarray(synk.get_value(r, a)) == (r - 1) % n).all()
+        assert (np.asarray(synk.get_value(r, b)) == (r - 1) % n).all(), f
+
+
+def test_it_refuses_what_all_collectives_refuse(fork):
+    fork(2)
+    s = shared(np.zeros(3), "s")
+    with pytest.raises(ValueError, match="shared_vars: no function uses 's'"):
+        rotate(s)
+    f = synk.function([], [], updates=[(s, s)])
+    synk.set_value(1, s, np.zeros(4))
+    with pytest.raises(ValueError, match=r"^rotate: 's' needs .* rank 0 has \(3,\), rank 1 has \(4,\)"):
+        rotate(s)
+    assert synk.get_shapes(s) == [(3,), (4,)], f
