@@ -123,5 +123,5 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     (path / "state.safetensors").unlink()
     with pytest.raises(CheckpointError, match="expected a checkpoint, with state.safetensors"):
         checkpoint.load()
-    with pytest.raises(ValueError, match="keep: expected a number of at least 1, got 0"):
+    with pytest.raises(ValueError, match="keep: expected at least 1, got 0"):
         Checkpoint(tmp_path, keep=0)

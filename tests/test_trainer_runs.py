@@ -200,8 +200,8 @@ def test_wrong_arguments(fork, tmp_path):
     trainer = make(sgd, rules.LocalSGD(2))
     for kwargs, error, words in [
         ({"batch_size": 31}, ValueError, "batch_size: 2 ranks times 31 rows are more than the 60 rows of the data"),
-        ({"batch_size": 0}, ValueError, "batch_size: expected a number of at least 1, got 0"),
-        ({"epochs": 1.5}, ValueError, "epochs: expected a number of at least 1, got 1.5"),
+        ({"batch_size": 0}, ValueError, "batch_size: expected at least 1, got 0"),
+        ({"epochs": 1.5}, TypeError, "epochs: expected an integer, got 1.5"),
         ({"valid": (X, Y)}, ValueError, "valid: make_trainer"),
         ({"patience": 2}, ValueError, "patience: expected validation data"),
         ({"recorder": 3}, TypeError, "recorder: expected something with a method write"),

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from synkhronos.checks import at_least
+
 #: One that is about to be replaced by another of the same rows has the second name.
 _NAME, _OLD = re.compile(r"rows-\d{12}(\.old)?$"), ".old"
 _STATE, _META = "state.safetensors", "meta.json"
@@ -74,8 +76,7 @@ class Checkpoint:
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3, every: int = 1):
         for name, value in (("keep", keep), ("every", every)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: expected a number of at least 1, got {value!r}")
+            at_least(value, name, 1)
         _safetensors()
         self.folder, self.keep, self.every = Path(folder), keep, every
         self.folder.mkdir(parents=True, exist_ok=True)

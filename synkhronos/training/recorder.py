@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from synkhronos.checks import at_least
+
 #: Of what a rank writes down.
 RANK_FILE, REPORT_FILE = "rank-{}.jsonl", "reports.jsonl"
 
@@ -50,9 +52,7 @@ class Recorder:
     """
 
     def __init__(self, folder: str | os.PathLike[str], every: int = 40):
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every: expected a number of steps, at least 1, got {every!r}")
-        self.folder, self.every = Path(folder), every
+        self.folder, self.every = Path(folder), at_least(every, "every", 1, "a number of steps")
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, record: Mapping[str, Any]) -> None:

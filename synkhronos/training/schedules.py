@@ -24,13 +24,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from synkhronos.checks import number
+
 Schedule = Callable[[float], float]
 
 
 def _positive(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    checked = number(value, name, "a positive number")
+    if not checked > 0:
         raise ValueError(f"{name}: expected a positive number, got {value!r}")
-    return float(value)
+    return checked
 
 
 def state_of(schedule: Any) -> dict[str, Any]:

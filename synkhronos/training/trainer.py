@@ -21,6 +21,7 @@ import numpy as np
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.checks import at_least
 from synkhronos.data import Data
 from synkhronos.extensions.model import Model, Rows, Updates, is_averaged
 from synkhronos.extensions.model import Rule as UpdateRule
@@ -229,10 +230,8 @@ class Trainer:
         """
         data, count = self._data(x_data, y_data, "x_data, y_data")
         for name, value in (("batch_size", batch_size), ("epochs", epochs), ("every", every), ("patience", patience)):
-            if value is None and name in ("every", "patience"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-                raise ValueError(f"{name}: expected a number of at least 1, got {value!r}")
+            if value is not None or name not in ("every", "patience"):
+                at_least(value, name, 1)
         session = ranks.session()
         if batch_size * session.size > count:
             raise ValueError(
