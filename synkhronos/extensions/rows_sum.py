@@ -33,9 +33,8 @@ from pytensor.compile import SharedVariable
 from pytensor.gradient import DisconnectedType, grad, grad_not_implemented
 from pytensor.graph.basic import Apply, Constant, Variable
 from pytensor.graph.op import Op
-from pytensor.graph.replace import graph_replace
 from pytensor.tensor import TensorType
-from pytensor.tensor.elemwise import DimShuffle, Elemwise
+from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
 from pytensor.tensor.type import float_dtypes
 
 import synkhronos as synk
@@ -107,6 +106,10 @@ def sum_over_rows(terms: Any, rows: Mapping[Any, Any], name: str | None = None) 
     return SumOverRows(made)(*made.params)
 
 
+class DeathInterrupt(synk.WorkerError, KeyboardInterrupt):
+    """A worker died in the middle of what can be interrupted, and returns what it has by then."""
+
+
 class RowsSum:
     """What the Ops of one sum share: the terms, the rows, and the last point's values.
 
@@ -116,6 +119,8 @@ class RowsSum:
         What the terms are computed from beside the rows and constants.
     floats : list of int
         The positions of those that the sum can be differentiated by.
+    deaths_interrupt : bool
+        Whether the death of a worker is a `DeathInterrupt`.
     """
 
     def __init__(self, terms: Any, rows: Mapping[Any, Any], name: str | None):
@@ -129,8 +134,9 @@ class RowsSum:
         self._inputs = [param.type(f"{param.name or 'parameter'}_{i}") for i, param in enumerate(self.params)]
         self._held = [_holder(variable) for variable in self._variables]
         replaced = dict(zip([*self.params, *self._variables], [*self._inputs, *self._held], strict=True))
-        (terms,) = graph_replace([terms], replaced, strict=False)
+        terms = rebuilt(terms, inside, replaced)
         self.total = pt.sum(terms, dtype=terms.dtype)
+        self.deaths_interrupt = False
         self._lock = threading.RLock()
         self._shared_out: list[Any] = []
         self._session: weakref.ref[Any] | None = None
@@ -200,7 +206,7 @@ class RowsSum:
         """Return how the gradients change in a direction."""
         with self._lock:
             self._share_out()
-            return [np.array(result) for result in self._product_function(*params, *directions)]
+            return self._call(self._product_function, [*params, *directions])
 
     def _at(self, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
         with self._lock:
@@ -209,10 +215,20 @@ class RowsSum:
             if point != self._point or gradient and len(self._results) == 1:
                 function = self._gradient_function if gradient else self._value_function
                 self._point = None  # until all is there: an interrupt may come in between
-                self._results = [np.array(result) for result in function(*params)]
+                self._results = self._call(function, params)
                 self._point = point
             # Copies: what is compiled may write into what it is given.
             return [result.copy() for result in self._results]
+
+    def _call(self, function: synk.Function, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
+        try:
+            return [np.array(result) for result in function(*arguments)]
+        except synk.WorkerError as error:
+            session = None if self._session is None else self._session()
+            if not self.deaths_interrupt or session is not None and session.closed is None:
+                raise
+            warnings.warn(f"interrupted, with what was computed so far: {error}", RuntimeWarning, stacklevel=2)
+            raise DeathInterrupt(str(error), error.rank, error.worker_traceback, error.failures) from error
 
     def _share_out(self) -> None:
         """Give each rank its rows, if they have not got them yet."""
@@ -464,7 +480,7 @@ def _inside(terms: Any, rows: Sequence[Any]) -> list[Apply]:
             not wanted.isdisjoint(depends | fixed)
             or not all(map(_is_array, wanted))
             or isinstance(node.op, DimShuffle)
-            or isinstance(node.op, Elemwise)
+            or isinstance(node.op, Elemwise | CAReduce)
             and all(map(_is_number, node.inputs))
         ):
             inside.append(node)
@@ -483,6 +499,16 @@ def _params(inside: Sequence[Apply], rows: Sequence[Any]) -> list[Any]:
             raise TypeError(f"terms: computed from {_called(variable)} of type {variable.type}, which can't be sent")
         params[variable] = None
     return list(params)
+
+
+def rebuilt(variable: Any, nodes: Sequence[Apply], replaced: Mapping[Any, Any]) -> Any:
+    """Return a variable as it is when others take the places of some; ``nodes`` are those between, in order."""
+    made = dict(replaced)
+    for node in nodes:
+        if not made.keys().isdisjoint(node.inputs):
+            new = node.clone_with_new_inputs([made.get(v, v) for v in node.inputs], strict=False)
+            made.update((old, v) for old, v in zip(node.outputs, new.outputs, strict=True) if old not in replaced)
+    return made.get(variable, variable)
 
 
 def _is_array(variable: Any) -> bool:

@@ -1,0 +1,114 @@
+"""Terms by rows: those of some rows are what the whole expression has there, or it is refused."""
+
+import re
+
+import numpy as np
+import pytest
+
+pytensor = pytest.importorskip("pytensor", reason="it is about PyTensor's graphs")
+import pytensor.tensor as pt  # noqa: E402
+
+from synkhronos.extensions.by_rows import Mixed, by_rows  # noqa: E402
+
+N = 9
+RNG = np.random.default_rng(2)
+X, Y, GROUP, KIND = RNG.normal(size=(N, 3)), RNG.normal(size=N), RNG.integers(0, 4, N), RNG.integers(0, 3, N)
+x, y, group, kind = pt.constant(X), pt.constant(Y), pt.constant(GROUP), pt.constant(KIND)
+held = pytensor.shared(X, "held")
+a, w, m, each = pt.dscalar("a"), pt.dvector("w"), pt.dmatrix("m"), pt.dvector("each")
+VALUES = {a: 0.7, w: RNG.normal(size=3), m: RNG.normal(size=(4, 3)), each: RNG.normal(size=N)}
+
+
+def inlined(op_input):
+    inner = pt.dvector("inner")
+    return pytensor.compile.builders.OpFromGraph([inner], [pt.exp(inner) + 1])(op_input)
+
+
+GOOD = {
+    "elementwise": y * a + pt.exp(y),
+    "a product with a vector": x @ w,
+    "with a matrix": (x @ m.T)[:, 1],
+    "by dot": pt.dot(x, w),
+    "from the other side": w @ x.T,
+    "a shared variable": held @ w + y,
+    "groups": m[group, 1] + w[kind],
+    "two indexes": m[group, kind],
+    "rows of a matrix": (m[group] * x).sum(axis=1),
+    "taken": pt.take(w, kind),
+    "columns": x[:, 0] * x[:, 2:].sum(axis=-1),
+    "an element of each row": pt.log(pt.special.softmax(x * w, axis=-1))[pt.arange(N), kind],
+    "counted by NumPy": (x * w)[np.arange(N), KIND],
+    "along an axis": pt.take_along_axis(x * w, kind[:, None], axis=1)[:, 0],
+    "log-softmax": pt.special.log_softmax(x * w, axis=1)[:, 0],
+    "joined": pt.concatenate([x, (y * a)[:, None]], axis=1).max(axis=1),
+    "stacked": pt.stack([y, y * a], axis=1).sum(axis=1),
+    "filled": pt.full((N,), a) * y + pt.zeros_like(y),
+    "broadcast": pt.broadcast_to(a, (N,)) + y,
+    "a choice": pt.switch(y > a, y, a),
+    "standardized by all rows": ((x - x.mean(axis=0)) / x.std(axis=0)) @ w,
+    "what depends on how many": y * a / y.shape[0],
+    "a known shape": pt.specify_shape(y * a, (N,)),
+    "reshaped behind the rows": (x * w).reshape((N, 3, 1)).sum(axis=(1, 2)),
+    "transposed and back": (x.T * w[:, None]).T.sum(axis=1),
+    "a graph within": inlined(y * a),
+    "of more dimensions": x * w,
+    "rows on axis 1": pt.constant(X.T)[1] * a,
+    "batched products": (pt.constant(RNG.normal(size=(N, 2, 3))) @ w).sum(axis=1),
+    "a batch of matrices": pt.linalg.det(pt.constant(RNG.normal(size=(N, 2, 2))) * a),
+}
+
+
+@pytest.mark.parametrize("what", GOOD)
+def test_some_rows_are_those_of_the_whole(what):
+    terms = GOOD[what]
+    made, rows = by_rows(terms, N)
+    inputs = list(VALUES)
+    whole = pytensor.function(inputs, terms, on_unused_input="ignore")(*VALUES.values())
+    values = [v.get_value() if hasattr(v, "get_value") else np.asarray(v) for v in rows.values()]
+    assert all(len(value) == N for value in values)
+    part = pytensor.function([*inputs, *rows], made, on_unused_input="ignore")
+    for some in (slice(0, N), slice(2, 6), slice(5, 7)):
+        actual = part(*VALUES.values(), *[value[some] for value in values])
+        np.testing.assert_allclose(actual, whole[some], rtol=1e-12)
+
+
+def test_data_are_found_once():
+    _, rows = by_rows((x @ w - y) ** 2 + y, N)
+    assert sorted(value.shape for value in rows.values()) == [(N,), (N, 3)]
+    _, rows = by_rows(held @ w, N)
+    assert list(rows.values()) == [held]
+
+
+BAD = {
+    "one number": ((y * a).sum(), N, "its terms are one number for all rows"),
+    "differences": (y[1:] - y[:-1] * a, N - 1, "picks rows"),
+    "a cumulative sum": (pt.cumsum(y) * a, N, "not known whether it mixes rows"),
+    "a mean over rows": ((y * a) - (y * a).mean(), N, "needs all rows at once"),
+    "softmax over rows": (pt.special.softmax(y * a), N, "mixes rows"),
+    "softmax over all": (pt.special.softmax(x * a, axis=None), N, "mixes rows"),
+    "joined rows": (pt.concatenate([y, y]) * a, 2 * N, "mixes rows"),
+    "sorted": (pt.sort(y * a), N, "not known whether it mixes rows"),
+    "reversed": (y[::-1] * a, N, "picks rows"),
+    "rows of other rows": ((y * a)[pt.constant(np.arange(N)[::-1].copy())], N, "needs all rows at once"),
+    "a parameter for each row": (y * each, N, "'each' has an element for each row"),
+    "another length": (y * a, N - 1, "has shape (9,), but there are 8 rows"),
+    "flattened": ((x * w).flatten(), 3 * N, "may mix rows"),
+    "a mask": ((y * a)[pt.constant(Y > 0)], int((Y > 0).sum()), "mixes rows"),
+    "no data": (pt.full((N,), a), N, "no data run along its rows"),
+    "an inverse": (pt.linalg.inv(pt.constant(X[:3]) * a), 3, "mixes rows"),
+    "random numbers": (y + pt.random.normal(size=(N,)), N, "not known whether it mixes rows"),
+    "shared rows on axis 1": (held.T[1] * a + held[1, 0], 3, "there are 3 rows"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_mixes_rows_is_refused(what):
+    terms, length, message = BAD[what]
+    with pytest.raises(Mixed, match=re.escape(message)):
+        by_rows(terms, length)
+
+
+def test_shared_rows_on_axis_1():
+    wide = pytensor.shared(X.T, "wide")
+    with pytest.raises(Mixed, match="'wide' has its rows on axis 1"):
+        by_rows((wide * a).T.sum(axis=1), N)

@@ -1,0 +1,360 @@
+"""PyMC models on all ranks: the model itself, in one process, is what they have to agree with."""
+
+import inspect
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # ArviZ tells of its next version
+    pm = pytest.importorskip("pymc", reason="the extra `pymc` is not installed")
+import pytensor  # noqa: E402
+import pytensor.tensor as pt  # noqa: E402
+from library import INTERPRETED, fork_ranks  # noqa: E402
+
+import synkhronos as synk  # noqa: E402
+from synkhronos.extensions.pymc import data_parallel  # noqa: E402
+
+N = 60
+RNG = np.random.default_rng(3)
+X, GROUP = RNG.normal(size=(N, 3)), RNG.integers(0, 4, N)
+SUCCESS = RNG.integers(0, 2, N)
+COUNTS = RNG.poisson(3, N)
+HERE = {"mode": INTERPRETED}  # PyTensor's default is JAX where ranks are tested in JAX mode
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+@pytest.fixture
+def two(fork):
+    """Fork two ranks."""
+    return fork(2)
+
+
+def center(a, b, x):
+    return a[GROUP] + x @ b
+
+
+#: What the observed variable is, from one center for each row and a positive number.
+LIKELIHOODS = {
+    "normal": lambda eta, s: pm.Normal("y", eta, s, observed=X[:, 0]),
+    "two columns": lambda eta, s: pm.Normal("y", eta[:, None], s, observed=X[:, :2]),
+    "student": lambda eta, s: pm.StudentT("y", nu=4, mu=eta, sigma=s, observed=X[:, 0]),
+    "skewed": lambda eta, s: pm.AsymmetricLaplace("y", mu=eta, kappa=1 + s, b=s, observed=X[:, 0]),
+    "gamma": lambda eta, s: pm.Gamma("y", mu=pt.exp(eta), sigma=s, observed=COUNTS + 0.5),
+    "logistic": lambda eta, s: pm.Bernoulli("y", logit_p=eta, observed=SUCCESS),
+    "binomial": lambda eta, s: pm.Binomial("y", n=GROUP + 1, logit_p=eta, observed=SUCCESS),
+    "beta-binomial": lambda eta, s: pm.BetaBinomial("y", alpha=pt.exp(eta), beta=s, n=20, observed=COUNTS),
+    "poisson": lambda eta, s: pm.Poisson("y", pt.exp(eta), observed=COUNTS),
+    "negative binomial": lambda eta, s: pm.NegativeBinomial("y", mu=pt.exp(eta), alpha=s, observed=COUNTS),
+    "inflated": lambda eta, s: pm.ZeroInflatedPoisson("y", psi=0.7, mu=pt.exp(eta), observed=COUNTS),
+    "categories": lambda eta, s: pm.Categorical(
+        "y", p=pt.special.softmax(eta[:, None] * pt.arange(4) * s, axis=-1), observed=GROUP
+    ),
+    "ordered": lambda eta, s: pm.OrderedLogistic("y", eta=eta, cutpoints=np.array([-1.0, 0.0, 1.0]), observed=GROUP),
+    "multinomial": lambda eta, s: pm.Multinomial(
+        "y", n=4, p=pt.special.softmax(eta[:, None] * pt.arange(2), axis=-1), observed=np.stack([GROUP, 4 - GROUP], 1)
+    ),
+    "multivariate": lambda eta, s: pm.MvNormal("y", mu=eta[:, None] * pt.ones(3), cov=np.eye(3), observed=X),
+    "censored": lambda eta, s: pm.Censored("y", pm.Normal.dist(eta, s), None, 1.0, observed=np.minimum(X[:, 0], 1.0)),
+    "truncated": lambda eta, s: pm.TruncatedNormal("y", mu=eta, sigma=s, lower=-5, observed=np.clip(X[:, 0], -4, 9)),
+    "mixture": lambda eta, s: pm.NormalMixture(
+        "y", w=np.array([0.3, 0.7]), mu=pt.stack([eta, -eta], axis=1), sigma=s, observed=X[:, 0]
+    ),
+    "one's own": lambda eta, s: pm.CustomDist(
+        "y", eta, s, logp=lambda value, eta, s: -(((value - eta) / s) ** 2) - pt.log(s), observed=X[:, 0]
+    ),
+}
+
+
+def hierarchical(likelihood="logistic", **data):
+    """Return a model with groups; what is observed, and how."""
+    with pm.Model() as model:
+        x = pm.Data("x", X)
+        overall, spread = pm.Normal("overall"), pm.HalfNormal("spread")
+        a = pm.Normal("a", overall, spread, shape=4)
+        b = pm.Normal("b", shape=3)
+        scale = pm.HalfNormal("scale")
+        LIKELIHOODS[likelihood](pm.Deterministic("eta", center(a, b, x)), scale)
+    return model
+
+
+def points(model, count=2):
+    """Return points near the model's initial one."""
+    rng = np.random.default_rng(4)
+    start = model.initial_point()
+    return [{k: v + 0.4 * rng.normal(size=np.shape(v)) for k, v in start.items()} for _ in range(count)]
+
+
+def check_equal(parallel, model, **compile_kwargs):
+    """Compare densities and gradients at some points."""
+    kwargs = {**HERE, **compile_kwargs}
+    for what in ("compile_logp", "compile_dlogp"):
+        ours, theirs = getattr(parallel, what)(**kwargs), getattr(model, what)(**HERE)
+        for point in points(model):
+            expected = theirs(point)
+            assert np.all(np.isfinite(expected))
+            np.testing.assert_allclose(ours(point), expected, rtol=1e-9, atol=1e-9)
+
+
+def names(variables):
+    return [variable.name for variable in variables]
+
+
+# -- what is split -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_density_and_gradient_are_the_models(two, likelihood):
+    model = hierarchical(likelihood)
+    parallel = data_parallel(model)
+    assert names(parallel.potentials) == ["y"] and not parallel.observed_RVs
+    check_equal(parallel, model)
+    # Nothing that has a row's length is sent.
+    for param in parallel["y"].owner.inputs:
+        assert N not in param.type.shape and param.name != "eta"
+
+
+@pytest.mark.parametrize("mode", ["CVM", "NUMBA"])
+def test_compiled_as_pymc_compiles(two, mode):
+    with pm.Model() as model:
+        b = pm.Normal("b", shape=3)
+        pm.Normal("y", X @ b, pm.HalfNormal("s"), observed=X[:, 0])
+    check_equal(data_parallel(model), model, mode=mode)
+
+
+def test_the_model_stays_as_it_is(two):
+    model = hierarchical()
+    before = {name: list(getattr(model, name)) for name in ("free_RVs", "observed_RVs", "potentials", "deterministics")}
+    parallel = data_parallel(model)
+    for name, variables in before.items():
+        assert getattr(model, name) == variables
+    assert names(parallel.free_RVs) == names(model.free_RVs)
+    assert names(parallel.deterministics) == ["eta"]
+
+
+def test_several_observed_variables_of_different_lengths(two):
+    with pm.Model() as model:
+        b = pm.Normal("b", shape=3)
+        pm.Normal("y", X @ b, 1, observed=X[:, 0])
+        pm.Poisson("z", pt.exp(b[0]), observed=COUNTS[:7])
+    parallel = data_parallel(model)
+    assert names(parallel.potentials) == ["y", "z"]
+    check_equal(parallel, model)
+
+
+def test_what_is_out_of_bounds_has_no_density(two):
+    with pm.Model() as model:
+        s = pm.Flat("s")
+        pm.Normal("y", X[:, 1], s * X[:, 2] ** 2, observed=X[:, 0])
+    parallel = data_parallel(model)
+    density = parallel.compile_logp(**HERE)
+    assert density({"s": -1.0}) == -np.inf
+    np.testing.assert_allclose(density({"s": 1.0}), model.compile_logp(**HERE)({"s": 1.0}))
+    model.check_bounds = False
+    assert np.isnan(data_parallel(model).compile_logp(**HERE)({"s": -1.0}))
+
+
+def test_what_cannot_be_split_is_named(two):
+    with pm.Model() as model:
+        b = pm.Normal("b", shape=3)
+        effect = pm.Normal("effect", shape=N)
+        pm.Normal("y", X @ b, 1, observed=X[:, 0])
+        pm.GaussianRandomWalk("walk", mu=b[0], init_dist=pm.Normal.dist(), observed=X[:, 1])
+        pm.Normal("latent", effect, 1, observed=X[:, 2])
+        pm.Normal("single", b[0], 1, observed=1.5)
+    with pytest.warns(UserWarning) as caught:
+        parallel = data_parallel(model)
+    messages = [str(one.message) for one in caught if "not split" in str(one.message)]
+    assert len(messages) == 3
+    assert re.search("walk is not split by rows, and is computed by this process alone: .* rows", messages[0])
+    assert "latent is not" in messages[1] and "'effect' is computed by normal_rv" in messages[1]
+    assert "single is not" in messages[2] and "it has shape (), and so no rows to share out" in messages[2]
+    assert names(parallel.potentials) == ["y"]
+    assert names(parallel.observed_RVs) == ["walk", "latent", "single"]
+    check_equal(parallel, model)
+
+
+@pytest.mark.parametrize("what", ["used elsewhere", "nothing", "no observed", "no model"])
+def test_what_is_refused(what):
+    with pm.Model() as model:
+        b = pm.Normal("b")
+        if what == "used elsewhere":
+            y = pm.Normal("y", b * X[:, 0], 1, observed=X[:, 1])
+            pm.Deterministic("residual", y - b)
+        elif what == "nothing":
+            pm.Normal("y", b, 1, observed=0.5)
+    error, message = {
+        "used elsewhere": (ValueError, "model: no observed variable can be split by rows: y: residual depends on it"),
+        "nothing": (ValueError, r"model: no observed variable can be split by rows: y: it has shape \(\)"),
+        "no observed": (ValueError, "model: it has no observed variables"),
+        "no model": (TypeError, "model: expected a pymc.Model, got 'y'"),
+    }[what]
+    with pytest.raises(error, match=message):
+        data_parallel("y" if what == "no model" else model)
+
+
+def test_new_data(two):
+    with pm.Model() as model:
+        x, y = pm.Data("x", X), pm.Data("observed", X[:, 0])
+        b = pm.Normal("b", shape=3)
+        pm.Normal("y", x @ b, 1, observed=y)
+    parallel = data_parallel(model)
+    check_equal(parallel, model)
+    for one in (model, parallel):
+        with one:
+            pm.set_data({"x": X[:21] + 1, "observed": X[:21, 1]})
+    check_equal(parallel, model)
+
+
+# -- what samplers do with it ------------------------------------------------------------------------------------
+
+
+def sample(model, **kwargs):
+    settings = {"chains": 1, "cores": 1, "random_seed": 5, "progressbar": False, "compute_convergence_checks": False}
+    with model:
+        return pm.sample(**{**settings, **kwargs}, compile_kwargs=HERE)
+
+
+def test_the_same_seed_gives_the_same_draws(two):
+    model = hierarchical()
+    few = {"draws": 4, "tune": 4, "chains": 2, "discard_tuned_samples": False}
+    ours, theirs = sample(data_parallel(model), **few), sample(model, **few)
+    for name in ("overall", "spread", "a", "b", "eta"):
+        # Rounding grows with each step of a trajectory.
+        np.testing.assert_allclose(ours.posterior[name].values[:, :4], theirs.posterior[name].values[:, :4], rtol=1e-4)
+
+
+def test_the_posterior_agrees(two):
+    with pm.Model() as model:
+        b = pm.Normal("b", shape=2)
+        s = pm.HalfNormal("s")
+        pm.Normal("y", X[:, :2] @ b, s, observed=X[:, :2] @ [1.0, -1.0] + X[:, 2])
+    posteriors = [sample(one, draws=150, tune=150, chains=2).posterior for one in (data_parallel(model), model)]
+    for name in ("b", "s"):
+        ours, theirs = (posterior[name].values.reshape(2, 150, -1) for posterior in posteriors)
+        sd = theirs.std(axis=(0, 1))
+        # Of 300 draws, somewhat alike, means are known to less than a tenth of the sd; sds too.
+        assert np.all(abs(ours.mean(axis=(0, 1)) - theirs.mean(axis=(0, 1))) < 0.4 * sd)
+        assert np.all(abs(ours.std(axis=(0, 1)) / sd - 1) < 0.4)
+        for chains in (ours, theirs):
+            within = chains.var(axis=1).mean(axis=0)
+            between = chains.mean(axis=1).var(axis=0, ddof=1)
+            assert np.all(np.sqrt(1 + between / within) < 1.1)  # R-hat
+
+
+def test_find_map_and_variational(two):
+    model = small()
+    parallel = data_parallel(model)
+    found, losses = [], []
+    for one in (parallel, model):
+        with one:
+            found.append(pm.find_MAP(progressbar=False, compile_kwargs=HERE))
+            names = inspect.signature(pm.fit).parameters
+            kwargs = {"compile_kwargs": HERE} if "compile_kwargs" in names else {"fn_kwargs": HERE}
+            losses.append(pm.fit(20, random_seed=6, progressbar=False, **kwargs).hist)
+    np.testing.assert_allclose(found[0]["b"], found[1]["b"], rtol=1e-5)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
+
+
+def test_steps_without_gradients(two):
+    model = hierarchical()
+    parallel = data_parallel(model)
+    draws = []
+    for one in (parallel, model):
+        with one:
+            step = pm.Metropolis(compile_kwargs=HERE)
+        draws.append(sample(one, step=step, draws=10, tune=0).posterior["b"].values)
+    np.testing.assert_allclose(*draws)
+
+
+def test_predictions_come_from_the_model(two):
+    model = hierarchical("normal")
+    drawn = sample(data_parallel(model), draws=3, tune=3)
+    with model:
+        predicted = pm.sample_posterior_predictive(drawn, progressbar=False, compile_kwargs=HERE)
+    assert predicted.posterior_predictive["y"].shape == (1, 3, N)
+
+
+# -- interrupts, deaths and other processes ----------------------------------------------------------------------
+
+
+class After:
+    """Do something after some draws."""
+
+    def __init__(self, draws, what):
+        self.draws, self.what = draws, what
+
+    def __call__(self, trace, draw):
+        self.draws -= 1
+        if self.draws == 0:
+            self.what()
+
+
+def small():
+    with pm.Model() as model:
+        b = pm.Normal("b", shape=3)
+        pm.Normal("y", X @ b, 1, observed=X[:, 0])
+    return model
+
+
+@pytest.mark.parametrize("when", ["between evaluations", "at any moment"])
+def test_an_interrupt_returns_the_draws_so_far(two, when):
+    model = small()
+    parallel = data_parallel(model)
+    interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+    if when == "between evaluations":
+        callback = After(20, interrupt)
+    else:
+        callback = After(20, lambda: threading.Timer(0.2, interrupt).start())
+    drawn = sample(parallel, draws=100_000, tune=5, callback=callback)
+    assert 10 <= drawn.posterior.sizes["draw"] < 100_000
+    check_equal(parallel, model)
+
+
+@pytest.mark.new_ranks
+def test_a_death_returns_the_draws_so_far_and_is_said(fork):
+    fork(2)
+    model = small()
+    parallel = data_parallel(model)
+    (pid,) = synk.ranks.session()._children.values()
+    with pytest.warns(RuntimeWarning, match="interrupted, with what was computed so far: rank 1 .* SIGKILL"):
+        drawn = sample(parallel, draws=100_000, tune=5, callback=After(20, lambda: os.kill(pid, signal.SIGKILL)))
+    assert 10 <= drawn.posterior.sizes["draw"] < 100_000
+    with pytest.raises(RuntimeError, match="Call synkhronos.fork"):
+        parallel.compile_logp(**HERE)(model.initial_point())
+    fork_ranks(2)
+    check_equal(parallel, model)
+
+
+@pytest.mark.skipif(HERE["mode"] is None or os.environ.get("SYNKHRONOS_TEST_DEVICE", "host") != "host", reason="forks")
+def test_chains_in_other_processes_are_told_of_cores(two):
+    with pytest.raises(Exception, match="cores=1"):
+        sample(data_parallel(small()), draws=5, tune=5, chains=2, cores=2)
+
+
+def test_nobody_who_has_no_pymc_notices():
+    """In a process in which PyMC can't be imported, all the rest can."""
+    script = """
+        import sys
+        sys.modules["pymc"] = None
+        import synkhronos.extensions.pymc, synkhronos.extensions.rows_sum, synkhronos.extensions.by_rows
+        try:
+            synkhronos.extensions.pymc.data_parallel(None)
+        except ImportError as error:
+            print("needs", error.name)
+    """
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)
+    assert result.stdout.strip() == "needs pymc", result.stderr
