@@ -10,8 +10,9 @@ On a machine with Python 3.11 nothing needs to be installed before:
     python3 run.py test --device jax          # the tests on JAX arrays, compiled by XLA for the CPU
     python3 run.py test --device gpu --here   # on GPUs, with this Python and what is installed in it
 
-There are two environments, because PyTensor needs NumPy 2 and Theano 1.0.5 needs NumPy 1.23. They are made
-at the first use and kept; pip runs again only when pyproject.toml changes or a command needs more packages.
+There are three environments, because PyTensor needs NumPy 2 and Theano 1.0.5 needs NumPy 1.23, and because PyMC
+says which PyTensor it takes. They are made at the first use and kept; pip runs again only when pyproject.toml changes
+or a command needs more packages.
 """
 
 from __future__ import annotations
@@ -232,7 +233,9 @@ def locked(path: Path) -> Iterator[None]:
 
 PYTENSOR = Environment("pytensor")
 THEANO = Environment("theano")
-BY_NAME = {environment.name: environment for environment in (PYTENSOR, THEANO)}
+# PyMC wants a PyTensor of its own choice: on Python 3.11 one that is older than the extra `pytensor` asks for.
+PYMC = Environment("pymc")
+BY_NAME = {environment.name: environment for environment in (PYTENSOR, THEANO, PYMC)}
 
 
 def require_theano_python() -> None:
@@ -266,6 +269,12 @@ def prepare(name: str, *extras: str) -> Environment:
 
 #: What `test` runs on JAX arrays beside all tests on NumPy's: a minute of it.
 IN_BRIEF = [f"tests/test_{name}.py" for name in ("collectives", "jax", "modes", "updates")]
+#: What it runs beside PyMC: what was made for it.
+WITH_PYMC = [
+    *(f"tests/test_{name}.py" for name in ("by_rows", "pymc", "pymc_demos", "rows_sum")),
+    "tests/test_docs.py::test_page[pymc]",
+    "tests/test_docs.py::test_docstring[synkhronos.extensions.pymc.data_parallel]",
+]
 
 
 def mnist(options: argparse.Namespace, rest: list[str]) -> int:
@@ -277,8 +286,10 @@ def mnist(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def test(options: argparse.Namespace, rest: list[str]) -> int:
-    """Run the tests in each environment; further arguments go to pytest. Without any, a few run on JAX arrays too."""
+    """Run the tests in each environment; further arguments go to pytest. Without any, a few run on JAX and PyMC too."""
     if options.device != "host" and not options.here:
+        if options.env == PYMC.name:
+            raise fail(f"--device {options.device} tests the environment pytensor.")
         if options.env == THEANO.name:
             if options.device == "gpu":
                 raise fail("pip can't install pygpu: run --device gpu --here with a Python that has it and Theano.")
@@ -288,7 +299,7 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         return call([sys.executable, "-m", "pytest", *rest], SYNKHRONOS_TEST_DEVICE=options.device, PYTHONPATH=path)
     require_compiler("the tests use Theano 1.0.5 and PyTensor's C mode")
-    names = [options.env] if options.env else list(BY_NAME)
+    names = [options.env] if options.env else [PYTENSOR.name, THEANO.name, *([] if rest else [PYMC.name])]
     left_out = []
     if options.env is None and sys.version_info[:2] > NEWEST_PYTHON_FOR_THEANO:
         names.remove(THEANO.name)
@@ -297,13 +308,14 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
     extras = {
         PYTENSOR.name: ["jax", "demos", "lasagne", "training", "test"],
         THEANO.name: ["demos", "lasagne", "training", "test"],
+        PYMC.name: ["test"],
     }
     if options.device == "gpu":
         extras[PYTENSOR.name].append("gpu")
     environments = [prepare(name, *extras[name]) for name in names]
 
     summaries, statuses = [], []
-    runs = [(environment, options.device, rest) for environment in environments]
+    runs = [(e, options.device, rest or (WITH_PYMC if e is PYMC else [])) for e in environments]
     if options.device == "host" and PYTENSOR in environments and not rest:
         runs.append((PYTENSOR, "jax", IN_BRIEF))
     for environment, device, arguments in runs:
@@ -359,11 +371,13 @@ def demo(options: argparse.Namespace, rest: list[str]) -> int:
     """Run one of the scripts in demos/; further arguments go to it (``--ranks 4``, or ``-- --help``)."""
     numbered = {p.stem.split("_")[1]: p for p in sorted((ROOT / "demos").glob("demo_*.py"))}
     lasagne = {p.stem: p for p in sorted((ROOT / "demos").glob("*/train_*.py")) if p.parent.name != "mnist"}
-    known = {**numbered, **lasagne}
+    with_pymc = {p.stem: p for p in sorted((ROOT / "demos" / "pymc").glob("*.py"))}
+    known = {**numbered, **lasagne, **with_pymc}
     if options.script not in known:
         raise fail(f"there is no demo {options.script!r}; there are: {', '.join(known) or 'none'}")
     extras = ["lasagne"] if options.script in lasagne else []
-    return call([prepare(options.env, *extras).python, known[options.script], *(word for word in rest if word != "--")])
+    name = PYMC.name if options.script in with_pymc else options.env
+    return call([prepare(name, *extras).python, known[options.script], *(word for word in rest if word != "--")])
 
 
 def env(options: argparse.Namespace, rest: list[str]) -> int:
@@ -408,7 +422,7 @@ def parser() -> argparse.ArgumentParser:
     # --help goes to the script too, which lists its options.
     add_env(add(mnist, passes_on=True, add_help=False), PYTENSOR.name, which)
     test_parser = add(test, passes_on=True)
-    add_env(test_parser, None, "test in this environment only (default: in both)")
+    add_env(test_parser, None, "test in this environment only (default: in all)")
     test_parser.add_argument(
         "--device",
         choices=["host", "jax", "gpu"],

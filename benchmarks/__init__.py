@@ -16,6 +16,8 @@ bar.  The exit status is 0 in either case: a busy machine is no error.
     What three functions of one 100 MB shared variable send to a worker.
 `growth`
     What the library adds on 1, 2, 4, ... 64 ranks.
+`pymc_rows`
+    Gradients a second of PyMC models, beside PyMC's own.
 
 All take ``--help``.  They run with PyTensor where it is installed, else with Theano.
 """

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from scipy.special import gammaln
 
 pytensor = pytest.importorskip("pytensor", reason="it is about PyTensor's graphs")
 import pytensor.tensor as pt  # noqa: E402
@@ -79,16 +80,26 @@ def test_data_are_found_once():
     assert list(rows.values()) == [held]
 
 
+def test_what_comes_of_constants_is_computed_once():
+    terms = a * pt.gammaln(pt.exp(y) + 1) + y
+    made, rows = by_rows(terms, N)
+    assert not any("Gammaln" in str(node.op) for node in pytensor.graph.traversal.applys_between([], [made]))
+    np.testing.assert_allclose(sorted(map(np.sum, rows.values())), sorted([Y.sum(), gammaln(np.exp(Y) + 1).sum()]))
+    # What may get other values is not.
+    made, rows = by_rows(pt.exp(held).sum(axis=1) * a, N)
+    assert list(rows.values()) == [held]
+
+
 BAD = {
     "one number": ((y * a).sum(), N, "its terms are one number for all rows"),
     "differences": (y[1:] - y[:-1] * a, N - 1, "picks rows"),
-    "a cumulative sum": (pt.cumsum(y) * a, N, "not known whether it mixes rows"),
+    "a cumulative sum": (pt.cumsum(y * a), N, "not known whether it mixes rows"),
     "a mean over rows": ((y * a) - (y * a).mean(), N, "needs all rows at once"),
     "softmax over rows": (pt.special.softmax(y * a), N, "mixes rows"),
     "softmax over all": (pt.special.softmax(x * a, axis=None), N, "mixes rows"),
     "joined rows": (pt.concatenate([y, y]) * a, 2 * N, "mixes rows"),
     "sorted": (pt.sort(y * a), N, "not known whether it mixes rows"),
-    "reversed": (y[::-1] * a, N, "picks rows"),
+    "reversed": ((y * a)[::-1], N, "picks rows"),
     "rows of other rows": ((y * a)[pt.constant(np.arange(N)[::-1].copy())], N, "needs all rows at once"),
     "a parameter for each row": (y * each, N, "'each' has an element for each row"),
     "another length": (y * a, N - 1, "has shape (9,), but there are 8 rows"),

@@ -1,7 +1,8 @@
 """The examples in the documentation: they run, and print what they say.
 
 Those of the docstrings need PyTensor, which they import.  Those of the pages in docs/ run with Theano as well, with its
-name in the place of PyTensor's, but for pages that say ``.. needs: pytensor``.  Scripts without a prompt, the README's
+name in the place of PyTensor's, but for pages that say ``.. needs: pytensor``.  A page that says ``.. needs: pymc`` runs
+where PyMC is installed.  Scripts without a prompt, the README's
 among them, run in a process of their own.
 """
 
@@ -24,6 +25,7 @@ import synkhronos as synk
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.rst"))
 HAS_PYTENSOR = importlib.util.find_spec("pytensor") is not None
+HAS_PYMC = importlib.util.find_spec("pymc") is not None
 HAS_THEANO = importlib.util.find_spec("theano") is not None
 
 
@@ -55,7 +57,7 @@ def docstrings() -> list[doctest.DocTest]:
     found = {}
     for name in ["synkhronos", *modules(synk.__path__, "synkhronos.")]:
         for test in doctest.DocTestFinder().find(importlib.import_module(name), name):
-            if test.examples:
+            if test.examples and (HAS_PYMC or name != "synkhronos.extensions.pymc"):
                 found[test.name] = test
     return list(found.values())
 
@@ -69,6 +71,8 @@ def test_docstring(example):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_page(page):
     text = page.read_text()
+    if ".. needs: pymc" in text and not HAS_PYMC:
+        pytest.skip("the page is about PyMC")
     if not HAS_PYTENSOR:
         if ".. needs: pytensor" in text:
             pytest.skip("the page is about PyTensor")

@@ -6,6 +6,10 @@
     One callable that takes a training step on all ranks.
 `synkhronos.extensions.rows_sum`
     A sum over rows as a PyTensor expression, which the ranks compute.
+`synkhronos.extensions.by_rows`
+    Which part of an expression can be computed row by row.
+`synkhronos.extensions.pymc`
+    PyMC models whose likelihoods the ranks compute.
 
 None of them is imported by ``import synkhronos``.
 """

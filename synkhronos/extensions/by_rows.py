@@ -5,10 +5,10 @@
 `Mixed`
     Why that can't be done.
 
-The question is asked backwards.  To have some rows of ``a + b``, it takes those rows of ``a`` and of ``b``; to have rows
-of ``effects[group]``, it takes those rows of ``group``, and ``effects`` whole.  So it goes from operation to operation,
-until it comes to data, which are cut, or to what is needed whole, which is left as it is.  An operation of which nothing
-is known here, or one that needs other rows, ends the search with `Mixed`.
+The question is asked backwards.  To have some rows of ``a + b``, it takes those rows of ``a`` and of ``b``; to have
+rows of ``effects[group]``, it takes those rows of ``group``, and ``effects`` whole.  So it goes from operation to
+operation, until it comes to data, which are cut, or to what is needed whole, which is left as it is.  An operation of
+which nothing is known here, or one that needs other rows, ends the search with `Mixed`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
+import pytensor
 import pytensor.tensor as pt
 from pytensor.compile import SharedVariable
 from pytensor.compile.builders import OpFromGraph
@@ -103,10 +104,14 @@ class Search:
 
     def rows(self, variable: Any, axis: int) -> Any:
         """Return the rows of a variable whose axis runs along them."""
-        made = self._made.get((variable, axis))
+        asked, made = variable, self._made.get((variable, axis))
         if made is None:
+            if variable.owner is not None and self._comes_of_constant_rows(variable):
+                # Once, as PyTensor does when it compiles: the ranks would do it at each evaluation.
+                values = pytensor.function([], variable, mode="FAST_COMPILE")()
+                variable = pt.constant(values, name=variable.name)
             find = self._leaf if variable.owner is None else self._computed
-            made = self._made[variable, axis] = find(variable, axis)
+            made = self._made[asked, axis] = find(variable, axis)
         return made
 
     def part(self, variable: Any, axis: int) -> Any:
@@ -119,19 +124,13 @@ class Search:
             if (variable, axis) in self._made:
                 return axis
         node = variable.owner
-        if node is None:
+        if node is None or not isinstance(node.op, Elemwise | DimShuffle | CAReduce):
             return None
+        found = next((axis for axis in map(self.axis_of, node.inputs) if axis is not None), None)
         if isinstance(node.op, Elemwise):
-            found = (self.axis_of(v) for v in node.inputs)
-        elif isinstance(node.op, DimShuffle):
-            order, axis = node.op.new_order, self.axis_of(node.inputs[0])
-            found = iter([order.index(axis) if axis in order else None])
-        elif isinstance(node.op, CAReduce) and node.op.axis is not None:
-            axis = self.axis_of(node.inputs[0])
-            found = iter([None if axis is None or axis in node.op.axis else axis - sum(a < axis for a in node.op.axis)])
-        else:
-            return None
-        return next((axis for axis in found if axis is not None), None)
+            return found
+        kept = node.op.new_order if isinstance(node.op, DimShuffle) else _kept(node)
+        return None if found is None or found not in kept else kept.index(found)
 
     def condition(self, variable: Any) -> Any:
         """Return a number that says whether all elements fulfil a condition, for the rows that are computed."""
@@ -170,11 +169,23 @@ class Search:
                         stack.extend(one.owner.inputs)
                 elif isinstance(one, Constant | SharedVariable):
                     from_data |= self.length in _shape_of(one)
-                    from_others |= isinstance(one, SharedVariable) and not isinstance(one.type, TensorType)  # generators
+                    from_others |= isinstance(one, SharedVariable) and not isinstance(
+                        one.type, TensorType
+                    )  # generators
                 else:
                     from_others = True
             if from_data and from_others:
                 raise Mixed(f"{_named(variable)} needs all rows at once")
+
+    def _comes_of_constant_rows(self, variable: Any) -> bool:
+        """Whether a variable is computed from constants alone, among them one that is as long as there are rows."""
+        leaves = [variable]
+        for node in library_of(variable).nodes([variable]):
+            leaves += [v for v in node.inputs if v.owner is None]
+        leaves = [v for v in leaves if v.owner is None]
+        return all(isinstance(v, Constant) for v in leaves) and any(
+            isinstance(v.type, TensorType) and self.length in np.shape(v.data) for v in leaves
+        )
 
     def _leaf(self, variable: Any, axis: int) -> Any:
         """Return the rows of data."""
@@ -313,11 +324,14 @@ def _subtensor(search: Search, node: Any, axis: int) -> Any:
 
 
 def _reduction(search: Search, node: Any, axis: int) -> Any:
-    reduced = node.op.axis
-    if reduced is None:
-        raise _mixes(node)
-    kept = [i for i in range(node.inputs[0].type.ndim) if i not in reduced]
-    return node.op(search.rows(node.inputs[0], kept[axis]))
+    return node.op(search.rows(node.inputs[0], _kept(node)[axis]))
+
+
+def _kept(node: Any) -> list[int]:
+    """Return the axes over which a reduction does not reduce."""
+    ndim = node.inputs[0].type.ndim
+    reduced = range(ndim) if node.op.axis is None else node.op.axis
+    return [i for i in range(ndim) if i not in reduced]
 
 
 def _softmax(search: Search, node: Any, axis: int) -> Any:

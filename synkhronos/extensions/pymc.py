@@ -23,15 +23,15 @@ __all__ = ["data_parallel"]
 def data_parallel(model: pymc.Model) -> pymc.Model:
     """Return a copy of a model whose observed rows are shared out among the ranks.
 
-    An observed variable is split if its log-density is a sum over rows, and each row's depends on that row alone: of the
-    observed values, of `pymc.Data`, and of arrays in the model that are as long.  Parameters, priors and all else stay
-    in this process, and the copy is used as the model is: ``pm.sample``, ``pm.find_MAP`` and ``pm.fit`` run as before,
-    and whenever they ask for the density or its gradient, all ranks compute.
+    An observed variable is split if its log-density is a sum over rows, and each row's depends on that row alone: of
+    the observed values, of ``pm.Data``, and of arrays in the model that are as long.  Parameters, priors and all else
+    stay in this process, and the copy is used as the model is: ``pm.sample``, ``pm.find_MAP`` and ``pm.fit`` run as
+    before, and whenever they ask for the density or its gradient, all ranks compute.
 
     Parameters
     ----------
     model : pymc.Model
-        It stays as it is, and shares its data with the copy: ``pm.set_data`` of one changes both.
+        It stays as it is.  The copy has data containers of its own: ``pm.set_data`` of one does not change the other.
 
     Returns
     -------

@@ -1,0 +1,143 @@
+"""How many gradients a second does a PyMC model get from the ranks?
+
+Three models, each by itself and by `synkhronos.extensions.pymc.data_parallel`, in one process and in turn: PyMC's own
+function with one BLAS thread and with two, and the ranks, which have one BLAS thread each where there are as many ranks
+as cores.  Every evaluation of the log-density and its gradient is at another point.
+
+A hierarchical logistic regression
+    Products of a matrix of 50 columns: bound by the memory.
+A beta-binomial of groups
+    Costs much for each row, and no BLAS has a part in it.
+100 rows
+    What a call of the ranks costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from benchmarks._hierarchical import GROUPS, made_up
+from benchmarks._measure import Table, bar, duration, heading, interleaved, ranks
+
+
+def logistic(rows: int, columns: int) -> Any:
+    """Return the regression."""
+    import pymc as pm
+
+    x, group, y = made_up(rows, columns)
+    with pm.Model() as model:
+        overall, spread = pm.Normal("overall"), pm.HalfNormal("spread")
+        effects = pm.Normal("effects", overall, spread, shape=GROUPS)
+        slopes = pm.Normal("slopes", shape=columns)
+        pm.Bernoulli("y", logit_p=effects[group] + pm.Data("x", x) @ slopes, observed=y.astype("int64"))
+    return model
+
+
+def beta_binomial(rows: int) -> Any:
+    """Return a model in which each row takes six logarithms of the gamma function."""
+    import pymc as pm
+
+    rng = np.random.default_rng(0)
+    group, trials = rng.integers(0, GROUPS, rows), rng.integers(20, 40, rows)
+    with pm.Model() as model:
+        overall = pm.Normal("overall")
+        effects = pm.Normal("effects", overall, 0.5, shape=GROUPS)
+        center = pm.math.sigmoid(effects[group])
+        size = pm.Gamma("size", 2, 0.1)
+        observed = rng.binomial(trials, rng.beta(3, 3, rows))
+        pm.BetaBinomial("y", n=trials, alpha=center * size, beta=(1 - center) * size, observed=observed)
+    return model
+
+
+def evaluator(model: Any) -> Callable[[], Any]:
+    """Return what evaluates a model's density and gradient, each time at another point."""
+    from pymc.blocking import DictToArrayBijection
+
+    function = model.logp_dlogp_function(ravel_inputs=True)
+    function.set_extra_values({})
+    at = DictToArrayBijection.map(model.initial_point()).data + 0.0
+    steps = np.random.default_rng(1).normal(size=(1000, at.size)) * 1e-3
+    count = 0
+
+    def evaluate() -> Any:
+        nonlocal count
+        count += 1
+        return function(at + steps[count % 1000])
+
+    return evaluate
+
+
+def compare(name: str, model: Any, calls: int, rounds: int, size: int, least: float | None) -> None:
+    """Measure one model, and print it."""
+    from synkhronos.extensions.pymc import data_parallel
+
+    own, shared = evaluator(model), evaluator(data_parallel(model))
+    ours, theirs = shared(), own()
+    np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-9)
+    np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-6, atol=1e-6)
+
+    def limited(threads: int) -> Callable[[], Any]:
+        def call() -> Any:
+            with threadpool_limits(threads):
+                for _ in range(calls):
+                    own()
+
+        return call
+
+    def by_ranks() -> None:
+        for _ in range(calls):
+            shared()
+
+    sides = {"PyMC, 1 BLAS thread": limited(1), "PyMC, 2 BLAS threads": limited(2), f"{size} ranks": by_ranks}
+    times = {side: [time / calls for time in all_] for side, all_ in interleaved(sides, rounds).items()}
+    print(name)
+    table = Table({"": 21, "median": 9, "rounds": 30, "a second": 9, "ratio": 6})
+    mine = median(times[f"{size} ranks"])
+    for side, each in times.items():
+        middle = median(each)
+        table.row(side, duration(middle), " ".join(map(duration, each)), f"{1 / middle:.1f}", f"{middle / mine:.2f}")
+    # A round's sides met the same machine.
+    each = [one / two for one, two in zip(times["PyMC, 1 BLAS thread"], times[f"{size} ranks"], strict=True)]
+    if least is None:
+        print(f"the ranks take {1e6 * (mine - median(times['PyMC, 1 BLAS thread'])):.0f} us more")
+    else:
+        bar(f"{size} ranks beside 1 BLAS thread (rounds {min(each):.2f} to {max(each):.2f})", median(each), least=least)
+    print()
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pymc_rows",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each side (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="of the regression (default: %(default)s)")
+    parser.add_argument("--columns", type=int, default=50, help="of the regression (default: %(default)s)")
+    parser.add_argument("--costly", type=int, default=200_000, help="rows of the other model (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=20, help="evaluations in a turn (default: %(default)s)")
+    options = parser.parse_args()
+    if not importlib.util.find_spec("pymc"):
+        print("This benchmark needs PyMC, which is not installed: left out.")
+        return
+    heading("PyMC: the log-density and its gradient, by PyMC and by the ranks")
+    with ranks(options.ranks):
+        calls, rounds, size = options.calls, options.rounds, options.ranks
+        what = f"hierarchical logistic regression, {options.rows} rows of {options.columns} columns"
+        compare(what, logistic(options.rows, options.columns), calls, rounds, size, 1.8)
+        what = f"beta-binomial of {GROUPS} groups, {options.costly} rows"
+        compare(what, beta_binomial(options.costly), calls, rounds, size, 1.9)
+        compare("beta-binomial, 100 rows", beta_binomial(100), 100 * calls, rounds, size, None)
+
+
+if __name__ == "__main__":
+    main()
