@@ -46,3 +46,10 @@ def test_mnist_trains_a_little(tmp_path):
     assert "compiling" in printed
     assert "deprecated" not in printed
     assert plot.stat().st_size > 0
+
+
+def test_an_lstm_trains_at_each_ranks_own_pace():
+    small = ("--texts", 80, "--length", 4, "--size", 8, "--epochs", 1, "--batch-size", 8, "--mode", "FAST_COMPILE")
+    printed = run(ROOT / "demos" / "lstm" / "train_lstm.py", "--ranks", 2, *small, "--cpu")
+    assert "2 ranks, epoch 1: loss 0.6" in printed
+    assert "1.82" in printed  # what Platoon had on two GPUs
