@@ -103,7 +103,7 @@ class Pygpu(CudaDevice):
         """Return an array's address."""
         return int(array.gpudata)
 
-    def settle(self, array: Any) -> None:
+    def wait_for(self, array: Any) -> None:
         """Wait until an array has been computed."""
         array.sync()
 

@@ -358,7 +358,7 @@ class Function:
         self._ready = set()
         self._program.place()
         session.rank.store[self._key] = weakref.ref(self._program)
-        self._program.settle()
+        self._program.to_device()
         session.memory.release_with(self, "stored", self._key)
 
 

@@ -193,7 +193,7 @@ class Program:
             self.compiled.clear()
             self.buffers.clear()
 
-    def settle(self) -> None:
+    def to_device(self) -> None:
         """Move the shared variables' values to the device."""
         if not self.device.takes_shareds:
             return

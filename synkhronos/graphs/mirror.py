@@ -87,7 +87,7 @@ class Mirror:
         Parameters
         ----------
         values : list of (key, object)
-            What to keep in the workers' stores; may be none.  Each has a method ``settle``, called where it arrives,
+            What to keep in the workers' stores; may be none.  Each has a method ``to_device``, called where it arrives,
             and an attribute ``code``, which becomes the user's code in it.
         variables : list of variables
             All that the values are made of.
@@ -231,7 +231,7 @@ class Receive:
             if library.is_generator(shared):
                 library.set_stream(shared, moved_apart(library, library.stream(shared), rank, start))
         for _, value in values[len(starts) :]:
-            value.settle()
+            value.to_device()
         return set()
 
 

@@ -78,7 +78,7 @@ class CudaDevice:
         """Return an array's address."""
         raise NotImplementedError
 
-    def settle(self, array: Any) -> None:
+    def wait_for(self, array: Any) -> None:
         """Wait until an array has been computed."""
         raise NotImplementedError
 
@@ -136,7 +136,7 @@ class CudaDevice:
         """Wait until values have been computed."""
         for value in values:
             if self.holds(value):
-                self.settle(value)
+                self.wait_for(value)
 
     def holds(self, value: Any) -> bool:
         """Whether a value is an array of this kind."""

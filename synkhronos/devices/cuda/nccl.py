@@ -313,7 +313,7 @@ class NcclCommunicator(UnderWay):
     def _span(self, array: Any) -> tuple[int, int, int]:
         """Return an array's address, its number of items, and NCCL's number for its dtype."""
         if self._arrays.stream is None:
-            self._arrays.settle(array)
+            self._arrays.wait_for(array)
         return self._arrays.pointer(array), array.size, DTYPES[array.dtype]
 
     def _leave(self) -> None:

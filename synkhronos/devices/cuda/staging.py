@@ -77,7 +77,7 @@ class Arrays(Protocol):
     def pointer(self, array: Any) -> int:
         """Return where an array lies on the GPU."""
 
-    def settle(self, array: Any) -> None:
+    def wait_for(self, array: Any) -> None:
         """Wait until an array has been computed: where the stream is not known."""
 
 

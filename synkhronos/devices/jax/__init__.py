@@ -115,7 +115,7 @@ class Jax(CudaDevice):
         """Return an array's address."""
         return int(array.unsafe_buffer_pointer())
 
-    def settle(self, array: Any) -> None:
+    def wait_for(self, array: Any) -> None:
         """Wait until an array has been computed."""
         array.block_until_ready()
 
