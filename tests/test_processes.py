@@ -161,6 +161,28 @@ def test_workers_leave_profiles(tmp_path):
     assert names[1].startswith("synkhronos_rank2_")
 
 
+def test_workers_get_their_time_to_end_though_one_ends_before(tmp_path):
+    python(
+        """
+        import os, time
+        import synkhronos as synk
+        from synkhronos import ranks
+
+        class Slow:
+            def run(self, rank):
+                if rank.number == 2:  # from then on, whatever it does at its end takes a while
+                    end = os._exit
+                    os._exit = lambda code: (time.sleep(0.5), open("ended", "w"), end(code))
+
+        synk.fork(3, use_gpu=False)
+        ranks.session().run(Slow())
+        synk.close()
+        """,
+        cwd=tmp_path,
+    )
+    assert (tmp_path / "ended").exists()
+
+
 def test_threads_are_shared_out_and_given_back():
     threadpoolctl = pytest.importorskip("threadpoolctl")
 

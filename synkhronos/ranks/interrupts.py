@@ -71,10 +71,9 @@ class undisturbed:  # noqa: N801 - a block, as the functions of contextlib are
             came, self._came = self._came, []
             self._raise(came)
 
-    @property
-    def came(self) -> bool:
-        """Whether a signal is held back."""
-        return bool(self._came)
+    def is_holding(self, besides: int) -> bool:
+        """Whether a signal is held back, besides one of this number."""
+        return any(number != besides for number in self._came)
 
     def renew(self) -> None:
         """Begin `PATIENCE` anew, for the wait that comes now: what was before it took its time."""

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import pickle
+import signal
 import threading
 import time
 from typing import Any, NoReturn
@@ -399,7 +400,8 @@ class Session:
                     _log.debug("a worker did not take the command to end: %s", error)
             self.closed = "the ranks were closed: call synkhronos.fork() first"
             self.rank.end()
-            self.workers.end(0.0 if kill else GRACE, lambda: signals.came)
+            # The first worker's end is told by SIGURG, and is no reason to hurry the others.
+            self.workers.end(0.0 if kill else GRACE, lambda: signals.is_holding(besides=signal.SIGURG))
             self._free()
 
     def tell_at_close(self, owner: Any) -> None:
