@@ -225,7 +225,7 @@ class Staging:
 
     def store(self, rank: Rank, where: SharedArray, array: Any) -> None:
         """Copy an array back into shared memory, and wait until it is there."""
-        self.arrays.settle(array)
+        self.arrays.wait_for(array)
         self.enter()
         target = self.locked(rank, where.key) + where.offset
         check(self.driver.cuMemcpyAsync(target, self.arrays.pointer(array), array.nbytes, self.handle))
