@@ -7,6 +7,12 @@ And draw what recorders have written:
 
     python -m synkhronos show RUN...
 
+Train a class on all ranks, look whether it can be, and see what the machine has:
+
+    python -m synkhronos train SESSION
+    python -m synkhronos check MODEL:CLASS
+    python -m synkhronos doctor
+
 The program runs as if it were started by Python itself, with ``import synkhronos.compat`` before its first line.
 """
 
@@ -16,6 +22,11 @@ import argparse
 import os
 import runpy
 import sys
+
+
+def script() -> None:
+    """Run what the command line says: the command ``synkhronos``."""
+    main(sys.argv[1:])
 
 
 def main(arguments: list[str]) -> None:
@@ -31,6 +42,10 @@ def main(arguments: list[str]) -> None:
 
         show.main(arguments[1:])
         return
+    if arguments[:1] and arguments[0] in ("train", "check", "doctor"):
+        from synkhronos.launch import command
+
+        sys.exit(command.main(arguments))
     parser = argparse.ArgumentParser(
         prog="python -m synkhronos",
         description="Run a program written for Theano. Where Theano is not installed, PyTensor takes its place.",

@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -33,8 +35,11 @@ class _Bind:
     name: str
     places: list[str]
     seeds: tuple[bytes, ...]
+    cores: tuple[tuple[int, ...], ...] = ()
 
     def run(self, rank: Rank) -> None:
+        if self.cores:  # before anything starts threads
+            os.sched_setaffinity(0, self.cores[rank.number])
         if not rank.is_master:
             # Copies of the master's global generators would draw the same numbers on every rank.
             of_numpy, of_python = (
@@ -106,12 +111,28 @@ def fork(
     if timeout is not None and not number(timeout, "timeout", "a number of seconds, or None") > 0:
         raise ValueError(f"timeout: expected a positive number of seconds, got {timeout!r}")
     master_rank = integer(master_rank, "master_rank")
+    return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout)
+
+
+def fork_bound(n_parallel: int, use_gpu: bool, cores: Sequence[Sequence[int]]) -> int:
+    """Fork as `fork` does, and bind each rank to cores of its own before its device starts threads; none for not."""
+    return _fork(n_parallel, use_gpu, cores=tuple(map(tuple, cores)))
+
+
+def _fork(
+    n_parallel: int | None,
+    use_gpu: bool | None,
+    master_rank: int = 0,
+    profile_workers: bool = False,
+    timeout: float | None = None,
+    cores: tuple[tuple[int, ...], ...] = (),
+) -> int:
     device, size = choose(use_gpu, n_parallel)
     index(master_rank, "master_rank", size, ValueError)
     # From the master's states, so that a run repeats from its seed.
     states = np.random.get_state(legacy=False), random.getstate()
     seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in states)
-    first = _Bind(device.name, device.places(size, master_rank), seeds)
+    first = _Bind(device.name, device.places(size, master_rank), seeds, cores)
     ranks.fork(size, master_rank, profile_workers, timeout, first, needs_fresh_processes())
     return size
 

@@ -21,7 +21,7 @@ Each rank by itself, whenever it is ready (the first two also together):
 `Downpour`, `ASGD`
     Ranks send their steps to a centre, and fetch it.
 `GoSGD`
-    Ranks send their parameters to each other, now and then.
+    Ranks send their parameters to each other, now and then; ``GOSGD`` is the same, by Theano-MPI's name.
 
 What a rule works on:
 
@@ -40,11 +40,14 @@ from synkhronos.rules.outer import DiLoCo, SlowMo
 from synkhronos.rules.state import State
 from synkhronos.rules.swap import Swap
 
+GOSGD = GoSGD
+
 __all__ = [
     "ASGD",
     "BSP",
     "EAMSGD",
     "EASGD",
+    "GOSGD",
     "DiLoCo",
     "Downpour",
     "GoSGD",

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,7 @@ class Rule:
     period: int | Callable[[int], int] = 1
     exclude: Callable[[Any], bool] | None = None
     precision: str | None = None
+    _run: Any = None
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class Rule:
         self.precision = precision
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "exclude": None}  # asked in the master alone
+        return {**self.__dict__, "exclude": None, "_run": None}  # asked in the master alone
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options().items())
@@ -89,7 +90,11 @@ class Rule:
 
     def options(self) -> dict[str, Any]:
         """Return what the rule was made with, for records."""
-        return {name: value for name, value in vars(self).items() if value is not None and not callable(value)}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name != "_run" and value is not None and not callable(value)
+        }
 
     # -- what a rule of your own may override ----------------------------------------------------------------
 
@@ -120,6 +125,50 @@ class Rule:
         means = {name: np.mean([each[name] for each in ranks], axis=0) for name in ("params", "optimizer", "excluded")}
         means = {name: mean.astype(first[name].dtype) for name, mean in means.items()}
         return [{**first, **means} for _ in range(size)]
+
+    # -- a run of its own ------------------------------------------------------------------------------------
+
+    def init(
+        self,
+        devices: Sequence[str] | str | None = None,
+        modelfile: str = "",
+        modelclass: str = "",
+        **settings: Any,
+    ) -> None:
+        """Start to train a class by this rule, in processes of its own; `wait` waits for them.
+
+        Parameters
+        ----------
+        devices : list of str, optional
+            One for each rank: ``cuda0`` or ``gpu0`` and so on, or ``cpu``.
+        modelfile, modelclass : str
+            The module, ``models.mlp`` or ``models/mlp.py``, and the class in it.
+        **settings
+            Others of a session file: ``folder``, ``epochs``, ``config`` and so on.
+
+        Raises
+        ------
+        SettingsError
+            If one of them is wrong; nothing has started then.
+        """
+        from synkhronos.launch.handle import Run  # it stands above the rules
+
+        if self._run is not None:
+            raise RuntimeError("init() was called already: call wait(), or make another rule")
+        self._run = Run(self, devices, modelfile, modelclass, **settings)
+
+    def wait(self) -> Any:
+        """Wait for what `init` has started, and return the run's folder.
+
+        Raises
+        ------
+        RuntimeError
+            If the run has failed.
+        """
+        if self._run is None:
+            raise RuntimeError("wait(): expected a call of init() before it")
+        run, self._run = self._run, None
+        return run.wait()
 
     # -- what the trainer asks -------------------------------------------------------------------------------
 

@@ -1,0 +1,177 @@
+"""What a class has to have, and how its methods are called.
+
+The contract is Theano-MPI's.
+
+`lacking`
+    What an instance lacks.
+`make`
+    An instance, for a rank.
+`compile_functions`
+    Have an instance compile its functions.
+`called`
+    Call a method with as many arguments as it takes.
+`Variables`
+    The shared variables that its compiled functions change.
+`ContractError`
+    The class is not what it should be.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from synkhronos.graphs import library_of, loaded_libraries
+from synkhronos.training.storing import Groups
+
+#: The methods that a class has to have, and what each is for.
+METHODS = {
+    "compile_iter_fns": "compiles its functions",
+    "train_iter": "takes a step: train_iter(count, recorder)",
+    "val_iter": "validates a batch: val_iter(count, recorder)",
+    "adjust_hyperp": "changes the learning rate after an epoch: adjust_hyperp(epoch)",
+    "cleanup": "ends what it has begun",
+}
+
+
+class ContractError(TypeError):
+    """A class lacks something of the contract."""
+
+
+def lacking(model: Any, compiled: bool = True) -> list[str]:
+    """Return a line for each thing that an instance lacks.
+
+    Parameters
+    ----------
+    model : object
+        An instance; or a class, of which only methods are asked for.
+    compiled : bool
+        Whether `compile_iter_fns` has run: what it makes may be missing before.
+    """
+    found = [f"method {name}(): {use}" for name, use in METHODS.items() if not callable(getattr(model, name, None))]
+    if isinstance(model, type) or not compiled:
+        return found
+    params = getattr(model, "params", None)
+    if not isinstance(params, list | tuple) or not params:
+        found.append(f"attribute params: expected a list of shared variables, got {_short(params)}")
+    else:
+        for i, param in enumerate(params):
+            if not any(library.is_shared(param) and library.is_array(param) for library in loaded_libraries()):
+                found.append(f"attribute params[{i}]: expected a shared variable, got {_short(param)}")
+            elif np.dtype(param.type.dtype).kind != "f":
+                found.append(f"attribute params[{i}]: expected floats, got {param.type}")
+        if not found and len({id(param) for param in params}) != len(params):
+            found.append("attribute params: a shared variable comes twice")
+    data = getattr(model, "data", None)
+    if data is None:
+        found.append("attribute data: expected an object with n_batch_train and n_batch_val, got None")
+        return found
+    for name, least in (("n_batch_train", 1), ("n_batch_val", 0)):
+        count = getattr(data, name, None)
+        if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < least:
+            found.append(f"attribute data.{name}: expected a number of batches, at least {least}, got {_short(count)}")
+    return found
+
+
+def check(model: Any, name: str, compiled: bool = True) -> None:
+    """Raise `ContractError` if an instance, or a class, lacks something."""
+    lines = lacking(model, compiled)
+    if lines:
+        raise ContractError(f"{name} lacks:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def make(kind: type, config: dict[str, Any]) -> Any:
+    """Return an instance; the class may take the config or nothing."""
+    parameters = [p for p in inspect.signature(kind).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.KEYWORD_ONLY)]
+    if len(needed) > 1:
+        raise ContractError(f"{kind.__name__}(): expected a class that takes one config, got one that takes {needed}")
+    return kind(config) if parameters else kind()
+
+
+def compile_functions(model: Any) -> None:
+    """Call ``compile_iter_fns``, with the way to exchange where it takes one, as Theano-MPI's do."""
+    parameters = inspect.signature(model.compile_iter_fns).parameters.values()
+    if any(p.name == "sync_type" or p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters):
+        model.compile_iter_fns("avg")
+    else:
+        model.compile_iter_fns()
+
+
+def called(method: Any, *arguments: Any) -> Any:
+    """Call a method with as many of some arguments as it takes."""
+    taken = 0
+    for parameter in inspect.signature(method).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            taken = len(arguments)
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            taken += 1
+    return method(*arguments[:taken])
+
+
+@dataclass
+class Variables:
+    """What a model's compiled functions change, beside its parameters.
+
+    Attributes
+    ----------
+    optimizer : list of shared variables
+        Floats that are updated: velocities, running averages.
+    others : list of shared variables
+        Whole numbers that are updated, and numbers that are read: a learning rate.
+    generators : list of shared variables
+        Random streams.
+    """
+
+    optimizer: list[Any]
+    others: list[Any]
+    generators: list[Any]
+
+    @classmethod
+    def of(cls, model: Any) -> Variables:
+        """Look through the functions that are attributes of a model, in the order of their names."""
+        params = {id(param) for param in model.params}
+        found = cls([], [], [])
+        seen: set[int] = set()
+        for _, function in sorted(vars(model).items()):
+            for entry in getattr(getattr(function, "maker", None), "inputs", ()):
+                shared = entry.variable
+                if not getattr(entry, "implicit", False) or id(shared) in params | seen:
+                    continue
+                seen.add(id(shared))
+                library = library_of(shared)
+                if library.is_generator(shared):
+                    found.generators.append(shared)
+                elif not library.is_array(shared):
+                    continue
+                elif entry.update is not None and np.dtype(shared.type.dtype).kind == "f":
+                    found.optimizer.append(shared)
+                elif entry.update is not None or shared.type.ndim == 0:
+                    found.others.append(shared)
+        return found
+
+    def groups(self, params: list[Any]) -> Groups:
+        """Return them as checkpoints take them."""
+        return Groups(params, self.optimizer, [], self.others, self.generators)
+
+
+def learning_rate(model: Any) -> float | None:
+    """Return a model's learning rate, if it has one under a usual name."""
+    for name in ("shared_lr", "lr", "learning_rate"):
+        value: Any = getattr(model, name, None)
+        if hasattr(value, "get_value"):
+            value = value.get_value()
+        if value is not None and np.ndim(value) == 0:
+            try:
+                return float(value)
+            except (TypeError, ValueError):
+                continue
+    return None

@@ -1,0 +1,72 @@
+"""Runs that a Python script starts.
+
+`Run`
+    One of them: what ``rule.init`` starts, and ``rule.wait`` waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from synkhronos.launch.settings import Settings, from_environment, options_of, resolve
+from synkhronos.launch.supervisor import prepare
+from synkhronos.rules import Rule
+
+
+class Run:
+    """A run in processes of its own.
+
+    Attributes
+    ----------
+    settings : Settings
+    folder : Path
+    """
+
+    def __init__(self, rule: Rule, devices: Sequence[str] | str | None, modelfile: str, modelclass: str, **others: Any):
+        asked = {
+            "rule": type(rule).__name__,
+            "rule_options": options_of(rule),
+            "modelfile": modelfile,
+            "modelclass": modelclass,
+            **others,
+        }
+        if devices is not None:
+            asked["devices"] = devices
+        script = sys.argv[0] if sys.argv and os.path.exists(sys.argv[0]) else None
+        self.settings: Settings = resolve([asked, from_environment(os.environ)], beside=script)
+        self.folder: Path = prepare(self.settings, [sys.executable, *sys.argv])
+        sys.stdout.flush()
+        paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "synkhronos.launch.supervisor", str(self.folder), str(os.getpid())],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+            stdin=subprocess.DEVNULL,
+        )
+
+    def wait(self) -> Path:
+        """Return the run's folder when it has ended.
+
+        Raises
+        ------
+        RuntimeError
+            If it has failed; with the first failure's traceback.
+        """
+        try:
+            status = self._process.wait()
+        except BaseException:
+            # Ctrl-C has come to the supervisor too, which ends the ranks.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(15)
+            self._process.kill()
+            raise
+        if status:
+            failure = self.folder / "failure.txt"
+            words = failure.read_text() if failure.exists() else ""
+            raise RuntimeError(f"the run in {self.folder} has ended with status {status}\n{words}")
+        return self.folder

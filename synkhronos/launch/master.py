@@ -1,0 +1,97 @@
+"""The process of rank 0, which forks the others.
+
+    python -m synkhronos.launch.master FOLDER PLAN
+
+`main`
+    What it does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from synkhronos.launch import binding, program
+from synkhronos.launch.settings import Settings
+from synkhronos.processes import fork_bound
+from synkhronos.ranks import WorkerError, session
+from synkhronos.rules import shared_memory
+from synkhronos.tasks import run
+from synkhronos.training.checkpoint import Checkpoint
+
+_PR_SET_PDEATHSIG = 1
+#: What the master leaves in the run's folder when it fails: the supervisor prints it last.
+FAILURE, PROCESSES = "failure.txt", "processes.json"
+
+
+def main(folder: str, plan: dict[str, Any]) -> int:
+    """Run what the folder's settings say; return the exit status.
+
+    Parameters
+    ----------
+    folder : str
+    plan : dict
+        Of the supervisor: its process, the ranks' pipes, each rank's cores, and all cores.
+    """
+    _end_with(plan["supervisor"])
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    settings = Settings.load(Path(folder) / "settings.json")
+    try:
+        _run(settings, plan)
+    except BaseException as error:
+        if isinstance(error, WorkerError):
+            text = f"rank {error.rank}:\n{error.worker_traceback or error}\n"
+        else:
+            text = "rank 0:\n" + "".join(traceback.format_exception(error))
+        (Path(folder) / FAILURE).write_text(text)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _run(settings: Settings, plan: dict[str, Any]) -> None:
+    import synkhronos.compat  # noqa: F401 - classes import theano
+
+    if settings.on_gpu:
+        # A class compiles its functions itself.
+        flags = os.environ.get("PYTENSOR_FLAGS", "")
+        if "mode=" not in flags:
+            os.environ["PYTENSOR_FLAGS"] = ",".join(filter(None, [flags, "mode=JAX"]))
+    np.random.seed(settings.seed)
+    random.seed(settings.seed)
+    masks = plan["masks"]
+    binding.bind(plan["allowed"])  # BLAS' threads have been started within rank 0's cores; the others get theirs
+    fork_bound(len(settings.devices), settings.on_gpu, masks)
+    processes = run(program.enter, plan["consoles"], masks or None, list(settings.devices))
+    (Path(settings.folder) / PROCESSES).write_text(json.dumps(processes))
+    rule = settings.make_rule()
+    size, dtype = run(program.build, settings)[0]
+    memory = shared_memory(rule, session().size, size, np.dtype(dtype))
+    run(program.train, settings, rule, memory, _checkpoint(settings))
+
+
+def _checkpoint(settings: Settings) -> str | None:
+    """Return the checkpoint from which to go on."""
+    if settings.resume != "latest":
+        return settings.resume
+    return str(Checkpoint(Path(settings.folder) / "checkpoints").load().path)
+
+
+def _end_with(supervisor: int) -> None:
+    """Have the kernel end this process when the supervisor ends; and with this one end its workers."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != supervisor:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], json.loads(sys.argv[2])))

@@ -1,0 +1,153 @@
+"""A base class with which a network is a few lines.
+
+`Model`
+    Has all that a run asks for, but the network and the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from synkhronos.checks import at_least
+from synkhronos.data.rows import share
+from synkhronos.extensions import updates
+from synkhronos.graphs import library_of
+
+
+class _Share:
+    """How many batches a rank has."""
+
+    def __init__(self, n_batch_train: int, n_batch_val: int):
+        self.n_batch_train, self.n_batch_val = n_batch_train, n_batch_val
+
+
+class Model:
+    """A model of Lasagne's layers, or of plain PyTensor or Theano; a class of yours fills in two methods.
+
+    .. code-block:: python
+
+        class Digits(Model):
+            batch_size, n_epochs, rate = 50, 5, 0.1
+
+            def build(self):
+                x, y = T.matrix("x"), T.ivector("y")
+                net = DenseLayer(InputLayer((None, 784), x), 10, nonlinearity=softmax)
+                out = get_output(net)
+                self.inputs, self.params = [x, y], get_all_params(net, trainable=True)
+                self.loss = categorical_crossentropy(out, y).mean()
+                self.error = T.neq(out.argmax(1), y).mean()
+
+            def load(self):
+                return [x_train, y_train], [x_valid, y_valid]
+
+    Parameters
+    ----------
+    config : dict
+        With ``rank``, ``size``, ``seed``, and what the session says under ``config``.
+
+    Attributes
+    ----------
+    batch_size, n_epochs : int
+        A rank's rows in a step; and how many epochs to train.
+    rate : float
+        The learning rate; override `adjust_hyperp` to change ``shared_lr`` after an epoch.
+    updates : callable
+        Of `synkhronos.extensions.updates`, or Lasagne's: ``updates(loss, params, learning_rate=...)`` gives a dict.
+    """
+
+    batch_size = 100
+    n_epochs = 1
+    rate = 0.01
+    error: Any = None
+
+    #: For `build` to set.
+    inputs: Sequence[Any]
+    params: list[Any]
+    loss: Any
+
+    def __init__(self, config: dict[str, Any]):
+        self.config = config
+        self.rank, self.size, self.seed = config["rank"], config["size"], config["seed"]
+        self.epoch = 0
+        at_least(self.batch_size, "batch_size", 1)
+        self.train_data, self.val_data = (list(arrays) for arrays in self.load())
+        for name, arrays in (("training", self.train_data), ("validation", self.val_data)):
+            if len({len(array) for array in arrays}) > 1:
+                raise ValueError(f"load(): {name} arrays have {[len(array) for array in arrays]} rows")
+        rows = len(self.train_data[0]) // self.size
+        if rows < self.batch_size:
+            raise ValueError(
+                f"batch_size: expected at most {rows}, as {len(self.train_data[0])} rows are shared out among "
+                f"{self.size} ranks, got {self.batch_size}"
+            )
+        val_rows = share(len(self.val_data[0]), self.size, self.rank) if self.val_data else slice(0, 0)
+        self._val = [array[val_rows] for array in self.val_data]
+        n_val = -(-len(self._val[0]) // self.batch_size) if self._val else 0
+        self.data = _Share(rows // self.batch_size, n_val)
+        self.build()
+
+    def build(self) -> None:
+        """Set ``inputs``, ``params``, ``loss``, and if you like ``error``: symbolic variables."""
+        raise NotImplementedError(f"{type(self).__name__}.build()")
+
+    def load(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return the arrays of training and those of validation, in the order of ``inputs``; the latter may be none."""
+        raise NotImplementedError(f"{type(self).__name__}.load()")
+
+    def updates(self, loss: Any, params: list[Any], learning_rate: Any) -> Any:
+        """Return what becomes of the parameters in a step: by default Nesterov's momentum."""
+        rule = updates.nesterov_momentum(loss, params, learning_rate=learning_rate)
+        gradient = rule.grad_updates[rule.grad_shared]
+        library = library_of(loss)
+        news = library.clone(list(rule.param_updates.values()), {rule.grad_shared: gradient})
+        return {shared: library.convert(shared, new) for shared, new in zip(rule.param_updates, news, strict=True)}
+
+    # -- the contract ----------------------------------------------------------------------------------------
+
+    def compile_iter_fns(self) -> None:
+        """Compile a step, and the loss of a validation batch."""
+        library = library_of(self.loss)
+        self.shared_lr = library.shared(np.asarray(self.rate, self.params[0].type.dtype), name="learning_rate")
+        shown = [self.loss] if self.error is None else [self.loss, self.error]
+        news = self.updates(self.loss, self.params, self.shared_lr)
+        self.train_fn = library.function(list(self.inputs), shown, updates=news)
+        self.val_fn = library.function(list(self.inputs), shown)
+        self._at = -1
+
+    def train_iter(self, count: int, recorder: Any) -> None:
+        """Take a step with the next batch of this rank's share, in an order that is new in each epoch."""
+        if self._at != self.epoch:
+            order = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.train_data[0]))
+            self._order, self._next, self._at = order[self.rank :: self.size], 0, self.epoch
+        recorder.start()
+        rows = self._order[self._next : self._next + self.batch_size]
+        self._next += self.batch_size
+        batch = [self._cast(array[rows], i) for i, array in enumerate(self.train_data)]
+        recorder.end("wait")
+        recorder.start()
+        shown = self.train_fn(*batch)
+        recorder.end("calc")
+        recorder.train_error(count, *shown)
+
+    def reset_iter(self, mode: str) -> None:
+        """Begin again with the validation data."""
+        self._val_next = 0
+
+    def val_iter(self, count: int, recorder: Any) -> None:
+        """Validate the next batch of this rank's share."""
+        rows = slice(self._val_next, self._val_next + self.batch_size)
+        self._val_next += self.batch_size
+        batch = [self._cast(array[rows], i) for i, array in enumerate(self._val)]
+        recorder.val_error(count, *self.val_fn(*batch), rows=len(batch[0]))
+
+    def adjust_hyperp(self, epoch: int) -> None:
+        """Leave the learning rate as it is."""
+
+    def cleanup(self) -> None:
+        """End nothing."""
+
+    def _cast(self, array: Any, i: int) -> np.ndarray:
+        return np.asarray(array, self.inputs[i].type.dtype)

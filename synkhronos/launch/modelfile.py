@@ -1,0 +1,101 @@
+"""Where is the user's class?
+
+`find`
+    The folder and the module's name, before anything is imported.
+`load`
+    The class, on a rank.
+`ModelFileError`
+    It is not there.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class ModelFileError(ValueError):
+    """A model's file is not there, or has no such class."""
+
+
+def find(name: str, class_name: str, folders: Sequence[str]) -> tuple[str, str]:
+    """Return the folder to put into `sys.path`, and the module's name.
+
+    Nothing is imported: the file is parsed, and looked at for the class' name.
+
+    Parameters
+    ----------
+    name : str
+        A path, ``models/mlp.py``, or a module, ``models.mlp``.
+    class_name : str
+    folders : list of str
+        Where to look; then `sys.path`.
+
+    Raises
+    ------
+    ModelFileError
+        If there is no such file, it is no Python, or nothing in it has the class' name.
+    """
+    path, root = _path(name, folders)
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except SyntaxError as error:
+        raise ModelFileError(f"modelfile: {path}, line {error.lineno}: {error.msg}") from None
+    names = _names(tree)
+    if class_name not in names and "*" not in names:
+        classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        raise ModelFileError(f"modelclass: {path} has no {class_name!r}: it has {', '.join(classes) or 'no class'}")
+    parts = path.relative_to(root).with_suffix("").parts
+    module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return str(root), module
+
+
+def _path(name: str, folders: Sequence[str]) -> tuple[Path, Path]:
+    """Return the file, and the folder from which its module's name counts."""
+    if name.endswith(".py"):
+        for folder in folders:
+            path = Path(folder, name)
+            if path.is_file():
+                inside = not os.path.isabs(name) and ".." not in Path(name).parts
+                return path.absolute(), Path(folder).absolute() if inside else path.absolute().parent
+        raise ModelFileError(f"modelfile: {name} is not in {' or '.join(dict.fromkeys(folders))}")
+    relative = name.replace(".", "/")
+    for folder in [*folders, *sys.path]:
+        for path in (Path(folder, f"{relative}.py"), Path(folder, relative, "__init__.py")):
+            if path.is_file():
+                return path.absolute(), Path(folder).absolute()
+    raise ModelFileError(
+        f"modelfile: expected a file or a module, got {name!r}: there is no {relative}.py in "
+        f"{' or '.join(dict.fromkeys(folders))}, nor where Python looks for modules"
+    )
+
+
+def _names(tree: ast.Module) -> set[str]:
+    """Return the names that a module's own lines bind, at any depth but within functions and classes."""
+    names: set[str] = set()
+    todo: list[ast.AST] = list(tree.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(each.asname or each.name).split(".")[0] for each in node.names}
+        else:
+            names |= {node.id} if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else set()
+            todo += ast.iter_child_nodes(node)
+    return names
+
+
+def load(root: str, module: str, class_name: str) -> Any:
+    """Import the module, and return the class."""
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    found = getattr(importlib.import_module(module), class_name, None)
+    if not isinstance(found, type):
+        raise ModelFileError(f"modelclass: {class_name!r} of {module}: expected a class, got {found!r}")
+    return found

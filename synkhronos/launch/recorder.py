@@ -1,0 +1,183 @@
+"""What a class tells of its iterations.
+
+`ClassRecorder`
+    Answers the calls that classes written for Theano-MPI make, and writes what `synkhronos.training.Recorder` writes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from synkhronos.training.recorder import Recorder
+
+#: Theano-MPI's words for what time is spent on, and ours.
+_WORDS = {"calc": "compute", "comm": "exchange", "sync": "wait", "wait": "load", "load": "load"}
+
+
+class ClassRecorder:
+    """Answers a class' calls.
+
+    Parameters
+    ----------
+    rank : int
+    recorder : Recorder or None
+        Where lines are written; None for nowhere.
+    every : int
+        Steps between two lines.
+    rows : int
+        Of a batch.
+
+    Examples
+    --------
+    >>> recorder = ClassRecorder(0)
+    >>> recorder.start()
+    >>> recorder.end("calc")
+    >>> recorder.train_error(1, 0.5, 0.1)
+    >>> recorder.val_error(1, 0.25, 0.5, 0.125)
+    >>> recorder.validation()
+    {'cost': 0.25, 'error': 0.5, 'top5': 0.125}
+    """
+
+    def __init__(self, rank: int, recorder: Recorder | None = None, every: int = 40, rows: int = 1):
+        self.rank, self.every, self.rows = rank, every, rows
+        self._recorder = recorder
+        self.seconds = dict.fromkeys(("compute", "exchange", "wait", "load"), 0.0)
+        self._began: float | None = None
+        self.learning_rate: float | None = None
+        self.epoch = self.total = 0
+        self.clear_train_info()
+        self._forget_validation()
+        self.begin_epoch(0)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        calls = sorted(each for each in vars(type(self)) if not each.startswith("_"))
+        raise AttributeError(f"the recorder has no {name!r}: it answers {', '.join(calls)}")
+
+    # -- what a class calls ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to count time."""
+        self._began = time.perf_counter()
+
+    def end(self, mode: str) -> None:
+        """Note the time since `start`, spent on ``calc``, ``comm``, ``wait`` (for data), or a class' own word."""
+        if self._began is None:
+            raise RuntimeError(f"recorder.end({mode!r}): expected recorder.start() before it")
+        word = _WORDS.get(mode, mode)
+        self.seconds[word] = self.seconds.get(word, 0.0) + time.perf_counter() - self._began
+        self._began = None
+
+    def train_error(self, count: int, cost: Any, error: Any = None) -> None:
+        """Note an iteration's cost, and its error."""
+        self._costs.append(cost)
+        if error is not None:
+            self._errors.append(error)
+
+    def print_train_info(self, count: int) -> None:
+        """Write a line, and print one, if it is time for it."""
+        if self._steps() >= self.every:
+            self.write()
+
+    def clear_train_info(self) -> None:
+        """Forget what `train_error` has noted since the last line."""
+        self._costs: list[Any] = []
+        self._errors: list[Any] = []
+
+    def val_error(self, count: int, cost: Any, error: Any = None, error_top_5: Any = None, rows: int = 1) -> None:
+        """Note a validation batch's cost and errors; ``rows`` says how much it counts."""
+        self._val_rows += rows
+        for name, value in (("cost", cost), ("error", error), ("top5", error_top_5)):
+            if value is not None:
+                self._val[name] = self._val.get(name, 0.0) + rows * _mean(value)
+
+    def gather_val_info(self) -> None:
+        """Do nothing: the ranks' errors are gathered when all have validated."""
+
+    def print_val_info(self, count: int) -> None:
+        """Do nothing: what all ranks' errors come to is printed when all have validated."""
+
+    def start_epoch(self) -> None:
+        """Do nothing: epochs are timed by who counts them."""
+
+    def end_epoch(self, count: int, epoch: int) -> None:
+        """Do nothing: epochs are timed by who counts them."""
+
+    def save(self, count: int, lr: Any = None) -> None:
+        """Do nothing: each line is written when it is made."""
+
+    # -- what the run calls ----------------------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begin to count an epoch's steps."""
+        self.epoch, self.steps, self.loss, self._noted = epoch, 0, 0.0, 0
+        self.epoch_began = self._line_began = time.perf_counter()
+        self._written, self._line_seconds = 0, dict(self.seconds)
+
+    def stepped(self) -> None:
+        """Count an iteration."""
+        self.steps += 1
+        self.total += 1
+
+    def _steps(self) -> int:
+        return self.steps - self._written
+
+    def write(self) -> None:
+        """Write a line about the iterations since the last one."""
+        if not self._steps():
+            return
+        costs = [_mean(cost) for cost in self._costs]
+        self.loss += sum(costs)
+        self._noted += len(costs)
+        now = time.perf_counter()
+        rate = self._steps() * self.rows / (now - self._line_began)
+        loss = float(np.mean(costs)) if costs else None
+        if self._recorder is not None:
+            self._recorder.write_rank(
+                self.rank,
+                {
+                    "epoch": self.epoch,
+                    "step": self.total,
+                    "seen": self.total * self.rows,
+                    "rows": self._steps() * self.rows,
+                    "loss": loss,
+                    "learning_rate": self.learning_rate,
+                    "rows_per_second": rate,
+                    **{name: value - self._line_seconds.get(name, 0.0) for name, value in self.seconds.items()},
+                },
+            )
+        shown = [f"epoch {self.epoch}, iteration {self.total}"]
+        shown += [f"cost {loss:.4g}"] if loss is not None else []
+        shown += [f"error {np.mean([_mean(error) for error in self._errors]):.4g}"] if self._errors else []
+        sys.stdout.write(f"{', '.join(shown)}; {rate:,.0f} rows/s\n")
+        self.clear_train_info()
+        self._written, self._line_began, self._line_seconds = self.steps, now, dict(self.seconds)
+
+    def mean_loss(self) -> float | None:
+        """Return the mean cost of the epoch, None if the class has noted none."""
+        return self.loss / self._noted if self._noted else None
+
+    def validation(self) -> dict[str, float]:
+        """Return the means of what `val_error` has noted, and forget it."""
+        found = {name: value / self._val_rows for name, value in self._val.items()}
+        self._forget_validation()
+        return found
+
+    def validation_sums(self) -> tuple[int, dict[str, float]]:
+        """Return how many rows `val_error` was about, and the sums; and forget them."""
+        found = self._val_rows, self._val
+        self._forget_validation()
+        return found
+
+    def _forget_validation(self) -> None:
+        self._val: dict[str, float] = {}
+        self._val_rows = 0
+
+
+def _mean(value: Any) -> float:
+    return float(np.mean(np.asarray(value, np.float64)))

@@ -1,0 +1,473 @@
+"""What a run is asked to do.
+
+`Settings`
+    All of it, checked.
+`read`
+    A session file: TOML, JSON, or Theano-MPI's KEY=VALUE.
+`resolve`
+    Settings from the command line, the environment and a file, in this order of precedence.
+`parse_set`
+    One ``key=value`` of the command line.
+`SettingsError`
+    Something in them is wrong; no rank has started then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import re
+import shlex
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from synkhronos import rules
+from synkhronos.checks import at_least
+from synkhronos.devices import get_n_gpu
+from synkhronos.launch import modelfile
+from synkhronos.ranks import available_cores
+
+#: What begins the name of an environment variable that is a setting.
+PREFIX = "SYNKHRONOS_"
+#: Variables that begin so, and say something else.
+_NO_SETTINGS = {"SYNKHRONOS_THEANO", "SYNKHRONOS_TEST_DEVICE"}
+_TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
+#: The rules, by their names in small letters.
+RULES: dict[str, type[rules.Rule]] = {
+    name.lower(): getattr(rules, name)
+    for name in rules.__all__
+    if isinstance(getattr(rules, name), type) and issubclass(getattr(rules, name), rules.Rule) and name != "Rule"
+}
+#: The keys of Theano-MPI's files, without "_", and ours.
+_OLD_KEYS = {
+    "rule": "rule",
+    "modelfile": "modelfile",
+    "modelclass": "modelclass",
+    "devices": "devices",
+    "bind": "bind",
+    "session": "folder",
+}
+#: Its ways to combine: all are ``BSP``, but for the pairs.
+_OLD_SYNC = {"avg": "BSP", "cdd": "BSP", "swap": "Swap"}
+#: Its ways to move, and the precision of what is moved.
+_OLD_STRATEGIES = {
+    **dict.fromkeys(("ar", "nccl32", "asa32", "copper"), None),
+    **dict.fromkeys(("nccl16", "asa16", "copper16"), "float16"),
+}
+
+
+class SettingsError(ValueError):
+    """A setting is wrong; the message says which."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is asked to do.
+
+    Attributes
+    ----------
+    modelfile, modelclass : str
+        The module, as Python imports it, and the class in it.
+    root : str
+        The folder in which the module is looked for first.
+    devices : tuple of str
+        For each rank ``"cpu"``, or ``"cuda0"`` and so on.
+    rule : str
+    rule_options : dict
+    folder : str
+        Of the run.
+    epochs : int or None
+        None for the class' own ``n_epochs``.
+    seed : int
+        From which the ranks' seeds follow.
+    bind : bool
+        Whether ranks are bound to cores.
+    config : dict
+        What the class gets, beside ``rank``, ``size`` and ``verbose``.
+    every : int
+        A rank's steps between two lines of its record.
+    checkpoint : int
+        Epochs between two checkpoints; 0 for none.
+    keep : int
+        How many of them are kept.
+    scale_lr : bool
+        Whether the class' ``scale_lr(size)`` is called.
+    resume : str or None
+        ``"latest"``, or a checkpoint's path.
+    """
+
+    modelfile: str
+    modelclass: str
+    root: str
+    devices: tuple[str, ...]
+    rule: str = "BSP"
+    rule_options: dict[str, Any] = field(default_factory=dict)
+    folder: str = ""
+    epochs: int | None = None
+    seed: int = 0
+    bind: bool = True
+    config: dict[str, Any] = field(default_factory=dict)
+    every: int = 40
+    checkpoint: int = 0
+    keep: int = 3
+    scale_lr: bool = False
+    resume: str | None = None
+
+    def make_rule(self) -> rules.Rule:
+        """Return the exchange rule."""
+        return make_rule(self.rule, self.rule_options)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether ranks compute on GPUs."""
+        return self.devices[0] != "cpu"
+
+    def save(self, path: Path) -> None:
+        """Write a file that `load` reads, and that is a session file too."""
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Settings:
+        """Read what `save` has written."""
+        found = json.loads(path.read_text())
+        return cls(**{**found, "devices": tuple(found["devices"])})
+
+
+#: What a file, the environment and ``--set`` may say; ``model`` is both of ``modelfile`` and ``modelclass``.
+KEYS = ("model", "ranks", *(each.name for each in dataclasses.fields(Settings)))
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a session file.
+
+    Parameters
+    ----------
+    path : path
+        ``.toml``, ``.json`` as a run's folder has it, or else KEY=VALUE lines.
+
+    Raises
+    ------
+    SettingsError
+        If it is not there, or says what can't be understood.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: expected a session file: {error}") from None
+    try:
+        if path.suffix == ".json":
+            found = json.loads(text)
+        elif path.suffix == ".toml":
+            found = tomllib.loads(text)
+        else:
+            return _old(path, text)
+    except ValueError as error:
+        raise SettingsError(f"{path}: {error}") from None
+    if not isinstance(found, dict):
+        raise SettingsError(f"{path}: expected settings by name, got {found!r}")
+    _check_keys(found, str(path))
+    return found
+
+
+def _check_keys(found: Mapping[str, Any], source: str) -> None:
+    for key in found:
+        if key not in KEYS:
+            raise SettingsError(f"{source}: {key!r} is no setting: expected one of {', '.join(sorted(KEYS))}")
+
+
+def _old(path: Path, text: str) -> dict[str, Any]:
+    """Read Theano-MPI's KEY=VALUE lines."""
+    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise SettingsError(f"{path}, line {number}: {error}") from None
+        if not words:
+            continue
+        key, equals, value = "".join(words).partition("=")
+        name = key.lower().replace("_", "")
+        if not equals:
+            raise SettingsError(f"{path}, line {number}: expected KEY=VALUE, got {line!r}")
+        if name in ("synctype", "syncrule"):
+            if value.lower() not in _OLD_SYNC:
+                raise SettingsError(f"{path}, line {number}: {key}: expected avg, cdd or swap, got {value!r}")
+            if value.lower() == "swap":
+                found["rule"] = "Swap"
+        elif name in ("exchstrategy", "exchstrat", "strategy"):
+            if value.lower() not in _OLD_STRATEGIES:
+                words = list(_OLD_STRATEGIES)
+                raise SettingsError(f"{path}, line {number}: {key}: expected one of {words}, got {value!r}")
+            if _OLD_STRATEGIES[value.lower()]:
+                options["precision"] = _OLD_STRATEGIES[value.lower()]
+        elif name in _OLD_KEYS:
+            if not (_OLD_KEYS[name] == "rule" and found.get("rule") == "Swap"):
+                found[_OLD_KEYS[name]] = value
+        else:
+            raise SettingsError(
+                f"{path}, line {number}: {key!r} is no setting: expected RULE, MODELFILE, MODELCLASS, DEVICES, BIND, "
+                "SESSION, SYNC_TYPE or EXCH_STRATEGY; take a .toml file for others"
+            )
+    if options:
+        found["rule_options"] = options
+    return found
+
+
+def parse_set(text: str) -> dict[str, Any]:
+    """Read ``key=value``, or ``key.name=value`` for one entry of a table.
+
+    Examples
+    --------
+    >>> parse_set("rule_options.period=4")
+    {'rule_options': {'period': 4}}
+    """
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise SettingsError(f"--set: expected KEY=VALUE, got {text!r}")
+    key, _, rest = key.strip().partition(".")
+    _check_keys({key: None}, "--set")
+    if rest:
+        return {key: {rest: _value(value)}}
+    return {key: _value(value)}
+
+
+def _value(text: str) -> Any:
+    """Return what TOML makes of a value, or the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+
+
+def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings that variables such as SYNKHRONOS_DEVICES are."""
+    found = {}
+    for name, value in environment.items():
+        if name.startswith(PREFIX) and name not in _NO_SETTINGS and name.removeprefix(PREFIX).lower() in KEYS:
+            found[name.removeprefix(PREFIX).lower()] = _value(value)
+    return found
+
+
+def merged(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join settings, the first source before the others; tables entry by entry."""
+    found: dict[str, Any] = {}
+    for source in reversed(sources):
+        if "model" in source:  # the one name for both of these
+            found = {key: value for key, value in found.items() if key not in ("modelfile", "modelclass")}
+        elif "modelfile" in source or "modelclass" in source:
+            found.pop("model", None)
+        if "ranks" in source and "devices" not in source:
+            devices = found.get("devices")
+            if devices is not None and set(_names(devices)) != {"cpu"}:
+                found.pop("devices")
+            elif devices is not None:
+                found["devices"] = ["cpu"]
+        elif "devices" in source and "ranks" not in source:
+            found.pop("ranks", None)
+        for key, value in source.items():
+            if isinstance(value, Mapping) and isinstance(found.get(key), Mapping):
+                value = {**found[key], **value}
+            found[key] = value
+    return found
+
+
+def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str] | None = None) -> Settings:
+    """Return the settings that sources say together, the first before the others.
+
+    Parameters
+    ----------
+    sources : list of dict
+    beside : path, optional
+        A session file: a model file is looked for in its folder too.
+
+    Raises
+    ------
+    SettingsError
+        If something is missing or wrong.
+    """
+    found = merged(sources)
+    name = _text(found, "modelfile")
+    class_name = _text(found, "modelclass")
+    if "model" in found:
+        name, colon, class_name = str(found["model"]).rpartition(":")
+        if not colon or not name:
+            raise SettingsError(f"model: expected FILE:CLASS, got {found['model']!r}")
+    if not name or not class_name:
+        lacking = "modelfile" if not name else "modelclass"
+        raise SettingsError(f"{lacking}: expected the {lacking[5:]} to train; or model = 'FILE:CLASS' for both")
+    folders = [found["root"]] if "root" in found else []
+    folders += [os.getcwd()] + ([os.path.dirname(os.path.abspath(beside))] if beside is not None else [])
+    try:
+        root, module = modelfile.find(name, class_name, folders)
+    except modelfile.ModelFileError as error:
+        raise SettingsError(str(error)) from None
+    rule = rule_name(_text(found, "rule") or "BSP")
+    settings = Settings(
+        modelfile=module,
+        modelclass=class_name,
+        root=root,
+        devices=_devices(found.get("devices"), found.get("ranks")),
+        rule=rule,
+        rule_options=_table(found, "rule_options"),
+        folder=os.path.abspath(_text(found, "folder") or _new_folder(class_name, rule)),
+        epochs=None if found.get("epochs") is None else _integer(found["epochs"], "epochs", 1),
+        seed=_integer(found.get("seed", 0), "seed", 0),
+        bind=_flag(found.get("bind", True), "bind"),
+        config=_table(found, "config"),
+        every=_integer(found.get("every", 40), "every", 1),
+        checkpoint=_integer(found.get("checkpoint", 0), "checkpoint", 0),
+        keep=_integer(found.get("keep", 3), "keep", 1),
+        scale_lr=_flag(found.get("scale_lr", False), "scale_lr"),
+        resume=_text(found, "resume"),
+    )
+    settings.make_rule()
+    return _with_a_folder(settings)
+
+
+def _with_a_folder(settings: Settings) -> Settings:
+    """Check the run's folder, and find the checkpoint from which to go on."""
+    folder = Path(settings.folder)
+    if settings.resume is None:
+        if (folder / "settings.json").exists():
+            raise SettingsError(f"folder: {folder} has a run already: name another, or go on with --resume")
+        if folder.exists() and not folder.is_dir():
+            raise SettingsError(f"folder: expected a folder, or nothing yet, got the file {folder}")
+        return settings
+    if settings.resume == "latest":
+        if not list(folder.glob("checkpoints/rows-*")):
+            raise SettingsError(f"resume: expected a checkpoint in {folder / 'checkpoints'}, found none")
+        return settings
+    path = Path(settings.resume).absolute()
+    if not (path / "meta.json").exists():
+        raise SettingsError(f"resume: expected 'latest' or a checkpoint's folder, got {settings.resume!r}")
+    return dataclasses.replace(settings, resume=str(path))
+
+
+def rule_name(text: str) -> str:
+    """Return the name of a rule's class."""
+    if text.lower() not in RULES:
+        names = ", ".join(sorted(each.__name__ for each in RULES.values()))
+        raise SettingsError(f"rule: expected one of {names}, got {text!r}")
+    return RULES[text.lower()].__name__
+
+
+def make_rule(name: str, options: Mapping[str, Any]) -> rules.Rule:
+    """Make a rule for a class, of whose steps only what becomes of the parameters is known."""
+    kind = RULES[name.lower()]
+    if kind is rules.EAMSGD:
+        raise SettingsError("rule: EAMSGD needs the velocities, which a class doesn't name: take EASGD")
+    known = [each for each in inspect.signature(kind).parameters if each != "exclude"]
+    for option in options:
+        if option not in known:
+            raise SettingsError(f"rule_options: {name} has no {option!r}: expected one of {', '.join(known) or 'none'}")
+    if kind is rules.BSP:
+        if options.get("average", "params") != "params":
+            raise SettingsError(
+                f"rule_options.average: expected 'params', got {options['average']!r}: of a class' step only what "
+                "becomes of its parameters is known"
+            )
+        options = {**options, "average": "params"}
+    try:
+        return kind(**options)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"rule_options: {error}") from None
+
+
+def options_of(rule: rules.Rule) -> dict[str, Any]:
+    """Return the options with which a rule was made, but for those that are the default."""
+    found = {}
+    for name, parameter in inspect.signature(type(rule)).parameters.items():
+        value = getattr(rule, name, parameter.default)
+        if value == parameter.default:
+            continue
+        if callable(value):
+            raise SettingsError(f"{name}: a rule that is started with init() takes numbers and words, got {value!r}")
+        found[name] = value
+    return found
+
+
+# -- values ----------------------------------------------------------------------------------------------
+
+
+def _text(found: Mapping[str, Any], key: str) -> str | None:
+    value = found.get(key)
+    if value is None or isinstance(value, str):
+        return value or None
+    raise SettingsError(f"{key}: expected a text, got {value!r}")
+
+
+def _table(found: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = found.get(key, {})
+    if not isinstance(value, Mapping):
+        raise SettingsError(f"{key}: expected a table of names and values, got {value!r}")
+    return dict(value)
+
+
+def _integer(value: Any, key: str, least: int) -> int:
+    try:
+        return at_least(value, key, least)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(str(error)) from None
+
+
+def _flag(value: Any, key: str) -> bool:
+    word = str(value).lower()
+    if word not in _TRUE | _FALSE:
+        raise SettingsError(f"{key}: expected true or false, got {value!r}")
+    return word in _TRUE
+
+
+def _names(devices: Any) -> list[str]:
+    if isinstance(devices, str):
+        devices = devices.split(",")
+    if not isinstance(devices, list | tuple) or not all(isinstance(each, str) for each in devices):
+        raise SettingsError(f"devices: expected names such as cuda0 and cpu, got {devices!r}")
+    return [each.strip() for each in devices if each.strip()]
+
+
+def _devices(devices: Any, ranks: Any) -> tuple[str, ...]:
+    """Return a device for each rank: by default all GPUs that are visible, or a rank for each core."""
+    n_gpu = get_n_gpu()
+    count = None if ranks is None else _integer(ranks, "ranks", 1)
+    if devices is None:
+        if count is None:
+            return tuple(f"cuda{i}" for i in range(n_gpu)) or ("cpu",) * available_cores()
+        if n_gpu and count > n_gpu:
+            raise SettingsError(f"ranks: expected at most {n_gpu}, one for each GPU, got {count}; or devices = 'cpu'")
+        return tuple(f"cuda{i}" for i in range(count)) if n_gpu else ("cpu",) * count
+    names = _names(devices)
+    if not names:
+        raise SettingsError(f"devices: expected at least one name, such as cuda0 or cpu, got {devices!r}")
+    if names == ["cpu"] and count is not None:
+        names *= count
+    if count is not None and count != len(names):
+        raise SettingsError(f"ranks: expected {len(names)}, the number of devices, got {count}")
+    if set(names) == {"cpu"}:
+        return tuple(names)
+    chosen = []
+    for each in names:
+        match = re.fullmatch(r"(?:cuda|gpu)(\d+)", each)
+        if ":" in each:
+            raise SettingsError(f"devices: {each!r} is on another host: all ranks are on one machine")
+        if match is None:
+            also = "; cpu can't be mixed with GPUs" if each == "cpu" else ""
+            raise SettingsError(f"devices: expected cuda0, gpu0 and so on, or cpu alone, got {each!r}{also}")
+        if int(match[1]) >= n_gpu:
+            there = f"cuda0 to cuda{n_gpu - 1}" if n_gpu else "no GPU"
+            raise SettingsError(f"devices: {each} is not there: this machine shows {there}; cpu computes on its cores")
+        chosen.append(f"cuda{int(match[1])}")
+    if len(set(chosen)) != len(chosen):
+        raise SettingsError(f"devices: expected each GPU once, got {', '.join(names)}")
+    return tuple(chosen)
+
+
+def _new_folder(class_name: str, rule: str) -> str:
+    return os.path.join("runs", f"{class_name}-{rule}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")

@@ -1,0 +1,240 @@
+"""The process that starts a run, reads what its ranks print, and says how it ended.
+
+::
+
+    supervisor ── pipe for each rank ──< ranks
+        │ starts, and ends with its parent if it is told to
+        master: rank 0
+        │ forks
+        workers: the other ranks
+
+Whoever of them is killed, the others end: the kernel tells a child of its parent's death, the master sees its workers'
+lives, and the supervisor waits for the master.
+
+`prepare`
+    Makes a run's folder.
+`supervise`
+    Runs it.
+`main`
+    The same in a process that `Rule.init` starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from synkhronos.launch import binding
+from synkhronos.launch.settings import Settings
+from synkhronos.ranks.errors import cause_of_death
+
+#: Seconds that ranks get to end after Ctrl-C, and their last words to arrive when the master has ended.
+_GRACE, _LAST_WORDS = 10.0, 1.0
+_PACKAGES = ("synkhronos", "numpy", "pytensor", "Theano", "jax", "Lasagne", "safetensors")
+
+
+def prepare(settings: Settings, command: list[str]) -> Path:
+    """Make a run's folder, with its settings, and what it runs with."""
+    folder = Path(settings.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings.save(folder / "settings.json")
+    for name in ("failure.txt", "processes.json"):
+        (folder / name).unlink(missing_ok=True)
+    _note(folder, {**versions(settings.root), "command": command, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+    return folder
+
+
+def versions(root: str) -> dict[str, Any]:
+    """Return the versions of what computes, and the commit of the model's folder."""
+    found: dict[str, Any] = {"python": platform.python_version(), "host": platform.node()}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        for name, words in (("commit", ["rev-parse", "HEAD"]), ("changed", ["status", "--porcelain", "-uno"])):
+            done = subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, timeout=10)
+            if done.returncode == 0:
+                found[name] = done.stdout.strip() if name == "commit" else bool(done.stdout.strip())
+    return found
+
+
+def _note(folder: Path, news: dict[str, Any]) -> None:
+    path = folder / "run.json"
+    path.write_text(json.dumps(news, indent=1) + "\n")
+
+
+class Supervisor:
+    """One run.
+
+    Parameters
+    ----------
+    settings : Settings
+    parent : int or None
+        A process with which this one ends.
+    """
+
+    def __init__(self, settings: Settings, parent: int | None = None):
+        self.settings, self.parent = settings, parent
+        self.folder = Path(settings.folder)
+        self.size = len(settings.devices)
+        self.came = 0
+        self._deadline = float("inf")
+        self._master: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        """Start the ranks; return the exit status when they have ended: 0, or that of what went wrong."""
+        before = {number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            pipes = [os.pipe() for _ in range(self.size)]
+            try:
+                self._start([write for _, write in pipes])
+            finally:
+                for _, write in pipes:
+                    os.close(write)
+            self._read([read for read, _ in pipes])
+            return self._end()
+        finally:
+            self._kill()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _start(self, consoles: list[int]) -> None:
+        settings = self.settings
+        allowed = sorted(os.sched_getaffinity(0))
+        masks: list[list[int]] = []
+        why = "not bound, as asked"
+        if settings.bind:
+            masks, why = binding.masks(settings.devices, allowed, binding.gpu_cores(settings.devices))
+        sys.stdout.write(f"{self.size} ranks on {', '.join(settings.devices)}; {why}; in {self.folder}\n")
+        sys.stdout.flush()
+        environment = dict(os.environ)
+        if settings.on_gpu:
+            visible = environment.get("CUDA_VISIBLE_DEVICES")
+            numbers = [int(device.removeprefix("cuda")) for device in settings.devices]
+            names = [str(n) for n in numbers] if visible is None else [visible.split(",")[n].strip() for n in numbers]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+        # The master has to find this very library, whatever its working directory.
+        paths = [str(Path(__file__).resolve().parents[2]), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        plan = {"supervisor": os.getpid(), "consoles": consoles, "masks": masks, "allowed": allowed}
+        command = [sys.executable, "-m", "synkhronos.launch.master", str(self.folder), json.dumps(plan)]
+        # Its BLAS starts threads when it is imported: within rank 0's cores.
+        binding.bind(masks[0] if masks else [])
+        try:
+            self._master = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=consoles[0],
+                stderr=consoles[0],
+                pass_fds=consoles,
+                start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on
+            )
+        finally:
+            binding.bind(allowed)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on to the ranks; the second time, end them."""
+        if self._master is not None and self._master.poll() is None:
+            if self.came or number != signal.SIGINT:
+                self._kill()
+            else:
+                self._master.send_signal(number)
+        self.came = self.came or number
+        self._deadline = time.monotonic() + _GRACE
+
+    def _read(self, pipes: list[int]) -> None:
+        """Copy what ranks print into their logs and, with their number before it, to the console."""
+        assert self._master is not None
+        with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
+            for rank, pipe in enumerate(pipes):
+                mode = "a" if self.settings.resume is not None else "w"
+                log = stack.enter_context(open(self.folder / f"rank-{rank}.log", mode, buffering=1))
+                stack.callback(os.close, pipe)
+                selector.register(pipe, selectors.EVENT_READ, _Console(rank, log))
+            while selector.get_map():
+                events = selector.select(0.2)
+                for key, _ in events:
+                    if not key.data.take(os.read(key.fd, 1 << 16)):
+                        selector.unregister(key.fd)
+                if self._master.poll() is not None and not events:
+                    break  # what a rank has started may hold the pipes open for ever
+                if self.parent is not None and os.getppid() != self.parent:
+                    self.came = self.came or signal.SIGTERM
+                    self._kill()
+                if time.monotonic() > self._deadline:
+                    self._kill()
+            for key in list(selector.get_map().values()):
+                key.data.take(b"")
+        deadline = time.monotonic() + (_LAST_WORDS if self._deadline == float("inf") else 0.0)
+        while self._master.poll() is None and time.monotonic() < max(deadline, min(self._deadline, deadline + _GRACE)):
+            time.sleep(0.01)
+
+    def _kill(self) -> None:
+        """End the ranks, and what they have started."""
+        if self._master is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._master.pid, signal.SIGKILL)
+            self._master.wait()
+
+    def _end(self) -> int:
+        """Say how the run has ended; return its exit status."""
+        assert self._master is not None
+        code = self._master.wait()
+        status = code if code >= 0 else 128 - code
+        if self.came and (code < 0 or not status):
+            status = 128 + self.came
+        failure = self.folder / "failure.txt"
+        words = ""
+        if self.came and status > 128:
+            words = f"the run was ended by {signal.Signals(status - 128).name}\n"
+        elif failure.exists():
+            words = failure.read_text()
+        elif code:
+            words = f"rank 0 (process {self._master.pid}) {cause_of_death(code)}\n"
+            failure.write_text(words)
+        noted = json.loads((self.folder / "run.json").read_text())
+        _note(self.folder, {**noted, "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "status": status})
+        sys.stderr.write(words)
+        sys.stderr.flush()
+        return status
+
+
+class _Console:
+    """What one rank prints."""
+
+    def __init__(self, rank: int, log: IO[str]):
+        self._rank, self._log, self._rest = rank, log, b""
+
+    def take(self, data: bytes) -> bool:
+        """Pass on whole lines; at the end, what is left. Return whether there may be more."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if not data and self._rest:
+            lines, self._rest = [*lines, self._rest], b""
+        for line in lines:
+            text = line.decode(errors="backslashreplace")
+            self._log.write(f"{text}\n")
+            with contextlib.suppress(BrokenPipeError):  # nobody reads the console any more; the logs go on
+                sys.stdout.write(f"[rank {self._rank}] {text}\n")
+                sys.stdout.flush()
+        return bool(data)
+
+
+def main() -> int:
+    """Supervise the run of a folder; end with a parent."""
+    return Supervisor(Settings.load(Path(sys.argv[1]) / "settings.json"), int(sys.argv[2])).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

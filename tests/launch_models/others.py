@@ -1,0 +1,122 @@
+"""Classes that show what a run does, or do something wrong."""
+
+import json
+import os
+import sys
+import time
+
+import numpy as np
+
+from launch_models.mlp import MLP
+
+
+class Traced(MLP):
+    """Writes down, for each rank, where its parameters are when it begins, and after each epoch's end; and its batches."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.own = float(self.w1.get_value().sum())
+        self.trace = []
+        self.folder = config["trace"]
+
+    def train_iter(self, count, recorder):
+        before = float(self.w1.get_value().sum())
+        super().train_iter(count, recorder)
+        batch = self.data.shard[self.current_t - 1]
+        self.trace.append([self.epoch, count, before, float(batch[0].sum())])
+
+    def cleanup(self):
+        with open(os.path.join(self.folder, f"trace-{self.rank}.json"), "w") as file:
+            json.dump({"own": self.own, "trace": self.trace, "random": float(np.random.random())}, file)
+
+
+class Slow(MLP):
+    def train_iter(self, count, recorder):
+        time.sleep(0.02)
+        super().train_iter(count, recorder)
+
+
+class Uneven(MLP):
+    """Rank 1 has fewer batches."""
+
+    def train_iter(self, count, recorder):
+        super().train_iter(count, recorder)
+        if self.rank == 1:
+            self.data.n_batch_train = 4
+
+
+class FailsOnOne(MLP):
+    def train_iter(self, count, recorder):
+        if self.rank == 1 and count == 3:
+            raise ValueError("the third batch is damaged")
+        super().train_iter(count, recorder)
+
+
+class Exits(MLP):
+    def train_iter(self, count, recorder):
+        if self.rank == 1 and count == 3:
+            sys.stdout.flush()
+            os._exit(7)
+        super().train_iter(count, recorder)
+
+
+class Diverges(MLP):
+    def train_iter(self, count, recorder):
+        super().train_iter(count, recorder)
+        recorder.train_error(count, float("nan"))
+
+
+class NoMethods:
+    pass
+
+
+class NoParams(MLP):
+    def compile_iter_fns(self, sync_type="avg"):
+        self.params = None
+
+
+class StrangeParams(MLP):
+    def compile_iter_fns(self, sync_type="avg"):
+        self.params = [self.w1, 3]
+
+
+class NoData(MLP):
+    def compile_iter_fns(self, sync_type="avg"):
+        self.data = None
+
+
+class NoCount(MLP):
+    def compile_iter_fns(self, sync_type="avg"):
+        self.data.n_batch_val = "many"
+
+
+class Raises(MLP):
+    def train_iter(self, count, recorder):
+        raise KeyError("images")
+
+
+class Silent(MLP):
+    def train_iter(self, count, recorder):
+        pass
+
+    def val_iter(self, count, recorder):
+        pass
+
+
+class TwoArguments(MLP):
+    def __init__(self, config, more):
+        super().__init__(config)
+
+
+class NoEpochs(MLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.n_epochs = None
+
+
+class StrangeCall(MLP):
+    def train_iter(self, count, recorder):
+        recorder.celebrate()
+
+
+a_number = 3

@@ -1,0 +1,166 @@
+"""Runs: a class that never saw this library, under each rule; logs, checkpoints, bindings, the commands."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from launch_runs import ENVIRONMENT, lines, run, train
+
+from synkhronos.launch import binding
+from synkhronos.ranks import available_cores
+
+
+def traces(folder):
+    return [json.loads((folder / f"trace-{r}.json").read_text()) for r in range(2)]
+
+
+@pytest.mark.parametrize("rule", ["BSP", "EASGD", "GOSGD"])
+def test_a_class_of_theano_mpi_trains(tmp_path, rule):
+    options = {"EASGD": {"rule_options__period": 3}, "GOSGD": {"rule_options__probability": 0.5}}.get(rule, {})
+    folder = tmp_path / "run"
+    train(folder, "Traced", every=4, rule=rule, config__trace=f"'{tmp_path}'", **options)
+    reports = lines(folder, "reports")
+    assert [report["epoch"] for report in reports] == [1, 2, 3]
+    assert reports[-1]["validation"]["error"] < 0.1 < reports[0]["loss"]
+    assert reports[-1]["batch"] == "2 x 10" and reports[-1]["steps"] == 18
+    one, other = traces(tmp_path)
+    assert one["own"] != other["own"]  # what each instance had made of its parameters
+    assert one["trace"][0][2] == other["trace"][0][2] == one["own"]  # and what they begin with
+    assert one["random"] != other["random"]
+    for epoch in range(3):  # shards of one order
+        batches = [[step[3] for step in each["trace"] if step[0] == epoch] for each in (one, other)]
+        assert len(batches[0]) == len(batches[1]) == 9 and not set(batches[0]) & set(batches[1])
+    agree = [a[2] == b[2] for a, b in zip(one["trace"], other["trace"], strict=True)]
+    assert all(agree) if rule == "BSP" else not all(agree)
+    assert {line["rows"] for line in lines(folder, "rank-1")} == {40, 10}
+    assert [array.shape for array in np.load(folder / "params.npz").values()] == [(5, 8), (8,), (8, 2)]
+
+
+def test_both_examples_of_the_seed(tmp_path):
+    (tmp_path / "launch_session.cfg").write_text(
+        "# launch_session.cfg\nRULE=BSP\nMODELFILE=launch_models.mlp\nMODELCLASS=MLP\nDEVICES=cpu,cpu\n"
+    )
+    done = run("train", "launch_session.cfg", "--folder=one", cwd=tmp_path)
+    assert "[rank 1] epoch 2, iteration 27, cost" in done.stdout
+    script = tmp_path / "launch_session.py"
+    script.write_text(
+        textwrap.dedent("""
+        # launch_session.py
+        from synkhronos.rules import BSP
+
+        rule=BSP()
+        # modelfile: the relative path to the model file
+        # modelclass: the class name of the model to be imported from that file
+        rule.init(devices=['cpu', 'cpu'] ,
+                  modelfile = 'launch_models.mlp',
+                  modelclass = 'MLP')
+        rule.wait()
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    same = [np.load(each / "params.npz") for each in (tmp_path / "one", folder)]
+    assert all(np.array_equal(same[0][name], same[1][name]) for name in same[0])
+
+
+def test_a_run_folder_says_what_ran(tmp_path):
+    done = train(tmp_path / "run", "MLP", epochs=1, seed=4)
+    assert done.stdout.startswith("2 ranks on cpu, cpu; ")
+    settings = json.loads((tmp_path / "run" / "settings.json").read_text())
+    assert settings["devices"] == ["cpu", "cpu"] and settings["epochs"] == 1 and settings["seed"] == 4
+    noted = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert noted["status"] == 0 and noted["numpy"] == np.__version__ and len(noted["commit"]) == 40
+    said = (tmp_path / "run" / "rank-1.log").read_text()
+    assert said.startswith("process ") and "epoch 0, iteration 9" in said
+    assert f"[rank 1] {said.splitlines()[0]}" in done.stdout
+    again = run("train", tmp_path / "run" / "settings.json", "--dry-run", "--folder", tmp_path / "other")
+    assert json.loads(again.stdout)["modelfile"] == "launch_models.mlp"
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("rule", ["BSP", "EASGD"])
+def test_a_run_goes_on_from_a_checkpoint(tmp_path, rule):
+    pytest.importorskip("safetensors")
+    options = {"rule": rule, "checkpoint": 1} | (
+        {"rule_options__period": 3, "rule_options__asynchronous": "false"} if rule == "EASGD" else {}
+    )
+    train(tmp_path / "whole", "MLP", epochs=4, **options)
+    train(tmp_path / "parts", "MLP", epochs=2, **options)
+    train(tmp_path / "parts", "MLP", "--resume", epochs=4, **options)
+    whole, parts = (np.load(tmp_path / each / "params.npz") for each in ("whole", "parts"))
+    for name in whole:
+        np.testing.assert_array_equal(whole[name], parts[name])
+    assert [report["epoch"] for report in lines(tmp_path / "parts", "reports")] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines(tmp_path / "parts", "rank-1")] == [9, 18, 27, 36]
+
+
+def test_a_run_goes_on_on_another_number_of_ranks(tmp_path):
+    pytest.importorskip("safetensors")
+    train(tmp_path, "MLP", epochs=1, rule="EASGD", checkpoint=1)
+    train(tmp_path, "MLP", "--resume", "--devices=cpu", "--ranks=3", epochs=2, rule="EASGD")
+    assert [report["batch"] for report in lines(tmp_path, "reports")] == ["2 x 10", "3 x 10"]
+
+
+def test_ranks_with_fewer_batches_hold_up_nobody(tmp_path):
+    done = train(tmp_path, "Uneven", epochs=1)
+    assert "ranks have [9, 4] batches: each takes 4, since all exchange at once" in done.stdout
+    train(tmp_path / "other", "Uneven", epochs=1, rule="EASGD")
+    assert [lines(tmp_path / "other", f"rank-{r}")[-1]["step"] for r in range(2)] == [9, 4]
+
+
+# -- binding -------------------------------------------------------------------------------------------------
+
+
+def test_ranks_share_the_cores():
+    assert binding.masks(["cpu"] * 2, range(5), {})[0] == [[0, 1], [2, 3, 4]]
+    assert binding.masks(["cpu"] * 3, [4, 6, 9], {})[0] == [[4], [6], [9]]
+    assert binding.masks(["cpu"] * 3, [0, 1], {}) == ([], "not bound: there are 2 cores for 3 ranks")
+
+
+def test_ranks_are_next_to_their_gpus_within_the_mask(tmp_path):
+    for address, cores in (("0000:1b:00.0", "0-3,8-11"), ("0000:3c:00.0", "0-3,8-11"), ("0000:9d:00.0", "4-7")):
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "local_cpulist").write_text(f"{cores}\n")
+    near = {
+        f"cuda{i}": binding.cores_of(address, tmp_path)
+        for i, address in enumerate(("00000000:1B:00.0", "00000000:3C:00.0", "00000000:9D:00.0"))
+    }
+    devices = sorted(near)
+    found, why = binding.masks(devices, range(12), near)
+    assert found == [[0, 1, 2, 3], [8, 9, 10, 11], [4, 5, 6, 7]] and why.endswith("next to its GPU")
+    assert binding.masks(devices, [0, 1, 2, 5], near)[0] == [[0], [1, 2], [5]]
+    found, why = binding.masks(devices, [0, 1, 2, 12], near)
+    assert found[2] == [0, 1, 2, 12] and "next to cuda2 are not among those" in why
+    assert binding.masks(devices, [0, 5, 6], near)[1] == "not bound: cores 0 are next to the GPUs of 2 ranks"
+    assert binding.cores_of("0000:ff:00.0", tmp_path) == []
+
+
+@pytest.mark.skipif(available_cores() < 2, reason="needs two cores")
+def test_ranks_and_their_threads_are_bound(tmp_path):
+    (tmp_path / "where.py").write_text(
+        textwrap.dedent("""
+        import os
+        from launch_models.mlp import MLP
+
+        class Where(MLP):
+            def cleanup(self):
+                threads = {tuple(sorted(os.sched_getaffinity(int(t)))) for t in os.listdir("/proc/self/task")}
+                print("cores", sorted(threads))
+        """)
+    )
+    common = ["--set=model='where.py:Where'", "--devices=cpu,cpu", "--set=epochs=1"]
+    run("train", *common, "--folder=bound", cwd=tmp_path)
+    run("train", *common, "--folder=free", "--no-bind", cwd=tmp_path)
+    allowed = sorted(os.sched_getaffinity(0))
+    half = len(allowed) // 2
+    for r, own in enumerate((allowed[:half], allowed[half:])):
+        assert f"cores {[tuple(own)]}" in (tmp_path / "bound" / f"rank-{r}.log").read_text()
+        said = (tmp_path / "free" / f"rank-{r}.log").read_text()
+        assert f"cores {[tuple(allowed)]}" in said and "not bound" in said
