@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -47,6 +48,7 @@ class Run:
             [sys.executable, "-m", "synkhronos.launch.supervisor", str(self.folder), str(os.getpid())],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
             stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on
         )
 
     def wait(self) -> Path:
@@ -60,7 +62,7 @@ class Run:
         try:
             status = self._process.wait()
         except BaseException:
-            # Ctrl-C has come to the supervisor too, which ends the ranks.
+            self._process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(15)
             self._process.kill()

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -58,13 +59,17 @@ def main(folder: str, plan: dict[str, Any]) -> int:
 
 
 def _run(settings: Settings, plan: dict[str, Any]) -> None:
-    import synkhronos.compat  # noqa: F401 - classes import theano
-
     if settings.on_gpu:
         # A class compiles its functions itself.
         flags = os.environ.get("PYTENSOR_FLAGS", "")
         if "mode=" not in flags:
             os.environ["PYTENSOR_FLAGS"] = ",".join(filter(None, [flags, "mode=JAX"]))
+
+    import synkhronos.compat  # noqa: F401 - classes import theano
+
+    # Once for all ranks: each by itself, they would wait for one another's lock of Theano's compiler.
+    with contextlib.suppress(ImportError):
+        import theano  # noqa: F401
     np.random.seed(settings.seed)
     random.seed(settings.seed)
     masks = plan["masks"]

@@ -1,0 +1,93 @@
+"""How runs fail: the first failure is told last, the status says so, and whoever is killed leaves nothing behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from launch_runs import ENVIRONMENT, TESTS, command, train
+from system import children_of, lives, names
+
+LIMIT = 60
+
+
+def test_the_first_failure_comes_last(tmp_path):
+    done = train(tmp_path, "FailsOnOne", status=1)
+    said = done.stderr.rstrip().splitlines()
+    assert said[-1] == "ValueError: the third batch is damaged" and said[0] == "rank 1:"
+    assert "others.py" in done.stderr and "train_iter" in done.stderr
+    assert (tmp_path / "failure.txt").read_text().strip() == done.stderr.strip()
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == 1
+
+
+def test_a_rank_that_ends_by_itself(tmp_path):
+    done = train(tmp_path, "Exits", status=1)
+    assert re.search(r"rank 1 .* exited with code 7", done.stderr)
+
+
+def test_a_cost_that_is_no_number_is_not_saved(tmp_path):
+    done = train(tmp_path, "Diverges", status=1, checkpoint=1)
+    assert done.stderr.rstrip().endswith("FloatingPointError: the cost is nan in epoch 0: nothing of it was saved")
+    assert not (tmp_path / "params.npz").exists() and not (tmp_path / "checkpoints").exists()
+
+
+def family(pid):
+    found = [pid]
+    for child in children_of(pid):
+        found += family(child)
+    return found
+
+
+def started(folder, process):
+    """Wait until all ranks train; return the processes: supervisor, master, worker."""
+    deadline = time.monotonic() + LIMIT
+    while not (folder / "rank-1.jsonl").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    return process.pid, *json.loads((folder / "processes.json").read_text())
+
+
+@pytest.mark.parametrize("script", [False, True], ids=["command", "script"])
+@pytest.mark.parametrize("who", ["supervisor", "rank 0", "rank 1", "Ctrl-C", "SIGTERM"])
+def test_a_kill_of_any_process_leaves_nothing_behind(tmp_path, who, script):
+    before = names()
+    folder = tmp_path / "run"
+    model = {"modelfile": "launch_models.others", "modelclass": "Slow"}
+    if script:
+        settings = {**model, "devices": ["cpu", "cpu"], "folder": str(folder), "every": 1, "epochs": 1000}
+        code = f"from synkhronos.rules import EASGD\nrule = EASGD()\nrule.init(**{settings!r})\nrule.wait()"
+        words = [sys.executable, "-c", code]
+    else:
+        sets = [
+            f"--set={name}={value}" for name, value in {**model, "every": 1, "epochs": 1000, "rule": "EASGD"}.items()
+        ]
+        words = command("train", "--devices=cpu,cpu", "--folder", folder, *sets)
+    process = subprocess.Popen(
+        words, cwd=TESTS, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        first, *ranks = started(folder, process)
+        everyone = family(process.pid)
+        assert set(ranks) < set(everyone) and len(everyone) == (4 if script else 3)
+        if who in ("Ctrl-C", "SIGTERM"):
+            os.kill(first, signal.SIGINT if who == "Ctrl-C" else signal.SIGTERM)
+        else:
+            os.kill({"supervisor": first, "rank 0": ranks[0], "rank 1": ranks[1]}[who], signal.SIGKILL)
+        _, said = process.communicate(timeout=LIMIT)
+        assert process.returncode != 0
+        if who == "rank 1" and not script:
+            assert process.returncode == 1 and "was killed by SIGKILL" in said
+        if who == "rank 0" and not script:
+            assert process.returncode == 137 and "rank 0" in said and "was killed by SIGKILL" in said
+        deadline = time.monotonic() + LIMIT
+        while any(lives(pid) for pid in everyone):
+            assert time.monotonic() < deadline, [pid for pid in everyone if lives(pid)]
+            time.sleep(0.05)
+        assert not names() - before
+    finally:
+        process.kill()
+        process.wait()
