@@ -3,6 +3,7 @@
 All other tests run in FAST_COMPILE, which needs no compiler.
 """
 
+import importlib
 import os
 import subprocess
 import sys
@@ -14,6 +15,10 @@ from library import NAME, XLA, function, grad, shared
 from library import tensor as T
 
 import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.extensions.train import make_train_function
+from synkhronos.extensions.updates import adam
+from synkhronos.graphs.mirror import stored
 
 RNG = np.random.default_rng(5)
 X, Y = RNG.normal(size=(11, 3)), RNG.normal(size=11)
@@ -205,3 +210,39 @@ def main(mode):
     for check in CHECKS:
         check(mode)
     synk.close()
+
+
+class Compiled:
+    """A command: show how often each rank has found Numba's function on disk, and how often it has compiled it."""
+
+    def __init__(self, keys):
+        self.keys = keys
+
+    def run(self, rank):
+        compiled = [c for key in self.keys for c in stored(rank, key).compiled.values()]
+        stats = [c.function.vm.jit_fn.stats for c in compiled]
+        return rank.exchange([(sum(s.cache_hits.values()), sum(s.cache_misses.values())) for s in stats])
+
+
+@pytest.mark.skipif(NAME == "theano" or XLA, reason="Numba compiles at the first call")
+def test_what_numba_compiles_is_compiled_by_one_rank(monkeypatch):
+    monkeypatch.setattr(importlib.import_module(NAME).config, "mode", "NUMBA")
+    synk.fork(3, use_gpu=False)
+    try:
+        new = 1 + float(np.random.default_rng().random())  # or it would be on disk from an earlier run
+        x, y, w = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w")
+        train = make_train_function(((x @ w * new - y) ** 2).mean(), [w], x, y, adam, learning_rate=new / 1000)
+        losses = [float(train(X, Y)) for _ in range(3)]
+        assert losses[0] > losses[1] > losses[2]
+        f = synk.function([x], ((x * new).sum(), "sum"))
+        close_to(f(X), (X * new).sum())
+        close_to(synk.gather(w), [w.get_value()] * 3)
+        session = ranks.session()
+        keys = [function._key for function in (train.gradient, train.update, f)]
+        with session.turn:
+            session.settle()
+            shown = session.run(Compiled(keys))
+        # The update by the first worker, beside the gradient.
+        assert shown == [[(0, 1), (1, 0), (0, 1)], [(1, 0), (0, 1), (1, 0)], [(1, 0), (1, 0), (1, 0)]]
+    finally:
+        synk.close()

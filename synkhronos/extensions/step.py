@@ -15,6 +15,7 @@ from synkhronos.collectives.commands import Agreed, Reduce
 from synkhronos.devices.jax.foreign import combining
 from synkhronos.function.call import Call, Part
 from synkhronos.graphs import library_of
+from synkhronos.graphs.family import AT_FIRST_CALL
 from synkhronos.graphs.mirror import stored
 from synkhronos.graphs.xla import Combination, Exchange
 from synkhronos.ranks import Rank
@@ -64,6 +65,10 @@ class Step(NamedTuple):
             return None
         if launch is not None:
             return self.gradient.complete(rank, gradient, launch, self.times), []
+        is_second = rank.number == (rank.root + 1) % rank.size
+        if self.update.compile and is_second and update.program.compiles == AT_FIRST_CALL:
+            # Beside the gradient, which the master compiles meanwhile.
+            update.program.library.compile_now(update.compiled.function)
         with rank.uncommitted():
             loss = self.gradient.complete(rank, gradient)
             self.reduce.run(rank)

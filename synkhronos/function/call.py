@@ -10,7 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from synkhronos.function.notice import notice
 from synkhronos.function.program import Compiled, Program, Variant
 from synkhronos.function.reduce import Accumulator
 from synkhronos.function.results import keep, nbytes
+from synkhronos.graphs.family import AT_FIRST_CALL, IN_TURN
 from synkhronos.graphs.mirror import stored
 from synkhronos.ranks import Cancelled, Rank, SharedArray
 
@@ -122,8 +124,11 @@ class Call(NamedTuple):
         """
         compiled, program = part.compiled, part.program
         if part.active or (self.n_rows == 0 and rank.is_master):
-            part.compute(launch, times)
+            with self._first_call(rank, program):
+                part.compute(launch, times)
             rank.commit()
+        elif self._is_first_call(program):
+            rank.barrier()
         if self.compile:
             rank.threads.limit()  # what was compiled may have brought a BLAS with it
         if program.asynchronous:
@@ -131,6 +136,23 @@ class Call(NamedTuple):
         if not compiled.reduces:
             return part.values or [None] * len(compiled.ops)
         return combined(rank, part.outputs())
+
+    def _is_first_call(self, program: Program) -> bool:
+        """Whether this call compiles for what is on disk afterwards."""
+        return self.compile and program.compiles == AT_FIRST_CALL
+
+    @contextlib.contextmanager
+    def _first_call(self, rank: Rank, program: Program) -> Iterator[None]:
+        """Have the master run the block before the others if it is compiled in there: they find the outcome on disk."""
+        if not self._is_first_call(program):
+            yield
+        elif rank.is_master:
+            with notice(f"{program.name} is compiled"):
+                yield
+            rank.barrier()
+        else:
+            rank.barrier()
+            yield
 
     def _keep(self, rank: Rank, part: Part) -> tuple[int, int]:
         """Keep the outputs until they are read; return the call's number and their size."""
@@ -151,11 +173,12 @@ class Call(NamedTuple):
     def _compiled(self, program: Program, rank: Rank) -> Compiled:
         if not self.compile:
             return program.compile(self.variant)
-        # The master first: it fills the compiler's cache, and the others don't queue for the compiler's lock.
+        # The master first where it fills the compiler's cache, and the others would queue for the compiler's lock.
         if rank.is_master:
             with notice(f"{program.name} is compiled"):
                 program.compile(self.variant)
-        rank.barrier()
+        if program.compiles == IN_TURN:
+            rank.barrier()
         return program.compile(self.variant)
 
 

@@ -162,6 +162,11 @@ class Program:
         """Whether a compiled function may return before it has computed."""
         return self.library.uses_xla(self.kwargs.get("mode"))
 
+    @property
+    def compiles(self) -> str:
+        """How ranks best compile it; see `GraphLibrary.compiles`."""
+        return self.library.compiles(self.kwargs.get("mode"))
+
     @cached_property
     def device(self) -> Device:
         """What holds the values that it computes with."""

@@ -21,6 +21,9 @@ import numpy as np
 
 from synkhronos.devices import HOST, Device, device_in_environment
 
+#: How ranks compile; see `GraphLibrary.compiles`.
+IN_TURN, AT_ONCE, AT_FIRST_CALL = "in turn", "at once", "at the first call"
+
 
 @dataclass(frozen=True)
 class Input:
@@ -176,6 +179,17 @@ class GraphLibrary:
         Then the length of each slice is fixed when compiling, and a call may return before it has computed.
         """
         return False
+
+    def compiles(self, mode: Any) -> str:
+        """Return how ranks best compile functions of this mode.
+
+        `IN_TURN` where ``function`` fills a cache on disk and takes a lock; `AT_ONCE` where it does neither;
+        `AT_FIRST_CALL` where the first call does, and the cache is to be filled by one rank.
+        """
+        return IN_TURN
+
+    def compile_now(self, function: Any) -> None:
+        """Compile what is compiled at its first call, and has no inputs; nothing is updated."""
 
     def executable(self, function: Any, n_inputs: int, device: Device, log: bool) -> Callable[..., Any]:
         """Return a compiled function as ranks call it: with a device's arrays as inputs and in shared variables.

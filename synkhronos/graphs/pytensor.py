@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +13,13 @@ from pytensor.compile import In, Out, SharedVariable
 from pytensor.compile.mode import get_mode
 from pytensor.graph.basic import Constant, Variable
 from pytensor.graph.replace import clone_replace
+from pytensor.link.basic import PerformLinker
 from pytensor.link.jax.linker import JAXLinker
+from pytensor.link.numba.linker import NumbaLinker
 
 from synkhronos.devices import JAX, Device
 from synkhronos.graphs import sums  # noqa: F401 - bounds a rewrite
-from synkhronos.graphs.family import GraphLibrary, Input, check_jumps, jump
+from synkhronos.graphs.family import AT_FIRST_CALL, AT_ONCE, IN_TURN, GraphLibrary, Input, check_jumps, jump
 from synkhronos.graphs.lengths import in_jax_mode
 from synkhronos.graphs.traced import Traced, check_key, set_stream_of, stream_of
 from synkhronos.graphs.xla import Executable
@@ -87,6 +90,17 @@ class PyTensor(GraphLibrary):
     def device(self, mode: Any) -> Device:
         """JAX arrays in JAX mode."""
         return JAX if self.uses_xla(mode) else super().device(mode)
+
+    def compiles(self, mode: Any) -> str:
+        """Python's linkers and JAX leave nothing on disk, Numba what it makes when a function is called."""
+        linker = get_mode(mode).linker
+        if isinstance(linker, NumbaLinker):
+            return AT_FIRST_CALL if pytensor.config.numba__cache else AT_ONCE
+        return AT_ONCE if isinstance(linker, JAXLinker | PerformLinker) else IN_TURN
+
+    def compile_now(self, function: Any) -> None:
+        """Call what Numba makes on copies of the values, and forget the results."""
+        function.vm.jit_fn(*[copy.deepcopy(storage[0]) for storage in function.vm.inputs])
 
     def executable(self, function: Any, n_inputs: int, device: Device, log: bool) -> Callable[..., Any]:
         """Return, in JAX mode, a function that takes and returns JAX arrays."""
