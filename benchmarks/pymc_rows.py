@@ -1,8 +1,7 @@
 """How many gradients a second does a PyMC model get from the ranks?
 
 Three models, each by itself and by `synkhronos.extensions.pymc.data_parallel`, in one process and in turn: PyMC's own
-function with one BLAS thread and with two, and the ranks, which have one BLAS thread each where there are as many ranks
-as cores.  Every evaluation of the log-density and its gradient is at another point.
+function with one BLAS thread and with two, and the ranks, which have one BLAS thread each.  Every evaluation of the log-density and its gradient is at another point.
 
 A hierarchical logistic regression
     Products of a matrix of 50 columns: bound by the memory.
@@ -24,7 +23,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from benchmarks._hierarchical import GROUPS, made_up
-from benchmarks._measure import Table, bar, duration, heading, interleaved, ranks
+from benchmarks._measure import Table, bar, duration, heading, ranks, seconds
 
 
 def logistic(rows: int, columns: int) -> Any:
@@ -83,20 +82,18 @@ def compare(name: str, model: Any, calls: int, rounds: int, size: int, least: fl
     np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-9)
     np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-6, atol=1e-6)
 
-    def limited(threads: int) -> Callable[[], Any]:
-        def call() -> Any:
+    sides: dict[str, tuple[Callable[[], Any], int]] = {
+        "PyMC, 1 BLAS thread": (own, 1),
+        "PyMC, 2 BLAS threads": (own, 2),
+        f"{size} ranks": (shared, 1),
+    }
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(rounds):
+        for side, (call, threads) in sides.items():
             with threadpool_limits(threads):
-                for _ in range(calls):
-                    own()
-
-        return call
-
-    def by_ranks() -> None:
-        for _ in range(calls):
-            shared()
-
-    sides = {"PyMC, 1 BLAS thread": limited(1), "PyMC, 2 BLAS threads": limited(2), f"{size} ranks": by_ranks}
-    times = {side: [time / calls for time in all_] for side, all_ in interleaved(sides, rounds).items()}
+                call()
+                # Medians: on a busy machine some calls wait for a core.
+                times[side].append(median(seconds(call) for _ in range(calls)))
     print(name)
     table = Table({"": 21, "median": 9, "rounds": 30, "a second": 9, "ratio": 6})
     mine = median(times[f"{size} ranks"])
