@@ -1,7 +1,8 @@
 """How many gradients a second does a PyMC model get from the ranks?
 
 Three models, each by itself and by `synkhronos.extensions.pymc.data_parallel`, in one process and in turn: PyMC's own
-function with one BLAS thread and with two, and the ranks, which have one BLAS thread each.  Every evaluation of the log-density and its gradient is at another point.
+function with one BLAS thread and with two, and the ranks, which have one BLAS thread each.  Every evaluation of the
+log-density and its gradient is at another point.
 
 A hierarchical logistic regression
     Products of a matrix of 50 columns: bound by the memory.

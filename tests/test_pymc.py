@@ -323,7 +323,7 @@ def test_a_death_returns_the_draws_so_far_and_is_said(fork):
     fork(2)
     model = small()
     parallel = data_parallel(model)
-    (pid,) = synk.ranks.session()._children.values()
+    (pid,) = synk.ranks.session().workers.pids.values()
     with pytest.warns(RuntimeWarning, match="interrupted, with what was computed so far: rank 1 .* SIGKILL"):
         drawn = sample(parallel, draws=100_000, tune=5, callback=After(20, lambda: os.kill(pid, signal.SIGKILL)))
     assert 10 <= drawn.posterior.sizes["draw"] < 100_000
