@@ -269,6 +269,14 @@ def prepare(name: str, *extras: str) -> Environment:
 
 #: What `test` runs on JAX arrays beside all tests on NumPy's: a minute of it.
 IN_BRIEF = [f"tests/test_{name}.py" for name in ("collectives", "jax", "modes", "updates")]
+#: What `test --quick` runs, with PyTensor alone: what most changes break, in a minute.
+QUICK = [
+    f"tests/test_{name}.py"
+    for name in (
+        *("house", "rows", "reduce", "graphs", "data", "collectives", "tasks", "threads", "update_rule"),
+        *("user_code", "seed_example"),
+    )
+]
 #: What it runs beside PyMC: what was made for it.
 WITH_PYMC = [
     *(f"tests/test_{name}.py" for name in ("by_rows", "pymc", "pymc_demos", "rows_sum")),
@@ -287,6 +295,10 @@ def mnist(options: argparse.Namespace, rest: list[str]) -> int:
 
 def test(options: argparse.Namespace, rest: list[str]) -> int:
     """Run the tests in each environment; further arguments go to pytest. Without any, a few run on JAX and PyMC too."""
+    if options.quick:
+        rest = [*QUICK, *rest]
+        if not options.here and options.env is None:
+            options.env = PYTENSOR.name
     if options.device != "host" and not options.here:
         if options.env == PYMC.name:
             raise fail(f"--device {options.device} tests the environment pytensor.")
@@ -324,7 +336,7 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
         command = [environment.python, "-m", "pytest", f"--junit-xml={report}", *arguments]
         status = call(command, SYNKHRONOS_TEST_DEVICE=device)
         statuses.append(status)
-        what = [environment.name, "" if device == "host" else device, shlex.join(rest)]
+        what = [environment.name, "" if device == "host" else device, "--quick" if options.quick else shlex.join(rest)]
         summaries.append(f"{', '.join(filter(None, what))}: {counts(report, status)}")
     print("\n".join(summaries + left_out), flush=True)
     return max(statuses)
@@ -431,6 +443,9 @@ def parser() -> argparse.ArgumentParser:
     )
     test_parser.add_argument(
         "--here", action="store_true", help="test with this Python and what is installed for it: nothing is fetched"
+    )
+    test_parser.add_argument(
+        "--quick", action="store_true", help="a minute of them, with PyTensor unless --env says another: while you work"
     )
     add(lint)
     add(docs)
