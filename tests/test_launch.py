@@ -1,14 +1,17 @@
 """Runs: a class that never saw this library, under each rule; logs, checkpoints, bindings, the commands."""
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 
 import numpy as np
 import pytest
-from launch_runs import ENVIRONMENT, lines, run, train
+from launch_runs import ENVIRONMENT, TESTS, lines, run, train
 
 from synkhronos.launch import binding
 from synkhronos.ranks import available_cores
@@ -106,6 +109,8 @@ def test_a_run_goes_on_on_another_number_of_ranks(tmp_path):
     train(tmp_path, "MLP", epochs=1, rule="EASGD", checkpoint=1)
     train(tmp_path, "MLP", "--resume", "--devices=cpu", "--ranks=3", epochs=2, rule="EASGD")
     assert [report["batch"] for report in lines(tmp_path, "reports")] == ["2 x 10", "3 x 10"]
+    done = train(tmp_path, "MLP", "--resume", epochs=3, status=1)
+    assert re.search(r"CheckpointError: .*rows-0+1 is of the rule EASGD, got BSP", done.stderr)
 
 
 def test_ranks_with_fewer_batches_hold_up_nobody(tmp_path):
@@ -164,3 +169,60 @@ def test_ranks_and_their_threads_are_bound(tmp_path):
         assert f"cores {[tuple(own)]}" in (tmp_path / "bound" / f"rank-{r}.log").read_text()
         said = (tmp_path / "free" / f"rank-{r}.log").read_text()
         assert f"cores {[tuple(allowed)]}" in said and "not bound" in said
+
+
+# -- the base class ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["BSP", "GOSGD"])
+def test_a_model_of_the_base_class(tmp_path, rule):
+    run(
+        "train",
+        "--set=model='launch_models/small.py:Line'",
+        "--devices=cpu,cpu",
+        f"--set=rule={rule}",
+        "--folder",
+        tmp_path,
+        "--set=rule_options.probability=0.5" if rule == "GOSGD" else "--set=seed=3",
+        cwd=TESTS,
+    )
+    reports = lines(tmp_path, "reports")
+    assert [report["steps"] for report in reports] == [12] * 8  # 120 rows, ten a step, six steps on each of two ranks
+    assert reports[-1]["validation"]["error"] < 0.3 and reports[-1]["learning_rate"] == 0.05
+    (w,) = np.load(tmp_path / "params.npz").values()
+    np.testing.assert_allclose(w, [1, 2, 3], atol=0.1)
+    rng = np.random.default_rng(0).normal(size=(165, 3))[120:]
+    loss = float(np.mean((rng @ w - rng @ [1.0, 2.0, 3.0]) ** 2))
+    np.testing.assert_allclose(reports[-1]["validation"]["cost"], loss, rtol=1e-6)  # each of 45 rows once
+
+
+def test_a_model_of_the_base_class_says_what_is_wrong():
+    from synkhronos.launch import Model
+
+    class Uneven(Model):
+        def load(self):
+            return [np.zeros(3), np.zeros(4)], []
+
+    class TooFew(Model):
+        def load(self):
+            return [np.zeros(30)], []
+
+    config = {"rank": 0, "size": 2, "seed": 0}
+    with pytest.raises(ValueError, match=r"load\(\): training arrays have \[3, 4\] rows"):
+        Uneven(config)
+    with pytest.raises(
+        ValueError, match="batch_size: expected at most 15, as 30 rows are shared out among 2 ranks, got 100"
+    ):
+        TooFew(config)
+    with pytest.raises(NotImplementedError, match=r"Model.load\(\)"):
+        Model(config)
+
+
+def test_the_console_script_is_the_command(tmp_path, capsys, monkeypatch):
+    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]
+    module, name = project["scripts"]["synkhronos"].split(":")
+    monkeypatch.setattr("sys.argv", ["synkhronos", "train", "none.toml"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        getattr(importlib.import_module(module), name)()
+    assert caught.value.code == 2 and "none.toml: expected a session file" in capsys.readouterr().err

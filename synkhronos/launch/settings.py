@@ -24,6 +24,7 @@ import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -335,6 +336,9 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
 def _with_a_folder(settings: Settings) -> Settings:
     """Check the run's folder, and find the checkpoint from which to go on."""
     folder = Path(settings.folder)
+    for name, asked in (("checkpoint", settings.checkpoint), ("resume", settings.resume)):
+        if asked and find_spec("safetensors") is None:
+            raise SettingsError(f"{name}: needs safetensors: pip install 'synkhronos[training]'")
     if settings.resume is None:
         if (folder / "settings.json").exists():
             raise SettingsError(f"folder: {folder} has a run already: name another, or go on with --resume")

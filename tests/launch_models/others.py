@@ -30,6 +30,14 @@ class Traced(MLP):
             json.dump({"own": self.own, "trace": self.trace, "random": float(np.random.random())}, file)
 
 
+class Wider(MLP):
+    """Rank 1 has other shapes."""
+
+    def compile_iter_fns(self, sync_type="avg"):
+        if self.rank == 1:
+            self.w1.set_value(np.zeros((5, 9), "float32"))
+
+
 class Slow(MLP):
     def train_iter(self, count, recorder):
         time.sleep(0.02)

@@ -1,0 +1,266 @@
+"""Every message of `check` and of the launcher, and what brings it about.
+
+Each entry has what is typed, the exit status, and a part of what is said.
+"""
+
+import re
+import textwrap
+
+import pytest
+from launch_runs import TESTS, run, train
+
+from synkhronos import rules
+from synkhronos.devices import get_n_gpu
+from synkhronos.launch import SettingsError
+from synkhronos.launch.settings import from_environment, parse_set, read, resolve
+
+MODEL = {"model": "launch_models/mlp.py:MLP", "devices": "cpu"}
+GPUS = get_n_gpu()
+
+#: Settings, and what is said of them; nothing starts.
+SETTINGS = {
+    "no model": ({"model": None, "devices": "cpu"}, r"modelfile: expected the file to train"),
+    "no class": ({"model": None, "modelfile": "launch_models.mlp"}, r"modelclass: expected the class to train"),
+    "no colon": ({"model": "mlp.py"}, r"model: expected FILE:CLASS, got 'mlp.py'"),
+    "no such file": ({"model": "launch_models/none.py:MLP"}, r"modelfile: launch_models/none.py is not in /"),
+    "no such module": ({"model": "launch_models.none:MLP"}, r"modelfile: .* got 'launch_models.none': there is no launch_models/none.py in /"),
+    "no such class": ({"model": "launch_models/others.py:Nobody"}, r"modelclass: .*others.py has no 'Nobody': it has Traced, Wider, Slow, "),
+    "no Python": ({"model": "{broken}:MLP"}, r"modelfile: .*broken.py, line 2: "),
+    "devices, a number": ({"devices": 2}, r"devices: expected names such as cuda0 and cpu, got 2"),
+    "devices, none": ({"devices": []}, r"devices: expected at least one name, such as cuda0 or cpu, got \[\]"),
+    "devices, a word": ({"devices": "tpu0"}, r"devices: expected cuda0, gpu0 and so on, or cpu alone, got 'tpu0'"),
+    "devices, mixed": ({"devices": "cpu,cuda0"}, r"got 'cpu'; cpu can't be mixed with GPUs"),
+    "devices, another host": ({"devices": "node2:cuda0"}, r"devices: 'node2:cuda0' is on another host: all ranks are on one machine"),
+    "devices, not there": ({"devices": "cuda99"}, r"devices: cuda99 is not there: this machine shows (no GPU|cuda0 to cuda\d+); cpu computes on its cores"),
+    "ranks and devices": ({"devices": "cpu,cpu", "ranks": 3}, r"ranks: expected 2, the number of devices, got 3"),
+    "ranks, none": ({"ranks": 0}, r"ranks: expected at least 1, got 0"),
+    "ranks, a word": ({"ranks": "all"}, r"ranks: expected an integer, got 'all'"),
+    "a rule": ({"rule": "SSP"}, r"rule: expected one of ASGD, BSP, .* got 'SSP'"),
+    "a rule, a number": ({"rule": 3}, r"rule: expected a text, got 3"),
+    "EAMSGD": ({"rule": "EAMSGD"}, r"rule: EAMSGD needs the velocities, which a class doesn't name: take EASGD"),
+    "gradients": ({"rule_options": {"average": "gradient"}}, r"rule_options.average: expected 'params', got 'gradient'"),
+    "an option": ({"rule": "EASGD", "rule_options": {"tau": 3}}, r"rule_options: EASGD has no 'tau': expected one of beta, period, alpha, asynchronous"),
+    "an option's value": ({"rule": "EASGD", "rule_options": {"beta": 2}}, r"rule_options: beta: expected a number above 0, up to 1, got 2"),
+    "options, no table": ({"rule_options": "period"}, r"rule_options: expected a table of names and values, got 'period'"),
+    "config, no table": ({"config": [1]}, r"config: expected a table of names and values, got \[1\]"),
+    "epochs": ({"epochs": 0}, r"epochs: expected at least 1, got 0"),
+    "seed": ({"seed": "x"}, r"seed: expected an integer, got 'x'"),
+    "every": ({"every": 0}, r"every: expected at least 1, got 0"),
+    "checkpoint": ({"checkpoint": -1}, r"checkpoint: expected no negative number, got -1"),
+    "keep": ({"keep": 0}, r"keep: expected at least 1, got 0"),
+    "bind": ({"bind": "perhaps"}, r"bind: expected true or false, got 'perhaps'"),
+    "scale_lr": ({"scale_lr": 7}, r"scale_lr: expected true or false, got 7"),
+    "folder, used": ({"folder": "{used}"}, r"folder: .*used has a run already: name another, or go on with --resume"),
+    "folder, a file": ({"folder": "{broken}"}, r"folder: expected a folder, or nothing yet, got the file"),
+    "resume, nothing": ({"folder": "{used}", "resume": "latest"}, r"resume: expected a checkpoint in .*checkpoints, found none"),
+    "resume, elsewhere": ({"resume": "nowhere"}, r"resume: expected 'latest' or a checkpoint's folder, got 'nowhere'"),
+}  # fmt: skip
+
+#: Session files, and what is said of them.
+FILES = {
+    "not there": ("none.toml", None, r"none.toml: expected a session file: "),
+    "no TOML": ("a.toml", "rule = ", r"a.toml: Invalid value"),
+    "no JSON": ("a.json", "{", r"a.json: Expecting"),
+    "no settings": ("a.json", "3", r"a.json: expected settings by name, got 3"),
+    "no setting": ("a.toml", "rules = 'BSP'", r"a.toml: 'rules' is no setting: expected one of .*rule_options"),
+    "no KEY=VALUE": ("a.cfg", "RULE=BSP\nDEVICES", r"a.cfg, line 2: expected KEY=VALUE, got 'DEVICES'"),
+    "no key": ("a.cfg", "COLOUR=red", r"a.cfg, line 1: 'COLOUR' is no setting: expected RULE, "),
+    "a quotation mark": ("a.cfg", "RULE='BSP", r"a.cfg, line 1: No closing quotation"),
+    "a way to exchange": ("a.cfg", "SYNC_TYPE=max", r"a.cfg, line 1: SYNC_TYPE: expected avg, cdd or swap, got 'max'"),
+    "a strategy": ("a.cfg", "EXCH_STRATEGY=pigeon", r"a.cfg, line 1: EXCH_STRATEGY: expected one of .* got 'pigeon'"),
+}
+
+#: Classes, and what `check` says.
+CLASSES = {
+    "NoMethods": r"NoMethods lacks:\n  method compile_iter_fns\(\): compiles its functions\n  method train_iter\(\): .*\n  method val_iter\(\): .*\n  method adjust_hyperp\(\): .*\n  method cleanup\(\)",
+    "NoParams": r"NoParams lacks:\n  attribute params: expected a list of shared variables, got None",
+    "StrangeParams": r"StrangeParams lacks:\n  attribute params\[1\]: expected a shared variable, got 3",
+    "NoData": r"NoData lacks:\n  attribute data: expected an object with n_batch_train and n_batch_val, got None",
+    "NoCount": r"NoCount lacks:\n  attribute data.n_batch_val: expected a number of batches, at least 0, got 'many'",
+    "TwoArguments": r"TwoArguments fails when an instance is made: ContractError: TwoArguments\(\): expected a class that takes one config, got one that takes \['config', 'more'\]",
+    "Raises": r"Raises fails when train_iter\(\) runs: KeyError: 'images'",
+    "StrangeCall": r"the recorder has no 'celebrate': it answers .*train_error",
+    "Silent": r"Silent: train_iter\(\) has not called recorder.train_error\(count, cost, error\).*\nSilent: train_iter\(\) changes none of params\nSilent: val_iter\(\) has not called recorder.val_error",
+    "Diverges": r"Diverges: the cost is nan after 3 iterations",
+    "NoEpochs": r"NoEpochs: it has no n_epochs: give --set epochs=N",
+    "a_number": r"a_number fails when its module is imported: ModelFileError: modelclass: 'a_number' of launch_models.others: expected a class, got 3",
+}  # fmt: skip
+#: One of each kind is also run; and what shows on all ranks alone.
+RUN = {
+    "NoMethods": ({}, CLASSES["NoMethods"]),
+    "StrangeParams": ({}, CLASSES["StrangeParams"]),
+    "a_number": ({}, r"expected a class, got 3"),
+    "Wider": ({}, r"params: of shapes \[\[5, 8\], .* on rank 0, and of \[\[5, 9\], .* on rank 1"),
+    "Slow": ({"scale_lr": "true"}, r"Slow lacks:\n  method scale_lr\(size\), for scale_lr = true"),
+    "NoEpochs": ({}, r"attribute n_epochs: expected a number of epochs, got None; or give --set epochs=N"),
+}
+
+
+@pytest.fixture
+def places(tmp_path):
+    (tmp_path / "broken.py").write_text("class MLP:\n    def\n")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "settings.json").write_text("{}")
+    return {"broken": tmp_path / "broken.py", "used": tmp_path / "used", "new": tmp_path / "new"}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_wrong_settings(name, places, monkeypatch):
+    given, words = SETTINGS[name]
+    monkeypatch.chdir(TESTS)
+    asked = {"folder": str(places["new"]), **MODEL, **given}
+    asked = {
+        key: value.format(**places) if isinstance(value, str) else value
+        for key, value in asked.items()
+        if value is not None
+    }
+    with pytest.raises(SettingsError, match=words):
+        resolve([asked])
+    assert not places["new"].exists()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_wrong_files(name, tmp_path):
+    file, text, words = FILES[name]
+    if text is not None:
+        (tmp_path / file).write_text(text)
+    with pytest.raises(SettingsError, match=words):
+        read(tmp_path / file)
+
+
+@pytest.mark.skipif(GPUS > 0, reason="is about machines without GPUs")
+def test_wrong_words_of_the_command_line(tmp_path):
+    for arguments, words in (
+        (["train", "--set", "epochs"], "synkhronos train: --set: expected KEY=VALUE, got 'epochs'"),
+        (["train", "--set", "epoch=3"], "synkhronos train: --set: 'epoch' is no setting: expected one of "),
+        (["train", "none.toml"], "synkhronos train: none.toml: expected a session file: "),
+        (["train", "--ranks", "x"], "argument --ranks: invalid int value: 'x'"),
+        (["check", "mlp.py"], "model: expected FILE:CLASS, got 'mlp.py'"),
+    ):
+        done = run(*arguments, status=2, cwd=tmp_path)
+        assert words in done.stderr + done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_check_says_what_a_class_lacks(name):
+    done = run("check", f"launch_models/others.py:{name}", status=1, cwd=TESTS)
+    assert re.search(CLASSES[name], done.stdout), done.stdout
+
+
+def test_check_of_a_class_that_lacks_nothing():
+    assert run("check", "launch_models.mlp:MLP", cwd=TESTS).stdout.endswith("MLP has all that a run asks for\n")
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_a_run_says_what_a_class_lacks(name, tmp_path):
+    settings, words = RUN[name]
+    done = train(tmp_path, name, status=1, **settings)
+    assert re.search(words, done.stderr), done.stderr
+
+
+def test_in_python_wrong_settings_are_refused_at_once(monkeypatch, tmp_path):
+    monkeypatch.chdir(TESTS)
+    rule = rules.EASGD()
+    with pytest.raises(RuntimeError, match=r"wait\(\): expected a call of init\(\) before it"):
+        rule.wait()
+    with pytest.raises(SettingsError, match="modelclass: .* has no 'Nobody'"):
+        rule.init(devices=["cpu"], modelfile="launch_models.mlp", modelclass="Nobody", folder=str(tmp_path / "run"))
+    with pytest.raises(SettingsError, match=r"period: a rule that is started with init\(\) takes numbers and words"):
+        rules.EASGD(period=lambda step: 3).init(["cpu"], "launch_models.mlp", "MLP", folder=str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+# -- what comes before what ----------------------------------------------------------------------------------
+
+
+def test_the_command_line_comes_before_the_environment_and_that_before_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(TESTS)
+    (tmp_path / "session.toml").write_text(
+        textwrap.dedent("""
+        rule = "EASGD"
+        model = "launch_models/others.py:Slow"
+        devices = ["cpu", "cpu", "cpu"]
+        epochs = 7
+        seed = 5
+        [rule_options]
+        period = 4
+        beta = 0.5
+        [config]
+        depth = 3
+        """)
+    )
+    file = read(tmp_path / "session.toml")
+    environment = from_environment(
+        {"SYNKHRONOS_EPOCHS": "8", "SYNKHRONOS_SEED": "6", "SYNKHRONOS_THEANO": "pytensor", "HOME": "x"}
+    )
+    assert environment == {"epochs": 8, "seed": 6}
+    given = [parse_set("epochs=9"), parse_set("rule_options.period=2"), parse_set("config.name=a b")]
+    found = resolve([*given, environment, file])
+    assert (found.epochs, found.seed, found.modelclass, found.devices) == (9, 6, "Slow", ("cpu",) * 3)
+    assert found.rule_options == {"period": 2, "beta": 0.5} and found.config == {"depth": 3, "name": "a b"}
+    assert vars(found.make_rule())["period"] == 2
+    assert resolve([{"ranks": 2}, file]).devices == ("cpu", "cpu")
+    assert resolve([{"devices": "cpu"}, {"ranks": 4}, file]).devices == ("cpu",)
+    assert resolve([{"modelfile": "launch_models.mlp", "modelclass": "MLP"}, file]).modelclass == "MLP"
+
+
+def test_files_of_theano_mpi_are_read_as_they_are(tmp_path):
+    (tmp_path / "session.cfg").write_text(
+        "# a comment\nRULE=EASGD\nMODELFILE = 'models.mlp'\nMODELCLASS=MLP # this one\n\nDEVICES=cuda0,cuda1\nBIND=true\n"
+    )
+    assert read(tmp_path / "session.cfg") == {
+        "rule": "EASGD", "modelfile": "models.mlp", "modelclass": "MLP", "devices": "cuda0,cuda1", "bind": "true",
+    }  # fmt: skip
+    (tmp_path / "session.cfg").write_text("RULE=BSP\nSYNC_TYPE=swap\nEXCH_STRATEGY=ar\n")
+    assert read(tmp_path / "session.cfg") == {"rule": "Swap"}
+    (tmp_path / "session.cfg").write_text("SYNC_TYPE=cdd\nRULE=BSP\nEXCH_STRATEGY=nccl16\n")
+    assert read(tmp_path / "session.cfg") == {"rule": "BSP", "rule_options": {"precision": "float16"}}
+
+
+def test_names_of_gpus(monkeypatch):
+    monkeypatch.setattr("synkhronos.launch.settings.get_n_gpu", lambda: 4)
+    monkeypatch.chdir(TESTS)
+    model = {"model": "launch_models/mlp.py:MLP"}
+    assert resolve([model]).devices == ("cuda0", "cuda1", "cuda2", "cuda3")
+    assert resolve([model, {"ranks": 2}]).devices == ("cuda0", "cuda1")
+    assert resolve([model, {"devices": "gpu2, cuda0"}]).devices == ("cuda2", "cuda0")
+    assert resolve([model, {"devices": ["cpu"], "ranks": 2}]).devices == ("cpu", "cpu")
+    for given, words in (
+        ({"devices": "gpu1,cuda1"}, "devices: expected each GPU once, got gpu1, cuda1"),
+        ({"devices": "cuda4"}, "cuda4 is not there: this machine shows cuda0 to cuda3"),
+        ({"ranks": 5}, "ranks: expected at most 4, one for each GPU, got 5; or devices = 'cpu'"),
+    ):
+        with pytest.raises(SettingsError, match=words):
+            resolve([model, given])
+
+
+def test_what_checkpoints_need_is_asked_for_at_once(monkeypatch):
+    monkeypatch.chdir(TESTS)
+    monkeypatch.setattr("synkhronos.launch.settings.find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=r"checkpoint: needs safetensors: pip install 'synkhronos\[training\]'"):
+        resolve([{**MODEL, "checkpoint": 2}])
+    with pytest.raises(SettingsError, match="resume: needs safetensors"):
+        resolve([{**MODEL, "resume": "latest"}])
+
+
+# -- doctor --------------------------------------------------------------------------------------------------
+
+
+def test_doctor_says_what_there_is_and_what_is_missing(monkeypatch):
+    from synkhronos.launch import doctor
+
+    text = doctor.report()
+    assert re.search(r"^cores: \d+ for this process, \d+ in all$", text, re.MULTILINE)
+    assert f"GPUs: {GPUS}\n" in text and re.search(r"^(pytensor|Theano) \d", text, re.MULTILINE)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 64 << 20}))
+    text = doctor.report()
+    for words in (
+        "anything: no graph library is installed: pip install 'synkhronos[pytensor]'",
+        "checkpoints, and train --resume: safetensors is not installed: pip install 'synkhronos[training]'",
+        "large data: /dev/shm has 64 MiB: mount -o remount,size=8G /dev/shm",
+        "Theano, and PyTensor's C mode: there is no g++: apt-get install g++",
+    ):
+        assert words in text
