@@ -1,7 +1,7 @@
-"""What does Theano 1.0.5 need to be told beside NumPy 1.23?
+"""What does Theano 1.0.5 need to be told beside NumPy 1.23 and Python 3.11?
 
 `install`
-    Names a BLAS when the user named none and Theano would fail to find one.
+    Names a BLAS when the user named none and Theano would fail to find one; has loops run by Theano's own Python code.
 `usable_blas`
     The one that is named.
 """
@@ -16,7 +16,10 @@ import warnings
 
 
 def install() -> None:
-    """Name a BLAS in THEANO_FLAGS, if need be; Theano reads them as it is imported."""
+    """Name a BLAS in THEANO_FLAGS, if need be, which Theano reads as it is imported; say that scans have no C."""
+    # Theano's C code around a scan's steps was made by a Cython that knew no Python 3.11, and does not compile.  Where
+    # its module can't be imported, Theano has Python code in its place.
+    sys.modules["theano.scan_module.scan_perform_ext"] = None  # type: ignore[assignment]
     if "theano" not in sys.modules and not _blas_is_named() and not _theano_finds_blas():
         flags = os.environ.get("THEANO_FLAGS", "")
         os.environ["THEANO_FLAGS"] = f"{flags},blas.ldflags={usable_blas()}".lstrip(",")

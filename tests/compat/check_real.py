@@ -85,7 +85,37 @@ def test_a_packages_version_is_told():
         pkg_resources.get_distribution("no such package")
 
 
-@pytest.mark.skipif(synkhronos.compat.chosen != "theano", reason="Theano is not installed")
+def run(code):
+    """Run a program with Theano as it is by default; returns the last line that it prints."""
+    environment = {key: value for key, value in os.environ.items() if key != "THEANO_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=ROOT,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+needs_theano = pytest.mark.skipif(synkhronos.compat.chosen != "theano", reason="Theano is not installed")
+
+
+@needs_theano
+def test_a_scan_runs_in_theanos_default_mode():
+    code = """
+    import synkhronos.compat
+    import theano, theano.tensor as T
+    x = T.vector()
+    sums, _ = theano.scan(lambda step, total: total + step, sequences=x, outputs_info=T.zeros(()))
+    print(theano.function([x], sums)([1, 2, 3]).tolist())
+    """
+    assert run(code) == "[1.0, 3.0, 6.0]"
+
+
+@needs_theano
 def test_lasagnes_module_is_given_back_to_theano():
     code = """
     import synkhronos.compat
@@ -96,14 +126,4 @@ def test_lasagnes_module_is_given_back_to_theano():
     mode = theano.Mode(linker="c|py", optimizer="fast_compile")
     print(theano.function([x], y, mode=mode)(np.ones((1, 1, 2, 2), theano.config.floatX))[0, 0].tolist())
     """
-    environment = {key: value for key, value in os.environ.items() if key != "THEANO_FLAGS"}
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=ROOT,
-        env=environment,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1] == "[[1.0, 2.0, 1.0], [2.0, 4.0, 2.0], [1.0, 2.0, 1.0]]"
+    assert run(code) == "[[1.0, 2.0, 1.0], [2.0, 4.0, 2.0], [1.0, 2.0, 1.0]]"
