@@ -54,6 +54,38 @@ def test_pytensor_answers_where_theano_is_not_installed():
     assert theano.function([x], T.sqr(x).sum(), mode="FAST_COMPILE")([[1, 2]]) == 5
 
 
+def test_filled_arrays_know_constant_lengths():
+    import theano.tensor as T
+
+    n, x, row = T.iscalar("n"), T.matrix("x"), T.row("row")
+    assert T.zeros((2, n), "int8").type == pt.TensorType("int8", (2, None))
+    assert T.ones(3).type.shape == (3,)
+    assert T.alloc(1.5, x.shape[0], row.shape[0], 1).type.shape == (None, 1, 1)
+    assert T.zeros(x.shape).type.shape == (None, None)
+    value = T.alloc(T.vector("v"), n, 2)
+    np.testing.assert_array_equal(value.eval({"n": 3, "v": [1, 2]}), [[1, 2]] * 3)
+    with pytest.raises(TypeError, match="integer"):
+        T.zeros((T.dscalar(), 2))
+
+
+def test_a_filled_array_does_not_look_at_all_that_its_lengths_come_from(monkeypatch):
+    """Or deep networks whose layers pad take a time that grows with the square of their depth."""
+    import theano.tensor as T
+
+    sizes, make = [], pytensor.tensor.basic.FunctionGraph
+
+    def watched(*args, **kwargs):
+        graph = make(*args, **kwargs)
+        sizes.append(len(graph.apply_nodes))
+        return graph
+
+    monkeypatch.setattr(pytensor.tensor.basic, "FunctionGraph", watched)
+    x = T.matrix("x")
+    for _ in range(10):
+        x = T.set_subtensor(T.zeros((x.shape[0] + 2, x.shape[1]))[1:-1], x)
+    assert sizes and max(sizes) <= 1
+
+
 def test_a_folder_of_that_name_is_not_theano(tmp_path):
     (tmp_path / "theano").mkdir()
     code = "import sys; sys.path.insert(0, sys.argv[1]); import synkhronos.compat as c; print(c.chosen)"

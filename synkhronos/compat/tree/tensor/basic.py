@@ -6,9 +6,12 @@ Each takes what Theano's took, and hands it to PyTensor's; what PyTensor's has i
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import pytensor
 import pytensor.tensor as pt
 from pytensor.gradient import DisconnectedType, grad_undefined  # noqa: F401
 from pytensor.gradient import zero_grad as consider_constant  # noqa: F401
+from pytensor.graph.basic import Apply, Variable
 from pytensor.tensor.basic import (
     Alloc,
     AllocEmpty,
@@ -49,6 +52,7 @@ __all__ = [
     "TensorVariable",
     "abs_",
     "addbroadcast",
+    "alloc",
     "argtopk",
     "batched_dot",
     "batched_tensordot",
@@ -63,6 +67,7 @@ __all__ = [
     "join_",
     "makeKeepDims",
     "mean",
+    "ones",
     "ones_like",
     "patternbroadcast",
     "repeat",
@@ -76,6 +81,7 @@ __all__ = [
     "topk",
     "topk_and_argtopk",
     "unbroadcast",
+    "zeros",
     "zeros_like",
 ]
 
@@ -99,6 +105,42 @@ def extract_constant(x: Any, elemwise: bool = True, only_process_constants: bool
 def shape_i(var: Any, i: int, fgraph: Any = None) -> Any:
     """Return one of a variable's lengths."""
     return var.shape[i]
+
+
+def alloc(value: Any, *shape: Any) -> Any:
+    """Fill an array with a value.
+
+    The type knows lengths that are constants, or next to one, as with Theano.  PyTensor simplifies all that a length
+    is computed from, a network's layers too, and so took most of the time to make a deep one whose layers pad.
+
+    Examples
+    --------
+    >>> x = T.matrix("x")
+    >>> T.alloc(0.0, x.shape[0], 1).broadcastable
+    (False, True)
+    """
+    lengths = [pt.as_tensor_variable(n, ndim=0) for n in shape]
+    known = [extract_constant(n) for n in lengths]
+    node = pt.alloc(value, *(n.type() if n is k else k for n, k in zip(lengths, known, strict=True))).owner
+    return Apply(node.op, [node.inputs[0], *lengths], [node.outputs[0].type()]).outputs[0]
+
+
+def zeros(shape: Any, dtype: Any = None) -> Any:
+    """Fill an array with zeros of a dtype, floatX by default."""
+    return _filled(0, shape, dtype)
+
+
+def ones(shape: Any, dtype: Any = None) -> Any:
+    """Fill an array with ones of a dtype, floatX by default."""
+    return _filled(1, shape, dtype)
+
+
+def _filled(value: int, shape: Any, dtype: Any) -> Any:
+    if isinstance(shape, Variable) and shape.type.ndim:
+        shape = tuple(shape)
+    elif not isinstance(shape, list | tuple | np.ndarray):
+        shape = (shape,)
+    return alloc(np.array(value, dtype or pytensor.config.floatX), *shape)
 
 
 def addbroadcast(x: Any, *axes: int) -> Any:
