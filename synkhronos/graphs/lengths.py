@@ -443,6 +443,10 @@ class Linker(JAXLinker):
     What it compiles has an attribute ``steered``: the `Steered` that it computes, or None.
     """
 
+    # XLA fuses by itself.  PyTensor would fuse a length with the data that are divided by it, and it could not be cut
+    # out.
+    incompatible_rewrites = (*JAXLinker.incompatible_rewrites, "fusion")
+
     def fgraph_convert(self, fgraph: Any, input_storage: Any, storage_map: Any, **kwargs: Any) -> Any:
         """Convert the graph; where there are such lengths, what was made of it."""
         from pytensor.link.jax.dispatch import jax_funcify

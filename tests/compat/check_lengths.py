@@ -50,6 +50,14 @@ def test_all_full_batches_are_one_compilation(x, i):
     assert compilations(f) == 2
 
 
+def test_a_length_that_the_data_are_divided_by_is_cut_out(x, i):
+    rows = x[i * 10 : (i + 1) * 10, 0]
+    f = function([i], [T.cos(rows.mean()), T.zeros(rows.shape[0] + 1) + rows.sum()])
+    cosine, sums = f(2)
+    np.testing.assert_allclose(cosine, np.cos(X[20:, 0].mean()))
+    np.testing.assert_allclose(sums, np.full(6, X[20:, 0].sum()))
+
+
 SLICES = {
     "one row": lambda x, i, j: x[i : i + 1],
     "between two": lambda x, i, j: x[i:j],
