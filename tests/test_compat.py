@@ -5,7 +5,8 @@ other tests must not see that.  To see one by itself:
 
     python -m pytest tests/compat/check_ops.py
 
-Lasagne's own tests take minutes and are downloaded: ``python3 run.py test -m lasagne`` runs these alone.
+Lasagne's own tests are downloaded, and take minutes, as do programs in PyTensor's default mode: ``python3 run.py test -m
+lasagne`` runs these alone.
 """
 
 import importlib.util
@@ -29,10 +30,10 @@ NEEDS = {
 SUITE = "check_lasagne"
 
 
-def run(module):
+def run(module, selection="not lasagne"):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "timeout=1800"]
     result = subprocess.run(
-        [*command, "-rs", f"tests/compat/{module}.py"],
+        [*command, "-rs", "-m", selection, f"tests/compat/{module}.py"],
         cwd=HERE.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -56,3 +57,9 @@ def test_compat(module):
 @pytest.mark.timeout(1800)
 def test_lasagnes_own_tests():
     run(SUITE)
+
+
+@pytest.mark.lasagne
+@pytest.mark.timeout(1800)
+def test_programs_in_the_default_mode():
+    run("check_programs", "lasagne")

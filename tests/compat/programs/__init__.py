@@ -1,0 +1,64 @@
+"""Programs as they were written for Theano: each module trains a model of its own, by the idioms of its time.
+
+Each has a function ``run(steps)`` that returns the losses of the first steps.  They import ``theano``, and run unchanged
+on Theano 1.0.5 and on PyTensor.  What is random comes from NumPy, since the streams of the two libraries give other
+numbers for the same seed; where a program draws by streams as well, it looks at what was drawn by itself.
+"""
+
+import numpy as np
+import theano
+
+#: In the order of the table in docs/from_theano.rst.
+NAMES = (
+    "logistic_regression",
+    "conjugate_gradients",
+    "perceptron",
+    "convolution",
+    "autoencoder",
+    "stacked_autoencoders",
+    "boltzmann",
+    "belief_net",
+    "hybrid_monte_carlo",
+    "lstm",
+    "recurrent",
+    "unet",
+    "densenet",
+    "googlenet",
+    "vgg",
+)
+
+#: How many steps are compared.
+STEPS = 3
+
+
+def prepare_theano():
+    """Have Theano compute convolutions and pooling in C, in its FAST_COMPILE mode too.
+
+    The first have no version in Python, and that of the others is older than NumPy 1.23.
+    """
+    from theano.gof.op import Op
+    from theano.tensor.nnet.corr import BaseCorrMM
+    from theano.tensor.signal.pool import Pool, PoolGrad
+
+    def make_thunk(self, *args, impl=None, **kwargs):
+        return Op.make_thunk(self, *args, impl="c", **kwargs)
+
+    BaseCorrMM.make_thunk = Pool.make_thunk = PoolGrad.make_thunk = make_thunk
+
+
+def images(n, side, channels=1, classes=4, seed=1):
+    """Return images with pixels between 0 and 1, as an array (n, channels, side, side), and their classes."""
+    rng = np.random.RandomState(seed)
+    patterns = rng.uniform(size=(classes, channels, side, side))
+    labels = rng.randint(classes, size=n)
+    noise = rng.uniform(size=(n, channels, side, side))
+    return (0.6 * patterns[labels] + 0.4 * noise).astype(theano.config.floatX), labels.astype("int32")
+
+
+def shared_images(n, side, **kwargs):
+    """Return `images` as shared variables, each a row, and their classes cast to integers."""
+    pixels, labels = images(n, side, **kwargs)
+    rows = theano.shared(pixels.reshape(n, -1), name="pixels", borrow=True)
+    # On GPUs of Theano's time only floats could be kept.
+    classes = theano.shared(labels.astype(theano.config.floatX), name="labels", borrow=True)
+    return rows, theano.tensor.cast(classes, "int32")
