@@ -215,8 +215,8 @@ def average(worker: Worker, vector: Any, precision: str | None) -> Any:
     dtype = vector.dtype
     if precision is None or np.dtype(dtype).name == precision:
         return worker.all_reduce(vector, overwrite=True)
-    if JAX.holds(vector) and JAX.on_gpu:
-        return worker.all_reduce(vector.astype(precision)).astype(dtype)
+    if JAX.holds(vector) and JAX.communicates(dtype):
+        return worker.all_reduce(vector.astype(precision), overwrite=True).astype(dtype)
     vector = np.asarray(vector)
     if precision == "bfloat16":
         return as_bfloat16(worker.all_reduce(as_bfloat16(vector))).astype(dtype)

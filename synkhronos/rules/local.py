@@ -31,8 +31,10 @@ class BSP(Rule):
     Parameters
     ----------
     average : {"gradient", "params"}
-    exclude, precision
+    exclude
         As for `Rule`, and for ``average="params"`` alone.
+    precision
+        As for `Rule`; of gradients None or "bfloat16".
     """
 
     def __init__(
@@ -44,8 +46,10 @@ class BSP(Rule):
         super().__init__(1, exclude, precision)
         if average not in ("gradient", "params"):
             raise ValueError(f"average: expected 'gradient' or 'params', got {average!r}")
-        if average == "gradient" and (exclude is not None or precision is not None):
-            raise ValueError("exclude, precision: expected average='params', for which they are")
+        if average == "gradient" and exclude is not None:
+            raise ValueError("exclude: expected average='params', for which it is")
+        if average == "gradient" and precision not in (None, "bfloat16"):
+            raise ValueError(f"precision: expected None or 'bfloat16' for gradients, got {precision!r}")
         self.average = average
 
     def setup(self, worker: Worker, state: State) -> None:

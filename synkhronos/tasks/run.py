@@ -13,9 +13,12 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from synkhronos import ranks
 from synkhronos.collectives.arguments import mirrored
 from synkhronos.data import Data
+from synkhronos.devices import HOST
 from synkhronos.function import Function
 from synkhronos.function.notice import notice
 from synkhronos.function.program import PLAIN
@@ -128,8 +131,15 @@ class Program(NamedTuple):
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(f"the program has returned what can't be pickled: {error}") from error
         task.meet("the end of the program")
-        shown = rank.exchange_bytes(payload)
-        return [pickle.loads(each) for each in shown] if rank.is_master else []
+        return self._gathered(rank, payload)
+
+    def _gathered(self, rank: Rank, payload: bytes) -> list[Any]:
+        """Return, in the master, what each rank has pickled: it alone needs room for all."""
+        lengths = rank.exchange(len(payload))
+        layouts = [((length,), np.dtype(np.uint8)) for length in lengths]
+        room = [np.empty(*layout) for layout in layouts] if rank.is_master else None
+        HOST.communicator(rank).gather(np.frombuffer(payload, np.uint8), rank.root, layouts, room)
+        return [] if room is None else [pickle.loads(each.data) for each in room]
 
     def _compile(self, rank: Rank) -> None:
         """Compile what the program may call: the master first, who fills the compiler's cache."""

@@ -158,7 +158,7 @@ class Trainer:
         self._together: TrainFunction | None = None
         self._step: synk.Function | None = None
         if isinstance(rule, BSP) and rule.average == "gradient":
-            self._together = TrainFunction(model)
+            self._together = TrainFunction(model, rule.precision)
         else:
             self._step = _local_step(model)
         variables = [*inputs, model.loss, *(expression for _, expression in model.extra_updates)]

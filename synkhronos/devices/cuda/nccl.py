@@ -314,7 +314,7 @@ class NcclCommunicator(UnderWay):
         """Return an array's address, its number of items, and NCCL's number for its dtype."""
         if self._arrays.stream is None:
             self._arrays.wait_for(array)
-        return self._arrays.pointer(array), array.size, DTYPES[array.dtype]
+        return self._arrays.pointer(array), array.size, NUMBERS[str(array.dtype)]
 
     def _leave(self) -> None:
         """Note that what is put on the stream now is not waited for."""
