@@ -301,6 +301,11 @@ class _Loop:
         if steps < left:
             return
         began, waited = time.perf_counter(), self.worker.waited
+        if self.rule.asynchronous and self.state.since > 1:
+            # The exchange would wait for the steps, in whose place it would be counted.
+            self.meter.settle()
+            self.spent("compute", began, waited)
+            began, waited = time.perf_counter(), self.worker.waited
         self.state.learning_rate = self.rate_now
         self.rule.exchange(self.worker, self.state)
         self.state.since = 0
