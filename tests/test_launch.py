@@ -120,6 +120,16 @@ def test_ranks_with_fewer_batches_hold_up_nobody(tmp_path):
     assert [lines(tmp_path / "other", f"rank-{r}")[-1]["step"] for r in range(2)] == [9, 4]
 
 
+def test_streams_of_one_seed_differ_by_rank(tmp_path):
+    train(tmp_path, "Noisy", epochs=1)
+    drawn = [re.search("drawn .*", (tmp_path / f"rank-{r}.log").read_text())[0] for r in range(2)]
+    assert drawn[0] != drawn[1]
+    # Nor do rows a second count the first step, in which functions may be compiled: 90 rows would be 45 in these 2 s.
+    assert (
+        lines(tmp_path, "rank-1")[0]["rows_per_second"] > 45 and lines(tmp_path, "reports")[0]["rows_per_second"] > 90
+    )
+
+
 # -- binding -------------------------------------------------------------------------------------------------
 
 

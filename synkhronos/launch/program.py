@@ -115,6 +115,8 @@ class _Run:
         self.recorder = ClassRecorder(worker.number, lines, settings.every, self.rows)
         self.state = State(self.groups.params, self.groups.optimizer, shared)
         self.reports = lines if worker.number == 0 else None
+        self.is_new = True
+        self.trained = 0.0
 
     def all_epochs(self, path: str | None) -> int:
         """Go through all epochs."""
@@ -163,7 +165,8 @@ class _Run:
             worker.progress()
             began, before = time.perf_counter(), dict(recorder.seconds)
             model.train_iter(recorder.total + 1, recorder)
-            recorder.stepped()
+            recorder.stepped(time.perf_counter() - began if self.is_new else None)
+            self.is_new = False
             self.note_compute(began, before)
             if steps is None:  # now the data have been shared out among ranks, where a class does that
                 steps = self.agree(int(model.data.n_batch_train) * per_batch)
@@ -177,6 +180,7 @@ class _Run:
                 self.note_exchange(began, waited)
             recorder.print_train_info(recorder.total)
         recorder.write()
+        self.trained = time.perf_counter()
 
     def agree(self, steps: int) -> int:
         """Return how many steps this rank takes: under rules in which all exchange at once, the fewest of any rank."""
@@ -230,7 +234,8 @@ class _Run:
         """Print and write what an epoch has come to."""
         recorder, size = self.recorder, self.worker.size
         seconds = self.worker.exchange((recorder.seconds, recorder.steps))
-        rate = sum(steps for _, steps in seconds) * self.rows / (time.perf_counter() - recorder.epoch_began)
+        timed = sum(steps - recorder.untimed for _, steps in seconds)
+        rate = timed * self.rows / (self.trained - recorder.epoch_began)
         if self.reports is None:
             return
         record = {

@@ -118,11 +118,16 @@ class ClassRecorder:
         self.epoch, self.steps, self.loss, self._noted = epoch, 0, 0.0, 0
         self.epoch_began = self._line_began = time.perf_counter()
         self._written, self._line_seconds = 0, dict(self.seconds)
+        self.untimed = 0
 
-    def stepped(self) -> None:
-        """Count an iteration."""
+    def stepped(self, compiled: float | None = None) -> None:
+        """Count an iteration; of one in which functions may have been compiled, say how long it was."""
         self.steps += 1
         self.total += 1
+        if compiled is not None:  # rows a second leave it out
+            self.untimed = 1
+            self.epoch_began += compiled
+            self._line_began += compiled
 
     def _steps(self) -> int:
         return self.steps - self._written
@@ -135,7 +140,8 @@ class ClassRecorder:
         self.loss += sum(costs)
         self._noted += len(costs)
         now = time.perf_counter()
-        rate = self._steps() * self.rows / (now - self._line_began)
+        timed = self._steps() - (self.untimed if not self._written else 0)
+        rate = timed * self.rows / (now - self._line_began)
         loss = float(np.mean(costs)) if costs else None
         if self._recorder is not None:
             self._recorder.write_rank(

@@ -6,6 +6,8 @@ import sys
 import time
 
 import numpy as np
+import theano
+from theano.sandbox.rng_mrg import MRG_RandomStreams
 
 from launch_models.mlp import MLP
 
@@ -36,6 +38,22 @@ class Wider(MLP):
     def compile_iter_fns(self, sync_type="avg"):
         if self.rank == 1:
             self.w1.set_value(np.zeros((5, 9), "float32"))
+
+
+class Noisy(MLP):
+    """All ranks have one seed."""
+
+    def compile_iter_fns(self, sync_type="avg"):
+        super().compile_iter_fns(sync_type)
+        self.draw = theano.function([], MRG_RandomStreams(7).uniform((2,)))
+
+    def train_iter(self, count, recorder):
+        if count == 1:  # as a function that is compiled late
+            time.sleep(2)
+        super().train_iter(count, recorder)
+
+    def cleanup(self):
+        print("drawn", self.draw().tolist())
 
 
 class Slow(MLP):
