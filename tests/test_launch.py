@@ -94,9 +94,9 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path, rule):
     options = {"rule": rule, "checkpoint": 1} | (
         {"rule_options__period": 3, "rule_options__asynchronous": "false"} if rule == "EASGD" else {}
     )
-    train(tmp_path / "whole", "MLP", epochs=4, **options)
-    train(tmp_path / "parts", "MLP", epochs=2, **options)
-    train(tmp_path / "parts", "MLP", "--resume", epochs=4, **options)
+    train(tmp_path / "whole", "Shaky", epochs=4, **options)
+    train(tmp_path / "parts", "Shaky", epochs=2, **options)
+    train(tmp_path / "parts", "Shaky", "--resume", epochs=4, **options)
     whole, parts = (np.load(tmp_path / each / "params.npz") for each in ("whole", "parts"))
     for name in whole:
         np.testing.assert_array_equal(whole[name], parts[name])

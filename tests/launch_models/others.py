@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import sys
 import time
 
@@ -56,10 +57,27 @@ class Noisy(MLP):
         print("drawn", self.draw().tolist())
 
 
-class Slow(MLP):
+class Shaky(MLP):
+    """Draws a learning rate for each step."""
+
     def train_iter(self, count, recorder):
-        time.sleep(0.02)
+        before = self.shared_lr.get_value()
+        self.shared_lr.set_value(np.float32(before * np.random.random() * random.random() * 3))
         super().train_iter(count, recorder)
+        self.shared_lr.set_value(before)
+
+
+class Stuck(MLP):
+    """Computes for long, and prints nothing meanwhile."""
+
+    def train_iter(self, count, recorder):
+        if count == 3:
+            time.sleep(1000)
+        super().train_iter(count, recorder)
+
+
+class Other(MLP):
+    pass
 
 
 class Uneven(MLP):
