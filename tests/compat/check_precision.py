@@ -23,6 +23,7 @@ from synkhronos.compat.ops.convolution import Conv
 from synkhronos.compat.ops.normalization import BatchNormTrain
 from synkhronos.compat.ops.rectifier import rectifier
 from synkhronos.devices import JAX
+from synkhronos.graphs.lengths import in_jax_mode
 from synkhronos.graphs.traced import Traced
 from synkhronos.graphs.xla import Executable
 
@@ -48,7 +49,9 @@ def precision(name):
 
 def executable(inputs, outputs, updates=()):
     with pytensor.config.change_flags(floatX="float32"):
-        function = pytensor.function(inputs, outputs, updates=list(updates), mode="JAX", on_unused_input="ignore")
+        function = pytensor.function(
+            inputs, outputs, updates=list(updates), mode=in_jax_mode("JAX"), on_unused_input="ignore"
+        )
     return Executable([Traced(function, len(inputs), JAX)], JAX)
 
 
