@@ -65,14 +65,15 @@ def _run(settings: Settings, plan: dict[str, Any]) -> None:
         if "mode=" not in flags:
             os.environ["PYTENSOR_FLAGS"] = ",".join(filter(None, [flags, "mode=JAX"]))
 
-    import synkhronos.compat  # classes import theano
+    flags = os.environ.get("THEANO_FLAGS", "")
+    if "compile.wait" not in flags:  # seconds between two looks at the compiler's lock, not 5 to 10
+        os.environ["THEANO_FLAGS"] = ",".join(filter(None, [flags, "compile.wait=1"]))
+
+    import synkhronos.compat  # noqa: F401 - classes import theano
 
     # Once for all ranks: each by itself, they would wait for one another's lock of Theano's compiler.
     with contextlib.suppress(ImportError):
-        import theano
-
-        if synkhronos.compat.chosen == "theano":
-            theano.config.compile.wait = 1  # seconds between two looks at that lock, not 5 to 10
+        import theano  # noqa: F401
     np.random.seed(settings.seed)
     random.seed(settings.seed)
     masks = plan["masks"]
