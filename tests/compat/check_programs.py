@@ -16,12 +16,12 @@ import theano
 import synkhronos.compat
 
 TABLE = json.loads((Path(__file__).parent / "theano_programs.json").read_text())
-MODES = ["FAST_COMPILE"]
 if synkhronos.compat.chosen == "theano":
     programs.prepare_theano()
+    MODES = ["FAST_COMPILE"]
 else:
-    # The last is PyTensor's default, in which Numba compiles for minutes.
-    MODES += ["JAX", pytest.param("Mode", marks=pytest.mark.lasagne)]
+    # The second is PyTensor's default, in which Numba compiles for minutes.
+    MODES = ["JAX", pytest.param("Mode", marks=pytest.mark.lasagne)]
 
 
 @pytest.mark.parametrize("mode", MODES)
