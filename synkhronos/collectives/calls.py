@@ -322,7 +322,8 @@ def _all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bool)
         known, command = {}, None
     if command is None:
         variables, single = named(session, shared_vars)
-        command = Reduce(mirrored(session, variables), op_name(op, variables), "everywhere", nccl)
+        checked = op_name(op, variables)
+        command = Reduce(mirrored(session, variables), checked, "everywhere", nccl)
         if single:
             commands[shared_vars] = {**known, (op, nccl): command}
     return command
