@@ -187,12 +187,17 @@ class Function:
         variant = self._variant(batch_s, num_slices, output_subset)
         arrays, count = self._inputs.locate(session, inputs, named_inputs, batch)
         chosen = self._inputs.choose(session, batch_s)
-        self._distribute(session)
-        if self._program.asynchronous:
-            Results.of(session).tidy(session)
-        else:
-            follow(session)
         has_updates = bool(self._program.updates)
+        try:
+            self._distribute(session)
+            if self._program.asynchronous:
+                Results.of(session).tidy(session)
+            else:
+                follow(session)
+        except Exception as error:
+            if has_updates:  # the user may ask, as of a call that failed later
+                error.add_note("The function's updates were applied on no rank.")
+            raise
         return Call(self._key, variant, variant not in self._ready, arrays, count, chosen, num_slices, has_updates)
 
     def most_at_once(self, combined: np.dtype) -> int:

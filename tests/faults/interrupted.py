@@ -17,7 +17,7 @@ from system import children_of
 
 import synkhronos as synk
 from faults import inside
-from faults.inside import Work, attempt, footprint, hold, know, plant, reach, right, start, tell
+from faults.inside import Work, attempt, footprint, hold, know, plant, right, start, tell
 from synkhronos import ranks
 from synkhronos.ranks import worker, workers
 
@@ -99,19 +99,21 @@ def while_closing(where: str) -> None:
     """Hold in the master while it waits for workers to end, or close with a worker that is still busy."""
     signal.signal(signal.SIGINT, _interrupt_the_library)
     before = start()
+    exit_code = workers._exit_code
     synk.fork(N, use_gpu=False)
     know()
     work = Work()
     assert work.call() == 15.0
     if where == "waiting":
-        real = workers._exit_code
+        looks: list[int] = []
 
-        def ended(pid: int) -> int | None:
-            reach("ended")
-            return real(pid)
+        def not_yet(pid: int) -> int | None:
+            if not looks:
+                tell("inside")
+            looks.append(pid)
+            return None
 
-        workers._exit_code = ended
-        inside.PLANS["ended"] = 0, "hold:python"
+        workers._exit_code = not_yet
     else:
         plant("perform", "hold:compiled", (2,))
         tell("first", **attempt(work.call))
@@ -124,6 +126,7 @@ def while_closing(where: str) -> None:
 
         ranks.Session._join = joined  # type: ignore[method-assign]
     tell("outcome", **attempt(synk.close))
+    workers._exit_code = exit_code
     vars(work).clear()
     tell("dead", before=before, after=footprint())
     synk.fork(N, use_gpu=False)
