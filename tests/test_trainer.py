@@ -12,8 +12,11 @@ from synkhronos.extensions.updates import sgd
 @pytest.mark.parametrize("name", ALL)
 def test_every_rule_learns(n_ranks, name):
     model = Model(name, rate=0.01 if name in ("Downpour", "ASGD") else 0.05)
-    reports = list(model.epochs(epochs=12, valid=(X, Y)))
-    assert [report.epoch for report in reports] == list(range(1, 13))
+    # An epoch is a few milliseconds here, and a rank that wakes late takes none of its rows.  Under gossip it may have
+    # been sent most of the weight meanwhile.
+    epochs = 48 if name == "GoSGD" else 12
+    reports = list(model.epochs(epochs=epochs, valid=(X, Y)))
+    assert [report.epoch for report in reports] == list(range(1, epochs + 1))
     assert reports[-1].validation["mse"] < 0.05 * reports[0].loss
     assert reports[-1].batch == f"{n_ranks} x 5 = {5 * n_ranks}"
     np.testing.assert_allclose(

@@ -369,10 +369,10 @@ class Session:
                 # Workers busy with what an interrupt left get their time, and no more.
                 self._join(GRACE)
                 kill = self._busy()
-        except Exception as error:
+        except (WorkerError, Cancelled) as error:
             kill = True
             _log.debug("a worker can't end by itself: %s", error)
-        except BaseException:
+        except BaseException:  # a handler's: any exception may be
             kill = True
             raise
         finally:
