@@ -19,8 +19,8 @@ from synkhronos.devices import HOST, JAX, PYGPU, cuda
 from synkhronos.devices.cuda.nccl import NcclCommunicator
 from synkhronos.devices.cuda.staging import Staging, _Pinned
 from synkhronos.devices.jax.foreign import Span
-from synkhronos.extensions.step import _Combine
 from synkhronos.ranks import Cancelled
+from synkhronos.training.step import _Combine
 
 # -- which GPU, and what to install ----------------------------------------------------------------------------
 

@@ -19,10 +19,9 @@ FLOORS = [
     {"compat", "data"},
     {"collectives", "function"},
     {"tasks"},
-    {"extensions"},
     {"rules"},
     {"training"},
-    {"launch"},
+    {"extensions", "launch"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 #: The doors of the house see all rooms.

@@ -7,7 +7,7 @@ import pytest
 
 from synkhronos.extensions.train import make_train_function, make_train_function_serial
 from synkhronos.extensions.updates import apply_momentum
-from synkhronos.extensions.updates.rules import rule
+from synkhronos.training.updates.rules import rule
 
 try:
     import pytensor as library

@@ -1,9 +1,9 @@
-"""What is built on top of Synkhronos' public names; a training step sends its three commands as one.
+"""What is built on top of Synkhronos' public names.
 
 `synkhronos.extensions.updates`
-    Update rules that train one model on all ranks.
+    Update rules that train one model on all ranks: another name of `synkhronos.training.updates`.
 `synkhronos.extensions.train`
-    One callable that takes a training step on all ranks.
+    One callable that takes a training step on all ranks: another name of `synkhronos.training.train_function`.
 `synkhronos.extensions.rows_sum`
     A sum over rows as a PyTensor expression, which the ranks compute.
 `synkhronos.extensions.by_rows`

@@ -13,8 +13,8 @@ import numpy as np
 
 from synkhronos.checks import at_least
 from synkhronos.data.rows import share
-from synkhronos.extensions import updates
 from synkhronos.graphs import library_of
+from synkhronos.training import updates
 
 
 class _Share:

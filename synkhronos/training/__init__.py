@@ -1,13 +1,23 @@
 """How does a network learn on many ranks?
 
+One step, on all ranks together (users know these two by the names in `synkhronos.extensions`):
+
+`updates`
+    Update rules: how parameters move by a gradient.
+`train_function`
+    Functions that take a step: `step` is the command behind one, `batches` has the rows of several, `model` checks what
+    is trained, and `serial` does the same in one process.
+
+Epochs of them:
+
 `make_trainer`, `Trainer`, `Report`
-    Epochs over data under an exchange rule, with validation (`trainer`).
+    Epochs over data under an exchange rule, with validation (`trainer`; `interval` is what ranks do at their own pace).
 `schedules`
     Learning rates that change.
 `Recorder`, `TensorBoard`
     What is written down meanwhile (`recorder`); ``python -m synkhronos show`` draws it (`show`).
 `Checkpoint`
-    Where to go on after an interruption (`checkpoint`).
+    Where to go on after an interruption (`checkpoint`; `storing` is what ranks write).
 
 Not imported by ``import synkhronos``.
 """

@@ -23,18 +23,18 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.checks import at_least
 from synkhronos.data import Data
-from synkhronos.extensions.model import Model, Rows, Updates, is_averaged
-from synkhronos.extensions.model import Rule as UpdateRule
-from synkhronos.extensions.train import TrainFunction
-from synkhronos.extensions.updates import nesterov_momentum
 from synkhronos.graphs import library_of
 from synkhronos.rules import BSP, EAMSGD, Rule, shared_memory
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import run
 from synkhronos.training import interval, schedules, storing
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError, Stored, load
+from synkhronos.training.model import Model, Rows, Updates, is_averaged
+from synkhronos.training.model import Rule as UpdateRule
 from synkhronos.training.recorder import Recorder
 from synkhronos.training.schedules import Schedule, as_schedule
+from synkhronos.training.train_function import TrainFunction
+from synkhronos.training.updates import nesterov_momentum
 
 _names = itertools.count()
 #: Steps of BSP that are sent to the ranks at once.

@@ -16,8 +16,8 @@ import numpy as np
 from synkhronos.checks import at_least
 from synkhronos.data.rows import select
 from synkhronos.devices import take
-from synkhronos.extensions.model import Batch, Model, Rows, Rule, Updates, is_averaged
 from synkhronos.graphs import library_of
+from synkhronos.training.model import Batch, Model, Rows, Rule, Updates, is_averaged
 
 
 class SerialTrainFunction:

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.checks import is_number
-from synkhronos.extensions.updates.checks import check_gradients, check_params, check_scalars
 from synkhronos.graphs import library_of
+from synkhronos.training.updates.checks import check_gradients, check_params, check_scalars
 
 
 class RuleUpdates(NamedTuple):

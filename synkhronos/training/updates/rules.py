@@ -24,9 +24,9 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from synkhronos.checks import is_number
-from synkhronos.extensions.updates.checks import check_params, check_scalars
-from synkhronos.extensions.updates.flat import FlatGradient, RuleUpdates, as_scalar, zeros_like
 from synkhronos.graphs import library_of
+from synkhronos.training.updates.checks import check_params, check_scalars
+from synkhronos.training.updates.flat import FlatGradient, RuleUpdates, as_scalar, zeros_like
 
 #: What a rule returned, or its `param_updates`: the same comes back.
 Updates = TypeVar("Updates", RuleUpdates, "OrderedDict[Any, Any]")

@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 import synkhronos as synk
 from synkhronos.checks import listed
-from synkhronos.extensions.updates import RuleUpdates
-from synkhronos.extensions.updates.flat import shape_of
 from synkhronos.graphs import library_of
+from synkhronos.training.updates import RuleUpdates
+from synkhronos.training.updates.flat import shape_of
 
 #: An array or Data object for one variable, a list of them for a list of variables.
 Rows = npt.ArrayLike | synk.Data | Sequence[npt.ArrayLike | synk.Data]

@@ -77,8 +77,8 @@ Examples
 >>> synk.close()
 """
 
-from synkhronos.extensions.updates.flat import RuleUpdates
-from synkhronos.extensions.updates.rules import (
+from synkhronos.training.updates.flat import RuleUpdates
+from synkhronos.training.updates.rules import (
     adadelta,
     adagrad,
     adam,

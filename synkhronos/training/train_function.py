@@ -1,0 +1,378 @@
+"""One callable that takes a training step.
+
+`make_train_function`
+    A step on all ranks at once.
+`TrainFunction`
+    What it makes.
+`make_train_function_serial`, `SerialTrainFunction`
+    The same step in one process, with the plain graph library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.collectives.arguments import mirrored
+from synkhronos.collectives.commands import GetShapes, Reduce
+from synkhronos.function.call import Call
+from synkhronos.graphs import library_of
+from synkhronos.graphs.xla import Exchange
+from synkhronos.training.batches import StepRows, held_rows_of_ranks, rows_of_ranks, runs
+from synkhronos.training.model import Batch, Model, Rows, Rule, Updates, is_averaged
+from synkhronos.training.serial import SerialTrainFunction, make_train_function_serial
+from synkhronos.training.step import Step
+
+#: Bytes of scattered rows that one launch of several steps may have on a rank.
+_BYTES = 1 << 30
+
+__all__ = ["SerialTrainFunction", "TrainFunction", "make_train_function", "make_train_function_serial"]
+
+
+class TrainFunction:
+    """A training step on all ranks; made by `make_train_function`.
+
+    Attributes
+    ----------
+    gradient : synkhronos.Function
+        Computes the loss, and writes each rank's gradient into `grad_shared`.
+    update : synkhronos.Function
+        Moves the parameters by what is in `grad_shared`.
+    grad_shared : shared variable
+        The gradients of all parameters in one vector, and how many rows they are from.  After a step it holds
+        the ranks' combination.
+    optimizer_state : list of shared variables
+        What the rule keeps for itself from step to step, such as velocities and counts, in an order that is the same
+        for the same rule and parameters: to be saved and loaded with the parameters.  Each rank has the same values.
+    """
+
+    def __init__(self, model: Model, exchange: str | None = None):
+        expression = model.rule.grad_updates[model.rule.grad_shared]
+        grad_shared = model.rule.grad_shared
+        inputs = [*model.x, *model.y]
+        self.gradient = synk.function(
+            [] if model.held else inputs,
+            (model.loss, "mean"),
+            # Slices may differ in their number of rows: their weighted gradients add up.
+            updates=[
+                (grad_shared, expression, "sum"),
+                *((shared, new, "mean" if is_averaged(shared) else None) for shared, new in model.extra_updates),
+            ],
+            givens=list(zip(inputs, model.held, strict=False)),
+            sliceable_shareds=model.held,
+            name="train_gradient",
+        )
+        self.update = synk.function([], updates=model.rule.param_updates, name="train_update")
+        zeros = library_of(grad_shared).tensor.zeros_like(grad_shared)
+        self._clear = synk.function([], updates=[(grad_shared, zeros)], name="train_clear")
+        # Behind the functions, which know how their variables are copied.
+        self.grad_shared = grad_shared
+        self.optimizer_state = model.optimizer_state
+        self._model = model
+        self._exchange = Exchange(exchange, model.sizes)
+
+    def __call__(
+        self,
+        x_data: Rows | None = None,
+        y_data: Rows | None = None,
+        batch: Batch = None,
+        num_slices: int = 1,
+        batch_s: Any = None,
+    ) -> Any:
+        """Take one step.
+
+        Parameters
+        ----------
+        x_data, y_data : Data or array_like, or list of these
+            One for each variable of `x` and of `y`; a list where those were lists.  Data are not copied.  Left out
+            where the data are in `sliceable_shareds`.
+        batch : int, slice, list of int, or array of int or bool, optional
+            Which rows to use: the first that many, a slice, indexes, or a mask.  By default all.
+        num_slices : int, optional
+            In how many pieces each rank computes its rows, to save memory.
+        batch_s : slice or list of int, or a list of these, one a rank, optional
+            Which rows of its own `sliceable_shareds` each rank uses.  By default all.
+
+        Returns
+        -------
+        ndarray
+            The loss before the step: the mean over all rows of the batch.
+
+        Raises
+        ------
+        TypeError, ValueError, IndexError
+            If an argument is wrong; the message names it.
+        WorkerError
+            If a worker raised an exception, or died.
+
+        Notes
+        -----
+        Exact, to rounding, for any number of ranks, rows and slices.
+        """
+        arrays = self._model.arrays(x_data, y_data, batch, batch_s)
+        if not self._model.held and _count(batch, arrays) == 0:
+            raise ValueError(f"batch: expected at least one row, got {batch!r}")
+        return self._take(arrays, batch, batch_s, num_slices)
+
+    def steps(
+        self,
+        x_data: Rows | None = None,
+        y_data: Rows | None = None,
+        batches: Sequence[Batch] | None = None,
+        num_slices: int = 1,
+        batches_s: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """Take several steps, in one launch where that can be.
+
+        A step of a small network is over on a GPU before the host has started the next one.  This starts many at once:
+        XLA goes from step to step by itself, and combines the ranks' gradients in each.
+
+        Parameters
+        ----------
+        x_data, y_data
+            As for a single step; all the data, of which each step takes some rows.
+        batches : sequence
+            What a single step takes as `batch`, one for each step.
+        num_slices : int, optional
+            As for a single step.
+        batches_s : sequence, optional
+            What a single step takes as `batch_s`, one for each step, where the data are in `sliceable_shareds`.
+
+        Returns
+        -------
+        list of ndarray
+            The loss before each step.
+
+        Raises
+        ------
+        TypeError, ValueError, IndexError
+            If an argument is wrong; the message names it.
+        WorkerError
+            If a worker raised an exception, or died.
+
+        Notes
+        -----
+        Computes what single steps compute.  In JAX mode on GPUs steps that follow each other are one launch if each
+        rank has equally many rows in all of them, and, of scattered data, the ranks as many as each other.  Others are
+        taken one by one: with `num_slices`, with ``batch_s`` by slices or of all rows, on minibatches, on data of
+        different lengths, on CPU cores, with Theano.
+
+        At most 256 steps go into one launch.  Scattered rows of all of them are on the GPU at once: at most a gibibyte
+        on a rank, and as much again, where the next launch's rows come while this one computes.  That memory is kept
+        for the next call.
+
+        Each number of steps in a launch is compiled anew, as each number of rows is, and the 16 used last are kept:
+        take always as many, ten or twenty, say.  A launch can't give a variable a new shape.
+
+        Which rows there are is checked before the first step, but for ``batches_s``, whose range only the ranks know.
+        An error that comes later says how many steps had been taken; their losses are lost.  If a rank fails in the
+        middle of a launch, some ranks may have taken more of its steps than others: `synkhronos.broadcast` makes the
+        parameters equal again.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import pytensor, pytensor.tensor as pt
+        >>> import synkhronos as synk
+        >>> from synkhronos.extensions.updates import sgd
+        >>> x, y = pt.matrix("x"), pt.vector("y")
+        >>> w = pytensor.shared(np.zeros(2), name="w")
+        >>> n = synk.fork(2, use_gpu=False)
+        >>> train = make_train_function(((x @ w - y) ** 2).mean(), [w], x, y, sgd, learning_rate=0.5)
+        >>> losses = train.steps(np.eye(2), np.ones(2), batches=[[0, 1], [1, 0], [0, 1]])
+        >>> print(*losses)
+        1.0 0.25 0.0625
+        >>> synk.close()
+        """
+        arrays, steps = self._model.several(x_data, y_data, batches, batches_s)
+        session, length = ranks.session(), _common_length(arrays)
+        rows: Sequence[StepRows] = [None] * len(steps)
+        if self._model.held:
+            rows = held_rows_of_ranks([batch_s for _, batch_s in steps], session.size)
+        elif length is not None:
+            rows = rows_of_ranks([batch for batch, _ in steps], length, session.size)
+        losses: list[Any] = []
+        try:
+            for start, stop in runs(rows, self._most_at_once(arrays, rows, num_slices)):
+                at_once = self._launched(arrays, rows[start:stop])
+                if at_once is not None:
+                    losses += at_once
+                    continue
+                for batch, batch_s in steps[start:stop]:
+                    losses.append(self(x_data, y_data, batch, num_slices, batch_s))
+        except BaseException as error:
+            if losses:
+                error.add_note(f"{len(losses)} of the {len(steps)} steps had been taken before.")
+            raise
+        return losses
+
+    def _launched(self, arrays: list[Any], rows: Sequence[StepRows]) -> list[Any] | None:
+        """Take steps in one launch, and return their losses; None if they have to be taken one by one."""
+        if len(rows) == 1:
+            return None
+        by_rank = [np.concatenate(each) for each in zip(*filter(None, rows), strict=True)]
+        batch, batch_s = (None, by_rank) if self._model.held else (np.concatenate(by_rank), None)
+        taken: list[Any] | None = self._take(arrays, batch, batch_s, 1, len(rows))
+        return taken
+
+    def _most_at_once(self, arrays: list[Any], rows: Sequence[StepRows], num_slices: int) -> int:
+        """Return how many steps one launch may take."""
+        if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer) or num_slices != 1:
+            return 1  # where a wrong number is complained of, too
+        longest = max((len(one) for step in rows if step is not None for one in step), default=0)
+        if not longest:
+            return 1  # what is no array has no shape
+        most = self.gradient.most_at_once(np.dtype(self.grad_shared.type.dtype))
+        # Of held rows a launch takes those of one step after the other.
+        row = sum(int(np.prod(np.shape(a)[1:])) * np.dtype(getattr(a, "dtype", float)).itemsize for a in arrays)
+        return max(1, min(most, _BYTES // max(1, row * longest)))
+
+    def _take(self, arrays: list[Any], batch: Any, batch_s: Any, num_slices: int, times: int = 1) -> Any:
+        """Take a step, or several with equally many of the rows each; return the loss, or a list of them.
+
+        None if some rank can't take several in one launch: then none has taken any.
+        """
+        session = ranks.session()
+        with session.turn:
+            session.settle()
+            gradient = self.gradient.prepare(session, arrays, {}, batch, batch_s, num_slices, None)
+            if self._some_have_no_rows(session, gradient):
+                # They sit out, and would contribute what is left of an earlier step.
+                self._clear.run(session)
+            update = self.update.prepare(session, (), {}, None, None, 1, None)
+            reduce = Reduce(mirrored(session, [self.grad_shared]), "avg", "everywhere", nccl=True)
+            returned = session.run(Step(gradient, reduce, update, self._exchange, times))
+            if returned is None:
+                return None
+            loss, updated = returned
+            self.update.results(session, update, updated)
+            return self.gradient.results(session, gradient, loss, times)
+
+    def _some_have_no_rows(self, session: ranks.Session, gradient: Call) -> bool:
+        """Whether a rank has no rows to compute; refuse to take a step if none has any."""
+        n_ranks = session.size
+        if gradient.n_rows is not None:
+            return gradient.n_rows < n_ranks
+        chosen = gradient.chosen or (slice(None),) * n_ranks
+        lengths = [0] * n_ranks
+        if any(isinstance(one, slice) for one in chosen):  # of how many rows only the ranks know
+            layouts = session.run(GetShapes(mirrored(session, self._model.held)))
+            lengths = [min(shape[0] for shape, _ in each) for each in layouts]
+        counts = [
+            len(range(length)[one]) if isinstance(one, slice) else one.shape[0]
+            for one, length in zip(chosen, lengths, strict=True)
+        ]
+        if not any(counts):
+            raise ValueError("batch_s: expected at least one row on some rank, got none")
+        return not all(counts)
+
+
+def make_train_function(
+    loss: Any,
+    params: Sequence[Any],
+    x: Any,
+    y: Any,
+    update_rule: Rule,
+    sliceable_shareds: Sequence[Any] | None = None,
+    extra_updates: Updates | None = None,
+    exchange: str | None = None,
+    **rule_kwargs: Any,
+) -> TrainFunction:
+    """Make a function that takes a training step on all ranks.
+
+    Call `synkhronos.fork` first.
+
+    Parameters
+    ----------
+    loss : scalar variable
+        What to lower: a mean over the rows of `x`.  What does not depend on the rows may be added to it.
+    params : list of shared variables
+        The parameters.
+    x, y : variable or list of variables
+        Inputs and targets, whose rows are scattered over the ranks.  A list of targets may be empty.
+    update_rule : callable
+        One of `synkhronos.extensions.updates`, or what takes and returns the same.
+    sliceable_shareds : list of shared variables, optional
+        Where the data are if the ranks hold them already, each its own rows, from `synkhronos.scatter` on: one
+        variable for each of `x` and `y`, of the same type.  On a rank all of them have equally many rows.
+    extra_updates : dict or list of (shared variable, expression), optional
+        What else a step updates on each rank, from that rank's own rows of `x` and `y`: running averages, say.  A rank
+        without rows updates none.  Slices' values are averaged, each as often as it has rows, and of integers the last
+        slice's stays.  The parameters' updates come after them; if a step fails in between they stay, and the error
+        does not say so, except where a step is one launch.
+    exchange : str, optional
+        ``"bfloat16"`` has gradients travel between GPUs in half the bytes: each rank's is divided by the number of
+        ranks, rounded to eight bits of mantissa, and summed in that precision; the update computes with the parameters'
+        own.  Where a step isn't one launch on GPUs (on CPU cores, in slices, with ranks that have no rows, with Theano)
+        gradients travel as they are.  By default they always do.
+    **rule_kwargs
+        For the rule, such as ``learning_rate=0.1``.
+
+    Returns
+    -------
+    TrainFunction
+        To be called as ``train(x_data, y_data, batch=None, num_slices=1)``, or with `sliceable_shareds` as
+        ``train(batch_s=None, num_slices=1)``; returns the loss.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong; the message names it.
+
+    Notes
+    -----
+    Each step computes gradients on all ranks, combines them in one all-reduce, and updates the parameters on
+    all ranks.  Each rank's gradient counts as many times as the rank has rows.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import pytensor, pytensor.tensor as pt
+    >>> import synkhronos as synk
+    >>> from synkhronos.extensions.updates import adam
+    >>> x, y = pt.matrix("x"), pt.vector("y")
+    >>> w = pytensor.shared(np.zeros(3), name="w")
+    >>> loss = ((x @ w - y) ** 2).mean()
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> train = make_train_function(loss, [w], x, y, adam, learning_rate=0.1)
+    >>> x_data, y_data = synk.data(np.eye(3)), synk.data(np.array([1.0, 2.0, 3.0]))
+    >>> for step in range(500):
+    ...     value = train(x_data, y_data)
+    >>> print(w.get_value().round(3))
+    [1. 2. 3.]
+    >>> synk.close()
+    """
+    if exchange not in (None, "bfloat16"):
+        raise ValueError(f"exchange: expected None or 'bfloat16', got {exchange!r}")
+    model = Model.build(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs)
+    return TrainFunction(model, exchange)
+
+
+def _common_length(arrays: list[Any]) -> int | None:
+    """Return how many rows the data have, None unless all have as many and none stands for a part of more."""
+    try:
+        if any(np.ndim(array) == 0 or getattr(array, "minibatch", False) for array in arrays):
+            return None
+    except ValueError:
+        return None  # lists that are no array: a single step says which
+    lengths = {len(array) for array in arrays}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def _count(batch: Any, arrays: list[Any]) -> int:
+    """Count the rows of a batch; whether the data has so many, the gradient function itself checks."""
+    if isinstance(batch, int | np.integer):
+        return int(batch)
+    if batch is not None and not isinstance(batch, slice):
+        index = np.asarray(batch)
+        return int(np.count_nonzero(index) if index.dtype == bool else index.size)
+    with_rows = [a for a in arrays if np.ndim(a)]
+    whole = [np.shape(a)[0] for a in with_rows if not getattr(a, "minibatch", False)]
+    if batch is None:
+        return min(whole or [len(a) for a in with_rows], default=1)
+    # Rows of a minibatch are numbered as in the whole data, whose length the minibatch doesn't tell.
+    return len(range(min(whole or [batch.stop or 1]))[batch])
