@@ -19,7 +19,8 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.checks import flag, index, integer, number
-from synkhronos.devices import HOST, choose, device_named, keep_off_gpus, needs_fresh_processes
+from synkhronos.devices import HOST, Device, choose, device_named, get_n_gpu, keep_off_gpus, needs_fresh_processes
+from synkhronos.hosts import Host, Hosts, hosts_of
 from synkhronos.ranks import Rank
 
 __all__ = ["close", "fork"]
@@ -60,13 +61,16 @@ def fork(
     master_rank: int = 0,
     profile_workers: bool = False,
     timeout: float | None = None,
+    hosts: Sequence[str] | str | None = None,
+    host_timeout: float = 10.0,
 ) -> int:
     """Fork one worker for each rank but the master's, and bind each rank to its device.
 
     Parameters
     ----------
     n_parallel : int, optional
-        The number of ranks.  By default one for each core that this process may use (on GPUs, one for each).
+        The number of ranks; with ``hosts`` that of each host.  By default one for each core that this process may use
+        (on GPUs, one for each).
     use_gpu : bool, optional
         By default GPUs where there are some and something installed can drive them, else the CPU.
     master_rank : int
@@ -76,6 +80,12 @@ def fork(
     timeout : float, optional
         Seconds that a call waits for the workers before it ends them and raises `WorkerError`.  By default it waits as
         long as they live, and Ctrl-C interrupts it.
+    hosts : list of str, or "all", optional
+        The machines on which there are to be ranks, this one first; ``"a:3"`` for three ranks on ``a``.  ``"all"`` are
+        the hosts of a Slurm, PBS or LSF allocation.  By default those that the variable ``SYNKHRONOS_HOSTS`` names
+        (``a,b:3``), and without it this machine alone.  CPU cores only.
+    host_timeout : float
+        Seconds of silence after which a host is taken for lost.
 
     Returns
     -------
@@ -87,7 +97,8 @@ def fork(
     TypeError, ValueError
         For wrong arguments.
     RuntimeError
-        If ranks are running already, or ``use_gpu`` asks for GPUs that can't be used.
+        If ranks are running already, ``use_gpu`` asks for GPUs that can't be used, hosts can't be reached, or they have
+        other versions of Python or of a library.
 
     Notes
     -----
@@ -111,6 +122,10 @@ def fork(
     if timeout is not None and not number(timeout, "timeout", "a number of seconds, or None") > 0:
         raise ValueError(f"timeout: expected a positive number of seconds, got {timeout!r}")
     master_rank = integer(master_rank, "master_rank")
+    if not number(host_timeout, "host_timeout", "a number of seconds") >= 1:
+        raise ValueError(f"host_timeout: expected a number of seconds, at least 1, got {host_timeout!r}")
+    if named := hosts_of(hosts):
+        return _fork_on(named, n_parallel, use_gpu, master_rank, profile_workers, timeout, host_timeout)
     return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout)
 
 
@@ -129,12 +144,49 @@ def _fork(
 ) -> int:
     device, size = choose(use_gpu, n_parallel)
     index(master_rank, "master_rank", size, ValueError)
+    _start(device, size, master_rank, profile_workers, timeout, cores)
+    return size
+
+
+def _fork_on(
+    named: Sequence[Host],
+    n_parallel: int | None,
+    use_gpu: bool | None,
+    master_rank: int,
+    profile_workers: bool,
+    timeout: float | None,
+    host_timeout: float,
+) -> int:
+    """Fork on several hosts."""
+    if use_gpu or (use_gpu is None and get_n_gpu()):
+        raise ValueError("hosts: ranks on several hosts compute on CPU cores: pass use_gpu=False")
+    ranks.check_free()
+    hosts = Hosts(named, n_parallel, float(host_timeout))
+    try:
+        if master_rank not in hosts.here:
+            raise ValueError(f"master_rank: expected a rank of this host, below {len(hosts.here)}, got {master_rank}")
+        device, _ = choose(False, hosts.size)
+        _start(device, hosts.size, master_rank, profile_workers, timeout, hosts=hosts)
+    except BaseException:
+        hosts.kill()
+        raise
+    return hosts.size
+
+
+def _start(
+    device: Device,
+    size: int,
+    master_rank: int,
+    profile_workers: bool,
+    timeout: float | None,
+    cores: tuple[tuple[int, ...], ...] = (),
+    hosts: Hosts | None = None,
+) -> None:
     # From the master's states, so that a run repeats from its seed.
     states = np.random.get_state(legacy=False), random.getstate()
     seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in states)
     first = _Bind(device.name, device.places(size, master_rank), seeds, cores)
-    ranks.fork(size, master_rank, profile_workers, timeout, first, needs_fresh_processes())
-    return size
+    ranks.fork(size, master_rank, profile_workers, timeout, first, needs_fresh_processes(), hosts)
 
 
 def close() -> None:

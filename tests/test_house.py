@@ -14,6 +14,7 @@ PACKAGE = Path(synkhronos.__file__).resolve().parent
 #: From the cellar up.  Rooms on one floor know nothing of each other.
 FLOORS = [
     {"checks", "ranks"},
+    {"hosts"},
     {"devices"},
     {"graphs", "processes"},
     {"compat", "data"},

@@ -190,5 +190,4 @@ def shares(selection: Selection, size: int, kept: list[Data]) -> list[range | Sh
     rows, parts = as_rows(selection, kept), [share(len(selection), size, r) for r in range(size)]
     if isinstance(rows, range):
         return [rows[part] for part in parts]
-    item = np.dtype(rows.dtype).itemsize
-    return [SharedArray(rows.key, rows.dtype, (part.stop - part.start,), part.start * item) for part in parts]
+    return [rows.part(part.start, part.stop) for part in parts]

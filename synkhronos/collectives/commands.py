@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from synkhronos.devices import HOST, Device, Layout, device_named, device_of
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import moved_apart, stored
-from synkhronos.ranks import Cancelled, Rank, SharedArray
+from synkhronos.ranks import Cancelled, Rank, Read, SharedArray
 
 #: Plans that a rank keeps.
 _KNOWN = 64
@@ -204,6 +204,13 @@ class Assign:
     keys: tuple[Any, ...]
     values: tuple[SharedArray, ...]
     rows: tuple[tuple[range | SharedArray | None, ...], ...]
+
+    def reads(self, size: int, ranks: range) -> Iterator[Read]:
+        """Yield the rows of some ranks."""
+        for r in ranks:
+            for value, rows in zip(self.values, self.rows[r], strict=True):
+                if rows is not None:
+                    yield Read(value, rows if value.shape else None)
 
     def run(self, rank: Rank) -> None:
         """Copy the rows into the variables' containers."""

@@ -42,7 +42,7 @@ class Host:
 
     def communicator(self, rank: Rank) -> HostCommunicator:
         """Return the rank's communicator, the same one each time."""
-        return rank.kept(HostCommunicator, lambda: HostCommunicator(rank))
+        return host_communicator(rank)
 
     def communicates(self, dtype: np.dtype) -> bool:
         """Whether ranks can combine arrays of a dtype: of any."""
@@ -196,7 +196,7 @@ class HostCommunicator:
     def __init__(self, rank: Rank):
         self._rank = rank
         self._halves = [
-            [np.frombuffer(rank.control.scratch(r, half), np.uint8) for r in range(rank.size)] for half in range(2)
+            [np.frombuffer(rank.control.scratch(r, half), np.uint8) for r in rank.control.here] for half in range(2)
         ]
         self._command = self._turn = 0
 
@@ -332,6 +332,15 @@ class HostCommunicator:
                 part = target[at : at + count]
                 for r in range(rank.size):
                     part[bounds[r] : bounds[r + 1]] = shared[r][bounds[r] : bounds[r + 1]]
+
+
+def host_communicator(rank: Rank) -> HostCommunicator:
+    """Return the communicator of a rank's NumPy arrays, the same one each time."""
+    if len(rank.control.here) == rank.size:
+        return rank.kept(HostCommunicator, lambda: HostCommunicator(rank))
+    from synkhronos.devices.chain import ChainCommunicator
+
+    return rank.kept(ChainCommunicator, lambda: ChainCommunicator(rank))
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices.host import HostCommunicator, Selection, take
+from synkhronos.devices.host import Selection, host_communicator, take
 from synkhronos.devices.reductions import Reduction
 from synkhronos.ranks import Rank, SharedArray
 
@@ -51,7 +51,7 @@ class ThroughHost:
 
     def communicator(self, rank: Rank) -> Any:
         """Return the rank's communicator: the host's."""
-        return rank.kept(HostCommunicator, lambda: HostCommunicator(rank))
+        return host_communicator(rank)
 
     def communicates(self, dtype: np.dtype) -> bool:
         """Whether ranks combine these arrays without the host: a communicator has to be written for that."""

@@ -25,7 +25,7 @@ from synkhronos.function.reduce import Accumulator
 from synkhronos.function.results import keep, nbytes
 from synkhronos.graphs.family import AT_FIRST_CALL, IN_TURN
 from synkhronos.graphs.mirror import stored
-from synkhronos.ranks import Cancelled, Rank, SharedArray
+from synkhronos.ranks import Cancelled, Rank, Read, SharedArray
 
 
 class Whole(NamedTuple):
@@ -53,6 +53,20 @@ class Scattered(NamedTuple):
     rows: range | SharedArray
     offset: int
     copy: bool
+
+    def reads(self, size: int, ranks: range) -> Iterator[Read]:
+        """Yield the rows of some ranks."""
+        first, last = (share(self._n_rows, size, r) for r in (ranks[0], ranks[-1]))
+        rows = self.rows
+        if isinstance(rows, range):
+            yield Read(self.array, rows[first.start : last.stop], self.offset)
+        else:
+            index = rows.part(first.start, last.stop)
+            yield Read(self.array, index, self.offset)
+
+    @property
+    def _n_rows(self) -> int:
+        return len(self.rows) if isinstance(self.rows, range) else self.rows.shape[0]
 
     def part(self, rank: Rank) -> Selection:
         """Return this rank's rows."""

@@ -9,6 +9,8 @@ meaning, graphs or devices.
     What runs on each of them (`rank`).
 `SharedArray`
     Where an array lies in memory that all ranks see (`segments`).
+`Read`
+    What a command reads of such an array (`reads`).
 `UnderWay`
     What may outlast the command that started it (`under_way`).
 `WorkerError`, `Cancelled`
@@ -21,8 +23,9 @@ meaning, graphs or devices.
 
 from synkhronos.ranks.errors import Cancelled, WorkerError
 from synkhronos.ranks.rank import ROOM, Command, Rank
+from synkhronos.ranks.reads import Read
 from synkhronos.ranks.segments import Segment, SharedArray
-from synkhronos.ranks.session import Session, close, fork, session
+from synkhronos.ranks.session import Session, check_free, close, fork, session
 from synkhronos.ranks.threads import available_cores
 from synkhronos.ranks.under_way import UnderWay
 from synkhronos.ranks.weak import WeakKeys
@@ -32,6 +35,7 @@ __all__ = [
     "Cancelled",
     "Command",
     "Rank",
+    "Read",
     "Segment",
     "Session",
     "SharedArray",
@@ -39,6 +43,7 @@ __all__ = [
     "WeakKeys",
     "WorkerError",
     "available_cores",
+    "check_free",
     "close",
     "fork",
     "session",

@@ -63,6 +63,10 @@ class Control:
         A file descriptor of shared memory in which to lie, for processes that don't inherit this one's.
     made : bool
         Whether another process has made it there already.
+    here : range, optional
+        The ranks of this machine, if there are others: what these do is written here by `synkhronos.hosts`.
+    extra : int
+        Bytes of memory for that room.
 
     Attributes
     ----------
@@ -75,29 +79,41 @@ class Control:
         when it last said that it goes on (nanoseconds of the monotonic clock).
     """
 
-    POSTED, FAILED, LENGTH, ANNOUNCED = range(4)
+    POSTED, FAILED, LENGTH, ANNOUNCED, PLAN, ENDING, NEWS, SENT = range(8)
 
-    def __init__(self, size: int, spin: float, file: int = -1, made: bool = False):
+    def __init__(
+        self,
+        size: int,
+        spin: float,
+        file: int = -1,
+        made: bool = False,
+        here: range | None = None,
+        extra: int = 0,
+    ):
         self.size = size
+        self.here = range(size) if here is None else here
         self.spin = spin
         n_words = _FIXED + 7 * size
         self._slots_at = -(-n_words * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
         self._scratch_at = self._slots_at + MAILBOX + 3 * size * SLOT
-        bells_at = self._scratch_at + 2 * size * SCRATCH
-        nbytes = bells_at + size * _BELL
+        bells_at = self._scratch_at + 2 * len(self.here) * SCRATCH
+        extra_at = bells_at + size * _BELL
+        nbytes = extra_at + extra
         self._memory = mmap.mmap(-1, nbytes) if file < 0 else map_file(file, nbytes)
         self.words = memoryview(self._memory)[: n_words * 8].cast("Q")
         self.done, self.arrived, self.sleeping, self.report_length, self.core, self.committed, self.progress = (
             self.words[_FIXED + i * size : _FIXED + (i + 1) * size] for i in range(7)
         )
         self.mailbox = memoryview(self._memory)[self._slots_at : self._slots_at + MAILBOX]
+        self.extra = memoryview(self._memory)[extra_at : extra_at + extra]
         self._bells = [Bell(self._memory, bells_at + rank * _BELL, made) for rank in range(size)]
         self._fence_lock = threading.Lock()
 
     @staticmethod
-    def nbytes(size: int) -> int:
+    def nbytes(size: int, n_here: int, extra: int = 0) -> int:
         """Return the size of the memory, at most."""
-        return MAILBOX + size * (3 * SLOT + 2 * SCRATCH + _BELL + 7 * 8) + _FIXED * 8 + mmap.PAGESIZE
+        each = 3 * SLOT + _BELL + 7 * 8
+        return MAILBOX + size * each + n_here * 2 * SCRATCH + _FIXED * 8 + mmap.PAGESIZE + extra
 
     def slot(self, rank: int, which: int) -> memoryview:
         """Return a slot of a rank: 0 and 1 for steps, in turn, 2 for its report."""
@@ -105,8 +121,8 @@ class Control:
         return memoryview(self._memory)[at : at + SLOT]
 
     def scratch(self, rank: int, half: int) -> memoryview:
-        """Return one half of the rank's scratch memory."""
-        at = self._scratch_at + (2 * rank + half) * SCRATCH
+        """Return one half of the scratch memory of a rank of this machine."""
+        at = self._scratch_at + (2 * (rank - self.here.start) + half) * SCRATCH
         return memoryview(self._memory)[at : at + SCRATCH]
 
     def fence(self) -> None:

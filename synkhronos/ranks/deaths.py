@@ -52,6 +52,8 @@ class DeathWatch:
         of it would be wrong.
     fail : callable
         Raises what the user gets to see then.
+    lost : callable
+        Says whether another host, or a rank there, is lost.
 
     Attributes
     ----------
@@ -61,18 +63,19 @@ class DeathWatch:
         Whether it has raised, for whoever finds that something has swallowed the exception.
     """
 
-    def __init__(self, unfinished: Callable[[], bool], fail: Callable[[], None]) -> None:
+    def __init__(self, unfinished: Callable[[], bool], fail: Callable[[], None], lost: Callable[[], bool]) -> None:
         self._unfinished = unfinished
         self._fail = fail
+        self._lost = lost
         self.at_work = 0
         self.heard = False
         self._owner = os.getpid()
         self._watched: dict[int, socket.socket] = {}
         self._before: Any = None
 
-    def start(self, workers: Mapping[int, socket.socket]) -> None:
-        """Watch processes, each with this end of its socket pair."""
-        if not workers or sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+    def start(self, workers: Mapping[int, socket.socket], agent: socket.socket | None = None) -> None:
+        """Watch processes, each with this end of its socket pair, and this host's agent, if there is one."""
+        if not (workers or agent) or sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
             return
         before = handler_of(signal.SIGURG)
         if isinstance(getattr(before, "__self__", None), DeathWatch):
@@ -81,8 +84,8 @@ class DeathWatch:
             return  # somebody else's
         set_handler(signal.SIGURG, self._hear)
         self._before = before
-        for pid, channel in workers.items():
-            self._watched[pid] = channel
+        self._watched.update(workers)
+        for channel in [*workers.values(), *([agent] if agent else [])]:
             with contextlib.suppress(OSError):
                 # To this thread and no other: it may be in a system call, which only its own signals cut short.
                 fcntl.fcntl(channel, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, self._owner))
@@ -94,6 +97,7 @@ class DeathWatch:
         self._watched.clear()
         self._unfinished = bool  # and no reference to the session, which refers to this
         self._fail = lambda: None
+        self._lost = bool
         if self._before is not None and threading.current_thread() is threading.main_thread():
             put_back(signal.SIGURG, self._hear, self._before)
             self._before = None
@@ -111,6 +115,8 @@ class DeathWatch:
 
     def _is_bereft(self) -> bool:
         """Whether a worker has ended: not one that has merely closed its files."""
+        if self._lost():
+            return True
         poll = select.poll()
         pids = {}
         for pid, channel in self._watched.items():

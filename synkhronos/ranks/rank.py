@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import pickle
+import struct
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Protocol
 
@@ -32,8 +33,10 @@ _STEP_MASK = (1 << _STEP_BITS) - 1
 
 #: Values that `Rank.exchange_known` keeps, with their bytes.
 _KNOWN = 64
+#: What a slot begins with: how long the whole message is, and the step for which it was written.
+HEAD = struct.Struct("=QQ")
 #: Bytes that one `Rank.gather` can show, and one round of `Rank.exchange`.
-ROOM = SLOT - 8
+ROOM = SLOT - HEAD.size
 
 
 class Command(Protocol):
@@ -232,8 +235,8 @@ class Rank:
 
     def agree(self, digest: bytes) -> bool:
         """Show some bytes to all ranks, and return whether all have shown the same; a step of `exchange_known`."""
-        head = len(digest).to_bytes(8, "little") + digest
         step = self._open_slot(digest)
+        head = HEAD.pack(len(digest), step) + digest
         self.barrier()
         return all(self.control.slot(r, step & 1)[: len(head)] == head for r in range(self.size))
 
@@ -313,7 +316,18 @@ class Rank:
         return all(arrived[r] >= step for r in range(self.size) if r != besides)
 
     def _wait_for_step(self, step: int, besides: int | None = None, look: Callable[[], None] | None = None) -> None:
-        words, failed, command, reached = self.control.words, Control.FAILED, self._command, self._reached
+        reached = self._reached
+        self.wait(lambda: reached(step, besides), look)
+
+    def wait(self, come: Callable[[], bool], look: Callable[[], None] | None = None) -> None:
+        """Return when ``come()`` is true: something that other ranks, or other machines, write in the control memory.
+
+        Raises
+        ------
+        Cancelled
+            If a rank failed in this command.
+        """
+        words, failed, command = self.control.words, Control.FAILED, self._command
         watch = self.watch
         if look is not None:
 
@@ -321,12 +335,18 @@ class Rank:
                 self.watch()
                 look()
 
-        def ready() -> bool:
-            return reached(step, besides) or words[failed] == command
-
-        self.control.wait(self.number, ready, FOR_STEP, watch, POLL)
+        self.control.wait(
+            self.number, lambda: come() or words[failed] == command, FOR_STEP, watch, POLL
+        )
         if words[failed] == command:
             raise Cancelled
+
+    def tell(self) -> None:
+        """Wake the ranks of this machine that are in `wait`, after a write of what they wait for."""
+        control = self.control
+        control.fence()
+        for r in control.here:
+            control.ring(r, FOR_STEP)
 
     def _open_slot(self, payload: bytes | memoryview, total: int | None = None) -> int:
         """Write into this rank's slot for the next step, and return that step.
@@ -338,14 +358,14 @@ class Rank:
         if self._step & _STEP_MASK and not self._reached(step - 1):
             self._wait_for_step(step - 1)
         slot = self.control.slot(self.number, step & 1)
-        slot[:8] = (len(payload) if total is None else total).to_bytes(8, "little")
-        slot[8 : 8 + len(payload)] = payload
+        HEAD.pack_into(slot, 0, len(payload) if total is None else total, step)
+        slot[HEAD.size : HEAD.size + len(payload)] = payload
         return step
 
     def _read_slot(self, rank: int, step: int) -> bytes:
         slot = self.control.slot(rank, step & 1)
-        length = int.from_bytes(slot[:8], "little")
-        return bytes(slot[8 : 8 + length])
+        length, _ = HEAD.unpack_from(slot)
+        return bytes(slot[HEAD.size : HEAD.size + length])
 
     def _exchange_part(self, payload: bytes, at: int) -> list[tuple[int, bytes]]:
         step = self._open_slot(memoryview(payload)[at : at + ROOM], len(payload))
@@ -353,8 +373,8 @@ class Rank:
         parts = []
         for r in range(self.size):
             slot = self.control.slot(r, step & 1)
-            length = int.from_bytes(slot[:8], "little")
-            parts.append((length, bytes(slot[8 : 8 + max(0, min(length - at, ROOM))])))
+            length, _ = HEAD.unpack_from(slot)
+            parts.append((length, bytes(slot[HEAD.size : HEAD.size + max(0, min(length - at, ROOM))])))
         return parts
 
 

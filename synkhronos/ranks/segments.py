@@ -141,6 +141,10 @@ class SharedArray(NamedTuple):  # a tuple, because these are pickled with every 
         """Return the array itself, as a view of this rank's mapping."""
         return segments[self.key].array(self.shape, self.dtype, self.offset)
 
+    def part(self, start: int, stop: int) -> SharedArray:
+        """Return where a run of a vector's items lies."""
+        return SharedArray(self.key, self.dtype, (stop - start,), self.offset + start * np.dtype(self.dtype).itemsize)
+
 
 class SegmentTable:
     """The segments that a rank has mapped, by key; the same keys on every rank.

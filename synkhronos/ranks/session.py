@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import logging
 import os
 import pickle
 import signal
+import socket
 import threading
 import time
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
 
 from synkhronos.ranks import worker
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN, Control
@@ -35,6 +38,37 @@ _log = logging.getLogger("synkhronos")
 
 #: Seconds that workers get to end by themselves before they are killed.
 GRACE = 2.0
+
+
+class Hosts(Protocol):
+    """The other machines, where there are some: `synkhronos.hosts` reaches them.
+
+    Attributes
+    ----------
+    here : range
+        The ranks of this machine.
+    extra : int
+        Bytes of the control memory that it needs for itself.
+    """
+
+    here: range
+    extra: int
+
+    def begin(self, control: Control, file: io.FileIO, root: int, profile: bool) -> socket.socket:
+        """Start the workers of the others; return the channel over which segments are announced to this machine's agent."""
+
+    def plan(self, command: Command) -> bytes:
+        """Say what the others have to be sent for a command, besides the command."""
+
+    def lost(self) -> tuple[str, int] | None:
+        """Say what has happened to another machine, or to a rank of it, and to which rank; None if nothing has."""
+
+    def end(self, kill: bool, seconds: float, is_hurried: Callable[[], bool]) -> None:
+        """Return when the workers of the others have ended, and what connects the machines."""
+
+
+#: The key of the agent's channel among the workers'.
+_AGENT = -1
 
 
 class Session:
@@ -64,8 +98,11 @@ class Session:
     Users' calls begin so; what these call in the library counts on it.
     """
 
-    def __init__(self, size: int, root: int, timeout: float | None = None, fresh: bool = False):
+    def __init__(
+        self, size: int, root: int, timeout: float | None = None, fresh: bool = False, hosts: Hosts | None = None
+    ):
         self.size = size
+        self._hosts = hosts
         self.timeout = timeout
         self._began = 0.0
         self._pickled: dict[Any, bytes] = {}
@@ -76,13 +113,17 @@ class Session:
         self._running = False
         self.kept = Kept()
         self._at_close: WeakKeys[Any, bool] = WeakKeys()
-        self._deaths = DeathWatch(self._is_unfinished, self._look_for_deaths)
-        # Copies of this process inherit its memory; workers that start anew get it as an open file.
-        file = create_unlinked(Control.nbytes(size)) if fresh and size > 1 else None
-        spin = SPIN if size <= available_cores() else 0.0
-        self._control = Control(size, spin, -1 if file is None else file.fileno())
-        self.rank = Rank(root, size, root, self._control, self._watch, ThreadShare(size, environment=False))
-        self.workers = Workers(size, root, self._control, file)
+        self._deaths = DeathWatch(self._is_unfinished, self._look_for_deaths, self._has_lost)
+        here, extra = (range(size), 0) if hosts is None else (hosts.here, hosts.extra)
+        # Copies of this process inherit its memory; workers that start anew, and an agent, get it as an open file.
+        is_open = size > 1 and (fresh or hosts is not None)
+        self._file = create_unlinked(Control.nbytes(size, len(here), extra)) if is_open else None
+        spin = SPIN if len(here) <= available_cores() else 0.0
+        self._control = Control(
+            size, spin, -1 if self._file is None else self._file.fileno(), here=here, extra=extra
+        )
+        self.rank = Rank(root, size, root, self._control, self._watch, ThreadShare(len(here), environment=False))
+        self.workers = Workers(root, self._control, self._file if fresh else None)
         self.memory = Memory(self.rank, self.workers.channels, self.run)
         self.rank.bereft = self.workers.has_any_ended
 
@@ -90,7 +131,14 @@ class Session:
         """Fork the workers.  If that fails half-way, `close` ends those that there are."""
         with undisturbed():
             self.workers.start(profile)
-            self._deaths.start({pid: self.workers.channels[number] for number, pid in self.workers.pids.items()})
+            watched = {pid: self.workers.channels[number] for number, pid in self.workers.pids.items()}
+            agent = None
+            if self._hosts is not None:
+                assert self._file is not None
+                agent = self._hosts.begin(self._control, self._file, self.rank.root, profile)
+                self.workers.channels[_AGENT] = agent
+            self._file = None
+            self._deaths.start(watched, agent)
 
     # -- commands --------------------------------------------------------------------------------------------
 
@@ -246,6 +294,10 @@ class Session:
         self.memory.announce()
         control.mailbox[: len(message)] = message
         words[Control.LENGTH] = len(message)
+        if self._hosts is not None:
+            plan = self._hosts.plan(command)
+            control.mailbox[len(message) : len(message) + len(plan)] = plan
+            words[Control.PLAN] = len(plan)
         words[Control.ANNOUNCED] = self.memory.last_key
         words[Control.POSTED] = number
         control.fence()
@@ -290,8 +342,8 @@ class Session:
         control = self._control
         return [
             pickle.loads(control.slot(r, 2)[: control.report_length[r]])
-            for r in sorted(self.workers.pids)
-            if control.done[r] == self._command == control.words[Control.POSTED] and control.report_length[r]
+            for r in range(self.size)
+            if r != self.rank.root and control.done[r] == self._command == control.words[Control.POSTED] and control.report_length[r]
         ]
 
     # -- lives -----------------------------------------------------------------------------------------------
@@ -306,7 +358,7 @@ class Session:
         control = self._control
         began, now = int(self._began * 1e9), time.monotonic_ns()
         silent = [r for r in range(self.size) if now - max(began, control.progress[r]) > timeout * 1e9]
-        busy = [r for r in silent if r in self.workers.pids and control.done[r] < control.words[Control.POSTED]]
+        busy = [r for r in silent if r != self.rank.root and control.done[r] < control.words[Control.POSTED]]
         late = [r for r in busy if not control.sleeping[r]]
         if not late and len(silent) < self.size:
             return  # who waits for somebody that goes on is not late
@@ -324,6 +376,9 @@ class Session:
             return False
         return self.rank.unfinished()
 
+    def _has_lost(self) -> bool:
+        return self._hosts is not None and self._hosts.lost() is not None
+
     def _look_for_deaths(self) -> None:
         deaths = self._deaths
         at_work, deaths.at_work = deaths.at_work, 0  # one hears of it no more while one looks
@@ -331,6 +386,9 @@ class Session:
         if dead is not None:
             number, pid, code = dead
             self._fail(f"rank {number} (process {pid}) {cause_of_death(code)}; the other workers were ended.", number)
+        lost = None if self._hosts is None else self._hosts.lost()
+        if lost is not None:
+            self._fail(f"{lost[0]}; the workers were ended.", lost[1])
         deaths.at_work = at_work
 
     def _fail(self, message: str, number: int) -> NoReturn:
@@ -401,7 +459,12 @@ class Session:
             self.closed = "the ranks were closed: call synkhronos.fork() first"
             self.rank.end()
             # The first worker's end is told by SIGURG, and is no reason to hurry the others.
-            self.workers.end(0.0 if kill else GRACE, lambda: signals.is_holding(besides=signal.SIGURG))
+            def is_hurried() -> bool:
+                return signals.is_holding(besides=signal.SIGURG)
+
+            self.workers.end(0.0 if kill else GRACE, is_hurried)
+            if self._hosts is not None:
+                self._hosts.end(kill, GRACE, is_hurried)
             self._free()
 
     def tell_at_close(self, owner: Any) -> None:
@@ -462,6 +525,14 @@ def session() -> Session:
     return _current
 
 
+def check_free() -> None:
+    """Refuse if ranks of this process are running."""
+    if _current is not None and _current.closed is None and _current.owner == os.getpid():
+        raise RuntimeError(
+            f"{_current.size} ranks are running already: call synkhronos.close() before synkhronos.fork()"
+        )
+
+
 def fork(
     size: int,
     root: int,
@@ -469,23 +540,21 @@ def fork(
     timeout: float | None = None,
     first: Command | None = None,
     fresh: bool = False,
+    hosts: Hosts | None = None,
 ) -> Session:
     """Start a session of ``size`` ranks, and run its first command: both, or neither and an error.
 
-    With ``fresh`` the workers are no copies of this process, but start anew.
+    With ``fresh`` the workers are no copies of this process, but start anew; those of other ``hosts`` always do.
     """
     global _current
-    if _current is not None and _current.closed is None and _current.owner == os.getpid():
-        raise RuntimeError(
-            f"{_current.size} ranks are running already: call synkhronos.close() before synkhronos.fork()"
-        )
+    check_free()
     atexit.unregister(close)
     atexit.register(close)
     session: Session | None = None
     try:
         # Whatever interrupts this, somebody knows of the workers, and of what has been changed in this process.
         with undisturbed():
-            session = _current = Session(size, root, timeout, fresh)
+            session = _current = Session(size, root, timeout, fresh, hosts)
         session.start(profile)
         if first is not None:
             with session.turn:

@@ -92,7 +92,7 @@ def main(
             if os.getppid() != master:
                 os._exit(1)
 
-        rank = Rank(number, size, root, control, watch, ThreadShare(size, environment=True))
+        rank = Rank(number, size, root, control, watch, ThreadShare(len(control.here), environment=True))
         if profile:
             profiler = cProfile.Profile()
             profiler.runcall(_serve, rank, channel)
@@ -112,9 +112,8 @@ def main(
 
 def start_anew(
     number: int,
-    size: int,
     root: int,
-    spin: float,
+    control: Control,
     memory: io.FileIO,
     channel: socket.socket,
     profile: bool,
@@ -124,7 +123,8 @@ def start_anew(
 
     It inherits the environment, the arguments' files and `sys.path`, and imports what it needs.
     """
-    settings = (number, size, root, spin, memory.fileno(), channel.fileno(), profile, os.getpid(), in_main_thread)
+    layout = control.size, control.spin, memory.fileno(), True, [control.here.start, control.here.stop], len(control.extra)
+    settings = (number, root, layout, channel.fileno(), profile, os.getpid(), in_main_thread)
     path = json.dumps([os.path.abspath(folder) for folder in sys.path])
     code = "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
     if sys.platform == "linux" and in_main_thread:  # the master may go before the imports are done, which take long
@@ -147,8 +147,10 @@ def start_anew(
 
 def started_anew() -> NoReturn:
     """Be the worker that `start_anew` started."""
-    number, size, root, spin, memory, channel, profile, master, in_main_thread = json.loads(sys.argv[2])
-    control = Control(size, spin, memory, made=True)
+    number, root, (size, spin, memory, made, here, extra), channel, profile, master, in_main_thread = json.loads(
+        sys.argv[2]
+    )
+    control = Control(size, spin, memory, made, range(*here), extra)
     os.close(memory)
     main(number, size, root, control, socket.socket(fileno=channel), profile, master, in_main_thread)
 

@@ -29,8 +29,8 @@ class Workers:
 
     Parameters
     ----------
-    size, root : int
-        The number of ranks, and the master's.
+    root : int
+        The master's rank.
     control : Control
     file : FileIO or None
         Where the control memory lies, for workers that start anew; None for copies of this process, which inherit it.
@@ -43,14 +43,14 @@ class Workers:
         This process' ends of the socket pairs through which they get open files.
     """
 
-    def __init__(self, size: int, root: int, control: Control, file: io.FileIO | None):
-        self._size, self._root, self._control, self._file = size, root, control, file
+    def __init__(self, root: int, control: Control, file: io.FileIO | None):
+        self._root, self._control, self._file = root, control, file
         self.pids: dict[int, int] = {}
         self.channels: dict[int, socket.socket] = {}
 
     def start(self, profile: bool) -> None:
         """Fork them all, with signals held back: a child must not be forgotten, nor begin as a second master."""
-        for number in range(self._size):
+        for number in self._control.here:
             if number != self._root:
                 self._start_one(number, profile)
         if self._file is not None:
@@ -74,12 +74,12 @@ class Workers:
             warnings.simplefilter("ignore")
             if self._file is not None:
                 self.pids[number] = worker.start_anew(
-                    number, self._size, self._root, self._control.spin, self._file, theirs, profile, in_main_thread
+                    number, self._root, self._control, self._file, theirs, profile, in_main_thread
                 )
                 return
             pid = os.fork()
             if pid == 0:
-                worker.main(number, self._size, self._root, self._control, theirs, profile, master, in_main_thread)
+                worker.main(number, self._control.size, self._root, self._control, theirs, profile, master, in_main_thread)
         self.pids[number] = pid
 
     def has_any_ended(self) -> bool:

@@ -1,0 +1,189 @@
+"""NumPy arrays, combined by ranks on several hosts.
+
+`ChainCommunicator`
+    Streams arrays along the row of hosts.
+
+A reduction goes up the row and comes down again.  On each host the ranks add theirs, in rank order, to what has come from
+the host before, each rank its share of the elements; the last host's result goes back.  So every element is reduced in the
+order of ranks, and results have the same bits as on one host.  Several chunks are under way at once::
+
+    host 0   r0 + r1  -->  host 1   (..) + r2 + r3  -->  host 2   (....) + r4 + r5
+             result   <--           result          <--           = result
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from synkhronos.devices.host import HostCommunicator, Layout, _bytes, nbytes
+from synkhronos.devices.reductions import REDUCTIONS
+from synkhronos.hosts.pipes import DOWN_IN, DOWN_OUT, FRAMES, HERE, UP_IN, UP_OUT, Pipe
+from synkhronos.hosts.pipes import Layout as PipeLayout
+from synkhronos.ranks import Rank
+from synkhronos.ranks.control import SCRATCH
+
+#: Chunks of a reduction for whose results nobody has waited yet.
+_UNDER_WAY = FRAMES - 2
+
+
+class ChainCommunicator(HostCommunicator):
+    """Collectives over NumPy arrays of ranks on several hosts."""
+
+    def __init__(self, rank: Rank):
+        super().__init__(rank)
+        layout, self._here = PipeLayout(rank.control), rank.control.here
+        self._up_out, self._up_in, self._down_out, self._down_in, self._local = (
+            Pipe(rank, layout, pipe) for pipe in (UP_OUT, UP_IN, DOWN_OUT, DOWN_IN, HERE)
+        )
+        self._is_first, self._is_last = self._here.start == 0, self._here.stop == rank.size
+
+    def broadcast(self, array: np.ndarray, root: int) -> None:
+        """Copy the root's array into every other rank's, in place."""
+        mine = _bytes(array)
+        self._flow(mine if self._rank.number == root else None, mine, mine.size, root, range(self._rank.size))
+
+    def gather(
+        self,
+        array: np.ndarray | None,
+        root: int | None,
+        layouts: Sequence[Layout | None],
+        out: Sequence[np.ndarray | None] | None,
+    ) -> None:
+        """Copy rank r's array into ``out[r]`` on the root, or on every rank if ``root`` is None."""
+        rank = self._rank
+        for r, layout in enumerate(layouts):
+            target = None if out is None else out[r]
+            mine = array if r == rank.number else None
+            if mine is not None and target is not None:
+                target.reshape(-1)[:] = mine.reshape(-1)
+            if layout is not None and r != root:
+                to = range(rank.size) if root is None else range(root, root + 1)
+                source = None if mine is None else _bytes(mine)
+                self._flow(source, None if target is None else _bytes(target), nbytes(layout), r, to)
+
+    def _flow(
+        self, source: np.ndarray | None, target: np.ndarray | None, size: int, root: int, to: range
+    ) -> None:
+        """Stream so many bytes from the root, through all hosts on the way, to a run of ranks.
+
+        Parameters
+        ----------
+        source, target : ndarray or None
+            The root's bytes; where this rank wants them, if it does.
+        """
+        here, me = self._here, self._rank.number
+        goes_up, goes_down = to.stop > root + 1, to.start < root
+        from_below, from_above = root < here.start, root >= here.stop
+        if (from_below and to.stop <= here.start) or (from_above and to.start >= here.stop):
+            return  # none of it comes this way
+        into = self._up_in if from_below else self._down_in if from_above else self._local
+        outs = []
+        if not self._is_last and not from_above and to.stop > here.stop and goes_up:
+            outs.append(self._up_out)
+        if not self._is_first and not from_below and to.start < here.start and goes_down:
+            outs.append(self._down_out)
+        for at in range(0, size, SCRATCH):
+            n = min(SCRATCH, size - at)
+            if into is self._local:
+                content = self._next_halves()[root - here.start][:n]
+                if me == root and source is not None:
+                    content[:] = source[at : at + n]
+                self._local.pass_on()
+                self._rank.wait(self._local.when_all())
+            else:
+                content = into.come()[:n]
+            for out in outs:
+                frame = out.free()
+                if me == here.start:
+                    frame[:n] = content
+                out.pass_on(n)
+            if target is not None and me != root:
+                target[at : at + n] = content
+            if into is not self._local:
+                into.pass_on()
+
+    def _reduce(
+        self,
+        source: np.ndarray | None,
+        target: np.ndarray | None,
+        op: str,
+        size: int,
+        dtype: np.dtype,
+        contributors: Sequence[int],
+    ) -> None:
+        """Reduce ``source`` over the contributors into every rank's ``target``, where there is one."""
+        rank, here, divides = self._rank, self._here, REDUCTIONS[op].divides
+        # The sum may be out of float16's range where the average is not, and its parts too small for it.
+        wide = np.dtype(np.float32) if divides and dtype == np.float16 else dtype
+        each = SCRATCH // wide.itemsize
+        waiting: list[tuple[int, int]] = []
+        place = rank.number - here.start
+        for at in range(0, size, each):
+            count = min(each, size - at)
+            low, high = (count * i // len(here) for i in (place, place + 1))
+            halves = [half[: count * dtype.itemsize].view(dtype) for half in self._next_halves()]
+            if source is not None:
+                part = source[at : at + count]
+                halves[place][:low] = part[:low]
+                halves[place][high:] = part[high:]
+            self._local.pass_on()
+            rank.wait(self._local.when_all())
+            inputs = [
+                source[at + low : at + high] if r == rank.number and source is not None else halves[r - here.start][low:high]
+                for r in contributors
+                if r in here
+            ]
+            so_far = None
+            if not self._is_first:
+                so_far = self._up_in.come()[: count * wide.itemsize].view(wide)[low:high]
+            out = self._down_out if self._is_last else self._up_out
+            result = out.free()[: count * wide.itemsize].view(wide)[low:high]
+            if so_far is not None and contributors[0] < here.start:
+                inputs.insert(0, so_far)
+            _combine(inputs, op, result)
+            if self._is_last and divides:
+                np.true_divide(result, len(contributors), out=result)
+            if not self._is_first:
+                self._up_in.pass_on()
+            out.pass_on(count * wide.itemsize)
+            waiting.append((at, count))
+            if len(waiting) > _UNDER_WAY:
+                self._take(target, waiting.pop(0), wide, len(waiting))
+        while waiting:
+            self._take(target, waiting.pop(0), wide, len(waiting))
+
+    def _take(self, target: np.ndarray | None, chunk: tuple[int, int], wide: np.dtype, behind: int) -> None:
+        """Copy a chunk of the result to where it is wanted, and pass it on to the host before.
+
+        ``behind`` is how many chunks this rank has begun since.
+        """
+        at, count = chunk
+        if self._is_last:
+            self._rank.wait(self._down_out.when_all(behind))
+            result = self._down_out.past(behind)[: count * wide.itemsize].view(wide)
+        else:
+            result = self._down_in.come()[: count * wide.itemsize].view(wide)
+            if not self._is_first:
+                frame = self._down_out.free()
+                if self._rank.number == self._here.start:
+                    frame[: count * wide.itemsize] = _bytes(result)
+                self._down_out.pass_on(count * wide.itemsize)
+        if target is not None:
+            target[at : at + count] = result
+        if not self._is_last:
+            self._down_in.pass_on()
+
+
+def _combine(inputs: Sequence[np.ndarray], op: str, result: np.ndarray) -> None:
+    """Reduce arrays in order into another one, in its dtype."""
+    ufunc = REDUCTIONS[op].combine
+    assert ufunc is not None
+    if len(inputs) == 1:
+        result[:] = inputs[0]
+    elif inputs:
+        ufunc(inputs[0], inputs[1], out=result, dtype=result.dtype)
+        for values in inputs[2:]:
+            ufunc(result, values, out=result)

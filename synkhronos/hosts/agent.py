@@ -1,0 +1,557 @@
+"""What an agent does, from its start to its end.
+
+`main`
+    The process that ``mpirun`` starts on each host.
+
+An agent looks at its host's control memory and at what has come by MPI, in turns, and never waits for either::
+
+    control memory of this host                                to and from the other agents (`Mail`)
+    a command was posted (master's host)          ->           POST, before it ANNOUNCE, PAGES, DROP
+    all ranks of the host have come to a step     ->           STEP, with what they show
+    a rank has failed                             ->           FAILED
+    all ranks of the host are done                ->           DONE, with their reports, to the master's host
+    a worker has ended                            ->           LOST, to the master's host
+    a frame of a pipe is filled, or free          <->          frames, to and from the neighbours
+    the master ends the ranks                     ->           END;  answered by GONE
+
+Every agent sends BEAT to the others a few times a second.  From whom nothing comes for `host_timeout` seconds is lost:
+the master's agent tells the master, the others end their workers and themselves.  A rank that computes for minutes is no
+loss, since beats come from agents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import platform
+import signal
+import socket
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NoReturn
+
+import numpy as np
+
+from synkhronos.hosts.contents import PAGE, Contents, pages_of, put_pages, take_pages
+from synkhronos.hosts.pipes import COUNT_BITS, DOWN_IN, DOWN_OUT, FRAMES, NEWS, UP_IN, UP_OUT, Layout
+from synkhronos.ranks.control import FOR_JOIN, FOR_STEP, FOR_COMMAND, MAILBOX, SLOT, SPIN, Control
+from synkhronos.ranks.errors import cause_of_death
+from synkhronos.ranks.rank import HEAD
+from synkhronos.ranks.segments import Receiver, Segment, Unmapped, announce, create_unlinked
+from synkhronos.ranks.threads import available_cores
+from synkhronos.ranks.workers import Workers
+
+#: Bytes of pages in one message, at most.
+_PART = 1 << 22
+#: Seconds between two beats, and between two looks at the workers' lives.
+_BEAT, _LOOK = 0.2, 0.02
+#: Seconds of quiet up to which an agent looks without a pause, and up to which its pauses are short.
+_AWAKE, _DOZING = 1e-3, 0.05
+_SHORT, _LONG = 50e-6, 2e-3
+#: Seconds that workers get to end by themselves.
+_GRACE = 2.0
+
+POST, ANNOUNCE, PAGES, DROP, STEP, FAILED, DONE, LOST, BEAT, END, GONE = range(11)
+
+
+class Mail:
+    """Messages between agents: sent and received without ever waiting.
+
+    Parameters
+    ----------
+    world : mpi4py.MPI.Comm
+    """
+
+    def __init__(self, mpi: Any, world: Any):
+        self._mpi, self._world = mpi, world
+        self.me, self.size = world.rank, world.size
+        self._sending: list[Any] = []
+        self._coming: list[deque[tuple[Any, bytearray]]] = [deque() for _ in range(self.size)]
+        self._status = mpi.Status()
+
+    @property
+    def others(self) -> list[int]:
+        """All hosts but this."""
+        return [host for host in range(self.size) if host != self.me]
+
+    def send(self, to: int, kind: int, *what: Any) -> None:
+        """Send a message to a host."""
+        payload = pickle.dumps((kind, what), pickle.HIGHEST_PROTOCOL)
+        self._sending.append((self._world.Isend([payload, self._mpi.BYTE], to, 0), payload))
+
+    def is_sending(self) -> bool:
+        """Whether something that was sent has not gone yet."""
+        self._sending = [each for each in self._sending if not each[0].Test()]
+        return bool(self._sending)
+
+    def come(self) -> Iterator[tuple[int, int, tuple[Any, ...]]]:
+        """Yield what has come: from which host, the kind, the content; from each host in the order it was sent."""
+        if self._sending:
+            self._sending = [each for each in self._sending if not each[0].Test()]
+        status = self._status
+        while self._world.Iprobe(self._mpi.ANY_SOURCE, 0, status):
+            source = status.source
+            room = bytearray(status.Get_count(self._mpi.BYTE))
+            self._coming[source].append((self._world.Irecv([room, self._mpi.BYTE], source, 0), room))
+        for source, waiting in enumerate(self._coming):
+            while waiting and waiting[0][0].Test():
+                kind, what = pickle.loads(waiting.popleft()[1])
+                yield source, kind, what
+
+
+class Frames:
+    """Moves the frames of this host's pipes to and from its neighbours.
+
+    A message's tag says to which command and place its frame belongs.
+    """
+
+    #: Bits of the number of a command in a tag.
+    _COMMANDS = 4
+
+    def __init__(self, mpi: Any, world: Any, control: Control, layout: Layout):
+        self._mpi, self._world = mpi, world.Dup()
+        self._control, self._layout = control, layout
+        me, last = world.rank, world.size - 1
+        self._ends = [
+            *([(UP_OUT, DOWN_IN, me + 1)] if me < last else []),
+            *([(DOWN_OUT, UP_IN, me - 1)] if me > 0 else []),
+        ]
+        self._sending: dict[int, deque[tuple[int, Any]]] = {UP_OUT: deque(), DOWN_OUT: deque()}
+        self._next = {UP_OUT: 0, DOWN_OUT: 0}
+        self._coming: dict[int, tuple[int, Any] | None] = {UP_IN: None, DOWN_IN: None}
+        self._command = 0
+        self._status = mpi.Status()
+
+    def move(self) -> bool:
+        """Begin and end what can be; return whether a rank has something new to see."""
+        command = self._control.words[Control.POSTED]
+        if command != self._command:
+            self._command = command
+            self._next = dict.fromkeys(self._next, 0)
+        news = False
+        for out, into, peer in self._ends:
+            news |= self._send(out, peer)
+            news |= self._receive(into, peer)
+        return news
+
+    def _send(self, pipe: int, peer: int) -> bool:
+        layout, sending, base = self._layout, self._sending[pipe], self._command << COUNT_BITS
+        news = False
+        while sending and sending[0][1].Test():
+            moved = sending.popleft()[0]
+            if moved > base:
+                layout.moved[pipe] = moved
+                news = True
+        filled = min(layout.done[pipe])
+        while base + self._next[pipe] < filled:
+            count = self._next[pipe]
+            frame = layout.frame(pipe, count)[: layout.lengths[pipe * FRAMES + count % FRAMES]]
+            tag = (self._command % (1 << self._COMMANDS)) << COUNT_BITS | count
+            sending.append((base + count + 1, self._world.Isend([frame, self._mpi.BYTE], peer, tag)))
+            self._next[pipe] = count + 1
+        return news
+
+    def _receive(self, pipe: int, peer: int) -> bool:
+        layout, coming, news = self._layout, self._coming[pipe], False
+        if coming is not None:
+            if not coming[1].Test():
+                return False
+            self._coming[pipe] = None
+            if coming[0] > self._command << COUNT_BITS:
+                layout.moved[pipe] = coming[0]
+                news = True
+        if not self._world.Iprobe(peer, self._mpi.ANY_TAG, self._status):
+            return news
+        tag, nbytes = self._status.tag, self._status.Get_count(self._mpi.BYTE)
+        count = tag & (1 << COUNT_BITS) - 1
+        later = (tag >> COUNT_BITS) - self._command & (1 << self._COMMANDS) - 1
+        base = self._command << COUNT_BITS
+        if later == 0:
+            if min(layout.done[pipe]) < base + count - FRAMES + 1 and count >= FRAMES:
+                return news  # its place is taken
+            room: Any = layout.frame(pipe, count)[:nbytes]
+        elif later < 1 << self._COMMANDS - 1:
+            return news  # of a command that this host has not heard of yet
+        else:  # of one that has failed
+            room, count, base = bytearray(nbytes), -1, 0
+        self._coming[pipe] = base + count + 1, self._world.Irecv([room, self._mpi.BYTE], peer, tag)
+        return news
+
+
+
+class Agent:
+    """One host's agent.
+
+    Parameters
+    ----------
+    mpi : module
+        ``mpi4py.MPI``.
+    config : dict
+        What the master has said: see `synkhronos.hosts.start.Hosts.begin`.
+    control : Control
+        This host's.
+    channel : socket or None
+        To the master, on its host.
+    workers : Workers
+        Those that this agent has started: none on the master's host.
+    """
+
+    def __init__(self, mpi: Any, config: dict[str, Any], control: Control, channel: socket.socket | None, workers: Workers):
+        world = mpi.COMM_WORLD
+        self._config, self._control, self._channel, self._workers = config, control, channel, workers
+        self._me, self._names = world.rank, config["names"]
+        self._bounds = [0, *np.cumsum(config["counts"]).tolist()]
+        self._here = control.here
+        self._layout = Layout(control)
+        self._mail = Mail(mpi, world)
+        self._frames = Frames(mpi, world, control, self._layout)
+        self._contents = Contents(world.size - 1)
+        self._receiver = None if channel is None else Receiver(channel)
+        self._segments: dict[int, Segment] = {}
+        self._mapped = self._posted = self._step = self._failed = 0
+        self._done: tuple[int, ...] = ()
+        now = time.monotonic()
+        self._heard = dict.fromkeys(self._mail.others, now)
+        self._next_beat = self._next_look = 0.0
+        self._is_told = self._is_ending = False
+        self._gone: set[int] = set()
+        self._takes = {
+            POST: self._take_post, ANNOUNCE: self._take_announce, PAGES: self._take_pages, DROP: self._take_drop,
+            STEP: self._take_step, FAILED: self._take_failed, DONE: self._take_done, LOST: self._take_lost,
+            BEAT: self._take_beat, END: self._take_end, GONE: self._take_gone,
+        }  # fmt: skip
+
+    @property
+    def _is_first(self) -> bool:
+        return self._channel is not None
+
+    def run(self) -> None:
+        """Look here and there until the ranks end."""
+        last_news, has_cores = time.monotonic(), len(self._here) < available_cores()
+        while not self._is_over():
+            news = self._look_here()
+            for source, kind, what in self._mail.come():
+                self._heard[source] = time.monotonic()
+                self._takes[kind](source, *what)
+                news |= kind != BEAT
+            if self._frames.move():
+                self._ring(FOR_STEP)
+                news = True
+            now = time.monotonic()
+            self._beat(now)
+            last_news = now if news else last_news
+            quiet = now - last_news
+            if quiet < _AWAKE and has_cores:
+                os.sched_yield()
+            else:
+                time.sleep(_SHORT if quiet < _DOZING else _LONG)
+
+    def _is_over(self) -> bool:
+        return self._is_ending and self._gone.issuperset(self._mail.others if self._is_first else [])
+
+    # -- what happens here -----------------------------------------------------------------------------------
+
+    def _look_here(self) -> bool:
+        """Tell the other hosts what is new on this one."""
+        words, news = self._control.words, False
+        if self._is_first and words[Control.POSTED] > self._posted:
+            self._post()
+            news = True
+        step = min(self._control.arrived[self._here.start : self._here.stop])
+        if step > self._step:
+            self._show(step)
+            news = True
+        if words[Control.FAILED] > self._failed:
+            self._failed = words[Control.FAILED]
+            for host in self._mail.others:
+                self._mail.send(host, FAILED, self._failed)
+            news = True
+        if not self._is_first:
+            news |= self._say_done()
+        elif words[Control.ENDING] and not self._is_ending:
+            self._is_ending = news = True
+            for host in self._mail.others:
+                self._mail.send(host, END, words[Control.ENDING] > 1)
+        return news
+
+    def _post(self) -> None:
+        """Send a command to the other hosts, after what it needs."""
+        words, mail = self._control.words, self._mail
+        assert self._receiver is not None
+        self._posted = words[Control.POSTED]
+        while self._mapped < words[Control.ANNOUNCED]:
+            segment = self._receiver.receive()
+            if isinstance(segment, Unmapped):
+                segment = segment.map()
+            if segment.key > self._mapped:
+                self._mapped = segment.key
+                self._contents.add(segment.key, np.frombuffer(segment.buffer, np.uint8, segment.nbytes))
+                for host in mail.others:
+                    mail.send(host, ANNOUNCE, segment.key, segment.nbytes)
+        length = words[Control.LENGTH]
+        message = bytes(self._control.mailbox[:length])
+        reads, dropped = pickle.loads(self._control.mailbox[length : length + words[Control.PLAN]])
+        memory = self._contents.memory
+        lacking = self._contents.lacking([pages_of(of_host, memory) for of_host in reads])
+        for host, of_host in zip(mail.others, lacking, strict=True):
+            for key, pages in of_host.items():
+                for at in range(0, len(pages), _PART // PAGE):
+                    part = pages[at : at + _PART // PAGE]
+                    content = take_pages(memory[key], part)
+                    words[Control.SENT] += content.size
+                    mail.send(host, PAGES, key, part, content)
+            mail.send(host, POST, self._posted, message)
+            if dropped:
+                mail.send(host, DROP, dropped)
+        self._contents.drop(dropped)
+
+    def _show(self, step: int) -> None:
+        """Say that this host's ranks have come to a step, and what they show there and at the one before.
+
+        They may have gone through the one before without waiting for the others.
+        """
+        shown = []
+        for r in self._here:
+            for each in {max(step - 1, self._step + 1), step}:
+                slot = self._control.slot(r, each & 1)
+                length, stamp = HEAD.unpack_from(slot)
+                if stamp == each:
+                    shown.append((r, each & 1, bytes(slot[: min(HEAD.size + length, SLOT)])))
+        self._step = step
+        for host in self._mail.others:
+            self._mail.send(host, STEP, step, shown)
+
+    def _say_done(self) -> bool:
+        """Tell the master's host which ranks are done with the command: when all are, or, if it failed, as they come."""
+        control, here, posted = self._control, self._here, self._posted
+        done = tuple(control.done[here.start : here.stop])
+        if done == self._done or not (min(done) >= posted or control.words[Control.FAILED] == posted):
+            return False
+        self._done = done
+        reports = {
+            r: bytes(control.slot(r, 2)[: control.report_length[r]])
+            for r in here
+            if control.done[r] == posted and control.report_length[r]
+        }
+        self._mail.send(0, DONE, done, tuple(control.committed[here.start : here.stop]), reports)
+        return True
+
+    def _beat(self, now: float) -> None:
+        """Say that this host is there; see whether the others are, and the workers."""
+        if now >= self._next_beat:
+            self._next_beat = now + _BEAT
+            here, clock = self._here, time.monotonic_ns()
+            going_on = [(p and clock - p) for p in self._control.progress[here.start : here.stop]]
+            sleeping = list(self._control.sleeping[here.start : here.stop])
+            for host in self._mail.others if self._is_first else [0]:
+                self._mail.send(host, BEAT, going_on, sleeping)
+        if now < self._next_look or self._is_ending:
+            return
+        self._next_look = now + _LOOK
+        timeout = self._config["timeout"]
+        for host in self._mail.others if self._is_first else [0]:
+            if now - self._heard[host] > timeout:
+                if not self._is_first:
+                    self._leave(9)
+                name, first = self._names[host], self._bounds[host]
+                self._tell(f"host {name} has not been heard of for {timeout:g} seconds, and its ranks", first)
+        dead = self._workers.first_dead()
+        if dead is not None:
+            number, pid, code = dead
+            text = f"rank {number} on host {self._names[self._me]} (process {pid}) {cause_of_death(code)}"
+            self._mail.send(0, LOST, text, number)
+            del self._workers.pids[number]
+        if self._channel is not None and _is_closed(self._channel):
+            for host in self._mail.others:
+                self._mail.send(host, END, True)
+            self._flush(1.0)
+            self._leave(0)
+
+    # -- what has come from other hosts ----------------------------------------------------------------------
+
+    def _take_post(self, source: int, number: int, message: bytes) -> None:
+        control, words = self._control, self._control.words
+        control.mailbox[: len(message)] = message
+        words[Control.LENGTH] = len(message)
+        words[Control.ANNOUNCED] = self._mapped
+        words[Control.POSTED] = self._posted = number
+        self._ring(FOR_COMMAND)
+
+    def _take_announce(self, source: int, key: int, nbytes: int) -> None:
+        try:
+            file = create_unlinked(nbytes)
+        except MemoryError as error:
+            self._mail.send(0, LOST, f"host {self._names[self._me]}: {error}", self._here.start)
+            return
+        with file:
+            self._segments[key] = Segment(key, file.fileno(), nbytes)
+            for channel in self._workers.channels.values():
+                announce(channel, key, nbytes, file.fileno())
+        self._mapped = key
+
+    def _take_pages(self, source: int, key: int, pages: np.ndarray, content: np.ndarray) -> None:
+        if key in self._segments:  # else there was no room for it
+            segment = self._segments[key]
+            put_pages(np.frombuffer(segment.buffer, np.uint8, segment.nbytes), pages, content)
+
+    def _take_drop(self, source: int, keys: list[int]) -> None:
+        for key in keys:
+            self._segments.pop(key, None)
+
+    def _take_step(self, source: int, step: int, shown: list[tuple[int, int, bytes]]) -> None:
+        control = self._control
+        for r, which, content in shown:
+            control.slot(r, which)[: len(content)] = content
+        for r in self._ranks_of(source):
+            control.arrived[r] = step
+        self._ring(FOR_STEP)
+
+    def _take_failed(self, source: int, number: int) -> None:
+        words = self._control.words
+        if number > self._failed:
+            words[Control.FAILED] = self._failed = number
+            self._control.ring_all()
+
+    def _take_done(
+        self, source: int, done: tuple[int, ...], committed: tuple[int, ...], reports: dict[int, bytes]
+    ) -> None:
+        control = self._control
+        for i, r in enumerate(self._ranks_of(source)):
+            report = reports.get(r, b"")
+            control.slot(r, 2)[: len(report)] = report
+            control.report_length[r] = len(report)
+            control.committed[r] = committed[i]
+            control.done[r] = done[i]
+        self._ring(FOR_JOIN)
+
+    def _take_lost(self, source: int, text: str, rank: int) -> None:
+        self._tell(text, rank)
+
+    def _take_beat(self, source: int, going_on: list[int], sleeping: list[int]) -> None:
+        control, clock = self._control, time.monotonic_ns()
+        for i, r in enumerate(self._ranks_of(source)):
+            control.progress[r] = going_on[i] and clock - going_on[i]
+            control.sleeping[r] = sleeping[i]
+
+    def _take_end(self, source: int, kill: bool) -> None:
+        self._workers.end(0.0 if kill else _GRACE, lambda: False)
+        self._is_ending = True
+        self._mail.send(0, GONE)
+
+    def _take_gone(self, source: int) -> None:
+        self._gone.add(source)
+
+    # -- parts -----------------------------------------------------------------------------------------------
+
+    def _ranks_of(self, host: int) -> range:
+        return range(self._bounds[host], self._bounds[host + 1])
+
+    def _ring(self, reason: int) -> None:
+        self._control.fence()
+        for r in self._here:
+            self._control.ring(r, reason)
+
+    def _tell(self, text: str, rank: int) -> None:
+        """Tell the master of a loss: the first; what follows from it is no news."""
+        if self._is_told:
+            return
+        self._is_told = True
+        content = json.dumps([text, rank]).encode()[:NEWS]
+        self._layout.news[: len(content)] = content
+        self._control.words[Control.NEWS] = len(content)
+        self._control.ring_all()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._config["master"], signal.SIGURG)  # it may be busy with its own part of the command
+
+    def _flush(self, seconds: float) -> None:
+        """Wait some seconds for what was sent to have gone."""
+        deadline = time.monotonic() + seconds
+        while self._mail.is_sending() and time.monotonic() < deadline:
+            time.sleep(_SHORT)
+
+    def _leave(self, code: int) -> NoReturn:
+        """End without the other hosts."""
+        self._workers.end(0.0, lambda: True)
+        os._exit(code)
+
+
+def _is_closed(channel: socket.socket) -> bool:
+    """Whether the process at the other end has ended."""
+    try:
+        return not channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def main(address: str) -> None:
+    """Be an agent, from ``mpirun``'s start to the ranks' end; the first one finds the master at an address."""
+    import mpi4py
+
+    mpi4py.rc.finalize = False
+    mpi4py.rc.thread_level = "single"
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    hellos = world.gather(_hello())
+    channel, file, config = None, None, None
+    if world.rank == 0:
+        channel, config, file = _connect(address, hellos)
+    config = world.bcast(config)
+    if config is None:  # the master has thought better of it
+        MPI.Finalize()
+        return
+    bounds = [0, *np.cumsum(config["counts"]).tolist()]
+    here = range(bounds[world.rank], bounds[world.rank + 1])
+    made, extra = file is not None, Layout.nbytes(len(here))
+    if file is None:
+        file = create_unlinked(Control.nbytes(config["size"], len(here), extra))
+        os.environ.update(config["environment"])
+        sys.path[:] = config["path"]
+        with contextlib.suppress(OSError):
+            os.chdir(config["folder"])
+    spin = SPIN if len(here) < available_cores() else 0.0
+    control = Control(config["size"], spin, file.fileno(), made, here, extra)
+    workers = Workers(config["root"], control, None if made else file)
+    if not made:
+        workers.start(config["profile"])
+    Agent(MPI, config, control, channel, workers).run()
+    MPI.Finalize()
+
+
+def _hello() -> dict[str, Any]:
+    """Say what this host is."""
+    return {
+        "name": platform.node(),
+        "cores": available_cores(),
+        "versions": {"Python": platform.python_version(), **_versions()},
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("synkhronos", "numpy", "pytensor", "Theano", "jax"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _connect(address: str, hellos: Any) -> tuple[socket.socket, dict[str, Any] | None, Any]:
+    """Tell the master who is there, and return the channel, what it says, and its control memory as a file."""
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel.connect("\0" + address)
+    channel.send(json.dumps(hellos).encode())
+    content, files, _, _ = socket.recv_fds(channel, 1 << 20, 1)
+    if not content:
+        return channel, None, None
+    config = json.loads(content)
+    pid, _, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    config["master"] = pid
+    return channel, config, open(files[0], "r+b", buffering=0)

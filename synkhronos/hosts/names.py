@@ -1,0 +1,84 @@
+"""The hosts that a user names.
+
+`Host`
+    A host, and how many ranks it is to have.
+`hosts_of`
+    Reads ``fork(hosts=...)`` and the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Host(NamedTuple):
+    """A host, by the name under which the others reach it, and how many ranks it is to have: None for a default."""
+
+    name: str
+    n_ranks: int | None
+
+
+def hosts_of(hosts: str | Sequence[str] | None) -> list[Host]:
+    """Return the hosts that ``fork(hosts=...)`` or ``SYNKHRONOS_HOSTS`` names; none if neither names any.
+
+    Parameters
+    ----------
+    hosts : list of str, "all", or None
+        Names, each perhaps with a number of ranks: ``"a:3"``.  ``"all"`` are those of a Slurm, PBS or LSF allocation.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For something else, a host named twice, or ``"all"`` outside of an allocation.
+    """
+    called = "hosts"
+    if hosts is None:
+        called, text = "SYNKHRONOS_HOSTS", os.environ.get("SYNKHRONOS_HOSTS", "").strip()
+        if not text:
+            return []
+        hosts = text if text == "all" else text.split(",")
+    if hosts == "all":
+        hosts = _of_allocation(called)
+    if isinstance(hosts, str) or not isinstance(hosts, Sequence):
+        raise TypeError(f'{called}: expected a list of names, or "all", got {hosts!r}')
+    if not hosts:
+        raise ValueError(f"{called}: expected at least one name, got {hosts!r}")
+    found = [_host(each, called) for each in hosts]
+    names = [host.name for host in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{called}: {name} is named twice; write {name}:2 for two ranks on it")
+    return found
+
+
+def _host(text: object, called: str) -> Host:
+    if not isinstance(text, str):
+        raise TypeError(f"{called}: expected names, got {text!r}")
+    name, colon, count = text.strip().partition(":")
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name.startswith("-"):
+        raise ValueError(f"{called}: expected the name of a host, got {text!r}")
+    if colon and not (count.isdecimal() and int(count) > 0):
+        raise ValueError(f"{called}: expected a number of ranks behind the colon, got {text!r}")
+    return Host(name, int(count) if colon else None)
+
+
+def _of_allocation(called: str) -> list[str]:
+    """Return the hosts that a batch system has given to this job, in its order."""
+    if nodes := os.environ.get("SLURM_JOB_NODELIST"):
+        found = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+        names = found.stdout.split()
+    elif path := os.environ.get("PBS_NODEFILE"):
+        with open(path) as file:
+            names = file.read().split()
+    elif listed := os.environ.get("LSB_HOSTS"):
+        names = listed.split()
+    else:
+        raise ValueError(
+            f'{called}: "all" are the hosts of an allocation of Slurm, PBS or LSF, and this process is in none: '
+            "name the hosts"
+        )
+    return list(dict.fromkeys(names))

@@ -1,0 +1,282 @@
+"""Starts the agents, and is what the master's session knows of the other hosts.
+
+`Hosts`
+    From ``mpirun``'s start to its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import re
+import secrets
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from synkhronos.hosts.contents import Rows
+from synkhronos.hosts.names import Host
+from synkhronos.hosts.pipes import Layout
+from synkhronos.ranks import Command
+from synkhronos.ranks.control import Control
+from synkhronos.ranks.memory import Release
+from synkhronos.ranks.reads import Read, reads
+
+#: Seconds that the agents may take to start.
+_START = 60.0
+#: Variables that go to the other hosts as they are here.
+_VARIABLES = re.compile("(PYTENSOR|THEANO|SYNKHRONOS|OMP|OPENBLAS|MKL|JAX|XLA|NCCL)_|PYTHON(HASHSEED|WARNINGS)$")
+
+
+class Hosts:
+    """The hosts of a session: the master's own and the others.
+
+    Parameters
+    ----------
+    hosts : sequence of Host
+        The first is this machine.
+    n_ranks : int or None
+        How many ranks a host has that doesn't say so; None for one for each of its cores.
+    timeout : float
+        Seconds of silence after which a host is lost.
+
+    Attributes
+    ----------
+    counts : list of int
+        How many ranks each host has.
+    here : range
+        The ranks of this one.
+    extra : int
+        Bytes of control memory that its agent and its ranks need besides.
+
+    Raises
+    ------
+    RuntimeError
+        If the agents don't start, or the hosts don't have the same versions.
+    """
+
+    def __init__(self, hosts: Sequence[Host], n_ranks: int | None, timeout: float):
+        self.names = [host.name for host in hosts]
+        self._timeout = timeout
+        self._said: deque[str] = deque(maxlen=50)
+        self._channel: socket.socket | None = None
+        self._control: Control | None = None
+        self._layout: Layout | None = None
+        address = f"synkhronos-{secrets.token_hex(16)}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("\0" + address)
+            listener.listen(1)
+            self._launcher = subprocess.Popen(
+                _command(self.names, address),
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="backslashreplace",
+                start_new_session=True,  # Ctrl-C at the terminal is the master's to handle
+            )
+            try:
+                hellos = self._meet(listener)
+                _check_versions(self.names, [hello["versions"] for hello in hellos])
+            except BaseException:
+                self.kill()
+                raise
+        each = [host.n_ranks or n_ranks or hello["cores"] for host, hello in zip(hosts, hellos, strict=True)]
+        self.counts: list[int] = each
+        self.size = sum(each)
+        self.here = range(each[0])
+        self.extra = Layout.nbytes(each[0])
+        self._bounds = [0, *np.cumsum(each).tolist()]
+
+    def _meet(self, listener: socket.socket) -> list[dict[str, Any]]:
+        """Return what each host says of itself, when the first agent has come."""
+        listener.settimeout(0.05)
+        deadline = time.monotonic() + _START
+        while self._channel is None:
+            try:
+                channel, _ = listener.accept()
+            except TimeoutError:
+                if self._launcher.poll() is not None:
+                    raise RuntimeError(
+                        f"the hosts {', '.join(self.names)} could not be reached: {self._read()}"
+                    ) from None
+                if time.monotonic() > deadline:
+                    raise RuntimeError(
+                        f"the hosts {', '.join(self.names)} could not be reached within {_START:g} seconds; the first "
+                        f"has to be this machine, {socket.gethostname()}"
+                    ) from None
+                continue
+            _, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if user == os.getuid():
+                self._channel = channel
+            else:
+                channel.close()
+        self._channel.settimeout(_START)
+        hellos: list[dict[str, Any]] = json.loads(self._channel.recv(1 << 20))
+        self._channel.settimeout(None)
+        return hellos
+
+    def _read(self) -> str:
+        """Return what ``mpirun`` has said, when it has ended."""
+        assert self._launcher.stderr is not None
+        said = [*self._said, *self._launcher.stderr.readlines()]
+        lines = [line.strip(" =\n") for line in said]
+        return "; ".join(line for line in lines if line) or f"mpirun ended with code {self._launcher.returncode}"
+
+    # -- what the session calls ------------------------------------------------------------------------------
+
+    def begin(self, control: Control, file: io.FileIO, root: int, profile: bool) -> socket.socket:
+        """Have the other hosts' workers started; return the channel to this host's agent."""
+        assert self._channel is not None and self._launcher.stderr is not None
+        self._control, self._layout = control, Layout(control)
+        config = {
+            "names": self.names,
+            "counts": self.counts,
+            "size": self.size,
+            "root": root,
+            "profile": profile,
+            "timeout": self._timeout,
+            "environment": {name: value for name, value in os.environ.items() if _VARIABLES.match(name)},
+            "path": [os.path.abspath(folder) for folder in sys.path],
+            "folder": os.getcwd(),
+        }
+        self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        socket.send_fds(self._channel, [json.dumps(config).encode()], [file.fileno()])
+        threading.Thread(target=_pass_on, args=(self._launcher.stderr, self._said), daemon=True).start()
+        return self._channel
+
+    def plan(self, command: Command) -> bytes:
+        """Say what each other host reads in a command, and what all let go of."""
+        hosts = [range(*bounds) for bounds in zip(self._bounds[1:], self._bounds[2:], strict=False)]
+        dropped = [key for what, key in command.let_go if what == "segment"] if isinstance(command, Release) else []
+        needed = [] if dropped else [[_rows(read) for read in reads(command, self.size, ranks)] for ranks in hosts]
+        return pickle.dumps((needed or [[] for _ in hosts], dropped), pickle.HIGHEST_PROTOCOL)
+
+    @property
+    def sent(self) -> int:
+        """Bytes of shared memory that were sent to other hosts."""
+        return 0 if self._control is None else self._control.words[Control.SENT]
+
+    def lost(self) -> tuple[str, int] | None:
+        """Say what has happened to another host, or to an agent."""
+        if self._control is None or self._layout is None:
+            return None
+        length = self._control.words[Control.NEWS]
+        if length:
+            text, rank = json.loads(bytes(self._layout.news[:length]))
+            return text, rank
+        if self._launcher.poll() is None and not self._is_cut():
+            return None
+        # It says on which host something has ended, if it notices: that takes it a moment.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._launcher.wait(1.0)
+        time.sleep(0.05)
+        said = " ".join(self._said)
+        at = next((i for i, name in enumerate(self.names) if re.search(rf"\b(at|on|node) {re.escape(name)}\b", said)), 0)
+        return f"the agent of host {self.names[at]} has ended: {self._reason()}", self._bounds[at]
+
+    def _is_cut(self) -> bool:
+        """Whether this host's agent has gone."""
+        assert self._channel is not None
+        try:
+            return not self._channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def _reason(self) -> str:
+        lines = [line.strip(" =\n") for line in self._said]
+        return "; ".join(line for line in lines if line)[:300] or f"mpirun's code is {self._launcher.poll()}"
+
+    def end(self, kill: bool, seconds: float, is_hurried: Callable[[], bool]) -> None:
+        """End the other hosts' workers and the agents."""
+        if self._control is not None:
+            self._control.words[Control.ENDING] = 2 if kill else 1
+        deadline = time.monotonic() + seconds
+        while self._control is not None and self._launcher.poll() is None:
+            if is_hurried() or time.monotonic() > deadline:
+                break
+            time.sleep(0.002)
+        self.kill()
+
+    def kill(self) -> None:
+        """End ``mpirun``, which ends the agents, who end their workers."""
+        if self._launcher.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._launcher.pid, signal.SIGKILL)
+            self._launcher.wait()
+        if self._channel is not None:
+            self._channel.close()
+        self._control = self._layout = None
+
+
+def _rows(read: Read) -> Rows:
+    """Return what is read of a segment, in bytes."""
+    array, rows, base = read
+    item = np.dtype(array.dtype).itemsize
+    if rows is None or not array.shape:
+        return Rows(array.key, array.offset, 1, (0, int(np.prod(array.shape)) * item, 1), None)
+    row = int(np.prod(array.shape[1:])) * item
+    if isinstance(rows, range):
+        return Rows(array.key, array.offset, row, (rows.start - base, rows.stop - base, rows.step), None)
+    return Rows(array.key, array.offset, row, None, (rows.key, rows.offset, rows.shape[0], base))
+
+
+def _command(names: Sequence[str], address: str) -> list[str]:
+    """Return the command line that starts an agent on each host."""
+    mpirun = _mpirun()
+    package = str(Path(__file__).resolve().parents[2])
+    code = f"import sys; sys.path.insert(0, {package!r}); from synkhronos.hosts.agent import main; main({address!r})"
+    each = ",".join(f"{name}:1" for name in names)
+    how = ["-hosts", each] if _is_mpich(mpirun) else ["-H", each, "--bind-to", "none"]
+    return [mpirun, *how, "-n", str(len(names)), sys.executable, "-c", code]
+
+
+def _mpirun() -> str:
+    """Return the ``mpirun`` of this environment, or else the first on the path."""
+    beside = Path(sys.executable).with_name("mpirun")
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        raise RuntimeError(
+            "several hosts need MPI, and there is no mpirun: pip install synkhronos[hosts], or load the cluster's "
+            "own MPI and pip install mpi4py"
+        )
+    return found
+
+
+def _is_mpich(mpirun: str) -> bool:
+    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
+    return "HYDRA" in said.upper()
+
+
+def _check_versions(names: Sequence[str], versions: Sequence[dict[str, str]]) -> None:
+    for name, here in versions[0].items():
+        for host, there in zip(names, versions, strict=True):
+            if there.get(name) != here:
+                raise RuntimeError(
+                    f"hosts need the same versions: {name} is {here} on {names[0]} and {there.get(name, 'missing')} "
+                    f"on {host}"
+                )
+
+
+def _pass_on(stream: IO[str], said: deque[str]) -> None:
+    """Pass on to this process' standard error what comes from the hosts, and keep the end of it."""
+    for line in stream:
+        said.append(line)
+        if sys.stderr is not None:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.write(line)
