@@ -3,9 +3,9 @@
 `ChainCommunicator`
     Streams arrays along the row of hosts.
 
-A reduction goes up the row and comes down again.  On each host the ranks add theirs, in rank order, to what has come from
-the host before, each rank its share of the elements; the last host's result goes back.  So every element is reduced in the
-order of ranks, and results have the same bits as on one host.  Several chunks are under way at once::
+A reduction goes up the row and comes down again.  On each host the ranks add theirs, in rank order, to what has come
+from the host before, each rank its share of the elements; the last host's result goes back.  So every element is
+reduced in the order of ranks, and results have the same bits as on one host.  Several chunks are under way at once::
 
     host 0   r0 + r1  -->  host 1   (..) + r2 + r3  -->  host 2   (....) + r4 + r5
              result   <--           result          <--           = result
@@ -13,7 +13,6 @@ order of ranks, and results have the same bits as on one host.  Several chunks a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -64,9 +63,7 @@ class ChainCommunicator(HostCommunicator):
                 source = None if mine is None else _bytes(mine)
                 self._flow(source, None if target is None else _bytes(target), nbytes(layout), r, to)
 
-    def _flow(
-        self, source: np.ndarray | None, target: np.ndarray | None, size: int, root: int, to: range
-    ) -> None:
+    def _flow(self, source: np.ndarray | None, target: np.ndarray | None, size: int, root: int, to: range) -> None:
         """Stream so many bytes from the root, through all hosts on the way, to a run of ranks.
 
         Parameters
@@ -132,7 +129,9 @@ class ChainCommunicator(HostCommunicator):
             self._local.pass_on()
             rank.wait(self._local.when_all())
             inputs = [
-                source[at + low : at + high] if r == rank.number and source is not None else halves[r - here.start][low:high]
+                source[at + low : at + high]
+                if r == rank.number and source is not None
+                else halves[r - here.start][low:high]
                 for r in contributors
                 if r in here
             ]

@@ -1,10 +1,11 @@
 """How do ranks on other machines take part?
 
-On each machine, a *host*, its ranks share memory as they do on one.  One more process a host, the *agent*, is no rank: it
-alone speaks MPI, and writes into its host's control memory what the ranks of the other hosts have written into theirs.
-So ranks wait for words in their own memory wherever the others are, and the rooms above know of no hosts::
+On each machine, a *host*, ranks share memory.  One more process a host, the *agent*, is no rank: it alone speaks MPI,
+and writes into its host's control memory what the ranks of the other hosts have written into theirs.  So a rank waits
+for words in its own host's memory wherever the others are, and the rooms above know of no hosts::
 
-    host a:  master, workers  <->  control memory  <->  agent  <=== MPI ===>  agent  <->  control memory  <->  workers  :host b
+    host a                                                          host b
+    master, workers <-> control memory <-> agent  <== MPI ==>  agent <-> control memory <-> workers
 
 `Hosts`
     Starts the agents by ``mpirun``, and is what the master's session knows of the other hosts (`start`).

@@ -14,9 +14,9 @@ An agent looks at its host's control memory and at what has come by MPI, in turn
     a frame of a pipe is filled, or free          <->          frames, to and from the neighbours
     the master ends the ranks                     ->           END;  answered by GONE
 
-Every agent sends BEAT to the others a few times a second.  From whom nothing comes for `host_timeout` seconds is lost:
-the master's agent tells the master, the others end their workers and themselves.  A rank that computes for minutes is no
-loss, since beats come from agents.
+The master's agent and each other one send each other BEAT a few times a second.  From whom nothing comes for
+`host_timeout` seconds is lost: the master's agent tells the master, another ends its workers and itself.  A rank that
+computes for minutes is no loss, since beats come from agents.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
@@ -40,7 +40,7 @@ import numpy as np
 
 from synkhronos.hosts.contents import PAGE, Contents, pages_of, put_pages, take_pages
 from synkhronos.hosts.pipes import COUNT_BITS, DOWN_IN, DOWN_OUT, FRAMES, NEWS, UP_IN, UP_OUT, Layout
-from synkhronos.ranks.control import FOR_JOIN, FOR_STEP, FOR_COMMAND, MAILBOX, SLOT, SPIN, Control
+from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, FOR_STEP, SLOT, SPIN, Control
 from synkhronos.ranks.errors import cause_of_death
 from synkhronos.ranks.rank import HEAD
 from synkhronos.ranks.segments import Receiver, Segment, Unmapped, announce, create_unlinked
@@ -184,7 +184,6 @@ class Frames:
         return news
 
 
-
 class Agent:
     """One host's agent.
 
@@ -202,7 +201,9 @@ class Agent:
         Those that this agent has started: none on the master's host.
     """
 
-    def __init__(self, mpi: Any, config: dict[str, Any], control: Control, channel: socket.socket | None, workers: Workers):
+    def __init__(
+        self, mpi: Any, config: dict[str, Any], control: Control, channel: socket.socket | None, workers: Workers
+    ):
         world = mpi.COMM_WORLD
         self._config, self._control, self._channel, self._workers = config, control, channel, workers
         self._me, self._names = world.rank, config["names"]
@@ -221,7 +222,7 @@ class Agent:
         self._next_beat = self._next_look = 0.0
         self._is_told = self._is_ending = False
         self._gone: set[int] = set()
-        self._takes = {
+        self._takes: dict[int, Callable[..., None]] = {
             POST: self._take_post, ANNOUNCE: self._take_announce, PAGES: self._take_pages, DROP: self._take_drop,
             STEP: self._take_step, FAILED: self._take_failed, DONE: self._take_done, LOST: self._take_lost,
             BEAT: self._take_beat, END: self._take_end, GONE: self._take_gone,
@@ -328,7 +329,7 @@ class Agent:
             self._mail.send(host, STEP, step, shown)
 
     def _say_done(self) -> bool:
-        """Tell the master's host which ranks are done with the command: when all are, or, if it failed, as they come."""
+        """Tell the master's host which ranks are done with the command: all at once, or, if it failed, as they come."""
         control, here, posted = self._control, self._here, self._posted
         done = tuple(control.done[here.start : here.stop])
         if done == self._done or not (min(done) >= posted or control.words[Control.FAILED] == posted):

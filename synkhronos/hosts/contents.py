@@ -7,8 +7,8 @@
 `take_pages`, `put_pages`
     Copy pages out of memory, and into it.
 
-The user writes into shared memory by every way that NumPy has, so that nobody can be told of it.  What a command reads is
-compared with what was sent last, page by page, and what differs is sent again: no write is missed, and no byte is sent
+The user writes into shared memory in every way that NumPy has, and nobody is told.  So what a command reads is
+compared with what was sent last, page by page, and what differs is sent again: no write is missed, and nothing is sent
 twice while it stays the same.  The price is a second copy, on the master's host, of what other hosts were sent, and a
 comparison of what they read in each command.
 """
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
         Bytes of a row.
     rows : tuple of int, or None
         ``(start, stop, step)``; None for indexes.
-    index : tuple, or None
+    indexes : tuple, or None
         ``(key, at, count, base)``: so many int64 from a byte of another segment on, each less ``base``.
     """
 
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
     at: int
     row: int
     rows: tuple[int, int, int] | None
-    index: tuple[int, int, int, int] | None
+    indexes: tuple[int, int, int, int] | None
 
 
 class Contents:
@@ -138,8 +138,8 @@ def pages_of(reads: Iterable[Rows], memory: dict[int, np.ndarray]) -> dict[int, 
     """
     found: dict[int, list[np.ndarray]] = {}
     for read in reads:
-        if read.index is not None:
-            key, at, count, base = read.index
+        if read.indexes is not None:
+            key, at, count, base = read.indexes
             found.setdefault(key, []).append(_run(at, at + 8 * count))
             index = memory[key][at : at + 8 * count].view(np.int64) - base
             found.setdefault(read.key, []).append(_of_rows(read, index))

@@ -5,9 +5,9 @@
 `Pipe`
     One end of a stream of frames: ranks of a host fill frames that its agent sends, or take those that it received.
 
-Hosts stand in a row, and each has pipes to its neighbours only: up to the next, down to the one before.  All ranks of a
-host go through the frames of a pipe together, whether they have a part in them or not.  A rank counts the frames that it
-is done with, the agent those that it has moved.  Counts begin anew with each command, whose number is in their upper
+Hosts stand in a row, and each has pipes to its neighbours only: up to the next, down to the one before.  All ranks of
+a host go through the frames of a pipe together, whether they have a part in them or not.  A rank counts the frames that
+it is done with, the agent those that it has moved.  Counts begin anew with each command, whose number is in their upper
 bits: so what a failed command has left is older than anything that is waited for.
 """
 

@@ -185,7 +185,9 @@ class Hosts:
             self._launcher.wait(1.0)
         time.sleep(0.05)
         said = " ".join(self._said)
-        at = next((i for i, name in enumerate(self.names) if re.search(rf"\b(at|on|node) {re.escape(name)}\b", said)), 0)
+        at = next(
+            (i for i, name in enumerate(self.names) if re.search(rf"\b(at|on|node) {re.escape(name)}\b", said)), 0
+        )
         return f"the agent of host {self.names[at]} has ended: {self._reason()}", self._bounds[at]
 
     def _is_cut(self) -> bool:

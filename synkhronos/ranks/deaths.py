@@ -75,7 +75,11 @@ class DeathWatch:
 
     def start(self, workers: Mapping[int, socket.socket], agent: socket.socket | None = None) -> None:
         """Watch processes, each with this end of its socket pair, and this host's agent, if there is one."""
-        if not (workers or agent) or sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        if (
+            not (workers or agent)
+            or sys.platform != "linux"
+            or threading.current_thread() is not threading.main_thread()
+        ):
             return
         before = handler_of(signal.SIGURG)
         if isinstance(getattr(before, "__self__", None), DeathWatch):

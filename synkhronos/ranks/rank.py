@@ -335,9 +335,7 @@ class Rank:
                 self.watch()
                 look()
 
-        self.control.wait(
-            self.number, lambda: come() or words[failed] == command, FOR_STEP, watch, POLL
-        )
+        self.control.wait(self.number, lambda: come() or words[failed] == command, FOR_STEP, watch, POLL)
         if words[failed] == command:
             raise Cancelled
 

@@ -55,7 +55,7 @@ class Hosts(Protocol):
     extra: int
 
     def begin(self, control: Control, file: io.FileIO, root: int, profile: bool) -> socket.socket:
-        """Start the workers of the others; return the channel over which segments are announced to this machine's agent."""
+        """Start the workers of the others; return the channel to this machine's agent, for segments."""
 
     def plan(self, command: Command) -> bytes:
         """Say what the others have to be sent for a command, besides the command."""
@@ -102,7 +102,7 @@ class Session:
         self, size: int, root: int, timeout: float | None = None, fresh: bool = False, hosts: Hosts | None = None
     ):
         self.size = size
-        self._hosts = hosts
+        self.hosts = hosts
         self.timeout = timeout
         self._began = 0.0
         self._pickled: dict[Any, bytes] = {}
@@ -119,9 +119,7 @@ class Session:
         is_open = size > 1 and (fresh or hosts is not None)
         self._file = create_unlinked(Control.nbytes(size, len(here), extra)) if is_open else None
         spin = SPIN if len(here) <= available_cores() else 0.0
-        self._control = Control(
-            size, spin, -1 if self._file is None else self._file.fileno(), here=here, extra=extra
-        )
+        self._control = Control(size, spin, -1 if self._file is None else self._file.fileno(), here=here, extra=extra)
         self.rank = Rank(root, size, root, self._control, self._watch, ThreadShare(len(here), environment=False))
         self.workers = Workers(root, self._control, self._file if fresh else None)
         self.memory = Memory(self.rank, self.workers.channels, self.run)
@@ -133,9 +131,9 @@ class Session:
             self.workers.start(profile)
             watched = {pid: self.workers.channels[number] for number, pid in self.workers.pids.items()}
             agent = None
-            if self._hosts is not None:
+            if self.hosts is not None:
                 assert self._file is not None
-                agent = self._hosts.begin(self._control, self._file, self.rank.root, profile)
+                agent = self.hosts.begin(self._control, self._file, self.rank.root, profile)
                 self.workers.channels[_AGENT] = agent
             self._file = None
             self._deaths.start(watched, agent)
@@ -294,8 +292,8 @@ class Session:
         self.memory.announce()
         control.mailbox[: len(message)] = message
         words[Control.LENGTH] = len(message)
-        if self._hosts is not None:
-            plan = self._hosts.plan(command)
+        if self.hosts is not None:
+            plan = self.hosts.plan(command)
             control.mailbox[len(message) : len(message) + len(plan)] = plan
             words[Control.PLAN] = len(plan)
         words[Control.ANNOUNCED] = self.memory.last_key
@@ -343,7 +341,9 @@ class Session:
         return [
             pickle.loads(control.slot(r, 2)[: control.report_length[r]])
             for r in range(self.size)
-            if r != self.rank.root and control.done[r] == self._command == control.words[Control.POSTED] and control.report_length[r]
+            if r != self.rank.root
+            and control.done[r] == self._command == control.words[Control.POSTED]
+            and control.report_length[r]
         ]
 
     # -- lives -----------------------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ class Session:
         return self.rank.unfinished()
 
     def _has_lost(self) -> bool:
-        return self._hosts is not None and self._hosts.lost() is not None
+        return self.hosts is not None and self.hosts.lost() is not None
 
     def _look_for_deaths(self) -> None:
         deaths = self._deaths
@@ -386,7 +386,7 @@ class Session:
         if dead is not None:
             number, pid, code = dead
             self._fail(f"rank {number} (process {pid}) {cause_of_death(code)}; the other workers were ended.", number)
-        lost = None if self._hosts is None else self._hosts.lost()
+        lost = None if self.hosts is None else self.hosts.lost()
         if lost is not None:
             self._fail(f"{lost[0]}; the workers were ended.", lost[1])
         deaths.at_work = at_work
@@ -458,13 +458,14 @@ class Session:
                     _log.debug("a worker did not take the command to end: %s", error)
             self.closed = "the ranks were closed: call synkhronos.fork() first"
             self.rank.end()
+
             # The first worker's end is told by SIGURG, and is no reason to hurry the others.
             def is_hurried() -> bool:
                 return signals.is_holding(besides=signal.SIGURG)
 
             self.workers.end(0.0 if kill else GRACE, is_hurried)
-            if self._hosts is not None:
-                self._hosts.end(kill, GRACE, is_hurried)
+            if self.hosts is not None:
+                self.hosts.end(kill, GRACE, is_hurried)
             self._free()
 
     def tell_at_close(self, owner: Any) -> None:

@@ -123,7 +123,14 @@ def start_anew(
 
     It inherits the environment, the arguments' files and `sys.path`, and imports what it needs.
     """
-    layout = control.size, control.spin, memory.fileno(), True, [control.here.start, control.here.stop], len(control.extra)
+    layout = (
+        control.size,
+        control.spin,
+        memory.fileno(),
+        True,
+        [control.here.start, control.here.stop],
+        len(control.extra),
+    )
     settings = (number, root, layout, channel.fileno(), profile, os.getpid(), in_main_thread)
     path = json.dumps([os.path.abspath(folder) for folder in sys.path])
     code = "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "

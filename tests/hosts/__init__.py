@@ -1,0 +1,68 @@
+"""Programs on several hosts that one machine simulates, or, where it may not, pretends to be.
+
+`run`
+    Runs a program on simulated hosts, as ``mpirun`` would see them on a network.
+`RUNS`
+    The same for tests: how the hosts are made here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SIMULATED, RSH = HERE / "simulated.py", HERE / "rsh.sh"
+PROGRAMS = HERE / "programs.py"
+#: One thread a rank, whatever the host's share of the cores: so bits don't depend on which host a rank is on.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+
+
+@cache
+def are_simulated() -> bool:
+    """Whether this machine lets us make hosts with a network and memory of their own.
+
+    Where it does not, ``mpirun`` takes the one machine for several: all is tried then but that hosts share nothing.
+    """
+    done = subprocess.run([sys.executable, SIMULATED, "--hosts", "a", "--", "true"], capture_output=True, timeout=60)
+    return done.returncode == 0
+
+
+def words(hosts: list[str], *command: object) -> tuple[list[str], dict[str, str]]:
+    """Return a command line, and its environment, that runs a command on the first of some hosts."""
+    python = [sys.executable, *map(str, command)]
+    path = os.pathsep.join([str(HERE.parent.parent), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, **ONE_THREAD, "PYTHONPATH": path, "HOSTS": ",".join(hosts)}
+    names = ",".join(host.partition(":")[0] for host in hosts)
+    if are_simulated():
+        environment |= {"HYDRA_LAUNCHER": "rsh", "HYDRA_LAUNCHER_EXEC": str(RSH), "PRTE_MCA_plm_ssh_agent": str(RSH)}
+        return [sys.executable, str(SIMULATED), "--hosts", names, "--", *python], environment
+    return python, environment | {"HYDRA_LAUNCHER": "fork"}
+
+
+def run(hosts: list[str], *program: object, timeout: float = 100, **variables: str) -> str:
+    """Run one of `PROGRAMS` on the first of some hosts, and return what it prints."""
+    command, environment = words(hosts, PROGRAMS, *program)
+    done = subprocess.run(
+        command,
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=HERE.parent.parent,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def has_mpi() -> bool:
+    """Whether there is an ``mpirun`` and mpi4py."""
+    try:
+        import mpi4py  # noqa: F401
+    except ImportError:
+        return False
+    return Path(sys.executable).with_name("mpirun").exists() or shutil.which("mpirun") is not None

@@ -1,0 +1,141 @@
+"""Programs that run on the first of several hosts: ``programs.py NAME`` runs one, on the hosts that HOSTS names."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from typing import Any
+
+import numpy as np
+from library import shared, tensor
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.extensions import updates
+from synkhronos.extensions.train import make_train_function
+
+HOSTS = os.environ["HOSTS"].split(",")
+
+
+def fork() -> int:
+    """Start the ranks: on several hosts, or, where one is named, on this machine alone."""
+    if len(HOSTS) == 1:
+        return synk.fork(int(HOSTS[0].partition(":")[2]), use_gpu=False)
+    return synk.fork(hosts=HOSTS, use_gpu=False)
+
+
+def digest(*arrays: Any) -> str:
+    """Return a digest of arrays."""
+    return hashlib.blake2b(b"".join(np.asarray(a).tobytes() for a in arrays), digest_size=8).hexdigest()
+
+
+def train() -> None:
+    """Train a small network for 30 steps, on rows by index, and write into its data meanwhile."""
+    n = fork()
+    rng = np.random.default_rng(0)
+    x, y = tensor.fmatrix("x"), tensor.fvector("y")
+    sizes = [20, 100, 300]
+    weights = [
+        shared((rng.normal(size=size) / 8).astype("float32"), f"w{i}")
+        for i, size in enumerate([(20, 100), (100, 300), (300,)])
+    ]
+    out = x
+    for w in weights[:2]:
+        out = tensor.tanh(tensor.dot(out, w))
+    assert sizes[-1] == 300
+    loss = tensor.log1p(tensor.exp((1 - 2 * y) * tensor.dot(out, weights[2]))).mean()
+    step = make_train_function(loss, weights, x, y, updates.adam, learning_rate=np.float32(0.01))
+    points = rng.normal(size=(1001, 20)).astype("float32")
+    labels = (np.sin(points @ rng.normal(size=20)) > 0).astype("float32")
+    x_data, y_data = synk.data(points), synk.data(labels)
+    order, losses = rng.permutation(len(points)), []
+    for k in range(30):
+        losses.append(step(x_data, y_data, batch=order[(k * 130) % 900 :][:101]))
+        np.asarray(x_data)[order[k]] *= 1.5  # nobody is told
+    copies = [np.asarray(synk.get_value(r, weights[1])) for r in range(n)]
+    assert all(np.array_equal(copy, copies[0]) for copy in copies)
+    print(digest(*(w.get_value() for w in weights), *losses))
+    synk.close()
+
+
+def show(s: Any, values: list[np.ndarray]) -> None:
+    """Give each rank its value."""
+    for r, value in enumerate(values):
+        synk.set_value(r, s, value)
+
+
+def collectives() -> None:
+    """Combine arrays of all ranks in all ways, and print digests of the results."""
+    n = fork()
+    rng = np.random.default_rng(1)
+    for dtype in ("float64", "float32", "float16", "int64"):
+        for size in (1, 1000, 700_001):
+            values = [
+                rng.normal(size=size).astype(dtype) if dtype != "int64" else rng.integers(-9, 9, size) for _ in range(n)
+            ]
+            s = shared(values[0].copy(), "s")
+            synk.function([], [], updates=[(s, s)])
+            synk.distribute()
+            for op in ("sum", "avg", "max") if dtype != "int64" else ("sum", "min"):
+                show(s, values)
+                synk.all_reduce(s, op)
+                results = synk.gather(s, nd_up=1)
+                assert all(np.array_equal(result, results[0]) for result in results)
+                print(dtype, size, op, digest(results[0]))
+            show(s, values)
+            got = synk.gather(s, nd_up=1)
+            assert all(np.array_equal(got[r], values[r]) for r in range(n))
+            synk.reduce(s, "prod")
+            print("reduce", digest(s.get_value()))
+            show(s, values)
+            synk.broadcast(s)
+            results = synk.gather(s, nd_up=1)
+            assert all(np.array_equal(result, values[0]) for result in results)
+    parts = synk.data(np.arange(30.0).reshape(10, 3))
+    t = shared(np.zeros((1, 3)), "t")
+    synk.function([], t.sum())
+    synk.distribute()
+    synk.scatter(t, parts)
+    assert np.array_equal(synk.gather(t, nd_up=0), np.asarray(parts)), synk.gather(t)
+    print(synk.get_lengths(t))
+    synk.close()
+
+
+def functions() -> None:
+    """Call functions of all kinds, whose results are compared with NumPy's."""
+    fork()
+    x, i = tensor.dmatrix("x"), tensor.lvector("i")
+    f = synk.function([x], [(x.sum(axis=0), "sum"), (x * 2, "gather"), (x.mean(), "avg")])
+    g = synk.function([x, i], (x[:, 0] + i, "gather"))
+    rng = np.random.default_rng(2)
+    data, index = synk.data(rng.normal(size=(5000, 7))), synk.data(np.arange(5000))
+    for batch in (None, 100, slice(10, 4000, 3), slice(4000, 10, -7), rng.permutation(5000)[:777], [3, 3, 1]):
+        values = np.asarray(data)
+        chosen = values[: batch or None] if batch is None or isinstance(batch, int) else values[batch]
+        total, double, _ = f(data, batch=batch)
+        np.testing.assert_allclose(total, chosen.sum(axis=0))
+        np.testing.assert_array_equal(double, 2 * chosen)
+        np.testing.assert_array_equal(
+            g(data, index, batch=batch),
+            (values[:, 0] + np.arange(5000))[: batch or None]
+            if batch is None or isinstance(batch, int)
+            else (values[:, 0] + np.arange(5000))[batch],
+        )
+        data[rng.integers(5000)] = rng.normal(size=7)
+    data.set_length(6000)
+    assert f(data)[1].shape == (6000, 7)
+    sent = ranks.session().hosts.sent if len(HOSTS) > 1 else 0
+    f(data)
+    if len(HOSTS) > 1:
+        assert ranks.session().hosts.sent == sent  # nothing has changed
+    data.free_memory()
+    try:
+        f(np.ones((4, 7)), batch=[9])
+    except IndexError:
+        print("right")
+    synk.close()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,3 @@
+#!/bin/sh
+# For mpirun in the place of ssh: rsh.sh [-options] HOST command...
+exec python3 "$(dirname "$0")/simulated.py" rsh "$@"

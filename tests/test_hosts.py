@@ -1,0 +1,108 @@
+"""Ranks on several hosts: the same results as on one."""
+
+import numpy as np
+import pytest
+from hosts import are_simulated, has_mpi, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from synkhronos.hosts.contents import PAGE, Contents, Rows, pages_of, put_pages, take_pages
+from synkhronos.hosts.names import hosts_of
+
+needs_mpi = pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]")
+SHAPES = [["a:2", "b:2"], ["a:3", "b:1"], ["a:1", "b:1", "c:1", "d:1"]]
+
+
+@needs_mpi
+@pytest.mark.parametrize("program", ["train", "collectives"])
+def test_the_same_bits_as_on_one_host(program):
+    print("hosts are simulated" if are_simulated() else "no namespaces here: one machine pretends to be several")
+    of_one = run(["a:4"], program)
+    assert of_one
+    for hosts in SHAPES if program == "train" else SHAPES[:1]:
+        assert run(hosts, program) == of_one, hosts
+
+
+@needs_mpi
+def test_functions_on_two_hosts():
+    assert run(["a:2", "b:2"], "functions") == "right\n"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "error", "words"),
+    [
+        ([], ValueError, "at least one"),
+        ("a", TypeError, "list of names"),
+        (["a", 3], TypeError, "expected names"),
+        (["a", "a"], ValueError, "a is named twice; write a:2"),
+        (["a b"], ValueError, "name of a host"),
+        (["-x"], ValueError, "name of a host"),
+        (["a:0"], ValueError, "number of ranks"),
+        ("all", ValueError, "in none"),
+    ],
+)
+def test_wrong_hosts(hosts, error, words, monkeypatch):
+    for name in ("SLURM_JOB_NODELIST", "PBS_NODEFILE", "LSB_HOSTS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(error, match=words):
+        hosts_of(hosts)
+
+
+def test_hosts_of_the_environment_and_of_allocations(monkeypatch, tmp_path):
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    monkeypatch.delenv("SYNKHRONOS_HOSTS", raising=False)
+    assert hosts_of(None) == []
+    monkeypatch.setenv("SYNKHRONOS_HOSTS", "a, b:3")
+    assert hosts_of(None) == [("a", None), ("b", 3)]
+    nodes = tmp_path / "nodes"
+    nodes.write_text("n1\nn1\nn2\n")
+    monkeypatch.setenv("PBS_NODEFILE", str(nodes))
+    assert hosts_of("all") == [("n1", None), ("n2", None)]
+    monkeypatch.delenv("PBS_NODEFILE")
+    monkeypatch.setenv("LSB_HOSTS", "m1 m1 m2")
+    monkeypatch.setenv("SYNKHRONOS_HOSTS", "all")
+    assert hosts_of(None) == [("m1", None), ("m2", None)]
+
+
+ROWS = st.one_of(
+    st.tuples(st.integers(0, 60), st.integers(0, 60), st.sampled_from([1, 2, 7])),
+    st.tuples(st.integers(0, 59), st.integers(-1, 59), st.sampled_from([-1, -3])),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_other_hosts_have_what_they_read(data):
+    """Whatever is written, and whatever is read: a host that gets the pages it lacks has the rows as they are."""
+    row = data.draw(st.sampled_from([1, 8, 100, 5000, 12288]))
+    memory = {1: np.zeros(60 * row, np.uint8), 2: np.zeros(60 * 8, np.uint8)}
+    hosts = [{key: np.zeros_like(value) for key, value in memory.items()} for _ in range(2)]
+    contents = Contents(2)
+    for key, value in memory.items():
+        contents.add(key, value)
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    for _ in range(data.draw(st.integers(1, 5))):
+        at, count = data.draw(st.integers(0, 60 * row - 1)), data.draw(st.integers(0, 9000))
+        memory[1][at : at + count] = rng.integers(0, 256, len(memory[1][at : at + count]))
+        indexes = rng.integers(0, 60, data.draw(st.integers(0, 20)))
+        memory[2].view(np.int64)[: len(indexes)] = indexes
+        needed, expected = [], []
+        for _ in hosts:
+            rows = data.draw(st.one_of(st.none(), ROWS))
+            read = Rows(1, 0, row, rows, None if rows is not None else (2, 0, len(indexes), 0))
+            needed.append(pages_of([read], memory))
+            expected.append(list(range(*rows)) if rows is not None else indexes.tolist())
+        for host, pages, rows in zip(hosts, contents.lacking(needed), expected, strict=True):
+            for key, some in pages.items():
+                put_pages(host[key], some, take_pages(memory[key], some))
+            for r in rows:
+                assert np.array_equal(host[1][r * row : (r + 1) * row], memory[1][r * row : (r + 1) * row])
+        assert contents.lacking(needed) == [{}, {}]  # nothing goes twice
+
+
+def test_pages_of_memory_that_ends_within_one():
+    memory = np.arange(2 * PAGE + 5, dtype=np.uint64).astype(np.uint8)
+    copy = np.zeros_like(memory)
+    for pages in ([0, 2], [1]):
+        put_pages(copy, np.array(pages), take_pages(memory, np.array(pages)))
+    assert np.array_equal(copy, memory)
