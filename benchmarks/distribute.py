@@ -38,14 +38,14 @@ def main() -> None:
         x = tensor.fscalar("x")
         functions = [synk.function([], (s.sum() * x * k, "sum"), bcast_inputs=[x]) for k in range(options.functions)]
         crossed: list[int] = []
-        session = importlib.import_module("synkhronos.ranks.session")
-        announce = session.announce
+        memory = importlib.import_module("synkhronos.ranks.memory")
+        announce = memory.announce
 
         def counted(channel: object, key: int, segment_bytes: int, fd: int) -> None:
             crossed.append(segment_bytes)
             announce(channel, key, segment_bytes, fd)
 
-        with mock.patch.object(session, "announce", counted):
+        with mock.patch.object(memory, "announce", counted):
             first = seconds(synk.distribute)
             again = seconds(synk.distribute)
         workers = options.ranks - 1
