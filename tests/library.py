@@ -24,7 +24,7 @@ from hypothesis import settings
 
 import synkhronos as synk
 from synkhronos.devices import JAX, PYGPU
-from synkhronos.function.results import Result
+from synkhronos.engines.lazy import Result
 
 try:
     import pytensor as package

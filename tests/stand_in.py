@@ -21,7 +21,7 @@ from synkhronos.devices import HOST, JAX
 from synkhronos.devices.cuda import nccl
 from synkhronos.devices.jax import Jax
 from synkhronos.devices.jax.foreign import ComputeStream
-from synkhronos.graphs.xla import Executable
+from synkhronos.engines.xla import Executable
 
 _DTYPES = {number: np.dtype(getattr(ml_dtypes, name, name)) for name, number in nccl.NUMBERS.items()}
 _OPS = {number: name for name, number in nccl.OPS.items()}

@@ -19,8 +19,8 @@ from synkhronos.devices import HOST, JAX, PYGPU, cuda
 from synkhronos.devices.cuda.nccl import NcclCommunicator
 from synkhronos.devices.cuda.staging import Staging, _Pinned
 from synkhronos.devices.jax.foreign import Span
+from synkhronos.engines.xla import _Combine
 from synkhronos.ranks import Cancelled
-from synkhronos.training.step import _Combine
 
 # -- which GPU, and what to install ----------------------------------------------------------------------------
 
@@ -416,7 +416,7 @@ def test_training_steps_of_several_ranks_are_launches_in_which_the_ranks_gradien
         import synkhronos as synk
         from synkhronos.extensions import updates
         from synkhronos.extensions.train import make_train_function, make_train_function_serial
-        from synkhronos.graphs import xla
+        from synkhronos.engines import xla
         pytensor.config.mode = "JAX"
         pytensor.config.floatX = "float32"
         xla._PIECE = 1000

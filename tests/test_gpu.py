@@ -22,11 +22,11 @@ from library import tensor as T
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.devices.cuda.nccl import NcclCommunicator
+from synkhronos.engines import xla
+from synkhronos.engines.lazy import Result
+from synkhronos.engines.xla import Executable
 from synkhronos.extensions import updates
 from synkhronos.extensions.train import make_train_function, make_train_function_serial
-from synkhronos.function.results import Result
-from synkhronos.graphs import xla
-from synkhronos.graphs.xla import Executable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE != "gpu", reason="needs GPUs")]
 

@@ -17,7 +17,7 @@ FLOORS = [
     {"hosts"},
     {"devices"},
     {"graphs", "processes"},
-    {"compat", "data"},
+    {"compat", "data", "engines"},
     {"collectives", "function"},
     {"tasks"},
     {"rules"},

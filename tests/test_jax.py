@@ -32,12 +32,13 @@ from synkhronos import ranks
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.foreign import combining
 from synkhronos.devices.jax.log import LAUNCHES, Log
+from synkhronos.engines.base import Exchange
+from synkhronos.engines.lazy import _MOST_CALLS, Result, Results, _unread
+from synkhronos.engines.xla import Combination, Executable, Xla
 from synkhronos.extensions.train import make_train_function, make_train_function_serial
 from synkhronos.extensions.updates import adam, sgd
 from synkhronos.function.program import PLAIN
-from synkhronos.function.results import _MOST_CALLS, Result, Results, _unread
 from synkhronos.graphs import library_of
-from synkhronos.graphs.xla import Combination, Exchange, Executable
 from synkhronos.ranks.interrupts import undisturbed
 
 pytestmark = pytest.mark.skipif(not XLA, reason="these are about JAX arrays")
@@ -365,10 +366,10 @@ def pair(fork):
 def chained(pair):
     """Make one launch of a function, a combination and another function; return it, and its variables."""
     runs, (g, w, n) = pair
-    launch = runs[0].followed_by(runs[1], Combination(g.container.storage))
-    assert launch is runs[0].followed_by(runs[1], Combination(g.container.storage))
+    launch = runs[0].chain(Combination(g.container.storage), runs[1])
+    assert launch is runs[0].chain(Combination(g.container.storage), runs[1])
     # What isn't computed by the first can't be combined after it.
-    assert runs[0].followed_by(runs[1], Combination(n.container.storage)) is None
+    assert runs[0].chain(Combination(n.container.storage), runs[1]) is None
     return launch, (g, w, n)
 
 
@@ -423,7 +424,7 @@ def test_in_one_launch_a_function_a_combination_and_another(chained):
 @pytest.mark.parametrize("counts", [1, 0])
 def test_one_launch_goes_on_with_the_next_rows(pair, counts):
     runs, shareds = pair
-    launch = runs[0].followed_by(runs[1], Combination(shareds[0].container.storage), 4)
+    launch = runs[0].chain(Combination(shareds[0].container.storage), runs[1], times=4)
     rows, calls = np.arange(12.0), []
     for _ in range(2):
         g, w, n = (np.asarray(s.get_value()) for s in shareds)
@@ -442,7 +443,7 @@ def test_one_launch_goes_on_with_the_next_rows(pair, counts):
 @on_host
 def test_behind_an_error_nothing_is_combined_nor_counts(pair):
     runs, shareds = pair
-    launch = runs[0].followed_by(runs[1], Combination(shareds[0].container.storage), 4)
+    launch = runs[0].chain(Combination(shareds[0].container.storage), runs[1], times=4)
     calls = []
 
     class Fails(Doubling):
@@ -464,7 +465,7 @@ def test_behind_an_error_nothing_is_combined_nor_counts(pair):
 @on_host
 def test_a_launch_that_repeats_combines_each_time(pair):
     runs, shareds = pair
-    launch = runs[0].followed_by(runs[1], Combination(shareds[0].container.storage), 2)
+    launch = runs[0].chain(Combination(shareds[0].container.storage), runs[1], times=2)
     with pytest.raises(RuntimeError, match="2 times in one launch, not 1"):
         with undisturbed(), combining(Doubling()):
             launch(JAX.from_host(np.arange(6.0)))
@@ -478,7 +479,7 @@ def test_what_is_the_same_each_time_is_combined_each_time(fork):
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
     runs = [f._program.compile(PLAIN).run for f in (first, second)]
-    launch, calls = runs[0].followed_by(runs[1], Combination(g.container.storage), 4), []
+    launch, calls = runs[0].chain(Combination(g.container.storage), runs[1], times=4), []
     with undisturbed(), combining(Doubling(calls), 4):
         totals = launch()
         JAX.wait([library_of(w).get(w)])
@@ -498,7 +499,7 @@ SIZES = (5, 300, 700, 1)
 def test_a_vector_that_travels_in_pieces_or_in_another_dtype_is_combined_all_the_same(
     fork, monkeypatch, piece, dtype, times
 ):
-    monkeypatch.setattr("synkhronos.graphs.xla._PIECE", piece)
+    monkeypatch.setattr("synkhronos.engines.xla._PIECE", piece)
     fork(1)
     rng = np.random.default_rng(0)
     x = T.fmatrix("x")
@@ -509,7 +510,7 @@ def test_a_vector_that_travels_in_pieces_or_in_another_dtype_is_combined_all_the
     second = synk.function([], updates=[(w, w - g[:-1] / g[-1])])
     synk.distribute()
     runs = [f._program.compile(PLAIN).run for f in (first, second)]
-    launch = runs[0].followed_by(runs[1], Combination(g.container.storage, Exchange(dtype, SIZES), 2), times)
+    launch = runs[0].chain(Combination(g.container.storage, Exchange(dtype, SIZES), 2), runs[1], times=times)
     rows = rng.uniform(1, 2, (times, sum(SIZES))).astype("float32")
     rows[:, -1] = 67  # not to be told from 66 by eight bits of mantissa after a division by 3
     standing_in = Doubling()
@@ -530,14 +531,14 @@ def test_a_vector_that_travels_in_pieces_or_in_another_dtype_is_combined_all_the
 
 @on_host
 def test_an_error_behind_what_was_begun_waits_for_it_and_counts_for_nothing(fork, monkeypatch):
-    monkeypatch.setattr("synkhronos.graphs.xla._PIECE", 100)
+    monkeypatch.setattr("synkhronos.engines.xla._PIECE", 100)
     fork(1)
     g, w = shared(np.zeros(60, "float32"), "g"), shared(np.ones(60, "float32"), "w")
     first = synk.function([], (w.sum(), "sum"), updates=[(g, T.join(0, w[:30] * 2, w[30:] * 3))])
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
     runs = [f._program.compile(PLAIN).run for f in (first, second)]
-    launch = runs[0].followed_by(runs[1], Combination(g.container.storage, Exchange(None, (30, 30))))
+    launch = runs[0].chain(Combination(g.container.storage, Exchange(None, (30, 30))), runs[1])
 
     class Fails(Doubling):
         def start(self, spans, stream):
@@ -559,11 +560,11 @@ def test_launches_that_were_used_last_are_kept(fork):
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
     runs = [each._program.compile(PLAIN).run for each in (f, g)]
-    made = {times: runs[0].followed_by(runs[1], None, times) for times in range(1, 17)}
-    assert made[1] is runs[0].followed_by(runs[1], None, 1)
-    runs[0].followed_by(runs[1], None, 17)
-    assert made[1] is runs[0].followed_by(runs[1], None, 1)
-    assert made[2] is not runs[0].followed_by(runs[1], None, 2)
+    made = {times: runs[0].chain(runs[1], times=times) for times in range(1, 17)}
+    assert made[1] is runs[0].chain(runs[1], times=1)
+    runs[0].chain(runs[1], times=17)
+    assert made[1] is runs[0].chain(runs[1], times=1)
+    assert made[2] is not runs[0].chain(runs[1], times=2)
 
 
 LENGTHS_AND_CONSTANTS = {
@@ -595,7 +596,7 @@ def test_updates_by_lengths_and_constants_are_compiled_once(fork, at_once, which
         assert np.asarray(shared_.get_value()).dtype == np.asarray(expected.get_value()).dtype
     runs = [f._program.compile(PLAIN).run for f in (train.gradient, train.update)]
     for times in (1, 3):
-        assert runs[0].followed_by(runs[1], None, times)._run._cache_size() == 1
+        assert runs[0].chain(runs[1], times=times)._run._cache_size() == 1
 
 
 def test_only_numbers_are_returned_again_and_again(fork):
@@ -603,8 +604,7 @@ def test_only_numbers_are_returned_again_and_again(fork):
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x * 2, "gather")), synk.function([], updates=[(w, w + 1)])
     runs = [each._program.compile(PLAIN).run for each in (f, g)]
-    with pytest.raises(ValueError, match="numbers alone"):
-        runs[0].followed_by(runs[1], None, 2)
+    assert runs[0].chain(runs[1], times=2) is None
 
 
 def test_a_log_is_long_enough_for_a_launch(fork):
@@ -612,7 +612,7 @@ def test_a_log_is_long_enough_for_a_launch(fork):
     x, w = T.dvector("x"), shared(np.zeros(()), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
     runs = [each._program.compile(PLAIN).run for each in (f, g)]
-    launch = runs[0].followed_by(runs[1], None, 100)
+    launch = runs[0].chain(runs[1], times=100)
     rows = JAX.from_host(np.arange(200.0))
     expected = np.arange(200.0).reshape(100, 2).sum(axis=1)
     launches = [launch(rows) for _ in range(5)]
@@ -667,7 +667,7 @@ def test_what_was_launched_is_freed_with_its_function(fork):
     f, g = synk.function([x], (x.sum(), "sum"), updates=[(w, w + x)]), synk.function([], updates=[(w, 2 * w)])
     f(np.ones(3)), g()
     runs = [each._program.compile(PLAIN).run for each in (f, g)]
-    runs.append(runs[0].followed_by(runs[1], None))
+    runs.append(runs[0].chain(runs[1]))
     runs[-1](JAX.from_host(np.ones(3)))
     references = [weakref.ref(run) for run in runs]
     gc.collect()
@@ -697,7 +697,7 @@ def test_a_training_step_of_one_rank_is_one_launch(fork, monkeypatch):
 @pytest.fixture
 def at_once(monkeypatch):
     """Have many steps be one launch on CPU cores too, where they are none for the sake of convolutions' speed."""
-    monkeypatch.setattr(synk.Function, "most_at_once", lambda self, combined: LAUNCHES)
+    monkeypatch.setattr(Xla, "most_at_once", lambda self, combined=None: LAUNCHES)
 
 
 def test_steps_that_one_launch_cant_take_are_taken_one_by_one(fork, at_once):

@@ -19,7 +19,7 @@ def test_averages_are_nccl_s_and_steps_between_them_are_one_launch():
         import synkhronos as synk
         from synkhronos import rules
         from synkhronos.extensions.updates import momentum
-        from synkhronos.graphs.xla import Executable
+        from synkhronos.engines.xla import Executable
         from synkhronos.training import interval, make_trainer
         pytensor.config.mode, pytensor.config.floatX = "JAX", "float32"
         launches = []

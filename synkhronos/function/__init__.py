@@ -6,14 +6,12 @@
     Checks the arguments of `function` and makes a program of them.
 `inputs`
     Checks a call's inputs and puts them where all ranks find them.
-`float_errors`
-    Has the workers treat floating-point errors as the master does.
 `program`
     What a function computes, on any rank, and the variants in which it is compiled.
 `call`
     The command that runs a program on all ranks.
-`reduce`
-    How results of slices and ranks become one.
+`combine`, `reduce`
+    How results of ranks and slices become one.
 """
 
 from synkhronos.function.function import Function, distribute, function

@@ -11,18 +11,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from synkhronos.data.rows import pieces, select, share
-from synkhronos.devices import HOST, Selection
-from synkhronos.function.combine import Outputs, combined
+from synkhronos.devices import Selection
+from synkhronos.function.combine import Outputs
 from synkhronos.function.notice import notice
 from synkhronos.function.program import Compiled, Program, Variant
 from synkhronos.function.reduce import Accumulator
-from synkhronos.function.results import keep, nbytes
 from synkhronos.graphs.family import AT_FIRST_CALL, IN_TURN
 from synkhronos.graphs.mirror import stored
 from synkhronos.ranks import Cancelled, Rank, Read, SharedArray
@@ -114,7 +113,7 @@ class Call(NamedTuple):
         return "The function's updates were applied" if self.updates else None
 
     def run(self, rank: Rank) -> Any:
-        """Compute this rank's part; the master returns the outputs' reductions, in a list."""
+        """Compute this rank's part; the master returns what the engine makes of all ranks' outputs."""
         return self.complete(rank, self.part(rank))
 
     def part(self, rank: Rank) -> Part:
@@ -122,34 +121,18 @@ class Call(NamedTuple):
         program: Program = stored(rank, self.program)
         return Part(self, program, self._compiled(program, rank), rank)
 
-    def complete(self, rank: Rank, part: Part, launch: Callable[..., Any] | None = None, times: int = 1) -> Any:
-        """Compute this rank's part; the master returns the outputs' reductions, in a list.
-
-        Parameters
-        ----------
-        rank : Rank
-        part : Part
-            What `part` has returned.
-        launch : callable, optional
-            What to run on the inputs in place of the compiled function, which it includes.
-        times : int
-            How many times it computes, each time on the next of as many equal parts of the rows; and how many times
-            each output is returned.
-        """
-        compiled, program = part.compiled, part.program
+    def complete(self, rank: Rank, part: Part) -> Any:
+        """Compute this rank's part; the master returns what the engine makes of all ranks' outputs."""
+        program = part.program
         if part.active or (self.n_rows == 0 and rank.is_master):
             with self._first_call(rank, program):
-                part.compute(launch, times)
+                part.compute()
             rank.commit()
         elif self._is_first_call(program):
             rank.barrier()
         if self.compile:
             rank.threads.limit()  # what was compiled may have brought a BLAS with it
-        if program.asynchronous:
-            return self._keep(rank, part) if compiled.ops else []
-        if not compiled.reduces:
-            return part.values or [None] * len(compiled.ops)
-        return combined(rank, part.outputs())
+        return program.engine.collect(rank, part.outputs()) if part.compiled.outputs.ops else []
 
     def _is_first_call(self, program: Program) -> bool:
         """Whether this call compiles for what is on disk afterwards."""
@@ -168,22 +151,6 @@ class Call(NamedTuple):
             rank.barrier()
             yield
 
-    def _keep(self, rank: Rank, part: Part) -> tuple[int, int]:
-        """Keep the outputs until they are read; return the call's number and their size."""
-        of_none: Callable[[], list[Any]] = list
-        if not part.values and rank.is_master and not self.n_rows:
-            # Of none: now, while the variables are as this call found them, in case that no rank has rows.
-            try:
-                part.compute()
-            except Exception as error:
-                of_none = _Raising(error)
-        # What is kept must not hold the program, which the user may have dropped by then.
-        outputs = part.outputs()._replace(of_none=of_none)
-        if not rank.is_master:
-            values = [None if op.name is None else v for v, op in zip(outputs.values, outputs.ops, strict=False)]
-            outputs = outputs._replace(values=values)
-        return keep(rank, outputs, part.program.device), nbytes(outputs.values)
-
     def _compiled(self, program: Program, rank: Rank) -> Compiled:
         if not self.compile:
             return program.compile(self.variant)
@@ -196,16 +163,6 @@ class Call(NamedTuple):
         return program.compile(self.variant)
 
 
-class _Raising:
-    """Raises an error when somebody asks for the values."""
-
-    def __init__(self, error: Exception):
-        self.error = error
-
-    def __call__(self) -> list[Any]:
-        raise self.error
-
-
 class Part:
     """One rank's part of a call.
 
@@ -213,20 +170,20 @@ class Part:
     ----------
     program : Program
     compiled : Compiled
+    run : Runner
+        What runs: the compiled function, or what includes it.
     rows : int
         What the part weighs.
     active : bool
         Whether there are rows to compute, or no rows in question.
     values : list
         The outputs, reduced over slices, once computed.
-    times : int
-        How many times the outputs are computed, each time of an equal part of the rows.
     """
 
     def __init__(self, call: Call, program: Program, compiled: Compiled, rank: Rank):
         self._call, self._rank = call, rank
         self.program, self.compiled = program, compiled
-        self._run_compiled, self._ops = compiled.run, compiled.ops
+        self.run = compiled.run
         self._parts: list[Selection | None] = []
         parts: dict[Any, Selection] = {}  # inputs that are cut alike get the same object: it is copied but once
         for entry in call.inputs:
@@ -239,7 +196,6 @@ class Part:
                 self._parts.append(None)
         self._sliceable = self._sliceable_rows() if call.variant.rows is not None else None
         self.values: list[Any] = []
-        self.times = 1
         if call.n_rows is not None:
             scattered = next(part for part in self._parts if part is not None)
             self.rows = len(scattered)
@@ -252,12 +208,11 @@ class Part:
 
     def outputs(self) -> Outputs:
         """Return what was computed."""
-        ops, scalars = self.compiled.ops, self.compiled.scalars
-        if self.times == 1:
-            return Outputs(self.rows, self.active, self.values, ops, scalars, self._of_none)
-        ops = [op for op in ops for _ in range(self.times)]
-        scalars = None if scalars is None else tuple([kind for kind in scalars for _ in range(self.times)])
-        return Outputs(self.rows // self.times, self.active, self.values, ops, scalars, self._of_none)
+        kinds, times = self.compiled.outputs, self.run.times
+        if times > 1:
+            return Outputs(self.rows // times, self.active, self.values, kinds.repeated(times))
+        of_none = self._of_none if self._call.n_rows is None else list
+        return Outputs(self.rows, self.active, self.values, kinds, of_none)
 
     def _of_none(self) -> list[Any]:
         self.compute()
@@ -294,20 +249,13 @@ class Part:
             raise IndexError(problems[0]) if self._rank.is_master else Cancelled
         return rows
 
-    def compute(self, launch: Callable[..., Any] | None = None, times: int = 1) -> None:
-        """Run the compiled function over this rank's rows, in slices if asked for, and keep the outputs.
-
-        ``launch`` is what to run in its place, and how many ``times`` it computes; not in slices.
-        """
-        call = self._call
-        assert launch is not None or times == 1
-        if launch is not None:
-            assert self.rows and not call.variant.accumulate
-            self._run_compiled, self.times = launch, times
+    def compute(self) -> None:
+        """Run over this rank's rows, in slices if asked for, and keep the outputs."""
+        call, ops = self._call, self.compiled.outputs.ops
         if not self.rows:
             # Nobody has any: the outputs are what the serial library makes of none, and nothing is updated.
-            self._run_compiled = self.program.compile(call.variant._replace(accumulate=True)).run
-            self.values = self._run(self._parts, self._sliceable)[: len(self._ops)]
+            self.run = self.program.compile(call.variant._replace(accumulate=True)).run
+            self.values = self._run(self._parts, self._sliceable)[: len(ops)]
             return
         if not call.variant.accumulate:
             self.values = self._run(self._parts, self._sliceable)
@@ -315,7 +263,7 @@ class Part:
         lengths = [self.rows] if self._sliceable is None else [self.rows, len(self._sliceable)]
         count = max(1, min(call.slices, *lengths))
         targets = self.program.accumulated()
-        totals = [Accumulator(op) for op in [*self._ops, *(op for _, op in targets)]]
+        totals = [Accumulator(op) for op in [*ops, *(op for _, op in targets)]]
         cut = [None if part is None else list(pieces(part, count)) for part in self._parts]
         sliceable = None if self._sliceable is None else list(pieces(self._sliceable, count))
         for piece in range(count):
@@ -326,16 +274,15 @@ class Part:
             for total, value in zip(totals, values, strict=True):
                 total.add(value, rows)
         results = [total.result() for total in totals]
-        self.values = results[: len(self._ops)]
+        self.values = results[: len(ops)]
         library = self.program.library
-        for (shared, _), value in zip(targets, results[len(self._ops) :], strict=True):
+        for (shared, _), value in zip(targets, results[len(ops) :], strict=True):
             takes = self.program.device.takes_shareds and library.is_array(shared)
             library.put(shared, self.program.device.array(value) if takes else value)
 
     def _inputs(self, parts: Sequence[Selection | None], sliceable: Selection | None) -> list[Any]:
         rank, program, kept = self._rank, self.program, self.program.buffers
-        on_host = getattr(self._run_compiled, "inputs_on_host", ())
-        devices = [HOST if i in on_host else device for i, device in enumerate(program.input_devices)]
+        devices = program.devices_for(self.run)
         values = [
             device.input(rank, kept, position, entry.array, part, entry.copy)
             for position, (device, entry, part) in enumerate(zip(devices, self._call.inputs, parts, strict=True))
@@ -351,14 +298,8 @@ class Part:
 
     def _run(self, parts: Sequence[Selection | None], sliceable: Selection | None) -> list[Any]:
         inputs = self._inputs(parts, sliceable)
-        if self.program.asynchronous and self._rank.is_master:
-            # What is new to XLA takes as long as compiling does.
-            shapes = tuple([getattr(value, "shape", ()) for value in inputs])
-            launch = self._call.variant, self._run_compiled is self.compiled.run, self.times, shapes
-            if launch not in self.program.launched:
-                with notice(f"{self.program.name} is compiled for inputs of shapes {list(shapes)}"):
-                    result = self._run_compiled(*inputs)
-                self.program.launched.add(launch)
-                return list(result)
-        result = self._run_compiled(*inputs)
-        return [] if result is None else list(result) if isinstance(result, list | tuple) else [result]
+        if self._rank.is_master and self.run.is_new(inputs):
+            shapes = [getattr(value, "shape", ()) for value in inputs]
+            with notice(f"{self.program.name} is compiled for inputs of shapes {shapes}"):
+                return self.run(*inputs)
+        return self.run(*inputs)

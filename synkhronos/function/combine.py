@@ -1,11 +1,9 @@
 """Combines calls' outputs over the ranks.
 
+`Kinds`
+    What outputs a compiled function has.
 `Outputs`
     What one rank has computed in a call.
-`combined`
-    The reductions of all ranks' outputs, in the master.
-`combined_together`
-    Those of many calls.
 """
 
 from __future__ import annotations
@@ -25,6 +23,46 @@ from synkhronos.ranks import ROOM, Cancelled, Rank
 _SHOWN = 1 << 12
 
 
+#: Outputs of no dimensions up to which they fit into one slot.
+_SCALARS = 1024
+
+
+class Kinds(NamedTuple):
+    """What outputs a compiled function has.
+
+    Attributes
+    ----------
+    ops : list of Op
+    reduces : bool
+        Whether there is anything to reduce over ranks.
+    scalars : tuple of dtype or None, or None
+        The outputs' dtypes (None for one that isn't reduced) if all that are reduced are numbers, few enough for one
+        slot; else None.
+    """
+
+    ops: list[Op]
+    reduces: bool
+    scalars: tuple[np.dtype | None, ...] | None
+
+    @classmethod
+    def of(cls, types: Sequence[Any], ops: list[Op], in_slices: bool) -> Kinds:
+        """Return those of the variables' types, and their ops."""
+        reduces = any(op.name is not None for op in ops)
+        # A scalar that is gathered over slices is a vector by then.
+        if len(types) > _SCALARS or in_slices and any(op.name == "gather" for op in ops):
+            return cls(ops, reduces, None)
+        # What isn't reduced need not be an array.
+        reduced = [None if op.name is None else kind for kind, op in zip(types, ops, strict=True)]
+        if any(kind is not None and kind.ndim for kind in reduced):
+            return cls(ops, reduces, None)
+        return cls(ops, reduces, tuple([None if kind is None else np.dtype(kind.dtype) for kind in reduced]))
+
+    def repeated(self, times: int) -> Kinds:
+        """Return those of a launch that returns each output so many times."""
+        scalars = None if self.scalars is None else tuple([kind for kind in self.scalars for _ in range(times)])
+        return Kinds([op for op in self.ops for _ in range(times)], self.reduces, scalars)
+
+
 class Outputs(NamedTuple):
     """What one rank has computed in a call.
 
@@ -36,42 +74,69 @@ class Outputs(NamedTuple):
         Whether there were rows to compute, or no rows in question.
     values : list
         Host arrays, one an output; maybe none on a rank without rows.
-    ops : list of Op
-    scalars : tuple of dtype or None, or None
-        As in `Compiled`.
+    kinds : Kinds
     of_none : callable
-        Returns what the serial library makes of no rows.
+        Returns what the serial library makes of no rows, in case that no rank has any.
     """
 
     rows: int
     active: bool
     values: list[Any]
-    ops: list[Op]
-    scalars: tuple[np.dtype | None, ...] | None
-    of_none: Callable[[], list[Any]]
+    kinds: Kinds
+    of_none: Callable[[], list[Any]] = list
+
+    @property
+    def n_outputs(self) -> int:
+        """How many there are."""
+        return len(self.kinds.ops)
+
+    def of(self, values: list[Any]) -> Outputs:
+        """Return the same with other values."""
+        return self._replace(values=values)
+
+    def detached(self, rank: Rank) -> Outputs:
+        """Return what doesn't hold the program, which the user may drop before the values are read."""
+        if not rank.is_master:
+            values = [None if op.name is None else v for v, op in zip(self.values, self.kinds.ops, strict=False)]
+            return self._replace(values=values, of_none=list)
+        try:  # now, while the variables are as this call found them
+            return self._replace(values=self.values or self.of_none(), of_none=list)
+        except Exception as error:
+            return self._replace(of_none=_Raising(error))
+
+    def combined(self, rank: Rank) -> Any:
+        """Return, in the master, the reductions of all ranks' outputs."""
+        if not self.kinds.reduces:
+            return self.values or [None] * self.n_outputs
+        return _reduce_arrays(rank, self) if self.kinds.scalars is None else _reduce_scalars(rank, self)
+
+    @staticmethod
+    def combined_together(rank: Rank, calls: Sequence[Outputs]) -> list[Any]:
+        """Return what `combined` returns for each of many calls; numbers cross between ranks many at a time."""
+        results: list[Any] = []
+        waiting: list[Outputs] = []
+        nbytes = 0
+        for mine in calls:
+            size = None if mine.kinds.scalars is None else _record(mine.kinds.scalars).itemsize
+            if waiting and (size is None or nbytes + size > ROOM):
+                results += _reduce_many(rank, waiting)
+                waiting, nbytes = [], 0
+            if size is None:
+                results.append(_reduce_arrays(rank, mine))
+            else:
+                waiting.append(mine)
+                nbytes += size
+        return results + _reduce_many(rank, waiting) if waiting else results
 
 
-def combined(rank: Rank, mine: Outputs) -> Any:
-    """Return, in the master, the reductions of all ranks' outputs."""
-    return _reduce_arrays(rank, mine) if mine.scalars is None else _reduce_scalars(rank, mine)
+class _Raising:
+    """Raises an error when somebody asks for the values."""
 
+    def __init__(self, error: Exception):
+        self.error = error
 
-def combined_together(rank: Rank, calls: Sequence[Outputs]) -> list[Any]:
-    """Return what `combined` returns for each of many calls; numbers cross between ranks many at a time."""
-    results: list[Any] = []
-    waiting: list[Outputs] = []
-    nbytes = 0
-    for mine in calls:
-        size = None if mine.scalars is None else _record(mine.scalars).itemsize
-        if waiting and (size is None or nbytes + size > ROOM):
-            results += _reduce_many(rank, waiting)
-            waiting, nbytes = [], 0
-        if size is None:
-            results.append(_reduce_arrays(rank, mine))
-        else:
-            waiting.append(mine)
-            nbytes += size
-    return results + _reduce_many(rank, waiting) if waiting else results
+    def __call__(self) -> list[Any]:
+        raise self.error
 
 
 # -- outputs of no dimensions ------------------------------------------------------------------------------------
@@ -94,7 +159,7 @@ def _reduce_scalars(rank: Rank, mine: Outputs) -> list[Any] | None:
     shown = rank.gather(b"" if rank.is_master else _packed(mine))
     if shown is None:
         return None
-    kinds = mine.scalars or ()
+    kinds = mine.kinds.scalars or ()
     own = mine.rows, mine.values if mine.active else None
     return _combine(mine, [own if r == rank.number else _unpacked(part, kinds) for r, part in enumerate(shown)])
 
@@ -102,7 +167,7 @@ def _reduce_scalars(rank: Rank, mine: Outputs) -> list[Any] | None:
 def _packed(mine: Outputs) -> bytes:
     parts = [(mine.rows if mine.active else _IDLE).to_bytes(8, "little", signed=True)]
     if mine.active:
-        for value, dtype in zip(mine.values, mine.scalars or (), strict=True):
+        for value, dtype in zip(mine.values, mine.kinds.scalars or (), strict=True):
             if dtype is not None:
                 parts.append(np.asarray(value, dtype).tobytes())
     return b"".join(parts)
@@ -124,7 +189,7 @@ def _unpacked(part: bytes, dtypes: Sequence[np.dtype | None]) -> tuple[int, list
 def _reduce_many(rank: Rank, calls: Sequence[Outputs]) -> list[Any]:
     """Reduce those of many calls."""
     # (By their ops too: to NumPy 1.23 None is a dtype.)
-    runs = [list(run) for _, run in groupby(calls, lambda mine: (mine.ops, mine.scalars))]
+    runs = [list(run) for _, run in groupby(calls, lambda mine: mine.kinds)]
     mine = [_records(run) for run in runs]
     shown = rank.gather(b"" if rank.is_master else b"".join([records.tobytes() for records in mine]))
     if shown is None:
@@ -142,7 +207,7 @@ def _reduce_many(rank: Rank, calls: Sequence[Outputs]) -> list[Any]:
 
 def _records(run: Sequence[Outputs]) -> np.ndarray:
     """Return what this rank shows of calls with outputs of the same kinds."""
-    kinds = run[0].scalars or ()
+    kinds = run[0].kinds.scalars or ()
     reduced = [i for i, kind in enumerate(kinds) if kind is not None]
     nothing = _IDLE, *(0 for _ in reduced)
     shown = [(mine.rows, *[mine.values[i] for i in reduced]) if mine.active else nothing for mine in run]
@@ -154,11 +219,11 @@ def _reduce_run(run: Sequence[Outputs], shown: Sequence[np.ndarray]) -> list[Any
 
     All calls at once if each rank has computed as many rows in all of them: a hundred losses, say.
     """
-    ops = run[0].ops
+    ops, kinds = run[0].kinds.ops, run[0].kinds.scalars or ()
     rows = [int(records["rows"][0]) for records in shown]
     alike = all((records["rows"] == n).all() for records, n in zip(shown, rows, strict=True))
     if not alike or _IDLE in rows or any(op.name == "gather" for op in ops):
-        parts = [[_unpacked(record.tobytes(), run[0].scalars or ()) for record in records] for records in shown]
+        parts = [[_unpacked(record.tobytes(), kinds) for record in records] for records in shown]
         return [_combine(mine, each) for mine, each in zip(run, zip(*parts, strict=True), strict=True)]
     columns: list[Any] = []
     for i, op in enumerate(ops):
@@ -181,7 +246,7 @@ def _combine(mine: Outputs, contributions: Sequence[tuple[int, list[Any] | None]
     if not active:  # no rank has rows: what the serial library makes of none
         return mine.values or mine.of_none()
     results = []
-    for i, op in enumerate(mine.ops):
+    for i, op in enumerate(mine.kinds.ops):
         if op.name is None:
             results.append(mine.values[i] if mine.active else None)
             continue
@@ -194,13 +259,13 @@ def _combine(mine: Outputs, contributions: Sequence[tuple[int, list[Any] | None]
 
 def _reduce_arrays(rank: Rank, mine: Outputs) -> Any:
     """Reduce outputs of any shape: every rank learns of all shapes, and large arrays are streamed."""
-    host = [None if op.name is None else np.asarray(v) for v, op in zip(mine.values, mine.ops, strict=False)]
+    host = [None if op.name is None else np.asarray(v) for v, op in zip(mine.values, mine.kinds.ops, strict=False)]
     shown = rank.exchange((mine.rows, [_show(value) for value in host]) if mine.active else (0, None))
     contributors = [r for r, (_, values) in enumerate(shown) if values is not None]
     if not contributors:
         return _combine(mine, shown) if rank.is_master else None
     results: list[Any] = []
-    for i, op in enumerate(mine.ops):
+    for i, op in enumerate(mine.kinds.ops):
         if op.name is None:
             results.append(mine.values[i] if mine.active else None)
             continue

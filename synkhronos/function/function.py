@@ -24,13 +24,11 @@ import numpy.typing as npt
 from synkhronos import ranks
 from synkhronos.checks import at_least, integer
 from synkhronos.data import Data, data
-from synkhronos.devices.jax.log import LAUNCHES
+from synkhronos.devices import JAX
 from synkhronos.function.build import build, is_single
 from synkhronos.function.call import Call
-from synkhronos.function.float_errors import follow
 from synkhronos.function.inputs import Inputs, all_slices
 from synkhronos.function.program import PLAIN, Program, Variant
-from synkhronos.function.results import Results
 from synkhronos.graphs.mirror import Mirror, declare
 from synkhronos.ranks import Session, WeakKeys
 
@@ -90,11 +88,11 @@ class Function:
         return _unpickled, (program.library.nodes(program.variables()), program, self._single)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Function:
+        program = self._program
         make, arguments = self.__reduce__()
-        if self._program.asynchronous:
-            for shared in self.get_shared():  # PyTensor's containers can't copy JAX arrays, but pickle them
-                if id(shared.container) not in memo:
-                    memo[id(shared.container)] = pickle.loads(pickle.dumps(shared.container))
+        for shared in self.get_shared():  # PyTensor's containers can't copy JAX arrays, but pickle them
+            if JAX.holds(program.library.get(shared)) and id(shared.container) not in memo:
+                memo[id(shared.container)] = pickle.loads(pickle.dumps(shared.container))
         made: Function = make(*copy.deepcopy(arguments, memo))
         return made
 
@@ -190,10 +188,7 @@ class Function:
         has_updates = bool(self._program.updates)
         try:
             self._distribute(session)
-            if self._program.asynchronous:
-                Results.of(session).tidy(session)
-            else:
-                follow(session)
+            self._program.engine.prepare(session)
         except Exception as error:
             if has_updates:  # the user may ask, as of a call that failed later
                 error.add_note("The function's updates were applied on no rank.")
@@ -202,24 +197,18 @@ class Function:
 
     def most_at_once(self, combined: np.dtype) -> int:
         """Return how many times one launch can compute, and combine the ranks' arrays of a dtype each time."""
-        # On CPU cores XLA computes convolutions by one thread when they are in a loop.
-        return LAUNCHES if self._program.asynchronous and self._program.device.combines_within(combined) else 1
+        return self._program.engine.most_at_once(combined)
 
-    def results(self, session: Session, call: Call, returned: Any, times: int = 1) -> Any:
-        """Return what the user gets, from what the command of `prepare` has returned.
-
-        If it has computed many times, a list of what each of the outputs was each time.
-        """
-        if self._program.asynchronous and returned:
-            # Outputs that are read when somebody looks at them.
-            subset = call.variant.subset
-            count = len(self._program.outputs) if subset is None else len(subset)
-            number, nbytes = returned
-            returned = Results.of(session).add(number, nbytes, count * times)
+    def outputs(self, session: Session, call: Call, collected: Any) -> list[Any]:
+        """Return each output, as often as it was computed, from what the command of `prepare` has returned."""
         self._ready.add(call.variant)
-        if self._single and times == 1:
-            return _presentable(returned[0]) if returned else []
-        return [_presentable(result) for result in returned]
+        results = self._program.engine.results(session, collected) if collected else []
+        return [np.asarray(result) if isinstance(result, np.generic) else result for result in results]
+
+    def results(self, session: Session, call: Call, collected: Any) -> Any:
+        """Return what the user gets, from what the command of `prepare` has returned."""
+        results = self.outputs(session, call, collected)
+        return results[0] if self._single and results else results
 
     def as_theano(self, *args: Any, **kwargs: Any) -> Any:
         """Run as the plain library would, in the master alone, on all rows.
@@ -327,7 +316,7 @@ class Function:
                         "make the whole variable; update another variable, or leave this one out of sliceable_shareds"
                     )
             spans = batch_s is None or all_slices(batch_s)
-            rows = "slice" if spans and not program.asynchronous else "index"
+            rows = "slice" if spans and not program.engine.fixed_lengths else "index"
         return Variant(rows, bool(num_slices > 1), self._subset(output_subset))
 
     def _subset(self, output_subset: Any) -> tuple[int, ...] | None:
@@ -365,10 +354,6 @@ class Function:
         session.rank.store[self._key] = weakref.ref(self._program)
         self._program.to_device()
         session.memory.release_with(self, "stored", self._key)
-
-
-def _presentable(result: Any) -> Any:
-    return np.asarray(result) if isinstance(result, np.generic) else result
 
 
 def function(

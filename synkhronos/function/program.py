@@ -12,7 +12,7 @@ sliceable shared variables; with updates returned, to be accumulated over slices
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices import HOST, Device
+from synkhronos.engines import Engine, Runner, engine_of
+from synkhronos.function.combine import Kinds
 from synkhronos.function.reduce import Op
 from synkhronos.graphs import GraphLibrary
 from synkhronos.graphs.code import UserCode
@@ -48,6 +50,8 @@ class Variant(NamedTuple):
 
 #: As the user wrote it.
 PLAIN = Variant()
+#: What a program knows of where it computes.
+_PLACED = ("engine", "device", "input_devices")
 
 
 class Compiled(NamedTuple):
@@ -57,36 +61,14 @@ class Compiled(NamedTuple):
     ----------
     function : callable
         The graph library's.
-    run : callable
-        How ranks call it: with arrays of the program's device.
-    ops : list of Op
-        Of its outputs.
-    reduces : bool
-        Whether there is anything to reduce over ranks.
-    scalars : tuple of dtype or None, or None
-        The outputs' dtypes (None for one that isn't reduced) if all that are reduced are numbers, few enough for one
-        slot; else None.
+    run : Runner
+        How ranks run it.
+    outputs : Kinds
     """
 
     function: Callable[..., Any]
-    run: Callable[..., Any]
-    ops: list[Op]
-    reduces: bool
-    scalars: tuple[np.dtype | None, ...] | None
-
-
-#: Outputs of no dimensions up to which they fit into one slot.
-_SCALARS = 1024
-
-
-def _scalars(kinds: Sequence[Any], ops: Sequence[Op], variant: Variant) -> tuple[np.dtype | None, ...] | None:
-    if len(kinds) > _SCALARS or variant.accumulate and any(op.name == "gather" for op in ops):
-        return None  # a scalar that is gathered over slices is a vector by then
-    # What isn't reduced need not be an array.
-    reduced = [None if op.name is None else kind for kind, op in zip(kinds, ops, strict=True)]
-    if any(kind is not None and kind.ndim for kind in reduced):
-        return None
-    return tuple([None if kind is None else np.dtype(kind.dtype) for kind in reduced])
+    run: Runner
+    outputs: Kinds
 
 
 @dataclass
@@ -116,8 +98,6 @@ class Program:
         Memory that its device keeps for the rows that this rank picks for each input.
     code : UserCode or None
         The user's own code in it that the workers have by name, once it has been sent.
-    launched : set
-        What XLA has launched: variant, whether by itself or with what follows it, how many times, shapes of the inputs.
     """
 
     inputs: list[Input]
@@ -133,13 +113,12 @@ class Program:
     library: GraphLibrary
     compiled: dict[Variant, Compiled] = field(default_factory=dict)
     buffers: dict[int, Any] = field(default_factory=dict)
-    launched: set[Any] = field(default_factory=set)
     code: UserCode | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "compiled": {}, "buffers": {}, "launched": set(), "code": None}
+        state = {**self.__dict__, "compiled": {}, "buffers": {}, "code": None}
         # Where another process computes is for itself to say.
-        for name in ("device", "input_devices"):
+        for name in _PLACED:
             state.pop(name, None)
         return state
 
@@ -158,9 +137,9 @@ class Program:
         return self.library.shareds(self.variables())
 
     @cached_property
-    def asynchronous(self) -> bool:
-        """Whether a compiled function may return before it has computed."""
-        return self.library.uses_xla(self.kwargs.get("mode"))
+    def engine(self) -> Engine:
+        """What runs it."""
+        return engine_of(self.library, self.kwargs.get("mode"))
 
     @property
     def compiles(self) -> str:
@@ -170,13 +149,19 @@ class Program:
     @cached_property
     def device(self) -> Device:
         """What holds the values that it computes with."""
-        return self.library.device(self.kwargs.get("mode"))
+        return self.engine.device
 
     @cached_property
     def input_devices(self) -> list[Device]:
         """What holds the values of each input."""
         kinds = [entry.variable.type for entry in self.inputs]
         return [self.library.input_device(np.dtype(kind.dtype), kind.ndim, self.device) for kind in kinds]
+
+    def devices_for(self, run: Runner) -> list[Device]:
+        """Return what holds the values of each input that something takes which runs the program."""
+        if not run.on_host:
+            return self.input_devices
+        return [HOST if i in run.on_host else device for i, device in enumerate(self.input_devices)]
 
     def check_kwargs(self) -> None:
         """Raise TypeError naming the keyword argument that can't be pickled, as it has to be for the workers."""
@@ -191,9 +176,10 @@ class Program:
                 ) from error
 
     def place(self) -> None:
-        """Forget what was compiled for another device: the ranks may be others than before."""
-        if "device" in self.__dict__ and self.device is not self.library.device(self.kwargs.get("mode")):
-            for name in ("device", "input_devices"):
+        """Forget what was compiled for another engine or device: the ranks may be others than before."""
+        engine = engine_of(self.library, self.kwargs.get("mode"))
+        if "device" in self.__dict__ and (self.engine, self.device) != (engine, engine.device):
+            for name in _PLACED:
                 self.__dict__.pop(name, None)
             self.compiled.clear()
             self.buffers.clear()
@@ -216,12 +202,8 @@ class Program:
             kinds = [self.library.output_variable(self.outputs[i]).type for i in chosen]
             function = self._compile(variant)
             n_inputs = len(self.inputs) + {None: 0, "index": 1, "slice": 2}[variant.rows]
-            run = function
-            if self.device is not HOST:
-                run = self.library.executable(function, n_inputs, self.device, log=not variant.accumulate)
-            reduces = any(op.name is not None for op in ops)
-            compiled = Compiled(function, run, ops, reduces, _scalars(kinds, ops, variant))
-            self.compiled[variant] = compiled
+            run = self.engine.runner(self.library, function, n_inputs, fetched=not variant.accumulate)
+            compiled = self.compiled[variant] = Compiled(function, run, Kinds.of(kinds, ops, variant.accumulate))
         return compiled
 
     def _compile(self, variant: Variant) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import HOST, Device, device_in_environment
+from synkhronos.devices import Device
 
 #: How ranks compile; see `GraphLibrary.compiles`.
 IN_TURN, AT_ONCE, AT_FIRST_CALL = "in turn", "at once", "at the first call"
@@ -165,19 +165,12 @@ class GraphLibrary:
         """Return copies of the outputs' graphs with variables replaced."""
         raise NotImplementedError
 
-    def device(self, mode: Any) -> Device:
-        """Return what holds the values with which functions of this mode compute, in this process."""
-        return device_in_environment() or HOST
-
     def input_device(self, dtype: np.dtype, ndim: int, device: Device) -> Device:
         """Return what holds the values of an input of a function that computes on a device."""
         return device
 
     def uses_xla(self, mode: Any) -> bool:
-        """Whether functions of this mode are compiled by XLA.
-
-        Then the length of each slice is fixed when compiling, and a call may return before it has computed.
-        """
+        """Whether functions of this mode are compiled by XLA."""
         return False
 
     def compiles(self, mode: Any) -> str:
@@ -190,25 +183,6 @@ class GraphLibrary:
 
     def compile_now(self, function: Any) -> None:
         """Compile what is compiled at its first call, and has no inputs; nothing is updated."""
-
-    def executable(self, function: Any, n_inputs: int, device: Device, log: bool) -> Callable[..., Any]:
-        """Return a compiled function as ranks call it: with a device's arrays as inputs and in shared variables.
-
-        The library itself computes on the host here; its outputs stay there.  ``log`` says that outputs may be a log's
-        entries, which are read later.
-        """
-        shareds = [shared for shared in function.get_shared() if self.is_array(shared)]
-
-        def run(*inputs: Any) -> Any:
-            try:
-                for shared in shareds:
-                    self.put(shared, *device.fetch([self.get(shared)]))
-                return function(*device.fetch(inputs))
-            finally:
-                for shared in shareds:
-                    self.put(shared, device.array(self.get(shared)))
-
-        return run
 
     def check_mode(self, mode: Any) -> None:
         """Raise ValueError for the name of a mode that there is none of, TypeError for what is no mode at all."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,7 @@ from synkhronos.devices import JAX, Device
 from synkhronos.graphs import sums  # noqa: F401 - bounds a rewrite
 from synkhronos.graphs.family import AT_FIRST_CALL, AT_ONCE, IN_TURN, GraphLibrary, Input, check_jumps, jump
 from synkhronos.graphs.lengths import in_jax_mode
-from synkhronos.graphs.traced import Traced, check_key, set_stream_of, stream_of
-from synkhronos.graphs.xla import Executable
+from synkhronos.graphs.traced import check_key, set_stream_of, stream_of
 
 
 class PyTensor(GraphLibrary):
@@ -87,10 +86,6 @@ class PyTensor(GraphLibrary):
         """Compile; in JAX mode lengths may follow from integer inputs."""
         return super().function(inputs, outputs, **{**kwargs, "mode": in_jax_mode(kwargs.get("mode"))})
 
-    def device(self, mode: Any) -> Device:
-        """JAX arrays in JAX mode."""
-        return JAX if self.uses_xla(mode) else super().device(mode)
-
     def compiles(self, mode: Any) -> str:
         """Python's linkers and JAX leave nothing on disk, Numba what it makes when a function is called."""
         linker = get_mode(mode).linker
@@ -101,12 +96,6 @@ class PyTensor(GraphLibrary):
     def compile_now(self, function: Any) -> None:
         """Call what Numba makes on copies of the values, and forget the results."""
         function.vm.jit_fn(*[copy.deepcopy(storage[0]) for storage in function.vm.inputs])
-
-    def executable(self, function: Any, n_inputs: int, device: Device, log: bool) -> Callable[..., Any]:
-        """Return, in JAX mode, a function that takes and returns JAX arrays."""
-        if device is not JAX:
-            return super().executable(function, n_inputs, device, log)
-        return Executable([Traced(function, n_inputs, device)], device, log)
 
     def default_mode(self, device: Device) -> Any:
         """JAX mode, where arrays are JAX's."""

@@ -99,28 +99,11 @@ class Theano(GraphLibrary):
             # would write there, and so keep, all that are made from then on.
             del observers[count:]
 
-    def device(self, mode: Any) -> Device:
-        """GpuArrays where this process has opened a GPU."""
-        return PYGPU if PYGPU.on_gpu else super().device(mode)
-
     def input_device(self, dtype: np.dtype, ndim: int, device: Device) -> Device:
         """Labels and indexes stay on the host: Theano wants them there, and would read them back at each call."""
         if device is PYGPU and (dtype.kind in "biuc" and ndim < 2 or dtype.kind == "c"):
             return HOST
         return device
-
-    def executable(self, function: Any, n_inputs: int, device: Device, log: bool) -> Callable[..., Any]:
-        """Return a function that waits for its inputs to arrive on the GPU, and says when they may be overwritten."""
-        if device is not PYGPU:
-            return super().executable(function, n_inputs, device, log)
-
-        def run(*inputs: Any) -> Any:
-            device.launching()
-            results = function(*inputs)
-            device.launched(results)
-            return results
-
-        return run
 
     def put(self, shared: Any, value: Any) -> None:
         """Put an array into a container: of pygpu's several classes the one that Theano knows."""

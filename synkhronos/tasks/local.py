@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from synkhronos.data.rows import select
 from synkhronos.devices import HOST, JAX, Device, Selection, take
+from synkhronos.engines import Runner
 from synkhronos.function.program import PLAIN, Program
 from synkhronos.ranks import Rank, SharedArray
 from synkhronos.ranks.task import Task
@@ -128,22 +129,23 @@ class LocalFunction:
             where functions are not compiled by XLA, or have outputs that are no numbers.
         """
         self._task.progress()
-        run: Any = self._program.compile(PLAIN).run
-        repeated = run.repeated(times) if self._program.asynchronous else None
+        repeated = self._program.compile(PLAIN).run.repeated(times)
         return None if repeated is None else self._run(repeated, inputs)
+
+    @property
+    def most_at_once(self) -> int:
+        """How many times one launch may run it, where there is such a launch."""
+        return self._program.engine.most_at_once()
 
     def read(self, values: Sequence[Any]) -> list[np.ndarray]:
         """Return outputs of `launch` as NumPy arrays, once they are computed."""
-        return [np.asarray(value) for value in self._program.device.fetch(values)]
+        return [np.asarray(value) for value in self._program.engine.fetch(values)]
 
-    def _run(self, run: Any, inputs: Sequence[Any]) -> list[Any]:
+    def _run(self, run: Runner, inputs: Sequence[Any]) -> list[Any]:
         program = self._program
         if len(inputs) != len(program.inputs):
             raise TypeError(f"{program.name} takes {len(program.inputs)} inputs, got {len(inputs)}")
-        devices = program.input_devices
-        if getattr(run, "inputs_on_host", False):
-            devices = [HOST] * len(devices)
-        values = []
+        devices, values = program.devices_for(run), []
         for position, (entry, device, value) in enumerate(zip(program.inputs, devices, inputs, strict=True)):
             kind = entry.variable.type
             if isinstance(value, LocalRows) and value.dtype == kind.dtype and value.ndim == kind.ndim:
@@ -152,5 +154,4 @@ class LocalFunction:
                 taken = program.library.filter(entry, np.asarray(value) if isinstance(value, LocalRows) else value)
                 taken = taken if device is HOST else device.from_host(taken)
             values.append(taken)
-        result = run(*values)
-        return [] if result is None else list(result) if isinstance(result, list | tuple) else [result]
+        return run(*values)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.devices import JAX
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import LocalFunction, LocalRows, Worker
 from synkhronos.training.recorder import Recorder
@@ -239,9 +238,8 @@ class _Loop:
         self.rate_now = 0.0
         kinds = worker.kept(plan.name).setdefault("kinds", set())
         self.meter = Meter(worker.number, plan, step.read, state.step, kinds)
-        # On CPU cores XLA computes convolutions by one thread when they are in a loop.
         row = sum(each.array.nbytes // max(1, len(each)) for each in data)
-        self.most = max(1, min(_MOST, _BYTES // max(1, row * plan.batch))) if JAX.on_gpu else 1
+        self.most = max(1, min(_MOST, step.most_at_once, _BYTES // max(1, row * plan.batch)))
 
     def together(self, bar: _Bar) -> None:
         """Go through the rows with all ranks, a batch each in turn; the last round may have less for some."""

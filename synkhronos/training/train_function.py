@@ -19,9 +19,9 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives.arguments import mirrored
 from synkhronos.collectives.commands import GetShapes, Reduce
+from synkhronos.engines import Exchange
 from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
-from synkhronos.graphs.xla import Exchange
 from synkhronos.training.batches import StepRows, held_rows_of_ranks, rows_of_ranks, runs
 from synkhronos.training.model import Batch, Model, Rows, Rule, Updates, is_averaged
 from synkhronos.training.serial import SerialTrainFunction, make_train_function_serial
@@ -116,7 +116,7 @@ class TrainFunction:
         arrays = self._model.arrays(x_data, y_data, batch, batch_s)
         if not self._model.held and _count(batch, arrays) == 0:
             raise ValueError(f"batch: expected at least one row, got {batch!r}")
-        return self._take(arrays, batch, batch_s, num_slices)
+        return self._take(arrays, batch, batch_s, num_slices)[0]
 
     def steps(
         self,
@@ -216,8 +216,8 @@ class TrainFunction:
             return None
         by_rank = [np.concatenate(each) for each in zip(*filter(None, rows), strict=True)]
         batch, batch_s = (None, by_rank) if self._model.held else (np.concatenate(by_rank), None)
-        taken: list[Any] | None = self._take(arrays, batch, batch_s, 1, len(rows))
-        return taken
+        losses: list[Any] | None = self._take(arrays, batch, batch_s, 1, len(rows))
+        return losses
 
     def _most_at_once(self, arrays: list[Any], rows: Sequence[StepRows], num_slices: int) -> int:
         """Return how many steps one launch may take."""
@@ -232,7 +232,7 @@ class TrainFunction:
         return max(1, min(most, _BYTES // max(1, row * longest)))
 
     def _take(self, arrays: list[Any], batch: Any, batch_s: Any, num_slices: int, times: int = 1) -> Any:
-        """Take a step, or several with equally many of the rows each; return the loss, or a list of them.
+        """Take a step, or several with equally many of the rows each; return the loss before each.
 
         None if some rank can't take several in one launch: then none has taken any.
         """
@@ -250,7 +250,7 @@ class TrainFunction:
                 return None
             loss, updated = returned
             self.update.results(session, update, updated)
-            return self.gradient.results(session, gradient, loss, times)
+            return self.gradient.outputs(session, gradient, loss)
 
     def _some_have_no_rows(self, session: ranks.Session, gradient: Call) -> bool:
         """Whether a rank has no rows to compute; refuse to take a step if none has any."""

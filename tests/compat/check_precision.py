@@ -23,9 +23,9 @@ from synkhronos.compat.ops.convolution import Conv
 from synkhronos.compat.ops.normalization import BatchNormTrain
 from synkhronos.compat.ops.rectifier import rectifier
 from synkhronos.devices import JAX
+from synkhronos.engines.xla import Executable
 from synkhronos.graphs.lengths import in_jax_mode
 from synkhronos.graphs.traced import Traced
-from synkhronos.graphs.xla import Executable
 
 RNG = np.random.default_rng(0)
 #: How far a sum of products may be off, of the numbers' size: bfloat16 has 8 bits.

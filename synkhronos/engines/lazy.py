@@ -1,5 +1,7 @@
 """Outputs that are read when somebody asks for them.
 
+`LazyEngine`
+    An engine whose functions may return before they have computed.
 `Result`
     What a call returns in place of an array whose computation has only been started.
 `Results`
@@ -17,16 +19,17 @@ that are unread are reduced, in one command.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby, islice
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from synkhronos import ranks
-from synkhronos.devices import Device
-from synkhronos.function.combine import Outputs, combined_together
+from synkhronos.engines.base import Engine, Outputs
 from synkhronos.ranks import Rank, Session, UnderWay
 
 #: Calls whose outputs nobody will read, and their bytes on a rank, up to which they are kept on the ranks.
@@ -38,7 +41,7 @@ class Unread:
     """One rank's outputs of one call."""
 
     outputs: Outputs
-    device: Device
+    engine: Engine
 
 
 class _UnreadOutputs(dict[int, Unread], UnderWay):
@@ -58,14 +61,6 @@ def _unread(rank: Rank) -> _UnreadOutputs:
     return rank.kept(_UnreadOutputs, make)
 
 
-def keep(rank: Rank, outputs: Outputs, device: Device) -> int:
-    """Keep a rank's outputs of the present command until they are read, and return their number."""
-    unread = _unread(rank)
-    assert rank.command not in unread, "two calls with outputs in one command"
-    unread[rank.command] = Unread(outputs, device)
-    return rank.command
-
-
 @dataclass(frozen=True, slots=True)
 class Read:
     """Reduce unread outputs over the ranks."""
@@ -75,17 +70,13 @@ class Read:
     def run(self, rank: Rank) -> Any:
         """Return, in the master, each call's outputs."""
         unread = [_unread(rank)[call] for call in self.calls]
-        values = [value for one in unread for value in one.outputs.values]
-        values = unread[0].device.fetch(values)
-        outputs = []
-        at = 0
-        for one in unread:
-            count = len(one.outputs.values)
-            outputs.append(one.outputs._replace(values=values[at : at + count]))
-            at += count
-        results = combined_together(rank, outputs)
+        outputs: list[Outputs] = []
+        for engine, run in groupby(unread, attrgetter("engine")):
+            kept = [one.outputs for one in run]
+            fetched = iter(engine.fetch([value for each in kept for value in each.values]))
+            outputs += [each.of(list(islice(fetched, len(each.values)))) for each in kept]
         # Nothing is dropped here: workers come by without waiting for the master, who may fail and ask again.
-        return results
+        return outputs[0].combined_together(rank, outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +304,22 @@ class Result(_Mixin):
         return np.array, (np.asarray(self._read()),)
 
 
-def nbytes(values: Sequence[Any]) -> int:
-    """Return the size of a rank's outputs."""
-    return sum(int(getattr(value, "nbytes", 0)) for value in values)
+class LazyEngine(Engine):
+    """An engine whose functions may return before they have computed: each rank keeps its outputs until then."""
+
+    def prepare(self, session: Session) -> None:
+        """Have the ranks drop what nobody will read."""
+        Results.of(session).tidy(session)
+
+    def collect(self, rank: Rank, outputs: Outputs) -> tuple[int, int, int]:
+        """Keep the outputs until they are read; return the number of the command, their size and their count."""
+        outputs = outputs.detached(rank)
+        unread = _unread(rank)
+        assert rank.command not in unread, "two calls with outputs in one command"
+        unread[rank.command] = Unread(outputs, self)
+        nbytes = sum(int(getattr(value, "nbytes", 0)) for value in outputs.values)
+        return rank.command, nbytes, outputs.n_outputs
+
+    def results(self, session: Session, collected: Any) -> list[Any]:
+        """Return what stands for the outputs."""
+        return Results.of(session).add(*collected)

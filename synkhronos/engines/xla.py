@@ -1,5 +1,7 @@
-"""How functions run that XLA compiles.
+"""Functions that XLA compiles: PyTensor's in JAX mode.
 
+`Xla`
+    The engine.
 `Executable`
     PyTensor functions in JAX mode, called on device arrays: it returns before it has computed.
 `Combination`
@@ -8,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,36 +21,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.devices import Device
-from synkhronos.devices.jax.foreign import all_reduced, started
+from synkhronos.devices import JAX, Device
+from synkhronos.devices.jax.foreign import all_reduced, combining, started
 from synkhronos.devices.jax.log import LAUNCHES, Log
+from synkhronos.engines.base import Combined, Exchange, Runner
+from synkhronos.engines.lazy import LazyEngine
+from synkhronos.graphs import GraphLibrary
 from synkhronos.graphs.family import is_held
 from synkhronos.graphs.precision import COMPILER_OPTIONS, bfloat16
 from synkhronos.graphs.traced import Traced
+from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import undisturbed
 
-#: Combined launches that a function keeps: those that were used last.
-_FOLLOWED = 16
+#: Chains that a function keeps: those that were used last.
+_CHAINS = 16
 
 
 #: Bytes of a vector, at least, that are combined at once: what is computed later comes beside that.
 _PIECE = 25_000_000
-
-
-class Exchange(NamedTuple):
-    """How a vector is combined.
-
-    Attributes
-    ----------
-    dtype : str or None
-        In which it travels, all but its last item; None for its own.
-    sizes : tuple of int
-        Lengths of its parts, as they are computed one after another, the last of them first; it is cut between these
-        alone.  Empty if it is not to be cut.
-    """
-
-    dtype: str | None = None
-    sizes: tuple[int, ...] = ()
 
 
 class Combination(NamedTuple):
@@ -67,7 +58,7 @@ class Combination(NamedTuple):
     n_ranks: int = 1
 
 
-class Executable:
+class Executable(Runner):
     """PyTensor functions in JAX mode, called on device arrays; usually one.
 
     PyTensor's own call takes NumPy inputs and leaves shared variables where they were, so that NumPy values would cross
@@ -86,8 +77,7 @@ class Executable:
     log : bool
         Whether to return outputs that are numbers as a log's entries.
     times : int
-        How many times all of it is done in a launch, each time with the next rows: every input is cut into so many
-        equal parts along axis 0, and every output, which have to be numbers in the log, is returned so many times.
+        As in `Runner`; if it is many, all outputs have to be numbers in the log.
     """
 
     def __init__(self, pieces: Sequence[Traced | Combination], device: Device, log: bool = False, times: int = 1):
@@ -99,9 +89,10 @@ class Executable:
         jax.config.update("jax_enable_x64", True)
         self._device = device
         self._pieces = list(pieces)
-        self._logs_numbers, self._times = log, times
+        self._logs_numbers, self.times = log, times
         traced = [piece for piece in pieces if isinstance(piece, Traced)]
-        self._followed: dict[Any, Executable] = {}
+        self._chains: dict[Any, Executable] = {}
+        self._shapes: set[Any] = set()
         self._n_inputs = sum(piece.n_inputs for piece in traced)
         self._storages = _each_once([storage for piece in traced for storage in piece.storages])
         of_storages = {id(storage) for storage in self._storages}
@@ -113,7 +104,7 @@ class Executable:
         self._log: Log | None = None
         self._is_interrupted = False
         #: Which inputs' values are looked at, as lengths follow from them.
-        self.inputs_on_host = frozenset(
+        self.on_host = frozenset(
             position for piece in traced[:1] if piece.steered is not None for position in piece.steered.positions
         )
         self._is_steered = any(piece.steered is not None for piece in traced)
@@ -137,8 +128,6 @@ class Executable:
         # Without a reference to this, or only the garbage collector would free what it holds.
         run = partial(_compute, self._pieces, self._storages, self._updated, self._logged)
         if times > 1:
-            if self._outputs:
-                raise ValueError("what is done many times in a launch can return numbers alone")
             at = {id(storage): i for i, storage in enumerate(self._storages)}
             logs = range(len(at), len(at) + 1 + len(self._logged))
             changed = [*(at[id(cell)] for cell in self._updated), *logs]
@@ -152,53 +141,46 @@ class Executable:
         else:
             self._run = jax.jit(run, donate_argnums=tuple(positions), keep_unused=True, compiler_options=options)
 
-    def followed_by(self, other: Executable, combined: Combination | None, times: int = 1) -> Executable | None:
-        """Return what does in one launch what this one does and then another one.
+    def chain(self, *others: Combination | Executable, times: int = 1) -> Executable | None:
+        """Return what does in one launch what this one does and then the others, all of it so many times.
 
-        Parameters
-        ----------
-        other : Executable
-        combined : Combination or None
-            What happens in between.
-        times : int
-            How many times, one after the other, with parts of the inputs.
-
-        Returns
-        -------
-        Executable, or None
-            The same one each time; None where there can't be one.
+        The same one each time; None where inputs decide shapes, where what is combined isn't computed here, and for
+        many times where outputs are no numbers.
         """
-        key = other, None if combined is None else (id(combined.storage), *combined[1:]), times
-        followed = self._followed.pop(key, None)
-        if followed is None:
-            between = [] if combined is None else [combined]
-            pieces = [*self._pieces, *between, *other._pieces]
-            known = combined is None or any(combined.storage is cell for cell in self._updated)
-            if not known or self._is_steered or other._is_steered:
+        if not others and times == 1:
+            return self
+        key = *[(id(one.storage), *one[1:]) if isinstance(one, Combination) else one for one in others], times
+        chained = self._chains.pop(key, None)
+        if chained is None:
+            combined = [one.storage for one in others if isinstance(one, Combination)]
+            executables = [self, *[one for one in others if isinstance(one, Executable)]]
+            if (
+                any(one._is_steered for one in executables)
+                or not all(any(storage is cell for cell in self._updated) for storage in combined)
+                or times > 1
+                and (times > LAUNCHES or any(one._outputs for one in executables))
+            ):
                 return None
-            while len(self._followed) >= _FOLLOWED:
-                del self._followed[next(iter(self._followed))]
-            followed = Executable(pieces, self._device, self._logs_numbers, times)
-        self._followed[key] = followed  # behind all others
-        return followed
+            pieces = [*self._pieces]
+            for one in others:
+                pieces += [one] if isinstance(one, Combination) else one._pieces
+            while len(self._chains) >= _CHAINS:
+                del self._chains[next(iter(self._chains))]
+            chained = Executable(pieces, self._device, self._logs_numbers, times)
+        self._chains[key] = chained  # behind all others
+        return chained
 
     def repeated(self, times: int) -> Executable | None:
-        """Return what does in one launch many times what this one does, each time with the next part of the inputs.
+        """Return what does it many times in one launch."""
+        return self.chain(times=times)
 
-        The same one each time; None where outputs are no numbers, or inputs decide shapes.
-        """
-        if times == 1:
-            return self
-        key = None, 0, times
-        repeated = self._followed.pop(key, None)
-        if repeated is None:
-            if self.inputs_on_host or self._outputs or times > LAUNCHES:
-                return None
-            while len(self._followed) >= _FOLLOWED:
-                del self._followed[next(iter(self._followed))]
-            repeated = Executable(self._pieces, self._device, self._logs_numbers, times)
-        self._followed[key] = repeated
-        return repeated
+    def is_new(self, inputs: Sequence[Any]) -> bool:
+        """Whether XLA compiles for inputs of these shapes."""
+        shapes = tuple([getattr(value, "shape", ()) for value in inputs])
+        if shapes in self._shapes:
+            return False
+        self._shapes.add(shapes)
+        return True
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Start the computation, and return its outputs: arrays that will be there when they are read."""
@@ -209,7 +191,7 @@ class Executable:
             if is_held(storage):
                 with undisturbed():  # as a log's beginning
                     storage[0] = self._copy(storage[0])
-        if self._log is not None and (self._is_interrupted or not self._log.has_room(self._times)):
+        if self._log is not None and (self._is_interrupted or not self._log.has_room(self.times)):
             self._log = Log(self._dtypes)
         arguments = self._arguments(inputs)
         self._device.launching()
@@ -231,8 +213,8 @@ class Executable:
         for cell in self._outputs:
             cell[0] = None  # or the memory would be held until the next call
         if self._log is not None:
-            for position, entries in zip(self._logged, self._log.entries(self._times), strict=True):
-                results[position * self._times : position * self._times] = entries
+            for position, entries in zip(self._logged, self._log.entries(self.times), strict=True):
+                results[position * self.times : position * self.times] = entries
         return results
 
     def _launch(self, arguments: list[Any]) -> None:
@@ -253,7 +235,7 @@ class Executable:
             (piece,) = self._pieces
             assert isinstance(piece, Traced)
             # A copy, as the program may write into its own before this has been computed.
-            inputs = [np.array(v) if i in self.inputs_on_host else v for i, v in enumerate(inputs)]
+            inputs = [np.array(v) if i in self.on_host else v for i, v in enumerate(inputs)]
             lengths = [piece.lengths(inputs)]
         return [*lengths, *inputs, *[cell[0] for cell in (*self._storages, *logs)]]
 
@@ -386,3 +368,105 @@ def _if(counts: Any, new: Any, old: Any) -> Any:
 def _each_once(lists: Sequence[list[Any]]) -> list[list[Any]]:
     """Return each list once, where it first comes, told apart as objects."""
     return list({id(one): one for one in lists}.values())
+
+
+class _Together(Runner):
+    """What has the ranks combine in the middle of its launch; they launch when all are about to do so."""
+
+    def __init__(self, rank: Rank, chain: Executable, combined: Combined):
+        self._rank, self._chain, self._combined = rank, chain, combined
+        self.times = chain.times
+
+    def is_new(self, inputs: Sequence[Any]) -> bool:
+        """Whether XLA compiles for inputs of these shapes."""
+        return self._chain.is_new(inputs)
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        """Launch, and meet the others behind it."""
+        communicator, shape = self._combined.agree(self._rank)
+        # What is exchanged in another dtype has been divided before.
+        op = "sum" if self._combined.exchange.dtype else self._combined.op
+        combine = _Combine(self._rank, communicator, op, shape, self.times > 1)
+
+        # Nothing may be raised in what XLA calls; and when this rank has launched, all will have in a moment, so that
+        # the updates are applied on all ranks, or, if one of them fails, on none.
+        with undisturbed() as signals:
+            with combining(combine, self.times):
+                results = self._chain(*inputs)
+            signals.renew()
+            communicator.meet(signals.relent)
+            self._rank.commit()
+        return results
+
+
+class _Combine:
+    """Combines the ranks' gradients in the middle of a launch; see `synkhronos.devices.jax.foreign.Combine`."""
+
+    def __init__(self, rank: Rank, communicator: Any, op: str, shape: tuple[int, ...], many: bool):
+        self._rank, self._communicator, self._op, self._many = rank, communicator, op, many
+        self._shape = shape
+        self._begun = 0
+
+    def start(self, spans: Sequence[Any], stream: int | None) -> None:
+        """Begin with a part of the vector."""
+        self._communicator.start_within(spans, self._op, stream)
+        self._begun += sum(span.n_items for span in spans)
+
+    def finish(self, spans: Sequence[Any], counts: int, stream: int | None) -> None:
+        """Combine the rest, if the ranks have agreed on so many items."""
+        if self._many:
+            self._rank.commit()  # the first of them may count though a later one fails
+        count, self._begun = self._begun + sum(span.n_items for span in spans), 0
+        if count != math.prod(self._shape):
+            self.wait(stream)
+            raise ValueError(f"all_reduce: expected shape {self._shape}, as before the launch, got {count} items")
+        self._communicator.all_reduce_within(spans, self._op, counts, stream)
+
+    def wait(self, stream: int | None) -> None:
+        """Have what the stream does next come after what was begun."""
+        self._communicator.wait_within(stream)
+
+
+class Xla(LazyEngine):
+    """Runs PyTensor's functions in JAX mode."""
+
+    fixed_lengths = True
+
+    def runs(self, library: GraphLibrary, mode: Any) -> bool:
+        """Those of JAX mode."""
+        return library.uses_xla(mode)
+
+    @property
+    def device(self) -> Device:
+        """JAX arrays."""
+        return JAX
+
+    def runner(self, library: GraphLibrary, function: Any, n_inputs: int, fetched: bool) -> Runner:
+        """Return a function that takes and returns JAX arrays; numbers as a log's entries, which `fetch` reads."""
+        return Executable([Traced(function, n_inputs, JAX)], JAX, fetched)
+
+    def chain(self, rank: Rank, first: Runner, combined: Combined, second: Runner, times: int) -> Runner | None:
+        """Return both in one launch, with NCCL's work in between.
+
+        Ranks meet and combine in the same order as without it, as calls whose outputs are read later meet nowhere when
+        they are compiled: they need not agree on it.
+        """
+        assert isinstance(first, Executable) and isinstance(second, Executable)
+        if rank.size == 1:
+            return first.chain(second, times=times)
+        shared = combined.shared(rank)
+        value = shared.container.storage[0]
+        # What the user may have put there is moved, or cast, on the long way.
+        if not JAX.holds(value) or value.dtype != shared.type.dtype or not JAX.combines_within(value.dtype):
+            return None
+        combination = Combination(shared.container.storage, combined.exchange, rank.size)
+        chain = first.chain(combination, second, times=times)
+        return None if chain is None else _Together(rank, chain, combined)
+
+    def most_at_once(self, combined: np.dtype | None = None) -> int:
+        """Return how many numbers a log has; on CPU cores 1: in loops XLA computes convolutions by one thread."""
+        can = JAX.on_gpu if combined is None else JAX.combines_within(combined)
+        return LAUNCHES if can else 1
+
+
+ENGINE = Xla()
