@@ -9,8 +9,10 @@ module here, with an object called ``ENGINE``.
     The engines: NumPy arrays in and out, PyTensor's JAX mode, Theano on GPUs.
 `lazy`
     Outputs that are read when somebody asks for them.
+`kinds`
+    All that are found here.
 `engine_of`
-    The engine for a library's functions of some mode.
+    The one for a library's functions of some mode.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from synkhronos.engines import host
 from synkhronos.engines.base import Combined, Engine, Exchange, Runner
 from synkhronos.graphs import GraphLibrary
 
-__all__ = ["Combined", "Engine", "Exchange", "Runner", "engine_of", "engines"]
+__all__ = ["Combined", "Engine", "Exchange", "Runner", "engine_of", "kinds"]
 
 
 @cache
-def engines() -> tuple[Engine, ...]:
+def kinds() -> tuple[Engine, ...]:
     """Return the ``ENGINE`` of each module here that has one; last the host's, which runs what no other does."""
     modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
     found = [module.ENGINE for module in modules if hasattr(module, "ENGINE")]
@@ -37,4 +39,4 @@ def engines() -> tuple[Engine, ...]:
 
 def engine_of(library: GraphLibrary, mode: Any) -> Engine:
     """Return what runs a library's functions of this mode, in this process."""
-    return next(engine for engine in engines() if engine.runs(library, mode))
+    return next(engine for engine in kinds() if engine.runs(library, mode))

@@ -166,7 +166,7 @@ class Engine:
 
     # -- in the master ---------------------------------------------------------------------------------------
 
-    def prepare(self, session: Session) -> None:
+    def before_call(self, session: Session) -> None:
         """Do what comes before a call: here, have the workers treat floating-point errors as the master does."""
         follow(session)
 

@@ -6,8 +6,6 @@
     What a call returns in place of an array whose computation has only been started.
 `Results`
     The master's record of those that were not read yet.
-`Unread`
-    What each rank keeps until then.
 `Read`, `Forget`
     The commands that reduce unread outputs over the ranks, or drop them.
 
@@ -22,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -36,16 +34,8 @@ from synkhronos.ranks import Rank, Session, UnderWay
 _MOST_CALLS, _MOST_BYTES = 256, 1 << 24
 
 
-@dataclass
-class Unread:
-    """One rank's outputs of one call."""
-
-    outputs: Outputs
-    engine: Engine
-
-
-class _UnreadOutputs(dict[int, Unread], UnderWay):
-    """What one rank keeps, by the number of the command."""
+class _UnreadOutputs(dict[int, tuple[Engine, Outputs]], UnderWay):
+    """One rank's outputs until then, and what fetches them, by the number of the command."""
 
     def give_up(self, command: int) -> None:
         """Drop the outputs of a command that has failed since: nobody gets them."""
@@ -71,8 +61,8 @@ class Read:
         """Return, in the master, each call's outputs."""
         unread = [_unread(rank)[call] for call in self.calls]
         outputs: list[Outputs] = []
-        for engine, run in groupby(unread, attrgetter("engine")):
-            kept = [one.outputs for one in run]
+        for engine, run in groupby(unread, itemgetter(0)):
+            kept = [mine for _, mine in run]
             fetched = iter(engine.fetch([value for each in kept for value in each.values]))
             outputs += [each.of(list(islice(fetched, len(each.values)))) for each in kept]
         # Nothing is dropped here: workers come by without waiting for the master, who may fail and ask again.
@@ -307,7 +297,7 @@ class Result(_Mixin):
 class LazyEngine(Engine):
     """An engine whose functions may return before they have computed: each rank keeps its outputs until then."""
 
-    def prepare(self, session: Session) -> None:
+    def before_call(self, session: Session) -> None:
         """Have the ranks drop what nobody will read."""
         Results.of(session).tidy(session)
 
@@ -316,7 +306,7 @@ class LazyEngine(Engine):
         outputs = outputs.detached(rank)
         unread = _unread(rank)
         assert rank.command not in unread, "two calls with outputs in one command"
-        unread[rank.command] = Unread(outputs, self)
+        unread[rank.command] = self, outputs
         nbytes = sum(int(getattr(value, "nbytes", 0)) for value in outputs.values)
         return rank.command, nbytes, outputs.n_outputs
 

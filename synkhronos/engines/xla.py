@@ -154,12 +154,11 @@ class Executable(Runner):
         if chained is None:
             combined = [one.storage for one in others if isinstance(one, Combination)]
             executables = [self, *[one for one in others if isinstance(one, Executable)]]
-            if (
-                any(one._is_steered for one in executables)
-                or not all(any(storage is cell for cell in self._updated) for storage in combined)
-                or times > 1
-                and (times > LAUNCHES or any(one._outputs for one in executables))
-            ):
+            can = all(any(storage is cell for cell in self._updated) for storage in combined)
+            can = can and not any(one._is_steered for one in executables)
+            if times > 1:
+                can = can and times <= LAUNCHES and not any(one._outputs for one in executables)
+            if not can:
                 return None
             pieces = [*self._pieces]
             for one in others:

@@ -132,7 +132,7 @@ class Call(NamedTuple):
             rank.barrier()
         if self.compile:
             rank.threads.limit()  # what was compiled may have brought a BLAS with it
-        return program.engine.collect(rank, part.outputs()) if part.compiled.outputs.ops else []
+        return program.engine.collect(rank, part.outputs()) if part.compiled.kinds.ops else []
 
     def _is_first_call(self, program: Program) -> bool:
         """Whether this call compiles for what is on disk afterwards."""
@@ -208,7 +208,7 @@ class Part:
 
     def outputs(self) -> Outputs:
         """Return what was computed."""
-        kinds, times = self.compiled.outputs, self.run.times
+        kinds, times = self.compiled.kinds, self.run.times
         if times > 1:
             return Outputs(self.rows // times, self.active, self.values, kinds.repeated(times))
         of_none = self._of_none if self._call.n_rows is None else list
@@ -251,7 +251,7 @@ class Part:
 
     def compute(self) -> None:
         """Run over this rank's rows, in slices if asked for, and keep the outputs."""
-        call, ops = self._call, self.compiled.outputs.ops
+        call, ops = self._call, self.compiled.kinds.ops
         if not self.rows:
             # Nobody has any: the outputs are what the serial library makes of none, and nothing is updated.
             self.run = self.program.compile(call.variant._replace(accumulate=True)).run

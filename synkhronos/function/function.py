@@ -188,7 +188,7 @@ class Function:
         has_updates = bool(self._program.updates)
         try:
             self._distribute(session)
-            self._program.engine.prepare(session)
+            self._program.engine.before_call(session)
         except Exception as error:
             if has_updates:  # the user may ask, as of a call that failed later
                 error.add_note("The function's updates were applied on no rank.")

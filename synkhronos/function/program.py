@@ -63,12 +63,13 @@ class Compiled(NamedTuple):
         The graph library's.
     run : Runner
         How ranks run it.
-    outputs : Kinds
+    kinds : Kinds
+        Of its outputs.
     """
 
     function: Callable[..., Any]
     run: Runner
-    outputs: Kinds
+    kinds: Kinds
 
 
 @dataclass

@@ -91,4 +91,6 @@ class Step(NamedTuple):
         engine = gradient.program.engine
         if update.program.engine is not engine or not gradient.active or self.gradient.variant.accumulate:
             return None
+        if self.gradient.compile and gradient.program.compiles == AT_FIRST_CALL:
+            return None  # the master runs that alone: it would wait for the others in the middle of it
         return engine.chain(rank, gradient.run, self, update.run, self.times)

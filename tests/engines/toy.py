@@ -1,0 +1,65 @@
+"""An engine in one file: what its functions return is read later, and a training step, or several, is one launch."""
+
+import numpy as np
+
+from synkhronos.engines.base import Runner
+from synkhronos.engines.lazy import LazyEngine
+
+
+class Handle:
+    """Stands for an output until it is fetched."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Launch(Runner):
+    """Some functions, one after the other, many times: the first takes inputs and returns outputs."""
+
+    #: How many this process has launched: the tests look at it.
+    count = 0
+
+    def __init__(self, first, behind=(), times=1):
+        super().__init__(first)
+        self.first, self.behind, self.times = first, behind, times
+
+    def __call__(self, *inputs):
+        Launch.count += 1
+        results = []
+        for k in range(self.times):
+            results.append(super().__call__(*(np.split(each, self.times)[k] for each in inputs)))
+            for function in self.behind:
+                function()
+        return [Handle(value) for output in zip(*results, strict=True) for value in output]
+
+    def repeated(self, times):
+        return Launch(self.first, self.behind, times)
+
+
+class Toy(LazyEngine):
+    """The engine."""
+
+    #: Whether it runs anything: the tests say so before they fork.
+    is_on = False
+
+    def runs(self, library, mode):
+        return self.is_on and not library.uses_xla(mode)
+
+    def runner(self, library, function, n_inputs, fetched):
+        return Launch(function) if fetched else Runner(function)
+
+    def chain(self, rank, first, combined, second, times):
+        def combine():
+            communicator, _ = combined.agree(rank)
+            communicator.all_reduce(combined.shared(rank).container.storage[0], combined.op)
+
+        return Launch(first.first, (combine, second.first), times)
+
+    def most_at_once(self, combined=None):
+        return 8
+
+    def fetch(self, values):
+        return [value.value if isinstance(value, Handle) else value for value in values]
+
+
+ENGINE = Toy()
