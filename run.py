@@ -6,7 +6,8 @@ On a machine with Python 3.11 nothing needs to be installed before:
     python3 run.py mnist     # train on MNIST, on all cores
     python3 run.py test      # the tests, with PyTensor and with Theano
 
-    python3 run.py test -m faults             # those that hurt processes, which `test` alone leaves out
+    python3 run.py test --all                 # and those that hurt processes, and Lasagne's, which compile for minutes
+    python3 run.py test -m faults             # those that hurt processes alone
     python3 run.py test --device jax          # the tests on JAX arrays, compiled by XLA for the CPU
     python3 run.py test --device gpu --here   # on GPUs, with this Python and what is installed in it
 
@@ -31,6 +32,7 @@ import sys
 import sysconfig
 import xml.etree.ElementTree
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -94,14 +96,19 @@ def child_variables() -> dict[str, str]:
     return variables
 
 
-def call(command: Sequence[object], **variables: str) -> int:
-    """Run a command in the repository's root and return its exit status."""
+def call(command: Sequence[object], heading: str | None = None, **variables: str) -> int:
+    """Run a command in the repository's root and return its exit status; put a heading before each line of output."""
     words = [str(word) for word in command]
-    say(shlex.join(words))
+    say(shlex.join(words) if heading is None else f"{heading}: {shlex.join(words)}")
+    output, errors = (None, None) if heading is None else (subprocess.PIPE, subprocess.STDOUT)
     interrupted = False
-    with subprocess.Popen(words, cwd=ROOT, env={**child_variables(), **variables}) as process:
+    with subprocess.Popen(
+        words, cwd=ROOT, env={**child_variables(), **variables}, stdout=output, stderr=errors
+    ) as process:
         while process.returncode is None:
             try:
+                for line in process.stdout or []:
+                    print(f"{heading}: {line.decode(errors='replace')}", end="", flush=True)
                 process.wait()
             except KeyboardInterrupt:
                 # The terminal sent the command the same Ctrl-C: it cleans up and ends, or goes on.
@@ -267,6 +274,38 @@ def prepare(name: str, *extras: str) -> Environment:
 # The commands of run.py
 # ---------------------------------------------------------------------------------------------------------
 
+
+@dataclass(frozen=True)
+class Job:
+    """A run of pytest.
+
+    Parameters
+    ----------
+    environment : Environment
+    part : str
+        What of its tests run, in a word or as the user gave it; "" for most of them.
+    arguments : sequence of str
+        For pytest.
+    device : str
+        As of the option ``--device``.
+    """
+
+    environment: Environment
+    part: str
+    arguments: Sequence[str]
+    device: str = "host"
+
+    @property
+    def name(self) -> str:
+        """The environment, and what runs there."""
+        return f"{self.environment.name}, {self.part}" if self.part else self.environment.name
+
+    def run(self, report: Path, alone: bool) -> int:
+        """Run it; beside others, each line that it prints comes behind its name. Return the exit status."""
+        command = [self.environment.python, "-m", "pytest", f"--junit-xml={report}", *self.arguments]
+        return call(command, None if alone else self.name, SYNKHRONOS_TEST_DEVICE=self.device)
+
+
 #: What `test` runs on JAX arrays beside all tests on NumPy's: a minute of it.
 IN_BRIEF = [f"tests/test_{name}.py" for name in ("collectives", "jax", "modes", "updates")]
 #: What `test --quick` runs, with PyTensor alone: what most changes break, in a minute.
@@ -277,6 +316,8 @@ QUICK = [
         *("user_code", "seed_example"),
     )
 ]
+#: What starts programs of its own and waits for them: half of the time of all tests, and run beside the others.
+PROGRAMS = [f"tests/test_{name}.py" for name in ("compat", "demos", "docs", "lasagne_demos")]
 #: What it runs beside PyMC: what was made for it.
 WITH_PYMC = [
     *(f"tests/test_{name}.py" for name in ("by_rows", "pymc", "pymc_demos", "rows_sum")),
@@ -307,6 +348,8 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
                 raise fail("pip can't install pygpu: run --device gpu --here with a Python that has it and Theano.")
             raise fail(f"--device {options.device} needs PyTensor.")
         options.env = PYTENSOR.name
+    if options.all and (rest or options.here or options.device != "host"):
+        raise fail("--all takes no further arguments but --env.")
     if options.here:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         return call([sys.executable, "-m", "pytest", *rest], SYNKHRONOS_TEST_DEVICE=options.device, PYTHONPATH=path)
@@ -326,20 +369,46 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
         extras[PYTENSOR.name].append("gpu")
     environments = [prepare(name, *extras[name]) for name in names]
 
-    summaries, statuses = [], []
-    runs = [(e, options.device, rest or (WITH_PYMC if e is PYMC else [])) for e in environments]
-    if options.device == "host" and PYTENSOR in environments and not rest:
-        runs.append((PYTENSOR, "jax", IN_BRIEF))
-    for environment, device, arguments in runs:
-        report = environment.directory / "tests.xml"
+    jobs = jobs_of(environments, options, rest)
+    reports = [job.environment.directory / f"tests-{i}.xml" for i, job in enumerate(jobs)]
+    for report in reports:
         report.unlink(missing_ok=True)
-        command = [environment.python, "-m", "pytest", f"--junit-xml={report}", *arguments]
-        status = call(command, SYNKHRONOS_TEST_DEVICE=device)
-        statuses.append(status)
-        what = [environment.name, "" if device == "host" else device, "--quick" if options.quick else shlex.join(rest)]
-        summaries.append(f"{', '.join(filter(None, what))}: {counts(report, status)}")
+    # The main thread waits for Ctrl-C, and the others for the jobs: as many at once as there are cores.
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    try:
+        statuses = list(pool.map(Job.run, jobs, reports, [len(jobs) == 1] * len(jobs)))
+    except KeyboardInterrupt:
+        pool.shutdown(cancel_futures=True)
+        raise SystemExit(130) from None
+    ended = zip(jobs, reports, statuses, strict=True)
+    summaries = [f"{job.name}: {counts(report, status)}" for job, report, status in ended]
     print("\n".join(summaries + left_out), flush=True)
     return max(statuses)
+
+
+def jobs_of(environments: Sequence[Environment], options: argparse.Namespace, rest: list[str]) -> list[Job]:
+    """Return the runs of pytest, the longest first: so no core is idle for long when the last ones run."""
+    if rest or options.device != "host":
+        what = "--quick" if options.quick else shlex.join(rest)
+        part = ", ".join(filter(None, ["" if options.device == "host" else options.device, what]))
+        return [Job(environment, part, rest, options.device) for environment in environments]
+    jobs = []
+    # What no graph library has a part in is tested with one of them.
+    own = {THEANO: " and not any_library"} if PYTENSOR in environments else {}
+    both = [environment for environment in environments if environment is not PYMC]
+    if options.all:
+        jobs += [Job(environment, "lasagne", ["-m", f"lasagne{own.get(environment, '')}"]) for environment in both]
+    for environment in both:
+        usual = ["-m", f"not lasagne and not faults{own.get(environment, '')}"]
+        jobs.append(Job(environment, "programs", [*usual, *PROGRAMS]))
+        jobs.append(Job(environment, "", [*usual, *(f"--ignore={path}" for path in PROGRAMS)]))
+    if options.all:
+        jobs += [Job(environment, "faults", ["-m", f"faults{own.get(environment, '')}"]) for environment in both]
+    if PYTENSOR in environments:
+        jobs.append(Job(PYTENSOR, "jax", IN_BRIEF, "jax"))
+    if PYMC in environments:
+        jobs.append(Job(PYMC, "", WITH_PYMC))
+    return jobs
 
 
 def counts(report: Path, status: int) -> str:
@@ -443,6 +512,9 @@ def parser() -> argparse.ArgumentParser:
     )
     test_parser.add_argument(
         "--here", action="store_true", help="test with this Python and what is installed for it: nothing is fetched"
+    )
+    test_parser.add_argument(
+        "--all", action="store_true", help="also those that hurt processes, and Lasagne's, which compile for minutes"
     )
     test_parser.add_argument(
         "--quick", action="store_true", help="a minute of them, with PyTensor unless --env says another: while you work"

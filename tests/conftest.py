@@ -47,7 +47,7 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 from library import fork_ranks
-from system import names
+from system import names, names_left
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -172,4 +172,4 @@ def nothing_left():
     before = names()  # of a run beside this one, or of one that was killed
     yield
     synk.close()
-    assert not names() - before
+    assert not names_left(before)

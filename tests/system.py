@@ -16,6 +16,16 @@ def names() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "synkhronos" in name}
 
 
+def names_left(before: set[str], limit: float = 2) -> set[str]:
+    """Return the names that have come since and stay: those of programs that run beside this one go in a moment."""
+    deadline = time.monotonic() + limit
+    left = names() - before
+    while left and time.monotonic() < deadline:
+        time.sleep(0.005)
+        left &= names()
+    return left
+
+
 def children_of(pid: int) -> list[int]:
     """Return the processes that a process' threads have forked, zombies among them.
 

@@ -73,6 +73,7 @@ def test_both_examples_of_the_seed(tmp_path):
     assert all(np.array_equal(same[0][name], same[1][name]) for name in same[0])
 
 
+@pytest.mark.any_library
 def test_a_run_folder_says_what_ran(tmp_path):
     done = train(tmp_path / "run", "MLP", epochs=1, seed=4)
     assert done.stdout.startswith("2 ranks on cpu, cpu; ")
@@ -88,6 +89,7 @@ def test_a_run_folder_says_what_ran(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("rule", ["BSP", "EASGD"])
 def test_a_run_goes_on_from_a_checkpoint(tmp_path, rule):
     pytest.importorskip("safetensors")
@@ -104,6 +106,7 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path, rule):
     assert [line["step"] for line in lines(tmp_path / "parts", "rank-1")] == [9, 18, 27, 36]
 
 
+@pytest.mark.any_library
 def test_a_run_goes_on_on_another_number_of_ranks(tmp_path):
     pytest.importorskip("safetensors")
     train(tmp_path, "MLP", epochs=1, rule="EASGD", checkpoint=1)
@@ -113,6 +116,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(tmp_path):
     assert re.search(r"CheckpointError: .*rows-0+1 is of the rule EASGD, got BSP", done.stderr)
 
 
+@pytest.mark.any_library
 def test_ranks_with_fewer_batches_hold_up_nobody(tmp_path):
     done = train(tmp_path, "Uneven", epochs=1)
     assert "ranks have [9, 4] batches: each takes 4, since all exchange at once" in done.stdout
@@ -120,6 +124,7 @@ def test_ranks_with_fewer_batches_hold_up_nobody(tmp_path):
     assert [lines(tmp_path / "other", f"rank-{r}")[-1]["step"] for r in range(2)] == [9, 4]
 
 
+@pytest.mark.any_library
 def test_streams_of_one_seed_differ_by_rank(tmp_path):
     train(tmp_path, "Noisy", epochs=1)
     drawn = [re.search("drawn .*", (tmp_path / f"rank-{r}.log").read_text())[0] for r in range(2)]
@@ -133,12 +138,14 @@ def test_streams_of_one_seed_differ_by_rank(tmp_path):
 # -- binding -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.any_library
 def test_ranks_share_the_cores():
     assert binding.masks(["cpu"] * 2, range(5), {})[0] == [[0, 1], [2, 3, 4]]
     assert binding.masks(["cpu"] * 3, [4, 6, 9], {})[0] == [[4], [6], [9]]
     assert binding.masks(["cpu"] * 3, [0, 1], {}) == ([], "not bound: there are 2 cores for 3 ranks")
 
 
+@pytest.mark.any_library
 def test_ranks_are_next_to_their_gpus_within_the_mask(tmp_path):
     for address, cores in (("0000:1b:00.0", "0-3,8-11"), ("0000:3c:00.0", "0-3,8-11"), ("0000:9d:00.0", "4-7")):
         (tmp_path / address).mkdir()
@@ -157,6 +164,7 @@ def test_ranks_are_next_to_their_gpus_within_the_mask(tmp_path):
     assert binding.cores_of("0000:ff:00.0", tmp_path) == []
 
 
+@pytest.mark.any_library
 @pytest.mark.skipif(available_cores() < 2, reason="needs two cores")
 def test_ranks_and_their_threads_are_bound(tmp_path):
     (tmp_path / "where.py").write_text(
@@ -206,6 +214,7 @@ def test_a_model_of_the_base_class(tmp_path, rule):
     np.testing.assert_allclose(reports[-1]["validation"]["cost"], loss, rtol=1e-6)  # each of 45 rows once
 
 
+@pytest.mark.any_library
 def test_a_model_of_the_base_class_says_what_is_wrong():
     from synkhronos.launch import Model
 
@@ -228,6 +237,7 @@ def test_a_model_of_the_base_class_says_what_is_wrong():
         Model(config)
 
 
+@pytest.mark.any_library
 def test_the_console_script_is_the_command(tmp_path, capsys, monkeypatch):
     project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]
     module, name = project["scripts"]["synkhronos"].split(":")

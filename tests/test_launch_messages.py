@@ -16,6 +16,8 @@ from synkhronos.devices import get_n_gpu
 from synkhronos.launch import SettingsError
 from synkhronos.launch.settings import from_environment, parse_set, read, resolve
 
+pytestmark = pytest.mark.any_library
+
 MODEL = {"model": "launch_models/mlp.py:MLP", "devices": "cpu"}
 GPUS = get_n_gpu()
 

@@ -8,9 +8,9 @@ import time
 
 import pytest
 from faults.harness import PROMPT
-from system import LIMIT, children_of, lives, names, state
+from system import LIMIT, children_of, lives, names, names_left, state
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.any_library]
 
 pytest.importorskip("ipykernel")
 jupyter_client = pytest.importorskip("jupyter_client")
@@ -121,7 +121,7 @@ def notebook():
     yield made
     made.client.stop_channels()
     made.manager.shutdown_kernel(now=True)
-    assert not names() - before
+    assert not names_left(before)
 
 
 def until_gone(pids, limit=1):

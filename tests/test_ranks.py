@@ -13,6 +13,8 @@ from synkhronos.ranks.control import MAILBOX, SLOT
 from synkhronos.ranks.errors import Cancelled, cause_of_death
 from synkhronos.ranks.interrupts import put_back, undisturbed
 
+pytestmark = pytest.mark.any_library
+
 
 @pytest.fixture(params=[1, 2, 3, 5])
 def session(request):

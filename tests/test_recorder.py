@@ -12,6 +12,8 @@ from synkhronos.training import Recorder, TensorBoard, schedules
 from synkhronos.training.recorder import read
 from synkhronos.training.schedules import set_state, state_of
 
+pytestmark = pytest.mark.any_library
+
 
 def write(folder, n=4):
     recorder = Recorder(folder)

@@ -1,5 +1,7 @@
 """run.py and docs/theano_gpu_bundle.sh, where something is missing: they end with one line that says what."""
 
+import argparse
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -7,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from library import DEVICE, NAME
+from library import DEVICE
 
 ROOT = Path(__file__).resolve().parent.parent
 
-pytestmark = pytest.mark.skipif(DEVICE != "host" or NAME == "theano", reason="once is enough")
+pytestmark = [pytest.mark.any_library, pytest.mark.skipif(DEVICE != "host", reason="once is enough")]
 
 
 def run(root, *arguments, before=(), **variables):
@@ -41,6 +43,7 @@ def run(root, *arguments, before=(), **variables):
         (["bench", "nope"], "run.py: there is no benchmark 'nope'; there are: "),
         (["env", "jax"], "run.py: argument name: invalid choice: 'jax'"),
         (["test", "--device", "tpu"], "run.py: argument --device: invalid choice: 'tpu'"),
+        (["test", "--all", "-k", "rows"], "run.py: --all takes no further arguments but --env."),
     ],
 )
 def test_wrong_arguments_are_told_in_one_line(tmp_path, arguments, line):
@@ -79,6 +82,61 @@ def test_on_a_full_disk_it_says_so(tmp_path):
     assert status != 0
     assert said[-1].startswith("run.py: no space left on the disk: the two environments in "), said
     assert all(line.startswith("run.py: ") for line in said), said
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """run.py as a module, whose environments have pythons that say what they are given, and fail with --fails."""
+    spec = importlib.util.spec_from_file_location("run", ROOT / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "run", module)  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    for name in module.BY_NAME:
+        (tmp_path / name / "bin").mkdir(parents=True)
+        python = tmp_path / name / "bin" / "python"
+        python.write_text('#!/bin/sh\necho "on $SYNKHRONOS_TEST_DEVICE: $*"\ncase "$*" in *--fails*) exit 3; esac\n')
+        python.chmod(0o755)
+    monkeypatch.setattr(module, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(module, "prepare", lambda name, *extras: module.BY_NAME[name])
+    monkeypatch.setattr(module, "NEWEST_PYTHON_FOR_THEANO", sys.version_info[:2])
+    return module
+
+
+def options(**given):
+    return argparse.Namespace(**{"env": None, "device": "host", "here": False, "quick": False, "all": False, **given})
+
+
+def test_what_runs_side_by_side_is_told_apart(module, capfd):
+    assert module.test(options(), ["-k", "nothing", "--fails"]) == 3
+    printed = capfd.readouterr().out.splitlines()
+    for name in ("pytensor", "theano"):
+        (line,) = (line for line in printed if line.startswith(f"{name}, -k nothing --fails: on host: -m pytest "))
+        assert line.endswith("-k nothing --fails")
+        assert f"{name}, -k nothing --fails: no result, pytest ended with exit status 3" in printed
+
+
+def test_what_runs_alone_prints_as_it_is(module, capfd):
+    assert module.test(options(device="jax"), []) == 0
+    assert capfd.readouterr().out.startswith("on jax: -m pytest ")
+
+
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_each_environment_runs_each_file_once(module, capfd, all_of_them):
+    environments = [module.PYTENSOR, module.THEANO, module.PYMC]
+    jobs = module.jobs_of(environments, options(all=all_of_them), [])
+    assert len({job.name for job in jobs}) == len(jobs)
+    named = {path for job in jobs for word in job.arguments for path in [word.removeprefix("--ignore=").split("::")[0]]}
+    for path in (path for path in named if path.startswith("tests/")):
+        assert (ROOT / path).exists(), path
+    for environment, else_ in ((module.PYTENSOR, ""), (module.THEANO, " and not any_library")):
+        usual = [job for job in jobs if job.environment is environment and "-m" in job.arguments]
+        marks = [job.arguments[1] for job in usual]
+        both = 2 * [f"not lasagne and not faults{else_}"]
+        assert sorted(marks) == sorted(both + [f"lasagne{else_}", f"faults{else_}"] * all_of_them)
+        programs, others = (job.arguments[2:] for job in usual if job.arguments[1] == both[0])
+        assert others == [f"--ignore={path}" for path in programs]
+    alone = module.jobs_of([module.THEANO], options(), [])
+    assert alone and not any("any_library" in word for job in alone for word in job.arguments)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from library import DEVICE
 
 import synkhronos as synk
 
+pytestmark = pytest.mark.any_library
+
 
 @pytest.fixture
 def two(fork):
