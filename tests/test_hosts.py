@@ -24,6 +24,14 @@ def test_the_same_bits_as_on_one_host(program):
 
 
 @needs_mpi
+def test_programs_at_their_own_pace():
+    for hosts, sums in ((["a:2", "b:1"], [2, 1, 2]), (["a:1", "b:2", "c:1"], [2, 4, 2, 4])):
+        line = str([(r, float(each)) for r, each in enumerate(sums)]).replace(")", "").replace("(", "")
+        said = run(hosts, "tasks").replace("np.float64(", "").replace(")", "").replace("(", "").splitlines()
+        assert said == [line] * 4
+
+
+@needs_mpi
 def test_functions_on_two_hosts():
     assert run(["a:2", "b:2"], "functions") == "right\n"
 

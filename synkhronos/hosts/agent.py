@@ -12,6 +12,7 @@ An agent looks at its host's control memory and at what has come by MPI, in turn
     all ranks of the host are done                ->           DONE, with their reports, to the master's host
     a worker has ended                            ->           LOST, to the master's host
     a frame of a pipe is filled, or free          <->          frames, to and from the neighbours
+    a rank has sent to one of another host        ->           PART, to that host; STOP, to all
     the master ends the ranks                     ->           END;  answered by GONE
 
 The master's agent and each other one send each other BEAT a few times a second.  From whom nothing comes for
@@ -31,6 +32,7 @@ import socket
 import struct
 import sys
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -40,10 +42,11 @@ import numpy as np
 
 from synkhronos.hosts.contents import PAGE, Contents, pages_of, put_pages, take_pages
 from synkhronos.hosts.pipes import COUNT_BITS, DOWN_IN, DOWN_OUT, FRAMES, NEWS, UP_IN, UP_OUT, Layout
-from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, FOR_STEP, SLOT, SPIN, Control
+from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, FOR_STEP, FOR_TASK, SLOT, SPIN, Control
 from synkhronos.ranks.errors import cause_of_death
 from synkhronos.ranks.rank import HEAD
 from synkhronos.ranks.segments import Receiver, Segment, Unmapped, announce, create_unlinked
+from synkhronos.ranks.task import Bridge, TaskMemory
 from synkhronos.ranks.threads import available_cores
 from synkhronos.ranks.workers import Workers
 
@@ -57,7 +60,7 @@ _SHORT, _LONG = 50e-6, 2e-3
 #: Seconds that workers get to end by themselves.
 _GRACE = 2.0
 
-POST, ANNOUNCE, PAGES, DROP, STEP, FAILED, DONE, LOST, BEAT, END, GONE = range(11)
+POST, ANNOUNCE, PAGES, DROP, STEP, FAILED, DONE, LOST, BEAT, END, GONE, PART, STOP = range(13)
 
 
 class Mail:
@@ -217,6 +220,8 @@ class Agent:
         self._segments: dict[int, Segment] = {}
         self._mapped = self._posted = self._step = self._failed = 0
         self._done: tuple[int, ...] = ()
+        self._bridge: Bridge | None = None
+        self._early: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         now = time.monotonic()
         self._heard = dict.fromkeys(self._mail.others, now)
         self._next_beat = self._next_look = 0.0
@@ -225,7 +230,8 @@ class Agent:
         self._takes: dict[int, Callable[..., None]] = {
             POST: self._take_post, ANNOUNCE: self._take_announce, PAGES: self._take_pages, DROP: self._take_drop,
             STEP: self._take_step, FAILED: self._take_failed, DONE: self._take_done, LOST: self._take_lost,
-            BEAT: self._take_beat, END: self._take_end, GONE: self._take_gone,
+            BEAT: self._take_beat, END: self._take_end, GONE: self._take_gone, PART: self._take_part,
+            STOP: self._take_stop,
         }  # fmt: skip
 
     @property
@@ -273,6 +279,8 @@ class Agent:
             for host in self._mail.others:
                 self._mail.send(host, FAILED, self._failed)
             news = True
+        if self._bridge is not None:
+            news |= self._carry(self._bridge)
         if not self._is_first:
             news |= self._say_done()
         elif words[Control.ENDING] and not self._is_ending:
@@ -292,12 +300,13 @@ class Agent:
                 segment = segment.map()
             if segment.key > self._mapped:
                 self._mapped = segment.key
+                self._segments[segment.key] = segment
                 self._contents.add(segment.key, np.frombuffer(segment.buffer, np.uint8, segment.nbytes))
                 for host in mail.others:
                     mail.send(host, ANNOUNCE, segment.key, segment.nbytes)
         length = words[Control.LENGTH]
         message = bytes(self._control.mailbox[:length])
-        reads, dropped = pickle.loads(self._control.mailbox[length : length + words[Control.PLAN]])
+        reads, dropped, task = pickle.loads(self._control.mailbox[length : length + words[Control.PLAN]])
         memory = self._contents.memory
         lacking = self._contents.lacking([pages_of(of_host, memory) for of_host in reads])
         for host, of_host in zip(mail.others, lacking, strict=True):
@@ -307,10 +316,13 @@ class Agent:
                     content = take_pages(memory[key], part)
                     words[Control.SENT] += content.size
                     mail.send(host, PAGES, key, part, content)
-            mail.send(host, POST, self._posted, message)
+            mail.send(host, POST, self._posted, message, task)
             if dropped:
                 mail.send(host, DROP, dropped)
         self._contents.drop(dropped)
+        for key in dropped:
+            self._segments.pop(key, None)
+        self._bridge = self._bridge_of(task)
 
     def _show(self, step: int) -> None:
         """Say that this host's ranks have come to a step, and what they show there and at the one before.
@@ -327,6 +339,18 @@ class Agent:
         self._step = step
         for host in self._mail.others:
             self._mail.send(host, STEP, step, shown)
+
+    def _carry(self, bridge: Bridge) -> bool:
+        """Send what ranks of this host have sent to others in a task."""
+        news = False
+        for source, target, turn, content in bridge.news():
+            to = target if content is not None else source
+            self._mail.send(self._host_of(to), PART, self._posted, source, target, turn, content)
+            news = True
+        if bridge.is_stopped_here():
+            for host in self._mail.others:
+                self._mail.send(host, STOP, self._posted)
+        return news
 
     def _say_done(self) -> bool:
         """Tell the master's host which ranks are done with the command: all at once, or, if it failed, as they come."""
@@ -376,13 +400,17 @@ class Agent:
 
     # -- what has come from other hosts ----------------------------------------------------------------------
 
-    def _take_post(self, source: int, number: int, message: bytes) -> None:
+    def _take_post(self, source: int, number: int, message: bytes, task: TaskMemory | None) -> None:
         control, words = self._control, self._control.words
+        self._bridge = self._bridge_of(task)
         control.mailbox[: len(message)] = message
         words[Control.LENGTH] = len(message)
         words[Control.ANNOUNCED] = self._mapped
         words[Control.POSTED] = self._posted = number
         self._ring(FOR_COMMAND)
+        early, self._early = self._early, []
+        for take, what in early:
+            take(*what)
 
     def _take_announce(self, source: int, key: int, nbytes: int) -> None:
         try:
@@ -440,6 +468,20 @@ class Agent:
             control.progress[r] = going_on[i] and clock - going_on[i]
             control.sleeping[r] = sleeping[i]
 
+    def _take_part(self, source: int, number: int, *part: Any) -> None:
+        if number > self._posted:  # this host has not heard of the task yet
+            self._early.append((self._take_part, (source, number, *part)))
+        elif number == self._posted and self._bridge is not None:  # else it has failed
+            rank = self._bridge.take(*part)
+            self._control.fence()
+            self._control.ring(rank, FOR_TASK)
+
+    def _take_stop(self, source: int, number: int) -> None:
+        if number > self._posted:
+            self._early.append((self._take_stop, (source, number)))
+        elif number == self._posted and self._bridge is not None:
+            self._bridge.stop()
+
     def _take_end(self, source: int, kill: bool) -> None:
         self._workers.end(0.0 if kill else _GRACE, lambda: False)
         self._is_ending = True
@@ -449,6 +491,12 @@ class Agent:
         self._gone.add(source)
 
     # -- parts -----------------------------------------------------------------------------------------------
+
+    def _bridge_of(self, task: TaskMemory | None) -> Bridge | None:
+        return None if task is None else Bridge(task, self._segments[task.key], self._here)
+
+    def _host_of(self, rank: int) -> int:
+        return bisect_right(self._bounds, rank) - 1
 
     def _ranks_of(self, host: int) -> range:
         return range(self._bounds[host], self._bounds[host + 1])

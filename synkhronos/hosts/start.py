@@ -35,6 +35,7 @@ from synkhronos.ranks import Command
 from synkhronos.ranks.control import Control
 from synkhronos.ranks.memory import Release
 from synkhronos.ranks.reads import Read, reads
+from synkhronos.ranks.task import TaskMemory
 
 #: Seconds that the agents may take to start.
 _START = 60.0
@@ -159,11 +160,13 @@ class Hosts:
         return self._channel
 
     def plan(self, command: Command) -> bytes:
-        """Say what each other host reads in a command, and what all let go of."""
+        """Say what each other host reads in a command, what all let go of, and the memory of a task."""
         hosts = [range(*bounds) for bounds in zip(self._bounds[1:], self._bounds[2:], strict=False)]
         dropped = [key for what, key in command.let_go if what == "segment"] if isinstance(command, Release) else []
         needed = [] if dropped else [[_rows(read) for read in reads(command, self.size, ranks)] for ranks in hosts]
-        return pickle.dumps((needed or [[] for _ in hosts], dropped), pickle.HIGHEST_PROTOCOL)
+        memory = getattr(command, "memory", None)
+        task = memory if isinstance(memory, TaskMemory) else None
+        return pickle.dumps((needed or [[] for _ in hosts], dropped, task), pickle.HIGHEST_PROTOCOL)
 
     @property
     def sent(self) -> int:

@@ -6,6 +6,8 @@
     One rank's part in it: progress, meetings, messages, locks.
 `Lock`
     One of the locks.
+`Bridge`
+    Carries the channels between ranks on several hosts.
 
 ::
 
@@ -14,7 +16,8 @@
                        progress()       meet, send, receive, lock    meets all the others
 
 Every wait looks at the peers' lives, and leaves when one of them has failed.  A rank that waits says for what.  So a
-rank can see that all of them wait for each other, and says so instead of waiting for ever.
+rank can see that all of them wait for each other, and says so instead of waiting for ever; not where they are on
+several hosts: words on their way would make it seem so.
 
 The memory is new in each task: a lock that a failed task has left closed is nobody's trouble.
 """
@@ -23,10 +26,12 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from synkhronos.ranks.control import FOR_TASK, POLL, Mutex
 from synkhronos.ranks.errors import Cancelled
@@ -267,6 +272,8 @@ class Task:
 
     def lock(self, number: int) -> Lock:
         """Return a lock, to be used in a ``with`` statement."""
+        if len(self.rank.control.here) < self.rank.size:
+            raise RuntimeError("locks are shared by the ranks of one host, and these are on several")
         if not 0 <= number < self.memory.locks:
             raise ValueError(f"expected a lock from 0 to {self.memory.locks - 1}, got {number}")
         return Lock(self, number, self.memory.mutex(self._segment, number))
@@ -338,6 +345,74 @@ class Task:
         if kind == ROOM:
             return self._sent[until] - self._received[until] < _HALVES
         return kind != LOCK or not self._owners[until]
+
+
+class Bridge:
+    """One host's end of the channels between its ranks and those of other hosts; its agent's.
+
+    Parameters
+    ----------
+    memory : TaskMemory
+    segment : Segment
+        This host's: its words and channels are those of its own ranks, and copies of what others have sent these.
+    here : range
+        The ranks of this host.
+    """
+
+    def __init__(self, memory: TaskMemory, segment: Segment, here: range):
+        self._memory, self._segment = memory, segment
+        n, words = memory.size, memory.words(segment)
+        at = 1 + 3 * n + 2 * memory.locks
+        table = np.frombuffer(words, np.uint64)
+        self._stop = table[:1]
+        self._sent, self._received = table[at : at + n * n].reshape(n, n), table[at + n * n :].reshape(n, n)
+        there = [r for r in range(n) if r not in here]
+        # What was told of each channel that leads out of the host, and of each that leads into it.
+        self._told = [
+            (self._sent, list(here), there, np.zeros((len(here), len(there)), np.uint64)),
+            (self._received, there, list(here), np.zeros((len(there), len(here)), np.uint64)),
+        ]
+        self._told_stop = False
+
+    def news(self) -> Iterator[tuple[int, int, int, bytes | None]]:
+        """Yield what ranks of this host have sent to others (source, target, turn, content), and received (None)."""
+        for words, sources, targets, told in self._told:
+            now = words[np.ix_(sources, targets)]
+            for i, j in np.argwhere(told < now):
+                source, target = sources[i], targets[j]
+                for turn in range(int(told[i, j]), int(now[i, j])):
+                    content = None
+                    if words is self._sent:
+                        half = self._half(source, target, turn)
+                        content = bytes(half[_WORD : _WORD + int.from_bytes(half[:_WORD], "little")])
+                    yield source, target, turn + 1, content
+            told[:] = now
+
+    def take(self, source: int, target: int, turn: int, content: bytes | None) -> int:
+        """Enter what has come from another host, and return the rank that may wait for it."""
+        if content is None:
+            self._received[source, target] = turn
+            return source
+        half = self._half(source, target, turn - 1)
+        half[:_WORD] = len(content).to_bytes(_WORD, "little")
+        half[_WORD : _WORD + len(content)] = content
+        self._sent[source, target] = turn
+        return target
+
+    def is_stopped_here(self) -> bool:
+        """Whether a rank of this host has asked all to stop, and the others have not been told."""
+        if self._stop[0] and not self._told_stop:
+            self._told_stop = True
+            return True
+        return False
+
+    def stop(self) -> None:
+        """Ask the ranks of this host to stop: one on another has."""
+        self._stop[0], self._told_stop = 1, True
+
+    def _half(self, source: int, target: int, turn: int) -> memoryview:
+        size = self._memory.half
+        return self._memory.channel(self._segment, source, target)[turn % _HALVES * size :][:size]
 
 
 class _Waiting:

@@ -24,7 +24,7 @@ from synkhronos.function.notice import notice
 from synkhronos.function.program import PLAIN
 from synkhronos.graphs import loaded_libraries
 from synkhronos.graphs.mirror import stored
-from synkhronos.ranks import Rank, Session
+from synkhronos.ranks import Rank, Session, SharedArray
 from synkhronos.ranks.task import Task, TaskMemory
 from synkhronos.tasks.local import LocalFunction, LocalRows
 from synkhronos.tasks.worker import Worker
@@ -83,13 +83,14 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     with session.turn:
         session.settle()
         functions: list[Any] = []
-        payload = _pack(session, (program, args, kwargs), functions)
+        arrays: list[SharedArray] = []
+        payload = _pack(session, (program, args, kwargs), functions, arrays)
         memory = TaskMemory(0, session.size, session.size + _LOCKS)
         segment = session.memory.create(memory.nbytes)
         memory = memory._replace(key=segment.key)
         try:
             memory.prepare(session.rank.segments)
-            results: list[Any] = session.run(Program(memory, payload, tuple(functions)))
+            results: list[Any] = session.run(Program(memory, payload, tuple(functions), tuple(arrays)))
         finally:
             session.memory.release("segment", memory.key)
         return results
@@ -105,11 +106,14 @@ class Program(NamedTuple):
         The pickled program and its arguments.
     functions : tuple
         The keys of the functions among these.
+    arrays : tuple
+        Where the Data objects among these lie.
     """
 
     memory: TaskMemory
     payload: bytes
     functions: tuple[Any, ...]
+    arrays: tuple[SharedArray, ...]
 
     def run(self, rank: Rank) -> list[Any]:
         """Run it on this rank; the master returns all ranks' results."""
@@ -155,11 +159,11 @@ class Program(NamedTuple):
         rank.threads.limit()  # what was compiled may have brought a BLAS with it
 
 
-def _pack(session: Session, value: Any, functions: list[Any]) -> bytes:
-    """Pickle what the program gets, and note the keys of the functions in it."""
+def _pack(session: Session, value: Any, functions: list[Any], arrays: list[SharedArray]) -> bytes:
+    """Pickle what the program gets, and note the keys of the functions in it, and where its Data objects lie."""
     stream = io.BytesIO()
     pickler = _Pickler(stream, pickle.HIGHEST_PROTOCOL)
-    pickler.session, pickler.functions = session, functions
+    pickler.session, pickler.functions, pickler.arrays = session, functions, arrays
     try:
         pickler.dump(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -175,6 +179,7 @@ class _Pickler(pickle.Pickler):
 
     session: Session
     functions: list[Any]
+    arrays: list[SharedArray]
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Function):
@@ -185,6 +190,7 @@ class _Pickler(pickle.Pickler):
             return "function", value._key
         if isinstance(value, Data):
             value.check_session(self.session, "an argument")
+            self.arrays.append(value.where())
             return "data", value.where()
         if getattr(value, "container", None) is not None and any(lib.is_shared(value) for lib in loaded_libraries()):
             return "shared", mirrored(self.session, [value])[0]

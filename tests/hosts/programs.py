@@ -137,5 +137,51 @@ def functions() -> None:
     synk.close()
 
 
+def talk(worker: synk.Worker) -> Any:
+    """Pass numbers around, in pairs, in groups and among all."""
+    n, me = worker.size, worker.number
+    for k in range(20):
+        for is_sender in (me % 2 == 0, me % 2 == 1):
+            if is_sender:
+                worker.send((me, k), (me + 1) % n)
+                worker.send(np.full(30_000, me + k), (me + 1) % n)
+            else:
+                source, turn = worker.receive((me - 1) % n)
+                array = worker.receive((me - 1) % n)
+                assert (source, turn) == ((me - 1) % n, k) and (array == source + k).all()
+    worker.barrier("half way")
+    assert worker.exchange(me) == list(range(n))
+    total = worker.all_reduce(np.arange(300_000.0) + me, "sum")
+    assert (total == n * np.arange(300_000.0) + n * (n - 1) / 2).all()
+    group = worker.group([r for r in range(n) if r % 2 == me % 2])
+    sums = group.all_reduce(np.full(5, float(me)), "sum")
+    if me == n - 1:
+        worker.stop()
+    while not worker.stopping:
+        pass
+    return me, sums[0]
+
+
+def lock(worker: synk.Worker) -> None:
+    """Take a lock, which is refused."""
+    with worker.lock():
+        pass
+
+
+def tasks() -> None:
+    """Run a program on each rank."""
+    fork()
+    from hosts import programs  # the others find it by its name
+
+    for _ in range(3):
+        print(synk.run(programs.talk))
+    try:
+        synk.run(programs.lock)
+    except RuntimeError as error:
+        assert "on several" in str(error), error
+    print(synk.run(programs.talk))
+    synk.close()
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]](*sys.argv[2:])
