@@ -46,7 +46,7 @@ import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
-from library import fork_ranks
+from library import HOSTS, fork_ranks
 from system import names, names_left
 
 import synkhronos as synk
@@ -123,7 +123,7 @@ def fork(request):
 
     Not on other devices than the host: there the next test may have them, unless it is marked ``new_ranks``.
     """
-    if DEVICE == "host" or request.node.get_closest_marker("new_ranks"):
+    if (DEVICE == "host" and not HOSTS) or request.node.get_closest_marker("new_ranks"):
         yield fork_ranks
         synk.close()
     else:

@@ -38,6 +38,8 @@ NAME = package.__name__
 shared = package.shared
 grad = package.grad
 
+#: Hosts on which the ranks of tests run; none for this machine alone.  See tests/hosts.
+HOSTS = [host for host in os.environ.get("SYNKHRONOS_TEST_HOSTS", "").split(",") if host]
 DEVICE = os.environ.get("SYNKHRONOS_TEST_DEVICE", "host")
 #: Whether XLA compiles: JAX arrays, outputs that are read later, products and sums that are joined.
 XLA = DEVICE != "host" and NAME == "pytensor"
@@ -58,6 +60,11 @@ def fork_ranks(n, **kwargs):
     """Fork ranks on the device under test."""
     if DEVICE == "gpu" and n > synk.get_n_gpu():
         pytest.skip(f"needs {n} GPUs")
+    if HOSTS and n > 1:
+        counts = [n // len(HOSTS) + (i < n % len(HOSTS)) for i in range(len(HOSTS))]
+        if kwargs.get("master_rank", 0) >= counts[0]:
+            pytest.skip("the master has to be on the first host")
+        kwargs["hosts"] = [f"{host}:{count}" for host, count in zip(HOSTS, counts, strict=True) if count]
     return synk.fork(n, use_gpu=DEVICE == "gpu", **kwargs)
 
 
