@@ -28,7 +28,7 @@ from synkhronos.collectives import (
 from synkhronos.data import Data, data
 from synkhronos.devices import get_n_gpu
 from synkhronos.function import Function, distribute, function
-from synkhronos.processes import close, fork
+from synkhronos.processes import bytes_sent, close, fork
 from synkhronos.ranks import WorkerError
 from synkhronos.tasks import Worker, run
 
@@ -42,6 +42,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "broadcast",
+    "bytes_sent",
     "close",
     "data",
     "distribute",

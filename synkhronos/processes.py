@@ -4,6 +4,8 @@
     Forks workers and binds each rank to its device.
 `close`
     Ends them.
+`bytes_sent`
+    How much other hosts were sent.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.checks import flag, index, integer, number
 from synkhronos.devices import HOST, Device, choose, device_named, get_n_gpu, keep_off_gpus, needs_fresh_processes
-from synkhronos.hosts import Host, Hosts, hosts_of
+from synkhronos.hosts import Host, Hosts, hosts_of, launched, serve
 from synkhronos.ranks import Rank
 
-__all__ = ["close", "fork"]
+__all__ = ["bytes_sent", "close", "fork"]
 
 #: More ranks than this on one machine is taken for a mistake.
 _MOST = 1024
@@ -83,7 +85,8 @@ def fork(
     hosts : list of str, or "all", optional
         The machines on which there are to be ranks, this one first; ``"a:3"`` for three ranks on ``a``.  ``"all"`` are
         the hosts of a Slurm, PBS or LSF allocation.  By default those that the variable ``SYNKHRONOS_HOSTS`` names
-        (``a,b:3``), and without it this machine alone.  CPU cores only.
+        (``a,b:3``), or those on which ``mpirun`` or ``srun`` has started this script, one process on each: there `fork`
+        returns on the first host alone.  An empty list is this machine alone.  CPU cores only.
     host_timeout : float
         Seconds of silence after which a host is taken for lost.
 
@@ -124,8 +127,12 @@ def fork(
     master_rank = integer(master_rank, "master_rank")
     if not number(host_timeout, "host_timeout", "a number of seconds") >= 1:
         raise ValueError(f"host_timeout: expected a number of seconds, at least 1, got {host_timeout!r}")
-    if named := hosts_of(hosts):
-        return _fork_on(named, n_parallel, use_gpu, master_rank, profile_workers, timeout, host_timeout)
+    named = hosts_of(hosts)
+    number_of_process = launched() if hosts is None else None
+    if not named and number_of_process:
+        serve()
+    if named or number_of_process == 0:
+        return _fork_on(named or None, n_parallel, use_gpu, master_rank, profile_workers, timeout, host_timeout)
     return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout)
 
 
@@ -149,7 +156,7 @@ def _fork(
 
 
 def _fork_on(
-    named: Sequence[Host],
+    named: Sequence[Host] | None,
     n_parallel: int | None,
     use_gpu: bool | None,
     master_rank: int,
@@ -187,6 +194,28 @@ def _start(
     seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in states)
     first = _Bind(device.name, device.places(size, master_rank), seeds, cores)
     ranks.fork(size, master_rank, profile_workers, timeout, first, needs_fresh_processes(), hosts)
+
+
+def bytes_sent() -> int:
+    """Return how many bytes of shared memory other hosts have been sent since `fork`: rows of Data objects, functions.
+
+    What has not changed is not sent again.  What collectives exchange is not counted.
+
+    Raises
+    ------
+    RuntimeError
+        If no ranks are running.
+
+    Examples
+    --------
+    >>> import synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> synk.bytes_sent()  # there is one host
+    0
+    >>> synk.close()
+    """
+    hosts = ranks.session().hosts
+    return 0 if hosts is None else hosts.sent
 
 
 def close() -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hosts import are_simulated, has_mpi, run
+from hosts import are_simulated, has_mpi, launch, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,8 +14,10 @@ SHAPES = [["a:2", "b:2"], ["a:3", "b:1"], ["a:1", "b:1", "c:1", "d:1"]]
 
 
 @needs_mpi
-@pytest.mark.parametrize("program", ["train", "collectives"])
+@pytest.mark.parametrize("program", ["train", "collectives", "trainer"])
 def test_the_same_bits_as_on_one_host(program):
+    if program == "trainer":
+        pytest.importorskip("safetensors")
     print("hosts are simulated" if are_simulated() else "no namespaces here: one machine pretends to be several")
     of_one = run(["a:4"], program)
     assert of_one
@@ -36,10 +38,26 @@ def test_functions_on_two_hosts():
     assert run(["a:2", "b:2"], "functions") == "right\n"
 
 
+@needs_mpi
+@pytest.mark.skipif(not are_simulated(), reason="pretended hosts all have this one's name")
+def test_a_script_that_mpirun_starts_on_all_hosts():
+    done = launch(["a:1", "b:1"], "launched")
+    assert done.returncode == 0, done.stdout + done.stderr
+    ranks, total, again = done.stdout.splitlines()
+    assert (ranks, total) == ("ranks 4", "sum 20.0 sent True")
+    assert again.startswith("fork() works once in a script that mpirun has started")
+
+
+@needs_mpi
+def test_two_processes_on_a_host_are_refused():
+    done = launch(["a:2", "b:1"], "launched")
+    assert done.returncode != 0
+    assert "processes on" in done.stderr and "--map-by ppr:1:node" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("hosts", "error", "words"),
     [
-        ([], ValueError, "at least one"),
         ("a", TypeError, "list of names"),
         (["a", 3], TypeError, "expected names"),
         (["a", "a"], ValueError, "a is named twice; write a:2"),
@@ -59,7 +77,7 @@ def test_wrong_hosts(hosts, error, words, monkeypatch):
 def test_hosts_of_the_environment_and_of_allocations(monkeypatch, tmp_path):
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     monkeypatch.delenv("SYNKHRONOS_HOSTS", raising=False)
-    assert hosts_of(None) == []
+    assert hosts_of(None) == hosts_of([]) == []
     monkeypatch.setenv("SYNKHRONOS_HOSTS", "a, b:3")
     assert hosts_of(None) == [("a", None), ("b", 3)]
     nodes = tmp_path / "nodes"

@@ -580,6 +580,7 @@ def _hello() -> dict[str, Any]:
     return {
         "name": platform.node(),
         "cores": available_cores(),
+        "machine": os.cpu_count() or 1,
         "versions": {"Python": platform.python_version(), **_versions()},
     }
 

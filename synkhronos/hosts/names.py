@@ -4,6 +4,8 @@
     A host, and how many ranks it is to have.
 `hosts_of`
     Reads ``fork(hosts=...)`` and the environment.
+`launched`
+    Which of several processes this is that ``mpirun`` or ``srun`` has started.
 """
 
 from __future__ import annotations
@@ -22,8 +24,24 @@ class Host(NamedTuple):
     n_ranks: int | None
 
 
+#: Where launchers say which of how many processes this is: MPICH's, Open MPI's, Slurm's.
+_LAUNCHED = [
+    ("PMI_RANK", "PMI_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+]
+
+
+def launched() -> int | None:
+    """Return the number of this process among several that ``mpirun`` or ``srun`` has started; None if it is alone."""
+    for rank, size in _LAUNCHED:
+        if os.environ.get(rank, "").isdecimal() and os.environ.get(size, "").isdecimal() and int(os.environ[size]) > 1:
+            return int(os.environ[rank])
+    return None
+
+
 def hosts_of(hosts: str | Sequence[str] | None) -> list[Host]:
-    """Return the hosts that ``fork(hosts=...)`` or ``SYNKHRONOS_HOSTS`` names; none if neither names any.
+    """Return the hosts that ``fork(hosts=...)`` or ``SYNKHRONOS_HOSTS`` names; none for this machine alone.
 
     Parameters
     ----------
@@ -45,8 +63,6 @@ def hosts_of(hosts: str | Sequence[str] | None) -> list[Host]:
         hosts = _of_allocation(called)
     if isinstance(hosts, str) or not isinstance(hosts, Sequence):
         raise TypeError(f'{called}: expected a list of names, or "all", got {hosts!r}')
-    if not hosts:
-        raise ValueError(f"{called}: expected at least one name, got {hosts!r}")
     found = [_host(each, called) for each in hosts]
     names = [host.name for host in found]
     for name in names:

@@ -2,6 +2,8 @@
 
 `Hosts`
     From ``mpirun``'s start to its end.
+`serve`
+    What the script does on other hosts, where ``mpirun`` has started it on all.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import numpy as np
 
@@ -39,8 +42,15 @@ from synkhronos.ranks.task import TaskMemory
 
 #: Seconds that the agents may take to start.
 _START = 60.0
+#: Seconds that agents get to end by themselves.
+_LAST = 1.0
 #: Variables that go to the other hosts as they are here.
 _VARIABLES = re.compile("(PYTENSOR|THEANO|SYNKHRONOS|OMP|OPENBLAS|MKL|JAX|XLA|NCCL)_|PYTHON(HASHSEED|WARNINGS)$")
+
+
+def serve() -> NoReturn:
+    """Be one of the other processes that ``mpirun`` has started: start this host's agent, and end with it."""
+    raise SystemExit(subprocess.call(_agent(""), stdin=subprocess.DEVNULL, close_fds=False))
 
 
 class Hosts:
@@ -48,8 +58,8 @@ class Hosts:
 
     Parameters
     ----------
-    hosts : sequence of Host
-        The first is this machine.
+    hosts : sequence of Host, or None
+        The first is this machine.  None for those on which ``mpirun`` has started this script.
     n_ranks : int or None
         How many ranks a host has that doesn't say so; None for one for each of its cores.
     timeout : float
@@ -70,11 +80,13 @@ class Hosts:
         If the agents don't start, or the hosts don't have the same versions.
     """
 
-    def __init__(self, hosts: Sequence[Host], n_ranks: int | None, timeout: float):
-        self.names = [host.name for host in hosts]
+    def __init__(self, hosts: Sequence[Host] | None, n_ranks: int | None, timeout: float):
+        self.names = [] if hosts is None else [host.name for host in hosts]
         self._timeout = timeout
         self._said: deque[str] = deque(maxlen=50)
         self._channel: socket.socket | None = None
+        if hosts is None:
+            _start_once()
         self._control: Control | None = None
         self._layout: Layout | None = None
         address = f"synkhronos-{secrets.token_hex(16)}"
@@ -82,15 +94,20 @@ class Hosts:
             listener.bind("\0" + address)
             listener.listen(1)
             self._launcher = subprocess.Popen(
-                _command(self.names, address),
+                _agent(address) if hosts is None else _command(self.names, address),
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="backslashreplace",
                 start_new_session=True,  # Ctrl-C at the terminal is the master's to handle
+                close_fds=hosts is not None,  # mpirun talks to its processes over files that they inherit
             )
             try:
                 hellos = self._meet(listener)
+                if hosts is None:
+                    hosts = [Host(hello["name"], None) for hello in hellos]
+                    self.names = [host.name for host in hosts]
+                    _check_shape(hellos)
                 _check_versions(self.names, [hello["versions"] for hello in hellos])
             except BaseException:
                 self.kill()
@@ -220,12 +237,14 @@ class Hosts:
 
     def kill(self) -> None:
         """End ``mpirun``, which ends the agents, who end their workers."""
+        if self._channel is not None:
+            self._channel.close()  # the agents end when they see that
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._launcher.wait(_LAST)
         if self._launcher.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._launcher.pid, signal.SIGKILL)
             self._launcher.wait()
-        if self._channel is not None:
-            self._channel.close()
         self._control = self._layout = None
 
 
@@ -241,14 +260,52 @@ def _rows(read: Read) -> Rows:
     return Rows(array.key, array.offset, row, None, (rows.key, rows.offset, rows.shape[0], base))
 
 
+def _start_once() -> None:
+    """Refuse a second session of a script that ``mpirun`` has started: its processes on other hosts have ended."""
+    global _has_started
+    if _has_started:
+        raise RuntimeError(
+            "fork() works once in a script that mpirun has started: run it by itself and name hosts=[...], which works "
+            "any number of times"
+        )
+    _has_started = True
+
+
+_has_started = False
+
+
+def _agent(address: str) -> list[str]:
+    """Return the command line of an agent."""
+    package = str(Path(__file__).resolve().parents[2])
+    code = f"import sys; sys.path.insert(0, {package!r}); from synkhronos.hosts.agent import main; main({address!r})"
+    return [sys.executable, "-c", code]
+
+
+def _check_shape(hellos: Sequence[dict[str, Any]]) -> None:
+    """Refuse several processes on one host; warn of one that is bound to a core."""
+    names = [hello["name"] for hello in hellos]
+    for name in names:
+        if names.count(name) > 1:
+            raise RuntimeError(
+                f"mpirun has started {names.count(name)} processes on {name}: start one on each host, which forks the "
+                "ranks there (mpirun --map-by ppr:1:node, mpirun -ppn 1, srun --ntasks-per-node=1); independent "
+                "processes call fork(hosts=[])"
+            )
+    for hello in hellos:
+        if hello["cores"] == 1 < hello["machine"]:
+            warnings.warn(
+                f"the process on {hello['name']} may use 1 of {hello['machine']} cores: mpirun --bind-to none lets it "
+                "use them all",
+                stacklevel=5,
+            )
+
+
 def _command(names: Sequence[str], address: str) -> list[str]:
     """Return the command line that starts an agent on each host."""
     mpirun = _mpirun()
-    package = str(Path(__file__).resolve().parents[2])
-    code = f"import sys; sys.path.insert(0, {package!r}); from synkhronos.hosts.agent import main; main({address!r})"
     each = ",".join(f"{name}:1" for name in names)
     how = ["-hosts", each] if _is_mpich(mpirun) else ["-H", each, "--bind-to", "none"]
-    return [mpirun, *how, "-n", str(len(names)), sys.executable, "-c", code]
+    return [mpirun, *how, "-n", str(len(names)), *_agent(address)]
 
 
 def _mpirun() -> str:

@@ -49,10 +49,15 @@ class Hosts(Protocol):
         The ranks of this machine.
     extra : int
         Bytes of the control memory that it needs for itself.
+    sent : int
+        Bytes of shared memory that the others were sent.
     """
 
     here: range
     extra: int
+
+    @property
+    def sent(self) -> int: ...  # noqa: D102
 
     def begin(self, control: Control, file: io.FileIO, root: int, profile: bool) -> socket.socket:
         """Start the workers of the others; return the channel to this machine's agent, for segments."""

@@ -20,6 +20,7 @@ import numpy as np
 from synkhronos.checks import at_least, number
 from synkhronos.data import Data, data
 from synkhronos.devices import JAX
+from synkhronos.ranks import session
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
 
@@ -199,10 +200,18 @@ def shared_memory(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[
 
     Raises
     ------
+    ValueError
+        If ranks are on several hosts, which share no memory.
     MemoryError
         If there is no room in ``/dev/shm``.
     """
     wanted = rule.memory(n_ranks, size, dtype)
+    if wanted and session().hosts is not None:
+        raise ValueError(
+            f"rule: {type(rule).__name__} keeps what all ranks write in memory that they share, and these are on "
+            "several hosts: take one that exchanges at the same step on all ranks (LocalSGD, SlowMo, DiLoCo, BSP, or "
+            "EASGD, EAMSGD and Downpour with asynchronous=False)"
+        )
     return {name: data(shape=shape, dtype=dtype) for name, (shape, dtype) in wanted.items()}
 
 

@@ -59,6 +59,18 @@ def run(hosts: list[str], *program: object, timeout: float = 100, **variables: s
     return done.stdout
 
 
+def launch(hosts: list[str], *program: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """Have ``mpirun`` start one of `PROGRAMS` on some hosts, as many times on each as its name says: ``a:2``."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    command, environment = words(hosts, PROGRAMS, *program)
+    n = sum(int(host.partition(":")[2]) for host in hosts)
+    at = command.index(sys.executable, 1 if are_simulated() else 0)
+    command[at:at] = [str(mpirun), "-hosts", ",".join(hosts), "-n", str(n)]
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=timeout, cwd=HERE.parent.parent
+    )
+
+
 def has_mpi() -> bool:
     """Whether there is an ``mpirun`` and mpi4py."""
     try:

@@ -183,5 +183,49 @@ def tasks() -> None:
     synk.close()
 
 
+def trainer() -> None:
+    """Train under each synchronous rule, from a checkpoint too, and print digests; others are refused."""
+    import tempfile
+
+    from trainer_model import SYNCHRONOUS, Model
+
+    from synkhronos.training import Checkpoint
+
+    fork()
+    for name in SYNCHRONOUS:
+        if name != "Swap" or len(HOSTS) == 1:
+            with tempfile.TemporaryDirectory() as folder:
+                model = Model(name)
+                losses = [r.loss for r in model.epochs(5, 2, valid=None, checkpoint=Checkpoint(folder))]
+                again = Model(name)
+                rest = [r.loss for r in again.epochs(5, 3, checkpoint=Checkpoint(folder), resume="latest")]
+            if name != "Swap":
+                print(name, digest(model.values(), losses, again.values(), rest))
+    if len(HOSTS) > 1:
+        for name in ("EASGD", "Swap"):
+            try:
+                list(Model(name).epochs(5, 1))
+            except ValueError as error:
+                assert "several hosts" in str(error)
+            else:
+                raise AssertionError(name)
+    synk.close()
+
+
+def launched() -> None:
+    """Fork where ``mpirun`` has started this program on all hosts."""
+    print("ranks", synk.fork(2, use_gpu=False))
+    x = tensor.dmatrix("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    data = synk.data(np.ones((5, 4)))
+    before = synk.bytes_sent()
+    print("sum", float(f(data)), "sent", synk.bytes_sent() > before)
+    synk.close()
+    try:
+        synk.fork(2, use_gpu=False)
+    except RuntimeError as error:
+        print(error)
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]](*sys.argv[2:])
