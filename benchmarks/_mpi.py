@@ -1,4 +1,4 @@
-"""Another side of `benchmarks.all_reduce`: mpi4py, under mpiexec.
+"""Another side of `benchmarks.all_reduce` and of `benchmarks.hosts`: mpi4py, under mpiexec.
 
 Each process is one rank.  The first reads from standard input one line for each measurement, the number of float32, and
 answers with the seconds that an allreduce in place of so many took.
@@ -7,7 +7,7 @@ answers with the seconds that an allreduce in place of so many took.
 from __future__ import annotations
 
 import sys
-from time import perf_counter
+from time import perf_counter, sleep
 
 import numpy as np
 
@@ -18,11 +18,16 @@ def main() -> None:
 
     world = MPI.COMM_WORLD
     if world.rank == 0:
-        print("ready", MPI.Get_library_version().split(",")[0].replace("\x00", ""), flush=True)
+        print("ready", MPI.Get_library_version().splitlines()[0].split(",")[0].replace("\x00", ""), flush=True)
     values: dict[int, np.ndarray] = {}
     while True:
         line = sys.stdin.readline().strip() if world.rank == 0 else ""
-        count = world.bcast(int(line or 0))
+        # The others look now and then: a wait in MPI would take a core from the side whose turn it is.
+        told = np.array([int(line or 0)])
+        request = world.Ibcast(told)
+        while not request.Test():
+            sleep(1e-3)
+        count = int(told[0])
         if not count:
             break
         if count not in values:

@@ -19,13 +19,12 @@ import numpy as np
 
 from synkhronos.devices.host import HostCommunicator, Layout, _bytes, nbytes
 from synkhronos.devices.reductions import REDUCTIONS
-from synkhronos.hosts.pipes import DOWN_IN, DOWN_OUT, FRAMES, HERE, UP_IN, UP_OUT, Pipe
+from synkhronos.hosts.pipes import DOWN_IN, DOWN_OUT, FRAME, FRAMES, HERE, UP_IN, UP_OUT, Pipe
 from synkhronos.hosts.pipes import Layout as PipeLayout
 from synkhronos.ranks import Rank
-from synkhronos.ranks.control import SCRATCH
 
-#: Chunks of a reduction for whose results nobody has waited yet.
-_UNDER_WAY = FRAMES - 2
+#: Chunks whose results the ranks of the last host have not taken yet, at most: a frame must not be filled anew before.
+_ON_LAST = FRAMES - 2
 
 
 class ChainCommunicator(HostCommunicator):
@@ -34,6 +33,7 @@ class ChainCommunicator(HostCommunicator):
     def __init__(self, rank: Rank):
         super().__init__(rank)
         layout, self._here = PipeLayout(rank.control), rank.control.here
+        self._beyond = layout.beyond
         self._up_out, self._up_in, self._down_out, self._down_in, self._local = (
             Pipe(rank, layout, pipe) for pipe in (UP_OUT, UP_IN, DOWN_OUT, DOWN_IN, HERE)
         )
@@ -82,8 +82,8 @@ class ChainCommunicator(HostCommunicator):
             outs.append(self._up_out)
         if not self._is_first and not from_below and to.start < here.start and goes_down:
             outs.append(self._down_out)
-        for at in range(0, size, SCRATCH):
-            n = min(SCRATCH, size - at)
+        for at in range(0, size, FRAME):
+            n = min(FRAME, size - at)
             if into is self._local:
                 content = self._next_halves()[root - here.start][:n]
                 if me == root and source is not None:
@@ -115,8 +115,8 @@ class ChainCommunicator(HostCommunicator):
         rank, here, divides = self._rank, self._here, REDUCTIONS[op].divides
         # The sum may be out of float16's range where the average is not, and its parts too small for it.
         wide = np.dtype(np.float32) if divides and dtype == np.float16 else dtype
-        each = SCRATCH // wide.itemsize
-        waiting: list[tuple[int, int]] = []
+        each = FRAME // wide.itemsize
+        waiting: list[tuple[int, int]] = []  # chunks whose results have not come yet
         place = rank.number - here.start
         for at in range(0, size, each):
             count = min(each, size - at)
@@ -149,10 +149,19 @@ class ChainCommunicator(HostCommunicator):
                 self._up_in.pass_on()
             out.pass_on(count * wide.itemsize)
             waiting.append((at, count))
-            if len(waiting) > _UNDER_WAY:
+            if len(waiting) > self._under_way:
                 self._take(target, waiting.pop(0), wide, len(waiting))
         while waiting:
             self._take(target, waiting.pop(0), wide, len(waiting))
+
+    @property
+    def _under_way(self) -> int:
+        """How many chunks may be under way between this host and the last one, or wait there.
+
+        The way is longer for the first hosts.  Each hop has room for four times as many as it adds here, so that hosts
+        whose frames are full never wait for each other in a circle.
+        """
+        return _ON_LAST if self._is_last else FRAMES * self._beyond[0]
 
     def _take(self, target: np.ndarray | None, chunk: tuple[int, int], wide: np.dtype, behind: int) -> None:
         """Copy a chunk of the result to where it is wanted, and pass it on to the host before.

@@ -127,7 +127,7 @@ class Frames:
         ]
         self._sending: dict[int, deque[tuple[int, Any]]] = {UP_OUT: deque(), DOWN_OUT: deque()}
         self._next = {UP_OUT: 0, DOWN_OUT: 0}
-        self._coming: dict[int, tuple[int, Any] | None] = {UP_IN: None, DOWN_IN: None}
+        self._coming: dict[int, deque[tuple[int, Any]]] = {UP_IN: deque(), DOWN_IN: deque()}
         self._command = 0
         self._status = mpi.Status()
 
@@ -142,6 +142,11 @@ class Frames:
             news |= self._send(out, peer)
             news |= self._receive(into, peer)
         return news
+
+    @property
+    def are_moving(self) -> bool:
+        """Whether some are on their way, which go on only while an agent looks at them."""
+        return any(self._sending.values()) or any(self._coming.values())
 
     def _send(self, pipe: int, peer: int) -> bool:
         layout, sending, base = self._layout, self._sending[pipe], self._command << COUNT_BITS
@@ -161,29 +166,32 @@ class Frames:
         return news
 
     def _receive(self, pipe: int, peer: int) -> bool:
-        layout, coming, news = self._layout, self._coming[pipe], False
-        if coming is not None:
-            if not coming[1].Test():
-                return False
-            self._coming[pipe] = None
-            if coming[0] > self._command << COUNT_BITS:
-                layout.moved[pipe] = coming[0]
+        layout, coming, base = self._layout, self._coming[pipe], self._command << COUNT_BITS
+        news = False
+        while coming and coming[0][1].Test():
+            moved = coming.popleft()[0]
+            if moved > base:
+                layout.moved[pipe] = moved
                 news = True
-        if not self._world.Iprobe(peer, self._mpi.ANY_TAG, self._status):
-            return news
-        tag, nbytes = self._status.tag, self._status.Get_count(self._mpi.BYTE)
-        count = tag & (1 << COUNT_BITS) - 1
-        later = (tag >> COUNT_BITS) - self._command & (1 << self._COMMANDS) - 1
-        base = self._command << COUNT_BITS
-        if later == 0:
-            if min(layout.done[pipe]) < base + count - FRAMES + 1 and count >= FRAMES:
-                return news  # its place is taken
-            room: Any = layout.frame(pipe, count)[:nbytes]
-        elif later < 1 << self._COMMANDS - 1:
-            return news  # of a command that this host has not heard of yet
-        else:  # of one that has failed
-            room, count, base = bytearray(nbytes), -1, 0
-        self._coming[pipe] = base + count + 1, self._world.Irecv([room, self._mpi.BYTE], peer, tag)
+        # Content of a failed command may be on its way into a frame that the new one needs.
+        while (
+            len(coming) < FRAMES
+            and (not coming or coming[0][0] > base)
+            and self._world.Iprobe(peer, self._mpi.ANY_TAG, self._status)
+        ):
+            tag, nbytes = self._status.tag, self._status.Get_count(self._mpi.BYTE)
+            count = tag & (1 << COUNT_BITS) - 1
+            later = (tag >> COUNT_BITS) - self._command & (1 << self._COMMANDS) - 1
+            if later == 0:
+                if count >= FRAMES and min(layout.done[pipe]) < base + count - FRAMES + 1:
+                    break  # its place is taken
+                room: Any = layout.frame(pipe, count)[:nbytes]
+                moved = base + count + 1
+            elif later < 1 << self._COMMANDS - 1:
+                break  # of a command that this host has not heard of yet
+            else:  # of one that has failed
+                room, moved = bytearray(nbytes), 0
+            coming.append((moved, self._world.Irecv([room, self._mpi.BYTE], peer, tag)))
         return news
 
 
@@ -213,6 +221,7 @@ class Agent:
         self._bounds = [0, *np.cumsum(config["counts"]).tolist()]
         self._here = control.here
         self._layout = Layout(control)
+        self._layout.beyond[0] = world.size - 1 - world.rank
         self._mail = Mail(mpi, world)
         self._frames = Frames(mpi, world, control, self._layout)
         self._contents = Contents(world.size - 1)
@@ -254,7 +263,9 @@ class Agent:
             self._beat(now)
             last_news = now if news else last_news
             quiet = now - last_news
-            if quiet < _AWAKE and has_cores:
+            if news:
+                continue
+            if quiet < _AWAKE and (has_cores or self._frames.are_moving):
                 os.sched_yield()
             else:
                 time.sleep(_SHORT if quiet < _DOZING else _LONG)

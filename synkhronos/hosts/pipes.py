@@ -20,8 +20,8 @@ import numpy as np
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control import SCRATCH, Control
 
-#: Frames that a pipe holds.
-FRAMES = 8
+#: Bytes of a frame, at most, and frames that a pipe holds: small enough for a processor's caches.
+FRAME, FRAMES = SCRATCH // 4, 8
 #: Bytes of the text in which an agent tells of a loss.
 NEWS = 4096
 #: Where the count of frames ends and the number of the command begins.
@@ -40,6 +40,8 @@ class Layout:
     ----------
     news : memoryview
         Room for a text.
+    beyond : memoryview
+        One word: how many hosts come after this one in the row.
     moved : memoryview
         For each pipe, the frames that the agent has sent or received.
     lengths : memoryview
@@ -53,7 +55,8 @@ class Layout:
         memory = control.extra
         words = memory[NEWS : NEWS + _words_bytes(n_here)].cast("Q")
         self.news = memory[:NEWS]
-        self.moved, self.lengths, done = words[:4], words[4 : 4 + 4 * FRAMES], words[4 + 4 * FRAMES :]
+        self.beyond, self.moved, self.lengths = words[:1], words[1:5], words[5 : 5 + 4 * FRAMES]
+        done = words[5 + 4 * FRAMES :]
         self.done = [done[i * n_here : (i + 1) * n_here] for i in range(5)]
         self._memory = memory
         self._frames_at = NEWS + _words_bytes(n_here)
@@ -61,16 +64,16 @@ class Layout:
     @staticmethod
     def nbytes(n_here: int) -> int:
         """Return the size of the memory for a host with so many ranks."""
-        return NEWS + _words_bytes(n_here) + 4 * FRAMES * SCRATCH
+        return NEWS + _words_bytes(n_here) + 4 * FRAMES * FRAME
 
     def frame(self, pipe: int, count: int) -> memoryview:
         """Return the memory of the frame with this count."""
-        at = self._frames_at + (pipe * FRAMES + count % FRAMES) * SCRATCH
-        return self._memory[at : at + SCRATCH]
+        at = self._frames_at + (pipe * FRAMES + count % FRAMES) * FRAME
+        return self._memory[at : at + FRAME]
 
 
 def _words_bytes(n_here: int) -> int:
-    return 8 * (4 + 4 * FRAMES + 5 * n_here)
+    return 8 * (5 + 4 * FRAMES + 5 * n_here)
 
 
 class Pipe:

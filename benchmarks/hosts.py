@@ -1,0 +1,235 @@
+"""What does it cost that ranks are on two machines?
+
+Two hosts are simulated on this one machine, by ``tests/hosts/simulated.py``: a network, memory and process ids each.  They
+share the cores, so that ratios of what was measured beside it say more than times.
+
+- An empty function, called on two hosts with a rank each, beside two ranks on one host.
+- `synkhronos.all_reduce` of a float32 shared variable, beside MPI's Allreduce in as many processes on the same hosts, with
+  the same MPI, and beside PyTorch's gloo if PyTorch is installed.
+- Bytes that go to the other host in a training step, on rows by a shuffled list of indexes: epoch by epoch.
+- A function of a large Data object that was sent before: what it costs to see that nothing has changed.
+- The processor time of an agent while nothing is called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from time import sleep
+from typing import Any
+
+import numpy as np
+
+import synkhronos as synk
+from benchmarks._measure import Table, bar, duration, graph_library, heading, quartiles, seconds, size
+from benchmarks.all_reduce import Others, Ours, rounds_for
+from benchmarks.latency import cpu_seconds
+
+HERE = Path(__file__).parent
+#: Bytes of the arrays that are reduced: the bar is for the last.
+SIZES = (4_000, 4_000_000, 100_000_000)
+#: Rows of a training set, numbers in each, rows of a minibatch.
+ROWS, WIDTH, BATCH = 20_000, 64, 2_000
+
+
+@contextlib.contextmanager
+def ranks_on(hosts: list[str]) -> Iterator[int]:
+    """Fork ranks on hosts, or, where one is named, on this machine alone; and close them at the end."""
+    try:
+        if len(hosts) == 1:
+            yield synk.fork(int(hosts[0].partition(":")[2]), use_gpu=False)
+        else:
+            yield synk.fork(hosts=hosts, use_gpu=False)
+    finally:
+        synk.close()
+
+
+def bytes_sent() -> int:
+    """Return the bytes of shared memory that other hosts have been sent."""
+    session = importlib.import_module("synkhronos.ranks").session()
+    return int(session.hosts.sent)
+
+
+def empty(hosts: list[str], turns: int, calls: int) -> None:
+    """Time an empty function on hosts, and on one with as many ranks."""
+    count = sum(int(host.partition(":")[2]) for host in hosts)
+    sides = {"one host": [f"here:{count}"], f"{len(hosts)} hosts": hosts}
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(turns):
+        for name, named in sides.items():
+            with ranks_on(named):
+                call = synk.function([], [])
+                for _ in range(calls // 10):
+                    call()
+                times[name] += [seconds(call) for _ in range(calls)]
+    table = Table({"empty function": 16, "median": 9, "quartiles": 19})
+    for name, values in times.items():
+        low, middle, high = quartiles(values)
+        table.row(name, duration(middle), f"{duration(low)} - {duration(high)}")
+    one, several = (median(values) for values in times.values())
+    bar("an empty function, beside one host's", 1e3 * (several - one), " ms more", most=1)
+
+
+def mpirun(hosts: list[str], python: str, script: str) -> list[str]:
+    """Return the command line that starts as many processes on each host as it has ranks."""
+    beside = Path(sys.executable).with_name("mpirun")
+    count = sum(int(host.partition(":")[2]) for host in hosts)
+    launcher = str(beside) if beside.exists() else "mpirun"
+    return [launcher, "-hosts", ",".join(hosts), "-n", str(count), python, str(HERE / script)]
+
+
+def reduce(hosts: list[str], sizes: list[int], rounds: int, torch_python: str) -> None:
+    """Time all_reduce beside other libraries'."""
+    beside = {"MPI": Others(mpirun(hosts, sys.executable, "_mpi.py"))}
+    has_torch = not subprocess.run([torch_python, "-c", "import torch"], capture_output=True, check=False).returncode
+    if has_torch:
+        beside["gloo"] = Others(mpirun(hosts, torch_python, "_gloo.py"))
+    for name in ("MPI", "gloo"):
+        print(f"{name}: {beside[name].version if name in beside else 'left out'}")
+    table = Table({"all_reduce": 10, "ours": 9, **dict.fromkeys(beside, 9), **{f"{n}/ours": 9 for n in beside}})
+    ratios: dict[str, float] = {}
+    with ranks_on(hosts) as count:
+        ours = Ours(count)
+        for nbytes in sizes:
+            items = nbytes // 4
+            ours.prepare(items)
+            sides: dict[str, Callable[[], float]] = {"ours": ours.all_reduce}
+            for name, other in beside.items():
+                sides[name] = lambda items=items, other=other: other.all_reduce(items)  # type: ignore[misc]
+            times: dict[str, list[float]] = {name: [] for name in sides}
+            for turn in range(rounds_for(nbytes, rounds)):
+                if turn % 8 == 0:
+                    ours.prepare(items)
+                for name, side in sides.items():
+                    side()  # after another's turn processes sleep
+                    times[name].append(side())
+            for label, of in ((size(nbytes), median), ("  best", min)):
+                each = {name: of(values) for name, values in times.items()}
+                now = {name: each[name] / each["ours"] for name in beside}
+                ratios = now if of is median else ratios
+                table.row(label, *(duration(t) for t in each.values()), *(f"{ratio:.2f}" for ratio in now.values()))
+    for other in beside.values():
+        other.close()
+    for name, ratio in ratios.items():
+        bar(f"speed beside {name}, {size(sizes[-1])}", ratio, " times", least=0.8 if name == "MPI" else 1)
+
+
+def sending(hosts: list[str]) -> None:
+    """Count what goes to the other hosts in the steps of three epochs."""
+    library, tensor = graph_library()
+    updates = importlib.import_module("synkhronos.extensions.updates")
+    train = importlib.import_module("synkhronos.extensions.train")
+    with ranks_on(hosts):
+        x, w = tensor.fmatrix("x"), library.shared(np.zeros(WIDTH, np.float32), "w")
+        step = train.make_train_function(
+            ((tensor.dot(x, w) - 1) ** 2).mean(), [w], x, update_rule=updates.sgd, learning_rate=np.float32(0.01)
+        )
+        rng = np.random.default_rng(0)
+        data = synk.data(rng.normal(size=(ROWS, WIDTH)).astype("float32"))
+        table = Table({"training": 22, "bytes a step": 12, "in all": 9, "time a step": 11})
+        for epoch in range(3):
+            order = rng.permutation(ROWS)
+            before, times = bytes_sent(), []
+            for at in range(0, ROWS, BATCH):
+                batch = order[at : at + BATCH]
+                times.append(seconds(lambda batch=batch: step(data, batch=batch)))  # type: ignore[misc]
+            sent = bytes_sent() - before
+            table.row(f"epoch {epoch}", size(sent / len(times)), size(sent), duration(median(times)))
+        print(f"({ROWS:,} rows of {4 * WIDTH} bytes, {size(ROWS * 4 * WIDTH)}; {BATCH:,} of them in a step)")
+
+
+def comparing(hosts: list[str], nbytes: int) -> None:
+    """Time a function of a large Data object that does nothing with it."""
+    _, tensor = graph_library()
+    with ranks_on(hosts):
+        x = tensor.fmatrix("x")
+        f = synk.function([x], (x[0, 0], "sum"))
+        data = synk.data(np.ones((nbytes // 4096, 1024), np.float32))
+        first, before = seconds(lambda: f(data)), bytes_sent()
+        again = median([seconds(lambda: f(data)) for _ in range(9)])
+        assert bytes_sent() == before
+    there = before / 1e9
+    print(f"rows of {size(before)} for the other hosts: {duration(first)} with the sending of them, {duration(again)} again")
+    print(f"comparing: {there / again:.1f} GB/s")
+
+
+def agents() -> set[int]:
+    """Return the process ids of this host's agents."""
+    found = set()
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdecimal() and b"synkhronos.hosts.agent" in Path(f"/proc/{name}/cmdline").read_bytes():
+                command = Path(f"/proc/{name}/comm").read_text()
+                found |= {int(name)} if command.startswith("python") else set()
+    return found
+
+
+def idle(hosts: list[str], time: float) -> None:
+    """See what an agent uses while nothing is called."""
+    with ranks_on(hosts):
+        synk.function([], [])()
+        sleep(1)
+        (agent,) = agents()
+        before = cpu_seconds({agent})
+        sleep(time)
+        used = 100 * (cpu_seconds({agent}) - before) / time
+    bar("processor use of an idle agent", used, " % of a core", most=5)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Measure all of it: on the first host."""
+    hosts = options.on.split(",")
+    heading(f"Several hosts, simulated: {', '.join(hosts)}")
+    parts: dict[str, Callable[[], Any]] = {
+        "empty": lambda: empty(hosts, options.turns, options.calls),
+        "reduce": lambda: reduce(hosts, options.sizes, options.rounds, options.torch_python),
+        "sending": lambda: sending(hosts),
+        "comparing": lambda: comparing(hosts, 200_000_000),
+        "idle": lambda: idle(hosts, options.idle),
+    }
+    for name in options.parts or parts:
+        parts[name]()
+        print(flush=True)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.hosts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=2, help="how many (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=1, help="of each host (default: %(default)s)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes (default: 4 KB, 4 MB, 100 MB)")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each side of all_reduce (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=3, help="turns of the empty function (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=500, help="of it in a turn (default: %(default)s)")
+    parser.add_argument("--idle", type=float, default=5.0, help="seconds to do nothing (default: %(default)s)")
+    names = ("empty", "reduce", "sending", "comparing", "idle")
+    parser.add_argument("--parts", nargs="+", choices=names, help="what to measure (default: all)")
+    parser.add_argument(
+        "--torch-python", default=sys.executable, metavar="PATH", help="a Python that has PyTorch (default: this one)"
+    )
+    parser.add_argument("--on", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.on:
+        measure(options)
+        return
+    sys.path.append(str(HERE.parent / "tests"))
+    simulated = importlib.import_module("hosts")
+    if not simulated.has_mpi():
+        print("This benchmark needs mpi4py and an mpirun (pip install synkhronos[hosts]): left out.")
+        return
+    hosts = [f"{chr(ord('a') + i)}:{options.ranks}" for i in range(options.hosts)]
+    command, environment = simulated.words(hosts, "-m", "benchmarks.hosts", "--on", ",".join(hosts), *sys.argv[1:])
+    raise SystemExit(subprocess.run(command, env=environment, cwd=HERE.parent, check=False).returncode)
+
+
+if __name__ == "__main__":
+    main()
