@@ -1,8 +1,9 @@
-"""The other side of `benchmarks.all_reduce`: PyTorch's gloo.
+"""Another side of `benchmarks.all_reduce` and of `benchmarks.hosts`: PyTorch's gloo.
 
 Run as a script of its own, since PyTorch has to be imported after its processes are forked, and never beside the graph
-library.  It starts as many processes as it is told, and reads from standard input one line for each measurement, the
-number of float32; it answers each with the seconds that an all_reduce of so many took in the first process.
+library.  It starts as many processes as it is told, or is started as many times by MPICH's mpirun, with the name of a
+file in which they meet.  The first reads from standard input one line for each measurement, the number of float32; it
+answers each with the seconds that an all_reduce of so many took.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 
-def serve(rank: int, size: int, meeting: str, orders: list[Any]) -> None:
+def serve(rank: int, size: int, meeting: str) -> None:
     """Be one process of the group."""
     os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // size))
     import torch
@@ -27,13 +28,9 @@ def serve(rank: int, size: int, meeting: str, orders: list[Any]) -> None:
     if rank == 0:
         print("ready", torch.__version__, flush=True)
     while True:
-        if rank == 0:
-            line = sys.stdin.readline().strip()
-            count = int(line) if line else 0
-            for order in orders:
-                order.send(count)
-        else:
-            count = orders[rank - 1].recv()
+        told = torch.tensor([int(sys.stdin.readline().strip() or 0) if rank == 0 else 0])
+        dist.broadcast(told, 0)
+        count = int(told)
         if count == 0:
             break
         if count not in values:
@@ -49,19 +46,18 @@ def serve(rank: int, size: int, meeting: str, orders: list[Any]) -> None:
 
 
 def main() -> None:
-    """Start the other processes and be the first."""
+    """Be one process, or start the others and be the first."""
     size = int(sys.argv[1])
+    if "PMI_RANK" in os.environ:
+        serve(int(os.environ["PMI_RANK"]), size, sys.argv[2])
+        return
     context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe() for _ in range(size - 1)]
     with tempfile.TemporaryDirectory() as folder:
         meeting = os.path.join(folder, "meeting")
-        others = [
-            context.Process(target=serve, args=(r, size, meeting, [far for far, _ in pipes]), daemon=True)
-            for r in range(1, size)
-        ]
+        others = [context.Process(target=serve, args=(r, size, meeting), daemon=True) for r in range(1, size)]
         for process in others:
             process.start()
-        serve(0, size, meeting, [near for _, near in pipes])
+        serve(0, size, meeting)
         for process in others:
             process.join()
 

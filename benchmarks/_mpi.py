@@ -18,7 +18,8 @@ def main() -> None:
 
     world = MPI.COMM_WORLD
     if world.rank == 0:
-        print("ready", MPI.Get_library_version().splitlines()[0].split(",")[0].replace("\x00", ""), flush=True)
+        version = MPI.Get_library_version().splitlines()[0].split(",")[0].replace("\x00", "")
+        print("ready", *version.split(), flush=True)
     values: dict[int, np.ndarray] = {}
     while True:
         line = sys.stdin.readline().strip() if world.rank == 0 else ""

@@ -1,11 +1,11 @@
 """What does it cost that ranks are on two machines?
 
-Two hosts are simulated on this one machine, by ``tests/hosts/simulated.py``: a network, memory and process ids each.  They
-share the cores, so that ratios of what was measured beside it say more than times.
+Two hosts are simulated on this one machine, by ``tests/hosts/simulated.py``: a network, memory and process ids each.
+They share the cores, so that ratios of what was measured beside it say more than times.
 
 - An empty function, called on two hosts with a rank each, beside two ranks on one host.
-- `synkhronos.all_reduce` of a float32 shared variable, beside MPI's Allreduce in as many processes on the same hosts, with
-  the same MPI, and beside PyTorch's gloo if PyTorch is installed.
+- `synkhronos.all_reduce` of a float32 shared variable, beside MPI's Allreduce in as many processes on the same hosts,
+  with the same MPI, and beside PyTorch's gloo if PyTorch is installed.
 - Bytes that go to the other host in a training step, on rows by a shuffled list of indexes: epoch by epoch.
 - A function of a large Data object that was sent before: what it costs to see that nothing has changed.
 - The processor time of an agent while nothing is called.
@@ -17,8 +17,10 @@ import argparse
 import contextlib
 import importlib
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -59,8 +61,7 @@ def bytes_sent() -> int:
 
 def empty(hosts: list[str], turns: int, calls: int) -> None:
     """Time an empty function on hosts, and on one with as many ranks."""
-    count = sum(int(host.partition(":")[2]) for host in hosts)
-    sides = {"one host": [f"here:{count}"], f"{len(hosts)} hosts": hosts}
+    sides = {"one host": [f"here:{count_of(hosts)}"], f"{len(hosts)} hosts": hosts}
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(turns):
         for name, named in sides.items():
@@ -77,12 +78,16 @@ def empty(hosts: list[str], turns: int, calls: int) -> None:
     bar("an empty function, beside one host's", 1e3 * (several - one), " ms more", most=1)
 
 
-def mpirun(hosts: list[str], python: str, script: str) -> list[str]:
+def mpirun(hosts: list[str], python: str, script: str, *arguments: str) -> list[str]:
     """Return the command line that starts as many processes on each host as it has ranks."""
     beside = Path(sys.executable).with_name("mpirun")
-    count = sum(int(host.partition(":")[2]) for host in hosts)
     launcher = str(beside) if beside.exists() else "mpirun"
-    return [launcher, "-hosts", ",".join(hosts), "-n", str(count), python, str(HERE / script)]
+    return [launcher, "-hosts", ",".join(hosts), "-n", str(count_of(hosts)), python, str(HERE / script), *arguments]
+
+
+def count_of(hosts: list[str]) -> int:
+    """Return how many ranks there are on all hosts."""
+    return sum(int(host.partition(":")[2]) for host in hosts)
 
 
 def reduce(hosts: list[str], sizes: list[int], rounds: int, torch_python: str) -> None:
@@ -90,7 +95,8 @@ def reduce(hosts: list[str], sizes: list[int], rounds: int, torch_python: str) -
     beside = {"MPI": Others(mpirun(hosts, sys.executable, "_mpi.py"))}
     has_torch = not subprocess.run([torch_python, "-c", "import torch"], capture_output=True, check=False).returncode
     if has_torch:
-        beside["gloo"] = Others(mpirun(hosts, torch_python, "_gloo.py"))
+        meeting = str(Path(tempfile.mkdtemp(dir=HERE)) / "meeting")  # hosts have a TMPDIR each, and share this folder
+        beside["gloo"] = Others(mpirun(hosts, torch_python, "_gloo.py", str(count_of(hosts)), meeting))
     for name in ("MPI", "gloo"):
         print(f"{name}: {beside[name].version if name in beside else 'left out'}")
     table = Table({"all_reduce": 10, "ours": 9, **dict.fromkeys(beside, 9), **{f"{n}/ours": 9 for n in beside}})
@@ -117,8 +123,9 @@ def reduce(hosts: list[str], sizes: list[int], rounds: int, torch_python: str) -
                 table.row(label, *(duration(t) for t in each.values()), *(f"{ratio:.2f}" for ratio in now.values()))
     for other in beside.values():
         other.close()
-    for name, ratio in ratios.items():
-        bar(f"speed beside {name}, {size(sizes[-1])}", ratio, " times", least=0.8 if name == "MPI" else 1)
+    if has_torch:
+        shutil.rmtree(Path(meeting).parent)
+    bar(f"speed beside MPI, {size(sizes[-1])}", ratios["MPI"], " times", least=0.8)
 
 
 def sending(hosts: list[str]) -> None:
@@ -127,19 +134,19 @@ def sending(hosts: list[str]) -> None:
     updates = importlib.import_module("synkhronos.extensions.updates")
     train = importlib.import_module("synkhronos.extensions.train")
     with ranks_on(hosts):
-        x, w = tensor.fmatrix("x"), library.shared(np.zeros(WIDTH, np.float32), "w")
-        step = train.make_train_function(
-            ((tensor.dot(x, w) - 1) ** 2).mean(), [w], x, update_rule=updates.sgd, learning_rate=np.float32(0.01)
-        )
+        x, y, w = tensor.fmatrix("x"), tensor.fvector("y"), library.shared(np.zeros(WIDTH, np.float32), "w")
+        loss = ((tensor.dot(x, w) - y) ** 2).mean()
+        step = train.make_train_function(loss, [w], x, y, updates.sgd, learning_rate=np.float32(0.01))
         rng = np.random.default_rng(0)
-        data = synk.data(rng.normal(size=(ROWS, WIDTH)).astype("float32"))
+        points = rng.normal(size=(ROWS, WIDTH)).astype("float32")
+        data, labels = synk.data(points), synk.data(points[:, 0].copy())
         table = Table({"training": 22, "bytes a step": 12, "in all": 9, "time a step": 11})
         for epoch in range(3):
             order = rng.permutation(ROWS)
             before, times = bytes_sent(), []
             for at in range(0, ROWS, BATCH):
                 batch = order[at : at + BATCH]
-                times.append(seconds(lambda batch=batch: step(data, batch=batch)))  # type: ignore[misc]
+                times.append(seconds(lambda batch=batch: step(data, labels, batch=batch)))  # type: ignore[misc]
             sent = bytes_sent() - before
             table.row(f"epoch {epoch}", size(sent / len(times)), size(sent), duration(median(times)))
         print(f"({ROWS:,} rows of {4 * WIDTH} bytes, {size(ROWS * 4 * WIDTH)}; {BATCH:,} of them in a step)")
@@ -155,9 +162,8 @@ def comparing(hosts: list[str], nbytes: int) -> None:
         first, before = seconds(lambda: f(data)), bytes_sent()
         again = median([seconds(lambda: f(data)) for _ in range(9)])
         assert bytes_sent() == before
-    there = before / 1e9
-    print(f"rows of {size(before)} for the other hosts: {duration(first)} with the sending of them, {duration(again)} again")
-    print(f"comparing: {there / again:.1f} GB/s")
+    print(f"{size(before)} for the other hosts: {duration(first)} with the sending of them, {duration(again)} again")
+    print(f"comparing: {before / 1e9 / again:.1f} GB/s")
 
 
 def agents() -> set[int]:
@@ -207,7 +213,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2, help="how many (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="of each host (default: %(default)s)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes (default: 4 KB, 4 MB, 100 MB)")
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each side of all_reduce (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=15, help="turns in all_reduce (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=3, help="turns of the empty function (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=500, help="of it in a turn (default: %(default)s)")
     parser.add_argument("--idle", type=float, default=5.0, help="seconds to do nothing (default: %(default)s)")
