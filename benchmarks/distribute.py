@@ -14,6 +14,7 @@ import numpy as np
 
 import synkhronos as synk
 from benchmarks._measure import Table, bar, duration, graph_library, heading, ranks, seconds, size
+from synkhronos.ranks import Segment
 
 
 def main() -> None:
@@ -41,9 +42,9 @@ def main() -> None:
         memory = importlib.import_module("synkhronos.ranks.memory")
         announce = memory.announce
 
-        def counted(channel: object, key: int, segment_bytes: int, fd: int) -> None:
-            crossed.append(segment_bytes)
-            announce(channel, key, segment_bytes, fd)
+        def counted(channel: object, segment: Segment, fd: int) -> None:
+            crossed.append(segment.nbytes)
+            announce(channel, segment, fd)
 
         with mock.patch.object(memory, "announce", counted):
             first = seconds(synk.distribute)

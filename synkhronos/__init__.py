@@ -25,7 +25,7 @@ from synkhronos.collectives import (
     scatter,
     set_value,
 )
-from synkhronos.data import Data, data
+from synkhronos.data import Data, FileData, data, data_file
 from synkhronos.devices import get_n_gpu
 from synkhronos.function import Function, distribute, function
 from synkhronos.processes import bytes_sent, close, fork
@@ -36,6 +36,7 @@ __version__ = "2.0.0"
 
 __all__ = [
     "Data",
+    "FileData",
     "Function",
     "Worker",
     "WorkerError",
@@ -45,6 +46,7 @@ __all__ = [
     "bytes_sent",
     "close",
     "data",
+    "data_file",
     "distribute",
     "fork",
     "function",

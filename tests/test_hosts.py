@@ -39,6 +39,12 @@ def test_functions_on_two_hosts():
 
 
 @needs_mpi
+@pytest.mark.skipif(not are_simulated(), reason="pretended hosts have all files")
+def test_files_are_mapped_on_each_host(tmp_path):
+    assert run(["a:2", "b:1"], "files", tmp_path / "x.npy", "/dev/shm/x.npy") == "told\n"
+
+
+@needs_mpi
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts all have this one's name")
 def test_a_script_that_mpirun_starts_on_all_hosts():
     done = launch(["a:1", "b:1"], "launched")

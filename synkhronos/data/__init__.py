@@ -2,6 +2,8 @@
 
 `Data`, `data`
     An array in shared memory (`array`).
+`FileData`, `data_file`
+    One in a file (`file`).
 `rows`
     Which rows of it each rank reads.
 `dense`
@@ -9,5 +11,6 @@
 """
 
 from synkhronos.data.array import Data, data
+from synkhronos.data.file import FileData, data_file
 
-__all__ = ["Data", "data"]
+__all__ = ["Data", "FileData", "data", "data_file"]

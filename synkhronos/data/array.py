@@ -24,7 +24,7 @@ from synkhronos.graphs import library_of
 from synkhronos.ranks import SharedArray
 
 #: Kinds of dtypes whose items mean the same in every process.
-_NUMBERS = "biufc"
+NUMBERS = "biufc"
 
 
 class Data:
@@ -450,7 +450,7 @@ def _numbers(value: Any, argument: str) -> np.ndarray:
         array = np.asarray(value)
     except ValueError as error:
         raise TypeError(f"{argument}: expected an array, got {type(value).__name__}: {error}") from error
-    if array.dtype.kind not in _NUMBERS:
+    if array.dtype.kind not in NUMBERS:
         raise TypeError(f"{argument}: expected numbers, got an array of {array.dtype}")
     return array
 
@@ -460,7 +460,7 @@ def _dtype(dtype: npt.DTypeLike) -> np.dtype:
         checked = np.dtype(dtype)
     except TypeError as error:
         raise TypeError(f"dtype: expected a dtype of numbers, got {dtype!r}: {error}") from None
-    if checked.kind not in _NUMBERS:
+    if checked.kind not in NUMBERS:
         raise TypeError(f"dtype: expected a dtype of numbers, got {checked}")
     return checked
 

@@ -23,6 +23,7 @@ computes for minutes is no loss, since beats come from agents.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pickle
@@ -312,9 +313,11 @@ class Agent:
             if segment.key > self._mapped:
                 self._mapped = segment.key
                 self._segments[segment.key] = segment
-                self._contents.add(segment.key, np.frombuffer(segment.buffer, np.uint8, segment.nbytes))
+                if not segment.is_file:
+                    self._contents.add(segment.key, np.frombuffer(segment.buffer, np.uint8, segment.nbytes))
+                path = self._receiver.path if segment.is_file else None
                 for host in mail.others:
-                    mail.send(host, ANNOUNCE, segment.key, segment.nbytes)
+                    mail.send(host, ANNOUNCE, segment.key, segment.nbytes, path)
         length = words[Control.LENGTH]
         message = bytes(self._control.mailbox[:length])
         reads, dropped, task = pickle.loads(self._control.mailbox[length : length + words[Control.PLAN]])
@@ -423,16 +426,16 @@ class Agent:
         for take, what in early:
             take(*what)
 
-    def _take_announce(self, source: int, key: int, nbytes: int) -> None:
+    def _take_announce(self, source: int, key: int, nbytes: int, path: str | None) -> None:
         try:
-            file = create_unlinked(nbytes)
-        except MemoryError as error:
+            file = create_unlinked(nbytes) if path is None else _open(path, nbytes)
+        except (MemoryError, OSError) as error:
             self._mail.send(0, LOST, f"host {self._names[self._me]}: {error}", self._here.start)
             return
         with file:
-            self._segments[key] = Segment(key, file.fileno(), nbytes)
+            segment = self._segments[key] = Segment(key, file.fileno(), nbytes, path is not None)
             for channel in self._workers.channels.values():
-                announce(channel, key, nbytes, file.fileno())
+                announce(channel, segment, file.fileno())
         self._mapped = key
 
     def _take_pages(self, source: int, key: int, pages: np.ndarray, content: np.ndarray) -> None:
@@ -539,6 +542,16 @@ class Agent:
         """End without the other hosts."""
         self._workers.end(0.0, lambda: True)
         os._exit(code)
+
+
+def _open(path: str, nbytes: int) -> io.FileIO:
+    """Open a file that another host has too."""
+    file = io.FileIO(path)
+    size = os.fstat(file.fileno()).st_size
+    if size != nbytes:
+        file.close()
+        raise OSError(f"{path} has {size:,} bytes here, and {nbytes:,} on the master's host")
+    return file
 
 
 def _is_closed(channel: socket.socket) -> bool:

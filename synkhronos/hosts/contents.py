@@ -150,7 +150,8 @@ def pages_of(reads: Iterable[Rows], memory: dict[int, np.ndarray]) -> dict[int, 
             else:
                 pages = _of_rows(read, np.arange(*read.rows))
             found.setdefault(read.key, []).append(pages)
-    return {key: np.unique(np.concatenate(parts)) for key, parts in found.items()}
+    # What is not there is a file, which each host has.
+    return {key: np.unique(np.concatenate(parts)) for key, parts in found.items() if key in memory}
 
 
 def _run(start: int, stop: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import gc
 import io
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from socket import socket
@@ -102,7 +103,28 @@ class Memory:
                 raise
             self._run(Release([]))  # frees what was let go, and closes the files that wait to be announced
             file = create_unlinked(nbytes)
-        segment = Segment(self.last_key + 1, file.fileno(), nbytes)
+        return self._added(Segment(self.last_key + 1, file.fileno(), nbytes), file, in_command)
+
+    def open(self, path: str) -> Segment:
+        """Map a file, which every rank finds under the returned segment's key from the next command on.
+
+        Parameters
+        ----------
+        path : str
+            The same file on every host.
+
+        Raises
+        ------
+        OSError
+            If there is no such file, or it may not be read.
+        """
+        self.notice_orphans()
+        with undisturbed():
+            file = io.FileIO(path)
+        nbytes = os.fstat(file.fileno()).st_size
+        return self._added(Segment(self.last_key + 1, file.fileno(), nbytes, is_file=True), file, False)
+
+    def _added(self, segment: Segment, file: io.FileIO, in_command: bool) -> Segment:
         with undisturbed():  # a worker would wait for ever for a key that is never announced
             self.last_key += 1
             self._rank.segments.add(segment)
@@ -118,7 +140,7 @@ class Memory:
             segment, file, waiting = self._unannounced[0]
             while waiting:
                 number = next(iter(waiting))
-                announce(self._channels[number], segment.key, segment.nbytes, file.fileno())
+                announce(self._channels[number], segment, file.fileno())
                 waiting.discard(number)
             del self._unannounced[0]
             file.close()

@@ -30,6 +30,7 @@ import resource
 import secrets
 import socket
 import struct
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -40,7 +41,7 @@ import posix_ipc
 
 from synkhronos.ranks.interrupts import undisturbed
 
-_ANNOUNCEMENT = struct.Struct("=QQ")  # key, bytes
+_ANNOUNCEMENT = struct.Struct("=QQ?")  # key, bytes, whether it is a file
 #: The user may have given SIGPIPE its deadly meaning back.
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
@@ -93,18 +94,20 @@ def _open_unlinked() -> int:
 
 
 class Segment:
-    """A shared memory object, mapped into this process.
+    """A shared memory object, or a user's file, mapped into this process.
 
     The memory lives until every process has dropped its mapping, and a mapping until the last NumPy view of it
-    has gone: freeing a segment can't pull memory away from under an array.
+    has gone: freeing a segment can't pull memory away from under an array.  Of a file all processes read the system's
+    one copy, and whoever writes has a copy of that page: the file stays as it is.
     """
 
-    __slots__ = ("buffer", "key", "nbytes")
+    __slots__ = ("buffer", "is_file", "key", "nbytes")
 
-    def __init__(self, key: int, fd: int, nbytes: int):
+    def __init__(self, key: int, fd: int, nbytes: int, is_file: bool = False):
         self.key = key
         self.nbytes = nbytes
-        self.buffer = map_file(fd, nbytes)
+        self.is_file = is_file
+        self.buffer = map_file(fd, nbytes, is_file)
 
     def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> np.ndarray:
         """Return a view of the segment's memory as an array."""
@@ -114,10 +117,11 @@ class Segment:
 class Unmapped:
     """A segment that this process had no room for when it came: whoever needs it tries again, or gets the error."""
 
-    def __init__(self, key: int, file: io.FileIO | None, nbytes: int):
+    def __init__(self, key: int, file: io.FileIO | None, nbytes: int, is_file: bool):
         self.key = key
         self._file = file
         self._nbytes = nbytes
+        self._is_file = is_file
 
     def map(self) -> Segment:
         """Return the segment."""
@@ -126,7 +130,7 @@ class Unmapped:
                 errno.EMFILE,
                 f"{self._nbytes:,} bytes of shared memory could not be received: too many open files (see `ulimit -n`)",
             )
-        return Segment(self.key, self._file.fileno(), self._nbytes)
+        return Segment(self.key, self._file.fileno(), self._nbytes, self._is_file)
 
 
 class SharedArray(NamedTuple):  # a tuple, because these are pickled with every call
@@ -202,8 +206,8 @@ _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 
 
-def map_file(fd: int, nbytes: int) -> mmap.mmap:
-    """Map shared memory, until the last reference to what is returned has gone.
+def map_file(fd: int, nbytes: int, private: bool = False) -> mmap.mmap:
+    """Map shared memory, until the last reference to what is returned has gone; ``private`` for a copy when written.
 
     Python's own mapping of a file holds a file descriptor, of which a process may have a thousand or so.  So Python
     maps as much anonymous memory, and the file takes its place.  No finalizer written in Python does the unmapping: an
@@ -216,7 +220,8 @@ def map_file(fd: int, nbytes: int) -> mmap.mmap:
         error = caught.errno or errno.ENOMEM
     else:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, _MAP_FIXED
+        flags |= mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED
         if _libc.mmap(address, nbytes, protection, flags, fd, 0) == _FAILED:
             error = ctypes.get_errno()
     if error:
@@ -227,19 +232,26 @@ def map_file(fd: int, nbytes: int) -> mmap.mmap:
     return memory
 
 
-def announce(channel: socket.socket, key: int, nbytes: int, fd: int) -> None:
+def announce(channel: socket.socket, segment: Segment, fd: int) -> None:
     """Send a segment to the worker at the other end of ``channel``; to one that has died, nothing."""
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))
     # Whoever waits for the worker next notices its death, and can say more of it than this.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        channel.sendmsg([_ANNOUNCEMENT.pack(key, nbytes)], [rights], _NO_SIGNAL)
+        channel.sendmsg([_ANNOUNCEMENT.pack(segment.key, segment.nbytes, segment.is_file)], [rights], _NO_SIGNAL)
 
 
 class Receiver:
     """The worker's end of the channel.
 
     It keeps a file descriptor in reserve, so that segments come in even where the user's code has used up all others.
+
+    Attributes
+    ----------
+    path : str
+        Of the last user's file that came.
     """
+
+    path = ""
 
     def __init__(self, channel: socket.socket):
         self._channel = channel
@@ -254,14 +266,16 @@ class Receiver:
             message, fds, _, _ = socket.recv_fds(self._channel, _ANNOUNCEMENT.size, 1)
             if not message:
                 raise EOFError("the master closed the channel")
-            key, nbytes = _ANNOUNCEMENT.unpack(message)
+            key, nbytes, is_file = _ANNOUNCEMENT.unpack(message)
             if not fds:
-                return Unmapped(key, None, nbytes)
+                return Unmapped(key, None, nbytes, is_file)
             file = io.FileIO(fds[0], "r+")
+            if is_file and sys.platform == "linux":
+                self.path = os.readlink(f"/proc/self/fd/{fds[0]}")
             try:
-                segment = Segment(key, file.fileno(), nbytes)
+                segment = Segment(key, file.fileno(), nbytes, is_file)
             except MemoryError:
-                return Unmapped(key, file, nbytes)
+                return Unmapped(key, file, nbytes, is_file)
             file.close()
             return segment
         finally:

@@ -137,6 +137,27 @@ def functions() -> None:
     synk.close()
 
 
+def files(path: str, other: str) -> None:
+    """Map a file on both hosts; then one that the second lacks."""
+    fork()
+    x = tensor.dmatrix("x")
+    f = synk.function([x], (x * 2, "gather"))
+    value = np.random.default_rng(3).normal(size=(3000, 11))
+    np.save(path, value)
+    data = synk.data_file(path)
+    before = synk.bytes_sent()
+    np.testing.assert_array_equal(f(data, batch=np.arange(2999, 0, -3)), 2 * value[2999:0:-3])
+    np.testing.assert_array_equal(f(data), 2 * value)
+    assert synk.bytes_sent() - before < 100_000  # the function, and the indexes
+    np.save(other, value)
+    try:
+        f(synk.data_file(other))
+    except synk.WorkerError as error:
+        assert "host b" in str(error) and "No such file" in str(error), error
+        print("told")
+    synk.close()
+
+
 def talk(worker: synk.Worker) -> Any:
     """Pass numbers around, in pairs, in groups and among all."""
     n, me = worker.size, worker.number

@@ -1,0 +1,129 @@
+"""Arrays in files.
+
+`FileData`
+    An array in a file that all ranks map.
+`data_file`
+    Makes one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from synkhronos import ranks
+from synkhronos.data.array import NUMBERS, Data
+from synkhronos.ranks import SharedArray
+
+
+class FileData(Data):
+    """A `Data` object whose array is that of a file in NumPy's format; made by `data_file`.
+
+    Its content and shape stay as they are: ``data`` is read-only.
+    """
+
+    def __init__(self, path: str, minibatch: bool = False, name: str | None = None):
+        self.path = os.path.abspath(path)
+        shape, dtype, self._offset = _header(self.path)
+        super().__init__(dtype, len(shape), minibatch, name)
+        with self._session.turn:
+            self._session.settle()
+            segment = self._session.memory.open(self.path)
+            self._segment = segment
+            self._session.memory.release_with(self, "segment", segment.key)
+        self._array = segment.array(shape, dtype, self._offset)
+        self._array.flags.writeable = False
+
+    def __repr__(self) -> str:
+        return f"<synkhronos.FileData {self.path!r}: {self.dtype}, shape {self.shape}>"
+
+    def where(self) -> SharedArray:
+        """Return where the array lies, for a command; in the turn of the call that sends it."""
+        self._check()
+        if self._segment is None:
+            raise ValueError(f"{self.path}: this Data object's memory was freed: make a new one")
+        return SharedArray(self._segment.key, self.dtype.str, self.shape, self._offset)
+
+    def _refuse(self) -> NoReturn:
+        raise ValueError(
+            f"{self.path}: Data that is a file can't be changed: synkhronos.data(numpy.load(path)) is a copy that can"
+        )
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._refuse()
+
+    def set_value(self, x: npt.ArrayLike, force_cast: bool = False, oversize: float = 1) -> None:
+        """Refuse: the content stays."""
+        self._refuse()
+
+    def set_shape(self, shape: int | Sequence[int], oversize: float = 1) -> None:
+        """Refuse: the shape stays."""
+        self._refuse()
+
+
+def data_file(path: str | os.PathLike[str], minibatch: bool = False, name: str | None = None) -> FileData:
+    """Have all ranks map an array in a file, as ``numpy.save`` writes it.
+
+    Nothing is copied: the system's cache of the file is the memory that ranks share.  Rows are read from the disk when
+    a rank needs them.  On several hosts each maps its own file of that path, and no rows are sent.
+
+    Parameters
+    ----------
+    path : str or path
+        Of a ``.npy`` file; on several hosts of the same file on each, as on a shared file system.
+    minibatch : bool
+        As in `data`.
+    name : str, optional
+        What it is called in errors; by default the file's.
+
+    Returns
+    -------
+    FileData
+        A `Data` object that can't be changed.
+
+    Raises
+    ------
+    OSError
+        If there is no such file, or it may not be read.
+    ValueError
+        If it isn't an array in NumPy's format, of numbers, in C's order.
+    WorkerError
+        In the first call that uses it, if a host has no such file, or one of another size.
+
+    Examples
+    --------
+    >>> import numpy as np, os, tempfile, synkhronos as synk
+    >>> path = os.path.join(tempfile.mkdtemp(), "x.npy")
+    >>> np.save(path, np.arange(6.0).reshape(3, 2))
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> synk.data_file(path)[1:]
+    array([[2., 3.],
+           [4., 5.]])
+    >>> synk.close()
+    """
+    ranks.session()
+    return FileData(os.fspath(path), minibatch, os.path.basename(path) if name is None else name)
+
+
+def _header(path: str) -> tuple[tuple[int, ...], np.dtype, int]:
+    """Return an array's shape and dtype, and at which byte of its file it begins."""
+    with open(path, "rb") as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, in_fortrans_order, dtype = read(file)
+        except ValueError as error:
+            raise ValueError(f"{path}: expected an array as numpy.save writes it: {error}") from None
+        at, size = file.tell(), os.fstat(file.fileno()).st_size
+    if dtype.kind not in NUMBERS or not dtype.isnative:
+        raise ValueError(f"{path}: expected numbers in this machine's order of bytes, got {dtype}")
+    if in_fortrans_order and len(shape) > 1:
+        raise ValueError(f"{path}: expected an array in C's order: save numpy.ascontiguousarray(x)")
+    if size < at + math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{path}: expected {math.prod(shape) * dtype.itemsize:,} bytes of {shape}, got {size - at:,}")
+    return shape, dtype, at

@@ -1,0 +1,100 @@
+"""Data in files: mapped, read-only, and refused where they are no arrays of numbers."""
+
+import numpy as np
+import pytest
+from library import tensor
+
+import synkhronos as synk
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "x.npy"
+    np.save(path, np.arange(300.0).reshape(100, 3))
+    return path
+
+
+@pytest.mark.parametrize("batch", [None, 30, slice(90, 10, -7), [5, 99, 5]])
+def test_rows_of_a_file(fork, path, batch):
+    fork(3)
+    x = tensor.dmatrix("x")
+    f = synk.function([x], [(x * 2, "gather"), (x.sum(), "sum")])
+    data = synk.data_file(path)
+    value = np.load(path)
+    chosen = value if batch is None else value[:batch] if isinstance(batch, int) else value[batch]
+    double, total = f(data, batch=batch)
+    np.testing.assert_array_equal(np.asarray(double), 2 * chosen)
+    assert float(total) == chosen.sum()
+    assert data.shape == (100, 3) and data.dtype == float and len(data) == 100
+
+
+def test_a_file_can_t_be_changed(fork, path):
+    fork(2)
+    data = synk.data_file(path)
+    before = path.read_bytes()
+    for change in (
+        lambda: data.set_value(np.ones((2, 3))),
+        lambda: data.set_length(5),
+        lambda: data.set_shape((1, 1)),
+        lambda: data.__setitem__(0, 1),
+    ):
+        with pytest.raises(ValueError, match="can't be changed"):
+            change()
+    with pytest.raises(ValueError, match="read-only"):
+        data.data[0] = 1
+    copy = synk.data(np.asarray(data))
+    copy[0] = 7
+    assert path.read_bytes() == before
+
+
+def test_an_input_that_is_changed_in_place_is_a_copy(fork, path):
+    fork(2)
+    from library import package
+
+    x = tensor.dmatrix("x")
+    f = synk.function([package.In(x, mutable=True)], (tensor.inc_subtensor(x[0], 100.0), "gather"))
+    before = path.read_bytes()
+    data = synk.data_file(path)
+    assert float(np.asarray(f(data))[0, 0]) == 100
+    assert path.read_bytes() == before and data[0, 0] == 0
+
+
+def test_freed_and_gone(fork, path):
+    fork(2)
+    x = tensor.dmatrix("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    data = synk.data_file(path)
+    assert float(f(data)) == 300 * 299 / 2
+    path.unlink()
+    assert float(f(data)) == 300 * 299 / 2  # the ranks have it
+    data.free_memory()
+    with pytest.raises(ValueError, match="was freed"):
+        f(data)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (np.asfortranarray(np.ones((3, 4))), "C's order"),
+        (np.array(["a"]), "expected numbers"),
+        (np.ones(3, ">f8"), "order of bytes"),
+        (np.array([None]), "expected numbers"),
+    ],
+)
+def test_other_arrays_are_refused(fork, tmp_path, value, words):
+    fork(2)
+    np.save(tmp_path / "x.npy", value)
+    with pytest.raises(ValueError, match=words):
+        synk.data_file(tmp_path / "x.npy")
+
+
+def test_other_files_are_refused(fork, tmp_path, path):
+    fork(2)
+    with pytest.raises(FileNotFoundError):
+        synk.data_file(tmp_path / "none.npy")
+    (tmp_path / "text.npy").write_text("no array, but long enough for a header" * 9)
+    with pytest.raises(ValueError, match=r"numpy\.save"):
+        synk.data_file(tmp_path / "text.npy")
+    (tmp_path / "cut.npy").write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="2,400 bytes"):
+        synk.data_file(tmp_path / "cut.npy")
