@@ -1,4 +1,6 @@
-"""PyTorch's side of `benchmarks.gpu_resnet`: torchvision's ResNet under DistributedDataParallel.
+"""PyTorch's side of `benchmarks.gpu_resnet` and `gpu_zoo`: a network under DistributedDataParallel.
+
+It is torchvision's ResNet, or that of `benchmarks._torch_networks` which the settings name.
 
 Run as a script of its own, with the settings as JSON in its only argument: PyTorch is never loaded beside JAX.  It
 starts a process for each GPU, and the first prints what it measured, as JSON.
@@ -22,7 +24,11 @@ from typing import Any
 
 
 def network(settings: dict[str, Any]) -> Any:
-    """Return torchvision's ResNet of the size that the settings say."""
+    """Return the network that the settings name, or torchvision's ResNet of the size that they say."""
+    if "network" in settings:
+        from benchmarks._torch_networks import make
+
+        return make(settings)
     from torchvision.models.resnet import Bottleneck, ResNet
 
     # A narrower network is torchvision's with narrower blocks: to try the benchmark, not to compare.
@@ -49,13 +55,19 @@ class Side:
         self._gpu = settings["device"] == "gpu"
         self._device = torch.device("cuda", rank) if self._gpu else torch.device("cpu")
         layout = torch.channels_last
-        model = network(settings).to(self._device, memory_format=layout)
+        model = network(settings)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        model = model.to(self._device, memory_format=layout)
         devices = [rank] if self._gpu else None
         self._model = torch.nn.parallel.DistributedDataParallel(model, device_ids=devices)
         if settings["compiled"]:
             self._model = torch.compile(self._model)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
-        self._loss = torch.nn.CrossEntropyLoss()
+        self._loss: Any = torch.nn.CrossEntropyLoss()
+        if "network" in settings:
+            from benchmarks._torch_networks import loss
+
+            self._loss = loss
         n, size = settings["batch_size"], settings["size"]
         self._host = []
         for _ in range(4):
@@ -129,7 +141,8 @@ def serve(rank: int, meeting: str, settings: dict[str, Any]) -> None:
     side = Side(rank, settings)
     results = {where: side.measure(where) for where in settings["where"]}
     if rank == 0:
-        print(json.dumps({"title": f"PyTorch {torch.__version__}", "results": results}), flush=True)
+        found = {"title": f"PyTorch {torch.__version__}", "results": results, "parameters": side.parameters}
+        print(json.dumps(found), flush=True)
     torch.distributed.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Our side of `benchmarks.gpu_resnet`: the network of demos/resnet, trained by Synkhronos.
+"""Our side of `benchmarks.gpu_resnet` and `gpu_zoo`: a network of demos/resnet or demos/zoo, trained by Synkhronos.
 
 Run as a script of its own, with the settings as JSON in its only argument, as PyTorch's side is, so that each has the
 GPUs to itself and compiles what it needs.  It prints what it measured, as JSON.
@@ -6,13 +6,14 @@ GPUs to itself and compiles what it needs.  It prints what it measured, as JSON.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,31 @@ from synkhronos.extensions import updates
 from synkhronos.extensions.train import make_train_function
 
 _DEMOS = Path(__file__).resolve().parents[1] / "demos"
-sys.path[1:1] = [str(_DEMOS), str(_DEMOS / "resnet")]
+sys.path[1:1] = [str(_DEMOS), str(_DEMOS / "resnet"), str(_DEMOS / "zoo")]
+
+
+class Network(NamedTuple):
+    """What a step is made of."""
+
+    loss: Any
+    params: list[Any]
+    x: Any
+    y: Any
+    average_updates: Any
+
+
+def network(settings: dict[str, Any]) -> Network:
+    """Return the zoo's network that the settings name, or a ResNet of the size that they say."""
+    if "network" not in settings:
+        from network import build
+
+        net = build(settings["blocks"], settings["width"], settings["size"], settings["classes"])
+        return Network(net.loss, net.params, net.x, net.y, net.average_updates)
+    config = {"side": settings["size"], "stored": settings["size"], "classes": settings["classes"], "images": 1}
+    kind = getattr(importlib.import_module(settings["network"].lower()), settings["network"])
+    model = kind({"rank": 0, "size": 1, "seed": 0, "batch_size": 1, **config})
+    x, y = model.inputs
+    return Network(model.loss, model.trained, x, y, model.averages)
 
 
 def batches_of(rng: np.random.Generator, rows: int, size: int) -> Iterator[np.ndarray]:
@@ -47,11 +72,10 @@ class Side:
     """
 
     def __init__(self, settings: dict[str, Any]):
-        from network import build
-
         self._settings = settings
         self._rng = np.random.default_rng(0)
-        self._net = build(settings["blocks"], settings["width"], settings["size"], settings["classes"])
+        self._net = network(settings)
+        self.parameters = sum(param.get_value(borrow=True).size for param in self._net.params)
 
     def _step(self, held: list[Any] | None = None) -> Callable[..., Any]:
         """Return what takes a training step."""
@@ -127,7 +151,8 @@ def main() -> None:
     built = perf_counter() - start
     results = {where: side.measure(where) for where in settings["where"]}
     title = f"Synkhronos, PyTensor {pytensor.__version__}"
-    print(json.dumps({"title": title, "built": built, "results": results}), flush=True)
+    found = {"title": title, "built": built, "results": results, "parameters": side.parameters}
+    print(json.dumps(found), flush=True)
     synk.close()
 
 

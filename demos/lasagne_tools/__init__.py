@@ -1,9 +1,11 @@
-"""What the two Lasagne demos share.
+"""What the Lasagne demos share.
 
 `library`
     The graph library of this environment, and Lasagne next to it.
 `batch_norm`
     A batch normalisation layer with running averages.
+`layers`
+    Convolution with groups, and the mean of each channel.
 `options`
     The arguments that all scripts take.
 `batches`

@@ -129,7 +129,8 @@ class BatchNormLayer(lasagne.layers.Layer):
         beta = T.zeros_like(self.mean) if self.beta is None else self.beta
         gamma = T.ones_like(self.mean) if self.gamma is None else self.gamma
         if deterministic:
-            scale = gamma / T.sqrt(self.variance + self.epsilon)
+            # A rule that has a momentum of its own (DiLoCo, SlowMo) may have taken the average below zero.
+            scale = gamma / T.sqrt(T.maximum(self.variance, 0) + self.epsilon)
             distance = input - self._per_channel(self.mean)
             return self.nonlinearity(distance * self._per_channel(scale) + self._per_channel(beta))
         # One operation, with a gradient of its own: a GPU waits for memory here, and this reads the input as few times

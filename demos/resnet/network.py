@@ -6,6 +6,8 @@
     Makes a network: ResNet-50, or a smaller or larger one.
 `Network`
     What was made.
+`residual_layers`
+    Its layers alone.
 `training_loss`
     The loss of some rows, and what becomes of the running averages.
 
@@ -24,9 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lasagne_tools.batch_norm import BatchNormLayer, running_averages
+from lasagne_tools.layers import ConvLayer, MeanLayer
 from lasagne_tools.library import T, lasagne, theano
 
-__all__ = ["BLOCKS", "Network", "build", "training_loss"]
+__all__ = ["BLOCKS", "Network", "build", "residual_layers", "training_loss"]
 
 BLOCKS = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 # A block's output has so many times the channels of the convolutions inside it.
@@ -74,30 +77,6 @@ class Network(NamedTuple):
     test_error: Any
 
 
-class ConvLayer(lasagne.layers.Conv2DLayer):
-    """A convolution that pads by itself: Lasagne 0.1 copies its input into a larger array of zeros for that."""
-
-    def get_output_for(self, input: Any, **kwargs: Any) -> Any:
-        """Convolve; there are no biases, since batch normalisation follows."""
-        convolved = self.convolution(
-            input,
-            self.W,
-            input_shape=self.input_shape,
-            filter_shape=self.get_W_shape(),
-            border_mode=self.pad,
-            subsample=self.stride,
-        )
-        return self.nonlinearity(convolved)
-
-
-class MeanLayer(lasagne.layers.GlobalPoolLayer):
-    """The mean of each channel: Lasagne 0.1 reshapes its input for that, which XLA can't where lengths are symbols."""
-
-    def get_output_for(self, input: Any, **kwargs: Any) -> Any:
-        """Take the mean over height and width."""
-        return input.mean(axis=(2, 3))
-
-
 def build(
     blocks: Sequence[int], width: int, size: int, n_classes: int, weight_decay: float = 1e-4, seed: int = 1
 ) -> Network:
@@ -127,16 +106,7 @@ def build(
     sys.setrecursionlimit(max(sys.getrecursionlimit(), RECURSION_LIMIT))
     lasagne.random.set_rng(np.random.RandomState(seed))
     x, y = T.tensor4("images", dtype="uint8"), T.ivector("labels")
-    layer = _layers.InputLayer((None, 3, size, size), _scaled(x))
-    layer = _normalised_conv(layer, width, 7, stride=2, nonlinearity=_rectify)
-    layer = _layers.MaxPool2DLayer(layer, pool_size=3, stride=2, pad=1)
-    for stage, n_blocks in enumerate(blocks):
-        for block in range(n_blocks):
-            # Each stage but the first begins by halving height and width.
-            layer = _bottleneck(layer, width * 2**stage, stride=2 if stage > 0 and block == 0 else 1)
-    layer = MeanLayer(layer)
-    output = _layers.DenseLayer(layer, n_classes, nonlinearity=lasagne.nonlinearities.softmax)
-
+    output = residual_layers(_layers.InputLayer((None, 3, size, size), _scaled(x)), blocks, width, n_classes)
     loss, average_updates = training_loss(output, x, y)
     penalty = lasagne.regularization.regularize_network_params(output, lasagne.regularization.l2)
     tested = _layers.get_output(output, deterministic=True)
@@ -151,6 +121,17 @@ def build(
         lasagne.objectives.categorical_crossentropy(tested, y).mean(),
         T.neq(T.argmax(tested, axis=1), y).mean(dtype=theano.config.floatX),
     )
+
+
+def residual_layers(layer: Any, blocks: Sequence[int], width: int, n_classes: int) -> Any:
+    """Put a residual network on a layer, and return its last layer; the arguments are those of `build`."""
+    layer = _normalised_conv(layer, width, 7, stride=2, nonlinearity=_rectify)
+    layer = _layers.MaxPool2DLayer(layer, pool_size=3, stride=2, pad=1)
+    for stage, n_blocks in enumerate(blocks):
+        for block in range(n_blocks):
+            # Each stage but the first begins by halving height and width.
+            layer = _bottleneck(layer, width * 2**stage, stride=2 if stage > 0 and block == 0 else 1)
+    return _layers.DenseLayer(MeanLayer(layer), n_classes, nonlinearity=lasagne.nonlinearities.softmax)
 
 
 def training_loss(output: Any, x: Any, y: Any) -> tuple[Any, OrderedDict[Any, Any]]:

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -56,17 +57,25 @@ class Model:
         The learning rate; override `adjust_hyperp` to change ``shared_lr`` after an epoch.
     updates : callable
         Of `synkhronos.extensions.updates`, or Lasagne's: ``updates(loss, params, learning_rate=...)`` gives a dict.
+    trained : list of shared variables
+        What `build` has called `params`, which then has the running averages as well.
     """
 
     batch_size = 100
     n_epochs = 1
     rate = 0.01
-    error: Any = None
 
     #: For `build` to set.
     inputs: Sequence[Any]
     params: list[Any]
     loss: Any
+    #: For `build` to set where there is one.
+    error: Any = None
+    #: What validation computes, where it isn't `loss` and `error`: cost, error, and error of the best five answers.
+    #: A network with dropout or batch normalisation is validated without the one, and by the other's running averages.
+    tested: Sequence[Any] | None = None
+    #: Running averages, by variable what becomes of each in a step.  Ranks exchange them as they do parameters.
+    averages: Mapping[Any, Any] = MappingProxyType({})
 
     def __init__(self, config: dict[str, Any]):
         self.config = config
@@ -87,15 +96,22 @@ class Model:
         self._val = [array[val_rows] for array in self.val_data]
         n_val = -(-len(self._val[0]) // self.batch_size) if self._val else 0
         self.data = _Share(rows // self.batch_size, n_val)
+        self._at = -1
         self.build()
+        self.trained = list(self.params)
+        self.params = [*self.trained, *self.averages]
 
     def build(self) -> None:
-        """Set ``inputs``, ``params``, ``loss``, and if you like ``error``: symbolic variables."""
+        """Set ``inputs``, ``params``, ``loss``, and if you like ``error``, ``tested`` and ``averages``."""
         raise NotImplementedError(f"{type(self).__name__}.build()")
 
     def load(self) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return the arrays of training and those of validation, in the order of ``inputs``; the latter may be none."""
         raise NotImplementedError(f"{type(self).__name__}.load()")
+
+    def prepare(self, arrays: list[Any], training: bool) -> list[Any]:
+        """Return a batch as the functions take it: by default as it is in the data; crop images here, by chance."""
+        return arrays
 
     def updates(self, loss: Any, params: list[Any], learning_rate: Any) -> Any:
         """Return what becomes of the parameters in a step: by default Nesterov's momentum."""
@@ -112,25 +128,29 @@ class Model:
         library = library_of(self.loss)
         self.shared_lr = library.shared(np.asarray(self.rate, self.params[0].type.dtype), name="learning_rate")
         shown = [self.loss] if self.error is None else [self.loss, self.error]
-        news = self.updates(self.loss, self.params, self.shared_lr)
+        news = {**self.updates(self.loss, self.trained, self.shared_lr), **self.averages}
         self.train_fn = library.function(list(self.inputs), shown, updates=news)
-        self.val_fn = library.function(list(self.inputs), shown)
-        self._at = -1
+        self.val_fn = library.function(list(self.inputs), list(self.tested or shown))
 
     def train_iter(self, count: int, recorder: Any) -> None:
-        """Take a step with the next batch of this rank's share, in an order that is new in each epoch."""
+        """Take a step with the next batch of this rank's share."""
+        batch = self.next_batch(recorder)
+        recorder.start()
+        shown = self.train_fn(*batch)
+        recorder.end("calc")
+        recorder.train_error(count, *shown)
+
+    def next_batch(self, recorder: Any) -> list[np.ndarray]:
+        """Return the next batch of this rank's share, in an order that is new in each epoch; note the time."""
         if self._at != self.epoch:
             order = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.train_data[0]))
             self._order, self._next, self._at = order[self.rank :: self.size], 0, self.epoch
         recorder.start()
         rows = self._order[self._next : self._next + self.batch_size]
         self._next += self.batch_size
-        batch = [self._cast(array[rows], i) for i, array in enumerate(self.train_data)]
+        batch = self._batch(self.train_data, rows, True)
         recorder.end("wait")
-        recorder.start()
-        shown = self.train_fn(*batch)
-        recorder.end("calc")
-        recorder.train_error(count, *shown)
+        return batch
 
     def reset_iter(self, mode: str) -> None:
         """Begin again with the validation data."""
@@ -140,7 +160,7 @@ class Model:
         """Validate the next batch of this rank's share."""
         rows = slice(self._val_next, self._val_next + self.batch_size)
         self._val_next += self.batch_size
-        batch = [self._cast(array[rows], i) for i, array in enumerate(self._val)]
+        batch = self._batch(self._val, rows, False)
         recorder.val_error(count, *self.val_fn(*batch), rows=len(batch[0]))
 
     def adjust_hyperp(self, epoch: int) -> None:
@@ -149,5 +169,6 @@ class Model:
     def cleanup(self) -> None:
         """End nothing."""
 
-    def _cast(self, array: Any, i: int) -> np.ndarray:
-        return np.asarray(array, self.inputs[i].type.dtype)
+    def _batch(self, data: list[Any], rows: Any, training: bool) -> list[np.ndarray]:
+        arrays = self.prepare([array[rows] for array in data], training)
+        return [np.asarray(array, x.type.dtype) for array, x in zip(arrays, self.inputs, strict=True)]

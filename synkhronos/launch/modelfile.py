@@ -92,9 +92,15 @@ def _names(tree: ast.Module) -> set[str]:
 
 
 def load(root: str, module: str, class_name: str) -> Any:
-    """Import the module, and return the class."""
+    """Import the module, and return the class.
+
+    What lies next to its file can be imported by its own name, as next to a script.
+    """
     if root not in sys.path:
         sys.path.insert(0, root)
+    beside = str(Path(root, *module.split(".")[:-1]))
+    if beside not in sys.path:
+        sys.path.append(beside)
     found = getattr(importlib.import_module(module), class_name, None)
     if not isinstance(found, type):
         raise ModelFileError(f"modelclass: {class_name!r} of {module}: expected a class, got {found!r}")

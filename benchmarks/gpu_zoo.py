@@ -1,0 +1,154 @@
+"""How long do the networks of Theano-MPI's table take, beside PyTorch?
+
+Seconds of training, and of communication, for 5,120 images: AlexNet, GoogLeNet, VGG16 and ResNet-50 of demos/zoo, each
+with the batch that a GPU had there, on 1, 2, 4, ... GPUs; beside the same networks under PyTorch's
+DistributedDataParallel, in the same run, and what Theano-MPI published for K80s.
+
+Images are made up.  They come from the host, ours by shuffled lists of indexes from Data objects, PyTorch's from
+batches that lie ready in page-locked memory.  Both sides combine gradients while they compute others, so communication
+is what a step takes longer than on one GPU.  Each side runs in processes of its own, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from time import perf_counter
+from typing import Any
+
+from benchmarks._measure import Failed, Table, bar, gpus, heading
+from benchmarks.gpu_resnet import BLOCKS, PRECISIONS, call
+
+#: Images that the table is about.
+IMAGES = 5120
+#: A network, its images' height and width, and its batch; and Theano-MPI's seconds on 1, 2, 4 and 8 K80s.
+K80 = (1, 2, 4, 8)
+ROWS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
+    "AlexNet-128b": ("AlexNet", 227, 128, ("20.50", "10.35+0.78", "5.13+0.54", "2.63+0.61")),
+    "GoogLeNet-32b": ("GoogLeNet", 224, 32, ("63.89", "31.40+1.00", "15.51+0.71", "7.69+0.80")),
+    "VGG16-16b": ("VGG16", 224, 16, ("358.29", "176.08+13.90", "90.44+9.28", "55.12+12.59")),
+    "VGG16-32b": ("VGG16", 224, 32, ("343.37", "169.12+7.14", "86.97+4.80", "43.29+5.41")),
+    "ResNet50-64b": ("ResNet50", 224, 64, ("163.15", "80.09+0.81", "40.25+0.56", "20.12+0.57")),
+}
+#: How many times DDP's speed is asked for.
+BESIDE_DDP = 1.1
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_zoo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 1, 2 and 4, as far as there are)")
+    add("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=f"of the table ({', '.join(ROWS)})")
+    add("--precision", choices=PRECISIONS, default="tf32", help="of products (%(default)s)")
+    add("--steps", type=int, default=40, help="timed steps in each of three rounds (%(default)s)")
+    add("--warm", type=int, default=10, help="steps before these (%(default)s)")
+    add("--images", type=int, default=512, metavar="N", help="images for each GPU, to pick from (%(default)s)")
+    add("--batch-size", type=int, metavar="N", help="for all, to try the benchmark (default: each row's)")
+    add("--size", type=int, metavar="N", help="of all images, to try the benchmark (default: each network's)")
+    add("--classes", type=int, default=1000, metavar="N", help="(%(default)s)")
+    add("--device", choices=("gpu", "cpu"), default="gpu", help="cpu tries the benchmark itself (%(default)s)")
+    add("--limit", type=float, default=300, metavar="S", help="seconds for each process (%(default)s)")
+    add("--torch-python", default=sys.executable, metavar="PATH", help="a Python that has PyTorch and torchvision")
+    return parser.parse_args()
+
+
+def settings_for(options: argparse.Namespace, row: str, n: int) -> dict[str, Any]:
+    """Return what our side is told."""
+    network, size, batch, _ = ROWS[row]
+    return {
+        **{name: getattr(options, name) for name in ("precision", "steps", "warm", "images", "classes", "device")},
+        "network": network,
+        "size": options.size or size,
+        "batch_size": options.batch_size or batch,
+        "n": n,
+        "where": ["host"],
+        "rounds": 3,
+        "exchange": None,
+        "compiled": False,
+    }
+
+
+def torch_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what PyTorch's side is told: ResNet-50 is torchvision's."""
+    if settings["network"] == "ResNet50":
+        return {**{k: v for k, v in settings.items() if k != "network"}, "blocks": BLOCKS[50], "width": 64}
+    return settings
+
+
+class Report:
+    """Prints the table, and what is asked of it."""
+
+    def __init__(self) -> None:
+        self._ones: dict[tuple[str, str], float] = {}
+        self._bars: list[tuple[str, float]] = []
+        self._remarks: list[str] = []
+        self._table = Table({"": 13, "GPUs": 4, "ours": 15, "DDP": 15, "DDP/ours": 8, "K80": 12})
+
+    def _words(self, row: str, side: str, n: int, images: int, step: float) -> str:
+        """Return seconds for the table's images: of training, and of what a step takes longer than on one GPU."""
+        steps = IMAGES / images
+        if n == 1:
+            self._ones[row, side] = step
+        one = self._ones.get((row, side))
+        if n == 1 or one is None:
+            return f"{steps * step:.2f}"
+        return f"{steps * one:.2f}{steps * (step - one):+.2f}"
+
+    def add(self, row: str, n: int, settings: dict[str, Any], ours: Any, ddp: Any) -> None:
+        """Print a row."""
+        images = n * settings["batch_size"]
+        steps = {"ours": ours["results"]["host"][1], "ddp": ddp["results"]["host"][1]}
+        words = [self._words(row, side, n, images, step) for side, step in steps.items()]
+        ratio = steps["ddp"] / steps["ours"]
+        k80 = ROWS[row][3][K80.index(n)] if n in K80 else ""
+        self._table.row(row, str(n), *words, f"{ratio:.3f}", k80)
+        self._bars.append((f"{row}, n = {n}: times as fast as DDP", ratio))
+        first, _, loss = ours["results"]["host"]
+        self._remarks.append(
+            f"{row}, n = {n}: first step {first:.0f} s; {ours['parameters']:,} parameters, DDP {ddp['parameters']:,}; "
+            f"losses at the end {loss:.3f}, the penalty of large weights included, DDP {ddp['results']['host'][2]:.3f}"
+        )
+        if ours["parameters"] != ddp["parameters"]:
+            raise SystemExit(f"{row}: the two sides have different networks: {self._remarks[-1]}")
+
+    def end(self) -> None:
+        """Print remarks and bars."""
+        print("", *self._remarks, "", sep="\n")
+        for what, ratio in self._bars:
+            bar(what, ratio, " times", least=BESIDE_DDP)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parse()
+    there = gpus(None) if options.device == "gpu" else 2
+    counts = options.ranks or [n for n in (1, 2, 4) if n <= there]
+    heading(f"training + communication, seconds for {IMAGES:,} images, {options.precision}")
+    start = perf_counter()
+    report = Report()
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {
+            "JAX_DEFAULT_MATMUL_PRECISION": PRECISIONS[options.precision][0],
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            **({} if options.device == "gpu" else {"JAX_PLATFORMS": "cpu"}),
+        }
+        for row in options.rows:
+            for n in counts:
+                settings = settings_for(options, row, n)
+                try:
+                    ours = call("_resnet", sys.executable, settings, environment, options.limit)
+                    ddp = call("_ddp", options.torch_python, torch_settings(settings), {}, options.limit)
+                except Failed as failure:
+                    print(f"{row}, n = {n}: {failure}", flush=True)
+                    continue
+                report.add(row, n, settings, ours, ddp)
+    report.end()
+    print(f"\n{perf_counter() - start:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

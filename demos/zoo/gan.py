@@ -1,0 +1,140 @@
+"""What the zoo's two GANs share: networks for handwritten digits, and two players who take turns.
+
+`GAN`
+    A generator and a critic; a class adds their losses.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import theano
+import theano.tensor as T
+from lasagne.init import Normal
+from lasagne.layers import DenseLayer, InputLayer, ReshapeLayer, get_all_params, get_output
+from lasagne.nonlinearities import LeakyRectify, sigmoid
+
+from zoo_data import arrays
+from zoo_model import ZooModel
+
+# isort: split
+from lasagne_tools.batch_norm import BatchNormLayer
+from lasagne_tools.layers import ConvLayer, UpscaleLayer
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "mnist"))
+
+import mnist
+
+__all__ = ["GAN"]
+
+SIDE = 28
+_START = Normal(0.02)
+_leaky = LeakyRectify(0.2)
+
+
+class GAN(ZooModel):
+    """A generator of digits, and a critic that tells them from real ones.
+
+    The recorded cost is the critic's loss, the error the generator's.
+
+    Attributes
+    ----------
+    critic_steps : int
+        Steps of the critic for each of the generator.
+    noise, width : int
+        How many numbers the generator begins with; and filters of the layers next to the images.
+    """
+
+    batch_size, n_epochs = 64, 50
+    critic_steps = 1
+    noise, width = 100, 64
+    settings = (*ZooModel.settings, "critic_steps", "noise", "width")
+
+    def losses(self, real: Any, fake: Any) -> tuple[Any, Any]:
+        """Return the critic's loss and the generator's, given what the critic says of real and of made digits."""
+        raise NotImplementedError(f"{type(self).__name__}.losses()")
+
+    def critic_updates(self, loss: Any, params: list[Any]) -> Any:
+        """Return what becomes of the critic's parameters in a step."""
+        return self.updates(loss, params, learning_rate=self.shared_lr)
+
+    def generator(self, net: Any) -> Any:
+        """Return the last layer: images of numbers from 0 to 1."""
+        width, seventh = self.width, SIDE // 4
+        net = _normalised(DenseLayer(net, 16 * width, W=_START, b=None, nonlinearity=None))
+        net = _normalised(DenseLayer(net, 2 * width * seventh**2, W=_START, b=None, nonlinearity=None))
+        net = UpscaleLayer(ReshapeLayer(net, ([0], 2 * width, seventh, seventh)), 2)
+        net = _normalised(ConvLayer(net, width, 5, pad=2, W=_START, b=None, nonlinearity=None))
+        return ConvLayer(UpscaleLayer(net, 2), 1, 5, pad=2, W=_START, nonlinearity=sigmoid)
+
+    def critic(self, net: Any) -> Any:
+        """Return the last layer: a number for each image."""
+        net = ConvLayer(net, self.width, 5, stride=2, pad=2, W=_START, nonlinearity=_leaky)
+        net = ConvLayer(net, 2 * self.width, 5, stride=2, pad=2, W=_START, nonlinearity=_leaky)
+        net = DenseLayer(net, 16 * self.width, W=_START, nonlinearity=_leaky)
+        return DenseLayer(net, 1, W=_START, nonlinearity=None)
+
+    def build(self) -> None:
+        """Make both networks, and their losses."""
+        x, z = T.tensor4("digits"), T.matrix("noise")
+        generator = self.generator(InputLayer((None, self.noise), z))
+        critic = self.critic(InputLayer((None, 1, SIDE, SIDE), x))
+        self.made = get_output(generator)
+        self.losses_of_both = self.losses(get_output(critic), get_output(critic, self.made))
+        self.of_generator, self.of_critic = (get_all_params(each, trainable=True) for each in (generator, critic))
+        self.inputs, self.params = [x, z], [*self.of_generator, *self.of_critic]
+
+    def compile_iter_fns(self) -> None:
+        """Compile a step of each, and what validates."""
+        x, z = self.inputs
+        critic, generator = self.losses_of_both
+        self.shared_lr = theano.shared(np.float32(self.rate), "learning_rate")
+        self.critic_fn = theano.function([x, z], critic, updates=self.critic_updates(critic, self.of_critic))
+        updates = self.updates(generator, self.of_generator, learning_rate=self.shared_lr)
+        self.generator_fn = theano.function([z], generator, updates=updates)
+        self.val_fn = theano.function([x, z], [critic, generator])
+        self.make_fn: Any = None
+
+    def train_iter(self, count: int, recorder: Any) -> None:
+        """Take a step of the critic, and one of the generator if it is its turn."""
+        x, z = self.next_batch(recorder)
+        recorder.start()
+        cost = self.critic_fn(x, z)
+        error = self.generator_fn(self.draw(len(x))) if count % self.critic_steps == 0 else None
+        recorder.end("calc")
+        recorder.train_error(count, cost, error)
+
+    def draw(self, count: int) -> np.ndarray:
+        """Return what the generator begins with."""
+        return np.random.standard_normal((count, self.noise)).astype(np.float32)
+
+    def make(self, count: int) -> np.ndarray:
+        """Return images that the generator makes, of shape (count, 1, 28, 28), with numbers from 0 to 1."""
+        if self.make_fn is None:
+            self.make_fn = theano.function([self.inputs[1]], self.made)
+        return np.asarray(self.make_fn(self.draw(count)))
+
+    def prepare(self, batch: list[Any], training: bool) -> list[Any]:
+        """Add the noise."""
+        return [*batch, self.draw(len(batch[0]))]
+
+    def load(self) -> tuple[list[Any], list[Any]]:
+        """Return digits to train, and to validate: of MNIST's files, of a user's arrays, or 5,000 that come along."""
+        if self.images:
+            rng = np.random.default_rng(0)
+            parts = [rng.random((count, 1, SIDE, SIDE), np.float32) for count in (self.images, self.batch_size)]
+        elif self.source is None:
+            parts = [part.images for part in mnist.load_embedded()[:2]]
+        elif self.source.is_dir() and not list(self.source.glob("*.npy")):
+            parts = [part.images for part in mnist.load_idx(self.source)[:2]]
+        else:
+            parts = [part[0] for part in arrays(self.source)]
+        train, valid = (np.asarray(part, np.float32).reshape(-1, 1, SIDE, SIDE) for part in parts)
+        return [train], [valid]
+
+
+def _normalised(net: Any) -> Any:
+    return BatchNormLayer(net, nonlinearity=T.nnet.relu)

@@ -1,0 +1,29 @@
+"""LSGAN, for MNIST's digits.
+
+References
+----------
+.. [1] Mao, X. et al. (2016): Least squares generative adversarial networks. arXiv:1611.04076.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lasagne
+
+from gan import GAN
+
+
+class LSGAN(GAN):
+    """The critic is to say 1 of real digits and 0 of made ones; the generator wants it to say 1."""
+
+    rate = 2e-4
+
+    def updates(self, loss: Any, params: list[Any], learning_rate: Any) -> Any:
+        """Return what becomes of parameters in a step."""
+        return lasagne.updates.adam(loss, params, learning_rate, beta1=0.5)
+
+    def losses(self, real: Any, fake: Any) -> tuple[Any, Any]:
+        """Return the critic's loss and the generator's."""
+        critic = 0.5 * ((real - 1) ** 2).mean() + 0.5 * (fake**2).mean()
+        return critic, 0.5 * ((fake - 1) ** 2).mean()

@@ -1,0 +1,74 @@
+"""What all networks of the zoo share.
+
+`ZooModel`
+    Settings, and a learning rate that falls at some epochs.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from lasagne_tools.library import theano
+from synkhronos.launch import Model
+from synkhronos.training import schedules
+
+__all__ = ["ZooModel"]
+
+if theano.config.mode == "Mode" and find_spec("jax"):
+    # PyTensor's default: Numba compiles these networks for minutes, XLA for seconds.
+    theano.config.mode = "JAX"
+# The graph libraries walk through a graph by recursion, and some of these are deeper than Python allows by default.
+sys.setrecursionlimit(max(sys.getrecursionlimit(), 50_000))
+
+
+class ZooModel(Model):
+    """A network whose settings come from its class, or from what the session says under ``config``.
+
+    Attributes
+    ----------
+    settings : tuple of str
+        The attributes that a session may set.
+    falls : dict of float to float
+        From which epoch on the learning rate is multiplied by what, all together.
+    data : str
+        A session may name the data: a file or a folder.  Without it they are made up, or come with the demos.
+    """
+
+    settings: tuple[str, ...] = ("batch_size", "n_epochs", "rate", "falls", "images")
+    falls: dict[Any, float] = {}
+    #: How many images, or texts, are made up to train on; None for four batches of each rank.
+    images: int | None = None
+
+    def __init__(self, config: dict[str, Any]):
+        for name, value in config.items():
+            if name in self.settings:
+                setattr(self, name, value)
+            elif name not in ("rank", "size", "verbose", "seed", "data"):
+                raise ValueError(
+                    f"config: {type(self).__name__} has no {name!r}: expected data, {', '.join(self.settings)}"
+                )
+        self.made_up = self.images or 4 * self.batch_size * config["size"]
+        super().__init__(config)
+
+    @property
+    def source(self) -> Path | None:
+        """Where the session says that the data are."""
+        named = self.config.get("data")
+        return Path(named).expanduser() if named else None
+
+    def scale_lr(self, size: int) -> None:
+        """Multiply the learning rate by the number of ranks."""
+        self.rate *= size
+        self.adjust_hyperp(self.epoch - 1)
+
+    def adjust_hyperp(self, epoch: int) -> None:
+        """Set the learning rate for the next epoch."""
+        rate = schedules.steps(self.rate, {float(at): factor for at, factor in self.falls.items()})(epoch + 1)
+        self.shared_lr.set_value(np.asarray(rate, self.shared_lr.type.dtype))
