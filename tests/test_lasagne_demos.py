@@ -4,6 +4,8 @@ Each of its modules runs in a process of its own, since the demos import `synkhr
 ``import theano`` finds; the other tests must not see that.  To see one by itself:
 
     python -m pytest tests/demos/check_training.py
+
+The zoo's large networks take minutes: ``python3 run.py test -m lasagne`` runs these alone.
 """
 
 import importlib.util
@@ -17,12 +19,22 @@ HERE = Path(__file__).resolve().parent
 MODULES = sorted((HERE / "demos").glob("check_*.py"))
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
-def test_lasagne_demos(module):
+def run(module, *options):
     for name in ("lasagne", "tqdm"):
         if importlib.util.find_spec(name) is None:
             pytest.skip("the extra `lasagne` is not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(module)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(module)]
     result = subprocess.run(command, cwd=HERE.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
+def test_lasagne_demos(module):
+    run(module)
+
+
+@pytest.mark.lasagne
+@pytest.mark.timeout(1800)
+def test_the_whole_networks_of_the_zoo():
+    run(HERE / "demos" / "check_zoo.py", "-m", "lasagne", "-o", "timeout=900")

@@ -92,9 +92,10 @@ class GAN(ZooModel):
         x, z = self.inputs
         critic, generator = self.losses_of_both
         self.shared_lr = theano.shared(np.float32(self.rate), "learning_rate")
-        self.critic_fn = theano.function([x, z], critic, updates=self.critic_updates(critic, self.of_critic))
+        updates = self.critic_updates(critic, self.of_critic)
+        self.critic_fn = theano.function([x, z], critic, updates=list(updates.items()))
         updates = self.updates(generator, self.of_generator, learning_rate=self.shared_lr)
-        self.generator_fn = theano.function([z], generator, updates=updates)
+        self.generator_fn = theano.function([z], generator, updates=list(updates.items()))
         self.val_fn = theano.function([x, z], [critic, generator])
         self.make_fn: Any = None
 

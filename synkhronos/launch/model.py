@@ -129,7 +129,7 @@ class Model:
         self.shared_lr = library.shared(np.asarray(self.rate, self.params[0].type.dtype), name="learning_rate")
         shown = [self.loss] if self.error is None else [self.loss, self.error]
         news = {**self.updates(self.loss, self.trained, self.shared_lr), **self.averages}
-        self.train_fn = library.function(list(self.inputs), shown, updates=news)
+        self.train_fn = library.function(list(self.inputs), shown, updates=list(news.items()))
         self.val_fn = library.function(list(self.inputs), list(self.tested or shown))
 
     def train_iter(self, count: int, recorder: Any) -> None:
