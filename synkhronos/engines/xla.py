@@ -72,22 +72,19 @@ class Executable(Runner):
     ----------
     pieces : list of Traced and Combination
         What is computed, in this order, in one launch.
-    device : Device
-        Where arrays live.
     log : bool
         Whether to return outputs that are numbers as a log's entries.
     times : int
         As in `Runner`; if it is many, all outputs have to be numbers in the log.
     """
 
-    def __init__(self, pieces: Sequence[Traced | Combination], device: Device, log: bool = False, times: int = 1):
+    def __init__(self, pieces: Sequence[Traced | Combination], log: bool = False, times: int = 1):
         import jax
         import jax.numpy as jnp
 
         # PyTensor's dispatchers, imported when the first function is compiled, turn this off where floatX is float32.
         # Whatever turned it on again after the first call would have that function compiled twice.
         jax.config.update("jax_enable_x64", True)
-        self._device = device
         self._pieces = list(pieces)
         self._logs_numbers, self.times = log, times
         traced = [piece for piece in pieces if isinstance(piece, Traced)]
@@ -165,7 +162,7 @@ class Executable(Runner):
                 pieces += [one] if isinstance(one, Combination) else one._pieces
             while len(self._chains) >= _CHAINS:
                 del self._chains[next(iter(self._chains))]
-            chained = Executable(pieces, self._device, self._logs_numbers, times)
+            chained = Executable(pieces, self._logs_numbers, times)
         self._chains[key] = chained  # behind all others
         return chained
 
@@ -185,7 +182,7 @@ class Executable(Runner):
         """Start the computation, and return its outputs: arrays that will be there when they are read."""
         for storage in self._storages:
             if type(storage[0]) is np.ndarray:
-                storage[0] = self._device.from_host(storage[0])
+                storage[0] = JAX.from_host(storage[0])
         for storage in self._donated:
             if is_held(storage):
                 with undisturbed():  # as a log's beginning
@@ -193,7 +190,7 @@ class Executable(Runner):
         if self._log is not None and (self._is_interrupted or not self._log.has_room(self.times)):
             self._log = Log(self._dtypes)
         arguments = self._arguments(inputs)
-        self._device.launching()
+        JAX.launching()
         # Until it is over nobody knows whether this launch has written into the log, and whether that is noted there.
         self._is_interrupted = True
         try:
@@ -207,7 +204,7 @@ class Executable(Runner):
     def _results(self) -> list[Any]:
         """Return the outputs of what has just been launched."""
         if self._n_inputs:
-            self._device.launched([cell[0] for cell in (*self._outputs, *self._updated)])
+            JAX.launched([cell[0] for cell in (*self._outputs, *self._updated)])
         results = [cell[0] for cell in self._outputs]
         for cell in self._outputs:
             cell[0] = None  # or the memory would be held until the next call
@@ -442,7 +439,7 @@ class Xla(LazyEngine):
 
     def runner(self, library: GraphLibrary, function: Any, n_inputs: int, fetched: bool) -> Runner:
         """Return a function that takes and returns JAX arrays; numbers as a log's entries, which `fetch` reads."""
-        return Executable([Traced(function, n_inputs, JAX)], JAX, fetched)
+        return Executable([Traced(function, n_inputs, JAX)], fetched)
 
     def chain(self, rank: Rank, first: Runner, combined: Combined, second: Runner, times: int) -> Runner | None:
         """Return both in one launch, with NCCL's work in between.

@@ -52,7 +52,7 @@ def executable(inputs, outputs, updates=()):
         function = pytensor.function(
             inputs, outputs, updates=list(updates), mode=in_jax_mode("JAX"), on_unused_input="ignore"
         )
-    return Executable([Traced(function, len(inputs), JAX)], JAX)
+    return Executable([Traced(function, len(inputs), JAX)])
 
 
 def in_precision(name, inputs, outputs, values):
