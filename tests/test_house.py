@@ -18,7 +18,7 @@ FLOORS = [
     {"devices"},
     {"graphs", "processes"},
     {"compat", "data", "engines"},
-    {"collectives", "function"},
+    {"collectives", "function", "loading"},
     {"tasks"},
     {"rules"},
     {"training"},

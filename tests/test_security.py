@@ -231,6 +231,7 @@ def test_what_is_unpickled_comes_from_these_places():
         ("graphs/mirror.py", "Unpickler"),  # graphs, from a segment that the master filled
         ("graphs/mirror.py", "load"),
         ("hosts/agent.py", "loads"),  # what agents send each other, over MPI; the master's plan, from the mailbox
+        ("loading/process.py", "loads"),  # what a loader is told once, from memory that its owner filled
         ("ranks/rank.py", "loads"),  # what ranks show each other, from the slots
         ("ranks/session.py", "loads"),  # a worker's report of a failure, from its slot
         ("ranks/task.py", "loads"),  # what a rank has sent to another, from their channel

@@ -9,7 +9,9 @@
 from __future__ import annotations
 
 import gc
+import io
 import math
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -152,6 +154,19 @@ class Data:
         made = cls(array.dtype, array.ndim)
         made.resized(array.shape)[...] = array
         return made
+
+    @classmethod
+    def with_file(cls, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str) -> tuple[Data, io.FileIO]:
+        """Return a new array of zeros, and the open file in which it lies, for a process that is no rank."""
+        made = cls(dtype, len(shape), name=name)
+        session, nbytes = made._session, max(1, math.prod(shape) * made._dtype.itemsize)
+        with session.turn:
+            session.settle()
+            file = session.memory.file(nbytes)
+            kept = io.FileIO(os.dup(file.fileno()), "r+")  # the ranks' is closed when all of them have it
+            made._lie_in(session.memory.enter(file, nbytes))
+            made._reshape(shape, 1, keep=False)
+        return made, kept
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Data:
         return self.__copy__()
@@ -342,7 +357,9 @@ class Data:
         self._array[kept:] = 0
 
     def _allocate(self, size: int) -> None:
-        segment = self._session.memory.create(size * self._dtype.itemsize)
+        self._lie_in(self._session.memory.create(size * self._dtype.itemsize))
+
+    def _lie_in(self, segment: ranks.Segment) -> None:
         self._drop(keep_array=True)
         self._segment = segment
         self._session.memory.release_with(self, "segment", segment.key)

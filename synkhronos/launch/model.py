@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,18 @@ import numpy as np
 from synkhronos.checks import at_least
 from synkhronos.data.rows import share
 from synkhronos.graphs import library_of
+from synkhronos.loading import Loader
 from synkhronos.training import updates
+
+
+def _count(data: Any) -> int:
+    """Return how many rows there are."""
+    return len(data) if isinstance(data, Loader) else len(data[0]) if data else 0
+
+
+def _copied(batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[tuple[np.ndarray, ...]]:
+    """Copy batches of a loader: what XLA computes on the CPU may read them later."""
+    return (tuple(np.array(array) for array in batch) for batch in batches)
 
 
 class _Share:
@@ -43,6 +54,8 @@ class Model:
 
             def load(self):
                 return [x_train, y_train], [x_valid, y_valid]
+
+    In the place of a list of arrays `load` may return a `synkhronos.loading.Loader`: each rank reads its own batches.
 
     Parameters
     ----------
@@ -82,20 +95,24 @@ class Model:
         self.rank, self.size, self.seed = config["rank"], config["size"], config["seed"]
         self.epoch = 0
         at_least(self.batch_size, "batch_size", 1)
-        self.train_data, self.val_data = (list(arrays) for arrays in self.load())
+        self.train_data, self.val_data = (data if isinstance(data, Loader) else list(data) for data in self.load())
         for name, arrays in (("training", self.train_data), ("validation", self.val_data)):
-            if len({len(array) for array in arrays}) > 1:
+            if not isinstance(arrays, Loader) and len({len(array) for array in arrays}) > 1:
                 raise ValueError(f"load(): {name} arrays have {[len(array) for array in arrays]} rows")
-        rows = len(self.train_data[0]) // self.size
+        n_train, n_val = _count(self.train_data), _count(self.val_data)
+        rows = n_train // self.size
         if rows < self.batch_size:
             raise ValueError(
-                f"batch_size: expected at most {rows}, as {len(self.train_data[0])} rows are shared out among "
+                f"batch_size: expected at most {rows}, as {n_train} rows are shared out among "
                 f"{self.size} ranks, got {self.batch_size}"
             )
-        val_rows = share(len(self.val_data[0]), self.size, self.rank) if self.val_data else slice(0, 0)
-        self._val = [array[val_rows] for array in self.val_data]
-        n_val = -(-len(self._val[0]) // self.batch_size) if self._val else 0
-        self.data = _Share(rows // self.batch_size, n_val)
+        if isinstance(self.val_data, Loader):
+            n_batch_val = len(range(self.rank * self.batch_size, n_val, self.size * self.batch_size))
+        else:
+            val_rows = share(n_val, self.size, self.rank)
+            self._val = [array[val_rows] for array in self.val_data]
+            n_batch_val = -(-len(range(n_val)[val_rows]) // self.batch_size)
+        self.data = _Share(rows // self.batch_size, n_batch_val)
         self._at = -1
         self.build()
         self.trained = list(self.params)
@@ -142,33 +159,54 @@ class Model:
 
     def next_batch(self, recorder: Any) -> list[np.ndarray]:
         """Return the next batch of this rank's share, in an order that is new in each epoch; note the time."""
-        if self._at != self.epoch:
-            order = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.train_data[0]))
-            self._order, self._next, self._at = order[self.rank :: self.size], 0, self.epoch
         recorder.start()
-        rows = self._order[self._next : self._next + self.batch_size]
-        self._next += self.batch_size
-        batch = self._batch(self.train_data, rows, True)
+        if self._at != self.epoch:
+            self._batches, self._at = self._epoch(), self.epoch
+        batch = self._prepared(next(self._batches), True)
         recorder.end("wait")
         return batch
 
+    def _epoch(self) -> Iterator[tuple[np.ndarray, ...]]:
+        """Go through this rank's batches of the epoch."""
+        if isinstance(self.train_data, Loader):
+            yield from _copied(
+                self.train_data.arrays(
+                    self.epoch, self.batch_size, self.seed, whole=True, rank=self.rank, size=self.size
+                )
+            )
+            return
+        order = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.train_data[0]))
+        mine = order[self.rank :: self.size]
+        for start in range(0, len(mine), self.batch_size):
+            yield tuple(array[mine[start : start + self.batch_size]] for array in self.train_data)
+
+    def _validation(self) -> Iterator[tuple[np.ndarray, ...]]:
+        """Go through this rank's batches of the validation data."""
+        if isinstance(self.val_data, Loader):
+            yield from _copied(self.val_data.arrays(0, self.batch_size, rank=self.rank, size=self.size))
+            return
+        for start in range(0, len(self._val[0]), self.batch_size):
+            yield tuple(array[start : start + self.batch_size] for array in self._val)
+
     def reset_iter(self, mode: str) -> None:
         """Begin again with the validation data."""
-        self._val_next = 0
+        if mode == "val" and self.data.n_batch_val:
+            self._val_batches = self._validation()
 
     def val_iter(self, count: int, recorder: Any) -> None:
         """Validate the next batch of this rank's share."""
-        rows = slice(self._val_next, self._val_next + self.batch_size)
-        self._val_next += self.batch_size
-        batch = self._batch(self._val, rows, False)
+        batch = self._prepared(next(self._val_batches), False)
         recorder.val_error(count, *self.val_fn(*batch), rows=len(batch[0]))
 
     def adjust_hyperp(self, epoch: int) -> None:
         """Leave the learning rate as it is."""
 
     def cleanup(self) -> None:
-        """End nothing."""
+        """End the loaders, where there are some."""
+        for data in (self.train_data, self.val_data):
+            if isinstance(data, Loader):
+                data.close()
 
-    def _batch(self, data: list[Any], rows: Any, training: bool) -> list[np.ndarray]:
-        arrays = self.prepare([array[rows] for array in data], training)
-        return [np.asarray(array, x.type.dtype) for array, x in zip(arrays, self.inputs, strict=True)]
+    def _prepared(self, arrays: Sequence[Any], training: bool) -> list[np.ndarray]:
+        made = self.prepare(list(arrays), training)
+        return [np.asarray(array, x.type.dtype) for array, x in zip(made, self.inputs, strict=True)]

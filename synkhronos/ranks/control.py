@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 from synkhronos.ranks.interrupts import undisturbed
 from synkhronos.ranks.segments import map_file
@@ -230,14 +231,14 @@ class Bell:
 
     Parameters
     ----------
-    memory : mmap.mmap
+    memory : mmap.mmap, or another writable buffer
     at : int
         Where in it.
     made : bool
         Whether it is there already.
     """
 
-    def __init__(self, memory: mmap.mmap, at: int, made: bool):
+    def __init__(self, memory: Any, at: int, made: bool):
         self._memory = (ctypes.c_char * _BELL).from_buffer(memory, at)  # keeps it
         self._semaphore = ctypes.c_void_p(ctypes.addressof(self._memory))
         self._deadline = _Timespec()

@@ -93,16 +93,23 @@ class Memory:
         OSError
             If this process has too many files open.
         """
+        return self.enter(self.file(nbytes, in_command), max(1, nbytes), in_command)
+
+    def file(self, nbytes: int, in_command: bool = False) -> io.FileIO:
+        """Return memory as an open file, for what `enter` makes of it; as `create` does."""
         nbytes = max(1, nbytes)
         self.notice_orphans()
         try:
-            file = create_unlinked(nbytes)
+            return create_unlinked(nbytes)
         except (MemoryError, OSError) as error:
             useful = self._garbage if isinstance(error, MemoryError) else error.errno == errno.EMFILE
             if not useful or in_command:
                 raise
             self._run(Release([]))  # frees what was let go, and closes the files that wait to be announced
-            file = create_unlinked(nbytes)
+            return create_unlinked(nbytes)
+
+    def enter(self, file: io.FileIO, nbytes: int, in_command: bool = False) -> Segment:
+        """Have every rank find a file's memory under the returned segment's key from the next command on."""
         return self._added(Segment(self.last_key + 1, file.fileno(), nbytes), file, in_command)
 
     def open(self, path: str) -> Segment:

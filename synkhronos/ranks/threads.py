@@ -2,6 +2,8 @@
 
 `available_cores`
     How many cores this process may use.
+`ONE_THREAD`
+    The environment of a process without such threads.
 `ThreadShare`
     Limits this process' thread pools (BLAS, OpenMP) to one rank's share.
 """
@@ -22,6 +24,8 @@ _VARIABLES = (
     "BLIS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
+#: For a process that is to have no threads beside its own.
+ONE_THREAD = dict.fromkeys(_VARIABLES, "1")
 
 
 def available_cores() -> int:

@@ -4,6 +4,8 @@
     Never returns: takes commands until the master goes.
 `start_anew`, `started_anew`
     The same in a process that is no copy of the master.
+`spawn`, `end_with`
+    Starts a process that is no copy of this one; has the process that calls it end with another.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ import stat
 import sys
 import threading
 import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, SLOT, Control
 from synkhronos.ranks.errors import Cancelled, Report
@@ -41,7 +44,7 @@ KEPT = 32
 #: Bytes up to which one is kept.
 LONGEST_KEPT = 1 << 14
 #: Signals that a closed terminal and a scheduler send to every process of a program: "end", "save now".
-_SENT_TO_ALL = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+SENT_TO_ALL = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _PR_SET_PDEATHSIG = 1
 
 
@@ -85,7 +88,7 @@ def main(
     """
     code = 1
     try:
-        _end_with_the_master(master, in_main_thread)
+        end_with(master, in_main_thread)
         _leave_the_masters_things(channel, master)
 
         def watch() -> None:
@@ -132,21 +135,34 @@ def start_anew(
         len(control.extra),
     )
     settings = (number, root, layout, channel.fileno(), profile, os.getpid(), in_main_thread)
+    files = (memory.fileno(), channel.fileno())
+    return spawn("synkhronos.ranks.worker", "started_anew", settings, files, in_main_thread, os.environ)
+
+
+def spawn(
+    module: str,
+    function: str,
+    settings: Sequence[Any],
+    files: Sequence[int],
+    in_main_thread: bool,
+    environment: Mapping[str, str],
+) -> int:
+    """Start a process that is no copy of this one and calls a function, and return its process id.
+
+    It finds ``settings`` in ``sys.argv[2]``, as JSON, and inherits some open files.  It begins with the signals held
+    back that a terminal or a scheduler sends to all processes: the function says what they mean.
+    """
     path = json.dumps([os.path.abspath(folder) for folder in sys.path])
     code = "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
     if sys.platform == "linux" and in_main_thread:  # the master may go before the imports are done, which take long
         code += f"import ctypes; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {signal.SIGKILL:d}, 0, 0, 0); "
     code += f"os.getppid() == {os.getpid()} or os._exit(1); "
-    code += "from synkhronos.ranks.worker import started_anew; started_anew()"
-    arguments = [sys.executable, "-c", code, path]
-    files = (memory.fileno(), channel.fileno())
+    code += f"from {module} import {function}; {function}()"
+    arguments = [sys.executable, "-c", code, path, json.dumps(settings)]
     for file in files:
         os.set_inheritable(file, True)
     try:
-        # `main` lets them through once it ignores them.
-        return os.posix_spawn(
-            sys.executable, [*arguments, json.dumps(settings)], os.environ, setsigmask={signal.SIGINT, *_SENT_TO_ALL}
-        )
+        return os.posix_spawn(sys.executable, arguments, environment, setsigmask={signal.SIGINT, *SENT_TO_ALL})
     finally:
         for file in files:
             os.set_inheritable(file, False)
@@ -221,9 +237,9 @@ def _leave_the_masters_things(channel: socket.socket, master: int) -> None:
     signal.set_wakeup_fd(-1)
     # Ctrl-C goes to every process of the terminal, and it is the master who decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in _SENT_TO_ALL:
+    for number in SENT_TO_ALL:
         signal.signal(number, partial(_do_as_the_master, master))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *_SENT_TO_ALL})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *SENT_TO_ALL})
     for name in ("CHLD", "ALRM", "URG"):
         signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
 
@@ -261,8 +277,8 @@ def _do_as_the_master(master: int, number: int, frame: FrameType | None) -> None
         os.kill(os.getpid(), number)
 
 
-def _end_with_the_master(master: int, in_main_thread: bool) -> None:
-    """Have the kernel kill this process when the master dies, even in the middle of compiled code.
+def end_with(master: int, in_main_thread: bool) -> None:
+    """Have the kernel kill this process when the master (its parent) dies, even in the middle of compiled code.
 
     The kernel does so when the thread ends that called fork, which is too early if that is not the master's main
     thread.  Then a thread of this process watches, which can't do anything while compiled code holds Python's lock.

@@ -4,6 +4,8 @@
     Which rows, how many at a time, and what to write down.
 `train`
     The program of a rule by which ranks train at their own pace.
+`InOrder`
+    The rows of data that are all there.
 `Outcome`
     What comes of it.
 """
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from synkhronos.loading.loader import Feed
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import LocalFunction, LocalRows, Worker
 from synkhronos.training.recorder import Recorder
@@ -60,6 +63,34 @@ class Plan:
     def rate(self, place: int) -> float:
         """Return the learning rate at a place in the epoch."""
         return float(self.schedule(self.epoch + place / self.count))
+
+
+class InOrder:
+    """Rows by their places in an epoch's order, of data that are all there: what a loader's `Feed` is of others.
+
+    Parameters
+    ----------
+    data : list of Data
+        On a rank, of LocalRows.
+    order : Data
+        The rows' numbers.
+    """
+
+    most = _MOST
+
+    def __init__(self, data: list[Any], order: Any):
+        self.data, self._order = data, order
+
+    def rows(self, first: int, last: int, watch: Any = None) -> np.ndarray:
+        """Return the numbers of the rows between two places."""
+        return np.asarray(self._order)[first:last]
+
+    def free(self, first: int, last: int) -> None:
+        """Nothing waits for the memory."""
+
+
+#: What a rank takes rows from.
+Source = InOrder | Feed
 
 
 class Outcome(NamedTuple):
@@ -134,12 +165,13 @@ class Meter:
         """Return what was done."""
         return Outcome(self.loss, self.rows, self.steps, self.seconds, rate, self.first)
 
-    def settle(self) -> None:
-        """Read the losses."""
-        if self._losses:
-            values = np.array(self._read(self._losses), np.float64).reshape(-1)
-            self.loss += float(values @ np.array(self._weights))
-            self._losses, self._weights = [], []
+    def settle(self, besides: int = 0) -> None:
+        """Read the losses, besides the last few."""
+        ready = len(self._losses) - besides
+        if ready > 0:
+            values = np.array(self._read(self._losses[:ready]), np.float64).reshape(-1)
+            self.loss += float(values @ np.array(self._weights[:ready]))
+            del self._losses[:ready], self._weights[:ready]
 
     def write(self, place: int, rate: float, last: bool = False) -> None:
         """Write a line into each recorder whose turn it is."""
@@ -172,8 +204,7 @@ def train(
     step: LocalFunction,
     rate: Any,
     variables: tuple[list[Any], list[Any]],
-    data: list[LocalRows],
-    order: LocalRows,
+    source: Source,
     taken: LocalRows,
     shared: dict[str, LocalRows],
 ) -> Outcome:
@@ -190,9 +221,8 @@ def train(
         The learning rate.
     variables : pair of lists of shared variables
         The parameters that are exchanged, and the optimizer's.
-    data : list of LocalRows
-    order : LocalRows
-        The epoch's order of rows.
+    source : InOrder or Feed
+        What rows are taken from.
     taken : LocalRows
         How many rows ranks have taken, where each takes batches as it comes for them.
     shared : dict of str to LocalRows
@@ -205,11 +235,11 @@ def train(
         rule.setup(worker, state)
     elif kept.get("own") is not None:
         state.vector = kept["own"]  # in whose place there was what the last report was about
-    loop = _Loop(worker, plan, rule, state, step, rate, data, order.array)
+    loop = _Loop(worker, plan, rule, state, step, rate, source)
     with _Bar(worker, plan) as bar:
         (loop.at_own_pace(taken.array, bar) if rule.asynchronous else loop.together(bar))
     began, waited = time.perf_counter(), worker.waited
-    loop.meter.settle()
+    loop.release()
     loop.spent("compute", began, waited)
     began, waited = time.perf_counter(), worker.waited
     kept["own"] = state.vector
@@ -230,16 +260,19 @@ class _Loop:
         state: State,
         step: LocalFunction,
         rate: Any,
-        data: list[LocalRows],
-        order: np.ndarray,
+        source: Source,
     ):
         self.worker, self.plan, self.rule, self.state = worker, plan, rule, state
-        self.step, self.rate, self.data, self.order = step, rate, data, order
+        self.step, self.rate, self.source = step, rate, source
+        #: Rows that may still be read, by steps that have begun.
+        self.held: list[tuple[int, int]] = []
         self.rate_now = 0.0
         kinds = worker.kept(plan.name).setdefault("kinds", set())
         self.meter = Meter(worker.number, plan, step.read, state.step, kinds)
-        row = sum(each.array.nbytes // max(1, len(each)) for each in data)
-        self.most = max(1, min(_MOST, step.most_at_once, _BYTES // max(1, row * plan.batch)))
+        row = sum(each.array.nbytes // max(1, len(each)) for each in source.data)
+        self.most = max(1, min(source.most, step.most_at_once, _BYTES // max(1, row * plan.batch)))
+        if isinstance(source, Feed):
+            source.open(worker.number)
 
     def together(self, bar: _Bar) -> None:
         """Go through the rows with all ranks, a batch each in turn; the last round may have less for some."""
@@ -277,20 +310,50 @@ class _Loop:
 
     def take(self, starts: list[int], place: int) -> None:
         """Take a step on the batch that starts at each of some places, in one launch where that can be."""
-        rows = [self.order[start : min(start + self.plan.batch, self.plan.last)] for start in starts]
-        rows = [each for each in rows if len(each)]
+        places = [(start, min(start + self.plan.batch, self.plan.last)) for start in starts if start < self.plan.last]
         self.set_rate(self.plan.rate(place))
+        rows = [each for each in self.wait_for(places) if len(each)]
         if not rows:
             return  # the last round had no batch for this rank
         began, waited = time.perf_counter(), self.worker.waited
+        data = self.source.data
         losses: list[Any] | None = None
         if len(rows) > 1 and len({len(each) for each in rows}) == 1:
             together = np.concatenate(rows)
-            losses = self.step.launch_many(len(rows), *(data[together] for data in self.data))
+            losses = self.step.launch_many(len(rows), *(each[together] for each in data))
         if losses is None:
-            losses = [loss for each in rows for loss in self.step.launch(*(data[each] for data in self.data))]
-        self.meter.add(losses, len(rows[0]))
+            losses = [loss for some in rows for loss in self.step.launch(*(each[some] for each in data))]
+        for loss, some in zip(losses, rows, strict=True):
+            self.meter.add([loss], len(some))
+        if isinstance(self.source, Feed):
+            self.meter.settle(besides=len(losses))  # the launch before has read its rows, then
+            self.let_go(self.held)
+            self.held = places
         self.spent("compute", began, waited, (len(rows), len(rows[0])))
+
+    def wait_for(self, places: list[tuple[int, int]]) -> list[Any]:
+        """Return which rows are between some places; those of a loader once they are there."""
+        source = self.source
+        if isinstance(source, Feed) and not all(source.is_ready(*each) for each in places):
+            # The loaders may need the memory of rows that this rank has, and others may wait for what comes there.
+            began, waited = time.perf_counter(), self.worker.waited
+            self.release()
+            self.spent("compute", began, waited)
+        began, waited = time.perf_counter(), self.worker.waited
+        rows = [source.rows(*each, self.worker.progress) for each in places]
+        self.spent("load", began, waited)
+        return rows
+
+    def release(self) -> None:
+        """Wait for the steps that have begun, and let the loaders have the memory of their rows."""
+        self.meter.settle()
+        self.let_go(self.held)
+        self.held = []
+
+    def let_go(self, places: list[tuple[int, int]]) -> None:
+        """Let the loaders have the memory of the rows between some places."""
+        for each in places:
+            self.source.free(*each)
 
     def stepped(self, steps: int, left: int) -> None:
         """Count steps, and exchange if no more were left until then."""
@@ -299,9 +362,9 @@ class _Loop:
         if steps < left:
             return
         began, waited = time.perf_counter(), self.worker.waited
-        if self.rule.asynchronous and self.state.since > 1:
-            # The exchange would wait for the steps, in whose place it would be counted.
-            self.meter.settle()
+        if isinstance(self.source, Feed) or self.rule.asynchronous and self.state.since > 1:
+            # The exchange would wait for the steps, in whose place it would be counted; and others may wait for rows.
+            self.release()
             self.spent("compute", began, waited)
             began, waited = time.perf_counter(), self.worker.waited
         self.state.learning_rate = self.rate_now

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,9 @@ from synkhronos import ranks
 from synkhronos.checks import at_least
 from synkhronos.data import Data
 from synkhronos.graphs import library_of
+from synkhronos.loading import Loader, LoadError
+from synkhronos.loading.loader import Feed
+from synkhronos.ranks import WorkerError
 from synkhronos.rules import BSP, EAMSGD, Rule, shared_memory
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import run
@@ -174,13 +177,13 @@ class Trainer:
 
     def epochs(
         self,
-        x_data: Rows,
-        y_data: Rows,
+        x_data: Rows | Loader,
+        y_data: Rows | None,
         batch_size: int,
         epochs: int,
         *,
         seed: int = 0,
-        valid: tuple[Rows, Rows] | None = None,
+        valid: tuple[Rows, Rows] | Loader | None = None,
         every: int | None = None,
         patience: int | None = None,
         recorder: Any = None,
@@ -193,14 +196,15 @@ class Trainer:
         Parameters
         ----------
         x_data, y_data : Data or array_like, or list of these
-            One for each variable of `x` and of `y`.
+            One for each variable of `x` and of `y`.  Or a `synkhronos.loading.Loader` whose rows have an array for each
+            of all these variables; ``y_data`` is None then.
         batch_size : int
             The rows of a rank's step: all ranks together take as many times more.
         epochs : int
             How often to go through the data, all in all.
         seed : int
             Of the order of rows, which differs from epoch to epoch, and does not depend on the number of ranks.
-        valid : pair, optional
+        valid : pair, or Loader, optional
             Inputs and targets on which to compute `validate` at each report.
         every : int, optional
             The steps of each rank between two reports; by default an epoch's.
@@ -227,8 +231,11 @@ class Trainer:
             If the loss is no number any more; no checkpoint is written then.
         CheckpointError
             If what to go on from is damaged, or of another model.
+        LoadError, WorkerError
+            If a loader can't read a row, or has died.
         """
-        data, count = self._data(x_data, y_data, "x_data, y_data")
+        loader = self._loader(x_data, y_data)
+        data, count = ([], len(loader)) if loader else self._data(x_data, y_data, "x_data, y_data")
         for name, value in (("batch_size", batch_size), ("epochs", epochs), ("every", every), ("patience", patience)):
             if value is not None or name not in ("every", "patience"):
                 at_least(value, name, 1)
@@ -241,7 +248,9 @@ class Trainer:
             raise ValueError("valid: make_trainer(validate=...) has to say what to compute on it")
         if patience is not None and valid is None:
             raise ValueError("patience: expected validation data, valid=..., by which to stop")
-        held = None if valid is None else self._data(valid[0], valid[1], "valid")
+        if isinstance(valid, Loader):
+            valid.cast_to([*self._model.x, *self._model.y])
+        held = valid if valid is None or isinstance(valid, Loader) else self._data(valid[0], valid[1], "valid")
         recorders = list(recorder) if isinstance(recorder, list | tuple) else [] if recorder is None else [recorder]
         for one in recorders:
             if not hasattr(one, "write"):
@@ -249,7 +258,7 @@ class Trainer:
         if resume is not None and checkpoint is None and resume == "latest":
             raise ValueError("resume: expected a path, or checkpoint=... whose latest is meant")
         return self._epochs(
-            _Course(data, count, int(batch_size), int(epochs), int(seed), every, progress),
+            _Course(data, count, int(batch_size), int(epochs), int(seed), every, progress, loader),
             held,
             patience,
             recorders,
@@ -260,7 +269,7 @@ class Trainer:
     def _epochs(
         self,
         course: _Course,
-        valid: tuple[list[Data], int] | None,
+        valid: tuple[list[Data], int] | Loader | None,
         patience: int | None,
         recorders: list[Any],
         checkpoint: Checkpoint | None,
@@ -307,14 +316,22 @@ class Trainer:
 
     def _interval(self, course: _Course, epoch: int, first: int, last: int, recorders: list[Any]) -> Report:
         """Train between two places of an epoch, and say what came of it."""
-        course.shuffle(epoch)
+        try:
+            return self._trained(course, epoch, first, last, recorders)
+        except (LoadError, WorkerError):
+            if course.loader is not None:
+                course.loader.close()  # one may have died
+            raise
+
+    def _trained(self, course: _Course, epoch: int, first: int, last: int, recorders: list[Any]) -> Report:
+        source = course.source(epoch, first, self._together is not None)
         of_ranks = [one for one in recorders if isinstance(one, Recorder)]
         plan = interval.Plan(
             self._name, first, last, course.batch, epoch, course.count, self.schedule, of_ranks, course.progress
         )
         session = ranks.session()
         if self._together is not None:
-            outcomes = [self._train_together(course, plan)]
+            outcomes = [self._train_together(course, plan, source)]
         else:
             course.taken[0] = 0
             outcomes = run(
@@ -324,12 +341,15 @@ class Trainer:
                 self._step,
                 self.learning_rate,
                 (self._exchanged, self._exchanged_optimizer),
-                course.data,
-                course.order,
+                source,
                 course.taken,
                 self._memory,
             )
+        if course.loader is not None and isinstance(source, Feed):
+            course.loader.passed(source, last)
         rows = sum(outcome.rows for outcome in outcomes)
+        if not rows:
+            raise LoadError(f"none of the rows from {first:,} to {last:,} of epoch {epoch} could be read", epoch, last)
         seconds = {
             name: float(np.mean([outcome.seconds[name] for outcome in outcomes])) for name in outcomes[0].seconds
         }
@@ -349,27 +369,34 @@ class Trainer:
             batch=f"{session.size} x {course.batch} = {session.size * course.batch}",
         )
 
-    def _train_together(self, course: _Course, plan: interval.Plan) -> interval.Outcome:
+    def _train_together(self, course: _Course, plan: interval.Plan, source: interval.Source) -> interval.Outcome:
         """Take steps of BSP: as many at once as have the same learning rate."""
         assert self._together is not None
         meter = interval.Meter(0, plan, lambda losses: [float(loss) for loss in losses], self._steps_taken, self._kinds)
-        order, whole, place, rate = course.order.data, course.batch * ranks.session().size, plan.first, 0.0
-        x = course.data[: len(self._model.x)] if self._model.x_is_list else course.data[0]
-        y = course.data[len(self._model.x) :] if self._model.y_is_list else course.data[-1]
+        data, whole, place, rate = source.data, course.batch * ranks.session().size, plan.first, 0.0
+        x = data[: len(self._model.x)] if self._model.x_is_list else data[0]
+        y = data[len(self._model.x) :] if self._model.y_is_list else data[-1]
         while place < plan.last:
             starts = [place]
             rate = plan.rate(place)
-            while len(starts) < _AT_ONCE and starts[-1] + 2 * whole <= plan.last:
+            while len(starts) < min(_AT_ONCE, source.most) and starts[-1] + 2 * whole <= plan.last:
                 if plan.rate(starts[-1] + whole) != rate:
                     break
                 starts.append(starts[-1] + whole)
             self._set_rate(rate)
             began = time.perf_counter()
-            batches = [order[start : min(start + whole, plan.last)] for start in starts]
-            meter.add(self._together.steps(x, y, batches=batches), len(batches[0]))
-            meter.settle()
-            meter.spent("compute", time.perf_counter() - began, (len(batches), len(batches[0])))
-            place = min(plan.last, starts[-1] + whole)
+            places = [(start, min(start + whole, plan.last)) for start in starts]
+            batches = [rows for rows in (source.rows(*each) for each in places) if len(rows)]
+            meter.spent("load", time.perf_counter() - began)
+            began = time.perf_counter()
+            if batches:  # else all of their rows were left out
+                for loss, rows in zip(self._together.steps(x, y, batches=batches), batches, strict=True):
+                    meter.add([loss], len(rows))
+                meter.settle()
+                meter.spent("compute", time.perf_counter() - began, (len(batches), len(batches[0])))
+            for each in places:
+                source.free(*each)
+            place = places[-1][1]
             meter.write(place, rate)
         meter.write(plan.last, rate, last=True)
         self._steps_taken = meter.step
@@ -380,15 +407,21 @@ class Trainer:
             synk.broadcast(self.learning_rate, np.asarray(rate, self.learning_rate.type.dtype))
             self._rate = rate
 
-    def _validated(self, valid: tuple[list[Data], int], batch: int) -> dict[str, float]:
+    def _validated(self, valid: tuple[list[Data], int] | Loader, batch: int) -> dict[str, float]:
         """Return the means over all rows, each row counted once."""
         assert self._validation is not None
-        data, count = valid
-        totals, step = np.zeros(len(self._validate)), batch * ranks.session().size
-        for start in range(0, count, step):
-            rows = slice(start, min(count, start + step))
+        totals, count, step = np.zeros(len(self._validate)), 0, batch * ranks.session().size
+        batches: Iterable[Any]
+        if isinstance(valid, Loader):
+            batches = valid.epoch(0, step)
+        else:
+            batches = (slice(start, min(valid[1], start + step)) for start in range(0, valid[1], step))
+        for rows in batches:
+            data = valid.data if isinstance(valid, Loader) else valid[0]
             values = self._validation(*data, batch=rows)
-            totals += np.array([float(value) for value in values]) * (rows.stop - start)
+            length = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+            totals += np.array([float(value) for value in values]) * length
+            count += length
         return dict(zip(self._validate, (totals / count).tolist(), strict=True))
 
     # -- beginning, and going on -----------------------------------------------------------------------------
@@ -489,6 +522,17 @@ class Trainer:
 
     # -- data ------------------------------------------------------------------------------------------------
 
+    def _loader(self, x_data: Any, y_data: Any) -> Loader | None:
+        """Return the loader, if rows come from one."""
+        if not isinstance(x_data, Loader):
+            if isinstance(y_data, Loader):
+                raise TypeError("y_data: expected arrays, or None and one loader of all inputs as x_data, got a loader")
+            return None
+        if y_data is not None:
+            raise TypeError(f"y_data: expected None, as the loader has all inputs, got {type(y_data).__name__}")
+        x_data.cast_to([*self._model.x, *self._model.y])
+        return x_data
+
     def _data(self, x_data: Any, y_data: Any, name: str) -> tuple[list[Data], int]:
         """Return Data for each input, and how many rows they have."""
         arrays = self._model.arrays(x_data, y_data, None, None)
@@ -514,20 +558,28 @@ class _Course:
     seed: int
     every: int | None
     progress: bool
+    loader: Loader | None = None
     order: Data = field(init=False)
     taken: Data = field(init=False)
     _shuffled: int = field(default=-1, init=False)
 
     def make(self) -> None:
         """Make what all ranks have to see."""
-        self.order, self.taken = synk.data(shape=(self.count,), dtype="int64"), synk.data(shape=(1,), dtype="int64")
+        self.taken = synk.data(shape=(1,), dtype="int64")
+        if self.loader is None:
+            self.order = synk.data(shape=(self.count,), dtype="int64")
         self._shuffled = -1
 
-    def shuffle(self, epoch: int) -> None:
-        """Give the rows the order of an epoch, if they have another."""
+    def source(self, epoch: int, first: int, all_together: bool) -> interval.Source:
+        """Return what rows are taken from: by all ranks at once, or by each for itself."""
+        if self.loader is not None:
+            size = ranks.session().size
+            unit, takers = (self.batch * size, 1) if all_together else (self.batch, size)
+            return self.loader.feed(epoch, first, unit, self.seed, takers)
         if epoch != self._shuffled:
             self.order[...] = np.random.default_rng((self.seed, epoch)).permutation(self.count)
             self._shuffled = epoch
+        return interval.InOrder(self.data, self.order)
 
     def end(self, row: int, n_ranks: int) -> int:
         """Return where the next report is due, from a place on."""

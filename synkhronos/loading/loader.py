@@ -1,0 +1,490 @@
+"""Reads batches ahead.
+
+`Loader`
+    What users make.
+`Feed`
+    A ring, as those see it who take rows from it by their places in an epoch: the trainer, and each rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from synkhronos import ranks
+from synkhronos.checks import at_least, flag, one_of
+from synkhronos.data import Data
+from synkhronos.devices import Selection
+from synkhronos.graphs import library_of
+from synkhronos.loading.augment import generator
+from synkhronos.loading.process import Task, packed, start
+from synkhronos.loading.ring import NOTHING_LOST, Layout, LoadError, Plan, Ring
+from synkhronos.loading.sources import Stream, row_name, source_of
+from synkhronos.ranks.interrupts import undisturbed
+from synkhronos.ranks.segments import Segment, create_unlinked
+
+#: Rows that may be unreadable before the first one that says what rows are like.
+_TRIES = 100
+#: More loaders than this are taken for a mistake.
+_MOST = 1024
+
+
+class Loader:
+    """Reads batches ahead, in processes of its own, into memory that all ranks see.
+
+    Parameters
+    ----------
+    source
+        What to read: a list of arrays, of `npy`, `npz` or `hdf5`, one for each input; an `image_folder` or `Images`;
+        any object with ``len()`` and ``[row]``, which returns a tuple of arrays; an iterable of such tuples that begins
+        anew in each epoch, or a function that returns one.
+    augment : callable, optional
+        What happens to each row on the way: `CropMirror`, or what is called as ``augment(row, random)`` with a tuple of
+        arrays and a `numpy.random.Generator`, and returns a tuple.
+    processes : int
+        How many loaders read.  Of an iterable, one does.
+    depth : int
+        The batches that there is room for.
+    shuffle : bool
+        Whether each epoch has an order of its own, which follows from the seed and the epoch.  An iterable has its own.
+    on_error : {"raise", "skip"}
+        What to do about a row that can't be read: `LoadError`, or the batch is shorter, and `skipped` counts it.
+    vars : list of variables, optional
+        Those whose dtypes rows are to have: the inputs of the function.
+
+    Attributes
+    ----------
+    waited : float
+        The seconds for which batches were waited for.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong arguments, and a first row that doesn't fit them.
+    LoadError
+        If the first row can't be read.
+
+    Notes
+    -----
+    A loader is started anew, as a program is, at the first batch: it shares no threads, locks or GPUs with this
+    process, and gets a copy of the source and of the augmentation.  Neither the number of ranks nor that of loaders
+    changes which rows come in which order, or what is in them.
+
+    Examples
+    --------
+    >>> import numpy as np, pytensor.tensor as pt
+    >>> import synkhronos as synk
+    >>> from synkhronos.loading import Loader
+    >>> x, y = pt.dmatrix("x"), pt.dvector("y")
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> f = synk.function([x, y], (pt.dot(x.T, y), "sum"))
+    >>> loader = Loader([np.eye(6), np.arange(6.0)])
+    >>> total = 0
+    >>> for batch in loader.epoch(0, batch_size=4):
+    ...     total = total + f(*loader.data, batch=batch)
+    >>> total
+    array([0., 1., 2., 3., 4., 5.])
+    >>> synk.close()
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        augment: Callable[[tuple[Any, ...], np.random.Generator], tuple[Any, ...]] | None = None,
+        processes: int = 1,
+        depth: int = 4,
+        shuffle: bool = True,
+        on_error: str = "raise",
+        vars: Sequence[Any] | None = None,  # as synkhronos.data(var=...)
+    ):
+        self.source = source_of(source)
+        if augment is not None and not callable(augment):
+            raise TypeError(f"augment: expected a function of a row and a generator, got {augment!r}")
+        self.augment = augment
+        self.processes = at_least(processes, "processes", 1, "a number of loaders")
+        if self.processes > _MOST:
+            raise ValueError(f"processes: expected at most {_MOST} loaders, got {processes}")
+        if isinstance(self.source, Stream):
+            self.processes = 1
+        self.depth = at_least(depth, "depth", 2, "a number of batches")
+        self.shuffle = flag(shuffle, "shuffle")
+        self._skips = one_of(on_error, "on_error", ("raise", "skip")) == "skip"
+        self.waited = 0.0
+        self._skipped = 0
+        row = self._first_row()
+        dtypes = [np.asarray(value).dtype for value in row]
+        self._shapes = [np.shape(value) for value in row]
+        for i, dtype in enumerate(dtypes):
+            if dtype.kind not in "biufc":
+                raise TypeError(f"source: expected rows of numbers, got {dtype} as array {i}")
+        self._reader: _Reader | None = None
+        self._owner = os.getpid()
+        #: Where the loaders go on by themselves, and the number of that unit.
+        self._next: tuple[Plan, int] | None = None
+        self._natural = self._dtypes = dtypes
+        if vars is not None:
+            self.cast_to(vars)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __repr__(self) -> str:
+        rows = "" if isinstance(self.source, Stream) else f", {self._count:,} rows"
+        return f"<synkhronos.loading.Loader of {type(self.source).__name__}{rows}>"
+
+    @property
+    def _count(self) -> int:
+        if isinstance(self.source, Stream):
+            raise TypeError("the rows of an iterable are not known: expected a source with len() and [row]")
+        return len(self.source)
+
+    def _first_row(self) -> tuple[Any, ...]:
+        """Read a row, which says what all are like."""
+        rows: Any = enumerate(iter(self.source)) if isinstance(self.source, Stream) else None
+        tries = _TRIES if self._skips and rows is None else 1
+        for number in range(tries if rows is not None else min(tries, self._count)):
+            try:
+                if rows is not None:
+                    row = next(rows, (0, None))[1]
+                    if row is None:
+                        raise ValueError("the iterable is empty")
+                else:
+                    row = self.source[number]
+                made = row if isinstance(row, tuple | list) else (row,)
+                if self.augment is not None:
+                    made = self.augment(tuple(made), generator(0, 0, number))
+                return tuple(made)
+            except Exception as error:
+                last = error
+        raise LoadError(f"{row_name(self.source, number)} can't be read: {type(last).__name__}: {last}") from last
+
+    # -- what is known of it ---------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> tuple[Data, ...]:
+        """The memory into which `epoch` has batches read, one Data object for each array of a row."""
+        if self._reader is None or not isinstance(self._reader.data[0], Data):
+            raise RuntimeError("data: expected to be asked for within a loop over epoch(...)")
+        return tuple(self._reader.data)
+
+    @property
+    def skipped(self) -> int:
+        """How many rows were left out, of the batches that were handed out."""
+        return self._skipped + (0 if self._reader is None else self._reader.ring.skipped)
+
+    def cast_to(self, variables: Sequence[Any]) -> None:
+        """Have rows come with the dtypes of some variables."""
+        if len(variables) != len(self._natural):
+            raise ValueError(
+                f"vars: expected {len(self._natural)} variables, one for each array of a row, got {len(variables)}"
+            )
+        dtypes = []
+        for i, (variable, dtype, shape) in enumerate(zip(variables, self._natural, self._shapes, strict=True)):
+            library_of(variable)
+            kind = variable.type
+            if kind.ndim != len(shape) + 1:
+                raise ValueError(
+                    f"vars: expected {len(shape) + 1} dimensions for array {i}, whose rows have shape {shape}, got "
+                    f"{variable} of {kind.ndim}"
+                )
+            if not np.can_cast(dtype, kind.dtype, "same_kind"):
+                raise TypeError(f"vars: array {i} has {dtype}, which is no {kind.dtype}, as {variable} is")
+            dtypes.append(np.dtype(kind.dtype))
+        if dtypes != self._dtypes:
+            self.close()
+        self._dtypes = dtypes
+
+    # -- batches ---------------------------------------------------------------------------------------------
+
+    def epoch(
+        self, epoch: int, batch_size: int, seed: int = 0, row: int = 0, whole: bool = False
+    ) -> Iterator[slice | np.ndarray]:
+        """Go through the batches of an epoch, to be scattered over the ranks.
+
+        Parameters
+        ----------
+        epoch : int
+            Its number, from which the order of rows follows.  Reading goes on by itself into the next.
+        batch_size : int
+            The rows of a batch, of all ranks together.
+        seed : int
+            Of the order, and of the augmentation.
+        row : int
+            How many rows of the epoch to pass over: where an interrupted epoch goes on.
+        whole : bool
+            Whether the last rows are left out if they are fewer than a batch.
+
+        Yields
+        ------
+        slice or ndarray
+            Which rows of `data` the batch is: for ``f(*loader.data, batch=batch)``.  They stay until the next batch is
+            asked for.
+
+        Raises
+        ------
+        LoadError
+            If a row can't be read, or a loader has died; it says which, and where to go on.
+        MemoryError
+            If there is no room for the batches in shared memory.
+        """
+        ranks.session()
+        plan, size = self._plan(epoch, batch_size, seed, row, whole)
+        return (rows for rows, _ in self._batches(plan, Layout(1, self.processes, self.depth, size), True))
+
+    def arrays(
+        self,
+        epoch: int,
+        batch_size: int,
+        seed: int = 0,
+        row: int = 0,
+        whole: bool = False,
+        rank: int = 0,
+        size: int = 1,
+    ) -> Iterator[tuple[np.ndarray, ...]]:
+        """Go through the batches of an epoch as NumPy arrays, in a process by itself: no ranks are needed.
+
+        Parameters
+        ----------
+        epoch, batch_size, seed, row, whole
+            As for `epoch`.
+        rank, size : int
+            Of each ``size`` batches in turn, only that of number ``rank`` is read: where each rank of a run has a
+            loader of its own, as in a class of `synkhronos.launch`.  With ``whole``, all have equally many.
+
+        Yields
+        ------
+        tuple of ndarray
+            Views of the ring's memory, which hold until the next batch is asked for.
+        """
+        at_least(size, "size", 1)
+        if not 0 <= at_least(rank, "rank", 0) < size:
+            raise ValueError(f"rank: expected 0 to {size - 1}, got {rank}")
+        plan, length = self._plan(epoch, batch_size, seed, row, whole, rank, size)
+        layout = Layout(1, self.processes, self.depth, length)
+        return (tuple(a[rows] for a in arrays) for rows, arrays in self._batches(plan, layout, False))
+
+    def _plan(self, epoch: Any, batch_size: Any, seed: Any, row: Any, whole: Any, rank: int = 0, size: int = 1) -> Any:
+        """Check what users say."""
+        unit = at_least(batch_size, "batch_size", 1)
+        for name, value in (("epoch", epoch), ("seed", seed), ("row", row)):
+            if at_least(value, name, 0) >= 1 << 63:
+                raise ValueError(f"{name}: expected less than 2**63, got {value}")
+        if not isinstance(self.source, Stream):
+            if flag(whole, "whole") and unit * size > self._count:
+                raise ValueError(
+                    f"batch_size: expected at most the {self._count} rows of the source, got {size} x {unit}"
+                )
+            if row > self._count:
+                raise ValueError(f"row: expected at most the {self._count} rows of the source, got {row}")
+        return Plan(int(epoch), int(row), int(seed), rank, size, int(flag(whole, "whole"))), unit
+
+    def _batches(self, plan: Plan, layout: Layout, in_session: bool) -> Iterator[tuple[Any, Any]]:
+        reader, unit = self._read(plan, layout, in_session)
+        ring, together = reader.ring, plan.size * layout.unit
+        starts: Any = None if isinstance(self.source, Stream) else plan.starts(self._count, layout.unit)
+        place = plan.row + plan.rank * layout.unit
+        while starts is None or place in starts:
+            self._next = None  # what fails, or is left, in the middle of a batch begins anew
+            began = time.perf_counter()
+            try:
+                ring.wait(unit, (plan.epoch, place - plan.rank * layout.unit))
+            except LoadError:
+                if reader.ring.death():
+                    self.close()
+                raise
+            finally:
+                self.waited += time.perf_counter() - began
+            length = ring.lengths[unit % layout.slots]
+            rows = ring.rows(unit, length)
+            if len(rows):
+                found = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+                yield found, [np.asarray(data) for data in reader.data]
+            ring.free(unit)
+            unit += 1
+            place += together
+            self._next = plan._replace(row=place - plan.rank * layout.unit), unit
+            if starts is None and length < layout.unit:
+                break
+        self._next = plan.next(), unit
+
+    # -- the loaders -----------------------------------------------------------------------------------------
+
+    def _read(self, plan: Plan, layout: Layout, in_session: bool) -> tuple[_Reader, int]:
+        """Have the loaders follow a plan, if they don't already; return also the number of its first unit."""
+        if self._owner != os.getpid():  # a copy of the process that made it
+            self._reader, self._next, self._owner = None, None, os.getpid()
+        if self._reader is not None and not self._reader.serves(layout, in_session):
+            self.close()
+        elif self._reader is not None and (death := self._reader.ring.death()):
+            self.close()
+            raise LoadError(f"{death}{NOTHING_LOST.format(plan.epoch, plan.row)}", plan.epoch, plan.row)
+        if self._reader is None:
+            self._reader = _Reader(self._task(layout), in_session)
+        if self._next is None or self._next[0] != plan:
+            self._reader.begin(plan)
+            self._next = plan, 0
+        return self._reader, self._next[1]
+
+    def _task(self, layout: Layout) -> Task:
+        fields = [(shape, dtype.str) for shape, dtype in zip(self._shapes, self._dtypes, strict=True)]
+        return Task(self.source, self.augment, self.shuffle, self._skips, layout, fields)
+
+    def feed(self, epoch: int, row: int, batch_size: int, seed: int, takers: int) -> Feed:
+        """Return what the trainer takes rows from, from a place on: see `Feed`."""
+        slots = self.depth * takers
+        plan = Plan(epoch, row, seed)
+        reader, unit = self._read(plan, Layout(takers, self.processes, slots, batch_size), True)
+        self._next = None  # until all of it has been taken
+        return Feed(reader, unit, plan, self._count)
+
+    def passed(self, feed: Feed, row: int) -> None:
+        """Note that all rows of a feed before a place have been taken, and freed."""
+        unit, plan = feed.unit_at(row), feed.plan._replace(row=row)
+        self._next = (plan.next() if row == self._count else plan), unit
+
+    def close(self) -> None:
+        """End the loaders, and free their memory.  They start anew with the next batch."""
+        reader, self._next = self._reader, None
+        if reader is not None and self._owner == os.getpid():
+            self._skipped += reader.ring.skipped
+            reader.close()
+        self._reader = None
+
+
+class Feed:
+    """A ring, as those see it who take rows from it by their places in an epoch: the trainer, or each rank.
+
+    It can be sent to the ranks as an argument of `synkhronos.run`; each calls `open` with its number.
+
+    Attributes
+    ----------
+    data : list
+        The ring's arrays: of Data objects, on a rank of LocalRows.
+    most : int
+        How many units may be taken at once.
+    """
+
+    def __init__(self, reader: _Reader, unit: int, plan: Plan, count: int):
+        self.layout, self.data, self.plan = reader.layout, reader.data, plan
+        self.most = max(1, self.layout.slots // self.layout.takers // 2)
+        self._words, self._pids, self._unit, self._count = reader.words, reader.pids, unit, count
+        self._ring = reader.ring
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_ring": None}
+
+    def open(self, taker: int) -> None:
+        """Be one of those who take units."""
+        self._ring = Ring(self.layout, np.asarray(self._words), taker, self._pids)
+
+    def unit_at(self, place: int) -> int:
+        """Return the number of the unit that begins at a place, or behind it."""
+        return self._unit - (self.plan.row - place) // self.layout.unit
+
+    def is_ready(self, first: int, last: int) -> bool:
+        """Whether the rows between two places can be taken without waiting."""
+        return self._ring.is_filled(self.unit_at(last) - 1)
+
+    def rows(self, first: int, last: int, watch: Callable[[], None] | None = None) -> Selection:
+        """Return which rows of `data` are those between two places, once they are there."""
+        found = []
+        for unit in range(self.unit_at(first), self.unit_at(last)):
+            place = self.plan.row + (unit - self._unit) * self.layout.unit
+            self._ring.wait(unit, (self.plan.epoch, place), watch)
+            found.append(self._ring.rows(unit, min(self.layout.unit, self._count - place)))
+        return found[0] if len(found) == 1 else np.concatenate([np.asarray(rows, np.int64) for rows in found])
+
+    def free(self, first: int, last: int) -> None:
+        """Let the loaders have the memory of the rows between two places."""
+        for unit in range(self.unit_at(first), self.unit_at(last)):
+            self._ring.free(unit)
+
+
+class _Reader:
+    """The loaders of a ring, and its memory, in the process that has them."""
+
+    def __init__(self, task: Task, in_session: bool):
+        self.layout = task.layout
+        self.data: list[Any] = []
+        self.pids: list[int] = []
+        self._session = ranks.session() if in_session else None
+        layout = task.layout
+        shapes = [((layout.slots * layout.unit, *shape), np.dtype(dtype)) for shape, dtype in task.fields]
+        files = []
+        try:
+            for shape, dtype in [((layout.nbytes,), np.dtype(np.uint8)), *shapes]:
+                array, file = _shared(shape, dtype, in_session)
+                self.data.append(array)
+                files.append(file)
+            self.words = self.data.pop(0)
+            packet = packed(task)
+        except MemoryError as error:
+            nbytes = sum(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in shapes)
+            error.add_note(
+                f"The loader needs room for {layout.slots} batches of {layout.unit} rows, {nbytes:,} bytes in all: "
+                "take a smaller depth or batch, or a smaller dtype such as uint8. Arrays of the source are copied "
+                "there, too: loading.npy() reads them from their files."
+            )
+            raise
+        self.ring = Ring(layout, np.asarray(self.words), 0, self.pids, made=False)
+        self._ours, theirs = socket.socketpair()
+        try:
+            with undisturbed():
+                for number in range(layout.loaders):
+                    self.pids.append(start(number, layout, packet, files, theirs))
+            if self._session is not None:
+                self._session.tell_at_close(self)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            theirs.close()
+            for file in [*files, packet[0]]:
+                file.close()
+
+    def serves(self, layout: Layout, in_session: bool) -> bool:
+        """Whether it is a ring as is needed, and still there."""
+        if self.layout != layout or (self._session is not None) != in_session:
+            return False
+        return self._session is None or self._session.closed is None and self._session is ranks.session()
+
+    def begin(self, plan: Plan) -> None:
+        """Have the loaders follow a plan, once no rank reads what they are to overwrite."""
+        if self._session is not None:
+            with self._session.turn:
+                self._session.settle()
+        self.ring.begin(plan)
+
+    def session_closed(self) -> None:
+        """End the loaders with the ranks."""
+        self.close()
+
+    def close(self) -> None:
+        """End the loaders: they only read, and have nothing to put away."""
+        while self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[0], signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self.pids[0], 0)
+            del self.pids[0]
+        self._ours.close()
+        for data in self.data:
+            if isinstance(data, Data):
+                data.free_memory()
+
+
+def _shared(shape: tuple[int, ...], dtype: np.dtype, in_session: bool) -> tuple[Any, Any]:
+    """Return memory that loaders can map, as an array, and its file; of a session, memory of all ranks."""
+    if in_session:
+        return Data.with_file(shape, dtype, "batches")
+    nbytes = max(1, int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+    file = create_unlinked(nbytes)
+    return Segment(0, file.fileno(), nbytes).array(shape, dtype), file

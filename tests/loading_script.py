@@ -1,0 +1,42 @@
+"""A program with loaders, whose processes are killed by a test: python loading_script.py FOLDER HOW."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+from loading_sources import Slow
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.loading import Loader
+
+
+def main(folder, how):
+    if how != "alone":
+        synk.fork(2, use_gpu=False)
+    loader = Loader(Slow(1000, 0.01), processes=2)
+    # What the program has: one that reads for itself alone has no ranks.
+    batches = loader.arrays(0, 10) if how == "alone" else loader.epoch(0, 10)
+    if how == "handles":
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    next(batches)
+    workers = [] if how == "alone" else list(ranks.session().workers.pids.values())
+    said = {"workers": workers, "loaders": loader._reader.pids}
+    with open(f"{folder}/unfinished", "w") as file:
+        json.dump(said, file)
+    os.replace(f"{folder}/unfinished", f"{folder}/processes.json")
+    if how == "exits":
+        sys.exit(3)
+    count = 1
+    for batch in batches:
+        count += 1 if how == "alone" else bool(np.asarray(loader.data[0])[batch].size)
+        with open(f"{folder}/count", "w") as file:
+            file.write(str(count))
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

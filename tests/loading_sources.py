@@ -1,0 +1,77 @@
+"""Sources that loaders import."""
+
+import os
+import signal
+import time
+
+import numpy as np
+
+
+class Numbers:
+    """Rows that say which they are: a picture of their number, and the number."""
+
+    def __init__(self, count, size=6):
+        self.count, self.size = count, size
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, row):
+        return picture(row, self.size), row
+
+    def name(self, row):
+        return f"/pictures/{row}.jpg"
+
+
+def picture(row, size=6):
+    """Return a picture each of whose pixels is another, and another in each row."""
+    return (np.arange(2 * size * size, dtype="int64") + 1000 * row).reshape(2, size, size)
+
+
+class Damaged(Numbers):
+    """Some rows can't be read; or are of another shape."""
+
+    def __init__(self, count, bad=(), odd=(), kills=None):
+        super().__init__(count)
+        self.bad, self.odd, self.kills = bad, odd, kills
+
+    def __getitem__(self, row):
+        if row in self.bad:
+            raise OSError(f"image file is truncated ({row} bytes not processed)")
+        if row in self.odd:
+            return picture(row, 5), row
+        if self.kills is not None and row == self.kills[0] and not os.path.exists(self.kills[1]):
+            open(self.kills[1], "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(row)
+
+
+class Slow(Numbers):
+    """Each row takes its time."""
+
+    def __init__(self, count, seconds):
+        super().__init__(count)
+        self.seconds = seconds
+
+    def __getitem__(self, row):
+        time.sleep(self.seconds)
+        return super().__getitem__(row)
+
+
+class Endless:
+    """An iterable without a length."""
+
+    def __init__(self, count, fails_at=None):
+        self.count, self.fails_at = count, fails_at
+
+    def __iter__(self):
+        for row in range(self.count):
+            if row == self.fails_at:
+                raise OSError("the archive ends here")
+            yield picture(row), row
+
+
+def add_noise(row, random):
+    """Augment a row."""
+    image, label = row
+    return image + random.integers(1000, size=image.shape), label

@@ -1,0 +1,397 @@
+"""Loaders: which rows come in which order, and what is in them, for any number of ranks and loaders."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from library import few
+from loading_sources import Damaged, Endless, Numbers, Slow, add_noise, picture
+from system import until_state
+
+from synkhronos import loading
+from synkhronos.loading import CropMirror, Loader
+from synkhronos.loading.ring import Plan
+
+
+@pytest.fixture
+def load():
+    """Give a loader, and close all of them after the test."""
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Loader(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def order(count, seed, epoch):
+    """Say in which order rows are to come."""
+    return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+def cropped(row, seed, epoch, crop, mirror, mean, size=6):
+    """Return what `CropMirror` is to make of a row, step by step."""
+    random = np.random.default_rng((seed, epoch, row, 1))
+    top, left = random.integers(size - crop + 1, size=2)
+    cut = picture(row, size).astype("float32")[:, top : top + crop, left : left + crop] - np.float32(mean)
+    return cut[:, :, ::-1] if mirror and random.integers(2) else cut
+
+
+def read(batches):
+    """Return the labels of each batch, after a look at the pictures."""
+    labels = []
+    for pictures, numbers in batches:
+        for one, number in zip(pictures, numbers, strict=True):
+            np.testing.assert_array_equal(one, picture(number))
+        labels.append(numbers.tolist())
+    return labels
+
+
+# -- order ---------------------------------------------------------------------------------------------------
+
+
+@few(8)
+@given(
+    count=st.integers(1, 30),
+    batch=st.integers(1, 12),
+    processes=st.integers(1, 3),
+    size=st.integers(1, 3),
+    depth=st.integers(2, 4),
+    seed=st.integers(0, 2**40),
+    first=st.integers(0, 5),
+    row=st.integers(0, 30),
+)
+def test_each_row_once_an_epoch_in_an_order_of_seed_and_epoch(count, batch, processes, size, depth, seed, first, row):
+    row = min(row, count)
+    loader = Loader(Numbers(count), processes=processes, depth=depth)
+    try:
+        for epoch in range(first, first + 3):
+            at = row if epoch == first else 0
+            found = [read(loader.arrays(epoch, batch, seed, at, rank=rank, size=size)) for rank in range(size)]
+            turns = [each[turn] for turn in range(len(found[0])) for each in found if turn < len(each)]
+            expected = order(count, seed, epoch)[at:].tolist()
+            assert turns == [expected[i : i + batch] for i in range(0, len(expected), batch)]
+    finally:
+        loader.close()
+
+
+@few(6)
+@given(
+    processes=st.integers(1, 3),
+    crop=st.integers(1, 6),
+    mirror=st.booleans(),
+    mean=st.sampled_from([0.5, "channels", "picture"]),
+    seed=st.integers(0, 100),
+)
+def test_augmentation_follows_from_seed_epoch_and_row(processes, crop, mirror, mean, seed):
+    means = {"channels": np.array([1.0, 2.0]), "picture": np.arange(72.0).reshape(2, 6, 6)}
+    value = means.get(mean, mean)
+    loader = Loader(Numbers(13), augment=CropMirror(crop, mirror, value), processes=processes)
+    try:
+        for epoch in range(2):
+            seen = 0
+            for pictures, numbers in loader.arrays(epoch, 5, seed):
+                assert pictures.dtype == np.float32
+                for one, row in zip(pictures, numbers, strict=True):
+                    top, left = np.random.default_rng((seed, epoch, row, 1)).integers(6 - crop + 1, size=2)
+                    here = {
+                        "channels": means["channels"][:, None, None],
+                        "picture": means["picture"][:, top : top + crop, left : left + crop],
+                    }.get(mean, mean)
+                    np.testing.assert_array_equal(one, cropped(row, seed, epoch, crop, mirror, here))
+                    seen += 1
+            assert seen == 13
+    finally:
+        loader.close()
+
+
+def test_an_augmentation_of_ones_own(load):
+    by_processes = [
+        [p.tolist() for p, _ in load(Numbers(9), augment=add_noise, processes=n).arrays(4, 4, 7)] for n in (1, 2, 3)
+    ]
+    assert by_processes[0] == by_processes[1] == by_processes[2]
+    first = order(9, 7, 4)[0]
+    noise = np.random.default_rng((7, 4, first, 1)).integers(1000, size=(2, 6, 6))
+    np.testing.assert_array_equal(by_processes[0][0][0], picture(first) + noise)
+
+
+def test_random_numbers_of_rows_are_not_those_of_the_order():
+    one, other = np.random.default_rng((3, 1)), loading.augment.generator(3, 1, 0)
+    assert one.integers(1 << 60) != other.integers(1 << 60)
+
+
+def test_without_shuffling_rows_come_as_they_are(load):
+    assert read(load(Numbers(5), shuffle=False).arrays(3, 2)) == [[0, 1], [2, 3], [4]]
+
+
+def test_whole_batches_alone(load):
+    loader = load(Numbers(11))
+    assert [len(labels) for labels in read(loader.arrays(0, 4, whole=True))] == [4, 4]
+    turns = [read(loader.arrays(0, 2, whole=True, rank=rank, size=3)) for rank in range(3)]
+    assert [len(each) for each in turns] == [1, 1, 1]
+
+
+@given(
+    count=st.integers(1, 200),
+    unit=st.integers(1, 20),
+    size=st.integers(1, 5),
+    row=st.integers(0, 200),
+    whole=st.booleans(),
+)
+def test_plans_give_each_place_to_one_rank(count, unit, size, row, whole):
+    row = min(row, count)
+    plans = [Plan(0, row, 0, rank, size, int(whole)) for rank in range(size)]
+    places = sorted(
+        place
+        for plan in plans
+        for start in plan.starts(count, unit)
+        for place in range(start, min(count, start + unit))
+    )
+    if whole:
+        assert len({len(plan.starts(count, unit)) for plan in plans}) == 1
+        assert count - row - len(places) < size * unit
+    assert places == list(range(row, row + len(places) if whole else count))
+
+
+# -- going on ------------------------------------------------------------------------------------------------
+
+
+def test_reading_goes_on_into_the_next_epoch_by_itself(load):
+    loader = load(Numbers(10), processes=2)
+    for epoch in range(5):
+        assert sum(read(loader.arrays(epoch, 3)), []) == order(10, 0, epoch).tolist()
+    assert loader._reader.ring.generation == 1
+
+
+def test_a_loop_that_was_left_goes_on_where_it_is_told(load):
+    loader = load(Numbers(20), processes=2)
+    for i, (_, numbers) in enumerate(loader.arrays(1, 4)):
+        if i == 2:
+            assert numbers.tolist() == order(20, 0, 1)[8:12].tolist()
+            break
+    assert sum(read(loader.arrays(1, 4, row=12)), []) == order(20, 0, 1)[12:].tolist()
+    assert sum(read(loader.arrays(2, 5, seed=9)), []) == order(20, 9, 2).tolist()  # batches of another size, too
+    assert len(loader._reader.pids) == 2
+
+
+def test_an_old_plan_leaves_nothing_in_a_new_one(load):
+    loader = load(Slow(40, 0.002), processes=3, depth=3)
+    for epoch in range(12):
+        for _ in loader.arrays(epoch, 6):
+            break  # while the loaders read on
+        assert next(iter(read(loader.arrays(epoch, 6, row=epoch)))) == order(40, 0, epoch)[epoch : epoch + 6].tolist()
+
+
+# -- their lives ----------------------------------------------------------------------------------------------
+
+
+def test_loaders_that_nobody_has_any_more_end(load):
+    loader = Loader(Numbers(5))
+    next(loader.arrays(0, 2))
+    (pid,) = loader._reader.pids
+    del loader
+    until_state(pid, "Z")
+
+
+def test_waiting_is_counted(load):
+    loader = load(Slow(6, 0.05))
+    read(loader.arrays(0, 2))
+    assert 0.1 < loader.waited < 30
+
+
+# -- rows that can't be read ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_rows_that_cant_be_read_are_left_out(load, processes, capfd):
+    bad = (3, 4, 5, 11)
+    loader = load(Damaged(16, bad, odd=(7,)), processes=processes, on_error="skip")
+    for epoch in range(2):
+        wanted = order(16, 0, epoch)
+        expected = [[r for r in wanted[i : i + 5].tolist() if r not in (*bad, 7)] for i in range(0, 16, 5)]
+        assert read(loader.arrays(epoch, 5)) == [each for each in expected if each]
+        assert loader.skipped == 5 * (epoch + 1)
+    loader.close()
+    assert loader.skipped == 10
+    said = capfd.readouterr().err
+    assert "/pictures/4.jpg is left out" in said and "image file is truncated" in said
+    assert "/pictures/7.jpg is left out, since it can't be read: ValueError: array 0: expected shape (2, 6, 6)" in said
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_row_that_cant_be_read_is_named_and_nothing_is_lost(load, processes, tmp_path):
+    at = order(20, 0, 0).tolist().index(4)
+    loader = load(Damaged(20, (4,)), processes=processes)
+    found = []
+    with pytest.raises(
+        loading.LoadError, match=r"/pictures/4\.jpg can't be read \(row 4, epoch 0\): OSError"
+    ) as caught:
+        for _, numbers in loader.arrays(0, 3):
+            found += numbers.tolist()
+    assert len(found) == at // 3 * 3  # all batches before it were handed out
+    assert (caught.value.epoch, caught.value.row) == (0, len(found))
+    loader.source.bad = ()
+    loader.close()
+    found += sum(read(loader.arrays(0, 3, row=caught.value.row)), [])
+    assert found == order(20, 0, 0).tolist()
+
+
+def test_an_epoch_that_has_a_damaged_row_can_be_passed(load):
+    loader = load(Damaged(12, (order(12, 0, 0)[0],)))
+    with pytest.raises(loading.LoadError):
+        next(loader.arrays(0, 4))
+    pids = list(loader._reader.pids)
+    assert sum(read(loader.arrays(0, 4, row=4)), []) == order(12, 0, 0)[4:].tolist()
+    assert loader._reader.pids == pids  # the loaders live on
+
+
+# -- sources -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Write the same rows in several kinds of files; return what a loader takes for each."""
+    x = np.random.default_rng(0).normal(size=(17, 2, 3)).astype("float32")
+    y = np.arange(17, dtype="int32")
+    parts = [slice(0, 6), slice(6, 7), slice(7, 17)]
+    for i, part in enumerate(parts):
+        np.save(tmp_path / f"x{i}.npy", np.asfortranarray(x[part]) if i == 2 else x[part])
+        np.save(tmp_path / f"y{i}.npy", y[part])
+        np.savez(tmp_path / f"{i}.npz", images=x[part], labels=y[part])
+    names = [tmp_path / f"x{i}.npy" for i in range(3)], [tmp_path / f"y{i}.npy" for i in range(3)]
+    archives = [tmp_path / f"{i}.npz" for i in range(3)]
+    h5py = pytest.importorskip("h5py", reason="the extra `hdf5` is not installed")
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file["group/x"], file["y"] = x, y
+    np.save(tmp_path / "x.npy", x)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    return (x, y), {
+        "arrays": [x, y],
+        "npy": [loading.npy(names[0]), loading.npy(names[1])],
+        "npz": [loading.npz(archives, "images"), loading.npz(archives, "labels")],
+        "hdf5": [loading.hdf5(tmp_path / "d.h5", "group/x"), loading.hdf5(str(tmp_path / "d.h5"), "y")],
+        "memmap": [mapped, y],
+        "part of a memmap": [mapped[:], y],
+    }
+
+
+@pytest.mark.parametrize("kind", ["arrays", "npy", "npz", "hdf5", "memmap", "part of a memmap"])
+def test_files(files, load, kind):
+    (x, y), sources = files
+    loader = load(sources[kind], processes=2)
+    rows = [(a.copy(), b.copy()) for a, b in loader.arrays(1, 4, seed=5)]
+    wanted = order(17, 5, 1)
+    np.testing.assert_array_equal(np.concatenate([a for a, _ in rows]), x[wanted])
+    np.testing.assert_array_equal(np.concatenate([b for _, b in rows]), y[wanted])
+
+
+def test_a_memmap_is_not_copied(tmp_path, load):
+    array = np.lib.format.open_memmap(
+        tmp_path / "big.npy", "w+", "uint8", (1 << 12, 1 << 20)
+    )  # four gibibytes, of holes
+    array[7, :3] = 1, 2, 3
+    loader = load([np.load(tmp_path / "big.npy", mmap_mode="r")], shuffle=False)
+    (first,) = next(loader.arrays(0, 8))
+    assert first[7, :4].tolist() == [1, 2, 3, 0]
+
+
+def test_many_files_are_open_at_most(tmp_path, load):
+    names = []
+    for i in range(100):
+        names.append(tmp_path / f"{i}.npy")
+        np.save(names[-1], np.full((2, 3), i))
+    rows = loading.npy(names)
+    assert len(rows._arrays) == 64
+    (batch,) = next(load(rows).arrays(0, 200))
+    np.testing.assert_array_equal(batch[:, 0], order(200, 0, 0) // 2)
+
+
+def test_pictures_in_folders(tmp_path, load):
+    image = pytest.importorskip("PIL.Image")
+    for name, colour in (("cat", (250, 10, 10)), ("dog", (10, 250, 10)), ("eel", (10, 10, 250))):
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            made = image.new("RGB", (40 + 7 * i, 30), colour)
+            made.save(tmp_path / name / f"{i}.{'JPEG' if i else 'png'}")
+    (tmp_path / "dog" / "notes.txt").write_text("no picture")
+    pictures = loading.image_folder(tmp_path, size=16)
+    assert pictures.classes == ["cat", "dog", "eel"] and len(pictures) == 9
+    assert pictures.name(3).endswith("dog/0.png")
+    seen = []
+    for batch, labels in load(pictures, processes=2).arrays(0, 4):
+        assert batch.dtype == np.uint8 and batch.shape[1:] == (3, 16, 16) and labels.dtype == np.int32
+        for one, label in zip(batch, labels, strict=True):
+            assert one.mean(axis=(1, 2)).argmax() == label and np.ptp(one[label]) < 4
+            seen.append(int(label))
+    assert sorted(seen) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    grey = loading.Images([pictures.name(0)], 8, mode="L")
+    (one,) = grey[0]
+    assert one.shape == (1, 8, 8)
+
+
+def test_a_picture_keeps_its_middle(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    wide = np.zeros((10, 30, 3), np.uint8)
+    wide[:, 10:20] = 200
+    image.fromarray(wide).save(tmp_path / "wide.png")
+    picture, label = loading.Images(["wide.png"], 10, [5], folder=tmp_path)[0]
+    assert (picture == 200).all() and label == 5
+    image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)).save(tmp_path / "small.png")
+    same_size, _ = loading.Images(["small.png"], 4, [0], folder=tmp_path)[0]
+    np.testing.assert_array_equal(same_size, np.arange(48).reshape(4, 4, 3).transpose(2, 0, 1))
+
+
+def test_a_damaged_picture_is_named(tmp_path, load):
+    image = pytest.importorskip("PIL.Image")
+    for i in range(4):
+        image.fromarray(np.random.default_rng(i).integers(255, size=(50, 50, 3), dtype=np.uint8)).save(
+            tmp_path / f"{i}.jpg"
+        )
+    whole = (tmp_path / "2.jpg").read_bytes()
+    (tmp_path / "2.jpg").write_bytes(whole[: len(whole) // 2])
+    loader = load(loading.Images([tmp_path / f"{i}.jpg" for i in range(4)], 20), processes=2)
+    with pytest.raises(loading.LoadError, match=rf"{tmp_path}/2.jpg can't be read .* truncated"):
+        for _ in loader.arrays(0, 2):
+            pass
+
+
+@pytest.mark.parametrize("count", [1, 6, 7, 12])
+def test_an_iterable_has_its_own_order(load, count):
+    loader = load(Endless(count), processes=3)
+    for epoch in range(3):
+        assert sum(read(loader.arrays(epoch, 3)), []) == list(range(count))
+    assert sum(read(loader.arrays(0, 3, row=2)), []) == list(range(2, count))
+    for size in (2, 3):
+        turns = [read(loader.arrays(0, 3, rank=rank, size=size)) for rank in range(size)]
+        assert sorted(sum(sum(turns, []), [])) == list(range(count))
+        whole = [read(loader.arrays(0, 3, rank=rank, size=size, whole=True)) for rank in range(size)]
+        assert all(len(labels) == 3 for each in whole for labels in each)
+        assert len({len(each) for each in whole}) == 1
+
+
+def test_a_function_that_returns_an_iterable(load):
+    assert read(load(lambda: iter(Endless(5))).arrays(0, 2)) == [[0, 1], [2, 3], [4]]
+    assert sum(len(x) for (x,) in load(lambda: (np.ones(3) for _ in range(4))).arrays(0, 3)) == 4
+
+
+def test_an_iterable_that_raises(load):
+    loader = load(Endless(10, fails_at=7), on_error="skip")
+    found = []
+    with pytest.raises(loading.LoadError, match="row 7 of Endless can't be read .*: OSError: the archive ends here"):
+        for _, numbers in loader.arrays(0, 2):
+            found += numbers.tolist()
+    assert found == [0, 1, 2, 3, 4, 5]
+
+
+def test_arrays_are_there_once_however_many_loaders_there_are(load):
+    x = np.random.default_rng(0).normal(size=(64, 1 << 14))
+    loader = load([x, np.arange(64)], processes=3)
+    for rows, numbers in loader.arrays(0, 16):
+        np.testing.assert_array_equal(rows, x[numbers])
+    for pid in loader._reader.pids:
+        with open(f"/proc/{pid}/status") as status:
+            private = next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+        assert private < 60_000  # kilobytes; the array is 8 megabytes

@@ -1,0 +1,237 @@
+"""Loaders for ranks: plain calls, the trainer under each kind of rule, resuming, classes of the launcher."""
+
+import os
+
+import numpy as np
+import pytest
+from library import same, shared, tensor
+from loading_sources import Numbers, picture
+from system import children_of, lives
+
+import synkhronos as synk
+from synkhronos import rules
+from synkhronos.loading import Loader, LoadError
+from synkhronos.training import Checkpoint, Recorder, make_trainer
+from synkhronos.training.recorder import read
+from synkhronos.training.updates import sgd
+
+
+@pytest.fixture
+def load():
+    """Give a loader, and close all of them after the test."""
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Loader(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def order(count, seed, epoch):
+    return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+# -- for ranks -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "processes"), [(1, 3), (2, 1), (2, 2), (3, 1), (3, 3)])
+def test_ranks_compute_what_numpy_does(fork, load, n, processes):
+    fork(n)
+    x, y = tensor.dtensor4("x"), tensor.ivector("y")
+    f = synk.function([x, y], [(x.sum(axis=(1, 2, 3)), "gather"), (y, "gather")])
+    loader = load(Numbers(23), processes=processes, vars=[x, y])
+    for epoch in range(2):
+        sums, labels = [], []
+        for batch in loader.epoch(epoch, 7, seed=3):
+            total, number = f(*loader.data, batch=batch)
+            sums.append(np.asarray(total))
+            labels.append(np.asarray(number))
+            assert number.dtype == np.int32
+        expected = order(23, 3, epoch)
+        np.testing.assert_array_equal(np.concatenate(labels), expected)
+        same(np.concatenate(sums), [picture(row).sum() for row in expected])
+    assert loader.waited > 0 and loader.skipped == 0
+
+
+def test_loaders_end_with_the_ranks(fork):
+    fork(2)
+    loader = Loader(Numbers(9), processes=2)
+    next(loader.epoch(0, 3))
+    pids = list(loader._reader.pids)
+    assert len(pids) == 2 and set(pids) <= set(children_of(os.getpid()))
+    synk.close()
+    assert not any(lives(pid) for pid in pids)
+    fork(3)
+    assert sum(len(range(9)[batch]) for batch in loader.epoch(0, 4)) == 9  # and begin anew with others
+    loader.close()
+    with pytest.raises(RuntimeError, match="data: expected to be asked for within a loop"):
+        loader.data  # noqa: B018
+
+
+# -- the trainer ---------------------------------------------------------------------------------------------
+
+ROWS = np.random.default_rng(0).normal(size=(103, 3))
+TARGETS = ROWS @ [1.0, 2.0, 3.0]
+
+
+def trainer(rule, **kwargs):
+    x, y = tensor.dmatrix("x"), tensor.dvector("y")
+    w = shared(np.zeros(3), "w")
+    loss = ((tensor.dot(x, w) - y) ** 2).mean()
+    return make_trainer(loss, [w], x, y, sgd, rule, learning_rate=0.02, validate={"mse": loss}, **kwargs)
+
+
+def trained(rule, data, **kwargs):
+    """Train, and return the parameters and the reports."""
+    made = trainer(rule)
+    reports = list(made.epochs(*data, **{"batch_size": 5, "epochs": 3, "seed": 3, "every": 4, **kwargs}))
+    return made.params[0].get_value(), reports
+
+
+@pytest.mark.parametrize("rule", [rules.BSP(), rules.BSP(average="params"), rules.LocalSGD(3)], ids=repr)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_training_from_a_loader_is_training_from_arrays(fork, load, rule, n):
+    fork(n)
+    expected, reports = trained(rule, (ROWS, TARGETS), valid=(ROWS, TARGETS))
+    loader = load([ROWS, TARGETS], processes=1 + n % 3)
+    valid = load([ROWS, TARGETS], shuffle=False)
+    found, others = trained(rule, (loader, None), valid=valid)
+    same(found, expected)
+    for one, other in zip(reports, others, strict=True):
+        assert (one.seen, one.steps, one.batch) == (other.seen, other.steps, other.batch)
+        np.testing.assert_allclose([other.loss, other.validation["mse"]], [one.loss, one.validation["mse"]], rtol=1e-12)
+
+
+@pytest.mark.parametrize("rule", [rules.EASGD(period=2), rules.GoSGD(probability=0.5), rules.ASGD()], ids=repr)
+def test_ranks_at_their_own_pace_take_each_row_once(fork, load, rule):
+    fork(3)
+    loader = load([ROWS, TARGETS], processes=2, depth=2)
+    found, reports = trained(rule, (loader, None), epochs=4)
+    assert reports[-1].seen == 4 * 103 and sum(report.steps for report in reports) >= 4 * 21
+    assert reports[-1].loss < reports[0].loss
+
+
+def test_waiting_for_rows_is_in_the_recorder(fork, load, tmp_path):
+    fork(2)
+
+    for rule, ranks in ((rules.BSP(), 1), (rules.LocalSGD(2), 2)):
+        folder = tmp_path / type(rule).__name__
+        loader = load(SlowRows(40, 0.01))
+        _, reports = trained(rule, (loader, None), epochs=1, every=None, recorder=Recorder(folder, every=2))
+        seconds = reports[-1].seconds
+        assert seconds["load"] > 0.1 and seconds["load"] > seconds["compute"]
+        lines = read(folder)
+        for rank in range(ranks):
+            assert sum(line["load"] for line in lines[f"rank-{rank}"]) > 0.1
+
+
+class SlowRows:
+    """Rows that take their time."""
+
+    def __init__(self, count, seconds):
+        self.count, self.seconds = count, seconds
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, row):
+        import time
+
+        time.sleep(self.seconds)
+        return ROWS[row], TARGETS[row]
+
+
+@pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2)], ids=repr)
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 3)])
+def test_going_on_in_the_middle_of_an_epoch(fork, load, tmp_path, rule, before, after):
+    pytest.importorskip("safetensors", reason="the extra `training` is not installed")
+    seen = []
+    fork(before)
+    first = trainer(rule)
+    epochs = first.epochs(
+        load(Watched(tmp_path / "seen"), processes=2), None, 5, 2, seed=3, every=3, checkpoint=Checkpoint(tmp_path)
+    )
+    report = next(epochs)
+    epochs.close()
+    w = first.params[0].get_value()
+    synk.close()
+    fork(after)
+    again, expected = trainer(rule), trainer(rule)
+    loader, arrays = load([ROWS, TARGETS], processes=2), (ROWS, TARGETS)
+    folders = [Checkpoint(tmp_path), Checkpoint(tmp_path)]
+    stored = folders[0].paths()[0]
+    for made, data in ((again, (loader, None)), (expected, arrays)):
+        reports = list(made.epochs(*data, 5, 2, seed=3, every=3, resume=stored))
+        seen.append((made.params[0].get_value(), reports[-1].seen, sum(r.steps for r in reports)))
+    same(seen[0][0], seen[1][0])
+    assert seen[0][1:] == seen[1][1:] and report.seen == 15 * before and not np.array_equal(seen[0][0], w)
+
+
+class Watched:
+    """The rows of all tests, which are arrays elsewhere."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __len__(self):
+        return 103
+
+    def __getitem__(self, row):
+        return ROWS[row], TARGETS[row]
+
+
+def test_rows_that_are_left_out_are_counted_in_training(fork, load):
+    fork(2)
+    good = [i for i in range(103) if i not in BAD]
+    for rule in (rules.BSP(), rules.LocalSGD(2)):
+        loader = load(SomeBad(), on_error="skip", processes=2)
+        found, reports = trained(rule, (loader, None), epochs=2, every=None)
+        assert loader.skipped == 2 * len(BAD) and len(good) == 103 - len(BAD)
+        assert reports[-1].loss < reports[0].loss
+
+
+BAD = {4, 5, 50, 77}
+
+
+class SomeBad:
+    """Some rows can't be read."""
+
+    def __len__(self):
+        return 103
+
+    def __getitem__(self, row):
+        if row in BAD:
+            raise OSError("damaged")
+        return ROWS[row], TARGETS[row]
+
+
+@pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2), rules.EASGD(period=2)], ids=repr)
+def test_a_row_that_cant_be_read_ends_training_and_the_ranks_stay(fork, load, rule):
+    fork(2)
+    with pytest.raises((LoadError, synk.WorkerError), match=r"row \d+ can't be read .*: OSError: damaged"):
+        trained(rule, (load(SomeBad(), processes=2), None))
+    found, _ = trained(rule, (load([ROWS, TARGETS]), None))  # the ranks are as they were
+    assert np.abs(found - [1, 2, 3]).max() < 3
+
+
+# -- classes of the launcher ---------------------------------------------------------------------------------
+
+
+def test_a_model_of_the_launcher_reads_from_loaders(tmp_path):
+    from launch_runs import lines, run
+    from test_launch import TESTS
+
+    run(
+        "train",
+        "--set=model='launch_models/loaded.py:Loaded'",
+        "--set=ranks=2",
+        "--devices=cpu",
+        f"--folder={tmp_path}",
+        cwd=TESTS,
+    )
+    reports = lines(tmp_path, "reports")
+    assert len(reports) == 4 and reports[-1]["validation"]["cost"] < reports[0]["validation"]["cost"] / 2
+    assert reports[-1]["seconds"]["load"] > 0
