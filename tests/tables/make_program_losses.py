@@ -28,8 +28,9 @@ def main():
     if theano.__file__ is None or "compat" in theano.__file__:
         raise SystemExit("this has to run with Theano itself")
     table = {}
-    for name in programs.NAMES:
-        losses = importlib.import_module(f"programs.{name}").run(programs.STEPS)
+    for name, arguments in [*((name, {}) for name in programs.NAMES), *programs.SMALLER.items()]:
+        losses = importlib.import_module(f"programs.{name}").run(programs.STEPS, **arguments)
+        name = f"{name}, smaller" if arguments else name
         table[name] = [float(f"{float(loss):.8g}") for loss in losses]
         print(name, table[name][:4], flush=True)
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(losses)}" for name, losses in table.items())

@@ -34,7 +34,7 @@ def inception(incoming, filters):
     return ConcatLayer(branches)
 
 
-def build(input_var):
+def build(input_var, modules):
     net = InputLayer((None, 3, None, None), input_var)
     net = Conv2DLayer(net, 4, 7, stride=2, pad=3)
     net = MaxPool2DLayer(net, pool_size=3, stride=2, ignore_border=False)
@@ -43,7 +43,7 @@ def build(input_var):
     net = Conv2DLayer(net, 6, 3, pad=1)
     net = LocalResponseNormalization2DLayer(net, alpha=0.00002, k=1)
     net = MaxPool2DLayer(net, pool_size=3, stride=2, ignore_border=False)
-    for module in range(9):
+    for module in modules:
         if module in (2, 7):
             net = MaxPool2DLayer(net, pool_size=3, stride=2, ignore_border=False)
         net = inception(net, (2, 2, 2, 3, 1, 2))
@@ -51,10 +51,10 @@ def build(input_var):
     return DenseLayer(net, CLASSES, nonlinearity=lasagne.nonlinearities.softmax)
 
 
-def run(steps):
+def run(steps, modules=range(9)):
     lasagne.random.set_rng(np.random.RandomState(3))
     x, y = T.tensor4("x"), T.ivector("y")
-    net = build(x)
+    net = build(x, modules)
     loss = lasagne.objectives.categorical_crossentropy(get_output(net), y).mean()
     updates = lasagne.updates.nesterov_momentum(loss, get_all_params(net), learning_rate=0.01, momentum=0.9)
     train = theano.function([x, y], loss, updates=updates)
