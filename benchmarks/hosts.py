@@ -53,12 +53,6 @@ def ranks_on(hosts: list[str]) -> Iterator[int]:
         synk.close()
 
 
-def bytes_sent() -> int:
-    """Return the bytes of shared memory that other hosts have been sent."""
-    session = importlib.import_module("synkhronos.ranks").session()
-    return int(session.hosts.sent)
-
-
 def empty(hosts: list[str], turns: int, calls: int) -> None:
     """Time an empty function on hosts, and on one with as many ranks."""
     sides = {"one host": [f"here:{count_of(hosts)}"], f"{len(hosts)} hosts": hosts}
@@ -143,11 +137,11 @@ def sending(hosts: list[str]) -> None:
         table = Table({"training": 22, "bytes a step": 12, "in all": 9, "time a step": 11})
         for epoch in range(3):
             order = rng.permutation(ROWS)
-            before, times = bytes_sent(), []
+            before, times = synk.bytes_sent(), []
             for at in range(0, ROWS, BATCH):
                 batch = order[at : at + BATCH]
                 times.append(seconds(lambda batch=batch: step(data, labels, batch=batch)))  # type: ignore[misc]
-            sent = bytes_sent() - before
+            sent = synk.bytes_sent() - before
             table.row(f"epoch {epoch}", size(sent / len(times)), size(sent), duration(median(times)))
         print(f"({ROWS:,} rows of {4 * WIDTH} bytes, {size(ROWS * 4 * WIDTH)}; {BATCH:,} of them in a step)")
 
@@ -159,9 +153,9 @@ def comparing(hosts: list[str], nbytes: int) -> None:
         x = tensor.fmatrix("x")
         f = synk.function([x], (x[0, 0], "sum"))
         data = synk.data(np.ones((nbytes // 4096, 1024), np.float32))
-        first, before = seconds(lambda: f(data)), bytes_sent()
+        first, before = seconds(lambda: f(data)), synk.bytes_sent()
         again = median([seconds(lambda: f(data)) for _ in range(9)])
-        assert bytes_sent() == before
+        assert synk.bytes_sent() == before
     print(f"{size(before)} for the other hosts: {duration(first)} with the sending of them, {duration(again)} again")
     print(f"comparing: {before / 1e9 / again:.1f} GB/s")
 

@@ -108,6 +108,10 @@ def fork(
     A worker is a copy of this process as it is now: fork early, before data is loaded and before threads are started
     that hold locks.  The cores are shared out: each rank's BLAS gets its part of them as threads.
 
+    Workers on other hosts are no copies: they start anew, with this process' ``sys.path`` and working directory, and
+    import what they need.  Python and its packages have to be at the same path there.  Hosts talk by MPI, which
+    ``pip install synkhronos[hosts]`` brings, over a network that has to be trusted: what goes there are pickles.
+
     Examples
     --------
     >>> import synkhronos as synk
