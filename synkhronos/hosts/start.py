@@ -34,7 +34,7 @@ import numpy as np
 from synkhronos.hosts.contents import Rows
 from synkhronos.hosts.names import Host
 from synkhronos.hosts.pipes import Layout
-from synkhronos.ranks import Command
+from synkhronos.ranks import Command, SharedArray
 from synkhronos.ranks.control import Control
 from synkhronos.ranks.memory import Release
 from synkhronos.ranks.reads import Read, reads
@@ -176,14 +176,14 @@ class Hosts:
         threading.Thread(target=_pass_on, args=(self._launcher.stderr, self._said), daemon=True).start()
         return self._channel
 
-    def plan(self, command: Command) -> bytes:
-        """Say what each other host reads in a command, what all let go of, and the memory of a task."""
+    def plan(self, command: Command, parcel: SharedArray | None) -> bytes:
+        """Say what each other host reads in a command and its parcel, what all let go of, and the memory of a task."""
         hosts = [range(*bounds) for bounds in zip(self._bounds[1:], self._bounds[2:], strict=False)]
         dropped = [key for what, key in command.let_go if what == "segment"] if isinstance(command, Release) else []
-        needed = [] if dropped else [[_rows(read) for read in reads(command, self.size, ranks)] for ranks in hosts]
+        needed = [[_rows(read) for read in reads((command, parcel), self.size, ranks)] for ranks in hosts]
         memory = getattr(command, "memory", None)
         task = memory if isinstance(memory, TaskMemory) else None
-        return pickle.dumps((needed or [[] for _ in hosts], dropped, task), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps((needed, dropped, task), pickle.HIGHEST_PROTOCOL)
 
     @property
     def sent(self) -> int:

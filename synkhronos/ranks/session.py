@@ -62,8 +62,8 @@ class Hosts(Protocol):
     def begin(self, control: Control, file: io.FileIO, root: int, profile: bool) -> socket.socket:
         """Start the workers of the others; return the channel to this machine's agent, for segments."""
 
-    def plan(self, command: Command) -> bytes:
-        """Say what the others have to be sent for a command, besides the command."""
+    def plan(self, command: Command, parcel: SharedArray | None) -> bytes:
+        """Say what the others have to be sent for a command, which itself may lie in a parcel."""
 
     def lost(self) -> tuple[str, int] | None:
         """Say what has happened to another machine, or to a rank of it, and to which rank; None if nothing has."""
@@ -287,7 +287,7 @@ class Session:
 
     def _post(self, number: int, command: Command) -> None:
         control, words = self._control, self._control.words
-        parcel = None
+        parcel = where = None
         message = self._pickle(command)
         if len(message) > MAILBOX:
             parcel = self.memory.create(len(message), in_command=True)
@@ -298,7 +298,7 @@ class Session:
         control.mailbox[: len(message)] = message
         words[Control.LENGTH] = len(message)
         if self.hosts is not None:
-            plan = self.hosts.plan(command)
+            plan = self.hosts.plan(command, where)
             control.mailbox[len(message) : len(message) + len(plan)] = plan
             words[Control.PLAN] = len(plan)
         words[Control.ANNOUNCED] = self.memory.last_key

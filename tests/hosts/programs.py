@@ -183,6 +183,11 @@ def talk(worker: synk.Worker) -> Any:
     return me, sums[0]
 
 
+def back(worker: synk.Worker, value: Any) -> Any:
+    """Return an argument."""
+    return value
+
+
 def lock(worker: synk.Worker) -> None:
     """Take a lock, which is refused."""
     with worker.lock():
@@ -194,6 +199,8 @@ def tasks() -> None:
     fork()
     from hosts import programs  # the others find it by its name
 
+    large = np.arange(300_000)  # more than a command may be long
+    assert all(np.array_equal(each, large) for each in synk.run(programs.back, large))
     for _ in range(3):
         print(synk.run(programs.talk))
     try:
