@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from launch_runs import ENVIRONMENT, TESTS, lines, run, train
 
-from synkhronos.launch import binding
+from synkhronos.launch import binding, modelfile
 from synkhronos.ranks import available_cores
 
 
@@ -133,6 +133,15 @@ def test_streams_of_one_seed_differ_by_rank(tmp_path):
     assert (
         lines(tmp_path, "rank-1")[0]["rows_per_second"] > 45 and lines(tmp_path, "reports")[0]["rows_per_second"] > 90
     )
+
+
+def test_a_class_imports_what_lies_next_to_its_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "nets").mkdir()
+    (tmp_path / "nets" / "their_parts.py").write_text("rate = 3\n")
+    (tmp_path / "nets" / "their_net.py").write_text("from their_parts import rate\nclass Net:\n    rate = rate\n")
+    root, module = modelfile.find("nets/their_net.py", "Net", [str(tmp_path)])
+    assert module == "nets.their_net" and modelfile.load(root, module, "Net").rate == 3
 
 
 # -- binding -------------------------------------------------------------------------------------------------
