@@ -7,8 +7,10 @@ GPUs to itself and compiles what it needs.  It prints what it measured, as JSON.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -25,6 +27,7 @@ import pytensor
 import synkhronos as synk
 from synkhronos.extensions import updates
 from synkhronos.extensions.train import make_train_function
+from synkhronos.loading import CropMirror, Loader, npy
 
 _DEMOS = Path(__file__).resolve().parents[1] / "demos"
 sys.path[1:1] = [str(_DEMOS), str(_DEMOS / "resnet"), str(_DEMOS / "zoo")]
@@ -75,6 +78,7 @@ class Side:
         self._settings = settings
         self._rng = np.random.default_rng(0)
         self._net = network(settings)
+        self._folder = tempfile.TemporaryDirectory()
         self.parameters = sum(param.get_value(borrow=True).size for param in self._net.params)
 
     def _step(self, held: list[Any] | None = None) -> Callable[..., Any]:
@@ -120,9 +124,35 @@ class Side:
         batches = batches_of(self._rng, count, each)
         return lambda: step(batch_s=next(batches))
 
+    def files(self) -> Callable[[], Any]:
+        """Return a step on rows that loaders read from files meanwhile, and crop."""
+        n, each, size = (self._settings[name] for name in ("n", "batch_size", "size"))
+        count = n * self._settings["images"]
+        folder = Path(self._folder.name)
+        images = np.lib.format.open_memmap(folder / "x.npy", "w+", np.uint8, (count, 3, size + 32, size + 32))
+        for i in range(count):
+            images[i] = self._rng.integers(256, size=images.shape[1:], dtype=np.uint8)
+        images.flush()
+        np.save(folder / "y.npy", self._rng.integers(self._settings["classes"], size=count, dtype=np.int32))
+        loader = Loader(
+            [npy(folder / "x.npy"), npy(folder / "y.npy")],
+            augment=CropMirror(size, mirror=True),
+            processes=self._settings["loaders"],
+            vars=[self._net.x, self._net.y],
+        )
+        step = self._step()
+        batches = (rows for epoch in itertools.count() for rows in loader.epoch(epoch, n * each, whole=True))
+
+        def take() -> Any:
+            batch = next(batches)
+            x_data, y_data = loader.data
+            return step(x_data, y_data, batch=batch)
+
+        return take
+
     def measure(self, where: str) -> tuple[float, float, float]:
         """Return the first step's seconds, the median seconds of a step, and the last loss."""
-        step = self.host() if where == "host" else self.gpu()
+        step = {"host": self.host, "gpu": self.gpu, "files": self.files}[where]()
         start = perf_counter()
         float(step())
         first = perf_counter() - start

@@ -68,7 +68,14 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 1, 2 and 4, as far as there are)")
     add("--precision", nargs="+", choices=PRECISIONS, default=["tf32"], help="of products (default: tf32)")
-    add("--where", nargs="+", choices=("host", "gpu"), default=["host", "gpu"], help="where images are (both)")
+    add(
+        "--where",
+        nargs="+",
+        choices=("host", "gpu", "files"),
+        default=["host", "gpu"],
+        help="where images are (on the host and on the GPUs; files: loaders read them, beside the host)",
+    )
+    add("--loaders", type=int, default=8, metavar="N", help="that read files (%(default)s)")
     add("--steps", type=int, default=60, help="timed steps in each of three rounds (%(default)s)")
     add("--warm", type=int, default=20, help="steps before these (%(default)s)")
     add("--batch-size", type=int, default=64, metavar="N", help="images a step for each GPU (%(default)s)")
@@ -86,7 +93,7 @@ def parse() -> argparse.Namespace:
 
 def settings_for(options: argparse.Namespace, precision: str, n: int) -> dict[str, Any]:
     """Return what both sides are told."""
-    same = ("steps", "warm", "batch_size", "images", "width", "size", "where", "device")
+    same = ("steps", "warm", "batch_size", "images", "width", "size", "where", "device", "loaders")
     return {
         **{name: getattr(options, name) for name in same},
         "n": n,
@@ -138,6 +145,13 @@ class Report:
         losses = f"{loss:.3f}, the penalty of large weights included, DDP {ddp_loss:.3f} without"
         self._remarks.append(f"{label}: first step {duration(first)}; losses at the end {losses}")
 
+    def add_loading(self, precision: str, n: int, images: int, ours: Any) -> None:
+        """Keep what steps on rows from files are beside those on rows that are on the host."""
+        plain, loaded = (images / ours["results"][where][1] for where in ("host", "files"))
+        label = f"{precision}, images from files, n = {n}"
+        self._remarks.append(f"{label}: {loaded:,.0f}/s, and {plain:,.0f}/s from the host without loading")
+        self._bars.append((f"{label}: beside those on the host", 100 * loaded / plain, " %", None, 97))
+
     def remark(self, text: str) -> None:
         """Keep a line for the end."""
         self._remarks.append(text)
@@ -152,6 +166,8 @@ class Report:
 def main() -> None:
     """Run the benchmark."""
     options = parse()
+    if "files" in options.where and "host" not in options.where:
+        raise SystemExit("--where files: expected host with it, to compare with")
     there = gpus(None) if options.device == "gpu" else 2
     counts = options.ranks or [n for n in (1, 2, 4) if n <= there]
     heading(f"a training step of a ResNet-{options.depth}, {options.size}x{options.size}, {options.batch_size} a GPU")
@@ -169,6 +185,7 @@ def main() -> None:
                 settings = settings_for(options, precision, n)
                 try:
                     ours = call("_resnet", sys.executable, settings, environment, options.limit)
+                    settings = {**settings, "where": [where for where in options.where if where != "files"]}
                     ddp = call("_ddp", options.torch_python, settings, {}, options.limit)
                     compiled = None
                     if options.compiled:
@@ -177,7 +194,9 @@ def main() -> None:
                     print(f"{precision}, n = {n}: {failure}", flush=True)
                     continue
                 report.remark(f"{ours['title']}, {ddp['title']}: {duration(ours['built'])} to start and build ours")
-                for where in options.where:
+                if "files" in options.where:
+                    report.add_loading(precision, n, n * options.batch_size, ours)
+                for where in settings["where"]:
                     report.add(precision, where, n, n * options.batch_size, ours, ddp, compiled, is_cold)
                 is_cold = False
     report.end()
