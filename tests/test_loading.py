@@ -12,6 +12,8 @@ from synkhronos import loading
 from synkhronos.loading import CropMirror, Loader
 from synkhronos.loading.ring import Plan
 
+pytestmark = pytest.mark.any_library
+
 
 @pytest.fixture
 def load():
