@@ -375,8 +375,8 @@ def _cause(pid: int) -> str:
 
 
 def units_of(plan: Plan, count: int, unit: int) -> Iterator[tuple[int, int, int]]:
-    """Yield epoch, place and length of each unit, for ever."""
-    while True:
+    """Yield epoch, place and length of each unit, for ever; none if no epoch has any."""
+    while plan.row or plan.starts(count, unit):
         for start in plan.starts(count, unit):
             yield plan.epoch, start, min(unit, count - start)
         plan = plan.next()
