@@ -42,6 +42,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from synkhronos.hosts.contents import PAGE, Contents, pages_of, put_pages, take_pages
+from synkhronos.hosts.names import host_and_ranks
 from synkhronos.hosts.pipes import COUNT_BITS, DOWN_IN, DOWN_OUT, FRAMES, NEWS, UP_IN, UP_OUT, Layout
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, FOR_STEP, FOR_TASK, SLOT, SPIN, Control
 from synkhronos.ranks.errors import cause_of_death
@@ -55,11 +56,15 @@ from synkhronos.ranks.workers import Workers
 _PART = 1 << 22
 #: Seconds between two beats, and between two looks at the workers' lives.
 _BEAT, _LOOK = 0.2, 0.02
+#: Seconds that a host may take to its first beat, besides the time after which it is lost.
+_FIRST_BEAT = 10.0
 #: Seconds of quiet up to which an agent looks without a pause, and up to which its pauses are short.
 _AWAKE, _DOZING = 1e-3, 0.05
 _SHORT, _LONG = 50e-6, 2e-3
 #: Seconds that workers get to end by themselves.
 _GRACE = 2.0
+#: Seconds until an agent ends that has not met the others.
+_START = 90
 
 POST, ANNOUNCE, PAGES, DROP, STEP, FAILED, DONE, LOST, BEAT, END, GONE, PART, STOP = range(13)
 
@@ -232,8 +237,8 @@ class Agent:
         self._done: tuple[int, ...] = ()
         self._bridge: Bridge | None = None
         self._early: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        now = time.monotonic()
-        self._heard = dict.fromkeys(self._mail.others, now)
+        # The others start their workers before they say anything.
+        self._heard = dict.fromkeys(self._mail.others, time.monotonic() + _FIRST_BEAT)
         self._next_beat = self._next_look = 0.0
         self._is_told = self._is_ending = False
         self._gone: set[int] = set()
@@ -383,7 +388,7 @@ class Agent:
 
     def _beat(self, now: float) -> None:
         """Say that this host is there; see whether the others are, and the workers."""
-        if now >= self._next_beat:
+        if now >= self._next_beat and not self._is_ending:
             self._next_beat = now + _BEAT
             here, clock = self._here, time.monotonic_ns()
             going_on = [(p and clock - p) for p in self._control.progress[here.start : here.stop]]
@@ -398,8 +403,8 @@ class Agent:
             if now - self._heard[host] > timeout:
                 if not self._is_first:
                     self._leave(9)
-                name, first = self._names[host], self._bounds[host]
-                self._tell(f"host {name} has not been heard of for {timeout:g} seconds, and its ranks", first)
+                name, first = host_and_ranks(self._names[host], self._ranks_of(host)), self._bounds[host]
+                self._tell(f"{name} has not been heard of for {timeout:g} seconds", first)
         dead = self._workers.first_dead()
         if dead is not None:
             number, pid, code = dead
@@ -430,7 +435,8 @@ class Agent:
         try:
             file = create_unlinked(nbytes) if path is None else _open(path, nbytes)
         except (MemoryError, OSError) as error:
-            self._mail.send(0, LOST, f"host {self._names[self._me]}: {error}", self._here.start)
+            name = host_and_ranks(self._names[self._me], self._here)
+            self._mail.send(0, LOST, f"{name}: {error}", self._here.start)
             return
         with file:
             segment = self._segments[key] = Segment(key, file.fileno(), nbytes, path is not None)
@@ -570,14 +576,17 @@ def main(address: str) -> None:
 
     mpi4py.rc.finalize = False
     mpi4py.rc.thread_level = "single"
+    signal.alarm(_START)  # until all have met, MPI waits without end: for a host that went dark, say
     from mpi4py import MPI
 
+    _unlink_shared_memory()
     world = MPI.COMM_WORLD
     hellos = world.gather(_hello())
     channel, file, config = None, None, None
     if world.rank == 0:
         channel, config, file = _connect(address, hellos)
     config = world.bcast(config)
+    signal.alarm(0)
     if config is None:  # the master has thought better of it
         MPI.Finalize()
         return
@@ -596,7 +605,20 @@ def main(address: str) -> None:
     if not made:
         workers.start(config["profile"])
     Agent(MPI, config, control, channel, workers).run()
-    MPI.Finalize()
+    with contextlib.suppress(MPI.Exception):  # of messages that nobody has waited for any more
+        MPI.Finalize()
+
+
+def _unlink_shared_memory() -> None:
+    """Take the names from the files in /dev/shm that MPICH would leave there if this process were killed.
+
+    They are for processes of the same host, and on each there is one agent.
+    """
+    with open("/proc/self/maps") as maps:
+        names = {line.split()[5] for line in maps if "/dev/shm/mpich" in line and "(deleted)" not in line}
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
 
 
 def _hello() -> dict[str, Any]:

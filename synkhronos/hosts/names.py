@@ -4,6 +4,8 @@
     A host, and how many ranks it is to have.
 `hosts_of`
     Reads ``fork(hosts=...)`` and the environment.
+`host_and_ranks`
+    How errors name a host.
 `launched`
     Which of several processes this is that ``mpirun`` or ``srun`` has started.
 """
@@ -80,6 +82,12 @@ def _host(text: object, called: str) -> Host:
     if colon and not (count.isdecimal() and int(count) > 0):
         raise ValueError(f"{called}: expected a number of ranks behind the colon, got {text!r}")
     return Host(name, int(count) if colon else None)
+
+
+def host_and_ranks(name: str, of_host: range) -> str:
+    """Return how an error names a host: with its ranks."""
+    ranks = f"rank {of_host.start}" if len(of_host) == 1 else f"ranks {of_host.start} to {of_host.stop - 1}"
+    return f"host {name} ({ranks})"
 
 
 def _of_allocation(called: str) -> list[str]:

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import warnings
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,10 +33,11 @@ from typing import IO, Any, NoReturn
 import numpy as np
 
 from synkhronos.hosts.contents import Rows
-from synkhronos.hosts.names import Host
+from synkhronos.hosts.names import Host, host_and_ranks
 from synkhronos.hosts.pipes import Layout
 from synkhronos.ranks import Command, SharedArray
 from synkhronos.ranks.control import Control
+from synkhronos.ranks.errors import cause_of_death
 from synkhronos.ranks.memory import Release
 from synkhronos.ranks.reads import Read, reads
 from synkhronos.ranks.task import TaskMemory
@@ -84,6 +86,7 @@ class Hosts:
         self.names = [] if hosts is None else [host.name for host in hosts]
         self._timeout = timeout
         self._said: deque[str] = deque(maxlen=50)
+        self._readers: list[threading.Thread] = []
         self._channel: socket.socket | None = None
         if hosts is None:
             _start_once()
@@ -96,9 +99,11 @@ class Hosts:
             self._launcher = subprocess.Popen(
                 _agent(address) if hosts is None else _command(self.names, address),
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="backslashreplace",
+                env={"UCX_LOG_LEVEL": "error", **os.environ},  # Open MPI's UCX warns of what every agent's end leaves
                 start_new_session=True,  # Ctrl-C at the terminal is the master's to handle
                 close_fds=hosts is not None,  # mpirun talks to its processes over files that they inherit
             )
@@ -112,6 +117,7 @@ class Hosts:
             except BaseException:
                 self.kill()
                 raise
+        self._known_as = [(name, hello["name"]) for name, hello in zip(self.names, hellos, strict=True)]
         each = [host.n_ranks or n_ranks or hello["cores"] for host, hello in zip(hosts, hellos, strict=True)]
         self.counts: list[int] = each
         self.size = sum(each)
@@ -149,16 +155,15 @@ class Hosts:
 
     def _read(self) -> str:
         """Return what ``mpirun`` has said, when it has ended."""
-        assert self._launcher.stderr is not None
-        said = [*self._said, *self._launcher.stderr.readlines()]
-        lines = [line.strip(" =\n") for line in said]
+        output, errors = self._launcher.communicate()
+        lines = [line.strip(" =-") for line in [*errors.splitlines(), *output.splitlines()]]
         return "; ".join(line for line in lines if line) or f"mpirun ended with code {self._launcher.returncode}"
 
     # -- what the session calls ------------------------------------------------------------------------------
 
     def begin(self, control: Control, file: io.FileIO, root: int, profile: bool) -> socket.socket:
         """Have the other hosts' workers started; return the channel to this host's agent."""
-        assert self._channel is not None and self._launcher.stderr is not None
+        assert self._channel is not None
         self._control, self._layout = control, Layout(control)
         config = {
             "names": self.names,
@@ -173,7 +178,9 @@ class Hosts:
         }
         self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         socket.send_fds(self._channel, [json.dumps(config).encode()], [file.fileno()])
-        threading.Thread(target=_pass_on, args=(self._launcher.stderr, self._said), daemon=True).start()
+        for stream, name in ((self._launcher.stdout, "stdout"), (self._launcher.stderr, "stderr")):
+            self._readers.append(threading.Thread(target=_pass_on, args=(stream, name, self._said), daemon=True))
+            self._readers[-1].start()
         return self._channel
 
     def plan(self, command: Command, parcel: SharedArray | None) -> bytes:
@@ -190,6 +197,10 @@ class Hosts:
         """Bytes of shared memory that were sent to other hosts."""
         return 0 if self._control is None else self._control.words[Control.SENT]
 
+    def host(self, rank: int) -> str:
+        """Return the name of a rank's host."""
+        return self.names[bisect(self._bounds, rank) - 1]
+
     def lost(self) -> tuple[str, int] | None:
         """Say what has happened to another host, or to an agent."""
         if self._control is None or self._layout is None:
@@ -203,12 +214,15 @@ class Hosts:
         # It says on which host something has ended, if it notices: that takes it a moment.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(1.0)
-        time.sleep(0.05)
-        said = " ".join(self._said)
-        at = next(
-            (i for i, name in enumerate(self.names) if re.search(rf"\b(at|on|node) {re.escape(name)}\b", said)), 0
-        )
-        return f"the agent of host {self.names[at]} has ended: {self._reason()}", self._bounds[at]
+        for reader in self._readers:
+            reader.join(0.2)
+        code = self._launcher.poll()
+        if code is not None and code < 0:
+            return f"mpirun (process {self._launcher.pid}), which connects the hosts, {cause_of_death(code)}", 0
+        lost = _lost(" ".join(self._said), self._known_as)
+        names = [host_and_ranks(self.names[i], range(*self._bounds[i : i + 2])) for i in lost]
+        which = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+        return f"{which} was lost: the host, or the agent there, has ended", self._bounds[lost[0]]
 
     def _is_cut(self) -> bool:
         """Whether this host's agent has gone."""
@@ -220,15 +234,12 @@ class Hosts:
         except OSError:
             return True
 
-    def _reason(self) -> str:
-        lines = [line.strip(" =\n") for line in self._said]
-        return "; ".join(line for line in lines if line)[:300] or f"mpirun's code is {self._launcher.poll()}"
-
     def end(self, kill: bool, seconds: float, is_hurried: Callable[[], bool]) -> None:
         """End the other hosts' workers and the agents."""
         if self._control is not None:
             self._control.words[Control.ENDING] = 2 if kill else 1
-        deadline = time.monotonic() + seconds
+        # A host that is lost never answers; `kill` reaches the others too.
+        deadline = time.monotonic() + (_ENOUGH if kill else seconds)
         while self._control is not None and self._launcher.poll() is None:
             if is_hurried() or time.monotonic() > deadline:
                 break
@@ -242,8 +253,10 @@ class Hosts:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._launcher.wait(_LAST)
         if self._launcher.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._launcher.pid, signal.SIGKILL)
+            # And what it has started here: an ssh to a host that went dark would wait for it.
+            for pid in _tree(self._launcher.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self._launcher.wait()
         self._control = self._layout = None
 
@@ -320,6 +333,15 @@ def _mpirun() -> str:
     return found
 
 
+def _tree(pid: int) -> list[int]:
+    """Return a process, its children, their children, and so on."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:  # it has ended
+        children = []
+    return [pid, *(each for child in children for each in _tree(int(child)))]
+
+
 def _is_mpich(mpirun: str) -> bool:
     said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
     return "HYDRA" in said.upper()
@@ -335,10 +357,35 @@ def _check_versions(names: Sequence[str], versions: Sequence[dict[str, str]]) ->
                 )
 
 
-def _pass_on(stream: IO[str], said: deque[str]) -> None:
-    """Pass on to this process' standard error what comes from the hosts, and keep the end of it."""
+def _lost(said: str, known_as: Sequence[Sequence[str]]) -> list[int]:
+    """Return which host is lost, by what ``mpirun`` has said; where it names none, those that may be.
+
+    Parameters
+    ----------
+    said : str
+    known_as : sequence of sequence of str
+        The names of each host.
+    """
+    said = " ".join(said.split())  # it breaks lines where it likes
+
+    def named(pattern: str) -> list[int]:
+        found = re.findall(pattern, said)
+        return [i for i, names in enumerate(known_as) if any(name in found for name in names)]
+
+    # MPICH; then Open MPI: a host, a process.
+    for pattern in (r"RUNNING AT (\S+)", r"Remote daemon: \S+ on node (\S+)", r"on node (\S+) exited on signal"):
+        if lost := named(pattern):
+            return lost[:1]
+    # Who complains that a connection was closed is there.
+    complaining = named(r"\[([^\s:]+):\d+\] \*\*\* An error occurred in Socket closed") or [0]
+    return [i for i in range(len(known_as)) if i not in complaining]
+
+
+def _pass_on(stream: IO[str], name: str, said: deque[str]) -> None:
+    """Pass on to a standard stream of this process what comes from the hosts, and keep the end of it."""
     for line in stream:
         said.append(line)
-        if sys.stderr is not None:
+        to = getattr(sys, name)
+        if to is not None:
             with contextlib.suppress(OSError, ValueError):
-                sys.stderr.write(line)
+                to.write(line)

@@ -24,6 +24,7 @@ class Report:
     kind: str
     message: str
     traceback: str
+    host: str = ""
 
     @classmethod
     def of(cls, rank: int, error: BaseException, limit: int) -> Report:
@@ -35,9 +36,14 @@ class Report:
         text = "".join(traceback.format_exception(error))
         return cls(rank, type(error).__qualname__, _cut(message, limit), _cut(text, limit))
 
+    @property
+    def who(self) -> str:
+        """The rank, and, where there are several hosts, the host."""
+        return f"rank {self.rank}" + (f" on host {self.host}" if self.host else "")
+
     def summary(self) -> str:
         """One line: the rank, the exception's class and the first line of its message."""
-        return f"rank {self.rank}: {self.kind}: {(self.message.splitlines() or [''])[0]}"
+        return f"{self.who}: {self.kind}: {(self.message.splitlines() or [''])[0]}"
 
 
 def _cut(text: str, limit: int) -> str:
@@ -75,7 +81,7 @@ class WorkerError(RuntimeError):
     def of(cls, reports: Sequence[Report], effect: str = "") -> WorkerError:
         """Make the error for ranks that raised exceptions and are still there."""
         first = reports[0]
-        head = f"rank {first.rank} raised {first.kind}: {first.message}"
+        head = f"{first.who} raised {first.kind}: {first.message}"
         others = "".join(f"\n  {report.summary()}" for report in reports[1:])
         if others:
             head += f"\nIt was not alone:{others}"

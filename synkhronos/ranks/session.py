@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 from synkhronos.ranks import worker
@@ -64,6 +65,9 @@ class Hosts(Protocol):
 
     def plan(self, command: Command, parcel: SharedArray | None) -> bytes:
         """Say what the others have to be sent for a command, which itself may lie in a parcel."""
+
+    def host(self, rank: int) -> str:
+        """Return the name of a rank's machine."""
 
     def lost(self) -> tuple[str, int] | None:
         """Say what has happened to another machine, or to a rank of it, and to which rank; None if nothing has."""
@@ -344,12 +348,16 @@ class Session:
     def _reports(self) -> list[Report]:
         control = self._control
         return [
-            pickle.loads(control.slot(r, 2)[: control.report_length[r]])
+            replace(pickle.loads(control.slot(r, 2)[: control.report_length[r]]), host=self._host(r))
             for r in range(self.size)
             if r != self.rank.root
             and control.done[r] == self._command == control.words[Control.POSTED]
             and control.report_length[r]
         ]
+
+    def _host(self, rank: int) -> str:
+        """Return the name of a rank's host, where there are several."""
+        return "" if self.hosts is None else self.hosts.host(rank)
 
     # -- lives -----------------------------------------------------------------------------------------------
 
@@ -390,7 +398,8 @@ class Session:
         dead = self.workers.first_dead()
         if dead is not None:
             number, pid, code = dead
-            self._fail(f"rank {number} (process {pid}) {cause_of_death(code)}; the other workers were ended.", number)
+            who = f"rank {number}" + (f" on host {self._host(number)}" if self.hosts else "")
+            self._fail(f"{who} (process {pid}) {cause_of_death(code)}; the other workers were ended.", number)
         lost = None if self.hosts is None else self.hosts.lost()
         if lost is not None:
             self._fail(f"{lost[0]}; the workers were ended.", lost[1])

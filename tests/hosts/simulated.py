@@ -3,8 +3,9 @@
 
     simulated.py [--hosts a,b] [--gbit G] [--] command ...   make hosts, run a command on the first, take all away
     simulated.py rsh [-x ...] HOST command ...                        run a command on a host (what mpirun calls for ssh)
-    simulated.py unplug|plug|kill|down|freeze HOST                    faults: cable out or in; all processes killed; both
-                                                                  ("power loss": nobody gets a FIN or RST); all stopped
+    simulated.py unplug|plug|kill|down|freeze|thaw HOST               faults: cable out or in; all processes killed; both
+                                                                  ("power loss": nobody gets a FIN or RST); all stopped,
+                                                                  or continued
 
 The last two work inside of a command that the first has started.  Everything lives in namespaces of one process tree:
 when the first command ends, however it ends, the kernel takes all of it away, and nothing is left in /run/netns or
@@ -35,7 +36,7 @@ def main() -> int:
     argv = sys.argv[1:]
     if argv and argv[0] == "rsh":
         return rsh(argv[1:])
-    if argv and argv[0] in ("unplug", "plug", "kill", "down", "freeze"):
+    if argv and argv[0] in ("unplug", "plug", "kill", "down", "freeze", "thaw"):
         return ask({"op": argv[0], "host": argv[1]})
     names, inner, opts = ["a", "b"], False, {}
     while argv and argv[0].startswith("--"):
@@ -75,6 +76,7 @@ class Tree:
     def __init__(self, names: list[str], opts: dict[str, str]):
         self.pids: dict[str, int] = {}
         self.dark: set[str] = set()
+        self.entered: list[int] = []
         sh("mount", "-t", "tmpfs", "tmpfs", STATE)
         with open(f"{STATE}/hosts", "w") as file:
             file.write("127.0.0.1 localhost\n")
@@ -119,7 +121,9 @@ class Tree:
     def enter(self, name: str, words: list[str], env: dict[str, str], cwd: str, **how) -> subprocess.Popen:
         env = {**env, "TMPDIR": f"{STATE}/{name}.tmp", "HOSTNAME": name}
         flags = ["nsenter", "-t", str(self.pids[name]), "-n", "-m", "-u", "-i", "-p"]
-        return subprocess.Popen([*flags, f"--wd={cwd}", *words], env=env, **how)
+        child = subprocess.Popen([*flags, f"--wd={cwd}", *words], env=env, **how)
+        self.entered.append(child.pid)
+        return child
 
     def run(self, words: list[str]) -> int:
         first = next(iter(self.pids))
@@ -166,15 +170,21 @@ class Tree:
                     sh("ip", "link", "set", f"to-{name}", "up")
                 if op in ("kill", "down"):
                     os.kill(self.pids[name], signal.SIGKILL)  # the first process of a pid namespace takes all with it
-                if op == "freeze":
+                if op in ("freeze", "thaw"):
                     space = os.stat(f"/proc/{self.pids[name]}/ns/pid").st_ino
                     for entry in os.listdir("/proc"):
                         if entry.isdecimal() and int(entry) != self.pids[name]:
                             try:
                                 if os.stat(f"/proc/{entry}/ns/pid").st_ino == space:
-                                    os.kill(int(entry), signal.SIGSTOP)
+                                    os.kill(int(entry), signal.SIGSTOP if op == "freeze" else signal.SIGCONT)
                             except OSError:
                                 pass
+                if op == "thaw":  # nsenter stops itself when its child is stopped
+                    for pid in self.entered:
+                        try:
+                            os.kill(pid, signal.SIGCONT)
+                        except ProcessLookupError:
+                            pass
                 code = 0
         except Exception as error:
             print(f"simulated.py {op} {name}: {error}", file=sys.stderr)

@@ -1,0 +1,202 @@
+"""The program that is hurt, on the first of several hosts: it does what its standard input says, one order a line.
+
+It tells what comes of an order, and each rank when it is where something is to happen to it, by a named pipe in the
+folder that is its argument; the hosts share their files.  Another pipe there lets go of those that hold.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.devices.host import host_communicator
+from synkhronos.hosts.pipes import Pipe
+
+#: An array of so many float64 takes several chunks.
+LARGE = 1_000_000
+#: What this process does at its next chunk.
+AT_CHUNK: Callable[[], None] | None = None
+
+_real_pass_on = Pipe.pass_on
+
+
+def _pass_on(self: Pipe, nbytes: int = 0) -> None:
+    global AT_CHUNK
+    _real_pass_on(self, nbytes)
+    if AT_CHUNK is not None and self._count > 1:
+        act, AT_CHUNK = AT_CHUNK, None
+        act()
+
+
+Pipe.pass_on = _pass_on  # type: ignore[method-assign]
+
+
+def tell(folder: str, event: str, **data: Any) -> None:
+    """Tell the test, in one write."""
+    line = json.dumps({"event": event, "time": time.monotonic(), **data}).encode() + b"\n"
+    assert len(line) < select.PIPE_BUF, line
+    pipe = os.open(f"{folder}/events", os.O_WRONLY)
+    os.write(pipe, line)
+    os.close(pipe)
+
+
+class _Poll(ctypes.Structure):
+    _fields_ = [("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short)]
+
+
+def hold(folder: str, rank: int) -> None:
+    """Say so, and wait until the test lets go, as compiled code does: with no Python running meanwhile."""
+    release = os.open(f"{folder}/release", os.O_RDONLY | os.O_NONBLOCK)
+    poll = ctypes.PyDLL(None).poll  # keeps the interpreter's lock
+    deadline = time.monotonic() + 60
+    tell(folder, "inside", rank=rank)
+    try:
+        while poll(ctypes.byref(_Poll(release, select.POLLIN, 0)), 1, 60_000) < 1:
+            assert time.monotonic() < deadline
+    finally:
+        os.close(release)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command in which some ranks come to a place, and hold there or raise; the others wait for them."""
+
+    folder: str
+    place: str
+    on: tuple[int, ...]
+    action: str
+
+    def run(self, rank: ranks.Rank) -> bool:
+        """Return whether all ranks have combined an array, and it is right."""
+        global AT_CHUNK
+
+        def act() -> None:
+            if self.action == "raise":
+                tell(self.folder, "inside", rank=rank.number)
+                raise KeyError("a fault")
+            hold(self.folder, rank.number)
+
+        rank.barrier()
+        AT_CHUNK = None
+        if rank.number in self.on:
+            if self.place == "collective":
+                AT_CHUNK = act
+            else:
+                act()
+        if self.place == "step":
+            rank.exchange(rank.number)
+        array = np.full(LARGE, 1.0 + rank.number)
+        host_communicator(rank).all_reduce(array, "sum")
+        rank.barrier()
+        return bool((array == sum(range(1, rank.size + 1))).all())
+
+
+@dataclass(frozen=True)
+class Know:
+    """Say which process each rank is."""
+
+    def run(self, rank: ranks.Rank) -> list[tuple[str, int]]:
+        """Return the namespaces' names and the process ids."""
+        return rank.exchange((os.readlink("/proc/self/ns/pid"), os.getpid()))
+
+
+class Orders:
+    """What the test can have this program do."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+
+    def fork(self, hosts: list[str] | int, environment: dict[str, str], settings: dict[str, Any]) -> Any:
+        """Fork, with variables of the environment that are taken back."""
+        before = dict(os.environ)
+        os.environ.update(environment)
+        try:
+            if isinstance(hosts, int):
+                return synk.fork(hosts, use_gpu=False)
+            return synk.fork(hosts=hosts, use_gpu=False, **settings)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+    def know(self) -> Any:
+        """Return each rank's namespace and process id, and mpirun's process id."""
+        session = ranks.session()
+        return {"ranks": session.run(Know()), "mpirun": session.hosts._launcher.pid}
+
+    def part(self, place: str, on: list[int], action: str) -> bool:
+        """Run a command; for "idle" hold before it, outside of the library."""
+        if place == "idle":
+            hold(self.folder, 0)
+            on = []
+        with ranks.session().turn:
+            ranks.session().settle()
+            return ranks.session().run(Part(self.folder, place, tuple(on), action))
+
+    def share(self, nbytes: int) -> None:
+        """Have all ranks share memory."""
+        part = synk.data(np.ones(nbytes // 8))
+        self.part("step", [], "")
+        del part
+
+    def work(self) -> bool:
+        """Return whether a function and the collectives compute what is right."""
+        from faults.inside import Work, right
+
+        n = ranks.session().size
+        return Work().check() == right(n)
+
+    def close(self) -> None:
+        """End the ranks."""
+        synk.close()
+
+    def close_in_handler(self) -> None:
+        """End the ranks in a signal's handler, in the middle of a command."""
+        signal.signal(signal.SIGUSR1, lambda *_: synk.close())
+        self.part("computing", [0], "hold")
+
+    def exit(self) -> None:
+        """Leave without a close."""
+        sys.exit(3)
+
+
+def _attempt(call: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        value = call()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        return {
+            "ended": time.monotonic(),
+            "error": type(error).__name__,
+            "message": str(error)[:1500].encode("ascii", "replace").decode(),
+            "rank": getattr(error, "rank", None),
+        }
+    return {"ended": time.monotonic(), "value": value}
+
+
+def main() -> None:
+    """Take orders until there are no more."""
+    folder = sys.argv[1]
+    orders = Orders(folder)
+    tell(folder, "started", namespace=os.readlink("/proc/self/ns/pid"))
+    while line := sys.stdin.readline():
+        name, arguments = json.loads(line)
+        tell(folder, "outcome", order=name, **_attempt(lambda: getattr(orders, name)(**arguments)))  # noqa: B023
+
+
+if __name__ == "__main__":
+    from hosts import hurt  # the ranks know the commands by this name
+
+    hurt.main()

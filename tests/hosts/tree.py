@@ -1,0 +1,236 @@
+"""Hosts with `hurt.py` on the first of them: what it tells, what is done to it, and what is left of it.
+
+`Tree`
+    The hosts and the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from system import LIMIT, lives
+
+from hosts import HERE, are_simulated, simulated, words
+
+
+class Tree:
+    """Some hosts, and `hurt.py` on the first.
+
+    Where hosts can't be simulated, one machine pretends to be all of them.
+
+    Parameters
+    ----------
+    hosts : list of str
+        Their names.
+    **variables : str
+        For the program's environment.
+    """
+
+    def __init__(self, hosts: list[str], **variables: str):
+        self.hosts = hosts
+        self._folder = tempfile.TemporaryDirectory(prefix="hurt-")
+        self.folder = Path(self._folder.name)
+        os.mkfifo(self.folder / "events")
+        os.mkfifo(self.folder / "release")
+        self._events = os.open(self.folder / "events", os.O_RDWR)
+        self._text = b""
+        self.output = tempfile.TemporaryFile("w+")
+        # A program that ends is followed by the next one.
+        again = ["-c", "import subprocess, sys\nwhile True: subprocess.call(sys.argv[1:])", sys.executable]
+        command, environment = words(hosts, *again, HERE / "hurt.py", self.folder)
+        # Every process has this path somewhere in its environment: ssh passes it on, too.
+        environment["PYTHONPATH"] += os.pathsep + str(self.folder)
+        environment |= {"PYTENSOR_FLAGS": "mode=Mode,linker=py,optimizer=None", **variables}
+        self.program = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=self.output,
+            stderr=self.output,
+            start_new_session=True,
+        )
+        self.until_started()
+        self._first = self._find_first()
+
+    def until_started(self) -> None:
+        """Wait for the program, the first or the next."""
+        namespace = self.wait("started")["namespace"]
+        processes = self.processes()
+        self.pid = next(p for p, (space, line) in processes.items() if space == namespace and _is_hurt(line))
+        if not hasattr(self, "before"):
+            self.before = set(processes) - {self.pid}
+
+    def end(self) -> None:
+        """Take all of it away."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.program.pid, signal.SIGKILL)
+        self.program.wait(LIMIT)
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        os.close(self._events)
+        self.output.close()
+        self._folder.cleanup()
+
+    # -- what it is told, and tells ----------------------------------------------------------------------------
+
+    def order(self, name: str, **arguments: Any) -> None:
+        """Have the program do something."""
+        assert self.program.stdin is not None
+        self.program.stdin.write(json.dumps([name, arguments]).encode() + b"\n")
+        self.program.stdin.flush()
+
+    def do(self, name: str, limit: float = LIMIT, **arguments: Any) -> dict[str, Any]:
+        """Have the program do something, and return what came of it."""
+        self.order(name, **arguments)
+        return self.wait("outcome", limit)
+
+    def wait(self, event: str, limit: float = LIMIT) -> dict[str, Any]:
+        """Return what is told next, which is this event."""
+        deadline = time.monotonic() + limit
+        while b"\n" not in self._text:
+            if not select.select([self._events], [], [], 0.05)[0]:
+                assert time.monotonic() < deadline, f"silent for {limit} s\n{self.printed()}"
+                assert self.program.poll() is None, f"the hosts are gone\n{self.printed()}"
+                continue
+            self._text += os.read(self._events, 1 << 16)
+        line, self._text = self._text.split(b"\n", 1)
+        told: dict[str, Any] = json.loads(line)
+        assert told["event"] == event, f"{told}\n{self.printed()}"
+        return told
+
+    def fork(self, hosts: list[str], environment: dict[str, str] | None = None, **settings: Any) -> dict[str, Any]:
+        """Have the program fork, and return what came of it."""
+        self._drain()
+        return self.do("fork", hosts=hosts, environment=environment or {}, settings=settings)
+
+    def know(self) -> dict[str, Any]:
+        """Return each rank's process, and mpirun's."""
+        found = self.do("know")["value"]
+        spaces = self.processes()
+        return {
+            "ranks": [_outer(spaces, space, pid) for space, pid in found["ranks"]],
+            "mpirun": _outer(spaces, spaces[self.pid][0], found["mpirun"]),
+            "agents": [
+                pid
+                for space, _ in dict(found["ranks"]).items()
+                for pid, (where, line) in spaces.items()
+                if where == space and "hosts.agent" in line and "python" in line.split()[0]
+            ],
+        }
+
+    def release(self) -> None:
+        """Let those go that hold."""
+        with contextlib.suppress(OSError):
+            os.close(os.open(self.folder / "release", os.O_WRONLY | os.O_NONBLOCK))
+
+    def printed(self) -> str:
+        """Return what the program has printed."""
+        self.output.seek(0)
+        return self.output.read()
+
+    def _drain(self) -> None:
+        """Forget what ranks have told that nobody waited for."""
+        while select.select([self._events], [], [], 0)[0]:
+            os.read(self._events, 1 << 16)
+        self._text = b""
+
+    # -- what is done to it ----------------------------------------------------------------------------------------
+
+    def hurt(self, fault: str, host: str) -> float:
+        """Do something to a whole host, and return when."""
+        simulated.SOCKET = f"/proc/{self.pid}/root{simulated.STATE}/control"
+        moment = time.monotonic()
+        assert simulated.ask({"op": fault, "host": host}) == 0
+        return moment
+
+    def fill(self, host: str) -> Path:
+        """Fill a host's shared memory but for some pages, and return the file that does."""
+        folder = self._shared_memory(host)
+        of = os.statvfs(folder)
+        with (folder / "full").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, (of.f_bavail - 100) * of.f_frsize)
+        return folder / "full"
+
+    # -- what is left of it ----------------------------------------------------------------------------------------
+
+    def processes(self) -> dict[int, tuple[str, str]]:
+        """Return the program's processes on all hosts: the namespace, and the command line."""
+        found, mark = {}, str(self.folder).encode()
+        for name in os.listdir("/proc"):
+            if not name.isdecimal():
+                continue
+            try:
+                if mark in Path(f"/proc/{name}/environ").read_bytes() and lives(int(name)):
+                    line = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    found[int(name)] = os.readlink(f"/proc/{name}/ns/pid"), line
+            except OSError:
+                continue
+        return found
+
+    def used(self) -> dict[str, int]:
+        """Return the bytes of shared memory that are taken on each host."""
+        if not are_simulated():
+            return {}
+        found = {}
+        for host in self.hosts:
+            with contextlib.suppress(OSError):  # it is dead
+                of = os.statvfs(self._shared_memory(host))
+                found[host] = (of.f_blocks - of.f_bfree) * of.f_frsize
+        return found
+
+    def nothing_left(self, limit: float = 2, is_fresh: bool = False) -> None:
+        """Check that only the master is there, and no shared memory but, where it is not fresh, its own."""
+        deadline = time.monotonic() + limit
+        while left := [*self._left(is_fresh)]:
+            assert time.monotonic() < deadline, f"{left} are left\n{self.printed()}"
+            time.sleep(0.01)
+
+    def _left(self, is_fresh: bool) -> Iterator[object]:
+        for pid, (_, line) in self.processes().items():
+            if pid not in (self.pid, *self.before):
+                yield pid, line
+        for host, nbytes in self.used().items():
+            if nbytes and (is_fresh or host != self.hosts[0]):  # the master keeps the last session's control memory
+                yield host, nbytes
+        shared_memory = self._shared_memory(self.hosts[0]) if are_simulated() else Path("/dev/shm")
+        yield from (path.name for path in shared_memory.iterdir() if re.match("synkhronos|mpich", path.name))
+
+    def _shared_memory(self, host: str) -> Path:
+        return Path(f"/proc/{self._first[host]}/root/dev/shm")
+
+    def _find_first(self) -> dict[str, int]:
+        """Return the first process of each simulated host."""
+        found = {}
+        for pid, (_, line) in self.processes().items():
+            for host in self.hosts:
+                if line.startswith("unshare") and f"hostname {host} " in line:
+                    found[host] = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+        return found
+
+
+def _is_hurt(line: str) -> bool:
+    return bool(re.match(r"\S*python[0-9.]* \S*hurt\.py ", line))
+
+
+def _outer(processes: dict[int, tuple[str, str]], space: str, pid: int) -> int:
+    """Return the number here of a process that has another in its own namespace."""
+    for each, (where, _) in processes.items():
+        if where == space:
+            status = Path(f"/proc/{each}/status").read_text()
+            numbers = re.search(r"NSpid:\s+(.*)", status)
+            if numbers is not None and int(numbers[1].split()[-1]) == pid:
+                return each
+    raise ProcessLookupError(f"{pid} in {space}")

@@ -1,0 +1,286 @@
+"""Every way in which a host, an agent or a rank elsewhere can be lost: what the master gets, how soon, what is left.
+
+The tests share one set of hosts, on which the program of `hosts.hurt` forks anew for each.
+"""
+
+import os
+import signal
+import time
+
+import pytest
+from hosts import HERE, RSH, are_simulated, has_mpi
+from hosts.tree import Tree
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]"),
+]
+needs_namespaces = pytest.mark.skipif(not are_simulated(), reason="no namespaces here, so that no host is lost alone")
+
+#: Seconds from a fault to its error, and of silence after which a host is lost.
+PROMPT, SILENCE = 2, 1
+PLACES = ["idle", "computing", "step", "collective"]
+#: Who holds there: rank 0 is the master, ranks 0 and 1 are on the first host, rank 2 is on another.
+HOLDING = {"idle": [0], "computing": [0, 2], "step": [2], "collective": [2]}
+
+
+class Hosts:
+    """The hosts of all tests here; new ones when a test has failed.
+
+    `other` is one that lives.
+    """
+
+    def __init__(self):
+        self._tree, self._is_sound = None, False
+
+    def __enter__(self):
+        if not self._is_sound:
+            self.end()
+            self._tree = Tree(["a", "b", "c", "d", "e", "f"])
+            self.other = "b"
+        self._is_sound = False
+        return self._tree
+
+    def __exit__(self, kind, *_):
+        self._is_sound = kind is None
+
+    def is_dead(self):
+        """Go on with the next host."""
+        self.other = chr(ord(self.other) + 1)
+
+    def end(self):
+        if self._tree is not None:
+            self._tree.end()
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    found = Hosts()
+    yield found
+    found.end()
+
+
+def fork(hosts, tree, **settings):
+    """Fork, and return who is who."""
+    told = tree.fork(["a:2", f"{hosts.other}:1"], **settings)
+    assert told.get("value") == 3, told
+    return tree.know()
+
+
+def go_to(tree, place, action="hold", on=None):
+    """Have ranks come to a place."""
+    on = on or HOLDING[place]
+    tree.order("part", place=place, on=on, action=action)
+    for _ in on:
+        tree.wait("inside")
+
+
+def check_works(tree):
+    """Check that the ranks combine arrays."""
+    told = tree.do("part", place="step", on=[], action="")
+    assert told.get("value") is True, told
+
+
+def check_error(told, moment, limit=PROMPT, error="WorkerError", rank=None, words=()):
+    """Check what came of a fault, and how soon; the report of a run prints it."""
+    print(f"{told['ended'] - moment:.2f} s: {told.get('error')}: {told.get('message', '').splitlines()[:1]}")
+    assert told.get("error") == error, told
+    for word in words:
+        assert word in told["message"], told
+    assert told["rank"] == rank, told
+    assert told["ended"] - moment < limit, told
+
+
+# -- the ranks live on -----------------------------------------------------------------------------------------
+
+
+def test_exceptions_and_interrupts(hosts):
+    with hosts as tree:
+        fork(hosts, tree)
+        for place in PLACES[1:]:
+            moment = time.monotonic()
+            go_to(tree, place, "raise", on=[2])
+            words = [f"rank 2 on host {hosts.other} raised KeyError", "a fault", "hurt.py"]
+            check_error(tree.wait("outcome"), moment, rank=2, words=words)
+        moment = time.monotonic()
+        go_to(tree, "computing", "raise", on=[0])
+        check_error(tree.wait("outcome"), moment, error="KeyError")
+        for place in PLACES:
+            go_to(tree, place)
+            moment = time.monotonic()
+            os.kill(tree.pid, signal.SIGINT)
+            check_error(tree.wait("outcome"), moment, error="KeyboardInterrupt")
+            tree.release()
+            check_works(tree)
+        told = tree.do("work")
+        assert told.get("value") is True, told
+        tree.do("close")
+        tree.nothing_left()
+
+
+# -- something is lost -------------------------------------------------------------------------------------------
+
+#: Whose process is killed, and what the error says: HOST stands for the other host.
+KILLED = {
+    "rank": ("ranks", 2, 2, ["rank 2 on host HOST", "SIGKILL"]),
+    "rank of this host": ("ranks", 1, 1, ["rank 1 on host a", "SIGKILL"]),
+    "agent": ("agents", 1, 2, ["host HOST (rank 2) was lost"]),
+    "agent of this host": ("agents", 0, 0, ["host a (ranks 0 to 1) was lost"]),
+    "mpirun": ("mpirun", None, 0, ["mpirun", "SIGKILL"]),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("who", KILLED)
+def test_a_process_is_killed(hosts, who, place):
+    kind, number, rank, words = KILLED[who]
+    with hosts as tree:
+        pids = fork(hosts, tree)[kind]
+        go_to(tree, place)
+        moment = time.monotonic()
+        os.kill(pids if number is None else pids[number], signal.SIGKILL)
+        tree.release() if place == "idle" else None
+        words = [word.replace("HOST", hosts.other) for word in [*words, "synkhronos.fork()"]]
+        check_error(tree.wait("outcome"), moment, rank=rank, words=words)
+        tree.nothing_left()
+
+
+@needs_namespaces
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("fault", ["kill", "unplug", "freeze"])
+def test_a_host_is_lost(hosts, fault, place):
+    with hosts as tree:
+        settings = {} if fault == "kill" else {"host_timeout": SILENCE}
+        fork(hosts, tree, **settings)
+        go_to(tree, place)
+        moment = tree.hurt(fault, hosts.other)
+        tree.release() if place == "idle" else None
+        limit = PROMPT if fault == "kill" else SILENCE + 1
+        words = [f"host {hosts.other} (rank 2)", "lost" if fault == "kill" else "not been heard of for 1 seconds"]
+        check_error(tree.wait("outcome"), moment, limit, rank=2, words=words)
+        assert tree.do("fork", hosts=2, environment={}, settings={})["value"] == 2
+        check_works(tree)
+        tree.do("close")
+        if fault == "kill":
+            hosts.is_dead()
+        elif fault == "freeze":
+            tree.hurt("thaw", hosts.other)
+        tree.nothing_left(SILENCE + 2)
+        if fault == "unplug":
+            tree.hurt("plug", hosts.other)
+
+
+@needs_namespaces
+def test_memory_is_full(hosts):
+    with hosts as tree:
+        fork(hosts, tree)
+        full, moment = tree.fill(hosts.other), time.monotonic()
+        words = [f"host {hosts.other} (rank 2)", "/dev/shm"]
+        check_error(tree.do("share", nbytes=1 << 23), moment, rank=2, words=words)
+        moment = time.monotonic()
+        told = tree.fork(["a:2", f"{hosts.other}:1"])
+        check_error(told, moment, 10, rank=2, words=words)
+        full.unlink()
+        tree.nothing_left()
+        fork(hosts, tree)
+        full, moment = tree.fill("a"), time.monotonic()
+        check_error(tree.do("share", nbytes=1 << 23), moment, error="MemoryError", words=["/dev/shm"])
+        check_works(tree)
+        tree.do("close")
+        full.unlink()
+        tree.nothing_left()
+
+
+# -- the start fails -------------------------------------------------------------------------------------------
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ({"numpy-9.9.dist-info/METADATA": "Name: numpy\nVersion: 9.9\n"}, ["numpy", "9.9 on HOST"]),
+        ({"mpi4py/__init__.py": "raise ModuleNotFoundError('no mpi4py')"}, ["a, HOST", "no mpi4py"]),
+    ],
+)
+def test_another_host_has_other_packages(hosts, tmp_path, there, words):
+    for name, content in there.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(content)
+    shell = tmp_path / "rsh.sh"
+    shell.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}:$PYTHONPATH exec {RSH} "$@"\n')
+    shell.chmod(0o755)
+    with hosts as tree:
+        moment = time.monotonic()
+        environment = {"HYDRA_LAUNCHER_EXEC": str(shell), "PRTE_MCA_plm_ssh_agent": str(shell)}
+        told = tree.fork(["a:1", f"{hosts.other}:1"], environment)
+        check_error(told, moment, 10, "RuntimeError", words=[word.replace("HOST", hosts.other) for word in words])
+        tree.nothing_left()
+        fork(hosts, tree)
+        tree.do("close")
+
+
+@needs_namespaces
+@pytest.mark.parametrize("named", [["a", "nowhere"], ["b", "a"]])
+def test_wrong_hosts_are_named(hosts, named):
+    with hosts as tree:
+        if named[0] == "b":
+            named = [hosts.other, "a"]
+        moment = time.monotonic()
+        check_error(tree.fork(named), moment, 10, "RuntimeError", words=[", ".join(named)])
+        tree.nothing_left()
+        fork(hosts, tree)
+        tree.do("close")
+
+
+# -- the master ends -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_outlives_the_master(hosts, place):
+    with hosts as tree:
+        fork(hosts, tree)
+        go_to(tree, place)
+        os.kill(tree.pid, signal.SIGKILL)
+        tree.until_started()
+        tree.nothing_left(is_fresh=True)
+
+
+def test_the_master_leaves(hosts):
+    with hosts as tree:
+        fork(hosts, tree)
+        tree.order("exit")
+        tree.until_started()
+        tree.nothing_left(is_fresh=True)
+        fork(hosts, tree)
+        tree.order("close_in_handler")
+        tree.wait("inside")
+        moment = time.monotonic()
+        os.kill(tree.pid, signal.SIGUSR1)
+        check_error(tree.wait("outcome"), moment, 2 * PROMPT, "RuntimeError", words=["closed"])
+        tree.nothing_left()
+
+
+# -- at rest ---------------------------------------------------------------------------------------------------
+
+
+def test_idle_processes_use_no_cores(hosts):
+    with hosts as tree:
+        found = fork(hosts, tree)
+        check_works(tree)
+        pids = [tree.pid, *found["agents"], *found["ranks"]]
+        time.sleep(0.3)
+        before, began = [seconds_of(pid) for pid in pids], time.monotonic()
+        time.sleep(2)
+        passed = time.monotonic() - began
+        used = [(seconds_of(pid) - was) / passed for pid, was in zip(pids, before, strict=True)]
+        print([f"{each:.1%}" for each in used])
+        assert max(used) <= 0.05, used
+        tree.do("close")
+        tree.nothing_left()
+
+
+def seconds_of(pid):
+    """Return the processor time that a process has used."""
+    with open(f"/proc/{pid}/stat") as stat:
+        user, system = stat.read().rsplit(")", 1)[1].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
