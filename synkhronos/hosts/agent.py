@@ -63,6 +63,8 @@ _AWAKE, _DOZING = 1e-3, 0.05
 _SHORT, _LONG = 50e-6, 2e-3
 #: Seconds that workers get to end by themselves.
 _GRACE = 2.0
+#: Seconds that the others get to end when the master has.
+_ENOUGH = 0.5
 #: Seconds until an agent ends that has not met the others.
 _START = 90
 
@@ -94,11 +96,6 @@ class Mail:
         payload = pickle.dumps((kind, what), pickle.HIGHEST_PROTOCOL)
         self._sending.append((self._world.Isend([payload, self._mpi.BYTE], to, 0), payload))
 
-    def is_sending(self) -> bool:
-        """Whether something that was sent has not gone yet."""
-        self._sending = [each for each in self._sending if not each[0].Test()]
-        return bool(self._sending)
-
     def come(self) -> Iterator[tuple[int, int, tuple[Any, ...]]]:
         """Yield what has come: from which host, the kind, the content; from each host in the order it was sent."""
         if self._sending:
@@ -124,7 +121,7 @@ class Frames:
     _COMMANDS = 4
 
     def __init__(self, mpi: Any, world: Any, control: Control, layout: Layout):
-        self._mpi, self._world = mpi, world.Dup()
+        self._mpi, self._world = mpi, world
         self._control, self._layout = control, layout
         me, last = world.rank, world.size - 1
         self._ends = [
@@ -216,10 +213,18 @@ class Agent:
         To the master, on its host.
     workers : Workers
         Those that this agent has started: none on the master's host.
+    frames : mpi4py.MPI.Comm
+        Another communicator of all agents, for frames.
     """
 
     def __init__(
-        self, mpi: Any, config: dict[str, Any], control: Control, channel: socket.socket | None, workers: Workers
+        self,
+        mpi: Any,
+        config: dict[str, Any],
+        control: Control,
+        channel: socket.socket | None,
+        workers: Workers,
+        frames: Any,
     ):
         world = mpi.COMM_WORLD
         self._config, self._control, self._channel, self._workers = config, control, channel, workers
@@ -229,7 +234,7 @@ class Agent:
         self._layout = Layout(control)
         self._layout.beyond[0] = world.size - 1 - world.rank
         self._mail = Mail(mpi, world)
-        self._frames = Frames(mpi, world, control, self._layout)
+        self._frames = Frames(mpi, frames, control, self._layout)
         self._contents = Contents(world.size - 1)
         self._receiver = None if channel is None else Receiver(channel)
         self._segments: dict[int, Segment] = {}
@@ -240,6 +245,7 @@ class Agent:
         # The others start their workers before they say anything.
         self._heard = dict.fromkeys(self._mail.others, time.monotonic() + _FIRST_BEAT)
         self._next_beat = self._next_look = 0.0
+        self._deadline = 0.0
         self._is_told = self._is_ending = False
         self._gone: set[int] = set()
         self._takes: dict[int, Callable[..., None]] = {
@@ -395,9 +401,13 @@ class Agent:
             sleeping = list(self._control.sleeping[here.start : here.stop])
             for host in self._mail.others if self._is_first else [0]:
                 self._mail.send(host, BEAT, going_on, sleeping)
-        if now < self._next_look or self._is_ending:
+        if now < self._next_look:
             return
         self._next_look = now + _LOOK
+        if self._channel is not None and _is_closed(self._channel):
+            self._end_without_the_master(now)
+        if self._is_ending:
+            return
         timeout = self._config["timeout"]
         for host in self._mail.others if self._is_first else [0]:
             if now - self._heard[host] > timeout:
@@ -411,11 +421,13 @@ class Agent:
             text = f"rank {number} on host {self._names[self._me]} (process {pid}) {cause_of_death(code)}"
             self._mail.send(0, LOST, text, number)
             del self._workers.pids[number]
-        if self._channel is not None and _is_closed(self._channel):
-            for host in self._mail.others:
-                self._mail.send(host, END, True)
-            self._flush(1.0)
-            self._leave(0)
+
+    def _end_without_the_master(self, now: float) -> None:
+        """End all, and those that don't answer by the launcher."""
+        self._control.words[Control.ENDING] = 2
+        self._deadline = self._deadline or now + _ENOUGH
+        if now > self._deadline:
+            self._leave(1)
 
     # -- what has come from other hosts ----------------------------------------------------------------------
 
@@ -538,15 +550,11 @@ class Agent:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._config["master"], signal.SIGURG)  # it may be busy with its own part of the command
 
-    def _flush(self, seconds: float) -> None:
-        """Wait some seconds for what was sent to have gone."""
-        deadline = time.monotonic() + seconds
-        while self._mail.is_sending() and time.monotonic() < deadline:
-            time.sleep(_SHORT)
-
     def _leave(self, code: int) -> NoReturn:
         """End without the other hosts."""
         self._workers.end(0.0, lambda: True)
+        if not self._config["launched"]:  # else the master would be ended with all that mpirun has started
+            os.kill(os.getpid(), signal.SIGKILL)  # what mpirun does not overlook
         os._exit(code)
 
 
@@ -576,7 +584,8 @@ def main(address: str) -> None:
 
     mpi4py.rc.finalize = False
     mpi4py.rc.thread_level = "single"
-    signal.alarm(_START)  # until all have met, MPI waits without end: for a host that went dark, say
+    if address:  # else the master calls fork() when it likes
+        signal.alarm(_START)  # until all have met, MPI waits without end: for a host that went dark, say
     from mpi4py import MPI
 
     _unlink_shared_memory()
@@ -586,15 +595,16 @@ def main(address: str) -> None:
     if world.rank == 0:
         channel, config, file = _connect(address, hellos)
     config = world.bcast(config)
-    signal.alarm(0)
     if config is None:  # the master has thought better of it
         MPI.Finalize()
         return
+    frames = world.Dup()
+    signal.alarm(0)
     bounds = [0, *np.cumsum(config["counts"]).tolist()]
     here = range(bounds[world.rank], bounds[world.rank + 1])
     made, extra = file is not None, Layout.nbytes(len(here))
     if file is None:
-        file = create_unlinked(Control.nbytes(config["size"], len(here), extra))
+        file = _control_memory(MPI, config, here, extra)
         os.environ.update(config["environment"])
         sys.path[:] = config["path"]
         with contextlib.suppress(OSError):
@@ -604,9 +614,22 @@ def main(address: str) -> None:
     workers = Workers(config["root"], control, None if made else file)
     if not made:
         workers.start(config["profile"])
-    Agent(MPI, config, control, channel, workers).run()
+    Agent(MPI, config, control, channel, workers, frames).run()
     with contextlib.suppress(MPI.Exception):  # of messages that nobody has waited for any more
         MPI.Finalize()
+
+
+def _control_memory(mpi: Any, config: dict[str, Any], here: range, extra: int) -> io.FileIO:
+    """Make this host's control memory; where there is no room for it, the master ends all."""
+    try:
+        return create_unlinked(Control.nbytes(config["size"], len(here), extra))
+    except MemoryError as error:
+        mail = Mail(mpi, mpi.COMM_WORLD)
+        mail.send(0, LOST, f"{host_and_ranks(config['names'][mail.me], here)}: {error}", here.start)
+        deadline = time.monotonic() + _GRACE
+        while time.monotonic() < deadline and all(kind != END for _, kind, _ in mail.come()):
+            time.sleep(_LONG)
+        raise
 
 
 def _unlink_shared_memory() -> None:
@@ -642,7 +665,11 @@ def _versions() -> dict[str, str]:
 def _connect(address: str, hellos: Any) -> tuple[socket.socket, dict[str, Any] | None, Any]:
     """Tell the master who is there, and return the channel, what it says, and its control memory as a file."""
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    channel.connect("\0" + address)
+    try:
+        channel.connect("\0" + address)
+    except ConnectionRefusedError:
+        name = platform.node()
+        raise RuntimeError(f"the first host has to be the machine that calls fork(), and {name} is not") from None
     channel.send(json.dumps(hellos).encode())
     content, files, _, _ = socket.recv_fds(channel, 1 << 20, 1)
     if not content:

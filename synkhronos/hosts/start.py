@@ -45,7 +45,7 @@ from synkhronos.ranks.task import TaskMemory
 #: Seconds that the agents may take to start.
 _START = 60.0
 #: Seconds that agents get to end by themselves.
-_LAST = 1.0
+_LAST = 0.7
 #: Variables that go to the other hosts as they are here.
 _VARIABLES = re.compile("(PYTENSOR|THEANO|SYNKHRONOS|OMP|OPENBLAS|MKL|JAX|XLA|NCCL)_|PYTHON(HASHSEED|WARNINGS)$")
 
@@ -87,6 +87,7 @@ class Hosts:
         self._timeout = timeout
         self._said: deque[str] = deque(maxlen=50)
         self._readers: list[threading.Thread] = []
+        self._is_launched = hosts is None
         self._channel: socket.socket | None = None
         if hosts is None:
             _start_once()
@@ -172,6 +173,7 @@ class Hosts:
             "root": root,
             "profile": profile,
             "timeout": self._timeout,
+            "launched": self._is_launched,
             "environment": {name: value for name, value in os.environ.items() if _VARIABLES.match(name)},
             "path": [os.path.abspath(folder) for folder in sys.path],
             "folder": os.getcwd(),
@@ -218,7 +220,8 @@ class Hosts:
             reader.join(0.2)
         code = self._launcher.poll()
         if code is not None and code < 0:
-            return f"mpirun (process {self._launcher.pid}), which connects the hosts, {cause_of_death(code)}", 0
+            what = "the agent of this host" if self._is_launched else "mpirun, which connects the hosts,"
+            return f"{what} (process {self._launcher.pid}) {cause_of_death(code)}", 0
         lost = _lost(" ".join(self._said), self._known_as)
         names = [host_and_ranks(self.names[i], range(*self._bounds[i : i + 2])) for i in lost]
         which = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
@@ -238,9 +241,8 @@ class Hosts:
         """End the other hosts' workers and the agents."""
         if self._control is not None:
             self._control.words[Control.ENDING] = 2 if kill else 1
-        # A host that is lost never answers; `kill` reaches the others too.
-        deadline = time.monotonic() + (_ENOUGH if kill else seconds)
-        while self._control is not None and self._launcher.poll() is None:
+        deadline = time.monotonic() + seconds
+        while not kill and self._control is not None and self._launcher.poll() is None:
             if is_hurried() or time.monotonic() > deadline:
                 break
             time.sleep(0.002)
@@ -290,7 +292,9 @@ _has_started = False
 def _agent(address: str) -> list[str]:
     """Return the command line of an agent."""
     package = str(Path(__file__).resolve().parents[2])
-    code = f"import sys; sys.path.insert(0, {package!r}); from synkhronos.hosts.agent import main; main({address!r})"
+    # An agent that fails kills itself: the others wait for it, and mpirun may overlook an exit code.
+    code = "import os, sys; sys.excepthook = lambda *error: (sys.__excepthook__(*error), os.kill(os.getpid(), 9)); "
+    code += f"sys.path.insert(0, {package!r}); from synkhronos.hosts.agent import main; main({address!r})"
     return [sys.executable, "-c", code]
 
 

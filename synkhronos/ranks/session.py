@@ -253,6 +253,8 @@ class Session:
             # handler asks for: `settle` waits for it, or `close` ends it.
             self._join(None if mine is None or isinstance(mine, Exception) else GRACE / 4)
             reports = self._reports() if control.words[Control.FAILED] == number else []
+            if reports and self._has_lost():  # what ranks say may only follow from that
+                self._look_for_deaths()
             rank.look_back()
         finally:
             self._running = False

@@ -23,6 +23,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.devices.host import host_communicator
 from synkhronos.hosts.pipes import Pipe
+from synkhronos.ranks.segments import SharedArray
 
 #: An array of so many float64 takes several chunks.
 LARGE = 1_000_000
@@ -112,6 +113,17 @@ class Know:
         return rank.exchange((os.readlink("/proc/self/ns/pid"), os.getpid()))
 
 
+@dataclass(frozen=True)
+class Read:
+    """Read memory that all ranks share."""
+
+    where: SharedArray
+
+    def run(self, rank: ranks.Rank) -> int:
+        """Return the sum of all bytes, on all ranks."""
+        return sum(rank.exchange(int(self.where.view(rank.segments).sum())))
+
+
 class Orders:
     """What the test can have this program do."""
 
@@ -144,11 +156,17 @@ class Orders:
             ranks.session().settle()
             return ranks.session().run(Part(self.folder, place, tuple(on), action))
 
-    def share(self, nbytes: int) -> None:
-        """Have all ranks share memory."""
-        part = synk.data(np.ones(nbytes // 8))
-        self.part("step", [], "")
-        del part
+    def share(self, nbytes: int) -> int:
+        """Have all ranks read memory that they share, and return what they find."""
+        session = ranks.session()
+        with session.turn:
+            session.settle()
+            key = session.memory.create(nbytes).key
+            try:
+                return session.run(Read(SharedArray(key, "u1", (nbytes,))))
+            finally:
+                if session.closed is None:
+                    session.memory.release("segment", key)
 
     def work(self) -> bool:
         """Return whether a function and the collectives compute what is right."""

@@ -94,7 +94,7 @@ class Tree:
     def boot(self, name: str, address: str, opts: dict[str, str]) -> int:
         ready = f"{STATE}/{name}.ready"
         setup = (
-            f"mount -t tmpfs -o mode=1777 tmpfs /dev/shm && mkdir -p {STATE}/{name}.tmp && "
+            f"mount -t tmpfs -o mode=1777,size=1g tmpfs /dev/shm && mkdir -p {STATE}/{name}.tmp && "
             f"mount --bind {STATE}/hosts /etc/hosts && hostname {name} && ip link set lo up && "
             f"touch {ready} && exec sleep infinity"
         )

@@ -157,12 +157,25 @@ class Tree:
         return moment
 
     def fill(self, host: str) -> Path:
-        """Fill a host's shared memory but for some pages, and return the file that does."""
+        """Fill a host's shared memory but for 4 MiB, which MPI may need, and return the file that does."""
         folder = self._shared_memory(host)
         of = os.statvfs(folder)
         with (folder / "full").open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, (of.f_bavail - 100) * of.f_frsize)
+            os.posix_fallocate(file.fileno(), 0, of.f_bavail * of.f_frsize - (4 << 20))
         return folder / "full"
+
+    def replace(self, host: str, path: Path, by: Path) -> None:
+        """Put another file or folder in the place of one, on one host."""
+        user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
+        inside = ["nsenter", *user, "--mount", "--pid", "--target", str(self._first[host])]
+        subprocess.run([*inside, "mount", "--bind", by, path], check=True)
+
+    def put_back(self, host: str, path: Path) -> None:
+        """Put back what was replaced."""
+        user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
+        subprocess.run(
+            ["nsenter", *user, "--mount", "--pid", "--target", str(self._first[host]), "umount", path], check=True
+        )
 
     # -- what is left of it ----------------------------------------------------------------------------------------
 
@@ -191,14 +204,17 @@ class Tree:
                 found[host] = (of.f_blocks - of.f_bfree) * of.f_frsize
         return found
 
-    def nothing_left(self, limit: float = 2, is_fresh: bool = False) -> None:
-        """Check that only the master is there, and no shared memory but, where it is not fresh, its own."""
+    def nothing_left(self, limit: float = 2, is_fresh: bool = False, but: str = "-") -> None:
+        """Check that only the master is there, and no shared memory but, where it is not fresh, its own.
+
+        Names in /dev/shm that begin with ``but`` may be there.
+        """
         deadline = time.monotonic() + limit
-        while left := [*self._left(is_fresh)]:
+        while left := [*self._left(is_fresh, but)]:
             assert time.monotonic() < deadline, f"{left} are left\n{self.printed()}"
             time.sleep(0.01)
 
-    def _left(self, is_fresh: bool) -> Iterator[object]:
+    def _left(self, is_fresh: bool, but: str) -> Iterator[object]:
         for pid, (_, line) in self.processes().items():
             if pid not in (self.pid, *self.before):
                 yield pid, line
@@ -206,7 +222,8 @@ class Tree:
             if nbytes and (is_fresh or host != self.hosts[0]):  # the master keeps the last session's control memory
                 yield host, nbytes
         shared_memory = self._shared_memory(self.hosts[0]) if are_simulated() else Path("/dev/shm")
-        yield from (path.name for path in shared_memory.iterdir() if re.match("synkhronos|mpich", path.name))
+        found = (path.name for path in shared_memory.iterdir())
+        yield from (name for name in found if re.match("synkhronos|mpich", name) and not name.startswith(but))
 
     def _shared_memory(self, host: str) -> Path:
         return Path(f"/proc/{self._first[host]}/root/dev/shm")
