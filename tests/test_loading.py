@@ -1,5 +1,7 @@
 """Loaders: which rows come in which order, and what is in them, for any number of ranks and loaders."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -185,6 +187,14 @@ def test_an_old_plan_leaves_nothing_in_a_new_one(load):
         for _ in loader.arrays(epoch, 6):
             break  # while the loaders read on
         assert next(iter(read(loader.arrays(epoch, 6, row=epoch)))) == order(40, 0, epoch)[epoch : epoch + 6].tolist()
+
+
+def test_a_rank_for_which_there_are_no_rows(load):
+    loader = load(Numbers(3), processes=2)
+    for _ in range(2):
+        assert read(loader.arrays(0, 4, rank=0, size=2)) == [order(3, 0, 0).tolist()]
+        assert read(loader.arrays(0, 4, rank=1, size=2)) == []
+        time.sleep(0.5)  # the loaders have seen that there is nothing to do
 
 
 # -- their lives ----------------------------------------------------------------------------------------------
