@@ -2,6 +2,8 @@
 
 `enter`
     Gives the rank a console of its own.
+`as_the_class_computes`
+    Sets JAX for functions that a class has compiled.
 `build`
     Makes the rank's own instance of the class.
 `train`
@@ -15,6 +17,8 @@ import os
 import random
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +51,24 @@ def enter(worker: Worker, consoles: list[int], masks: list[list[int]] | None, de
     bound = binding.said(None if masks is None else masks[worker.number])
     sys.stdout.write(f"process {os.getpid()} on {devices[worker.number]}, {bound}\n")
     return os.getpid()
+
+
+@contextmanager
+def as_the_class_computes() -> Iterator[None]:
+    """Let JAX take a class' functions as PyTensor does: it has float64 where ``floatX`` is that, and else has none.
+
+    The library's own functions are made for a JAX that has it.
+    """
+    jax, pytensor = sys.modules.get("jax"), sys.modules.get("pytensor")
+    if jax is None or pytensor is None:  # which sets it, when the first function is compiled
+        yield
+        return
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", pytensor.config.floatX == "float64")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 def build(worker: Worker, settings: Settings) -> tuple[int, str]:
@@ -164,7 +186,8 @@ class _Run:
         while steps is None or recorder.steps < steps:
             worker.progress()
             began, before = time.perf_counter(), dict(recorder.seconds)
-            model.train_iter(recorder.total + 1, recorder)
+            with as_the_class_computes():
+                model.train_iter(recorder.total + 1, recorder)
             recorder.stepped(time.perf_counter() - began if self.is_new else None)
             self.is_new = False
             self.note_compute(began, before)
@@ -219,7 +242,8 @@ class _Run:
             if count is None and not self.model.data.n_batch_val:
                 break
             self.worker.progress()
-            self.model.val_iter(self.recorder.total, self.recorder)
+            with as_the_class_computes():
+                self.model.val_iter(self.recorder.total, self.recorder)
             done += 1
             count = int(self.model.data.n_batch_val) * max(1, int(getattr(self.model, "n_subb", 1)))
         sums: dict[str, float] = {}
