@@ -64,6 +64,7 @@ if DEVICE != "host":
             "docs",
             "faults",
             "footprint",
+            "hosts_faults",
             "interrupts",
             "lasagne_demos",
             "launch",
