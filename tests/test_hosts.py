@@ -1,13 +1,17 @@
 """Ranks on several hosts: the same results as on one."""
 
+import sys
+
 import numpy as np
 import pytest
 from hosts import are_simulated, has_mpi, launch, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import synkhronos as synk
 from synkhronos.hosts.contents import PAGE, Contents, Rows, pages_of, put_pages, take_pages
 from synkhronos.hosts.names import hosts_of
+from synkhronos.hosts.start import _lost
 
 needs_mpi = pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]")
 SHAPES = [["a:2", "b:2"], ["a:3", "b:1"], ["a:1", "b:1", "c:1", "d:1"]]
@@ -78,6 +82,25 @@ def test_wrong_hosts(hosts, error, words, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(error, match=words):
         hosts_of(hosts)
+
+
+def test_without_mpirun(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", "/nowhere/python")
+        patched.setenv("PATH", "/nowhere")
+        with pytest.raises(RuntimeError, match="there is no mpirun: pip install"):
+            synk.fork(hosts=["a", "b"], use_gpu=False)
+    assert synk.fork(2, use_gpu=False) == 2
+    synk.close()
+
+
+def test_what_mpirun_says_tells_which_host_is_lost():
+    known_as = [("a", "node-a"), ("b", "node-b"), ("c", "node-c")]
+    assert _lost("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 9", known_as) == [1]
+    assert _lost("HNP daemon   : [p@0,0] on node a\n  Remote daemon: [p@0,1] on node b", known_as) == [1]
+    assert _lost("process rank 1 with PID 28 on\nnode c exited on\nsignal 9 (Killed)", known_as) == [2]
+    assert _lost("[b:00000] *** An error occurred in Socket closed", known_as) == [0, 2]
+    assert _lost("[mpiexec@a] control_cb: assert (!closed) failed", known_as) == [1, 2]
 
 
 def test_hosts_of_the_environment_and_of_allocations(monkeypatch, tmp_path):
