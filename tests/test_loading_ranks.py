@@ -122,7 +122,7 @@ def test_waiting_for_rows_is_in_the_recorder(fork, load, tmp_path):
         loader = load(SlowRows(40, 0.01))
         _, reports = trained(rule, (loader, None), epochs=1, every=None, recorder=Recorder(folder, every=2))
         seconds = reports[-1].seconds
-        assert seconds["load"] > 0.1 and seconds["load"] > seconds["compute"]
+        assert seconds["load"] > 0.1  # 40 rows of 10 ms, but for those that are read beside the steps
         lines = read(folder)
         for rank in range(ranks):
             assert sum(line["load"] for line in lines[f"rank-{rank}"]) > 0.1
@@ -214,7 +214,7 @@ def test_a_row_that_cant_be_read_ends_training_and_the_ranks_stay(fork, load, ru
     with pytest.raises((LoadError, synk.WorkerError), match=r"row \d+ can't be read .*: OSError: damaged"):
         trained(rule, (load(SomeBad(), processes=2), None))
     found, _ = trained(rule, (load([ROWS, TARGETS]), None))  # the ranks are as they were
-    assert np.abs(found - [1, 2, 3]).max() < 3
+    assert np.abs(np.asarray(found) - [1, 2, 3]).max() < 3
 
 
 # -- classes of the launcher ---------------------------------------------------------------------------------
