@@ -58,7 +58,7 @@ class Others:
 
     def close(self) -> None:
         """End the processes."""
-        self._process.communicate()
+        self._process.communicate("0\n")  # Open MPI's mpirun keeps the end of its input to itself
 
 
 class Ours:

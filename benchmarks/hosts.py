@@ -76,7 +76,9 @@ def mpirun(hosts: list[str], python: str, script: str, *arguments: str) -> list[
     """Return the command line that starts as many processes on each host as it has ranks."""
     beside = Path(sys.executable).with_name("mpirun")
     launcher = str(beside) if beside.exists() else "mpirun"
-    return [launcher, "-hosts", ",".join(hosts), "-n", str(count_of(hosts)), python, str(HERE / script), *arguments]
+    said = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=False).stdout
+    how = ["-hosts", ",".join(hosts)] if "HYDRA" in said else ["-H", ",".join(hosts), "--bind-to", "none"]
+    return [launcher, *how, "-n", str(count_of(hosts)), python, str(HERE / script), *arguments]
 
 
 def count_of(hosts: list[str]) -> int:
