@@ -412,6 +412,9 @@ class Agent:
         for host in self._mail.others if self._is_first else [0]:
             if now - self._heard[host] > timeout:
                 if not self._is_first:
+                    if not self._config["launched"] and os.getppid() > 1:
+                        with contextlib.suppress(OSError):
+                            os.kill(os.getppid(), signal.SIGKILL)  # mpirun's daemon, which would wait for ever
                     self._leave(9)
                 name, first = host_and_ranks(self._names[host], self._ranks_of(host)), self._bounds[host]
                 self._tell(f"{name} has not been heard of for {timeout:g} seconds", first)
