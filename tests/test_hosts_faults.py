@@ -230,7 +230,7 @@ def test_wrong_hosts_are_named(hosts, named, words):
         named = [hosts.other if name == "OTHER" else name for name in named]
         moment = time.monotonic()
         check_error(tree.fork(named), moment, 10, "RuntimeError", words=[", ".join(named), *words])
-        tree.nothing_left()
+        tree.nothing_left(but="mpich_shm")  # MPICH leaves one where it is ended within its start
         fork(hosts, tree)
         tree.do("close")
 
