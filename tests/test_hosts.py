@@ -74,6 +74,7 @@ def test_two_processes_on_a_host_are_refused():
         (["a b"], ValueError, "name of a host"),
         (["-x"], ValueError, "name of a host"),
         (["a:0"], ValueError, "number of ranks"),
+        (["a:99999"], ValueError, "from 1 to 1024"),
         ("all", ValueError, "in none"),
     ],
 )

@@ -52,6 +52,8 @@ from synkhronos.ranks.task import Bridge, TaskMemory
 from synkhronos.ranks.threads import available_cores
 from synkhronos.ranks.workers import Workers
 
+#: Messages on their way, at most, where they may be long.
+_UNDER_WAY = 16
 #: Bytes of pages in one message, at most.
 _PART = 1 << 22
 #: Seconds between two beats, and between two looks at the workers' lives.
@@ -96,12 +98,17 @@ class Mail:
         payload = pickle.dumps((kind, what), pickle.HIGHEST_PROTOCOL)
         self._sending.append((self._world.Isend([payload, self._mpi.BYTE], to, 0), payload))
 
+    def is_sending(self, most: int) -> bool:
+        """Whether more than so many of the messages that were sent have not gone yet."""
+        self._sending = [each for each in self._sending if not each[0].Test()]
+        return len(self._sending) > most
+
     def come(self) -> Iterator[tuple[int, int, tuple[Any, ...]]]:
         """Yield what has come: from which host, the kind, the content; from each host in the order it was sent."""
         if self._sending:
             self._sending = [each for each in self._sending if not each[0].Test()]
         status = self._status
-        while self._world.Iprobe(self._mpi.ANY_SOURCE, 0, status):
+        while sum(map(len, self._coming)) < _UNDER_WAY and self._world.Iprobe(self._mpi.ANY_SOURCE, 0, status):
             source = status.source
             room = bytearray(status.Get_count(self._mpi.BYTE))
             self._coming[source].append((self._world.Irecv([room, self._mpi.BYTE], source, 0), room))
@@ -114,11 +121,11 @@ class Mail:
 class Frames:
     """Moves the frames of this host's pipes to and from its neighbours.
 
-    A message's tag says to which command and place its frame belongs.
+    A message's tag says to which command its frame belongs.  Frames come in order, so that both ends count them.
     """
 
-    #: Bits of the number of a command in a tag.
-    _COMMANDS = 4
+    #: Commands that a tag tells apart: as many tags as every MPI has.
+    _TAGS = 1 << 15
 
     def __init__(self, mpi: Any, world: Any, control: Control, layout: Layout):
         self._mpi, self._world = mpi, world
@@ -129,7 +136,7 @@ class Frames:
             *([(DOWN_OUT, UP_IN, me - 1)] if me > 0 else []),
         ]
         self._sending: dict[int, deque[tuple[int, Any]]] = {UP_OUT: deque(), DOWN_OUT: deque()}
-        self._next = {UP_OUT: 0, DOWN_OUT: 0}
+        self._next = dict.fromkeys((UP_OUT, DOWN_OUT, UP_IN, DOWN_IN), 0)
         self._coming: dict[int, deque[tuple[int, Any]]] = {UP_IN: deque(), DOWN_IN: deque()}
         self._command = 0
         self._status = mpi.Status()
@@ -163,7 +170,7 @@ class Frames:
         while base + self._next[pipe] < filled:
             count = self._next[pipe]
             frame = layout.frame(pipe, count)[: layout.lengths[pipe * FRAMES + count % FRAMES]]
-            tag = (self._command % (1 << self._COMMANDS)) << COUNT_BITS | count
+            tag = self._command % self._TAGS
             sending.append((base + count + 1, self._world.Isend([frame, self._mpi.BYTE], peer, tag)))
             self._next[pipe] = count + 1
         return news
@@ -183,14 +190,15 @@ class Frames:
             and self._world.Iprobe(peer, self._mpi.ANY_TAG, self._status)
         ):
             tag, nbytes = self._status.tag, self._status.Get_count(self._mpi.BYTE)
-            count = tag & (1 << COUNT_BITS) - 1
-            later = (tag >> COUNT_BITS) - self._command & (1 << self._COMMANDS) - 1
+            later = (tag - self._command) % self._TAGS
             if later == 0:
+                count = self._next[pipe]
                 if count >= FRAMES and min(layout.done[pipe]) < base + count - FRAMES + 1:
                     break  # its place is taken
                 room: Any = layout.frame(pipe, count)[:nbytes]
+                self._next[pipe] = count + 1
                 moved = base + count + 1
-            elif later < 1 << self._COMMANDS - 1:
+            elif later < self._TAGS // 2:
                 break  # of a command that this host has not heard of yet
             else:  # of one that has failed
                 room, moved = bytearray(nbytes), 0
@@ -235,7 +243,7 @@ class Agent:
         self._layout.beyond[0] = world.size - 1 - world.rank
         self._mail = Mail(mpi, world)
         self._frames = Frames(mpi, frames, control, self._layout)
-        self._contents = Contents(world.size - 1)
+        self._contents = Contents(world.size - 1, self._go_on)
         self._receiver = None if channel is None else Receiver(channel)
         self._segments: dict[int, Segment] = {}
         self._mapped = self._posted = self._step = self._failed = 0
@@ -290,6 +298,8 @@ class Agent:
     def _look_here(self) -> bool:
         """Tell the other hosts what is new on this one."""
         words, news = self._control.words, False
+        # Before the word of a failure, which a rank writes first, or the master might hear that all are done, not why.
+        done = tuple(self._control.done[self._here.start : self._here.stop])
         if self._is_first and words[Control.POSTED] > self._posted:
             self._post()
             news = True
@@ -305,7 +315,7 @@ class Agent:
         if self._bridge is not None:
             news |= self._carry(self._bridge)
         if not self._is_first:
-            news |= self._say_done()
+            news |= self._say_done(done)
         elif words[Control.ENDING] and not self._is_ending:
             self._is_ending = news = True
             for host in self._mail.others:
@@ -341,6 +351,7 @@ class Agent:
                     content = take_pages(memory[key], part)
                     words[Control.SENT] += content.size
                     mail.send(host, PAGES, key, part, content)
+                    self._go_on(_UNDER_WAY)
             mail.send(host, POST, self._posted, message, task)
             if dropped:
                 mail.send(host, DROP, dropped)
@@ -348,6 +359,13 @@ class Agent:
         for key in dropped:
             self._segments.pop(key, None)
         self._bridge = self._bridge_of(task)
+
+    def _go_on(self, most: int = 1 << 30) -> None:
+        """Beat in the middle of long work, and wait until at most so many messages are on their way."""
+        self._beat(time.monotonic())
+        while self._mail.is_sending(most):
+            self._beat(time.monotonic())
+            time.sleep(_SHORT)
 
     def _show(self, step: int) -> None:
         """Say that this host's ranks have come to a step, and what they show there and at the one before.
@@ -377,17 +395,16 @@ class Agent:
                 self._mail.send(host, STOP, self._posted)
         return news
 
-    def _say_done(self) -> bool:
+    def _say_done(self, done: tuple[int, ...]) -> bool:
         """Tell the master's host which ranks are done with the command: all at once, or, if it failed, as they come."""
         control, here, posted = self._control, self._here, self._posted
-        done = tuple(control.done[here.start : here.stop])
         if done == self._done or not (min(done) >= posted or control.words[Control.FAILED] == posted):
             return False
         self._done = done
         reports = {
             r: bytes(control.slot(r, 2)[: control.report_length[r]])
             for r in here
-            if control.done[r] == posted and control.report_length[r]
+            if done[r - here.start] == posted and control.report_length[r]
         }
         self._mail.send(0, DONE, done, tuple(control.committed[here.start : here.stop]), reports)
         return True
@@ -528,7 +545,9 @@ class Agent:
     # -- parts -----------------------------------------------------------------------------------------------
 
     def _bridge_of(self, task: TaskMemory | None) -> Bridge | None:
-        return None if task is None else Bridge(task, self._segments[task.key], self._here)
+        if task is None or task.key not in self._segments:  # there may have been no room for its memory
+            return None
+        return Bridge(task, self._segments[task.key], self._here)
 
     def _host_of(self, rank: int) -> int:
         return bisect_right(self._bounds, rank) - 1
@@ -546,7 +565,7 @@ class Agent:
         if self._is_told:
             return
         self._is_told = True
-        content = json.dumps([text, rank]).encode()[:NEWS]
+        content = json.dumps([text[: NEWS // 8], rank]).encode()
         self._layout.news[: len(content)] = content
         self._control.words[Control.NEWS] = len(content)
         self._control.ring_all()
@@ -673,11 +692,13 @@ def _connect(address: str, hellos: Any) -> tuple[socket.socket, dict[str, Any] |
     except ConnectionRefusedError:
         name = platform.node()
         raise RuntimeError(f"the first host has to be the machine that calls fork(), and {name} is not") from None
+    pid, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if user != os.getuid():
+        raise RuntimeError("another user's process answers in the master's place")
     channel.send(json.dumps(hellos).encode())
     content, files, _, _ = socket.recv_fds(channel, 1 << 20, 1)
     if not content:
         return channel, None, None
     config = json.loads(content)
-    pid, _, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     config["master"] = pid
     return channel, config, open(files[0], "r+b", buffering=0)

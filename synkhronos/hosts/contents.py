@@ -15,13 +15,15 @@ comparison of what they read in each command.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 #: Bytes of a page, the unit in which memory is compared and sent.
 PAGE = 4096
+#: Pages that are compared at once.
+_RUN = 1024
 
 
 class Rows(NamedTuple):
@@ -55,17 +57,18 @@ class Contents:
     ----------
     n_hosts : int
         How many others there are.
+    go_on : callable
+        Called now and then in long comparisons.
 
     Attributes
     ----------
     memory : dict
         The segments of this host as bytes, by key.
-    sent : int
-        Bytes that were sent.
     """
 
-    def __init__(self, n_hosts: int):
+    def __init__(self, n_hosts: int, go_on: Callable[[], object] = bool):
         self._n_hosts = n_hosts
+        self._go_on = go_on
         self.memory: dict[int, np.ndarray] = {}
         self._last: dict[int, np.ndarray] = {}
         self._has: dict[int, np.ndarray] = {}
@@ -84,7 +87,7 @@ class Contents:
                 table.pop(key, None)
 
     def lacking(self, needed: Sequence[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
-        """Return which of the pages that each host needs it lacks, by segment, and take them for sent.
+        """Return which of the pages that each host needs it lacks, by segment, and note them as sent.
 
         Parameters
         ----------
@@ -93,7 +96,9 @@ class Contents:
         """
         for key in set().union(*needed):
             pages = np.unique(np.concatenate([of_host[key] for of_host in needed if key in of_host]))
-            self._compare(key, pages)
+            for at in range(0, len(pages), _RUN):
+                self._compare(key, pages[at : at + _RUN])
+                self._go_on()
         lacking: list[dict[int, np.ndarray]] = []
         for host, of_host in enumerate(needed):
             lacking.append({})

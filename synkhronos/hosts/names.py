@@ -26,6 +26,8 @@ class Host(NamedTuple):
     n_ranks: int | None
 
 
+#: More ranks than this on one host is taken for a mistake.
+_MOST = 1024
 #: Where launchers say which of how many processes this is: MPICH's, Open MPI's, Slurm's.
 _LAUNCHED = [
     ("PMI_RANK", "PMI_SIZE"),
@@ -79,8 +81,8 @@ def _host(text: object, called: str) -> Host:
     name, colon, count = text.strip().partition(":")
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name.startswith("-"):
         raise ValueError(f"{called}: expected the name of a host, got {text!r}")
-    if colon and not (count.isdecimal() and int(count) > 0):
-        raise ValueError(f"{called}: expected a number of ranks behind the colon, got {text!r}")
+    if colon and not (count.isdecimal() and 0 < int(count) <= _MOST):
+        raise ValueError(f"{called}: expected a number of ranks from 1 to {_MOST} behind the colon, got {text!r}")
     return Host(name, int(count) if colon else None)
 
 

@@ -25,7 +25,7 @@ FRAME, FRAMES = SCRATCH // 4, 8
 #: Bytes of the text in which an agent tells of a loss.
 NEWS = 4096
 #: Where the count of frames ends and the number of the command begins.
-COUNT_BITS = 20
+COUNT_BITS = 32
 
 #: The pipes of a host: to and from the next one, to and from the one before.
 UP_OUT, UP_IN, DOWN_OUT, DOWN_IN = range(4)

@@ -150,7 +150,10 @@ class Hosts:
             else:
                 channel.close()
         self._channel.settimeout(_START)
-        hellos: list[dict[str, Any]] = json.loads(self._channel.recv(1 << 20))
+        said = self._channel.recv(1 << 20)
+        if not said:
+            raise RuntimeError(f"the agent of this host ended at once: {self._read()}")
+        hellos: list[dict[str, Any]] = json.loads(said)
         self._channel.settimeout(None)
         return hellos
 
@@ -222,7 +225,7 @@ class Hosts:
         if code is not None and code < 0:
             what = "the agent of this host" if self._is_launched else "mpirun, which connects the hosts,"
             return f"{what} (process {self._launcher.pid}) {cause_of_death(code)}", 0
-        lost = _lost(" ".join(self._said), self._known_as)
+        lost = _lost(" ".join(list(self._said)), self._known_as)
         names = [host_and_ranks(self.names[i], range(*self._bounds[i : i + 2])) for i in lost]
         which = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
         return f"{which} was lost: the host, or the agent there, has ended", self._bounds[lost[0]]

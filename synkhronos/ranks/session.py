@@ -252,6 +252,8 @@ class Session:
             # A worker that is deep in compiled code may take long to notice an interrupt, or the exit that a signal's
             # handler asks for: `settle` waits for it, or `close` ends it.
             self._join(None if mine is None or isinstance(mine, Exception) else GRACE / 4)
+            if control.words[Control.FAILED] == number and self.hosts is not None:
+                self._look_for_deaths()  # a host that had no room for memory says so besides
             reports = self._reports() if control.words[Control.FAILED] == number else []
             if reports and self._has_lost():  # what ranks say may only follow from that
                 self._look_for_deaths()
@@ -295,7 +297,8 @@ class Session:
         control, words = self._control, self._control.words
         parcel = where = None
         message = self._pickle(command)
-        if len(message) > MAILBOX:
+        # Half of it is for the plan, where there is one.
+        if len(message) > (MAILBOX if self.hosts is None else MAILBOX // 2):
             parcel = self.memory.create(len(message), in_command=True)
             memoryview(parcel.buffer).cast("B")[: len(message)] = message
             where = SharedArray(parcel.key, "u1", (len(message),))
@@ -305,6 +308,11 @@ class Session:
         words[Control.LENGTH] = len(message)
         if self.hosts is not None:
             plan = self.hosts.plan(command, where)
+            if len(plan) > MAILBOX // 2:
+                raise ValueError(
+                    f"a call on several hosts names too many arrays: they take {len(plan):,} bytes, and there is room "
+                    f"for {MAILBOX // 2:,}"
+                )
             control.mailbox[len(message) : len(message) + len(plan)] = plan
             words[Control.PLAN] = len(plan)
         words[Control.ANNOUNCED] = self.memory.last_key

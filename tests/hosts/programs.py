@@ -188,6 +188,11 @@ def back(worker: synk.Worker, value: Any) -> Any:
     return value
 
 
+def often(worker: synk.Worker) -> bool:
+    """Combine small arrays, more often than a pipe has frames."""
+    return all(worker.all_reduce(np.full(3, k), "sum")[0] == worker.size * k for k in range(100))
+
+
 def lock(worker: synk.Worker) -> None:
     """Take a lock, which is refused."""
     with worker.lock():
@@ -201,6 +206,9 @@ def tasks() -> None:
 
     large = np.arange(300_000)  # more than a command may be long
     assert all(np.array_equal(each, large) for each in synk.run(programs.back, large))
+    for nbytes in range(261_500, 262_200, 50):  # about as much as the mailbox holds
+        assert synk.run(programs.back, b"x" * nbytes) == [b"x" * nbytes] * len(synk.run(programs.back, 1))
+    assert all(synk.run(programs.often))
     for _ in range(3):
         print(synk.run(programs.talk))
     try:
