@@ -204,7 +204,7 @@ class Tree:
                 found[host] = (of.f_blocks - of.f_bfree) * of.f_frsize
         return found
 
-    def nothing_left(self, limit: float = 2, is_fresh: bool = False, but: str = "-") -> None:
+    def nothing_left(self, limit: float = 10, is_fresh: bool = False, but: str = "-") -> None:
         """Check that only the master is there, and no shared memory but, where it is not fresh, its own.
 
         Names in /dev/shm that begin with ``but`` may be there.
