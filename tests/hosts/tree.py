@@ -120,16 +120,18 @@ class Tree:
         """Return each rank's process, and mpirun's."""
         found = self.do("know")["value"]
         spaces = self.processes()
+        ranks = [_outer(spaces, space, pid) for space, pid in found["ranks"]]
         return {
-            "ranks": [_outer(spaces, space, pid) for space, pid in found["ranks"]],
+            "ranks": ranks,
             "mpirun": _outer(spaces, spaces[self.pid][0], found["mpirun"]),
-            "agents": [
-                pid
-                for space, _ in dict(found["ranks"]).items()
-                for pid, (where, line) in spaces.items()
-                if where == space and "hosts.agent" in line and "python" in line.split()[0]
-            ],
+            "agents": self._agents(spaces, ranks[-1]),
         }
+
+    def _agents(self, processes: dict[int, tuple[str, str]], last: int) -> list[int]:
+        """Return the agents, the first host's first: the other one has started the last rank."""
+        other = int(re.search(r"PPid:\s+(\d+)", Path(f"/proc/{last}/status").read_text())[1])
+        agents = [p for p, (_, line) in processes.items() if "hosts.agent" in line and "python" in line.split()[0]]
+        return [next(p for p in agents if p != other and "-c" in processes[p][1].split()[1]), other]
 
     def release(self) -> None:
         """Let those go that hold."""
