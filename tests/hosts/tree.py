@@ -209,12 +209,15 @@ class Tree:
     def nothing_left(self, limit: float = 10, is_fresh: bool = False, but: str = "-") -> None:
         """Check that only the master is there, and no shared memory but, where it is not fresh, its own.
 
-        Names in /dev/shm that begin with ``but`` may be there.
+        Names in /dev/shm that begin with ``but`` may be there, and are removed.
         """
         deadline = time.monotonic() + limit
         while left := [*self._left(is_fresh, but)]:
             assert time.monotonic() < deadline, f"{left} are left\n{self.printed()}"
             time.sleep(0.01)
+        shared_memory = self._shared_memory(self.hosts[0]) if are_simulated() else Path("/dev/shm")
+        for path in shared_memory.glob(f"{but}*"):
+            path.unlink(missing_ok=True)
 
     def _left(self, is_fresh: bool, but: str) -> Iterator[object]:
         for pid, (_, line) in self.processes().items():
