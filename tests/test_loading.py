@@ -1,5 +1,6 @@
 """Loaders: which rows come in which order, and what is in them, for any number of ranks and loaders."""
 
+import os
 import time
 
 import numpy as np
@@ -206,6 +207,7 @@ def test_loaders_that_nobody_has_any_more_end(load):
     (pid,) = loader._reader.pids
     del loader
     until_state(pid, "Z")
+    os.waitpid(pid, 0)  # or later tests would find it
 
 
 def test_waiting_is_counted(load):

@@ -72,15 +72,14 @@ class ChainCommunicator(HostCommunicator):
             The root's bytes; where this rank wants them, if it does.
         """
         here, me = self._here, self._rank.number
-        goes_up, goes_down = to.stop > root + 1, to.start < root
         from_below, from_above = root < here.start, root >= here.stop
         if (from_below and to.stop <= here.start) or (from_above and to.start >= here.stop):
             return  # none of it comes this way
         into = self._up_in if from_below else self._down_in if from_above else self._local
         outs = []
-        if not self._is_last and not from_above and to.stop > here.stop and goes_up:
+        if not self._is_last and not from_above and to.stop > here.stop:
             outs.append(self._up_out)
-        if not self._is_first and not from_below and to.start < here.start and goes_down:
+        if not self._is_first and not from_below and to.start < here.start:
             outs.append(self._down_out)
         for at in range(0, size, FRAME):
             n = min(FRAME, size - at)

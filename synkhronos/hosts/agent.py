@@ -52,6 +52,8 @@ from synkhronos.ranks.task import Bridge, TaskMemory
 from synkhronos.ranks.threads import available_cores
 from synkhronos.ranks.workers import Workers
 
+#: What begins the names of the variables by which launchers tell a process of MPI who it is.
+_LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDRA_")
 #: Messages on their way, at most, where they may be long.
 _UNDER_WAY = 16
 #: Bytes of pages in one message, at most.
@@ -628,6 +630,9 @@ def main(address: str) -> None:
     if file is None:
         file = _control_memory(MPI, config, here, extra)
         os.environ.update(config["environment"])
+        # A worker that imports mpi4py, as Theano does, must not take itself for this agent.
+        for name in [name for name in os.environ if name.startswith(_LAUNCHERS)]:
+            del os.environ[name]
         sys.path[:] = config["path"]
         with contextlib.suppress(OSError):
             os.chdir(config["folder"])
