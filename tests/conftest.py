@@ -29,6 +29,9 @@ for variable, flags in {
     named = {flag.split("=")[0] for flag in given}
     os.environ[variable] = ",".join(given + [flag for flag in flags if flag.split("=")[0] not in named])
 
+# Theano imports mpi4py where that is installed, and this process would map MPI's memory and open its sockets.
+os.environ.setdefault("MPI4PY_RC_INITIALIZE", "0")
+
 if DEVICE == "gpu" and "PYTEST_XDIST_WORKER" in os.environ:
     # Or each of pytest's processes would wait for the others' compilers.
     folder = os.path.join(tempfile.gettempdir(), "synkhronos-theano", os.environ["PYTEST_XDIST_WORKER"])

@@ -604,6 +604,7 @@ def _is_closed(channel: socket.socket) -> bool:
 
 def main(address: str) -> None:
     """Be an agent, from ``mpirun``'s start to the ranks' end; the first one finds the master at an address."""
+    os.environ.pop("MPI4PY_RC_INITIALIZE", None)  # which scripts are given that shall leave MPI alone
     import mpi4py
 
     mpi4py.rc.finalize = False
