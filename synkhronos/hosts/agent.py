@@ -631,7 +631,8 @@ def main(address: str) -> None:
     if file is None:
         file = _control_memory(MPI, config, here, extra)
         os.environ.update(config["environment"])
-        # A worker that imports mpi4py, as Theano does, must not take itself for this agent.
+        # A worker that imports mpi4py, as Theano does, must neither take itself for this agent nor start MPI anew.
+        os.environ["MPI4PY_RC_INITIALIZE"] = "0"
         for name in [name for name in os.environ if name.startswith(_LAUNCHERS)]:
             del os.environ[name]
         sys.path[:] = config["path"]
