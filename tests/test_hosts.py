@@ -18,6 +18,7 @@ SHAPES = [["a:2", "b:2"], ["a:3", "b:1"], ["a:1", "b:1", "c:1", "d:1"]]
 
 
 @needs_mpi
+@pytest.mark.timeout(600)  # several programs, each of which compiles on all ranks
 @pytest.mark.parametrize("program", ["train", "collectives", "trainer"])
 def test_the_same_bits_as_on_one_host(program):
     if program == "trainer":

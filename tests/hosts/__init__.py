@@ -44,7 +44,7 @@ def words(hosts: list[str], *command: object) -> tuple[list[str], dict[str, str]
     return python, environment | {"HYDRA_LAUNCHER": "fork"}
 
 
-def run(hosts: list[str], *program: object, timeout: float = 100, **variables: str) -> str:
+def run(hosts: list[str], *program: object, timeout: float = 200, **variables: str) -> str:
     """Run one of `PROGRAMS` on the first of some hosts, and return what it prints."""
     command, environment = words(hosts, PROGRAMS, *program)
     done = subprocess.run(
