@@ -14,11 +14,12 @@ from synkhronos.hosts.names import hosts_of
 from synkhronos.hosts.start import _lost
 
 needs_mpi = pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]")
+pytestmark = pytest.mark.timeout(300)  # programs that compile on all ranks
 SHAPES = [["a:2", "b:2"], ["a:3", "b:1"], ["a:1", "b:1", "c:1", "d:1"]]
 
 
 @needs_mpi
-@pytest.mark.timeout(600)  # several programs, each of which compiles on all ranks
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("program", ["train", "collectives", "trainer"])
 def test_the_same_bits_as_on_one_host(program):
     if program == "trainer":
