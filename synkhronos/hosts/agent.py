@@ -47,7 +47,7 @@ from synkhronos.hosts.pipes import COUNT_BITS, DOWN_IN, DOWN_OUT, FRAMES, NEWS, 
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, FOR_STEP, FOR_TASK, SLOT, SPIN, Control
 from synkhronos.ranks.errors import cause_of_death
 from synkhronos.ranks.rank import HEAD
-from synkhronos.ranks.segments import Receiver, Segment, Unmapped, announce, create_unlinked
+from synkhronos.ranks.segments import Receiver, Segment, Unmapped, announce, create_unlinked, is_closed
 from synkhronos.ranks.task import Bridge, TaskMemory
 from synkhronos.ranks.threads import available_cores
 from synkhronos.ranks.workers import Workers
@@ -279,7 +279,7 @@ class Agent:
                 self._takes[kind](source, *what)
                 news |= kind != BEAT
             if self._frames.move():
-                self._ring(FOR_STEP)
+                self._control.ring_here(FOR_STEP)
                 news = True
             now = time.monotonic()
             self._beat(now)
@@ -423,7 +423,7 @@ class Agent:
         if now < self._next_look:
             return
         self._next_look = now + _LOOK
-        if self._channel is not None and _is_closed(self._channel):
+        if self._channel is not None and is_closed(self._channel):
             self._end_without_the_master(now)
         if self._is_ending:
             return
@@ -460,7 +460,7 @@ class Agent:
         words[Control.LENGTH] = len(message)
         words[Control.ANNOUNCED] = self._mapped
         words[Control.POSTED] = self._posted = number
-        self._ring(FOR_COMMAND)
+        self._control.ring_here(FOR_COMMAND)
         early, self._early = self._early, []
         for take, what in early:
             take(*what)
@@ -493,7 +493,7 @@ class Agent:
             control.slot(r, which)[: len(content)] = content
         for r in self._ranks_of(source):
             control.arrived[r] = step
-        self._ring(FOR_STEP)
+        self._control.ring_here(FOR_STEP)
 
     def _take_failed(self, source: int, number: int) -> None:
         words = self._control.words
@@ -511,7 +511,7 @@ class Agent:
             control.report_length[r] = len(report)
             control.committed[r] = committed[i]
             control.done[r] = done[i]
-        self._ring(FOR_JOIN)
+        self._control.ring_here(FOR_JOIN)
 
     def _take_lost(self, source: int, text: str, rank: int) -> None:
         self._tell(text, rank)
@@ -557,11 +557,6 @@ class Agent:
     def _ranks_of(self, host: int) -> range:
         return range(self._bounds[host], self._bounds[host + 1])
 
-    def _ring(self, reason: int) -> None:
-        self._control.fence()
-        for r in self._here:
-            self._control.ring(r, reason)
-
     def _tell(self, text: str, rank: int) -> None:
         """Tell the master of a loss: the first; what follows from it is no news."""
         if self._is_told:
@@ -590,16 +585,6 @@ def _open(path: str, nbytes: int) -> io.FileIO:
         file.close()
         raise OSError(f"{path} has {size:,} bytes here, and {nbytes:,} on the master's host")
     return file
-
-
-def _is_closed(channel: socket.socket) -> bool:
-    """Whether the process at the other end has ended."""
-    try:
-        return not channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
 
 
 def main(address: str) -> None:

@@ -40,6 +40,7 @@ from synkhronos.ranks.control import Control
 from synkhronos.ranks.errors import cause_of_death
 from synkhronos.ranks.memory import Release
 from synkhronos.ranks.reads import Read, reads
+from synkhronos.ranks.segments import is_closed
 from synkhronos.ranks.task import TaskMemory
 
 #: Seconds that the agents may take to start.
@@ -214,7 +215,8 @@ class Hosts:
         if length:
             text, rank = json.loads(bytes(self._layout.news[:length]))
             return text, rank
-        if self._launcher.poll() is None and not self._is_cut():
+        assert self._channel is not None
+        if self._launcher.poll() is None and not is_closed(self._channel):
             return None
         # It says on which host something has ended, if it notices: that takes it a moment.
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -229,16 +231,6 @@ class Hosts:
         names = [host_and_ranks(self.names[i], range(*self._bounds[i : i + 2])) for i in lost]
         which = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
         return f"{which} was lost: the host, or the agent there, has ended", self._bounds[lost[0]]
-
-    def _is_cut(self) -> bool:
-        """Whether this host's agent has gone."""
-        assert self._channel is not None
-        try:
-            return not self._channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
 
     def end(self, kill: bool, seconds: float, is_hurried: Callable[[], bool]) -> None:
         """End the other hosts' workers and the agents."""

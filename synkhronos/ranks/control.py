@@ -140,6 +140,12 @@ class Control:
         if self.sleeping[rank] == reason:
             self._bells[rank].ring()
 
+    def ring_here(self, reason: int) -> None:
+        """Wake the ranks of this machine that sleep for this reason, after a write of what they wait for."""
+        self.fence()
+        for rank in self.here:
+            self.ring(rank, reason)
+
     def ring_all(self) -> None:
         """Wake every rank that sleeps, for whatever reason."""
         self.fence()

@@ -341,10 +341,7 @@ class Rank:
 
     def tell(self) -> None:
         """Wake the ranks of this machine that are in `wait`, after a write of what they wait for."""
-        control = self.control
-        control.fence()
-        for r in control.here:
-            control.ring(r, FOR_STEP)
+        self.control.ring_here(FOR_STEP)
 
     def _open_slot(self, payload: bytes | memoryview, total: int | None = None) -> int:
         """Write into this rank's slot for the next step, and return that step.

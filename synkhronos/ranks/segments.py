@@ -12,6 +12,8 @@
     Maps shared memory without keeping its file open.
 `announce`, `Receiver`
     How segments come from the master to the workers.
+`is_closed`
+    Whether the other end of such a channel has gone.
 
 The master makes a segment without a name; workers get it as an open file over the socket pair that each of them
 inherited at the fork.  So no crash leaves a name in ``/dev/shm``, and nobody else can open what has none.  (Where the
@@ -238,6 +240,16 @@ def announce(channel: socket.socket, segment: Segment, fd: int) -> None:
     # Whoever waits for the worker next notices its death, and can say more of it than this.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         channel.sendmsg([_ANNOUNCEMENT.pack(segment.key, segment.nbytes, segment.is_file)], [rights], _NO_SIGNAL)
+
+
+def is_closed(channel: socket.socket) -> bool:
+    """Whether the process at the other end has ended."""
+    try:
+        return not channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 class Receiver:
