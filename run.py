@@ -382,6 +382,11 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
         raise SystemExit(130) from None
     ended = zip(jobs, reports, statuses, strict=True)
     summaries = [f"{job.name}: {counts(report, status)}" for job, report, status in ended]
+    if len(jobs) > 1:
+        # The lines of jobs that ran side by side are mixed: what failed stands here once more, by itself.
+        summaries = [
+            f"{job.name}: {text}" for job, report in zip(jobs, reports, strict=True) for text in failures(report)
+        ] + summaries
     print("\n".join(summaries + left_out), flush=True)
     return max(statuses)
 
@@ -411,11 +416,28 @@ def jobs_of(environments: Sequence[Environment], options: argparse.Namespace, re
     return jobs
 
 
+def suites_of(report: Path) -> list[xml.etree.ElementTree.Element]:
+    """Return what pytest's report file holds; nothing where pytest ended before it wrote one."""
+    try:
+        return xml.etree.ElementTree.parse(report).getroot().findall("testsuite")
+    except (FileNotFoundError, xml.etree.ElementTree.ParseError):
+        return []
+
+
+def failures(report: Path, most: int = 40) -> list[str]:
+    """Return of each test that failed its name, and the last lines of what pytest said."""
+    found = []
+    for case in (case for suite in suites_of(report) for case in suite.findall("testcase")):
+        for problem in (*case.findall("failure"), *case.findall("error")):
+            lines = (problem.text or problem.get("message", "")).splitlines()[-most:]
+            found.append("\n    ".join([f"FAILED {case.get('classname')}::{case.get('name')}", *lines]))
+    return found
+
+
 def counts(report: Path, status: int) -> str:
     """Return how many tests passed, failed and were skipped, from pytest's report file."""
-    try:
-        suites = xml.etree.ElementTree.parse(report).getroot().findall("testsuite")
-    except (FileNotFoundError, xml.etree.ElementTree.ParseError):
+    suites = suites_of(report)
+    if not suites:
         return f"no result, pytest ended with exit status {status}"
     total, failures, errors, skipped = (
         sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "failures", "errors", "skipped")

@@ -115,6 +115,21 @@ def test_what_runs_side_by_side_is_told_apart(module, capfd):
         assert f"{name}, -k nothing --fails: no result, pytest ended with exit status 3" in printed
 
 
+def test_what_failed_stands_at_the_end(module, tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n@pytest.fixture\ndef broken(): raise KeyError('no such thing')\n"
+        "def test_well(): pass\ndef test_sum(): assert 1 + 1 == 3\ndef test_with(broken): pass\n"
+    )
+    report = tmp_path / "report.xml"
+    pytest_ = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junit-xml={report}", "test_it.py"]
+    assert subprocess.run(pytest_, cwd=tmp_path, capture_output=True).returncode == 1
+    failed, broken = module.failures(report)
+    assert failed.startswith("FAILED test_it::test_sum\n") and "assert (1 + 1) == 3" in failed
+    assert broken.startswith("FAILED test_it::test_with\n") and "KeyError: 'no such thing'" in broken
+    assert module.counts(report, 1) == "1 passed, 2 failed"
+    assert module.failures(tmp_path / "none.xml") == []
+
+
 def test_what_runs_alone_prints_as_it_is(module, capfd):
     assert module.test(options(device="jax"), []) == 0
     assert capfd.readouterr().out.startswith("on jax: -m pytest ")
