@@ -22,13 +22,10 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.checks import flag, index, integer, number
 from synkhronos.devices import HOST, Device, choose, device_named, get_n_gpu, keep_off_gpus, needs_fresh_processes
-from synkhronos.hosts import Host, Hosts, hosts_of, launched, serve
+from synkhronos.hosts import MOST, Host, Hosts, hosts_of, launched, serve
 from synkhronos.ranks import Rank
 
 __all__ = ["bytes_sent", "close", "fork"]
-
-#: More ranks than this on one machine is taken for a mistake.
-_MOST = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +118,8 @@ def fork(
     """
     if n_parallel is not None:
         n_parallel = integer(n_parallel, "n_parallel")
-        if not 1 <= n_parallel <= _MOST:
-            raise ValueError(f"n_parallel: expected a number of ranks from 1 to {_MOST}, got {n_parallel}")
+        if not 1 <= n_parallel <= MOST:
+            raise ValueError(f"n_parallel: expected a number of ranks from 1 to {MOST}, got {n_parallel}")
     if use_gpu is not None and not isinstance(use_gpu, bool | np.bool_):
         raise TypeError(f"use_gpu: expected True, False or None, got {use_gpu!r}")
     profile_workers = flag(profile_workers, "profile_workers")

@@ -9,7 +9,7 @@ for words in its own host's memory wherever the others are, and the rooms above 
 
 `Hosts`, `serve`
     Starts the agents by ``mpirun``, and is what the master's session knows of the other hosts (`start`).
-`Host`, `hosts_of`, `launched`
+`Host`, `MOST`, `hosts_of`, `launched`
     The hosts that a user names, or that ``mpirun`` has started the script on (`names`).
 `agent`
     What an agent does, from its start to its end.
@@ -19,7 +19,7 @@ for words in its own host's memory wherever the others are, and the rooms above 
     Memory through which collectives stream arrays from a host to the next.
 """
 
-from synkhronos.hosts.names import Host, hosts_of, launched
+from synkhronos.hosts.names import MOST, Host, hosts_of, launched
 from synkhronos.hosts.start import Hosts, serve
 
-__all__ = ["Host", "Hosts", "hosts_of", "launched", "serve"]
+__all__ = ["MOST", "Host", "Hosts", "hosts_of", "launched", "serve"]

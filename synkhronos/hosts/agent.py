@@ -33,7 +33,6 @@ import socket
 import struct
 import sys
 import time
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -42,7 +41,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from synkhronos.hosts.contents import PAGE, Contents, pages_of, put_pages, take_pages
-from synkhronos.hosts.names import host_and_ranks
+from synkhronos.hosts.names import host_and_ranks, host_of, ranks_of
 from synkhronos.hosts.pipes import COUNT_BITS, DOWN_IN, DOWN_OUT, FRAMES, NEWS, UP_IN, UP_OUT, Layout
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, FOR_STEP, FOR_TASK, SLOT, SPIN, Control
 from synkhronos.ranks.errors import cause_of_death
@@ -239,7 +238,7 @@ class Agent:
         world = mpi.COMM_WORLD
         self._config, self._control, self._channel, self._workers = config, control, channel, workers
         self._me, self._names = world.rank, config["names"]
-        self._bounds = [0, *np.cumsum(config["counts"]).tolist()]
+        self._ranks = ranks_of(config["counts"])
         self._here = control.here
         self._layout = Layout(control)
         self._layout.beyond[0] = world.size - 1 - world.rank
@@ -390,7 +389,7 @@ class Agent:
         news = False
         for source, target, turn, content in bridge.news():
             to = target if content is not None else source
-            self._mail.send(self._host_of(to), PART, self._posted, source, target, turn, content)
+            self._mail.send(host_of(self._ranks, to), PART, self._posted, source, target, turn, content)
             news = True
         if bridge.is_stopped_here():
             for host in self._mail.others:
@@ -435,7 +434,7 @@ class Agent:
                         with contextlib.suppress(OSError):
                             os.kill(os.getppid(), signal.SIGKILL)  # mpirun's daemon, which would wait for ever
                     self._leave(9)
-                name, first = host_and_ranks(self._names[host], self._ranks_of(host)), self._bounds[host]
+                name, first = host_and_ranks(self._names[host], self._ranks[host]), self._ranks[host].start
                 self._tell(f"{name} has not been heard of for {timeout:g} seconds", first)
         dead = self._workers.first_dead()
         if dead is not None:
@@ -491,7 +490,7 @@ class Agent:
         control = self._control
         for r, which, content in shown:
             control.slot(r, which)[: len(content)] = content
-        for r in self._ranks_of(source):
+        for r in self._ranks[source]:
             control.arrived[r] = step
         self._control.ring_here(FOR_STEP)
 
@@ -505,7 +504,7 @@ class Agent:
         self, source: int, done: tuple[int, ...], committed: tuple[int, ...], reports: dict[int, bytes]
     ) -> None:
         control = self._control
-        for i, r in enumerate(self._ranks_of(source)):
+        for i, r in enumerate(self._ranks[source]):
             report = reports.get(r, b"")
             control.slot(r, 2)[: len(report)] = report
             control.report_length[r] = len(report)
@@ -518,7 +517,7 @@ class Agent:
 
     def _take_beat(self, source: int, going_on: list[int], sleeping: list[int]) -> None:
         control, clock = self._control, time.monotonic_ns()
-        for i, r in enumerate(self._ranks_of(source)):
+        for i, r in enumerate(self._ranks[source]):
             control.progress[r] = going_on[i] and clock - going_on[i]
             control.sleeping[r] = sleeping[i]
 
@@ -550,12 +549,6 @@ class Agent:
         if task is None or task.key not in self._segments:  # there may have been no room for its memory
             return None
         return Bridge(task, self._segments[task.key], self._here)
-
-    def _host_of(self, rank: int) -> int:
-        return bisect_right(self._bounds, rank) - 1
-
-    def _ranks_of(self, host: int) -> range:
-        return range(self._bounds[host], self._bounds[host + 1])
 
     def _tell(self, text: str, rank: int) -> None:
         """Tell the master of a loss: the first; what follows from it is no news."""
@@ -610,8 +603,7 @@ def main(address: str) -> None:
         return
     frames = world.Dup()
     signal.alarm(0)
-    bounds = [0, *np.cumsum(config["counts"]).tolist()]
-    here = range(bounds[world.rank], bounds[world.rank + 1])
+    here = ranks_of(config["counts"])[world.rank]
     made, extra = file is not None, Layout.nbytes(len(here))
     if file is None:
         file = _control_memory(MPI, config, here, extra)

@@ -4,8 +4,12 @@
     A host, and how many ranks it is to have.
 `hosts_of`
     Reads ``fork(hosts=...)`` and the environment.
+`ranks_of`, `host_of`
+    Which ranks each host has, and which host has a rank.
 `host_and_ranks`
     How errors name a host.
+`MOST`
+    More ranks than this on one host is taken for a mistake.
 `launched`
     Which of several processes this is that ``mpirun`` or ``srun`` has started.
 """
@@ -16,6 +20,7 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -26,8 +31,7 @@ class Host(NamedTuple):
     n_ranks: int | None
 
 
-#: More ranks than this on one host is taken for a mistake.
-_MOST = 1024
+MOST = 1024
 #: Where launchers say which of how many processes this is: MPICH's, Open MPI's, Slurm's.
 _LAUNCHED = [
     ("PMI_RANK", "PMI_SIZE"),
@@ -81,9 +85,25 @@ def _host(text: object, called: str) -> Host:
     name, colon, count = text.strip().partition(":")
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name.startswith("-"):
         raise ValueError(f"{called}: expected the name of a host, got {text!r}")
-    if colon and not (count.isdecimal() and 0 < int(count) <= _MOST):
-        raise ValueError(f"{called}: expected a number of ranks from 1 to {_MOST} behind the colon, got {text!r}")
+    if colon and not (count.isdecimal() and 0 < int(count) <= MOST):
+        raise ValueError(f"{called}: expected a number of ranks from 1 to {MOST} behind the colon, got {text!r}")
     return Host(name, int(count) if colon else None)
+
+
+def ranks_of(counts: Sequence[int]) -> list[range]:
+    """Return the ranks of each host, which are numbered host by host.
+
+    Examples
+    --------
+    >>> ranks_of([3, 1])
+    [range(0, 3), range(3, 4)]
+    """
+    return [range(stop - count, stop) for stop, count in zip(accumulate(counts), counts, strict=True)]
+
+
+def host_of(ranks: Sequence[range], rank: int) -> int:
+    """Return the number of the host that has a rank."""
+    return next(host for host, of_host in enumerate(ranks) if rank in of_host)
 
 
 def host_and_ranks(name: str, of_host: range) -> str:

@@ -24,7 +24,6 @@ import sys
 import threading
 import time
 import warnings
-from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ from typing import IO, Any, NoReturn
 import numpy as np
 
 from synkhronos.hosts.contents import Rows
-from synkhronos.hosts.names import Host, host_and_ranks
+from synkhronos.hosts.names import Host, host_and_ranks, host_of, ranks_of
 from synkhronos.hosts.pipes import Layout
 from synkhronos.ranks import Command, SharedArray
 from synkhronos.ranks.control import Control
@@ -70,10 +69,10 @@ class Hosts:
 
     Attributes
     ----------
-    counts : list of int
-        How many ranks each host has.
+    ranks : list of range
+        The ranks of each host.
     here : range
-        The ranks of this one.
+        Those of this one.
     extra : int
         Bytes of control memory that its agent and its ranks need besides.
 
@@ -121,11 +120,10 @@ class Hosts:
                 raise
         self._known_as = [(name, hello["name"]) for name, hello in zip(self.names, hellos, strict=True)]
         each = [host.n_ranks or n_ranks or hello["cores"] for host, hello in zip(hosts, hellos, strict=True)]
-        self.counts: list[int] = each
+        self.ranks = ranks_of(each)
         self.size = sum(each)
-        self.here = range(each[0])
+        self.here = self.ranks[0]
         self.extra = Layout.nbytes(each[0])
-        self._bounds = [0, *np.cumsum(each).tolist()]
 
     def _meet(self, listener: socket.socket) -> list[dict[str, Any]]:
         """Return what each host says of itself, when the first agent has come."""
@@ -172,7 +170,7 @@ class Hosts:
         self._control, self._layout = control, Layout(control)
         config = {
             "names": self.names,
-            "counts": self.counts,
+            "counts": list(map(len, self.ranks)),
             "size": self.size,
             "root": root,
             "profile": profile,
@@ -191,9 +189,8 @@ class Hosts:
 
     def plan(self, command: Command, parcel: SharedArray | None) -> bytes:
         """Say what each other host reads in a command and its parcel, what all let go of, and the memory of a task."""
-        hosts = [range(*bounds) for bounds in zip(self._bounds[1:], self._bounds[2:], strict=False)]
         dropped = [key for what, key in command.let_go if what == "segment"] if isinstance(command, Release) else []
-        needed = [[_rows(read) for read in reads((command, parcel), self.size, ranks)] for ranks in hosts]
+        needed = [[_rows(read) for read in reads((command, parcel), self.size, ranks)] for ranks in self.ranks[1:]]
         memory = getattr(command, "memory", None)
         task = memory if isinstance(memory, TaskMemory) else None
         return pickle.dumps((needed, dropped, task), pickle.HIGHEST_PROTOCOL)
@@ -205,7 +202,7 @@ class Hosts:
 
     def host(self, rank: int) -> str:
         """Return the name of a rank's host."""
-        return self.names[bisect(self._bounds, rank) - 1]
+        return self.names[host_of(self.ranks, rank)]
 
     def lost(self) -> tuple[str, int] | None:
         """Say what has happened to another host, or to an agent."""
@@ -228,9 +225,9 @@ class Hosts:
             what = "the agent of this host" if self._is_launched else "mpirun, which connects the hosts,"
             return f"{what} (process {self._launcher.pid}) {cause_of_death(code)}", 0
         lost = _lost(" ".join(list(self._said)), self._known_as)
-        names = [host_and_ranks(self.names[i], range(*self._bounds[i : i + 2])) for i in lost]
+        names = [host_and_ranks(self.names[i], self.ranks[i]) for i in lost]
         which = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
-        return f"{which} was lost: the host, or the agent there, has ended", self._bounds[lost[0]]
+        return f"{which} was lost: the host, or the agent there, has ended", self.ranks[lost[0]].start
 
     def end(self, kill: bool, seconds: float, is_hurried: Callable[[], bool]) -> None:
         """End the other hosts' workers and the agents."""

@@ -35,7 +35,6 @@ def train() -> None:
     n = fork()
     rng = np.random.default_rng(0)
     x, y = tensor.fmatrix("x"), tensor.fvector("y")
-    sizes = [20, 100, 300]
     weights = [
         shared((rng.normal(size=size) / 8).astype("float32"), f"w{i}")
         for i, size in enumerate([(20, 100), (100, 300), (300,)])
@@ -43,7 +42,6 @@ def train() -> None:
     out = x
     for w in weights[:2]:
         out = tensor.tanh(tensor.dot(out, w))
-    assert sizes[-1] == 300
     loss = tensor.log1p(tensor.exp((1 - 2 * y) * tensor.dot(out, weights[2]))).mean()
     step = make_train_function(loss, weights, x, y, updates.adam, learning_rate=np.float32(0.01))
     points = rng.normal(size=(1001, 20)).astype("float32")
