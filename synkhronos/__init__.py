@@ -25,7 +25,7 @@ from synkhronos.collectives import (
     scatter,
     set_value,
 )
-from synkhronos.data import Data, FileData, data, data_file
+from synkhronos.data import Data, FileData, PartsData, data, data_file, data_parts
 from synkhronos.devices import get_n_gpu
 from synkhronos.function import Function, distribute, function
 from synkhronos.processes import bytes_sent, close, fork
@@ -38,6 +38,7 @@ __all__ = [
     "Data",
     "FileData",
     "Function",
+    "PartsData",
     "Worker",
     "WorkerError",
     "all_gather",
@@ -47,6 +48,7 @@ __all__ = [
     "close",
     "data",
     "data_file",
+    "data_parts",
     "distribute",
     "fork",
     "function",

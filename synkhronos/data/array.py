@@ -312,7 +312,7 @@ class Data:
     def _conditioned(self, x: npt.ArrayLike, force_cast: bool, argument: str) -> np.ndarray:
         """Check a value's dtype and dimensions; the cast itself is left to the copy."""
         flag(force_cast, "force_cast")
-        value = _numbers(x, argument)
+        value = numbers(x, argument)
         if value.ndim != self._ndim:
             raise ValueError(
                 f"{argument}: expected {self._ndim} dimensions{self._called()}, got {value.ndim} (shape {value.shape})"
@@ -444,7 +444,7 @@ def data(
             raise ValueError(f"ndim: {var!r} has {var.type.ndim}, got {ndim}")
         dtype, ndim = var.type.dtype, var.type.ndim
     elif value is not None:
-        array = _numbers(value, "value")
+        array = numbers(value, "value")
         dtype = array.dtype if dtype is None else dtype
         if ndim is not None and ndim != array.ndim:
             raise ValueError(f"ndim: value has {array.ndim}, got {ndim}")
@@ -461,7 +461,8 @@ def data(
     return made
 
 
-def _numbers(value: Any, argument: str) -> np.ndarray:
+def numbers(value: Any, argument: str) -> np.ndarray:
+    """Return an argument as an array, if it is one of numbers."""
     check_dense(value, argument)
     try:
         array = np.asarray(value)

@@ -10,60 +10,35 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from synkhronos import ranks
-from synkhronos.data.array import NUMBERS, Data
+from synkhronos.data.array import NUMBERS
+from synkhronos.data.fixed import FixedData
 from synkhronos.ranks import SharedArray
 
 
-class FileData(Data):
+class FileData(FixedData):
     """A `Data` object whose array is that of a file in NumPy's format; made by `data_file`.
 
     Its content and shape stay as they are: ``data`` is read-only.
     """
 
     def __init__(self, path: str, minibatch: bool = False, name: str | None = None):
-        self.path = os.path.abspath(path)
+        self.path = self.origin = os.path.abspath(path)
         shape, dtype, self._offset = _header(self.path)
         super().__init__(dtype, len(shape), minibatch, name)
         with self._session.turn:
             self._session.settle()
-            segment = self._session.memory.open(self.path)
-            self._segment = segment
-            self._session.memory.release_with(self, "segment", segment.key)
-        self._array = segment.array(shape, dtype, self._offset)
-        self._array.flags.writeable = False
+            self._lie_fixed_in(self._session.memory.open(self.path), shape, self._offset)
 
     def __repr__(self) -> str:
         return f"<synkhronos.FileData {self.path!r}: {self.dtype}, shape {self.shape}>"
 
     def where(self) -> SharedArray:
         """Return where the array lies, for a command; in the turn of the call that sends it."""
-        self._check()
-        if self._segment is None:
-            raise ValueError(f"{self.path}: this Data object's memory was freed: make a new one")
-        return SharedArray(self._segment.key, self.dtype.str, self.shape, self._offset)
-
-    def _refuse(self) -> NoReturn:
-        raise ValueError(
-            f"{self.path}: Data that is a file can't be changed: synkhronos.data(numpy.load(path)) is a copy that can"
-        )
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._refuse()
-
-    def set_value(self, x: npt.ArrayLike, force_cast: bool = False, oversize: float = 1) -> None:
-        """Refuse: the content stays."""
-        self._refuse()
-
-    def set_shape(self, shape: int | Sequence[int], oversize: float = 1) -> None:
-        """Refuse: the shape stays."""
-        self._refuse()
+        return SharedArray(self._key(), self.dtype.str, self.shape, self._offset)
 
 
 def data_file(path: str | os.PathLike[str], minibatch: bool = False, name: str | None = None) -> FileData:

@@ -39,7 +39,7 @@ from synkhronos.ranks.control import Control
 from synkhronos.ranks.errors import cause_of_death
 from synkhronos.ranks.memory import Release
 from synkhronos.ranks.reads import Read, reads
-from synkhronos.ranks.segments import is_closed
+from synkhronos.ranks.segments import SegmentTable, is_closed
 from synkhronos.ranks.task import TaskMemory
 
 #: Seconds that the agents may take to start.
@@ -187,13 +187,23 @@ class Hosts:
             self._readers[-1].start()
         return self._channel
 
-    def plan(self, command: Command, parcel: SharedArray | None) -> bytes:
+    def plan(self, command: Command, parcel: SharedArray | None, segments: SegmentTable) -> bytes:
         """Say what each other host reads in a command and its parcel, what all let go of, and the memory of a task."""
         dropped = [key for what, key in command.let_go if what == "segment"] if isinstance(command, Release) else []
-        needed = [[_rows(read) for read in reads((command, parcel), self.size, ranks)] for ranks in self.ranks[1:]]
+        needed: list[list[Rows]] = []
+        for name, ranks in zip(self.names, self.ranks, strict=True):
+            needed.append([])
+            for read in reads((command, parcel), self.size, ranks):
+                held = read.array.held(self.size, ranks)
+                if held is None:
+                    needed[-1].append(_rows(read))
+                    continue
+                _check_held(read, held, segments, host_and_ranks(name, ranks))
+                if isinstance(read.rows, SharedArray):
+                    needed[-1].append(_rows(Read(read.rows)))
         memory = getattr(command, "memory", None)
         task = memory if isinstance(memory, TaskMemory) else None
-        return pickle.dumps((needed, dropped, task), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps((needed[1:], dropped, task), pickle.HIGHEST_PROTOCOL)
 
     @property
     def sent(self) -> int:
@@ -265,6 +275,21 @@ def _rows(read: Read) -> Rows:
     if isinstance(rows, range):
         return Rows(array.key, array.offset, row, (rows.start - base, rows.stop - base, rows.step), None)
     return Rows(array.key, array.offset, row, None, (rows.key, rows.offset, rows.shape[0], base))
+
+
+def _check_held(read: Read, held: range, segments: SegmentTable, who: str) -> None:
+    """Refuse rows that another host has loaded for itself."""
+    rows = range(read.array.shape[0]) if read.rows is None else read.rows
+    index = np.array([*rows[:1], *rows[-1:]]) if isinstance(rows, range) else rows.view(segments)
+    if not index.size:
+        return
+    first, last = int(index.min()) - read.base, int(index.max()) - read.base
+    if first < held.start or last >= held.stop:
+        raise IndexError(
+            f"{who} needs rows from {first:,} to {last:,} of data that data_parts has loaded, and has those from "
+            f"{held.start:,} to {held.stop - 1:,}: what hosts load for themselves is not sent; the rows that "
+            "PartsData.batches() yields are where they are needed"
+        )
 
 
 def _start_once() -> None:

@@ -67,7 +67,7 @@ class Memory:
     """
 
     def __init__(self, rank: Rank, channels: Mapping[int, socket], run: Callable[[Command], Any]):
-        self.last_key = 0
+        self.last_key = self._last_part = 0
         self._rank = rank
         self._channels = channels
         self._run = run
@@ -130,6 +130,11 @@ class Memory:
             file = io.FileIO(path)
         nbytes = os.fstat(file.fileno()).st_size
         return self._added(Segment(self.last_key + 1, file.fileno(), nbytes, is_file=True), file, False)
+
+    def key_of_parts(self) -> int:
+        """Return a key for memory that the ranks of each host make themselves, in a command, and nobody announces."""
+        self._last_part -= 1
+        return self._last_part
 
     def _added(self, segment: Segment, file: io.FileIO, in_command: bool) -> Segment:
         with undisturbed():  # a worker would wait for ever for a key that is never announced

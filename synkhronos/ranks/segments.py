@@ -48,19 +48,19 @@ _ANNOUNCEMENT = struct.Struct("=QQ?")  # key, bytes, whether it is a file
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
 
-def create_unlinked(nbytes: int) -> io.FileIO:
+def create_unlinked(nbytes: int, start: int = 0, stop: int | None = None) -> io.FileIO:
     """Make a shared memory object of ``nbytes`` without a name, and return it as an open file.
 
-    The pages are allocated here and now: a full ``/dev/shm`` is a MemoryError in this call, not a bus error
-    at some later write.
+    The pages from ``start`` to ``stop``, by default all, are allocated here and now: a full ``/dev/shm`` is a
+    MemoryError in this call, not a bus error at some later write.
     """
+    stop = nbytes if stop is None else stop
     with undisturbed():
         file = io.FileIO(_open_unlinked(), "r+")  # closed with the last reference, whatever happens
     try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-        else:
-            os.ftruncate(file.fileno(), nbytes)
+        os.ftruncate(file.fileno(), nbytes)
+        if hasattr(os, "posix_fallocate") and stop > start:
+            os.posix_fallocate(file.fileno(), start, stop - start)
     except (OSError, OverflowError) as error:  # the latter for more than the kernel can count
         file.close()
         largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -71,8 +71,8 @@ def create_unlinked(nbytes: int) -> io.FileIO:
             ) from error
         if isinstance(error, OverflowError) or error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise MemoryError(
-                f"no room for {nbytes:,} bytes of shared memory: see `df -h /dev/shm`, free Data objects that are no "
-                "longer needed, or start the container with a larger --shm-size"
+                f"no room for {stop - start:,} bytes of shared memory: see `df -h /dev/shm`, free Data objects that "
+                "are no longer needed, or start the container with a larger --shm-size"
             ) from error
         raise
     return file
@@ -146,6 +146,10 @@ class SharedArray(NamedTuple):  # a tuple, because these are pickled with every 
     def view(self, segments: SegmentTable) -> np.ndarray:
         """Return the array itself, as a view of this rank's mapping."""
         return segments[self.key].array(self.shape, self.dtype, self.offset)
+
+    def held(self, size: int, ranks: range) -> range | None:
+        """Return the rows that a host with these of ``size`` ranks has and no other; None if hosts are sent any."""
+        return None
 
     def part(self, start: int, stop: int) -> SharedArray:
         """Return where a run of a vector's items lies."""

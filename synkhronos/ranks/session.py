@@ -30,7 +30,7 @@ from synkhronos.ranks.interrupts import undisturbed
 from synkhronos.ranks.kept import Kept
 from synkhronos.ranks.memory import Memory
 from synkhronos.ranks.rank import Command, Rank, nobody_has_died
-from synkhronos.ranks.segments import SharedArray, create_unlinked
+from synkhronos.ranks.segments import SegmentTable, SharedArray, create_unlinked
 from synkhronos.ranks.threads import ThreadShare, available_cores
 from synkhronos.ranks.weak import WeakKeys
 from synkhronos.ranks.workers import Workers
@@ -46,14 +46,17 @@ class Hosts(Protocol):
 
     Attributes
     ----------
+    ranks : list of range
+        The ranks of each machine.
     here : range
-        The ranks of this machine.
+        Those of this one.
     extra : int
         Bytes of the control memory that it needs for itself.
     sent : int
         Bytes of shared memory that the others were sent.
     """
 
+    ranks: list[range]
     here: range
     extra: int
 
@@ -63,8 +66,14 @@ class Hosts(Protocol):
     def begin(self, control: Control, file: io.FileIO, root: int, profile: bool) -> socket.socket:
         """Start the workers of the others; return the channel to this machine's agent, for segments."""
 
-    def plan(self, command: Command, parcel: SharedArray | None) -> bytes:
-        """Say what the others have to be sent for a command, which itself may lie in a parcel."""
+    def plan(self, command: Command, parcel: SharedArray | None, segments: SegmentTable) -> bytes:
+        """Say what the others have to be sent for a command, which itself may lie in a parcel.
+
+        Raises
+        ------
+        IndexError
+            If a machine needs rows that another one has loaded for itself.
+        """
 
     def host(self, rank: int) -> str:
         """Return the name of a rank's machine."""
@@ -307,7 +316,7 @@ class Session:
         control.mailbox[: len(message)] = message
         words[Control.LENGTH] = len(message)
         if self.hosts is not None:
-            plan = self.hosts.plan(command, where)
+            plan = self.hosts.plan(command, where, self.rank.segments)
             if len(plan) > MAILBOX // 2:
                 raise ValueError(
                     f"a call on several hosts names too many arrays: they take {len(plan):,} bytes, and there is room "
@@ -364,6 +373,11 @@ class Session:
             and control.done[r] == self._command == control.words[Control.POSTED]
             and control.report_length[r]
         ]
+
+    @property
+    def ranks_by_host(self) -> list[range]:
+        """The ranks of each host."""
+        return [range(self.size)] if self.hosts is None else self.hosts.ranks
 
     def _host(self, rank: int) -> str:
         """Return the name of a rank's host, where there are several."""

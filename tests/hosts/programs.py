@@ -156,6 +156,82 @@ def files(path: str, other: str) -> None:
     synk.close()
 
 
+def triples(start: int, stop: int) -> np.ndarray:
+    """Load rows of three numbers."""
+    return np.arange(3.0 * start, 3.0 * stop).reshape(-1, 3)
+
+
+def refused(error: type[Exception], words: str, call: Any) -> None:
+    """Check that a call is refused with these words."""
+    try:
+        call()
+    except error as raised:
+        assert words in str(raised), raised
+    else:
+        raise AssertionError(words)
+
+
+def parts() -> None:
+    """Have each host load its own rows, compute on them, and ask for those of others."""
+    n = fork()
+    here, is_alone = int(HOSTS[0].partition(":")[2]), len(HOSTS) == 1
+    x = tensor.dmatrix("x")
+    f = synk.function([x], [(x * 2, "gather"), (x.sum(), "sum")])
+    s = shared(np.zeros((1, 3)), "s")
+    g = synk.function([], s.sum())
+    f(synk.data(triples(0, n)))
+    g()
+    for length in [*range(1, 3 * n), 1001]:
+        data, whole = synk.data_parts(lambda start, stop: triples(start, stop), length), triples(0, length)
+        before = synk.bytes_sent()
+        double, total = f(data)
+        np.testing.assert_array_equal(double, 2 * whole)
+        assert total == whole.sum() and (data.here == range(length)) == (is_alone or length <= here)
+        np.testing.assert_array_equal(data[data.here.start : data.here.stop], whole[: len(data.here)])
+        if length >= n:
+            seen = []
+            for batch in data.batches(n, seed=(1, length)):
+                np.testing.assert_array_equal(f(data, batch=batch)[0], 2 * whole[batch])
+                seen.extend(batch.tolist())
+            assert len(set(seen)) == len(seen)
+            synk.scatter(s, data)
+            np.testing.assert_array_equal(synk.gather(s, nd_up=0), whole)
+        assert synk.bytes_sent() - before < 4096 * (2 + length)  # the indexes
+    last = np.arange(1000, 600, -1)
+    if is_alone:
+        np.testing.assert_array_equal(f(data, batch=last)[0], 2 * whole[last])
+        np.testing.assert_array_equal(data, whole)
+    else:
+        held = f"has those from 0 to {data.here.stop - 1}"
+        for batch in (last, slice(600, 1000), slice(1000, 600, -1)):
+            refused(IndexError, held, lambda batch=batch: f(data, batch=batch))
+        refused(IndexError, held, lambda: synk.broadcast(s, data))
+        refused(IndexError, "this host has rows 0 to", lambda: data[-1])
+        refused(IndexError, "others have the rest", lambda: np.asarray(data))
+
+        def load(start: int, stop: int) -> np.ndarray:
+            if stop == 1001:
+                raise OSError("the disk is on fire")
+            return triples(start, stop)
+
+        start = 1001 - 1001 // n
+        words = f"rank {n - 1} on host b raised RuntimeError: load({start}, 1001), for rank {n - 1}: OSError: the disk"
+        refused(synk.WorkerError, words, lambda: synk.data_parts(load, 1001))
+    np.testing.assert_array_equal(f(data)[0], 2 * whole)
+    print("right")
+    synk.close()
+
+
+def parts_memory() -> None:
+    """Load 32 MB, and say how much memory that took here."""
+    fork()
+    before = os.statvfs("/dev/shm")
+    data = synk.data_parts(lambda start, stop: np.zeros((stop - start, 1 << 10)), 1 << 12)
+    print((before.f_bfree - os.statvfs("/dev/shm").f_bfree) * before.f_frsize)
+    data.free_memory()
+    synk.close()
+
+
 def talk(worker: synk.Worker) -> Any:
     """Pass numbers around, in pairs, in groups and among all."""
     n, me = worker.size, worker.number

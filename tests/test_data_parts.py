@@ -1,0 +1,158 @@
+"""Data of which each rank loads its own rows: the rows as they were loaded, on ranks of one host and of several."""
+
+import os
+
+import numpy as np
+import pytest
+from hosts import are_simulated, has_mpi, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from library import HOSTS, few, tensor
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.data.parts import batches
+from synkhronos.data.rows import share
+
+needs_mpi = pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]")
+pytestmark = pytest.mark.skipif(bool(HOSTS), reason="has hosts of its own")
+
+
+def rows(start, stop):
+    return np.arange(3.0 * start, 3.0 * stop).reshape(-1, 3)
+
+
+def doubled():
+    x = tensor.dmatrix("x")
+    return synk.function([x], [(x * 2, "gather"), (x.sum(), "sum")])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_rows_are_as_they_were_loaded(fork, n):
+    fork(n)
+    f = doubled()
+
+    @few(20)
+    @given(st.integers(1, 40), st.data())
+    def check(length, data):
+        asked = []
+
+        def load(start, stop):
+            asked.append((start, stop))
+            return rows(start, stop)
+
+        parts, whole = synk.data_parts(load, length), rows(0, length)
+        mine = share(length, n, 0)
+        assert asked == [(mine.start, mine.stop)]  # the other ranks have lists of their own
+        assert parts.shape == (length, 3) and parts.here == range(length) and parts.dtype == float
+        assert np.array_equal(parts, whole) and np.array_equal(parts[-1], whole[-1])
+        chosen = data.draw(st.one_of(st.none(), st.lists(st.integers(0, length - 1), min_size=1)))
+        double, total = f(parts, batch=chosen)
+        picked = whole if chosen is None else whole[chosen]
+        np.testing.assert_array_equal(np.asarray(double), 2 * picked)
+        assert float(total) == picked.sum()
+
+    check()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+def test_batches_lie_where_they_are_needed(counts, data):
+    n = sum(counts)
+    by_host = [range(sum(counts[:h]), sum(counts[: h + 1])) for h in range(len(counts))]
+    length = data.draw(st.integers(n, 200))
+    size = data.draw(st.integers(n, length))
+    found = list(batches(length, size, by_host, seed=3))
+    seen = np.concatenate(found) if found else np.empty(0, int)
+    assert len(seen) == len(set(seen.tolist())) == size * len(found)
+    for batch in found:
+        for of_host in by_host:
+            held = range(share(length, n, of_host[0]).start, share(length, n, of_host[-1]).stop)
+            for r in of_host:
+                assert set(batch[share(size, n, r)].tolist()) <= set(held)
+    if len(counts) == 1:  # no more rows are left out than must be
+        assert len(found) == length // size
+    assert all(np.array_equal(a, b) for a, b in zip(found, batches(length, size, by_host, seed=3), strict=True))
+
+
+def test_it_can_t_be_changed_and_can_be_freed(fork):
+    fork(2)
+    f, data = doubled(), synk.data_parts(rows, 9, name="points")
+    for change in (lambda: data.set_value(np.ones((2, 3))), lambda: data.set_length(5), lambda: data.__setitem__(0, 1)):
+        with pytest.raises(ValueError, match=r"points: .*can't be changed"):
+            change()
+    with pytest.raises(ValueError, match="read-only"):
+        data.data[0] = 1
+    data.free_memory()
+    with pytest.raises(ValueError, match="was freed"):
+        f(data)
+    with pytest.raises(ValueError, match="a row for each of 2 ranks"):
+        data.batches(1)
+    synk.close()
+    with pytest.raises(RuntimeError, match="freed when the ranks were closed"):
+        data[0]
+
+
+def of_other_shapes(start, stop):
+    return np.ones((stop - start, 2 + (start > 0)))
+
+
+def of_other_dtypes(start, stop):
+    return np.ones(stop - start, "f4" if start else "f8")
+
+
+def too_few(start, stop):
+    return np.ones(1) if start else np.ones(stop)
+
+
+def text(start, stop):
+    return ["a"] * (stop - start)
+
+
+def missing(start, stop):
+    if start == 0:
+        raise FileNotFoundError("no such part")
+    return np.ones(stop - start)
+
+
+@pytest.mark.parametrize(
+    ("load", "length", "error", "words"),
+    [
+        (of_other_shapes, 8, ValueError, r"got \(2,\) of float64 on rank 0, and \(3,\) of float64 on rank 1"),
+        (of_other_dtypes, 8, ValueError, r"float64 on rank 0, and \(\) of float32 on rank 1"),
+        (too_few, 8, synk.WorkerError, r"rank 1 .*load\(4, 8\), for rank 1: ValueError: expected 4 rows"),
+        (text, 8, RuntimeError, r"load\(0, 4\), for rank 0: TypeError: load: expected numbers"),
+        (missing, 8, RuntimeError, r"load\(0, 4\), for rank 0: FileNotFoundError: no such part"),
+        (rows, 0, ValueError, "length"),
+        ("rows", 8, TypeError, "load: expected a function"),
+    ],
+)
+def test_what_goes_wrong_is_said(fork, load, length, error, words):
+    fork(2)
+    with pytest.raises(error, match=words):
+        synk.data_parts(load, length)
+    data = synk.data_parts(rows, 5)
+    assert np.array_equal(data, rows(0, 5))
+    assert len(ranks.session().rank.segments) <= 2  # nothing of what failed
+
+
+def test_no_file_stays_open(fork):
+    fork(2)
+    synk.data_parts(rows, 5)
+    before = os.listdir("/proc/self/fd")
+    synk.data_parts(rows, 5)
+    assert os.listdir("/proc/self/fd") == before
+
+
+@needs_mpi
+@pytest.mark.parametrize("hosts", [["a:4"], ["a:2", "b:2"], ["a:3", "b:1"]], ids="+".join)
+def test_each_host_has_its_own_rows(hosts):
+    said = run(hosts, "parts")
+    assert said.splitlines()[-1] == "right", said
+
+
+@needs_mpi
+@pytest.mark.skipif(not are_simulated(), reason="pretended hosts share /dev/shm")
+def test_memory_is_needed_for_own_rows_alone():
+    used = [int(line) for line in run(["a:1", "b:1"], "parts_memory").split()]
+    assert 15 << 20 < used[0] < 18 << 20  # half of 32 MB
