@@ -16,6 +16,7 @@ import pytensor.tensor as pt  # noqa: E402
 from library import INTERPRETED, XLA, fork_ranks, function  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
+from synkhronos.extensions import rows_sum  # noqa: E402
 from synkhronos.extensions.rows_sum import SumOverRows, sum_over_rows  # noqa: E402
 
 N = 11
@@ -75,10 +76,15 @@ def simple(two):
     return function([a], total), function([a], [total, pytensor.grad(total, a)])
 
 
-@pytest.mark.parametrize(("n", "rows"), [(1, N), (2, N), (3, N), (3, 2), (2, 1)])
-def test_value_gradient_and_hessian_product(fork, n, rows):
+# The last number is that of the bytes that a rank computes at once; a row has 40.
+@pytest.mark.parametrize(
+    ("n", "rows", "block"), [(1, N, None), (2, N, None), (3, 2, None), (2, 1, None), (3, N, 100), (2, N, 1)]
+)
+def test_value_gradient_and_hessian_product(fork, monkeypatch, n, rows, block):
     if XLA and rows < 2 * n:
         pytest.skip("PyTensor takes the one row of a rank for something to broadcast, and refuses")
+    if block is not None:
+        monkeypatch.setattr(rows_sum, "_BLOCK", block)
     fork(n)
     values = [X[:rows], Y[:rows], GROUP[:rows]]
     total, serial = both(log_density(x, y, group), [x, y, group], values)

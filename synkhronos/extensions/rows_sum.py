@@ -18,6 +18,7 @@ command, and gets the ranks' sums.  Needs PyTensor; nothing here knows of PyMC.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 import warnings
@@ -39,6 +40,7 @@ from pytensor.tensor.type import float_dtypes
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.devices import HOST
 from synkhronos.graphs import library_of
 
 __all__ = ["sum_over_rows"]
@@ -48,6 +50,10 @@ warnings.filterwarnings("ignore", "Numba will use object mode to run SumOverRows
 
 #: Elements up to which ranks may compute anew what is computed from a constant alone.
 _SMALL = 1000
+
+#: Bytes of rows that a rank of the host computes at once.  They fit into a core's caches, with what is computed from
+#: them: the gradient finds there what the value was computed from, and memory is read once.
+_BLOCK = 4 << 20
 
 _numbers = itertools.count()
 #: The sums of this process by number: a pickle made here finds the same one again.
@@ -139,6 +145,7 @@ class RowsSum:
         self.deaths_interrupt = False
         self._lock = threading.RLock()
         self._shared_out: list[Any] = []
+        self._num_slices = 1
         self._session: weakref.ref[Any] | None = None
         self._wants_gradient = False
         self._point: Any = None
@@ -222,7 +229,7 @@ class RowsSum:
 
     def _call(self, function: synk.Function, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
         try:
-            return [np.array(result) for result in function(*arguments)]
+            return [np.array(result) for result in function(*arguments, num_slices=self._num_slices)]
         except synk.WorkerError as error:
             session = None if self._session is None else self._session()
             if not self.deaths_interrupt or session is not None and session.closed is None:
@@ -244,6 +251,11 @@ class RowsSum:
         self._session = None
         _ = self._value_function  # or the ranks would not know the variables
         synk.scatter(self._held, now)
+        if session.rank.device is HOST:  # a GPU works best on all rows at once
+            nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in now)
+            self._num_slices = min(max(1, nbytes // (session.rank.size * _BLOCK)), len(now[0]))
+        else:
+            self._num_slices = 1
         self._shared_out, self._session = now, weakref.ref(session)
 
     def _running_session(self) -> Any:
