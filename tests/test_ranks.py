@@ -292,14 +292,6 @@ def test_segments_come_and_go_on_all_ranks(session):
     assert session.run(CountSegments()) == before
 
 
-def test_segments_have_no_name_and_belong_to_this_user():
-    names = set(os.listdir("/dev/shm"))
-    session = ranks.fork(2, 0, False)
-    session.memory.create(100)
-    assert set(os.listdir("/dev/shm")) <= names
-    ranks.close()
-
-
 def test_no_room_for_a_segment_is_a_memory_error(two):
     with pytest.raises(MemoryError, match="/dev/shm"):
         two.memory.create(1 << 50)
