@@ -1,6 +1,7 @@
 """Loaders: which rows come in which order, and what is in them, for any number of ranks and loaders."""
 
 import os
+import tempfile
 import time
 
 import numpy as np
@@ -190,6 +191,27 @@ def test_an_old_plan_leaves_nothing_in_a_new_one(load):
         assert next(iter(read(loader.arrays(epoch, 6, row=epoch)))) == order(40, 0, epoch)[epoch : epoch + 6].tolist()
 
 
+def test_a_loop_that_another_has_replaced_does_not_go_on(load):
+    loader = load(Numbers(40), depth=8)
+    first = loader.arrays(0, 4)
+    next(first)
+    second = loader.arrays(0, 4, row=20)
+    assert read([next(second)]) == [order(40, 0, 0)[20:24].tolist()]
+    with pytest.raises(RuntimeError, match="can't go on: another one has begun"):
+        next(first)
+    assert sum(read(second), []) == order(40, 0, 0)[24:].tolist()  # it has not been disturbed
+
+
+@pytest.mark.parametrize("rows", [6, 600])  # those that are there already don't come either
+def test_a_loop_over_a_closed_loader_does_not_go_on(load, rows):
+    loader = load(Numbers(rows))
+    batches = loader.arrays(0, 4)
+    next(batches)
+    loader.close()
+    with pytest.raises(RuntimeError, match="can't go on: .* the loader or the ranks were closed"):
+        next(batches)
+
+
 def test_a_rank_for_which_there_are_no_rows(load):
     loader = load(Numbers(3), processes=2)
     for _ in range(2):
@@ -207,13 +229,51 @@ def test_loaders_that_nobody_has_any_more_end(load):
     (pid,) = loader._reader.pids
     del loader
     until_state(pid, "Z")
-    os.waitpid(pid, 0)  # or later tests would find it
+    next(load(Numbers(5)).arrays(0, 2))  # who starts others waits for it
+    with pytest.raises(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
 
 
 def test_waiting_is_counted(load):
     loader = load(Slow(6, 0.05))
     read(loader.arrays(0, 2))
     assert 0.1 < loader.waited < 30
+
+
+# -- what rows are like ---------------------------------------------------------------------------------------
+
+
+class Wider:
+    """Its first row has smaller numbers than the others."""
+
+    def __init__(self, first, others):
+        self.rows = [first, others, others]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, row):
+        return self.rows[row]
+
+
+@pytest.mark.parametrize(
+    "first, others", [(np.uint8([1, 2]), np.float32([0.5, 300])), (0, 0.5), (np.uint8(1), np.int64(300)), (1.0, 1j)]
+)
+def test_a_row_of_another_kind_of_numbers_is_no_row(load, first, others):
+    dtype = np.asarray(first).dtype
+    with pytest.raises(loading.LoadError, match=f"row 1 can't be read .*array 0: expected {dtype}, as in the first"):
+        list(load(Wider(first, others), shuffle=False).arrays(0, 3))
+
+
+def test_smaller_numbers_become_as_the_first_row_is(load):
+    ((rows,),) = load(Wider(np.float64(1.5), np.float32(2.5)), shuffle=False).arrays(0, 3)
+    assert rows.dtype == np.float64 and rows.tolist() == [1.5, 2.5, 2.5]
+
+
+def test_rows_come_in_the_byte_order_of_this_machine(load):
+    x = np.arange(4, dtype=">f4").reshape(2, 2)
+    ((rows,),) = load([x], shuffle=False).arrays(0, 2)
+    assert rows.dtype.isnative and rows.tolist() == [[0, 1], [2, 3]]
 
 
 # -- rows that can't be read ---------------------------------------------------------------------------------
@@ -312,6 +372,13 @@ def test_a_memmap_is_not_copied(tmp_path, load):
     assert first[7, :4].tolist() == [1, 2, 3, 0]
 
 
+def test_a_memmap_without_a_name_is_copied(load):
+    with tempfile.TemporaryFile() as file:
+        mapped = np.memmap(file, "i4", "w+", shape=(4,))
+        mapped[:] = range(4)
+        assert [rows.tolist() for (rows,) in load([mapped], shuffle=False).arrays(0, 4)] == [[0, 1, 2, 3]]
+
+
 def test_many_files_are_open_at_most(tmp_path, load):
     names = []
     for i in range(100):
@@ -331,6 +398,10 @@ def test_pictures_in_folders(tmp_path, load):
             made = image.new("RGB", (40 + 7 * i, 30), colour)
             made.save(tmp_path / name / f"{i}.{'JPEG' if i else 'png'}")
     (tmp_path / "dog" / "notes.txt").write_text("no picture")
+    (tmp_path / "dog" / "._0.png").write_text("what another system knows of a picture")
+    (tmp_path / "dog" / "more.png").mkdir()
+    (tmp_path / ".thumbnails").mkdir()
+    image.new("RGB", (4, 4)).save(tmp_path / ".thumbnails" / "0.png")
     pictures = loading.image_folder(tmp_path, size=16)
     assert pictures.classes == ["cat", "dog", "eel"] and len(pictures) == 9
     assert pictures.name(3).endswith("dog/0.png")
@@ -356,6 +427,14 @@ def test_a_picture_keeps_its_middle(tmp_path):
     image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)).save(tmp_path / "small.png")
     same_size, _ = loading.Images(["small.png"], 4, [0], folder=tmp_path)[0]
     np.testing.assert_array_equal(same_size, np.arange(48).reshape(4, 4, 3).transpose(2, 0, 1))
+
+
+def test_a_picture_of_more_than_8_bits_is_refused(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for name, pixels in (("deep.png", np.uint16([[0, 255], [256, 65535]])), ("real.tif", np.float32([[0, 0.5]]))):
+        image.fromarray(pixels).save(tmp_path / name)
+        with pytest.raises(ValueError, match="expected a picture of 8 bits a channel"):
+            loading.Images([tmp_path / name], 2)[0]
 
 
 def test_a_damaged_picture_is_named(tmp_path, load):

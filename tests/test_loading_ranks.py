@@ -59,11 +59,14 @@ def test_ranks_compute_what_numpy_does(fork, load, n, processes):
 def test_loaders_end_with_the_ranks(fork):
     fork(2)
     loader = Loader(Numbers(9), processes=2)
-    next(loader.epoch(0, 3))
+    batches = loader.epoch(0, 3)
+    next(batches)
     pids = list(loader._reader.pids)
     assert len(pids) == 2 and set(pids) <= set(children_of(os.getpid()))
     synk.close()
     assert not any(lives(pid) for pid in pids)
+    with pytest.raises(RuntimeError, match="can't go on: .* the loader or the ranks were closed"):
+        next(batches)
     fork(3)
     assert sum(len(range(9)[batch]) for batch in loader.epoch(0, 4)) == 9  # and begin anew with others
     loader.close()

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ from synkhronos.ranks.segments import Segment, create_unlinked
 _TRIES = 100
 #: More loaders than this are taken for a mistake.
 _MOST = 1024
+#: The readers that were made, in which process, and their loaders.
+_made: list[tuple[weakref.ref[_Reader], int, list[int]]] = []
 
 
 class Loader:
@@ -120,7 +123,7 @@ class Loader:
         self.waited = 0.0
         self._skipped = 0
         row = self._first_row()
-        dtypes = [np.asarray(value).dtype for value in row]
+        dtypes = [np.asarray(value).dtype.newbyteorder("=") for value in row]
         self._shapes = [np.shape(value) for value in row]
         for i, dtype in enumerate(dtypes):
             if dtype.kind not in "biufc":
@@ -129,6 +132,8 @@ class Loader:
         self._owner = os.getpid()
         #: Where the loaders go on by themselves, and the number of that unit.
         self._next: tuple[Plan, int] | None = None
+        #: The loop over batches that may go on: the last that has begun.
+        self._loop: object = None
         self._natural = self._dtypes = dtypes
         if vars is not None:
             self.cast_to(vars)
@@ -288,6 +293,7 @@ class Loader:
 
     def _batches(self, plan: Plan, layout: Layout, in_session: bool) -> Iterator[tuple[Any, Any]]:
         reader, unit = self._read(plan, layout, in_session)
+        self._loop = loop = object()
         ring, together = reader.ring, plan.size * layout.unit
         starts: Any = None if isinstance(self.source, Stream) else plan.starts(self._count, layout.unit)
         place = plan.row + plan.rank * layout.unit
@@ -307,6 +313,11 @@ class Loader:
             if len(rows):
                 found = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
                 yield found, [np.asarray(data) for data in reader.data]
+                if self._loop is not loop or not reader.pids:
+                    raise RuntimeError(
+                        "this loop over a loader's batches can't go on: another one has begun since, or the loader or "
+                        "the ranks were closed"
+                    )
             ring.free(unit)
             unit += 1
             place += together
@@ -339,7 +350,7 @@ class Loader:
 
     def feed(self, epoch: int, row: int, batch_size: int, seed: int, takers: int) -> Feed:
         """Return what the trainer takes rows from, from a place on: see `Feed`."""
-        slots = self.depth * takers
+        slots, self._loop = self.depth * takers, None
         plan = Plan(epoch, row, seed)
         reader, unit = self._read(plan, Layout(takers, self.processes, slots, batch_size), True)
         self._next = None  # until all of it has been taken
@@ -436,6 +447,8 @@ class _Reader:
             raise
         self.ring = Ring(layout, np.asarray(self.words), 0, self.pids, made=False)
         self._ours, theirs = socket.socketpair()
+        _wait_for_dropped()
+        _made.append((weakref.ref(self), os.getpid(), self.pids))
         try:
             with undisturbed():
                 for number in range(layout.loaders):
@@ -468,17 +481,35 @@ class _Reader:
         self.close()
 
     def close(self) -> None:
-        """End the loaders: they only read, and have nothing to put away."""
-        while self.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pids[0], signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self.pids[0], 0)
-            del self.pids[0]
+        """End the loaders, and free their memory."""
+        _end(self.pids)
         self._ours.close()
         for data in self.data:
             if isinstance(data, Data):
                 data.free_memory()
+
+
+def _end(pids: list[int]) -> None:
+    """End loaders: they only read, and have nothing to put away."""
+    while pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[0], signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pids[0], 0)
+        del pids[0]
+
+
+def _wait_for_dropped() -> None:
+    """Wait for the loaders of readers that nobody has any more.
+
+    They end by themselves.  Not when the reader is collected: an interrupt that came then would be swallowed.
+    """
+    for made in list(_made):
+        reader, owner, pids = made
+        if reader() is None:
+            if owner == os.getpid():
+                _end(pids)
+            _made.remove(made)
 
 
 def _shared(shape: tuple[int, ...], dtype: np.dtype, in_session: bool) -> tuple[Any, Any]:

@@ -295,11 +295,11 @@ class _Loader:
             put = self.task.augment(tuple(put), generator(seed, epoch, number))
         if len(put) != len(self.arrays):
             raise ValueError(f"expected {len(self.arrays)} arrays, as in the first row, got {len(put)}")
-        for i, (array, value) in enumerate(zip(self.arrays, put, strict=True)):
-            if np.shape(value) != array.shape[1:]:
-                raise ValueError(
-                    f"array {i}: expected shape {array.shape[1:]}, as in the first row, got {np.shape(value)}"
-                )
+        for i, (array, value) in enumerate(zip(self.arrays, map(np.asarray, put), strict=True)):
+            if value.shape != array.shape[1:]:
+                raise ValueError(f"array {i}: expected shape {array.shape[1:]}, as in the first row, got {value.shape}")
+            if not np.can_cast(value.dtype, array.dtype, "same_kind"):
+                raise TypeError(f"array {i}: expected {array.dtype}, as in the first row, got {value.dtype}")
             array[at] = value
 
     def _complain(self, error: Exception, number: int, epoch: int, raised: bool) -> None:

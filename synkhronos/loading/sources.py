@@ -320,6 +320,8 @@ class Images:
     def _read(self, path: str) -> np.ndarray:
         pillow, size = _pillow(), self.size
         with pillow.open(path) as picture:
+            if picture.mode.startswith(("I", "F")):  # Pillow would cut off whatever is above 255
+                raise ValueError(f"expected a picture of 8 bits a channel, got one of Pillow's mode {picture.mode!r}")
             picture.draft(self.mode, (size, size))  # a JPEG file is decoded no larger than need be
             picture = picture.convert(self.mode)
         width, height = picture.size
@@ -354,10 +356,11 @@ def image_folder(folder: str | os.PathLike[str], size: int, mode: str = "RGB") -
     root = Path(folder)
     if not root.is_dir():
         raise FileNotFoundError(f"folder: expected a folder with a folder for each class, got {root}")
-    classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+    classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and _is_shown(entry))
     files, labels = [], []
     for label, name in enumerate(classes):
-        found = [entry.name for entry in os.scandir(root / name) if entry.name.lower().endswith(_PICTURES)]
+        found = [entry.name for entry in os.scandir(root / name) if entry.is_file() and _is_shown(entry)]
+        found = [file for file in found if file.lower().endswith(_PICTURES)]
         files += [os.path.join(name, file) for file in sorted(found)]
         labels += [label] * len(found)
     if not files:
@@ -368,6 +371,11 @@ def image_folder(folder: str | os.PathLike[str], size: int, mode: str = "RGB") -
     made = Images(files, size, labels, mode, root)
     made.classes = classes
     return made
+
+
+def _is_shown(entry: os.DirEntry[str]) -> bool:
+    """Whether it is none of the files and folders that programs hide beside a user's."""
+    return not entry.name.startswith(".")
 
 
 def _pillow() -> Any:
@@ -411,7 +419,7 @@ def _array(array: Any, name: str) -> Any:
     if isinstance(array, Rows):
         return array
     base: Any = getattr(array, "base", None)
-    if isinstance(array, np.memmap) and isinstance(base, mmap.mmap):
+    if isinstance(array, np.memmap) and isinstance(base, mmap.mmap) and array.filename is not None:
         return _Mapped(array)
     check_dense(array, name)
     plain = np.asarray(array)
