@@ -76,10 +76,11 @@ class _Staging:
 
 class _Communicator(nccl.NcclCommunicator):
     def connect(self, epochs):
+        connection = self._connection
         if len(set(epochs)) > 1 or not self.epoch:
-            self._comm, self._handle, self.epoch = types.SimpleNamespace(abort=lambda: None), 1, max(epochs) + 1
-            self._holds = self._staging.page
-            self._holds[0] = 1
+            comm = types.SimpleNamespace(abort=lambda: None, _comm=1)
+            connection._take(connection._attempt, comm)
+            connection.epoch = max(epochs) + 1
 
 
 def install():

@@ -134,13 +134,14 @@ class Gpu:
         if look is not None:
             look()
 
-    def have_all_come(self, step):
-        assert step == 3
-        return self.arrived >= step
+    def how_far(self, command):
+        assert command == 5
+        return self.arrived
 
-    def withdraw(self, step):
-        self.withdrawn = step
-        return not self.have_all_come(step)
+    def leave(self, step, error):
+        assert step == 3
+        self.left = error
+        return self.arrived >= step
 
     def check(self):
         if self.is_dead:
@@ -175,14 +176,16 @@ def connected(monkeypatch):
             monkeypatch.setitem(sys.modules, name, module)
         sys.modules["nccl.bindings"].nccl = gpu
         communicator = NcclCommunicator(gpu, gpu)
-        communicator._comm, communicator._handle, communicator.epoch = gpu, 1, 1
+        connection = communicator._connection
+        connection._comm, connection._handle, connection.epoch = gpu, 1, 1
         made.append(communicator)
         return communicator, gpu
 
-    monkeypatch.setattr("synkhronos.devices.cuda.nccl.check", lambda results: None)
+    for room in ("nccl", "connection"):
+        monkeypatch.setattr(f"synkhronos.devices.cuda.{room}.check", lambda results: None)
     yield connect
     for communicator in made:
-        communicator.end()
+        communicator._guard.end()
 
 
 def start(communicator, gpu, command=5):
@@ -242,18 +245,18 @@ def test_who_waits_for_room_on_the_stream_is_freed_too(connected, has_died):
 
 
 def test_one_thread_at_a_time_asks_whether_all_is_done(connected, monkeypatch):
-    monkeypatch.setattr("synkhronos.devices.cuda.nccl._STUCK", 0.05)
+    monkeypatch.setattr("synkhronos.devices.cuda.guard.STUCK", 0.05)
     communicator, gpu = connected()
     start(communicator, gpu)
     gpu.has_room.clear()
-    assert not communicator._seems_done()
-    asking = communicator._asking
-    assert [communicator._seems_done() for _ in range(4)] == [False] * 4
-    assert communicator._asking is asking and asking.is_alive()
+    assert not communicator._guard._seems_done()
+    asking = communicator._guard._asking
+    assert [communicator._guard._seems_done() for _ in range(4)] == [False] * 4
+    assert communicator._guard._asking is asking and asking.is_alive()
     gpu.state = DONE
     gpu.has_room.set()
     asking.join(5)
-    assert communicator._seems_done()
+    assert communicator._guard._seems_done()
 
 
 def test_a_worker_that_dies_when_nothing_is_under_way_is_left_to_others(connected):
@@ -315,7 +318,7 @@ def combine_within(communicator, gpu, count=3):
     """Combine in the middle of a launch; return what was put on the stream behind it."""
     copied = []
     gpu.cuMemcpyAsync = lambda *arguments: copied.append(arguments)
-    communicator._holds = np.ones(1, np.int32)
+    communicator._connection.holds = np.ones(1, np.int32)
     gpu.command = 5
     communicator.all_reduce_within([(64, 64, count, "float32")], "sum", 96, 7)
     return copied
@@ -325,11 +328,11 @@ def test_what_is_combined_within_a_launch_counts_unless_the_connection_is_given_
     communicator, gpu = connected()
     (copied,) = combine_within(communicator, gpu)
     # The GPU reads it when it has combined: by then a peer may be found to be missing.
-    flag = communicator._holds
+    flag = communicator._connection.holds
     assert copied == (96, flag.ctypes.data, 4, 7) and flag[0] == 1
     # If it is given up nothing that the user sees is wrong; of what is computed by hand that can't be said.
     assert not gpu.under_way[0].unfinished()
-    communicator._leaves_wrong = True
+    communicator._guard.leaves_wrong = True
     assert gpu.under_way[0].unfinished()
     gpu.abort = lambda: told.append(int(flag[0]))  # what waits for a peer goes on from here
     told = []
@@ -342,7 +345,7 @@ def test_what_is_combined_within_a_launch_counts_unless_the_connection_is_given_
 
 def test_a_connection_that_was_given_up_combines_nothing_within_a_launch(connected):
     communicator, gpu = connected()
-    communicator.abort()
+    communicator._guard.abort()
     with pytest.raises(RuntimeError, match="given up"):
         combine_within(communicator, gpu)
     assert gpu.state == DONE
@@ -509,13 +512,13 @@ def test_who_leaves_before_all_have_come_has_not_come(connected):
 
     with pytest.raises(KeyboardInterrupt):
         communicator.meet(leaves)
-    assert gpu.withdrawn == 3
+    assert isinstance(gpu.left, KeyboardInterrupt)
     gpu.under_way[0].give_up(5)
     assert gpu.aborted == 1
 
 
 def test_nothing_waits_for_ever_in_a_command_that_has_failed(connected, monkeypatch):
-    monkeypatch.setattr("synkhronos.devices.cuda.nccl._PATIENCE", 1.0)
+    monkeypatch.setattr("synkhronos.devices.cuda.guard.PATIENCE", 1.0)
     communicator, gpu = connected()
     start(communicator, gpu, command=5)
     communicator.meet()
@@ -530,7 +533,7 @@ def test_nothing_waits_for_ever_in_a_command_that_has_failed(connected, monkeypa
 
 def test_a_connection_that_was_given_up_is_not_used(connected):
     communicator, gpu = connected()
-    communicator.abort()
+    communicator._guard.abort()
     with pytest.raises(RuntimeError, match="the connection between the ranks' GPUs was given up"):
         start(communicator, gpu)
     gpu.is_dead = True
@@ -554,7 +557,7 @@ def test_a_connection_is_given_up_between_two_calls_of_nccl_unless_one_is_stuck(
     caller = threading.Thread(target=start, args=(communicator, gpu))
     caller.start()
     called.wait()
-    communicator.abort()
+    communicator._guard.abort()
     caller.join()
     assert aborted_then == [0 if seconds < 0.5 else 1] and gpu.aborted == 1
 
@@ -567,15 +570,15 @@ def test_a_connection_that_comes_too_late_is_not_taken(connected, monkeypatch):
     late._comm = 9
 
     def init(size, number, unique_id):
-        communicator.abort()  # patience has come to its end meanwhile
+        communicator._guard.abort()  # patience has come to its end meanwhile
         return late
 
     core.Communicator = types.SimpleNamespace(init=init)
     monkeypatch.setitem(sys.modules, "nccl.core", core)
     errors = []
     gpu.scratch = lambda nbytes: 64
-    communicator._connect(communicator._attempt, b"id", errors)
-    assert (errors, late.aborted, communicator._comm) == ([], 1, None)
+    communicator._connection._connect(communicator._connection._attempt, b"id", errors)
+    assert (errors, late.aborted, communicator._connection._comm) == ([], 1, None)
 
 
 # -- page-locked memory ------------------------------------------------------------------------------------------

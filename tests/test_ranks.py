@@ -10,7 +10,7 @@ import pytest
 
 from synkhronos import ranks
 from synkhronos.ranks.control import MAILBOX, SLOT
-from synkhronos.ranks.errors import Cancelled, cause_of_death
+from synkhronos.ranks.errors import cause_of_death
 from synkhronos.ranks.interrupts import put_back, undisturbed
 
 pytestmark = pytest.mark.any_library
@@ -601,8 +601,7 @@ class Leave:
             if rank.is_master:
                 leave()
         except BaseException as error:
-            found = rank.have_all_come(step) if isinstance(error, Cancelled) else not rank.withdraw(step)
-            rank.store["found"] = found
+            rank.store["found"] = rank.leave(step, error)
             raise
         rank.store["found"] = True
         rank.barrier()

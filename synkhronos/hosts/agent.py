@@ -8,7 +8,7 @@ An agent looks at its host's control memory and at what has come by MPI, in turn
     control memory of this host                                to and from the other agents (`Mail`)
     a command was posted (master's host)          ->           POST, before it ANNOUNCE, PAGES, DROP
     all ranks of the host have come to a step     ->           STEP, with what they show
-    a rank has failed                             ->           FAILED
+    a rank, here or elsewhere, has failed         ->           FAILED, from each host once
     all ranks of the host are done                ->           DONE, with their reports, to the master's host
     a worker has ended                            ->           LOST, to the master's host
     a frame of a pipe is filled, or free          <->          frames, to and from the neighbours
@@ -45,6 +45,7 @@ from synkhronos.hosts.names import host_and_ranks, host_of, ranks_of
 from synkhronos.hosts.pipes import COUNT_BITS, DOWN_IN, DOWN_OUT, FRAMES, NEWS, UP_IN, UP_OUT, Layout
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, FOR_STEP, FOR_TASK, SLOT, SPIN, Control
 from synkhronos.ranks.errors import cause_of_death
+from synkhronos.ranks.meeting import Tally, close
 from synkhronos.ranks.rank import HEAD
 from synkhronos.ranks.segments import Receiver, Segment, Unmapped, announce, create_unlinked, is_closed
 from synkhronos.ranks.task import Bridge, TaskMemory
@@ -247,7 +248,8 @@ class Agent:
         self._contents = Contents(world.size - 1, self._go_on)
         self._receiver = None if channel is None else Receiver(channel)
         self._segments: dict[int, Segment] = {}
-        self._mapped = self._posted = self._step = self._failed = 0
+        self._mapped = self._posted = self._step = 0
+        self._tally = Tally(world.size, world.rank)
         self._done: tuple[int, ...] = ()
         self._bridge: Bridge | None = None
         self._early: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
@@ -304,15 +306,16 @@ class Agent:
         if self._is_first and words[Control.POSTED] > self._posted:
             self._post()
             news = True
+        failed = words[Control.FAILED]  # before the ranks' steps: see `ranks.meeting`
         step = min(self._control.arrived[self._here.start : self._here.stop])
-        if step > self._step:
+        says_step, says_failed = self._tally.here(failed, step)
+        if says_step:
             self._show(step)
-            news = True
-        if words[Control.FAILED] > self._failed:
-            self._failed = words[Control.FAILED]
+        if says_failed:
             for host in self._mail.others:
-                self._mail.send(host, FAILED, self._failed)
-            news = True
+                self._mail.send(host, FAILED, failed)
+            self._close()
+        news |= says_step or says_failed
         if self._bridge is not None:
             news |= self._carry(self._bridge)
         if not self._is_first:
@@ -495,10 +498,18 @@ class Agent:
         self._control.ring_here(FOR_STEP)
 
     def _take_failed(self, source: int, number: int) -> None:
+        self._tally.heard_failed(source, number)
         words = self._control.words
-        if number > self._failed:
-            words[Control.FAILED] = self._failed = number
+        if number > words[Control.FAILED]:
+            words[Control.FAILED] = number
             self._control.ring_all()
+        self._close()
+
+    def _close(self) -> None:
+        """Say how far all ranks had come in a command that failed, when all hosts have told."""
+        for number, step in self._tally.closed():
+            close(self._control.words, number, step)
+            self._control.ring_here(FOR_STEP)
 
     def _take_done(
         self, source: int, done: tuple[int, ...], committed: tuple[int, ...], reports: dict[int, bytes]

@@ -47,7 +47,7 @@ SPIN = 250e-6
 #: Why a rank sleeps; whoever changes something rings those who sleep for it.
 AWAKE, FOR_COMMAND, FOR_STEP, FOR_JOIN, FOR_TASK = range(5)
 
-_FIXED = 8  # words before the counters of the ranks
+_FIXED = 10  # words before the counters of the ranks
 _BELL = 64  # bytes for a semaphore: more than any system's takes, and a cache line
 
 
@@ -73,14 +73,14 @@ class Control:
     ----------
     words : memoryview
         Unsigned 64-bit words, among them (by the constants of this class) the number of the last command posted,
-        of the last that failed, and the length of the message in the mailbox.
+        of the last that failed, and the length of the message in the mailbox.  `meeting` has the last two of them.
     done, arrived, sleeping, report_length, core, committed, progress : memoryview
         One word a rank: the last command it finished, the last step it reached, why it sleeps, how long its report of
         a failure is, on which core it was last seen (counted from 1), the last command whose effects it has applied,
         when it last said that it goes on (nanoseconds of the monotonic clock).
     """
 
-    POSTED, FAILED, LENGTH, ANNOUNCED, PLAN, ENDING, NEWS, SENT = range(8)
+    POSTED, FAILED, LENGTH, ANNOUNCED, PLAN, ENDING, NEWS, SENT, CLOSED = range(9)
 
     def __init__(
         self,

@@ -20,15 +20,14 @@ from typing import Any, Protocol
 from synkhronos.ranks.control import FOR_STEP, POLL, SLOT, Control
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.kept import Kept
+from synkhronos.ranks.meeting import STEP_BITS, close, how_far
 from synkhronos.ranks.segments import SegmentTable
 from synkhronos.ranks.threads import ThreadShare
 from synkhronos.ranks.under_way import UnderWay
 
 _log = logging.getLogger("synkhronos")
 
-#: Steps of one command: the lower bits of the counter in which a rank says how far it has come.
-_STEP_BITS = 24
-_STEP_MASK = (1 << _STEP_BITS) - 1
+_STEP_MASK = (1 << STEP_BITS) - 1
 
 
 #: Values that `Rank.exchange_known` keeps, with their bytes.
@@ -99,6 +98,8 @@ class Rank:
         self.pid = os.getpid()
         self._command = 0
         self._step = 0
+        #: The step to which this rank has come in this command without waiting for the others.
+        self._left_word = 0
         self._known: dict[Any, Any] = {}
         self._commits = True
         #: Called when the command that runs has been run: what may be waited for as late as that.
@@ -123,16 +124,33 @@ class Rank:
         self.look_back()
         self._command = command
         self._commits = True
-        self._step = command << _STEP_BITS
+        self._step = command << STEP_BITS
+        self._left_word = 0
 
     def look_back(self) -> None:
         """Have what the last command started given up, if it has failed on some rank."""
-        if self._command and self.has_failed(self._command):
+        if self._command and self._was_failure(self._command):
             for one in self.under_way:
                 try:
                     one.give_up(self._command)
                 except Exception as error:
                     _log.warning("what a failed command had started could not be given up: %s", error)
+
+    def _was_failure(self, command: int) -> bool:
+        """Whether a command that this rank is done with has failed; wait, on several hosts, until it is closed."""
+        control, words = self.control, self.control.words
+        failed = words[Control.FAILED]
+        if self.spans_hosts:
+            if failed >= command:  # the next one may have failed already, which is closed after this one
+                control.wait(self.number, lambda: how_far(words, failed) is not None, FOR_STEP, self.watch, POLL)
+        elif self.is_master and failed == command and min(control.done) >= command:
+            close(words, command, min(control.arrived))
+        return failed == command or how_far(words, command) is not None
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether there are ranks on other machines."""
+        return len(self.control.here) < self.size
 
     def has_failed(self, command: int) -> bool:
         """Whether a command has failed on some rank, and none since."""
@@ -174,19 +192,50 @@ class Rank:
         self._wait_for_step(self._step, look=look)
 
     def arrive(self) -> None:
-        """Come to the next step, and wait for nobody; `have_all_come` says when all have."""
+        """Come to the next step, and wait for nobody; `how_far` says when all have come."""
         self._arrive()
+        self._left_word = self._step
+
+    def fail(self) -> None:
+        """Say that the command has failed on this rank."""
+        if self._left_word and not self.spans_hosts:
+            self._withdraw(self._left_word)  # before the others look how far all have come
+        self.control.words[Control.FAILED] = self._command
+        self.control.ring_all()
 
     @property
     def coming_step(self) -> int:
         """The number of the step that comes next."""
         return self._step + 1
 
-    def have_all_come(self, step: int) -> bool:
-        """Whether every rank has come to a step."""
-        return self._reached(step)
+    def how_far(self, command: int) -> int | None:
+        """Return up to which step all ranks have come in a command that failed; None while hosts still ask each other.
 
-    def withdraw(self, step: int) -> bool:
+        For good, and the same on all ranks: see `meeting`.
+        """
+        now = min(self.control.arrived)
+        closed = how_far(self.control.words, command)
+        # As long as it is not closed no rank is in the next command.
+        return now if closed is None and not self.spans_hosts else closed
+
+    def leave(self, step: int, error: BaseException) -> bool:
+        """Leave a command in which this rank may have come to a step, and return whether all ranks have.
+
+        Parameters
+        ----------
+        step : int
+        error : BaseException
+            Why: `Cancelled`, or an error with which the command fails.
+        """
+        if not self.spans_hosts:
+            return self._reached(step) if isinstance(error, Cancelled) else not self._withdraw(step)
+        control, words, command = self.control, self.control.words, self._command
+        if not isinstance(error, Cancelled):
+            self.fail()
+        control.wait(self.number, lambda: how_far(words, command) is not None, FOR_STEP, self.watch, POLL)
+        return (how_far(words, command) or 0) >= step
+
+    def _withdraw(self, step: int) -> bool:
         """Take back that this rank has come to a step, if it has, unless all have: then others may be past it.
 
         Returns

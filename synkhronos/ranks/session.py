@@ -252,8 +252,8 @@ class Session:
                     raise RuntimeError(f"while this call ran, {self.closed}") from (
                         None if isinstance(error, Cancelled) else error
                     )
-                control.words[Control.FAILED] = number
-                control.ring_all()
+                if rank.command == number:  # else nobody has heard of it
+                    rank.fail()
                 mine = error
             control.done[rank.number] = number
             if deaths.heard:

@@ -215,8 +215,7 @@ def _serve(rank: Rank, channel: socket.socket) -> None:
             report = pickle.dumps(Report.of(rank.number, error, SLOT // 10))
             control.slot(rank.number, 2)[: len(report)] = report
             control.report_length[rank.number] = len(report)
-            words[Control.FAILED] = last
-            control.ring_all()
+            rank.fail()
             del error
         try:
             sys.stdout.flush()

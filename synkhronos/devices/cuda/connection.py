@@ -1,0 +1,206 @@
+"""The connection between the ranks' GPUs: how they meet, and how it is given up.
+
+`Connection`
+    NCCL's communicator, and whether it holds.
+
+States on one rank, and who moves it::
+
+    none ──────> meeting ─────────> joining ──────────> telling ─────────> held
+      ^  `make`  all show each      a thread is in      all show each      `epoch` is
+      │          other the id that  NCCL's init, for    other what came    not 0, and the
+      │          rank 0 has made    40 s at most        of it              same on all
+      │             │                  │                   │                 │
+      └─────────────┴──────────────────┴───────────────────┴─────────────────┘
+         `abort`, by any thread: this rank or another has failed, or died; it
+         took too long; one could not connect; the guard gives it up; the end
+
+*Meeting* and *telling* are steps of the command, so a rank that fails or dies ends them for all.  NCCL's init can't be
+ended: it returns when all ranks are in it, or not at all.  Whoever is in it looks after the peers meanwhile, and leaves
+the thread behind when one of them has failed; an attempt that comes to its end late is aborted there.  So a rank is in
+NCCL's init only if all will be, or all are told to leave.  After *telling* all ranks are connected, or none of them has
+an `epoch`.  A rank on which a failure comes between the two has none, and every collective begins with a comparison.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from synkhronos.devices.cuda.nccl_log import NcclLog
+from synkhronos.devices.cuda.staging import Staging, check
+from synkhronos.ranks import Cancelled, Rank
+from synkhronos.ranks.interrupts import undisturbed
+
+#: NCCL's numbers for a dtype (ncclUint8) and a reduction (ncclSum).
+BYTES, SUM = 1, 0
+#: Seconds between two looks at the peers.
+LOOK = 0.02
+#: Seconds after which it is given up to connect: it takes one or two.
+PATIENCE = 40
+#: Seconds after which a call of CUDA or NCCL that should return at once is taken to wait for a peer that is gone.
+STUCK = 0.5
+
+
+class Connection:
+    """NCCL's communicator among all ranks.
+
+    Parameters
+    ----------
+    rank : Rank
+    staging : Staging
+        Knows the GPU.
+    stream : int
+        On which NCCL is tried.
+
+    Attributes
+    ----------
+    epoch : int
+        Counts the connections, alike on all ranks that share one; 0 without any.
+    calls : threading.RLock
+        Held while NCCL is called: it must not lose its connection then.
+    holds : ndarray
+        One int32, 1 as long as the connection holds: the GPU reads it when it has combined something within a launch.
+    """
+
+    def __init__(self, rank: Rank, staging: Staging, stream: int):
+        from nccl.bindings import nccl
+
+        self.nccl = nccl
+        self.epoch = 0
+        self.calls = threading.RLock()
+        self.holds = np.zeros(1, np.int32)
+        self._rank, self._staging, self._stream = rank, staging, stream
+        self._comm: Any = None
+        self._handle: Any = None
+        #: The attempt to connect that counts: an earlier one may come to its end late.
+        self._attempt = 0
+        self._swap = threading.Lock()
+
+    def make(self, epoch: int) -> None:
+        """Connect all ranks; none of them is connected.
+
+        Parameters
+        ----------
+        epoch : int
+            The new connection's, the same on all ranks.
+
+        Raises
+        ------
+        RuntimeError
+            If this rank could not be connected; the message says which network interface NCCL took on each.
+        """
+        from nccl.core import get_unique_id
+
+        with NcclLog(self._rank.spans_hosts) as log:
+            try:
+                mine = bytes(get_unique_id()) if self._rank.number == 0 else b""
+                unique_id = self._rank.exchange(mine)[0]
+                failure = self._join(unique_id)
+                told = self._rank.exchange((failure is not None, log.interface()))
+                if failure is not None:
+                    raise RuntimeError(f"NCCL did not connect the ranks' GPUs: {failure}{_where(told)}{log.warnings()}")
+                if any(has_failed for has_failed, _ in told):
+                    raise Cancelled
+            except BaseException:
+                self.abort()
+                raise
+        self.epoch = epoch
+
+    def _join(self, unique_id: bytes) -> str | None:
+        """Go into NCCL's init, and return why this rank is not connected; None if it is.
+
+        NCCL blocks while it connects, and a peer that dies meanwhile would keep it for ever: so it does so in a thread,
+        which may be left behind.  (A communicator that doesn't block starts a thread for each collective.)
+        """
+        errors: list[BaseException] = []
+        thread = threading.Thread(target=self._connect, args=(self._attempt, unique_id, errors), daemon=True)
+        deadline = perf_counter() + PATIENCE
+        thread.start()
+        while thread.is_alive():
+            thread.join(LOOK)
+            self._rank.check()
+            if perf_counter() > deadline:
+                return f"it took longer than {PATIENCE} seconds"
+        return f"{type(errors[0]).__name__}: {errors[0]}" if errors else None
+
+    def _connect(self, attempt: int, unique_id: bytes, errors: list[BaseException]) -> None:
+        from nccl.core import Communicator, UniqueId
+
+        rank, nccl, stream = self._rank, self.nccl, self._stream
+        try:
+            self._staging.enter()
+            comm = Communicator.init(rank.size, rank.number, UniqueId.from_bytes(unique_id))
+            at = comm._comm  # what the bindings take; the class around it looks at every array anew
+            room = self._staging.scratch(rank.size)
+            with self.calls:
+                if not self._take(attempt, comm):
+                    comm.abort()
+                    return
+                # What NCCL sets up at the first collective of each kind, it sets up here.
+                nccl.all_reduce(room, room, 1, BYTES, SUM, at, stream)
+                nccl.broadcast(room, room, 1, BYTES, 0, at, stream)
+                nccl.reduce(room, room, 1, BYTES, SUM, 0, at, stream)
+                nccl.group_start()
+                for r in range(rank.size):
+                    if r != rank.number:
+                        nccl.send(room, 1, BYTES, r, at, stream)
+                        nccl.recv(room + r, 1, BYTES, r, at, stream)
+                nccl.group_end()
+            check(self._staging.driver.cuStreamSynchronize(stream))
+        except BaseException as error:
+            errors.append(error)
+
+    def _take(self, attempt: int, comm: Any) -> bool:
+        """Take what an attempt has brought, unless it was given up meanwhile."""
+        with self._swap:
+            if attempt != self._attempt:
+                return False
+            self._comm, self._handle = comm, comm._comm
+            self.holds = self._staging.page
+            self.holds[0] = 1
+            return True
+
+    def abort(self) -> None:
+        """Give up the connection, or the attempt to connect, and what is on its way."""
+        with undisturbed():  # in between nobody knows of the connection, and what waits on it would do so for ever
+            with self._swap:  # by one thread alone
+                comm, self._comm, self.epoch = self._comm, None, 0
+                self._attempt += 1
+                self.holds[0] = 0  # before what waits for a peer goes on, and would take what there is for combined
+            if comm is not None:
+                self._staging.enter()
+                is_free = self.calls.acquire(timeout=STUCK)
+                try:
+                    comm.abort()
+                finally:
+                    if is_free:
+                        self.calls.release()
+
+    @property
+    def handle(self) -> Any:
+        """What NCCL's functions take, unless the connection was given up since the ranks agreed on it."""
+        if self._comm is None:
+            self._rank.check()
+            raise RuntimeError("the connection between the ranks' GPUs was given up")
+        return self._handle
+
+    def error(self) -> int | None:
+        """Return what went wrong meanwhile, as an ncclResult_t; None if nothing has."""
+        with self.calls:
+            if self._comm is None:
+                return None
+            state: int = self.nccl.comm_get_async_error(self._handle)
+        return None if state in (0, 7) else state  # success, in progress
+
+
+def _where(told: Sequence[tuple[bool, str]]) -> str:
+    """Say which interface NCCL took on each rank, if it told."""
+    taken = [(r, interface) for r, (_, interface) in enumerate(told) if interface]
+    if not taken:
+        return ""
+    of_each = ", ".join(f"{interface} on rank {r}" for r, interface in taken)
+    return f". NCCL took the network interface {of_each}; NCCL_SOCKET_IFNAME names the one to take, for all hosts"

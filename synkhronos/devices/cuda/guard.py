@@ -1,0 +1,206 @@
+"""Collectives that nobody waits for, and who gives them up.
+
+`Guard`
+    Knows what a rank has started on its GPU, whether all ranks have, and aborts what would wait for ever.
+
+States of what was started, and who moves it::
+
+    idle ───────────────────> exposed ──────────────────────────────> safe ─────────> idle
+         `started`: this rank   │ some rank may fail before it starts   │ all have      the GPU
+         has put it on its      │ the same.  `meet` waits until all     │ started it    is done
+         stream                 │ have come, `come` says that this      │
+                                │ rank has, and waits for nobody        │
+          a rank fails, and not │                                       │ a rank dies
+          all have come (`give_up`)                                     │ (the master's thread)
+                                v                                       v
+                              given up: `Connection.abort`, and what waits for a peer goes on
+                              (also after 40 s in a command that has failed, whatever kept a peer)
+
+Whether all have come is for the ranks to agree on (`synkhronos.ranks.meeting`): all find the same, so that all give it
+up or none does.  Who looks: the rank that waits (`meet`), the next command (`give_up`), and a thread, since a rank may
+be waiting for its GPU, where it hears of nothing.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from time import perf_counter
+
+from synkhronos.devices.cuda.connection import LOOK, PATIENCE, STUCK, Connection
+from synkhronos.devices.cuda.staging import Staging
+from synkhronos.ranks import Cancelled, Rank, UnderWay
+from synkhronos.ranks.interrupts import undisturbed
+
+#: Seconds between two looks at the peers once one has failed or died and nothing was under way.
+_LATER = 0.2
+#: Seconds between two looks at the GPU.
+PAUSE = 0.0002
+
+
+class Guard(UnderWay):
+    """Gives up what was started and can't come to its end.
+
+    Parameters
+    ----------
+    rank : Rank
+    staging : Staging
+    connection : Connection
+    stream : int
+        On which it is started.
+
+    Attributes
+    ----------
+    is_lost : bool
+        Whether a worker's death has ended a collective.
+    leaves_wrong : bool
+        Whether what may be under way leaves variables wrong if it is given up.
+    """
+
+    def __init__(self, rank: Rank, staging: Staging, connection: Connection, stream: int):
+        self.is_lost = self.leaves_wrong = False
+        self._rank, self._staging, self._connection, self._stream = rank, staging, connection, stream
+        self._thread: threading.Thread | None = None
+        self._asking: threading.Thread | None = None
+        self._ended = threading.Event()
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is under way."""
+        #: The last command that started a collective without waiting for it, 0 without.
+        self._under_way = 0
+        #: That command, as long as some rank may fail in it before it comes to the collective.
+        self._exposed = 0
+        #: The step at which the ranks meet when all have come to the collective; 0 as long as this one hasn't.
+        self._meeting = 0
+
+    def abort(self) -> None:
+        """Give up the connection, and what is on its way."""
+        with undisturbed():
+            self.forget()
+            self._connection.abort()
+
+    # -- a command's part ------------------------------------------------------------------------------------
+
+    def started(self) -> None:
+        """Note that what is put on the stream now is not waited for."""
+        self._meeting = 0
+        self._under_way = self._exposed = self._rank.command
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
+
+    def meet(self, look: Callable[[], None] | None = None) -> None:
+        """Wait until every rank has started what this one has: from then on only a death can keep it from its end.
+
+        Parameters
+        ----------
+        look : callable, optional
+            Called now and then while others are late; may raise, and this rank has not come then.
+        """
+        if self._exposed:
+            step = self._meeting = self._rank.coming_step
+            try:
+                self._rank.barrier(look)
+            except BaseException as error:
+                # A rank may fail when all have come: none must give up then what the others wait for.
+                have_all_come = self._rank.leave(step, error)
+                if have_all_come:
+                    self._exposed = 0
+                self._meeting = 0
+                if have_all_come and isinstance(error, Cancelled):
+                    return
+                raise
+            self._exposed = 0
+
+    def come(self) -> None:
+        """Tell the others that this rank has started what they wait for, and wait for nobody.
+
+        As good as `meet` at the end of a command, whose end the master waits for.
+        """
+        if self._exposed:
+            self._meeting = self._rank.coming_step
+            self._rank.arrive()
+
+    # -- when it is over, one way or the other ---------------------------------------------------------------
+
+    def give_up(self, command: int) -> None:
+        """Abort what a command that failed has started, unless all ranks have come to it: none does so then."""
+        if self._exposed == command:
+            step = self._rank.how_far(command)  # before it is looked whether this rank has come
+            if step is not None and not (self._meeting and step >= self._meeting):
+                self.abort()
+
+    def is_done(self) -> bool:
+        """Whether all that was put on the stream is done."""
+        (result,) = self._staging.driver.cuStreamQuery(self._stream)
+        return bool(result != self._staging.driver.CUresult.CUDA_ERROR_NOT_READY)
+
+    def unfinished(self) -> bool:
+        """Whether a collective is under way, or did not come to its end."""
+        if self._under_way and not self.is_lost:
+            self._staging.enter()
+            return self.leaves_wrong and not self.is_done()
+        return self.is_lost and self.leaves_wrong
+
+    def finish(self) -> None:
+        """Let what is under way come to its end, one way or the other."""
+        self._staging.enter()
+        while self._under_way and not self.is_done() and not self._rank.bereft():
+            time.sleep(PAUSE)
+
+    def end(self) -> None:
+        """Disconnect."""
+        self._ended.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+        self.abort()
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Abort what is under way when a peer has died, or failed in the command that started it."""
+        self._staging.enter()
+        failed, since, pause = 0, 0.0, LOOK
+        while not self._ended.wait(pause):
+            command, pause = self._under_way, LOOK
+            is_bereft = bool(command) and self._rank.bereft()
+            if not (is_bereft or (command and self._rank.has_failed(command))):
+                failed = 0
+                continue
+            if self._seems_done():
+                failed, pause = 0, _LATER
+                continue
+            if is_bereft:
+                self.is_lost = True
+                self.abort()
+                # The master may have heard of the death when nothing was to be said of it, and not listen now.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+                return
+            self.give_up(command)
+            # Whatever has kept a peer from it: nothing waits for ever.
+            if failed != command:
+                failed, since = command, perf_counter()
+            elif perf_counter() > since + PATIENCE:
+                self.abort()
+
+    def _seems_done(self) -> bool:
+        """Whether all that was put on the stream is done, as far as CUDA says so at once.
+
+        A stream has room for a thousand launches.  Whoever puts another one on a full stream waits inside of CUDA, for
+        ever if what is under way waits for a peer that is gone; and whoever asks CUDA anything meanwhile waits with it.
+        """
+        answers: list[bool] = []
+
+        def ask() -> None:
+            self._staging.enter()
+            answers.append(self.is_done())
+
+        if self._asking is not None and self._asking.is_alive():
+            return False
+        self._asking = threading.Thread(target=ask, daemon=True)
+        self._asking.start()
+        self._asking.join(STUCK)
+        return bool(answers and answers[0])

@@ -1,0 +1,463 @@
+"""Every order in which ranks of several hosts can come to a collective, fail, and die.
+
+The hosts are a model: control memory is lists, MPI is queues, NCCL is who has called it.  What ranks and agents do with
+it is the library's own code (`Rank`, `Tally`, `Guard`), one access to what others write at a time.  `explore` goes
+through all states that can be reached.
+
+Two commands follow each other.  In the first the ranks connect (all show each other NCCL's unique id, go into NCCL's
+init, and show each other what came of it), start a collective, and meet behind it or leave word that they have come.  One
+of them may fail between any two of these.  The second begins, finds out what the first has left, and compares the
+connections, as every collective does before NCCL is called.
+"""
+
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+from library import DEVICE
+
+from synkhronos.devices.cuda.guard import Guard
+from synkhronos.ranks import Cancelled
+from synkhronos.ranks.control import Control
+from synkhronos.ranks.meeting import STEP_BITS, Tally, close
+from synkhronos.ranks.rank import Rank
+
+pytestmark = [pytest.mark.any_library, pytest.mark.skipif(DEVICE != "host", reason="has no arrays")]
+
+FIRST, SECOND = 1, 2
+#: What a rank does in the first command, one after the other; it may fail before each of them, and after the last.
+SHOW_ID, SEE_ID, ENTER, INIT, SHOW, SEE, START, COME, PASS = range(9)
+#: The ends of the first command, and of all.
+FAILED, LEFT, DONE, OVER = range(9, 13)
+#: Of a rank that was ended.
+ENDED = 13
+
+
+class Blocked(Exception):
+    """A rank waits for what is not there yet."""
+
+
+class Memory:
+    """The control memory of a host, as `Rank` uses it."""
+
+    def __init__(self, here, size):
+        self.here, self.size = here, size
+        self.words, self.arrived, self.done = [0] * (Control.CLOSED + 2), [0] * size, [0] * size
+
+    def fence(self):
+        pass
+
+    def ring(self, rank, reason):
+        pass
+
+    ring_here = ring_all = lambda self, reason=0: None
+
+    def wait(self, me, ready, reason, watch, poll):
+        if not ready():
+            raise Blocked
+
+    def state(self):
+        return tuple(self.words), tuple(self.arrived), tuple(self.done)
+
+    def put(self, state):
+        self.words, self.arrived, self.done = map(list, state)
+
+
+class Connection:
+    """What `Guard` gives up."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def abort(self):
+        self.epoch = 0
+
+
+def fresh_guard(rank):
+    """Make a guard without its thread and without a GPU: `give_up` needs neither."""
+    guard = object.__new__(Guard)
+    guard._rank, guard._connection = rank, Connection()
+    guard.forget()
+    return guard
+
+
+class World:
+    """Hosts, their ranks and agents; everything is in `state`, which a step begins with and ends with."""
+
+    def __init__(self, counts, waits=True, faults=1, deaths=0, agents_read_first="failed", early=False):
+        self.size, self.waits, self.faults = sum(counts), waits, faults
+        self.early = early  # whether an agent may begin to look when there is nothing new
+        self.reads_failed_first = agents_read_first == "failed"
+        bounds = [sum(counts[:i]) for i in range(len(counts) + 1)]
+        self.hosts = [range(*bounds[i : i + 2]) for i in range(len(counts))]
+        self.host_of = [h for h, here in enumerate(self.hosts) for _ in here]
+        self.memories = [Memory(here, self.size) for here in self.hosts]
+        threads = SimpleNamespace()
+        self.ranks = [
+            Rank(r, self.size, 0, self.memories[self.host_of[r]], lambda: None, threads) for r in range(self.size)
+        ]
+        self.guards = [fresh_guard(rank) for rank in self.ranks]
+        for rank, guard in zip(self.ranks, self.guards, strict=True):
+            rank.under_way.append(guard)
+            rank.begin(FIRST)
+        for memory in self.memories:
+            memory.words[Control.POSTED] = FIRST
+        self.tallies = [Tally(len(counts), h) for h in range(len(counts))]
+        self.pcs, self.inits, self.started = [SHOW_ID] * self.size, [0] * self.size, [0] * self.size
+        self.seen = [None] * len(counts)  # what an agent has read first, in the middle of its look
+        self.queues = {(g, h): () for g in range(len(counts)) for h in range(len(counts)) if g != h}
+        self.faults_left, self.deaths_left, self.dead = faults, deaths, ()
+
+    # -- states ------------------------------------------------------------------------------------------------
+
+    def state(self):
+        return (
+            tuple(m.state() for m in self.memories),
+            tuple((r._command, r._step, r._left_word) for r in self.ranks),
+            tuple((g._under_way, g._exposed, g._meeting, g._connection.epoch) for g in self.guards),
+            tuple((tuple(t.steps), tuple(map(tuple, t.failures)), t.failed) for t in self.tallies),
+            tuple(self.pcs),
+            tuple(self.inits),
+            tuple(self.started),
+            tuple(self.seen),
+            tuple(self.queues.values()),
+            (self.faults_left, self.deaths_left, self.dead),
+        )
+
+    def put(self, state):
+        memories, ranks, guards, tallies, pcs, inits, started, seen, queues, left = state
+        self.faults_left, self.deaths_left, self.dead = left
+        for memory, of_memory in zip(self.memories, memories, strict=True):
+            memory.put(of_memory)
+        for rank, of_rank in zip(self.ranks, ranks, strict=True):
+            rank._command, rank._step, rank._left_word = of_rank
+        for guard, (under_way, exposed, meeting, epoch) in zip(self.guards, guards, strict=True):
+            guard._under_way, guard._exposed, guard._meeting = under_way, exposed, meeting
+            guard._connection.epoch = epoch
+        for tally, (steps, failures, tally.failed) in zip(self.tallies, tallies, strict=True):
+            tally.steps, tally.failures = list(steps), [deque(each) for each in failures]
+        self.pcs, self.inits, self.started = list(pcs), list(inits), list(started)
+        self.seen = list(seen)
+        self.queues = dict(zip(self.queues, queues, strict=True))
+
+    # -- what can happen next ----------------------------------------------------------------------------------
+
+    def choices(self):
+        """Yield all that may happen next, whether or not it can."""
+        if self.dead:
+            yield self.end_all, 0
+        for r in range(self.size):
+            if self.host_of[r] not in self.dead:
+                yield self.go_on, r
+                yield self.guard_looks, r
+                if self.faults_left and self.pcs[r] < FAILED:
+                    yield self.fail, r
+        if len(self.hosts) > 1:
+            for h in range(len(self.hosts)):
+                if h not in self.dead:
+                    yield self.agent_looks, h
+                    if h and self.deaths_left:
+                        yield self.die, h
+            for pair in self.queues:
+                if pair[1] not in self.dead:
+                    yield self.deliver, pair
+
+    def die(self, h):
+        """A host is gone, with its agent and its ranks; what it has sent is on its way."""
+        if all(pc >= DONE for pc in self.pcs):
+            raise Blocked
+        self.deaths_left, self.dead = 0, (h,)
+
+    def end_all(self, _):
+        """The master hears of it, ends all workers, and gives up its connection."""
+        if ENDED in self.pcs:
+            raise Blocked
+        self.pcs = [ENDED] * self.size
+        for guard in self.guards:
+            guard.abort()
+
+    def go_on(self, r):
+        """A rank takes its next step, if it need not wait; `Cancelled` if it hears of a failure."""
+        rank, guard, pc = self.ranks[r], self.guards[r], self.pcs[r]
+        try:
+            if pc in (SHOW_ID, SHOW):
+                rank.arrive()
+            elif pc in (SEE_ID, SEE):
+                rank._wait_for_step(rank._step)
+                if pc == SEE:
+                    guard._connection.epoch = 1
+            elif pc == ENTER:
+                self.inits[r] = 1
+            elif pc == INIT:
+                if not all(self.inits):  # NCCL waits for all
+                    rank.check()
+                    raise Blocked
+            elif pc == START:
+                if not guard._connection.epoch:  # given up since
+                    raise ArithmeticError
+                guard._under_way = guard._exposed = FIRST
+                self.started[r] = 1
+            elif pc == COME:
+                guard._meeting = rank.coming_step
+                rank.arrive()
+            elif pc == PASS:
+                if self.waits:
+                    rank._wait_for_step(guard._meeting)
+                    guard._exposed = 0
+                self.pcs[r] = DONE - 1
+            elif pc in (FAILED, LEFT):
+                self.leave(r)
+            elif pc == DONE:
+                self.begin_second(r)
+            else:
+                raise Blocked
+        except (Cancelled, ArithmeticError) as error:
+            self.out(r, error)
+            return
+        self.pcs[r] += 1
+
+    def fail(self, r):
+        """A rank fails: an exception of its own."""
+        self.faults_left -= 1
+        self.out(r, ArithmeticError())
+
+    def out(self, r, error):
+        """A rank leaves the first command by an error: of the connection first, then of the command."""
+        if self.pcs[r] < START:
+            self.guards[r]._connection.abort()
+        self.pcs[r] = LEFT if isinstance(error, Cancelled) else FAILED
+        if self.pcs[r] == FAILED and not (self.in_meeting(r) and not self.ranks[r].spans_hosts):
+            self.ranks[r].fail()
+
+    def in_meeting(self, r):
+        """Whether a rank is between coming and having found all others."""
+        return self.guards[r]._meeting and self.guards[r]._exposed and self.waits
+
+    def leave(self, r):
+        """The end of the command on a rank that leaves it: what `Guard.meet` does with an error, if it was there."""
+        rank, guard = self.ranks[r], self.guards[r]
+        if self.in_meeting(r):
+            error = Cancelled() if self.pcs[r] == LEFT else ArithmeticError()
+            if rank.leave(guard._meeting, error):
+                guard._exposed = 0
+            guard._meeting = 0
+            if self.pcs[r] == FAILED:
+                rank.fail()
+        self.pcs[r] = DONE - 1
+
+    def begin_second(self, r):
+        """The second command, which the master posts when all are done and its host has looked back."""
+        rank = self.ranks[r]
+        memory = rank.control
+        if r == 0:
+            if not all(pc >= DONE for pc in self.pcs):
+                raise Blocked
+            memory.done[:] = [FIRST] * self.size
+            rank.begin(SECOND)
+            for host, other in enumerate(self.memories):
+                if host and self.in_failed_command():
+                    # What is told between two hosts keeps its order: a host has heard of the failure before.
+                    self.flush(0, host)
+                other.words[Control.POSTED] = SECOND
+        elif memory.words[Control.POSTED] < SECOND:
+            raise Blocked
+        else:
+            rank.begin(SECOND)
+        rank.arrive()  # shows its connection; nobody comes to a step of the first command any more
+
+    def in_failed_command(self):
+        return self.memories[0].words[Control.FAILED] == FIRST
+
+    def flush(self, g, h):
+        while self.queues[g, h]:
+            self.deliver((g, h))
+
+    def guard_looks(self, r):
+        """The thread that looks after a rank's collective."""
+        rank, guard = self.ranks[r], self.guards[r]
+        if not (guard._under_way and rank.has_failed(guard._under_way)):
+            raise Blocked
+        before = guard._under_way, guard._connection.epoch
+        guard.give_up(guard._under_way)
+        if before == (guard._under_way, guard._connection.epoch):
+            raise Blocked
+
+    def agent_looks(self, h):
+        """Half of an agent's look: it reads one thing, and then the other and tells what is new."""
+        memory, here = self.memories[h], self.hosts[h]
+
+        def failed():
+            return memory.words[Control.FAILED]
+
+        def step():
+            return min(memory.arrived[here.start : here.stop])
+
+        first, second = (failed, step) if self.reads_failed_first else (step, failed)
+        if self.seen[h] is None:
+            read = first()
+            is_old = self.is_old_news(h, failed(), step())
+            if is_old and not self.early:
+                raise Blocked
+            self.seen[h] = read
+            self.is_idle = is_old
+            return
+        self.is_idle = self.is_old_news(h, failed(), step())
+        pair = (self.seen[h], second()) if self.reads_failed_first else (second(), self.seen[h])
+        self.seen[h] = None
+        says_step, says_failed = self.tallies[h].here(*pair)
+        for other in range(len(self.hosts)):
+            if other != h:
+                more = ((("step", pair[1]),) if says_step else ()) + ((("failed", pair[0]),) if says_failed else ())
+                self.queues[h, other] += more
+        self.close(h)
+
+    def is_old_news(self, h, failed, step):
+        tally = self.tallies[h]
+        return failed <= tally.failed and (step <= tally.steps[h] or step >> STEP_BITS <= tally.failed)
+
+    def deliver(self, pair):
+        """An agent takes the next message from another."""
+        source, h = pair
+        if not self.queues[pair]:
+            raise Blocked
+        (kind, number), *rest = self.queues[pair]
+        self.queues[pair] = tuple(rest)
+        memory, tally = self.memories[h], self.tallies[h]
+        if kind == "step":
+            tally.heard_step(source, number)
+            for r in self.hosts[source]:
+                memory.arrived[r] = number
+        else:
+            tally.heard_failed(source, number)
+            memory.words[Control.FAILED] = max(number, memory.words[Control.FAILED])
+            self.close(h)
+
+    def close(self, h):
+        for number, step in self.tallies[h].closed():
+            close(self.memories[h].words, number, step)
+
+    # -- what has to be true -----------------------------------------------------------------------------------
+
+    def check(self, is_last):
+        """Check one state; the last ones are those in which nothing can happen any more."""
+        failed = any(memory.words[Control.FAILED] == FIRST for memory in self.memories)
+        epochs = [guard._connection.epoch for guard in self.guards]
+        if not is_last:
+            return
+        if self.dead:
+            assert set(self.pcs) == {ENDED} and not any(epochs), "a host is lost, and somebody is left"
+            return
+        assert set(self.pcs) == {OVER}, "somebody waits for ever"
+        for memory in self.memories:
+            assert (memory.words[Control.FAILED] == FIRST) == failed, "a host has not heard of the failure"
+        if any(self.inits) and not all(self.inits):
+            assert failed and not any(epochs), "who was in NCCL's init without the others was not told"
+        if not failed:
+            assert all(epochs) and all(self.started)
+        for r, epoch in enumerate(epochs):
+            if self.started[r] and epoch:
+                # Its GPU waits for the others' in what it has started: they have started it, and have not given it up.
+                assert all(self.started) and all(epochs), "a collective never ends, and nobody gives it up"
+        if all(epochs):
+            assert len(set(self.started)) == 1, "the connection is the same, and not what was started on it"
+
+
+def explore(world):
+    """Go through all states, check each, and return how many there are."""
+    first = world.state()
+    known, waiting = {first: None}, [first]
+    while waiting:
+        state = waiting.pop()
+        world.put(state)
+        is_last = True
+        for action, who in list(world.choices()):
+            world.put(state)
+            world.is_idle = False
+            try:
+                action(who)
+            except Blocked:
+                continue
+            is_last &= world.is_idle
+            after = world.state()
+            if after not in known:
+                known[after] = state, action.__name__, who
+                waiting.append(after)
+        world.put(state)
+        try:
+            world.check(is_last)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{way(known, state)}") from None
+    return len(known)
+
+
+def way(known, state):
+    """Return what led to a state, a line each."""
+    lines = []
+    while known[state] is not None:
+        state, name, who = known[state]
+        lines.insert(0, f"{name} {who}, pcs {state[4]}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("counts", [(1, 1), (2,), (3,)])
+def test_all_ranks_find_the_same_whatever_comes_first(counts, waits):
+    assert explore(World(counts, waits)) > 400
+
+
+def test_on_one_host_the_next_command_does_not_hide_who_had_come(monkeypatch):
+    monkeypatch.setattr("synkhronos.ranks.rank.close", lambda words, command, step: None)
+    with pytest.raises(AssertionError, match="never ends, and nobody gives it up"):
+        explore(World((2,), waits=False))
+
+
+def test_on_one_host_who_fails_takes_back_its_word(monkeypatch):
+    monkeypatch.setattr(Rank, "_withdraw", lambda self, step: False)
+    with pytest.raises(AssertionError, match="never ends, and nobody gives it up"):
+        explore(World((2,), waits=False))
+
+
+def test_two_ranks_on_a_host_are_one_voice():
+    assert explore(World((2, 1))) > 30_000
+
+
+def test_where_a_host_dies_all_end():
+    assert explore(World((1, 1), deaths=1)) > 5_000
+
+
+def test_an_agent_may_begin_to_look_before_there_is_news():
+    assert explore(World((1, 1), early=True)) > 10_000
+
+
+def test_an_agent_that_reads_in_the_wrong_order_is_found_out():
+    # A rank that comes between the two reads passes, and its host says that not all have come.
+    with pytest.raises(AssertionError, match="never ends, and nobody gives it up"):
+        explore(World((2, 1), agents_read_first="step", early=True))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_host_that_decides_by_what_it_has_heard_so_far_is_found_out(monkeypatch, waits):
+    def closed(self):
+        heard = [each.popleft() for each in self.failures if each]
+        return [(command, min(self.steps)) for command, _ in heard]
+
+    monkeypatch.setattr(Tally, "closed", closed)
+    with pytest.raises(AssertionError, match="never ends, and nobody gives it up"):
+        explore(World((1, 1), waits))
+
+
+def test_a_host_that_says_nothing_of_others_failures_is_found_out(monkeypatch):
+    def here(self, failed, step):
+        return told(self, failed, step)[0], False
+
+    told = Tally.here
+    monkeypatch.setattr(Tally, "here", here)
+    with pytest.raises(AssertionError, match="waits for ever"):
+        explore(World((1, 1)))
+
+
+if __name__ == "__main__":  # what takes minutes
+    for counts in ((2, 1), (1, 2), (1, 1, 1)):
+        for waits in (True, False):
+            for deaths in (0, 1):
+                print(counts, waits, deaths, explore(World(counts, waits, deaths=deaths)), flush=True)
