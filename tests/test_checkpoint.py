@@ -24,12 +24,20 @@ def test_what_is_saved_is_read(tmp_path):
 
 def test_the_newest_few_are_kept(tmp_path):
     checkpoint = Checkpoint(tmp_path, keep=2)
-    for seen in (5, 10, 2000000, 7):
+    for seen in (5, 10, 2000000):
         checkpoint.save(seen, ARRAYS, {"seen": seen})
     assert [checkpoint.load(path).meta["seen"] for path in checkpoint.paths()] == [10, 2000000]
     checkpoint.save(2000000, ARRAYS, {"seen": "again"})
     assert checkpoint.load().meta["seen"] == "again"
     assert len(os.listdir(tmp_path)) == 2
+
+
+def test_a_training_that_went_back_leaves_none_behind_it(tmp_path):
+    checkpoint = Checkpoint(tmp_path, keep=3)
+    for seen in (10, 20, 30):
+        checkpoint.save(seen, ARRAYS, {"seen": seen})
+    checkpoint.save(15, ARRAYS, {"seen": 15})  # on from 10
+    assert [checkpoint.load(path).meta["seen"] for path in checkpoint.paths()] == [10, 15]
 
 
 CALLS = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir")

@@ -98,6 +98,12 @@ def test_schedules_go_together():
         each.observe(5.0)
         each.observe(5.0)
     assert other(3) == schedule(3) == pytest.approx(0.1)
+    # What follows from the epoch alone is as it was made, and learns nothing from another's checkpoint.
+    for old in (schedules.constant(0.1), schedules.steps(0.1, {5: 0.1}), schedules.warmup(0.1, 5), schedule):
+        for new in (schedules.constant(0.01), schedules.warmup(schedules.cosine(0.01, 9), 5)):
+            before = repr(new)
+            set_state(new, state_of(old))
+            assert repr(new) == before
     for wrong in (
         lambda: schedules.steps(-1, {}),
         lambda: schedules.cosine(0.1, 0),

@@ -214,6 +214,16 @@ def test_wrong_arguments(fork, tmp_path):
         next(trainer.epochs(X, Y, 5, 1, resume=tmp_path / "none"))
 
 
+def test_a_folder_is_one_trainings(fork, tmp_path):
+    fork(1)
+    checkpoint, model = Checkpoint(tmp_path), Model("LocalSGD")
+    list(model.epochs(5, 1, checkpoint=checkpoint))
+    with pytest.raises(CheckpointError, match="rows-0+[1-9][0-9]* is of another training: go on from there with"):
+        next(Model("LocalSGD").epochs(5, 1, checkpoint=checkpoint))
+    list(model.epochs(5, 2, checkpoint=checkpoint))  # the same goes on
+    assert [checkpoint.load(path).meta["epoch"] for path in checkpoint.paths()] == [1, 2]
+
+
 def test_a_checkpoint_of_something_else_is_refused(fork, tmp_path):
     fork(2)
     checkpoint = Checkpoint(tmp_path)

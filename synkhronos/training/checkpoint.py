@@ -82,7 +82,7 @@ class Checkpoint:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, seen: int, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> Path:
-        """Write a checkpoint after so many rows, and remove those that are too old.
+        """Write a checkpoint after so many rows, and remove those that are too old, and those of more rows.
 
         Raises
         ------
@@ -90,7 +90,7 @@ class Checkpoint:
             If the disk is full, say; what was there stays.
         """
         content = _safetensors().save({name: np.asarray(array, order="C") for name, array in arrays.items()})
-        path = self.folder / f"rows-{seen:012d}"
+        path = self._path(seen)
         aside = self.folder / "unfinished"
         shutil.rmtree(aside, ignore_errors=True)
         os.mkdir(aside)
@@ -107,14 +107,34 @@ class Checkpoint:
             raise
         _sync(self.folder)
         shutil.rmtree(f"{path}{_OLD}", ignore_errors=True)
-        for old in self.paths()[: -self.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        known = self.paths()
+        at = known.index(path) + 1
+        # Later ones are of a training that has been left: this one went on from before them.
+        for other in (*known[: max(0, at - self.keep)], *known[at:]):
+            shutil.rmtree(other, ignore_errors=True)
         return path
+
+    def _path(self, seen: int) -> Path:
+        return self.folder / f"rows-{seen:012d}"
 
     def paths(self) -> list[Path]:
         """Return the checkpoints that there are, the oldest first."""
         found = [path for path in self.folder.iterdir() if _NAME.match(path.name)]
         return sorted(found, key=lambda path: (path.name.removesuffix(_OLD), not path.name.endswith(_OLD)))
+
+    def refuse_others(self, seen: int) -> None:
+        """Refuse to begin a training after so many rows where there are checkpoints of more: another's.
+
+        Raises
+        ------
+        CheckpointError
+        """
+        for later in self.paths()[-1:]:
+            if later.name > self._path(seen).name:
+                raise CheckpointError(
+                    f"checkpoint: {later} is of another training: go on from there with resume='latest', or name "
+                    "another folder"
+                )
 
     def load(self, path: str | os.PathLike[str] | None = None) -> Stored:
         """Return a checkpoint: the newest, or that of a path.

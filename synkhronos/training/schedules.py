@@ -37,19 +37,21 @@ def _positive(value: Any, name: str) -> float:
 
 
 def state_of(schedule: Any) -> dict[str, Any]:
-    """Return what a schedule remembers, as JSON can say it."""
-    inner = {"schedule": state_of(schedule.schedule)} if hasattr(schedule, "schedule") else {}
-    found = {name: getattr(schedule, name) for name in ("rate", "best", "since") if hasattr(schedule, name)}
-    return inner | {name: value for name, value in found.items() if not math.isinf(value)}
+    """Return what a schedule has learnt from validation, as JSON can say it; nothing of one that learns nothing."""
+    found = _learnt(schedule)
+    return {name: found[name] for name in ("rate", "best", "since") if name in found and not math.isinf(found[name])}
 
 
 def set_state(schedule: Any, state: Mapping[str, Any]) -> None:
-    """Give a schedule what `state_of` has returned."""
-    for name, value in state.items():
-        if name == "schedule":
-            set_state(schedule.schedule, value)
-        else:
-            setattr(schedule, name, value)
+    """Give a schedule what `state_of` has returned; one that learns nothing stays as its user has made it."""
+    _learnt(schedule).update(state)
+
+
+def _learnt(schedule: Any) -> dict[str, Any]:
+    """Return the attributes of a schedule that observes validation, to be changed; none of another."""
+    while hasattr(schedule, "schedule"):
+        schedule = schedule.schedule
+    return vars(schedule) if hasattr(schedule, "observe") else {}
 
 
 def as_schedule(value: Schedule | float) -> Schedule:

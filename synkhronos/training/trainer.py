@@ -438,19 +438,17 @@ class Trainer:
                 session.memory.release_with(self, "stored", ("kept", self._name))
             self._place = _Place()
         course.make()
-        if resume is None:
-            return
         if resume == "latest":
             assert checkpoint is not None
-            if not checkpoint.paths():
-                return
-            stored = checkpoint.load()
-        else:
+            resume = next(reversed(checkpoint.paths()), None)
+        if resume is not None:
             stored = load(resume)
-        self._restore(stored, course)
-        for one in recorders:
-            if isinstance(one, Recorder):
-                one.cut(stored.meta["seen"])
+            self._restore(stored, course)
+            for one in recorders:
+                if isinstance(one, Recorder):
+                    one.cut(stored.meta["seen"])
+        elif checkpoint is not None:
+            checkpoint.refuse_others(self._place.epoch * course.count + self._place.row)
 
     @property
     def _groups(self) -> storing.Groups:
