@@ -107,6 +107,43 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path, rule):
 
 
 @pytest.mark.any_library
+def test_a_run_goes_on_behind_a_line_that_was_cut_short(tmp_path):
+    pytest.importorskip("safetensors")
+    train(tmp_path, "MLP", epochs=1, checkpoint=1)
+    with open(tmp_path / "rank-1.jsonl", "a") as file:
+        file.write('{"time": 17')  # the disk was full, or the machine went down
+    train(tmp_path, "MLP", "--resume", epochs=2, checkpoint=1)
+    assert [line["epoch"] for line in lines(tmp_path, "rank-1")] == [0, 1]
+
+
+@pytest.mark.any_library
+def test_a_folder_has_one_run_at_a_time(tmp_path):
+    pytest.importorskip("safetensors")
+    train(tmp_path, "MLP", epochs=1, checkpoint=1)
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import sys
+        from synkhronos.rules import BSP
+        run = dict(modelfile="launch_models.mlp", modelclass="MLP", devices="cpu", folder={str(tmp_path)!r})
+        first, second = BSP(), BSP()
+        first.init(**run, resume="latest", checkpoint=1, epochs=20)
+        try:
+            second.init(**run, resume="latest", epochs=20)
+        except ValueError as error:
+            print(error)
+        first.wait()
+        second.init(**run, resume="latest", epochs=21)  # now it may
+        second.wait()
+        """)
+    )
+    done = subprocess.run([sys.executable, script], cwd=TESTS, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"folder: {tmp_path} has a run that hasn't ended: wait for it, or name another" in done.stdout
+    assert [report["epoch"] for report in lines(tmp_path, "reports")] == list(range(1, 22))
+
+
+@pytest.mark.any_library
 def test_a_run_goes_on_on_another_number_of_ranks(tmp_path):
     pytest.importorskip("safetensors")
     train(tmp_path, "MLP", epochs=1, rule="EASGD", checkpoint=1)

@@ -123,6 +123,17 @@ def test_wrong_settings(name, places, monkeypatch):
     assert not places["new"].exists()
 
 
+def test_a_tilde_in_a_file_is_the_users_home(monkeypatch, tmp_path):
+    monkeypatch.chdir(TESTS)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    stored = tmp_path / "old" / "checkpoints" / "rows-000000000001"
+    stored.mkdir(parents=True)
+    (stored / "meta.json").touch()
+    pytest.importorskip("safetensors")
+    found = resolve([{**MODEL, "folder": "~/new", "resume": "~/old/checkpoints/rows-000000000001"}])
+    assert found.folder == str(tmp_path / "new") and found.resume == str(stored)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_wrong_files(name, tmp_path):
     file, text, words = FILES[name]

@@ -85,5 +85,5 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
         shown = {**dataclasses.asdict(settings), **versions(settings.root)}
         sys.stdout.write(json.dumps(shown, indent=1) + "\n")
         return 0
-    prepare(settings, [sys.executable, "-m", "synkhronos", *arguments])
-    return Supervisor(settings).run()
+    with prepare(settings, [sys.executable, "-m", "synkhronos", *arguments]):
+        return Supervisor(settings).run()

@@ -41,15 +41,18 @@ class Run:
             asked["devices"] = devices
         script = sys.argv[0] if sys.argv and os.path.exists(sys.argv[0]) else None
         self.settings: Settings = resolve([asked, from_environment(os.environ)], beside=script)
-        self.folder: Path = prepare(self.settings, [sys.executable, *sys.argv])
+        self.folder = Path(self.settings.folder)
+        lock = prepare(self.settings, [sys.executable, *sys.argv])
         sys.stdout.flush()
         paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "synkhronos.launch.supervisor", str(self.folder), str(os.getpid())],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
             stdin=subprocess.DEVNULL,
+            pass_fds=[lock.fileno()],  # it stays open there, until the run has ended
             start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on
         )
+        lock.close()
 
     def wait(self) -> Path:
         """Return the run's folder when it has ended.

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import sys
@@ -34,7 +33,7 @@ from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker
 from synkhronos.training import storing
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError, load
-from synkhronos.training.recorder import Recorder
+from synkhronos.training.recorder import Recorder, cut
 
 #: Under which a rank keeps its model from one program to the next.
 _KEPT = "launch"
@@ -337,16 +336,10 @@ class _Run:
             _set_generators(meta["generators"][worker.number])
         if worker.number == 0:
             for file in self.folder.glob("*.jsonl"):
-                _cut(file, meta["epochs"])
+                past = meta["epochs"] + (file.stem == "reports")  # which counts the epochs that are done
+                cut(file, lambda line: line.get("epoch", past) < past)  # noqa: B023
         worker.barrier("all go on from the checkpoint")
         return int(meta["epochs"])
-
-
-def _cut(path: Path, epochs: int) -> None:
-    """Leave out the lines of epochs that come again."""
-    past = epochs + (path.stem == "reports")  # which counts the epochs that are done
-    lines = [line for line in path.read_text().splitlines() if json.loads(line)["epoch"] < past]
-    path.write_text("".join(f"{line}\n" for line in lines))
 
 
 def _generators() -> dict[str, Any]:

@@ -36,8 +36,6 @@ from synkhronos.ranks import available_cores
 
 #: What begins the name of an environment variable that is a setting.
 PREFIX = "SYNKHRONOS_"
-#: Variables that begin so, and say something else.
-_NO_SETTINGS = {"SYNKHRONOS_THEANO", "SYNKHRONOS_TEST_DEVICE"}
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 #: The rules, by their names in small letters.
 RULES: dict[str, type[rules.Rule]] = {
@@ -252,8 +250,9 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings that variables such as SYNKHRONOS_DEVICES are."""
     found = {}
     for name, value in environment.items():
-        if name.startswith(PREFIX) and name not in _NO_SETTINGS and name.removeprefix(PREFIX).lower() in KEYS:
-            found[name.removeprefix(PREFIX).lower()] = _value(value)
+        key = name.removeprefix(PREFIX).lower()
+        if name.startswith(PREFIX) and key in KEYS:  # others say something else, to other rooms
+            found[key] = _value(value)
     return found
 
 
@@ -318,7 +317,7 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
         devices=_devices(found.get("devices"), found.get("ranks")),
         rule=rule,
         rule_options=_table(found, "rule_options"),
-        folder=os.path.abspath(_text(found, "folder") or _new_folder(class_name, rule)),
+        folder=os.path.abspath(_path(found, "folder") or _new_folder(class_name, rule)),
         epochs=None if found.get("epochs") is None else _integer(found["epochs"], "epochs", 1),
         seed=_integer(found.get("seed", 0), "seed", 0),
         bind=_flag(found.get("bind", True), "bind"),
@@ -327,7 +326,7 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
         checkpoint=_integer(found.get("checkpoint", 0), "checkpoint", 0),
         keep=_integer(found.get("keep", 3), "keep", 1),
         scale_lr=_flag(found.get("scale_lr", False), "scale_lr"),
-        resume=_text(found, "resume"),
+        resume=_path(found, "resume"),
     )
     settings.make_rule()
     return _with_a_folder(settings)
@@ -347,7 +346,9 @@ def _with_a_folder(settings: Settings) -> Settings:
         return settings
     if settings.resume == "latest":
         if not list(folder.glob("checkpoints/rows-*")):
-            raise SettingsError(f"resume: expected a checkpoint in {folder / 'checkpoints'}, found none")
+            raise SettingsError(
+                f"resume: expected a checkpoint in {folder / 'checkpoints'}, found none: folder says which run goes on"
+            )
         return settings
     path = Path(settings.resume).absolute()
     if not (path / "meta.json").exists():
@@ -406,6 +407,11 @@ def _text(found: Mapping[str, Any], key: str) -> str | None:
     if value is None or isinstance(value, str):
         return value or None
     raise SettingsError(f"{key}: expected a text, got {value!r}")
+
+
+def _path(found: Mapping[str, Any], key: str) -> str | None:
+    path = _text(found, key)
+    return path and os.path.expanduser(path)
 
 
 def _table(found: Mapping[str, Any], key: str) -> dict[str, Any]:

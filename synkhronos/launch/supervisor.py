@@ -22,6 +22,7 @@ lives, and the supervisor waits for the master.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -36,7 +37,7 @@ from types import FrameType
 from typing import IO, Any
 
 from synkhronos.launch import binding
-from synkhronos.launch.settings import Settings
+from synkhronos.launch.settings import Settings, SettingsError
 from synkhronos.ranks.errors import cause_of_death
 
 #: Seconds that ranks get to end after Ctrl-C, and their last words to arrive when the master has ended.
@@ -44,15 +45,21 @@ _GRACE, _LAST_WORDS = 10.0, 1.0
 _PACKAGES = ("synkhronos", "numpy", "pytensor", "Theano", "jax", "Lasagne", "safetensors")
 
 
-def prepare(settings: Settings, command: list[str]) -> Path:
-    """Make a run's folder, with its settings, and what it runs with."""
+def prepare(settings: Settings, command: list[str]) -> IO[str]:
+    """Make a run's folder, with its settings, and what it runs with; return a file that locks it while it is open."""
     folder = Path(settings.folder)
     folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / "run.json", "a")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise SettingsError(f"folder: {folder} has a run that hasn't ended: wait for it, or name another") from None
     settings.save(folder / "settings.json")
     for name in ("failure.txt", "processes.json"):
         (folder / name).unlink(missing_ok=True)
     _note(folder, {**versions(settings.root), "command": command, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
-    return folder
+    return lock
 
 
 def versions(root: str) -> dict[str, Any]:

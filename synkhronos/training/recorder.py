@@ -16,7 +16,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +72,16 @@ class Recorder:
     def cut(self, seen: int) -> None:
         """Leave out all lines of more rows than these: training goes on from there."""
         for path in [self.folder / REPORT_FILE, *self.folder.glob(RANK_FILE.format("*"))]:
-            if not path.exists():
-                continue
-            lines = [line for line in path.read_text().splitlines() if _parsed(line).get("seen", math.inf) <= seen]
-            beside = path.with_suffix(".cut")
-            beside.write_text("".join(line + "\n" for line in lines))
-            os.replace(beside, path)
+            if path.exists():
+                cut(path, lambda record: record.get("seen", math.inf) <= seen)
+
+
+def cut(path: Path, stays: Callable[[dict[str, Any]], bool]) -> None:
+    """Leave the lines in a file whose records stay; a line that was cut short is an empty record."""
+    lines = [line for line in path.read_text().splitlines() if stays(_parsed(line))]
+    beside = path.with_suffix(".cut")
+    beside.write_text("".join(line + "\n" for line in lines))
+    os.replace(beside, path)
 
 
 class TensorBoard:
