@@ -2,7 +2,6 @@
 
 import gc
 import os
-import random
 import signal
 import weakref
 
@@ -113,7 +112,8 @@ def test_an_interrupt_while_closing_ends_the_workers_at_once(where):
         check_goes_on(program)
 
 
-#: Actions, and every which of the moments of each is tried, from a random one on; all with FAULTS=all (--timeout=900).
+#: Actions, and every which of the moments of each is tried: the same ones each time, so that what fails fails again.
+#: Before a change of how ranks are interrupted lands, try all of them: FAULTS=all and --timeout=6000.
 ACTIONS = {
     "call": 11, "slices": 23, "rows": 17, "first call": 83, "collective": 17, "data": 7, "fork": 13, "close": 7,
     "call again": 1, "collective again": 1,
@@ -127,7 +127,7 @@ LIMITED = {"data": 5, "free": 5, "broadcast": 13, "fork": 13, "close": 7}
 @pytest.mark.parametrize(("what", "limit"), [*((what, False) for what in ACTIONS), *((what, True) for what in LIMITED)])
 def test_an_interrupt_at_any_moment(what, limit):
     step = 1 if os.environ.get("FAULTS") == "all" else (LIMITED if limit else ACTIONS)[what]
-    with Program("at_every_moment", what=what, first=random.randrange(step), step=step, limit=limit) as program:
+    with Program("at_every_moment", what=what, first=step // 2, step=step, limit=limit) as program:
         outcome = program.wait("outcome", 600)
         assert not outcome["lost"] and not outcome["wrong"], program.printed()
         assert outcome["presses"] > 4
