@@ -16,6 +16,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import IO
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from synkhronos.hosts import MOST, Host, Hosts, hosts_of, launched, serve
 from synkhronos.ranks import Rank
 
 __all__ = ["bytes_sent", "close", "fork"]
+
+#: Seconds of silence after which a host is lost, by default.
+HOST_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class _Bind:
     cores: tuple[tuple[int, ...], ...] = ()
 
     def run(self, rank: Rank) -> None:
-        if self.cores:  # before anything starts threads
+        if rank.number < len(self.cores):  # before anything starts threads
             os.sched_setaffinity(0, self.cores[rank.number])
         if not rank.is_master:
             # Copies of the master's global generators would draw the same numbers on every rank.
@@ -61,7 +65,7 @@ def fork(
     profile_workers: bool = False,
     timeout: float | None = None,
     hosts: Sequence[str] | str | None = None,
-    host_timeout: float = 10.0,
+    host_timeout: float = HOST_TIMEOUT,
 ) -> int:
     """Fork one worker for each rank but the master's, and bind each rank to its device.
 
@@ -137,9 +141,21 @@ def fork(
     return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout)
 
 
-def fork_bound(n_parallel: int, use_gpu: bool, cores: Sequence[Sequence[int]]) -> int:
-    """Fork as `fork` does, and bind each rank to cores of its own before its device starts threads; none for not."""
-    return _fork(n_parallel, use_gpu, cores=tuple(map(tuple, cores)))
+def fork_bound(
+    n_parallel: int,
+    use_gpu: bool,
+    cores: Sequence[Sequence[int]],
+    hosts: Sequence[str] = (),
+    said: IO[str] | None = None,
+) -> int:
+    """Fork as `fork` does, and bind each rank of this host to its cores before its device starts threads; none for not.
+
+    What other hosts print goes to the file ``said``.
+    """
+    bound = tuple(map(tuple, cores))
+    if hosts:
+        return _fork_on(hosts_of(hosts), None, use_gpu, cores=bound, said=said)
+    return _fork(n_parallel, use_gpu, cores=bound)
 
 
 def _fork(
@@ -160,21 +176,23 @@ def _fork_on(
     named: Sequence[Host] | None,
     n_parallel: int | None,
     use_gpu: bool | None,
-    master_rank: int,
-    profile_workers: bool,
-    timeout: float | None,
-    host_timeout: float,
+    master_rank: int = 0,
+    profile_workers: bool = False,
+    timeout: float | None = None,
+    host_timeout: float = HOST_TIMEOUT,
+    cores: tuple[tuple[int, ...], ...] = (),
+    said: IO[str] | None = None,
 ) -> int:
     """Fork on several hosts."""
     if use_gpu or (use_gpu is None and get_n_gpu()):
         raise ValueError("hosts: ranks on several hosts compute on CPU cores: pass use_gpu=False")
     ranks.check_free()
-    hosts = Hosts(named, n_parallel, float(host_timeout))
+    hosts = Hosts(named, n_parallel, float(host_timeout), said)
     try:
         if master_rank not in hosts.here:
             raise ValueError(f"master_rank: expected a rank of this host, below {len(hosts.here)}, got {master_rank}")
         device, _ = choose(False, hosts.size)
-        _start(device, hosts.size, master_rank, profile_workers, timeout, hosts=hosts)
+        _start(device, hosts.size, master_rank, profile_workers, timeout, cores, hosts)
     except BaseException:
         hosts.kill()
         raise

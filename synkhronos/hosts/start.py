@@ -66,6 +66,8 @@ class Hosts:
         How many ranks a host has that doesn't say so; None for one for each of its cores.
     timeout : float
         Seconds of silence after which a host is lost.
+    said : file, optional
+        Takes what the other hosts print; by default this process' standard streams do.
 
     Attributes
     ----------
@@ -82,9 +84,9 @@ class Hosts:
         If the agents don't start, or the hosts don't have the same versions.
     """
 
-    def __init__(self, hosts: Sequence[Host] | None, n_ranks: int | None, timeout: float):
+    def __init__(self, hosts: Sequence[Host] | None, n_ranks: int | None, timeout: float, said: IO[str] | None = None):
         self.names = [] if hosts is None else [host.name for host in hosts]
-        self._timeout = timeout
+        self._timeout, self._takes = timeout, said
         self._said: deque[str] = deque(maxlen=50)
         self._readers: list[threading.Thread] = []
         self._is_launched = hosts is None
@@ -183,7 +185,7 @@ class Hosts:
         self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         socket.send_fds(self._channel, [json.dumps(config).encode()], [file.fileno()])
         for stream, name in ((self._launcher.stdout, "stdout"), (self._launcher.stderr, "stderr")):
-            self._readers.append(threading.Thread(target=_pass_on, args=(stream, name, self._said), daemon=True))
+            self._readers.append(threading.Thread(target=self._pass_on, args=(stream, name), daemon=True))
             self._readers[-1].start()
         return self._channel
 
@@ -262,7 +264,18 @@ class Hosts:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._launcher.wait()
+        for reader in self._readers:
+            reader.join(_LAST)
         self._control = self._layout = None
+
+    def _pass_on(self, stream: IO[str], name: str) -> None:
+        """Pass on what comes from the hosts to a standard stream of this process, and keep the end of it."""
+        for line in stream:
+            self._said.append(line)
+            to = getattr(sys, name) if self._takes is None else self._takes
+            if to is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    to.write(line)
 
 
 def _rows(read: Read) -> Rows:
@@ -400,13 +413,3 @@ def _lost(said: str, known_as: Sequence[Sequence[str]]) -> list[int]:
     # Who complains that a connection was closed is there.
     complaining = named(r"\[([^\s:]+):\d+\] \*\*\* An error occurred in Socket closed") or [0]
     return [i for i in range(len(known_as)) if i not in complaining]
-
-
-def _pass_on(stream: IO[str], name: str, said: deque[str]) -> None:
-    """Pass on to a standard stream of this process what comes from the hosts, and keep the end of it."""
-    for line in stream:
-        said.append(line)
-        to = getattr(sys, name)
-        if to is not None:
-            with contextlib.suppress(OSError, ValueError):
-                to.write(line)

@@ -12,6 +12,8 @@ From the command line, ``python -m synkhronos train SESSION``, or from Python, `
     The process of rank 0, which forks the others.
 `program`
     What each rank does.
+`elsewhere`
+    How what ranks of other hosts print comes to the supervisor.
 `contract`, `recorder`
     What the class has to have, and what it is given.
 `binding`

@@ -53,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("session", nargs="?", help="a session file: TOML, or Theano-MPI's KEY=VALUE")
     train.add_argument("--ranks", type=int, metavar="N")
     train.add_argument("--devices", help="cuda0,cuda1 or cpu,cpu; cpu alone with --ranks")
+    train.add_argument(
+        "--hosts", help="a,b:3: machines with ranks, this one first; all: those of the batch system's job"
+    )
     train.add_argument("--folder", help="the run's; by default a new one in runs/")
     train.add_argument("--bind", action=argparse.BooleanOptionalAction, help="bind ranks to cores (as by default)")
     train.add_argument(
@@ -75,7 +78,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     from synkhronos.launch.settings import from_environment, merged, read, resolve
     from synkhronos.launch.supervisor import Supervisor, prepare, versions
 
-    named = ("ranks", "devices", "folder", "bind", "resume")
+    named = ("ranks", "devices", "hosts", "folder", "bind", "resume")
     given = {name: getattr(options, name) for name in named if getattr(options, name) is not None}
     sources = [merged([given, _sets(options)]), from_environment(os.environ)]
     if options.session is not None:

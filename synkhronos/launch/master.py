@@ -41,7 +41,8 @@ def main(folder: str, plan: dict[str, Any]) -> int:
     ----------
     folder : str
     plan : dict
-        Of the supervisor: its process, the ranks' pipes, each rank's cores, and all cores.
+        Of the supervisor: its process, the pipes of this host's ranks, that of other hosts, each rank's cores, and all
+        cores.
     """
     _end_with(plan["supervisor"])
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -50,7 +51,8 @@ def main(folder: str, plan: dict[str, Any]) -> int:
         _run(settings, plan)
     except BaseException as error:
         if isinstance(error, WorkerError):
-            text = f"rank {error.rank}:\n{error.worker_traceback or error}\n"
+            who = error.failures[error.rank].partition(":")[0] if error.worker_traceback else f"rank {error.rank}"
+            text = f"{who}:\n{error.worker_traceback or error}\n"
         else:
             text = "rank 0:\n" + "".join(traceback.format_exception(error))
         (Path(folder) / FAILURE).write_text(text)
@@ -78,8 +80,9 @@ def _run(settings: Settings, plan: dict[str, Any]) -> None:
     random.seed(settings.seed)
     masks = plan["masks"]
     binding.bind(plan["allowed"])  # BLAS' threads have been started within rank 0's cores; the others get theirs
-    fork_bound(len(settings.devices), settings.on_gpu, masks)
-    processes = run(program.enter, plan["consoles"], masks or None, list(settings.devices))
+    said = open(plan["hosts"], "w", buffering=1, errors="backslashreplace") if settings.hosts else None
+    fork_bound(len(settings.devices), settings.on_gpu, masks, settings.hosts, said)
+    processes = run(program.enter, plan["consoles"], masks, list(settings.devices))
     (Path(settings.folder) / PROCESSES).write_text(json.dumps(processes))
     rule = settings.make_rule()
     size, dtype = run(program.build, settings)[0]

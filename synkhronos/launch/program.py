@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import random
 import sys
 import time
@@ -25,7 +26,7 @@ import numpy as np
 
 from synkhronos.devices import device_of
 from synkhronos.graphs import library_of
-from synkhronos.launch import binding, contract, modelfile
+from synkhronos.launch import binding, contract, elsewhere, modelfile
 from synkhronos.launch.recorder import ClassRecorder
 from synkhronos.launch.settings import Settings
 from synkhronos.rules import Rule, State
@@ -39,16 +40,25 @@ from synkhronos.training.recorder import Recorder, cut
 _KEPT = "launch"
 
 
-def enter(worker: Worker, consoles: list[int], masks: list[list[int]] | None, devices: list[str]) -> int:
-    """Write to a pipe of this rank's own from now on, and say where the rank is; return its process."""
+def enter(worker: Worker, consoles: list[int], masks: list[list[int]], devices: list[str]) -> int:
+    """Write to a pipe of this rank's own from now on, and say where the rank is; return its process.
+
+    Those of the first host have a console each, and cores, if any have; others say of themselves where they are.
+    """
+    import synkhronos.compat  # noqa: F401 - classes import theano, and those elsewhere are no copies of the master
+
     sys.stdout.flush()
     sys.stderr.flush()
-    for file in (1, 2):
-        os.dup2(consoles[worker.number], file)
-    for console in consoles:
-        os.close(console)
-    bound = binding.said(None if masks is None else masks[worker.number])
-    sys.stdout.write(f"process {os.getpid()} on {devices[worker.number]}, {bound}\n")
+    if worker.number < len(consoles):
+        for file in (1, 2):
+            os.dup2(consoles[worker.number], file)
+        for console in consoles:
+            os.close(console)
+        where = f"on {devices[worker.number]}, {binding.said(masks[worker.number] if masks else None)}"
+    else:
+        elsewhere.enter(worker.number)
+        where = f"on cpu of host {platform.node()}, {binding.said(None)}"
+    sys.stdout.write(f"process {os.getpid()} {where}\n")
     return os.getpid()
 
 
@@ -132,10 +142,11 @@ class _Run:
         self.folder = Path(settings.folder)
         rows = getattr(model, "batch_size", getattr(model.data, "batch_size", 1))
         self.rows = int(rows) if isinstance(rows, int | np.integer) else 1
-        lines = Recorder(self.folder)
+        is_here = worker.number < len(settings.devices)
+        lines = Recorder(self.folder) if is_here else elsewhere.Records()
         self.recorder = ClassRecorder(worker.number, lines, settings.every, self.rows)
         self.state = State(self.groups.params, self.groups.optimizer, shared)
-        self.reports = lines if worker.number == 0 else None
+        self.reports = Recorder(self.folder) if worker.number == 0 else None
         self.is_new = True
         self.trained = 0.0
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.launch.elsewhere import Records
 from synkhronos.training.recorder import Recorder
 
 #: Theano-MPI's words for what time is spent on, and ours.
@@ -24,7 +25,7 @@ class ClassRecorder:
     Parameters
     ----------
     rank : int
-    recorder : Recorder or None
+    recorder : Recorder, Records, or None
         Where lines are written; None for nowhere.
     every : int
         Steps between two lines.
@@ -42,7 +43,7 @@ class ClassRecorder:
     {'cost': 0.25, 'error': 0.5, 'top5': 0.125}
     """
 
-    def __init__(self, rank: int, recorder: Recorder | None = None, every: int = 40, rows: int = 1):
+    def __init__(self, rank: int, recorder: Recorder | Records | None = None, every: int = 40, rows: int = 1):
         self.rank, self.every, self.rows = rank, every, rows
         self._recorder = recorder
         self.seconds = dict.fromkeys(("compute", "exchange", "wait", "load"), 0.0)

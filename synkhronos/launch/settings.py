@@ -31,6 +31,7 @@ from typing import Any
 from synkhronos import rules
 from synkhronos.checks import at_least
 from synkhronos.devices import get_n_gpu
+from synkhronos.hosts import Host, hosts_of
 from synkhronos.launch import modelfile
 from synkhronos.ranks import available_cores
 
@@ -76,7 +77,9 @@ class Settings:
     root : str
         The folder in which the module is looked for first.
     devices : tuple of str
-        For each rank ``"cpu"``, or ``"cuda0"`` and so on.
+        For each rank of this machine ``"cpu"``, or ``"cuda0"`` and so on.
+    hosts : tuple of str
+        The machines with ranks, this one first, each perhaps with how many: ``"b:3"``.  None for this one alone.
     rule : str
     rule_options : dict
     folder : str
@@ -105,6 +108,7 @@ class Settings:
     modelclass: str
     root: str
     devices: tuple[str, ...]
+    hosts: tuple[str, ...] = ()
     rule: str = "BSP"
     rule_options: dict[str, Any] = field(default_factory=dict)
     folder: str = ""
@@ -135,7 +139,7 @@ class Settings:
     def load(cls, path: Path) -> Settings:
         """Read what `save` has written."""
         found = json.loads(path.read_text())
-        return cls(**{**found, "devices": tuple(found["devices"])})
+        return cls(**{**found, "devices": tuple(found["devices"]), "hosts": tuple(found["hosts"])})
 
 
 #: What a file, the environment and ``--set`` may say; ``model`` is both of ``modelfile`` and ``modelclass``.
@@ -309,12 +313,16 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
         root, module = modelfile.find(name, class_name, folders)
     except modelfile.ModelFileError as error:
         raise SettingsError(str(error)) from None
+    hosts = _hosts(found.get("hosts"), found.get("ranks"))
     rule = rule_name(_text(found, "rule") or "BSP")
     settings = Settings(
         modelfile=module,
         modelclass=class_name,
         root=root,
-        devices=_devices(found.get("devices"), found.get("ranks")),
+        devices=_devices_on(hosts[0], found.get("devices"))
+        if hosts
+        else _devices(found.get("devices"), found.get("ranks")),
+        hosts=tuple(each.name if each.n_ranks is None else f"{each.name}:{each.n_ranks}" for each in hosts),
         rule=rule,
         rule_options=_table(found, "rule_options"),
         folder=os.path.abspath(_path(found, "folder") or _new_folder(class_name, rule)),
@@ -466,7 +474,10 @@ def _devices(devices: Any, ranks: Any) -> tuple[str, ...]:
     for each in names:
         match = re.fullmatch(r"(?:cuda|gpu)(\d+)", each)
         if ":" in each:
-            raise SettingsError(f"devices: {each!r} is on another host: all ranks are on one machine")
+            raise SettingsError(
+                f"devices: {each!r} is on another host: GPUs are those of one machine; hosts = ['a', 'b:3'] "
+                "computes on the cores of several"
+            )
         if match is None:
             also = "; cpu can't be mixed with GPUs" if each == "cpu" else ""
             raise SettingsError(f"devices: expected cuda0, gpu0 and so on, or cpu alone, got {each!r}{also}")
@@ -477,6 +488,35 @@ def _devices(devices: Any, ranks: Any) -> tuple[str, ...]:
     if len(set(chosen)) != len(chosen):
         raise SettingsError(f"devices: expected each GPU once, got {', '.join(names)}")
     return tuple(chosen)
+
+
+def _hosts(hosts: Any, ranks: Any) -> list[Host]:
+    """Return the hosts, the first with its number of ranks; none for this machine alone."""
+    if isinstance(hosts, str) and hosts != "all":
+        hosts = [each for each in hosts.split(",") if each.strip()]
+    if isinstance(hosts, tuple):
+        hosts = list(hosts)
+    try:
+        found = hosts_of([] if hosts is None else hosts)
+    except (TypeError, ValueError, OSError) as error:
+        raise SettingsError(str(error)) from None
+    count = None if ranks is None else _integer(ranks, "ranks", 1)
+    counts = [each.n_ranks or count for each in found]
+    return [
+        Host(each.name, n or (None if i else available_cores()))
+        for i, (each, n) in enumerate(zip(found, counts, strict=True))
+    ]
+
+
+def _devices_on(first: Host, devices: Any) -> tuple[str, ...]:
+    """Return a device for each rank of the first of several hosts."""
+    names = ["cpu"] if devices is None and not get_n_gpu() else [] if devices is None else _names(devices)
+    if set(names) != {"cpu"} or len(names) not in (1, first.n_ranks):
+        raise SettingsError(
+            "devices: expected 'cpu', since ranks on several hosts compute on cores (hosts says how many each has), "
+            f"got {devices!r}"
+        )
+    return ("cpu",) * (first.n_ranks or 1)
 
 
 def _new_folder(class_name: str, rule: str) -> str:

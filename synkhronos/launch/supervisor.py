@@ -2,7 +2,8 @@
 
 ::
 
-    supervisor ── pipe for each rank ──< ranks
+    supervisor ── pipe for each rank ──< ranks of this host
+        │      └── pipe ── master ── mpirun ──< ranks of other hosts
         │ starts, and ends with its parent if it is told to
         master: rank 0
         │ forks
@@ -36,7 +37,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from synkhronos.launch import binding
+from synkhronos.launch import binding, elsewhere
 from synkhronos.launch.settings import Settings, SettingsError
 from synkhronos.ranks.errors import cause_of_death
 
@@ -94,7 +95,6 @@ class Supervisor:
     def __init__(self, settings: Settings, parent: int | None = None):
         self.settings, self.parent = settings, parent
         self.folder = Path(settings.folder)
-        self.size = len(settings.devices)
         self.came = 0
         self._deadline = float("inf")
         self._master: subprocess.Popen[bytes] | None = None
@@ -103,7 +103,8 @@ class Supervisor:
         """Start the ranks; return the exit status when they have ended: 0, or that of what went wrong."""
         before = {number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            pipes = [os.pipe() for _ in range(self.size)]
+            # One for each rank of this machine, and for all other hosts together.
+            pipes = [os.pipe() for _ in range(len(self.settings.devices) + bool(self.settings.hosts))]
             try:
                 self._start([write for _, write in pipes])
             finally:
@@ -123,7 +124,10 @@ class Supervisor:
         why = "not bound, as asked"
         if settings.bind:
             masks, why = binding.masks(settings.devices, allowed, binding.gpu_cores(settings.devices))
-        sys.stdout.write(f"{self.size} ranks on {', '.join(settings.devices)}; {why}; in {self.folder}\n")
+        where = f"{len(settings.devices)} ranks on {', '.join(settings.devices)}"
+        if settings.hosts:
+            where = f"ranks on hosts {', '.join(settings.hosts)}"
+        sys.stdout.write(f"{where}; {why}; in {self.folder}\n")
         sys.stdout.flush()
         environment = dict(os.environ)
         if settings.on_gpu:
@@ -134,7 +138,14 @@ class Supervisor:
         # The master has to find this very library, whatever its working directory.
         paths = [str(Path(__file__).resolve().parents[2]), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        plan = {"supervisor": os.getpid(), "consoles": consoles, "masks": masks, "allowed": allowed}
+        n_here = len(settings.devices)
+        plan = {
+            "supervisor": os.getpid(),
+            "consoles": consoles[:n_here],
+            "hosts": consoles[n_here] if settings.hosts else None,
+            "masks": masks,
+            "allowed": allowed,
+        }
         command = [sys.executable, "-m", "synkhronos.launch.master", str(self.folder), json.dumps(plan)]
         # Its BLAS starts threads when it is imported: within rank 0's cores.
         binding.bind(masks[0] if masks else [])
@@ -165,11 +176,11 @@ class Supervisor:
         """Copy what ranks print into their logs and, with their number before it, to the console."""
         assert self._master is not None
         with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
+            consoles = _Consoles(self.folder, "a" if self.settings.resume is not None else "w", stack)
             for rank, pipe in enumerate(pipes):
-                mode = "a" if self.settings.resume is not None else "w"
-                log = stack.enter_context(open(self.folder / f"rank-{rank}.log", mode, buffering=1))
                 stack.callback(os.close, pipe)
-                selector.register(pipe, selectors.EVENT_READ, _Console(rank, log))
+                name = f"rank-{rank}.log" if rank < len(self.settings.devices) else ""
+                selector.register(pipe, selectors.EVENT_READ, _Lines(name, consoles))
             while selector.get_map():
                 events = selector.select(0.2)
                 for key, _ in events:
@@ -218,11 +229,11 @@ class Supervisor:
         return status
 
 
-class _Console:
-    """What one rank prints."""
+class _Lines:
+    """What comes by a pipe: the lines of one file, or, without a name, of those that they name themselves."""
 
-    def __init__(self, rank: int, log: IO[str]):
-        self._rank, self._log, self._rest = rank, log, b""
+    def __init__(self, name: str, consoles: _Consoles):
+        self._name, self._consoles, self._rest = name, consoles, b""
 
     def take(self, data: bytes) -> bool:
         """Pass on whole lines; at the end, what is left. Return whether there may be more."""
@@ -231,11 +242,30 @@ class _Console:
             lines, self._rest = [*lines, self._rest], b""
         for line in lines:
             text = line.decode(errors="backslashreplace")
-            self._log.write(f"{text}\n")
-            with contextlib.suppress(BrokenPipeError):  # nobody reads the console any more; the logs go on
-                sys.stdout.write(f"[rank {self._rank}] {text}\n")
-                sys.stdout.flush()
+            self._consoles.write(*((self._name, text) if self._name else elsewhere.named(text)))
         return bool(data)
+
+
+class _Consoles:
+    """The files in the run's folder, and the console, where what ranks print has their number before it."""
+
+    def __init__(self, folder: Path, mode: str, stack: contextlib.ExitStack):
+        self._folder, self._mode, self._stack = folder, mode, stack
+        self._logs: dict[str, IO[str]] = {}
+
+    def write(self, name: str, text: str) -> None:
+        """Write a line."""
+        if name.endswith(".jsonl"):  # which ranks of this machine write themselves
+            with open(self._folder / name, "a") as file:
+                file.write(f"{text}\n")
+            return
+        name = name or "hosts.log"
+        if name not in self._logs:
+            self._logs[name] = self._stack.enter_context(open(self._folder / name, self._mode, buffering=1))
+        self._logs[name].write(f"{text}\n")
+        with contextlib.suppress(BrokenPipeError):  # nobody reads the console any more; the logs go on
+            sys.stdout.write(f"[{Path(name).stem.replace('-', ' ')}] {text}\n")
+            sys.stdout.flush()
 
 
 def main() -> int:

@@ -64,7 +64,7 @@ class Recorder:
         self._append(RANK_FILE.format(rank), record)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        line = json.dumps({"time": round(time.time(), 3), **_plain(record)})
+        line = line_of(record)
         # Opened anew each time, for a line every so many steps: no rank has a file open when it is ended.
         with open(self.folder / name, "a") as file:
             file.write(line + "\n")
@@ -82,6 +82,11 @@ def cut(path: Path, stays: Callable[[dict[str, Any]], bool]) -> None:
     beside = path.with_suffix(".cut")
     beside.write_text("".join(line + "\n" for line in lines))
     os.replace(beside, path)
+
+
+def line_of(record: Mapping[str, Any]) -> str:
+    """Return a record as a line of JSON, with the time."""
+    return json.dumps({"time": round(time.time(), 3), **_plain(record)})
 
 
 class TensorBoard:

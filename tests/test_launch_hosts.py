@@ -1,0 +1,168 @@
+"""Runs on several hosts: the same parameters as on one, logs and records of all ranks in one folder, kills."""
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hosts import are_simulated, has_mpi, words
+from launch_runs import TESTS, lines, train
+from system import lives
+
+from synkhronos.launch.settings import from_environment, resolve
+from synkhronos.ranks import available_cores
+
+MODEL = {"model": f"{TESTS}/launch_models/mlp.py:MLP", "devices": "cpu"}
+LIMIT = 60
+needs_mpi = pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]")
+
+
+def start(hosts, folder, model="mlp.py:MLP", **settings):
+    """Start a run on some hosts."""
+    sets = [f"--set={name}={value}" for name, value in {"epochs": 2, **settings}.items()]
+    where = ["--set", f"model='launch_models/{model}'", "--hosts", ",".join(hosts), "--folder", folder]
+    command, environment = words(hosts, "-m", "synkhronos", "train", *where, *sets)
+    environment = {name: value for name, value in environment.items() if name != "SYNKHRONOS_HOSTS"}
+    return subprocess.Popen(
+        command, env=environment, cwd=TESTS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def ended(process, status):
+    said, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == status, (process.returncode, said, errors)
+    return said, errors
+
+
+@needs_mpi
+@pytest.mark.parametrize("hosts", [["a:2", "b:2"], ["a:3", "b:1"]], ids="+".join)
+def test_a_run_is_that_of_one_host(tmp_path, hosts):
+    said, _ = ended(start(hosts, tmp_path / "hosts", every=4), 0)
+    train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=4", epochs=2, every=4)
+    one, other = (np.load(tmp_path / each / "params.npz") for each in ("one", "hosts"))
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+    for rank in range(4):
+        log = (tmp_path / "hosts" / f"rank-{rank}.log").read_text().splitlines()
+        assert re.fullmatch(r"process \d+ on cpu( of host \S+)?, .*", log[0]), log
+        assert all(f"[rank {rank}] {line}" in said.splitlines() for line in log)
+        assert "epoch 1, iteration" in log[-1 if rank else -2]
+        steps = [[line["step"] for line in lines(tmp_path / each, f"rank-{rank}")] for each in ("one", "hosts")]
+        assert steps[0] == steps[1] and steps[0]
+    assert said.startswith(f"ranks on hosts {', '.join(hosts)}; ")
+    assert "\x1e" not in said
+    settings = json.loads((tmp_path / "hosts" / "settings.json").read_text())
+    assert settings["hosts"] == hosts and len(settings["devices"]) == int(hosts[0][-1])
+
+
+@needs_mpi
+def test_the_first_failure_of_another_host_comes_last(tmp_path):
+    said, errors = ended(start(["a:1", "b:1"], tmp_path, "others.py:FailsOnOne"), 1)
+    errors = errors.rstrip().splitlines()
+    assert errors[-1] == "ValueError: the third batch is damaged" and errors[0] == "rank 1 on host b:"
+    assert "[rank 1] process" in said
+
+
+#: Runs a command when it is told to, says how that ended, and stays: so that hosts outlive the run.
+HOST = "import subprocess, sys; print(flush=True); input(); print(subprocess.call(sys.argv[1:]), flush=True); input()"
+#: The processes of a run, by their command lines.
+KINDS = {
+    "supervisor": r"\S*python\S* -m synkhronos train",
+    "rank 0": r"\S*python\S* -m synkhronos\.launch\.master",
+    "rank of another host": r"\S*python\S* -c .* started_anew\(\)",
+    "agent": r"\S*python\S* -c .*hosts\.agent import",
+    "mpirun": r"\S*mpirun -",
+    "what passes lines on": r"\S*python\S* -ISc .*os\.write",
+}
+
+
+def family(mark):
+    """Return the processes that have a mark in their environment: their namespace, and command line."""
+    found = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            folder = Path("/proc", name)
+            if mark in (folder / "environ").read_bytes() and lives(int(name)):
+                line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").replace(b"\n", b" ").decode()
+                found[int(name)] = os.readlink(folder / "ns" / "pid"), line
+    return found
+
+
+@needs_mpi
+@pytest.mark.skipif(not are_simulated(), reason="no namespaces here, which tell the agents apart")
+@pytest.mark.parametrize("who", [*KINDS, "agent of another host", "Ctrl-C"])
+def test_a_kill_of_any_process_leaves_nothing_behind(tmp_path, who):
+    # All are noticed in the middle of a step, but what passes lines on: with the next record.
+    model = "mlp.py:MLP" if who == "what passes lines on" else "others.py:Stuck"
+    sets = ["--set=every=1", "--set=epochs=100000", "--set", f"model='launch_models/{model}'"]
+    train = ["-m", "synkhronos", "train", "--hosts", "a:1,b:1", "--folder", tmp_path / "run", *sets]
+    command, environment = words(["a:1", "b:1"], "-c", HOST, sys.executable, *train)
+    mark = f"mark-{tmp_path.name}-{os.getpid()}"
+    environment["PYTHONPATH"] += os.pathsep + mark  # which ssh passes on
+    host = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=TESTS,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        host.stdout.readline()
+        before = family(mark.encode())
+        host.stdin.write("\n")
+        host.stdin.flush()
+        deadline = time.monotonic() + LIMIT
+        while not (tmp_path / "run" / "rank-1.jsonl").exists():
+            assert host.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        everyone = {pid: what for pid, what in family(mark.encode()).items() if pid not in before}
+        found = {kind: [p for p, (_, line) in everyone.items() if re.match(KINDS[kind], line)] for kind in KINDS}
+        (first,) = found["rank 0"]
+        found["agent"].sort(key=lambda pid: everyone[pid][0] != everyone[first][0])
+        found["agent of another host"] = found["agent"][1:]
+        found["Ctrl-C"] = found["supervisor"]
+        os.kill(found[who][0], signal.SIGINT if who == "Ctrl-C" else signal.SIGKILL)
+        began = time.monotonic()
+        status = ""
+        # Behind what the ranks say.
+        while not status.strip().lstrip("-").isdecimal() and select.select([host.stdout], [], [], LIMIT)[0]:
+            status = host.stdout.readline()
+            assert status
+        print(who, status, time.monotonic() - began)
+        assert int(status) != 0 and time.monotonic() - began < 10
+        deadline = time.monotonic() + LIMIT
+        while left := [what for pid, what in family(mark.encode()).items() if pid not in before]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+    finally:
+        host.kill()
+        said = host.communicate()
+        print(*said)
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize(
+    ("asked", "hosts", "n_here"),
+    [
+        ({"hosts": ["a:2", "b"]}, ("a:2", "b"), 2),
+        ({"hosts": "a, b:3"}, (f"a:{available_cores()}", "b:3"), available_cores()),
+        ({"hosts": ["a", "b:3"], "ranks": 5}, ("a:5", "b:3"), 5),
+        ({"hosts": ["a:2", "b:3"], "devices": ["cpu", "cpu"]}, ("a:2", "b:3"), 2),  # as a run's folder has it
+        (from_environment({"SYNKHRONOS_HOSTS": "a:1,b"}), ("a:1", "b"), 1),
+        ({"hosts": ""}, (), 1),
+    ],
+)
+def test_what_names_hosts(tmp_path, asked, hosts, n_here):
+    settings = resolve([{**MODEL, "folder": str(tmp_path / "run"), **asked}])
+    assert settings.hosts == hosts and settings.devices == ("cpu",) * n_here
+    settings.save(tmp_path / "settings.json")
+    assert type(settings).load(tmp_path / "settings.json") == settings
