@@ -72,6 +72,7 @@ if DEVICE != "host":
             "lasagne_demos",
             "launch",
             "launch_faults",
+            "launch_hosts",
             "launch_messages",
             "notebook",
             "security",

@@ -96,6 +96,7 @@ def family(mark):
 
 
 @needs_mpi
+@pytest.mark.faults
 @pytest.mark.skipif(not are_simulated(), reason="no namespaces here, which tell the agents apart")
 @pytest.mark.parametrize("who", [*KINDS, "agent of another host", "Ctrl-C"])
 def test_a_kill_of_any_process_leaves_nothing_behind(tmp_path, who):
