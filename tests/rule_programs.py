@@ -5,6 +5,7 @@ import numpy as np
 from synkhronos.devices import JAX
 from synkhronos.graphs import library_of
 from synkhronos.rules import Rule, State
+from synkhronos.rules.elastic import centre_of
 
 
 def gradient(problem, rank, step, x):
@@ -78,7 +79,7 @@ def count(worker, rule, w, shared, pushes):
 
 
 def gossip(worker, rule, w, shared, vectors, sends):
-    """Send by a list of (from, to), one after the other; return weights and vectors after each."""
+    """Send by a list of (from, to), one after the other; return weight, vector and mailbox after each."""
     state = State(w, [], shared)
     rule.setup(worker, state)
     state.vector = vectors[worker.number]
@@ -87,9 +88,8 @@ def gossip(worker, rule, w, shared, vectors, sends):
         if worker.number == source:
             rule.send(worker, state, to)
         worker.barrier("sent")
-        seen.append(
-            (state.own["weight"], np.array(state.vector), state.shared["weights"].copy(), state.shared["mail"].copy())
-        )
+        mine = state.shared["weights"][worker.number], state.shared["mail"][worker.number].copy()
+        seen.append((state.own["weight"], np.array(state.vector), *mine))
         worker.barrier("seen")
     return seen, rule.report(worker, state), state.own["weight"]
 
@@ -106,7 +106,7 @@ def elastic_once(worker, rule, w, shared, vectors, centre):
         if r == worker.number:
             rule.exchange(worker, state)
     worker.barrier("done")
-    return np.array(state.vector), state.shared["centre"].copy()
+    return np.array(state.vector), centre_of(worker, state)
 
 
 def vector_there_and_back(worker, w, on_device):

@@ -59,7 +59,9 @@ def add_ones(worker, counter, times, slow=False):
     turns = []
     for _ in range(times):
         with worker.lock() as lock:
+            lock.read(counter)
             counter.array[...] = counter.array + 1
+            lock.write(counter)
             turns.append(lock.turn)
         worker.progress()
     return turns

@@ -2,6 +2,7 @@
 
 import sys
 
+import hosts as made
 import numpy as np
 import pytest
 from hosts import are_simulated, has_mpi, launch, run
@@ -37,6 +38,21 @@ def test_programs_at_their_own_pace():
         line = str([(r, float(each)) for r, each in enumerate(sums)]).replace(")", "").replace("(", "")
         said = run(hosts, "tasks").replace("np.float64(", "").replace(")", "").replace("(", "").splitlines()
         assert said == [line] * 4
+
+
+@needs_mpi
+@pytest.mark.parametrize("kind", ["simulated", "pretended"])
+@pytest.mark.parametrize("named", SHAPES[:2], ids=" ".join)
+def test_rules_by_which_ranks_exchange_one_by_one(named, kind, monkeypatch):
+    if kind == "pretended":
+        monkeypatch.setattr(made, "are_simulated", lambda: False)
+    assert run(named, "rules") == "right\n"
+
+
+@needs_mpi
+def test_the_trainer_under_such_rules():
+    pytest.importorskip("safetensors")
+    assert run(SHAPES[0], "apart") == "right\n"
 
 
 @needs_mpi

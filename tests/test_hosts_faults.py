@@ -20,9 +20,9 @@ needs_namespaces = pytest.mark.skipif(not are_simulated(), reason="no namespaces
 
 #: Seconds from a fault to its error, and of silence after which a host is lost.
 PROMPT, SILENCE = 2, 1
-PLACES = ["idle", "computing", "step", "collective"]
+PLACES = ["idle", "computing", "step", "collective", "lock", "exchange"]
 #: Who holds there: rank 0 is the master, ranks 0 and 1 are on the first host, rank 2 is on another.
-HOLDING = {"idle": [0], "computing": [0, 2], "step": [2], "collective": [2]}
+HOLDING = {"idle": [0], "computing": [0, 2], "step": [2], "collective": [2], "lock": [2], "exchange": [2]}
 
 
 class Hosts:

@@ -173,9 +173,10 @@ def test_alpha_of_one_swaps_and_of_a_half_meets_in_the_middle(n):
     np.testing.assert_array_equal(xs[0], (vectors[0] + centre) / 2)
 
 
-@pytest.mark.parametrize(
-    "rule", [rules.EASGD(period=3), rules.EAMSGD(period=3, momentum=0.9), rules.EAMSGD(period=3, momentum=0)], ids=repr
-)
+ELASTIC = [rules.EASGD(period=3), rules.EAMSGD(period=3, momentum=0.9), rules.EAMSGD(period=3, momentum=0)]
+
+
+@pytest.mark.parametrize("rule", ELASTIC, ids=repr)
 def test_elastic_exchanges_replayed_in_their_order(n, rule):
     """The same bits as in NumPy, one exchange after the other, in the order in which the ranks came."""
     kind = "momentum" if isinstance(rule, rules.EAMSGD) else "sgd"
@@ -226,7 +227,10 @@ def test_asgd_of_one_rank_is_serial(n):
 
 
 def test_no_push_is_lost(n):
-    pushes = 100_000 // n if n == 4 and NAME == "pytensor" and not XLA else 2_000
+    check_pushes(n, 100_000 // n if n == 4 and NAME == "pytensor" and not XLA else 2_000)
+
+
+def check_pushes(n, pushes):
     rule = rules.Downpour()
     memory = rules.shared_memory(rule, n, D, np.dtype("float64"))
     for report in synk.run(programs.count, rule, variables(0 * X0), memory, pushes):
@@ -256,11 +260,9 @@ def test_gossip_keeps_the_weights_and_the_weighted_mean(n):
     plain = []
     for i in range(len(sends)):
         own = [results[r][0][i] for r in range(n)]
-        weights = [w for w, _, _, _ in own]
-        in_flight, mail = own[0][2], own[0][3]
-        total = sum(weights) + in_flight.sum()
+        total = sum(w + in_flight for w, _, in_flight, _ in own)
         assert total == 1 if n in (2, 4) else abs(total - 1) < 1e-14
-        mean = sum(w * x for w, x, _, _ in own) + in_flight @ mail
+        mean = sum(w * x + in_flight * mail for w, x, in_flight, mail in own)
         np.testing.assert_allclose(mean, vectors.mean(0), **CLOSE)
         plain.append(np.mean([x for _, x, _, _ in own], axis=0))
     np.testing.assert_allclose(results[0][1], vectors.mean(0), **CLOSE)

@@ -56,6 +56,9 @@ class Data:
     >>> synk.close()
     """
 
+    #: Whether other hosts are sent what they read of it; what is False here ranks bring over themselves, under a lock.
+    is_sent = True
+
     def __init__(self, dtype: npt.DTypeLike, ndim: int, minibatch: bool = False, name: str | None = None):
         self._dtype = np.dtype(dtype)
         self._ndim = ndim

@@ -13,6 +13,7 @@ An agent looks at its host's control memory and at what has come by MPI, in turn
     a worker has ended                            ->           LOST, to the master's host
     a frame of a pipe is filled, or free          <->          frames, to and from the neighbours
     a rank has sent to one of another host        ->           PART, to that host; STOP, to all
+    a rank uses a lock of another host            <->          ASK, ANSWER, CONTENT: see `synkhronos.hosts.locks`
     the master ends the ranks                     ->           END;  answered by GONE
 
 The master's agent and each other one send each other BEAT a few times a second.  From whom nothing comes for
@@ -41,6 +42,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from synkhronos.hosts.contents import PAGE, Contents, pages_of, put_pages, take_pages
+from synkhronos.hosts.locks import Locks
 from synkhronos.hosts.names import host_and_ranks, host_of, ranks_of
 from synkhronos.hosts.pipes import COUNT_BITS, DOWN_IN, DOWN_OUT, FRAMES, NEWS, UP_IN, UP_OUT, Layout
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, FOR_STEP, FOR_TASK, SLOT, SPIN, Control
@@ -72,7 +74,7 @@ _ENOUGH = 0.5
 #: Seconds until an agent ends that has not met the others.
 _START = 90
 
-POST, ANNOUNCE, PAGES, DROP, STEP, FAILED, DONE, LOST, BEAT, END, GONE, PART, STOP = range(13)
+POST, ANNOUNCE, PAGES, DROP, STEP, FAILED, DONE, LOST, BEAT, END, GONE, PART, STOP, ASK, ANSWER, CONTENT = range(16)
 
 
 class Mail:
@@ -99,6 +101,14 @@ class Mail:
         """Send a message to a host."""
         payload = pickle.dumps((kind, what), pickle.HIGHEST_PROTOCOL)
         self._sending.append((self._world.Isend([payload, self._mpi.BYTE], to, 0), payload))
+
+    def send_bytes(self, to: int, content: memoryview) -> None:
+        """Send memory as it is, which has to stay so until it has gone; a message before it says what it is."""
+        self._sending.append((self._world.Isend([content, self._mpi.BYTE], to, 1), content))
+
+    def receive_bytes(self, source: int, room: Any) -> Any:
+        """Receive what `send_bytes` sends, in the order of the messages before; return MPI's request."""
+        return self._world.Irecv([room, self._mpi.BYTE], source, 1)
 
     def is_sending(self, most: int) -> bool:
         """Whether more than so many of the messages that were sent have not gone yet."""
@@ -245,6 +255,7 @@ class Agent:
         self._layout.beyond[0] = world.size - 1 - world.rank
         self._mail = Mail(mpi, world)
         self._frames = Frames(mpi, frames, control, self._layout)
+        self._locks = Locks(self._mail, (ASK, ANSWER, CONTENT), control, lambda rank: host_of(self._ranks, rank))
         self._contents = Contents(world.size - 1, self._go_on)
         self._receiver = None if channel is None else Receiver(channel)
         self._segments: dict[int, Segment] = {}
@@ -263,7 +274,8 @@ class Agent:
             POST: self._take_post, ANNOUNCE: self._take_announce, PAGES: self._take_pages, DROP: self._take_drop,
             STEP: self._take_step, FAILED: self._take_failed, DONE: self._take_done, LOST: self._take_lost,
             BEAT: self._take_beat, END: self._take_end, GONE: self._take_gone, PART: self._take_part,
-            STOP: self._take_stop,
+            STOP: self._take_stop, ASK: self._locks.take_ask, ANSWER: self._locks.take_answer,
+            CONTENT: self._locks.take_content,
         }  # fmt: skip
 
     @property
@@ -282,6 +294,7 @@ class Agent:
             if self._frames.move():
                 self._control.ring_here(FOR_STEP)
                 news = True
+            news |= self._locks.move()
             now = time.monotonic()
             self._beat(now)
             last_news = now if news else last_news
@@ -291,7 +304,7 @@ class Agent:
             if quiet < _AWAKE and (has_cores or self._frames.are_moving):
                 os.sched_yield()
             else:
-                time.sleep(_SHORT if quiet < _DOZING else _LONG)
+                time.sleep(_SHORT if quiet < _DOZING or self._locks.are_waited_for else _LONG)
 
     def _is_over(self) -> bool:
         return self._is_ending and self._gone.issuperset(self._mail.others if self._is_first else [])
@@ -362,7 +375,7 @@ class Agent:
         self._contents.drop(dropped)
         for key in dropped:
             self._segments.pop(key, None)
-        self._bridge = self._bridge_of(task)
+        self._begin_task(self._posted, task)
 
     def _go_on(self, most: int = 1 << 30) -> None:
         """Beat in the middle of long work, and wait until at most so many messages are on their way."""
@@ -457,7 +470,7 @@ class Agent:
 
     def _take_post(self, source: int, number: int, message: bytes, task: TaskMemory | None) -> None:
         control, words = self._control, self._control.words
-        self._bridge = self._bridge_of(task)
+        self._begin_task(number, task)
         control.mailbox[: len(message)] = message
         words[Control.LENGTH] = len(message)
         words[Control.ANNOUNCED] = self._mapped
@@ -556,10 +569,14 @@ class Agent:
 
     # -- parts -----------------------------------------------------------------------------------------------
 
-    def _bridge_of(self, task: TaskMemory | None) -> Bridge | None:
-        if task is None or task.key not in self._segments:  # there may have been no room for its memory
-            return None
-        return Bridge(task, self._segments[task.key], self._here)
+    def _begin_task(self, number: int, task: TaskMemory | None) -> None:
+        """See to what ranks do in a task, if a command is one."""
+        self._bridge = None
+        if task is not None and task.key in self._segments:  # there may have been no room for its memory
+            if not self._is_first:
+                task.prepare(self._segments[task.key])
+            self._bridge = Bridge(task, self._segments[task.key], self._here)
+        self._locks.begin(number, self._bridge, self._segments)
 
     def _tell(self, text: str, rank: int) -> None:
         """Tell the master of a loss: the first; what follows from it is no news."""

@@ -7,7 +7,7 @@
 `Lock`
     One of the locks.
 `Bridge`
-    Carries the channels between ranks on several hosts.
+    One host's end of it, where ranks are on several.
 
 ::
 
@@ -20,23 +20,27 @@ rank can see that all of them wait for each other, and says so instead of waitin
 several hosts: words on their way would make it seem so.
 
 The memory is new in each task: a lock that a failed task has left closed is nobody's trouble.
+
+On several hosts each has memory like this.  A lock is that of one host, whose ranks take it as on one machine.  A rank
+of another host asks its agent, by a channel from itself to itself: the agent of the lock's host then stands in the
+line for it.
 """
 
 from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from time import perf_counter
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from synkhronos.ranks.control import FOR_TASK, POLL, Mutex
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.rank import Rank
-from synkhronos.ranks.segments import Segment, SegmentTable
+from synkhronos.ranks.segments import Segment
 
 #: Seconds between two looks of a busy rank at its peers' lives.
 _LOOK = 0.01
@@ -51,6 +55,19 @@ _LINE = 64
 
 #: What a rank waits for.
 NOTHING, STEP, MESSAGE, ROOM, LOCK = range(5)
+#: What a rank asks of a lock on another host.
+TAKE, READ, WRITE, GIVE = range(4)
+
+#: A run of bytes in shared memory: the segment's key, where it begins, how long it is.
+Span = tuple[int, int, int]
+
+
+class Run(Protocol):
+    """Rows of an array in shared memory, one after the other."""
+
+    @property
+    def span(self) -> Span:
+        """Where they lie."""
 
 
 class TaskMemory(NamedTuple):
@@ -78,9 +95,9 @@ class TaskMemory(NamedTuple):
     @property
     def _words(self) -> int:
         # Whether to stop; for each rank what it waits for, up to what number, and how often it has begun or ended to
-        # wait; for each lock its owner, counted from 1, and how often it was taken; for each channel the parts sent and
-        # those received.
-        return 1 + 3 * self.size + 2 * self.locks + 2 * self.size * self.size
+        # wait; for each lock its owner, counted from 1, how often it was taken, and whether the agent wants it for a
+        # rank of another host; for each channel the parts sent and those received.
+        return 1 + 3 * self.size + 3 * self.locks + 2 * self.size * self.size
 
     @property
     def _texts_at(self) -> int:
@@ -99,10 +116,19 @@ class TaskMemory(NamedTuple):
         """The size of all of it."""
         return self._channels_at + _HALVES * self.half * self.size * self.size
 
-    def prepare(self, segments: SegmentTable) -> None:
-        """Open the locks; once, in the master, before the others have the memory."""
+    @property
+    def handed(self) -> int:
+        """The owner of a lock that a rank has left to its host's agent."""
+        return self.size + 1
+
+    def home(self, lock: int) -> int:
+        """Return the rank on whose host a lock is: lock 1 + r is rank r's, the others are on the first."""
+        return lock - 1 if 1 <= lock <= self.size else 0
+
+    def prepare(self, segment: Segment) -> None:
+        """Open the locks; once on each host, before its ranks have the memory."""
         for lock in range(self.locks):
-            Mutex(segments[self.key].buffer, self._locks_at + _LINE * lock, made=False).ring()
+            Mutex(segment.buffer, self._locks_at + _LINE * lock, made=False).ring()
 
     def words(self, segment: Segment) -> memoryview:
         """Return the words."""
@@ -142,7 +168,8 @@ class Task:
         at = 1 + 3 * n
         self._owners = words[at : at + memory.locks]
         self._turns = words[at + memory.locks : at + 2 * memory.locks]
-        at += 2 * memory.locks
+        self._wanted = words[at + 2 * memory.locks : at + 3 * memory.locks]
+        at += 3 * memory.locks
         self._sent = words[at : at + n * n]
         self._received = words[at + n * n : at + 2 * n * n]
         self._texts = [memory.text(segment, r) for r in range(n)]
@@ -272,11 +299,10 @@ class Task:
 
     def lock(self, number: int) -> Lock:
         """Return a lock, to be used in a ``with`` statement."""
-        if len(self.rank.control.here) < self.rank.size:
-            raise RuntimeError("locks are shared by the ranks of one host, and these are on several")
         if not 0 <= number < self.memory.locks:
             raise ValueError(f"expected a lock from 0 to {self.memory.locks - 1}, got {number}")
-        return Lock(self, number, self.memory.mutex(self._segment, number))
+        is_here = self.memory.home(number) in self.rank.control.here
+        return Lock(self, number, self.memory.mutex(self._segment, number) if is_here else None)
 
     def _take(self, number: int, mutex: Mutex) -> int:
         if not mutex.take(0):
@@ -289,8 +315,30 @@ class Task:
         return turn
 
     def _let_go(self, number: int, mutex: Mutex) -> None:
-        self._owners[number] = 0
-        mutex.ring()
+        if self._wanted[number]:  # else ranks of this host, which are quicker, would have it again and again
+            self.rank.control.fence()
+            self._owners[number] = self.memory.handed
+        else:
+            self._owners[number] = 0
+            mutex.ring()
+
+    def _ask(self, what: int, number: int, spans: Sequence[Span] = ()) -> int:
+        """Have the agents do something about a lock of another host; return the answer, but to GIVE, which has none."""
+        me, sent, received = self.rank.number, self._sent, self._received
+        to_me = me * self.memory.size + me
+        said = f"for lock {number}"
+        if sent[to_me] > received[to_me]:  # what this rank has given is on its way
+            self._wait(MESSAGE, to_me, said, lambda: received[to_me] >= sent[to_me])
+        half = self._half(me, me, sent[to_me])
+        request = pickle.dumps((what, number, spans), pickle.HIGHEST_PROTOCOL)
+        half[:_WORD] = len(request).to_bytes(_WORD, "little")
+        half[_WORD : _WORD + len(request)] = request
+        self.rank.control.fence()
+        sent[to_me] += 1
+        if what == GIVE:
+            return 0
+        self._wait(MESSAGE, to_me, said, lambda: received[to_me] >= sent[to_me])
+        return int.from_bytes(half[:_WORD], "little")
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
@@ -348,7 +396,7 @@ class Task:
 
 
 class Bridge:
-    """One host's end of the channels between its ranks and those of other hosts; its agent's.
+    """One host's end of the channels between its ranks and those of other hosts, and of its locks; its agent's.
 
     Parameters
     ----------
@@ -360,11 +408,14 @@ class Bridge:
     """
 
     def __init__(self, memory: TaskMemory, segment: Segment, here: range):
-        self._memory, self._segment = memory, segment
+        self._memory, self._segment, self._here = memory, segment, here
         n, words = memory.size, memory.words(segment)
-        at = 1 + 3 * n + 2 * memory.locks
+        at = 1 + 3 * n
+        self._owners, self._turns, self._wanted = (words[at + i * memory.locks :][: memory.locks] for i in range(3))
+        at += 3 * memory.locks
         table = np.frombuffer(words, np.uint64)
         self._stop = table[:1]
+        self._asked = [0] * len(here)
         self._sent, self._received = table[at : at + n * n].reshape(n, n), table[at + n * n :].reshape(n, n)
         there = [r for r in range(n) if r not in here]
         # What was told of each channel that leads out of the host, and of each that leads into it.
@@ -410,6 +461,44 @@ class Bridge:
         """Ask the ranks of this host to stop: one on another has."""
         self._stop[0], self._told_stop = 1, True
 
+    # -- locks -----------------------------------------------------------------------------------------------
+
+    def asked(self) -> Iterator[tuple[int, int, int, Sequence[Span]]]:
+        """Yield what ranks of this host ask of locks of other hosts: the rank, what, the lock, the rows."""
+        for i, rank in enumerate(self._here):
+            if self._sent[rank, rank] > self._asked[i]:
+                half = self._half(rank, rank, self._asked[i])
+                self._asked[i] += 1
+                yield rank, *pickle.loads(half[_WORD : _WORD + int.from_bytes(half[:_WORD], "little")])
+
+    def answer(self, rank: int, value: int) -> None:
+        """Answer a rank of this host."""
+        turn = int(self._received[rank, rank])
+        self._half(rank, rank, turn)[:_WORD] = value.to_bytes(_WORD, "little")
+        self._received[rank, rank] = turn + 1
+
+    def home(self, lock: int) -> int:
+        """Return the rank on whose host a lock is."""
+        return self._memory.home(lock)
+
+    def want(self, lock: int, is_wanted: bool) -> None:
+        """Say whether a rank of another host waits for a lock of this one."""
+        self._wanted[lock] = is_wanted
+
+    def take_lock(self, lock: int, rank: int) -> int | None:
+        """Take a lock of this host for a rank of another; return its turn, or None if it is not free."""
+        if self._owners[lock] != self._memory.handed and not self._memory.mutex(self._segment, lock).take(0):
+            return None
+        self._owners[lock] = rank + 1
+        turn = self._turns[lock]
+        self._turns[lock] = turn + 1
+        return turn
+
+    def give_lock(self, lock: int) -> None:
+        """Give a lock back."""
+        self._owners[lock] = 0
+        self._memory.mutex(self._segment, lock).ring()
+
     def _half(self, source: int, target: int, turn: int) -> memoryview:
         size = self._memory.half
         return self._memory.channel(self._segment, source, target)[turn % _HALVES * size :][:size]
@@ -443,21 +532,54 @@ class _Waiting:
 class Lock:
     """A lock that ranks share.
 
+    Ranks of several hosts share no memory.  What they see of rows under the lock is what they `read`, and what others
+    shall see they `write`.  Between ranks of one host both do nothing.
+
     Attributes
     ----------
     turn : int
         How often it had been taken before this rank got it: the order in which ranks have had it.
     """
 
-    def __init__(self, task: Task, number: int, mutex: Mutex):
+    def __init__(self, task: Task, number: int, mutex: Mutex | None):
         self._task, self._number, self._mutex = task, number, mutex
         self.turn = -1
 
     def __enter__(self) -> Lock:
-        self.turn = self._task._take(self._number, self._mutex)
+        if self._mutex is None:
+            self.turn = self._task._ask(TAKE, self._number)
+        else:
+            self.turn = self._task._take(self._number, self._mutex)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._task._let_go(self._number, self._mutex)
+        if self._mutex is None:
+            self._task._ask(GIVE, self._number)
+        else:
+            self._task._let_go(self._number, self._mutex)
+
+    def read(self, *rows: Run) -> None:
+        """Have rows be here as they are on the lock's host; within the ``with`` statement.
+
+        Parameters
+        ----------
+        *rows : LocalRows
+            All rows of an array, or a run of them, ``rows[start:stop]``.  They are always used under the same lock.
+
+        Raises
+        ------
+        ValueError
+            If rows do not lie one after the other, or are those of a file.
+        """
+        self._move(READ, rows)
+
+    def write(self, *rows: Run) -> None:
+        """Have rows be on the lock's host as they are here; as `read`."""
+        self._move(WRITE, rows)
+
+    def _move(self, what: int, rows: Sequence[Run]) -> None:
+        spans = [each.span for each in rows]
+        if self._mutex is None:
+            self._task._ask(what, self._number, spans)

@@ -20,7 +20,6 @@ import numpy as np
 from synkhronos.checks import at_least, number
 from synkhronos.data import Data, data
 from synkhronos.devices import JAX
-from synkhronos.ranks import session
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
 
@@ -100,7 +99,11 @@ class Rule:
     # -- what a rule of your own may override ----------------------------------------------------------------
 
     def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Return shape and dtype of each array that all ranks have to see, by name: see `State.shared`."""
+        """Return shape and dtype of each array that all ranks have to see, by name: see `State.shared`.
+
+        On several hosts each has its own, of zeros at first.  Ranks see what others have written under a lock: see
+        `synkhronos.tasks.Worker.lock`, to which `State.rows` are given.
+        """
         return {}
 
     def setup(self, worker: Worker, state: State) -> None:
@@ -200,19 +203,15 @@ def shared_memory(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[
 
     Raises
     ------
-    ValueError
-        If ranks are on several hosts, which share no memory.
     MemoryError
         If there is no room in ``/dev/shm``.
     """
-    wanted = rule.memory(n_ranks, size, dtype)
-    if wanted and session().hosts is not None:
-        raise ValueError(
-            f"rule: {type(rule).__name__} keeps what all ranks write in memory that they share, and these are on "
-            "several hosts: take one that exchanges at the same step on all ranks (LocalSGD, SlowMo, DiLoCo, BSP, or "
-            "EASGD, EAMSGD and Downpour with asynchronous=False)"
-        )
-    return {name: data(shape=shape, dtype=dtype) for name, (shape, dtype) in wanted.items()}
+    memory = {
+        name: data(shape=shape, dtype=dtype) for name, (shape, dtype) in rule.memory(n_ranks, size, dtype).items()
+    }
+    for each in memory.values():
+        each.is_sent = False
+    return memory
 
 
 def average(worker: Worker, vector: Any, precision: str | None) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.rules.base import Rule, check_period
-from synkhronos.rules.elastic import CENTRE
+from synkhronos.rules.elastic import CENTRE, centre_of
 from synkhronos.rules.state import BLOCK, State
 from synkhronos.tasks import Worker
 
@@ -80,7 +80,9 @@ class Downpour(Rule):
             vector = np.array(state.vector)
             pieces = [vector]
         centre, base, d = state.shared["centre"], state.own["base"], state.scratch("steps", BLOCK)
-        with worker.lock(CENTRE):
+        rows = state.rows
+        with worker.lock(CENTRE) as lock:
+            lock.read(rows["sequence"], rows["centre"])
             sequence, own = int(state.shared["sequence"][0]), state.own
             alone = sequence == own["seen"]  # nobody else has written since this rank fetched
             for x, place in state.params.blocks(pieces):
@@ -98,6 +100,7 @@ class Downpour(Rule):
                     b[...] = x
             if pushes:
                 state.shared["sequence"][0] = sequence + 1
+                lock.write(rows["sequence"], rows["centre"])
             # Who has fetched, and has nothing left to push, stands where the centre is until somebody else writes.
             own["seen"] = sequence + 1 if pushes and (fetches or alone) else -1
         if vector is not None and fetches:
@@ -111,7 +114,7 @@ class Downpour(Rule):
         if not np.array_equal(state.vector, state.own["base"]):
             self._exchanged(worker, state, pushes=True, fetches=False)
         worker.barrier("all have pushed")
-        return state.shared["centre"].copy()
+        return centre_of(worker, state)
 
     def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """Start all at the centre; nothing is left to push at a report."""

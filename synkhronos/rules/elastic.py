@@ -6,6 +6,8 @@
     The same, with momentum.
 `elastic`
     The exchange itself, in host memory.
+`centre_of`
+    The centre, for a report.
 """
 
 from __future__ import annotations
@@ -87,10 +89,13 @@ class EASGD(Rule):
             self.move(state, distance)
             state.own["centre"] = state.own["centre"] + worker.all_reduce(distance, "sum")
             return None
-        with worker.lock(CENTRE):
+        rows = state.rows
+        with worker.lock(CENTRE) as lock:
+            lock.read(rows["sequence"], rows["centre"])
             sequence = int(state.shared["sequence"][0])
             self.elastic(state, alpha)
             state.shared["sequence"][0] = sequence + 1
+            lock.write(rows["sequence"], rows["centre"])
         return sequence
 
     def elastic(self, state: State, alpha: float) -> None:
@@ -122,7 +127,7 @@ class EASGD(Rule):
         if not self.asynchronous:
             return state.own["centre"]
         worker.barrier("all have exchanged")
-        return state.shared["centre"].copy()
+        return centre_of(worker, state)
 
     def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """Keep the centre and the ranks that stay; new ones start at the centre, at rest."""
@@ -173,6 +178,13 @@ class EAMSGD(EASGD):
     def position(self, state: State) -> Any:
         """Return where the rank is: its parameters are those to which the next step would take it."""
         return state.vector - self.momentum * state.velocity
+
+
+def centre_of(worker: Worker, state: State) -> np.ndarray:
+    """Return a copy of the centre."""
+    with worker.lock(CENTRE) as lock:
+        lock.read(state.rows["centre"])
+        return state.shared["centre"].copy()
 
 
 def elastic(blocks: Iterable[tuple[np.ndarray, slice]], centre: np.ndarray, alpha: float, scratch: np.ndarray) -> None:

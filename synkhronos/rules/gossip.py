@@ -66,11 +66,16 @@ class GoSGD(Rule):
         pieces = state.params.pieces() or [np.asarray(state.vector)]
         mail, weights = state.shared["mail"][to], state.shared["weights"]
         state.own["weight"] = weight = state.own["weight"] / 2
-        with worker.lock(1 + to):
+        its_mail, its_weight = state.rows["mail"][to : to + 1], state.rows["weights"][to : to + 1]
+        with worker.lock(1 + to) as lock:
+            lock.read(its_weight)
+            if weights[to]:
+                lock.read(its_mail)
             share = weight / (float(weights[to]) + weight)
             for x, place in state.params.blocks(pieces):
                 _draw(mail[place], x, share, state.scratch("distance", BLOCK))
             weights[to] += weight
+            lock.write(its_mail, its_weight)
 
     def drain(self, worker: Worker, state: State) -> None:
         """Take what is in this rank's mailbox."""

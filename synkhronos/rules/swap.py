@@ -56,7 +56,9 @@ class Swap(Rule):
         everybody[worker.number] = np.asarray(state.vector)
         worker.barrier("all have shown theirs")
         if source != worker.number:
-            state.vector = everybody[source].copy()
+            with worker.lock(1 + source) as lock:
+                lock.read(state.rows["all"][source : source + 1])
+                state.vector = everybody[source].copy()
         worker.barrier("all have taken theirs")
         return source
 

@@ -19,7 +19,7 @@ from synkhronos.devices import HOST, JAX, Device, Selection, take
 from synkhronos.engines import Runner
 from synkhronos.function.program import PLAIN, Program
 from synkhronos.ranks import Rank, SharedArray
-from synkhronos.ranks.task import Task
+from synkhronos.ranks.task import Span, Task
 
 
 class LocalRows:
@@ -66,6 +66,19 @@ class LocalRows:
         elif known is not None:
             rows = np.asarray(known)[np.asarray(rows)]
         return LocalRows(self._rank, self.where, rows)
+
+    @property
+    def span(self) -> Span:
+        """Where the rows lie, if they are one after the other: for `Lock.read` and `Lock.write`."""
+        rows, key = self.selected, self.where.key
+        if rows is None:
+            return key, self.where.offset, self.array.nbytes
+        if not isinstance(rows, range) or rows.step != 1:
+            raise ValueError("rows: expected rows that lie one after the other, such as rows[3:5]")
+        if self._rank.segments[key].is_file:
+            raise ValueError("rows: expected rows in memory that ranks write, got rows of a file")
+        each = self.array[0].nbytes if len(self.array) else 0
+        return key, self.where.offset + rows.start * each, len(rows) * each
 
     def on(self, device: Device) -> Any:
         """Return the rows as a new array of a device's."""

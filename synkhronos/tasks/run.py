@@ -89,7 +89,7 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         segment = session.memory.create(memory.nbytes)
         memory = memory._replace(key=segment.key)
         try:
-            memory.prepare(session.rank.segments)
+            memory.prepare(segment)
             results: list[Any] = session.run(Program(memory, payload, tuple(functions), tuple(arrays)))
         finally:
             session.memory.release("segment", memory.key)
@@ -190,8 +190,10 @@ class _Pickler(pickle.Pickler):
             return "function", value._key
         if isinstance(value, Data):
             value.check_session(self.session, "an argument")
-            self.arrays.append(value.where())
-            return "data", value.where()
+            where = value.where()
+            if value.is_sent:
+                self.arrays.append(where)
+            return "data", where
         if getattr(value, "container", None) is not None and any(lib.is_shared(value) for lib in loaded_libraries()):
             return "shared", mirrored(self.session, [value])[0]
         return None

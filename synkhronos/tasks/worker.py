@@ -179,12 +179,21 @@ class Worker:
         Parameters
         ----------
         number : int
-            Which one, from 0 to ``size + 7``.
+            Which one, from 0 to ``size + 7``.  On several hosts lock 1 + r, and what is used under it, is on the host
+            of rank r; the others are on the first.
 
         Returns
         -------
         Lock
-            Within the statement its `turn` says how often the lock had been taken before: no two times are alike.
+            Within the statement its `turn` says how often the lock had been taken before: no two times are alike.  Its
+            `read` and `write` bring rows here and back, where the lock is on another host:
+
+            .. code-block:: python
+
+                with worker.lock() as lock:
+                    lock.read(counter)
+                    counter.array[...] += 1
+                    lock.write(counter)
         """
         return self._task.lock(number)
 

@@ -237,7 +237,7 @@ def train(
         state.vector = kept["own"]  # in whose place there was what the last report was about
     loop = _Loop(worker, plan, rule, state, step, rate, source)
     with _Bar(worker, plan) as bar:
-        (loop.at_own_pace(taken.array, bar) if rule.asynchronous else loop.together(bar))
+        (loop.at_own_pace(taken, bar) if rule.asynchronous else loop.together(bar))
     began, waited = time.perf_counter(), worker.waited
     loop.release()
     loop.spent("compute", began, waited)
@@ -289,24 +289,26 @@ class _Loop:
             self.meter.write(place, self.rate_now)
             bar.to(place)
 
-    def at_own_pace(self, taken: np.ndarray, bar: _Bar) -> None:
+    def at_own_pace(self, taken: LocalRows, bar: _Bar) -> None:
         """Go through the rows with all ranks, each taking the next batches when it is ready."""
         plan = self.plan
         while True:
             left = self.rule.left(self.state)
             batches = min(left, self.most)
             began, waited = time.perf_counter(), self.worker.waited
-            with self.worker.lock(self.worker.size + 1):
-                place = plan.first + int(taken[0])
+            with self.worker.lock(self.worker.size + 1) as lock:
+                lock.read(taken)
+                place = plan.first + int(taken.array[0])
                 batches = max(1, min(batches, (plan.last - place) // plan.batch))
-                taken[0] += batches * plan.batch
+                taken.array[0] += batches * plan.batch
+                lock.write(taken)
             self.spent("load", began, waited)
             if place >= plan.last:
                 break
             self.take([place + k * plan.batch for k in range(batches)], place)
             self.stepped(batches, left)
             self.meter.write(min(plan.last, place + batches * plan.batch), self.rate_now)
-            bar.to(plan.first + int(taken[0]))
+            bar.to(plan.first + int(taken.array[0]))
 
     def take(self, starts: list[int], place: int) -> None:
         """Take a step on the batch that starts at each of some places, in one launch where that can be."""

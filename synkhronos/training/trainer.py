@@ -501,6 +501,9 @@ class Trainer:
         )
         self._steps_taken = meta["steps_taken"]
         schedules.set_state(self.schedule, meta["schedule"])
+        if self._memory:  # new, so that on no host there is anything else in it
+            vector = Vector(self._exchanged)
+            self._memory = shared_memory(self.rule, ranks.session().size, vector.size, vector.dtype)
         for name, data in self._memory.items():
             array = stored.arrays[f"shared.{name}"]
             if array.shape == data.shape:

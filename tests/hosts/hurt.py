@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,25 +84,46 @@ class Part:
         """Return whether all ranks have combined an array, and it is right."""
         global AT_CHUNK
 
-        def act() -> None:
-            if self.action == "raise":
-                tell(self.folder, "inside", rank=rank.number)
-                raise KeyError("a fault")
-            hold(self.folder, rank.number)
-
         rank.barrier()
         AT_CHUNK = None
         if rank.number in self.on:
             if self.place == "collective":
-                AT_CHUNK = act
+                AT_CHUNK = partial(act, self.folder, rank.number, self.action)
             else:
-                act()
+                act(self.folder, rank.number, self.action)
         if self.place == "step":
             rank.exchange(rank.number)
         array = np.full(LARGE, 1.0 + rank.number)
         host_communicator(rank).all_reduce(array, "sum")
         rank.barrier()
         return bool((array == sum(range(1, rank.size + 1))).all())
+
+
+def locked(worker: synk.Worker, folder: str, place: str, on: tuple[int, ...], action: str, rows: Any) -> bool:
+    """Have some ranks hold or raise under a lock, or in the midst of exchanges; the others want it too."""
+    worker.barrier("begin")
+    deadline = time.monotonic() + (60 if action == "hold" and place == "exchange" else 0)
+    if worker.number not in on:
+        time.sleep(0.1)
+    elif place == "exchange" and action == "hold":
+        tell(folder, "inside", rank=worker.number)
+    while True:
+        with worker.lock() as lock:
+            lock.read(rows)
+            if worker.number in on and (action == "raise" or place == "lock"):
+                act(folder, worker.number, action)
+            rows.array[...] += 1
+            lock.write(rows)
+        if time.monotonic() > deadline:
+            return True
+
+
+def act(folder: str, rank: int, action: str) -> None:
+    """Raise, or hold."""
+    if action == "raise":
+        tell(folder, "inside", rank=rank)
+        raise KeyError("a fault")
+    hold(folder, rank)
 
 
 @dataclass(frozen=True)
@@ -152,6 +174,9 @@ class Orders:
         if place == "idle":
             hold(self.folder, 0)
             on = []
+        if place in ("lock", "exchange"):
+            rows = synk.data(shape=(LARGE,), dtype="float64")
+            return all(synk.run(locked, self.folder, place, tuple(on), action, rows))
         with ranks.session().turn:
             ranks.session().settle()
             return ranks.session().run(Part(self.folder, place, tuple(on), action))

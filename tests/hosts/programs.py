@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import numpy as np
+import task_programs
 from library import shared, tensor
 
 import synkhronos as synk
@@ -267,12 +268,6 @@ def often(worker: synk.Worker) -> bool:
     return all(worker.all_reduce(np.full(3, k), "sum")[0] == worker.size * k for k in range(100))
 
 
-def lock(worker: synk.Worker) -> None:
-    """Take a lock, which is refused."""
-    with worker.lock():
-        pass
-
-
 def tasks() -> None:
     """Run a program on each rank."""
     n = fork()
@@ -285,16 +280,36 @@ def tasks() -> None:
     assert all(synk.run(programs.often))
     for _ in range(3):
         print(synk.run(programs.talk))
-    try:
-        synk.run(programs.lock)
-    except RuntimeError as error:
-        assert "on several" in str(error), error
+    counter = synk.data(np.zeros(100))
+    turns = synk.run(task_programs.add_ones, counter, 300)
+    assert np.asarray(counter).tolist() == [300.0 * n] * 100
+    assert sorted(turn for each in turns for turn in each) == list(range(300 * n))
     print(synk.run(programs.talk))
     synk.close()
 
 
+def rules() -> None:
+    """Have the tests of one machine see to the rules by which ranks exchange one by one."""
+    n = fork()
+    import test_rules as tests
+
+    tests.check_pushes(n, 300)
+    for rule in tests.ELASTIC:
+        tests.test_elastic_exchanges_replayed_in_their_order(n, rule)
+    tests.test_downpour_replayed_in_its_order(n)
+    tests.test_downpour_keeps_what_it_has_not_pushed(n, 2, 3)
+    tests.test_an_elastic_exchange_keeps_the_sum(n)
+    tests.test_alpha_of_one_swaps_and_of_a_half_meets_in_the_middle(n)
+    tests.test_gossip_keeps_the_weights_and_the_weighted_mean(n)
+    tests.test_gossip_loses_nothing_in_training(n)
+    for replace in (False, True):
+        tests.test_swaps(n, replace)
+    print("right")
+    synk.close()
+
+
 def trainer() -> None:
-    """Train under each synchronous rule, from a checkpoint too, and print digests; others are refused."""
+    """Train under each synchronous rule, from a checkpoint too, and print digests."""
     import tempfile
 
     from trainer_model import SYNCHRONOUS, Model
@@ -303,22 +318,40 @@ def trainer() -> None:
 
     fork()
     for name in SYNCHRONOUS:
-        if name != "Swap" or len(HOSTS) == 1:
-            with tempfile.TemporaryDirectory() as folder:
-                model = Model(name)
-                losses = [r.loss for r in model.epochs(5, 2, valid=None, checkpoint=Checkpoint(folder))]
-                again = Model(name)
-                rest = [r.loss for r in again.epochs(5, 3, checkpoint=Checkpoint(folder), resume="latest")]
-            if name != "Swap":
-                print(name, digest(model.values(), losses, again.values(), rest))
-    if len(HOSTS) > 1:
-        for name in ("EASGD", "Swap"):
-            try:
-                list(Model(name).epochs(5, 1))
-            except ValueError as error:
-                assert "several hosts" in str(error)
-            else:
-                raise AssertionError(name)
+        with tempfile.TemporaryDirectory() as folder:
+            model = Model(name)
+            losses = [r.loss for r in model.epochs(5, 2, valid=None, checkpoint=Checkpoint(folder))]
+            again = Model(name)
+            rest = [r.loss for r in again.epochs(5, 3, checkpoint=Checkpoint(folder), resume="latest")]
+        print(name, digest(model.values(), losses, again.values(), rest))
+    synk.close()
+
+
+def apart() -> None:
+    """Train under each rule by which ranks exchange one by one, and go on from a checkpoint."""
+    import tempfile
+
+    from trainer_model import ALL, SYNCHRONOUS, Model, X, Y
+
+    from synkhronos.training import Checkpoint
+
+    fork()
+    for name in ALL:
+        if name in SYNCHRONOUS:
+            continue
+        rate = 0.01 if name in ("Downpour", "ASGD") else 0.05
+        with tempfile.TemporaryDirectory() as folder:
+            model = Model(name, rate=rate)
+            first, *_, last = model.epochs(5, 8, valid=(X, Y), checkpoint=Checkpoint(folder, keep=9))
+            assert model.used().tolist() == [8.0] * len(X), name
+            assert last.validation["mse"] < 0.3 * first.loss, (name, first, last)
+            mse = np.mean((X @ model.w.get_value() + model.b.get_value() - Y) ** 2)
+            np.testing.assert_allclose(last.validation["mse"], mse, err_msg=name)
+            again = Model(name, rate=rate)
+            *_, rest = again.epochs(5, 16, valid=(X, Y), checkpoint=Checkpoint(folder), resume="latest")
+            assert again.used().tolist() == [16.0] * len(X), name
+            assert rest.validation["mse"] < last.validation["mse"], (name, last, rest)
+    print("right")
     synk.close()
 
 
