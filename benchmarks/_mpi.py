@@ -1,15 +1,32 @@
 """Another side of `benchmarks.all_reduce` and of `benchmarks.hosts`: mpi4py, under mpiexec.
 
 Each process is one rank.  The first reads from standard input one line for each measurement, the number of float32, and
-answers with the seconds that an allreduce in place of so many took.
+answers with the seconds that an allreduce in place of so many took; for a negative number, the seconds in which so many
+went to the last process and came back.
 """
 
 from __future__ import annotations
 
 import sys
 from time import perf_counter, sleep
+from typing import Any
 
 import numpy as np
+
+
+def there_and_back(world: Any, count: int) -> None:
+    """Have the first process send so many float32 to the last, and get them back."""
+    first, last, me = 0, world.size - 1, world.rank
+    values = np.ones(count, np.float32) if me in (first, last) else None
+    world.Barrier()
+    start = perf_counter()
+    if me == first:
+        world.Send(values, last)
+        world.Recv(values, last)
+        print(perf_counter() - start, flush=True)
+    elif me == last:
+        world.Recv(values, first)
+        world.Send(values, first)
 
 
 def main() -> None:
@@ -31,6 +48,9 @@ def main() -> None:
         count = int(told[0])
         if not count:
             break
+        if count < 0:
+            there_and_back(world, -count)
+            continue
         if count not in values:
             values[count] = np.full(count, 1e-30, np.float32)
             world.Allreduce(MPI.IN_PLACE, values[count])

@@ -56,6 +56,10 @@ class Others:
         print(count, file=self._process.stdin, flush=True)
         return float(self._process.stdout.readline())
 
+    def there_and_back(self, count: int) -> float:
+        """Send so many float32 from the first process to the last and back; as `all_reduce`.  Of MPI alone."""
+        return self.all_reduce(-count)
+
     def close(self) -> None:
         """End the processes."""
         self._process.communicate("0\n")  # Open MPI's mpirun keeps the end of its input to itself

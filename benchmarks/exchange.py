@@ -50,6 +50,22 @@ def times_of_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared:
     return interleaved({"NumPy": plain, "rule": lambda: rule.exchange(worker, state)}, rounds)
 
 
+def one_exchange(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, who: int) -> float:
+    """Have one rank exchange with the centre; return the seconds."""
+    kept = worker.kept("exchange")
+    if "state" not in kept:
+        kept["state"] = rules.State(params, [], shared)
+        rule.setup(worker, kept["state"])
+        rule.exchange(worker, kept["state"])
+    worker.barrier("begin")
+    began = time.perf_counter()
+    if worker.number == who:
+        rule.exchange(worker, kept["state"])
+    took = time.perf_counter() - began
+    worker.barrier("end")
+    return took
+
+
 def rows_a_second(worker: Any, rule: rules.Rule | None, params: list[Any], shared: Any, steps: int, slow: int) -> float:
     """Take steps that are sleeps, by a rule or alone; return the steps a second from the first to the last of all."""
     state = rules.State(params, [], shared)

@@ -6,6 +6,8 @@ They share the cores, so that ratios of what was measured beside it say more tha
 - An empty function, called on two hosts with a rank each, beside two ranks on one host.
 - `synkhronos.all_reduce` of a float32 shared variable, beside MPI's Allreduce in as many processes on the same hosts,
   with the same MPI, and beside PyTorch's gloo if PyTorch is installed.
+- EASGD's exchange of 102 MB with the centre, by a rank of its host and by one of the other, beside MPI's send and
+  receive: as many bytes to the other host and back.
 - Bytes that go to the other host in a training step, on rows by a shuffled list of indexes: epoch by epoch.
 - A function of a large Data object that was sent before: what it costs to see that nothing has changed.
 - The processor time of an agent while nothing is called.
@@ -30,9 +32,11 @@ from typing import Any
 import numpy as np
 
 import synkhronos as synk
+from benchmarks import exchange
 from benchmarks._measure import Table, bar, duration, graph_library, heading, quartiles, seconds, size
 from benchmarks.all_reduce import Others, Ours, rounds_for
 from benchmarks.latency import cpu_seconds
+from synkhronos import rules
 
 HERE = Path(__file__).parent
 #: Bytes of the arrays that are reduced: the bar is for the last.
@@ -124,6 +128,36 @@ def reduce(hosts: list[str], sizes: list[int], rounds: int, torch_python: str) -
     bar(f"speed beside MPI, {size(sizes[-1])}", ratios["MPI"], " times", least=0.8)
 
 
+def exchanges(hosts: list[str], rounds: int) -> None:
+    """Time an elastic exchange of a rank on the centre's host, and of one on another, beside MPI's messages."""
+    library, _ = graph_library()
+    other = Others(mpirun(hosts, sys.executable, "_mpi.py"))
+    print(f"MPI: {other.version}")
+    with ranks_on(hosts) as count:
+        rule, params = rules.EASGD(), [library.shared(np.ones(exchange.SIZE, np.float32), "w")]
+        memory = rules.shared_memory(rule, count, exchange.SIZE, np.dtype("float32"))
+
+        def by(who: int) -> float:
+            seconds: float = synk.run(exchange.one_exchange, rule, params, memory, who)[who]
+            return seconds
+
+        sides: dict[str, Callable[[], float]] = {
+            "here": lambda: by(0),
+            "from there": lambda: by(count - 1),
+            "MPI": lambda: other.there_and_back(exchange.SIZE),
+        }
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(rounds):
+            for name, side in sides.items():
+                times[name].append(side())
+    other.close()
+    table = Table({"exchange of 102 MB": 18, "median": 9, "best": 9})
+    for name, values in times.items():
+        table.row(name, duration(median(values)), duration(min(values)))
+    middle = {name: median(values) for name, values in times.items()}
+    bar("exchange from there, beside MPI", middle["from there"] / middle["MPI"], " times", most=2)
+
+
 def sending(hosts: list[str]) -> None:
     """Count what goes to the other hosts in the steps of three epochs."""
     library, tensor = graph_library()
@@ -192,6 +226,7 @@ def measure(options: argparse.Namespace) -> None:
     parts: dict[str, Callable[[], Any]] = {
         "empty": lambda: empty(hosts, options.turns, options.calls),
         "reduce": lambda: reduce(hosts, options.sizes, options.rounds, options.torch_python),
+        "exchanges": lambda: exchanges(hosts, options.rounds),
         "sending": lambda: sending(hosts),
         "comparing": lambda: comparing(hosts, 200_000_000),
         "idle": lambda: idle(hosts, options.idle),
@@ -213,7 +248,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, help="turns of the empty function (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=500, help="of it in a turn (default: %(default)s)")
     parser.add_argument("--idle", type=float, default=5.0, help="seconds to do nothing (default: %(default)s)")
-    names = ("empty", "reduce", "sending", "comparing", "idle")
+    names = ("empty", "reduce", "exchanges", "sending", "comparing", "idle")
     parser.add_argument("--parts", nargs="+", choices=names, help="what to measure (default: all)")
     parser.add_argument(
         "--torch-python", default=sys.executable, metavar="PATH", help="a Python that has PyTorch (default: this one)"

@@ -17,6 +17,8 @@ for words in its own host's memory wherever the others are, and the rooms above 
     Which parts of shared memory the other hosts lack.
 `pipes`
     Memory through which collectives stream arrays from a host to the next.
+`locks`
+    Locks of other hosts, and the rows that are used under them.
 """
 
 from synkhronos.hosts.names import MOST, Host, hosts_of, launched

@@ -8,7 +8,7 @@ memory hold a copy as long as it has the lock: it reads rows when it has got the
 host would, and writes them back.  Agents carry this, and compute nothing::
 
     rank          its agent                       the agent of the lock's host
-    take          ASK(TAKE)               ->      stands in the line; takes the lock for the rank
+    take          ASK(TAKE)               ->      stands in line; takes the lock for the rank
                                           <-      ANSWER: how often it had been taken
     read          ASK(READ, rows)         ->
                   into memory             <-      CONTENT, part by part, from memory; ANSWER
@@ -31,7 +31,7 @@ from synkhronos.ranks.segments import Segment
 from synkhronos.ranks.task import GIVE, READ, TAKE, WRITE, Bridge, Span
 
 #: Bytes of a part: small enough that other messages don't wait for long behind it.
-_PART = 1 << 20
+_PART = 1 << 22
 #: Messages that an agent has under way, at most, when it sends another part.
 _UNDER_WAY = 16
 
@@ -126,7 +126,6 @@ class Locks:
         number = self._number
         if what == TAKE:
             self._lines.setdefault(lock, deque()).append((source, rank))
-            bridge.want(lock, True)
         elif what == READ:
             self._going.append(self._send(source, spans, self._answer, number, rank, 0))
         elif what == WRITE:  # what was before it has come
@@ -141,7 +140,6 @@ class Locks:
         if turn is None:
             return False
         line.popleft()
-        bridge.want(lock, bool(line))
         self._mail.send(source, self._answer, self._number, rank, turn)
         return True
 

@@ -71,6 +71,12 @@ def launch(hosts: list[str], *program: object, timeout: float = 60) -> subproces
     )
 
 
+def can_pretend() -> bool:
+    """Whether this ``mpirun`` takes the one machine for several: MPICH's does."""
+    found = Path(sys.executable).with_name("mpirun")
+    return "HYDRA" in subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+
+
 def has_mpi() -> bool:
     """Whether there is an ``mpirun`` and mpi4py."""
     try:
