@@ -52,11 +52,6 @@ def test_rules_by_which_ranks_exchange_one_by_one(named, kind, monkeypatch):
 
 
 @needs_mpi
-def test_a_rank_of_another_host_gets_a_lock_that_others_want():
-    assert run(["a:2", "b:1"], "line", timeout=60) == "right\n"
-
-
-@needs_mpi
 def test_the_trainer_under_such_rules():
     pytest.importorskip("safetensors")
     assert run(SHAPES[0], "apart") == "right\n"

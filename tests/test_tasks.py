@@ -6,6 +6,8 @@ import task_programs as programs
 from library import XLA, same, shared, tensor
 
 import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.ranks.task import Bridge, Task, TaskMemory
 
 
 def test_each_rank_gets_its_number_and_the_arguments(n_ranks):
@@ -90,3 +92,22 @@ def test_shares_are_all_rows_once_and_the_order_does_not_depend_on_the_ranks(n_r
 
 def test_a_rank_stops_all(n_ranks):
     assert min(synk.run(programs.stopped, n_ranks - 1)) >= 1
+
+
+def test_a_lock_that_a_rank_of_another_host_waits_for_is_handed_to_the_agent(n_ranks):
+    session = ranks.session()
+    memory = TaskMemory(0, n_ranks, n_ranks + 1)
+    segment = session.memory.create(memory.nbytes)
+    memory = memory._replace(key=segment.key)
+    memory.prepare(segment)
+    task, bridge = Task(session.rank, memory), Bridge(memory, segment, range(n_ranks))
+    with task.lock(0):
+        bridge.want(0, True)
+        assert bridge.take_lock(0, 7) is None
+    assert not memory.mutex(segment, 0).take(0)  # a rank of this host would have to wait
+    assert bridge.take_lock(0, 7) == 1
+    bridge.want(0, False)
+    bridge.give_lock(0)
+    with task.lock(0) as lock:
+        assert lock.turn == 2
+    session.memory.release("segment", memory.key)

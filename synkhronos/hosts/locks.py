@@ -126,6 +126,7 @@ class Locks:
         number = self._number
         if what == TAKE:
             self._lines.setdefault(lock, deque()).append((source, rank))
+            bridge.want(lock, True)
         elif what == READ:
             self._going.append(self._send(source, spans, self._answer, number, rank, 0))
         elif what == WRITE:  # what was before it has come
@@ -140,6 +141,7 @@ class Locks:
         if turn is None:
             return False
         line.popleft()
+        bridge.want(lock, bool(line))
         self._mail.send(source, self._answer, self._number, rank, turn)
         return True
 

@@ -95,9 +95,9 @@ class TaskMemory(NamedTuple):
     @property
     def _words(self) -> int:
         # Whether to stop; for each rank what it waits for, up to what number, and how often it has begun or ended to
-        # wait; for each lock its owner, counted from 1, and how often it was taken; for each channel the parts sent and
-        # those received.
-        return 1 + 3 * self.size + 2 * self.locks + 2 * self.size * self.size
+        # wait; for each lock its owner, counted from 1, how often it was taken, and whether the agent wants it for a
+        # rank of another host; for each channel the parts sent and those received.
+        return 1 + 3 * self.size + 3 * self.locks + 2 * self.size * self.size
 
     @property
     def _texts_at(self) -> int:
@@ -115,6 +115,11 @@ class TaskMemory(NamedTuple):
     def nbytes(self) -> int:
         """The size of all of it."""
         return self._channels_at + _HALVES * self.half * self.size * self.size
+
+    @property
+    def handed(self) -> int:
+        """The owner of a lock that a rank has left to its host's agent."""
+        return self.size + 1
 
     def home(self, lock: int) -> int:
         """Return the rank on whose host a lock is: lock 1 + r is rank r's, the others are on the first."""
@@ -163,7 +168,8 @@ class Task:
         at = 1 + 3 * n
         self._owners = words[at : at + memory.locks]
         self._turns = words[at + memory.locks : at + 2 * memory.locks]
-        at += 2 * memory.locks
+        self._wanted = words[at + 2 * memory.locks : at + 3 * memory.locks]
+        at += 3 * memory.locks
         self._sent = words[at : at + n * n]
         self._received = words[at + n * n : at + 2 * n * n]
         self._texts = [memory.text(segment, r) for r in range(n)]
@@ -309,8 +315,12 @@ class Task:
         return turn
 
     def _let_go(self, number: int, mutex: Mutex) -> None:
-        self._owners[number] = 0
-        mutex.ring()
+        if self._wanted[number]:  # else ranks of this host, which are quicker, would have it again and again
+            self.rank.control.fence()
+            self._owners[number] = self.memory.handed
+        else:
+            self._owners[number] = 0
+            mutex.ring()
 
     def _ask(self, what: int, number: int, spans: Sequence[Span] = ()) -> int:
         """Have the agents do something about a lock of another host; return the answer, but to GIVE, which has none."""
@@ -401,8 +411,8 @@ class Bridge:
         self._memory, self._segment, self._here = memory, segment, here
         n, words = memory.size, memory.words(segment)
         at = 1 + 3 * n
-        self._owners, self._turns = (words[at + i * memory.locks :][: memory.locks] for i in range(2))
-        at += 2 * memory.locks
+        self._owners, self._turns, self._wanted = (words[at + i * memory.locks :][: memory.locks] for i in range(3))
+        at += 3 * memory.locks
         table = np.frombuffer(words, np.uint64)
         self._stop = table[:1]
         self._asked = [0] * len(here)
@@ -471,9 +481,13 @@ class Bridge:
         """Return the rank on whose host a lock is."""
         return self._memory.home(lock)
 
+    def want(self, lock: int, is_wanted: bool) -> None:
+        """Say whether a rank of another host waits for a lock of this one."""
+        self._wanted[lock] = is_wanted
+
     def take_lock(self, lock: int, rank: int) -> int | None:
         """Take a lock of this host for a rank of another; return its turn, or None if it is not free."""
-        if not self._memory.mutex(self._segment, lock).take(0):
+        if self._owners[lock] != self._memory.handed and not self._memory.mutex(self._segment, lock).take(0):
             return None
         self._owners[lock] = rank + 1
         turn = self._turns[lock]

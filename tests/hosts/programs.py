@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import time
 from typing import Any
 
 import numpy as np
@@ -286,32 +285,6 @@ def tasks() -> None:
     assert np.asarray(counter).tolist() == [300.0 * n] * 100
     assert sorted(turn for each in turns for turn in each) == list(range(300 * n))
     print(synk.run(programs.talk))
-    synk.close()
-
-
-def greedy(worker: synk.Worker) -> int:
-    """Have the last rank take a lock some times, which all others take as often as they can; return its longest wait.
-
-    In turns that others had meanwhile.
-    """
-    turns = []
-    while worker.number < worker.size - 1 and not worker.stopping:
-        with worker.lock():
-            time.sleep(1e-3)
-    while len(turns) < 20 and not worker.stopping:
-        with worker.lock() as lock:
-            turns.append(lock.turn)
-    worker.stop()
-    return max(np.diff(turns), default=0)
-
-
-def line() -> None:
-    """See whether a rank of another host gets a lock beside the greedy ranks of the lock's host."""
-    fork()
-    from hosts import programs
-
-    longest = synk.run(programs.greedy)[-1]
-    print("right" if longest < 100 else longest)
     synk.close()
 
 
