@@ -14,7 +14,7 @@ from launch_runs import ENVIRONMENT, TESTS, run, train
 from synkhronos import rules
 from synkhronos.devices import get_n_gpu
 from synkhronos.launch import SettingsError
-from synkhronos.launch.settings import from_environment, parse_set, read, resolve
+from synkhronos.launch.settings import from_environment, merged, parse_set, read, resolve
 
 pytestmark = pytest.mark.any_library
 
@@ -302,3 +302,18 @@ def test_doctor_says_what_there_is_and_what_is_missing(monkeypatch):
         "Theano, and PyTensor's C mode: there is no g++: apt-get install g++",
     ):
         assert words in text
+
+
+def test_options_go_with_their_rule(tmp_path, monkeypatch):
+    monkeypatch.chdir(TESTS)
+    file = {**MODEL, "folder": str(tmp_path), "rule": "EASGD", "rule_options": {"period": 10, "beta": 0.5}}
+    for sets, options in (
+        (["rule=BSP"], {}),
+        (["rule=LocalSGD", "rule_options.period=3"], {"period": 3}),
+        (["rule_options.period=3", "rule=LocalSGD"], {"period": 3}),
+        (["rule=easgd"], {"period": 10, "beta": 0.5}),
+        (["rule_options.period=3"], {"period": 3, "beta": 0.5}),
+    ):
+        assert resolve([merged([parse_set(text) for text in reversed(sets)]), file]).rule_options == options
+    without = {**MODEL, "folder": str(tmp_path), "rule_options": {"period": 4}}
+    assert resolve([parse_set("rule=LocalSGD"), without]).rule_options == {"period": 4}

@@ -261,13 +261,15 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def merged(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join settings, the first source before the others; tables entry by entry."""
+    """Join settings, the first source before the others; tables entry by entry, but options are those of their rule."""
     found: dict[str, Any] = {}
     for source in reversed(sources):
         if "model" in source:  # the one name for both of these
             found = {key: value for key, value in found.items() if key not in ("modelfile", "modelclass")}
         elif "modelfile" in source or "modelclass" in source:
             found.pop("model", None)
+        if "rule" in source and str(source["rule"]).lower() != str(found.get("rule", source["rule"])).lower():
+            found.pop("rule_options", None)
         if "ranks" in source and "devices" not in source:
             devices = found.get("devices")
             if devices is not None and set(_names(devices)) != {"cpu"}:
