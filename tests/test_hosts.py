@@ -1,6 +1,8 @@
 """Ranks on several hosts: the same results as on one."""
 
+import os
 import sys
+import time
 
 import hosts as made
 import numpy as np
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 import synkhronos as synk
 from synkhronos.hosts.contents import PAGE, Contents, Rows, pages_of, put_pages, take_pages
 from synkhronos.hosts.names import hosts_of
-from synkhronos.hosts.start import _lost
+from synkhronos.hosts.start import _check_names, _lost
 
 needs_mpi = pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]")
 pytestmark = pytest.mark.timeout(300)  # programs that compile on all ranks
@@ -113,6 +115,17 @@ def test_without_mpirun(monkeypatch):
             synk.fork(hosts=["a", "b"], use_gpu=False)
     assert synk.fork(2, use_gpu=False) == 2
     synk.close()
+
+
+def test_hosts_that_nobody_knows(monkeypatch, tmp_path):
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"localhost, nowhere\.invalid could not .* no address of nowhere\.invalid$"):
+        _check_names(["localhost", "nowhere.invalid"])
+    assert time.monotonic() - began < 8
+    (tmp_path / "ssh").write_text("#!/bin/sh\necho user me\necho hostname localhost\n")  # ~/.ssh/config names it
+    (tmp_path / "ssh").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    _check_names(["nowhere.invalid"])
 
 
 def test_what_mpirun_says_tells_which_host_is_lost():

@@ -351,7 +351,11 @@ def _command(names: Sequence[str], address: str) -> list[str]:
     """Return the command line that starts an agent on each host."""
     mpirun = _mpirun()
     each = ",".join(f"{name}:1" for name in names)
-    how = ["-hosts", each] if _is_mpich(mpirun) else ["-H", each, "--bind-to", "none"]
+    if _is_mpich(mpirun):
+        how = ["-hosts", each]
+    else:
+        _check_names(names)
+        how = ["-H", each, "--bind-to", "none"]
     return [mpirun, *how, "-n", str(len(names)), *_agent(address)]
 
 
@@ -379,6 +383,31 @@ def _tree(pid: int) -> list[int]:
 def _is_mpich(mpirun: str) -> bool:
     said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
     return "HYDRA" in said.upper()
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Refuse hosts that nobody knows: Open MPI is silent about them for half a minute."""
+    unknown = [name for name in names if not _is_known(name) and not _is_known(_of_ssh(name))]
+    if unknown:
+        raise RuntimeError(
+            f"the hosts {', '.join(names)} could not be reached: this machine knows no address of {', '.join(unknown)}"
+        )
+
+
+def _is_known(name: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except OSError:
+        return False
+
+
+def _of_ssh(name: str) -> str:
+    """Return the name or address that a user's configuration of ssh has for a host."""
+    with contextlib.suppress(OSError):
+        said = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, check=False).stdout
+        if found := re.search(r"^hostname (\S+)$", said, re.MULTILINE):
+            return found[1]
+    return name
 
 
 def _check_versions(names: Sequence[str], versions: Sequence[dict[str, str]]) -> None:
