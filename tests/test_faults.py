@@ -75,6 +75,7 @@ def check_error(outcome, moment, error="WorkerError", words=(), worker=None):
 # -- signals -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("name", "place"),
     [*(("SIGKILL", place) for place in PLACES), *((name, "compiled") for name in DEADLY[1:]), ("SIGTERM", "idle")],
@@ -90,6 +91,7 @@ def test_a_worker_that_a_signal_ends_is_named(name, place):
         check_goes_on(program, survived=False)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("who", "place"),
     [*(("worker", place) for place in PLACES), *((w, p) for w in ("master", "all") for p in ("idle", "collective"))],
@@ -110,6 +112,7 @@ def test_processes_that_are_stopped_go_on_when_they_are_continued(place, who):
         check_goes_on(program, survived=True)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("place", PLACES)
 def test_a_worker_ignores_interrupts(place):
     with held_at(place, [2]) as program:
@@ -120,6 +123,7 @@ def test_a_worker_ignores_interrupts(place):
         check_goes_on(program, survived=True)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("name", "place", "who"),
     [
@@ -139,6 +143,7 @@ def test_nothing_outlives_the_master(name, place, who):
         assert program.end() == -signal.Signals[name]
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("place", "how"), [("call", "python"), ("call", "sleep"), ("build", "python"), ("collective", "python")]
 )
@@ -151,6 +156,7 @@ def test_a_master_that_is_busy_hears_of_a_workers_death(place, how):
         check_goes_on(program, survived=False)
 
 
+@pytest.mark.any_library
 def test_a_master_that_has_another_handler_for_the_signal_notices_a_death_afterwards():
     with Program("at_a_point", where="call", action="hold:python", on=[0, 2], urgent=True) as program:
         pids = until_inside(program, "call", 2)
@@ -161,6 +167,7 @@ def test_a_master_that_has_another_handler_for_the_signal_notices_a_death_afterw
         check_goes_on(program, survived=False)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("reaper", ["system", "master"])
 def test_a_death_whose_code_somebody_else_has_taken(reaper):
     with Program("at_a_point", where="call", action="hold:python", on=[2], reaper=reaper) as program:
@@ -186,6 +193,7 @@ def test_workers_that_are_no_copies_of_the_master(action):
         check_goes_on(program, survived="raise" in action)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("place", ["idle", "call"])
 def test_a_stopped_worker_does_not_outlive_the_master(place):
     with held_at(place, [2]) as program:
@@ -199,6 +207,7 @@ def test_a_stopped_worker_does_not_outlive_the_master(place):
 # -- while forking -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGTERM"])
 def test_a_worker_that_dies_while_it_starts_is_named(name):
     with Program("at_fork", how="worker") as program:
@@ -208,6 +217,7 @@ def test_a_worker_that_dies_while_it_starts_is_named(name):
         check_goes_on(program, survived=False)
 
 
+@pytest.mark.any_library
 def test_a_worker_that_is_stopped_while_it_starts_is_waited_for():
     with Program("at_fork", how="worker") as program:
         pid = program.wait("inside")["pids"]["2"]
@@ -232,6 +242,7 @@ def test_nothing_outlives_a_master_that_dies_while_it_forks(name, who, fresh):
         program.nothing_left(limit=1)
 
 
+@pytest.mark.any_library
 def test_a_worker_whose_master_dies_before_it_has_begun():
     with Program("at_fork", how="child") as program:
         program.wait("inside")
@@ -260,6 +271,7 @@ def run(where, action, on=(2,), **kwargs):
     return Program("at_a_point", where=where, action=action, on=list(on), **kwargs)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("code", "place"), [(0, "call"), *((7, place) for place in ["call", "slice", "collective", *ELSEWHERE])]
 )
@@ -338,6 +350,7 @@ def test_a_worker_without_memory():
         check_goes_on(program, survived=True)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(("name", "on"), [*((name, [1]) for name in COLLECTIVES), *((name, [0]) for name in STREAMED)])
 def test_a_collective_in_which_one_rank_has_no_memory(name, on):
     with run("collective", "raise:MemoryError", on=on, name=name, point="stored") as program:
@@ -348,6 +361,7 @@ def test_a_collective_in_which_one_rank_has_no_memory(name, on):
         check_goes_on(program, survived=True)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(("name", "on"), [*((name, [1]) for name in STREAMED), *((name, [0]) for name in STREAMED)])
 def test_a_collective_in_which_one_rank_fails_between_chunks(name, on):
     with run("collective", "raise:OSError", on=on, name=name, skip=1) as program:
@@ -358,6 +372,7 @@ def test_a_collective_in_which_one_rank_fails_between_chunks(name, on):
         check_goes_on(program, survived=True)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("name", STREAMED)
 def test_a_collective_in_which_a_worker_dies_between_chunks(name):
     with run("collective", "kill:SIGKILL", on=[1], name=name, skip=1) as program:
@@ -375,6 +390,7 @@ def test_a_graph_that_cannot_be_pickled_is_refused():
         check_goes_on(program, survived=True)
 
 
+@pytest.mark.any_library
 def test_a_worker_that_never_returns_is_ended_when_the_user_says():
     with Program("never_returns", timeout=0.5) as program:
         outcome = program.wait("outcome")
@@ -393,6 +409,7 @@ def _own_dev_shm():
     return None
 
 
+@pytest.mark.any_library
 def test_a_full_dev_shm_is_a_memory_error_and_no_more():
     command = _own_dev_shm()
     if command is None:
@@ -414,6 +431,7 @@ def test_a_full_dev_shm_is_a_memory_error_and_no_more():
         assert program.end() == 0, program.printed()
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("spare", [0, 1, 3, 5])
 def test_fork_with_too_few_open_files(spare):
     with Program("few_files", who="fork", spare=spare) as program:
@@ -422,6 +440,7 @@ def test_fork_with_too_few_open_files(spare):
         check_goes_on(program, survived=False)
 
 
+@pytest.mark.any_library
 def test_data_with_few_open_files():
     with Program("few_files", who="master", spare=8) as program:
         assert program.wait("outcome").get("value") is True, program.told
@@ -431,6 +450,7 @@ def test_data_with_few_open_files():
         assert program.end() == 0
 
 
+@pytest.mark.any_library
 def test_a_worker_without_open_files_goes_on():
     with Program("few_files", who="worker", spare=0) as program:
         assert program.wait("outcome").get("value") == 15.0, program.told  # it keeps one in reserve
@@ -440,6 +460,7 @@ def test_a_worker_without_open_files_goes_on():
         assert program.end() == 0
 
 
+@pytest.mark.any_library
 def test_a_worker_without_address_space_says_so_and_goes_on():
     with Program("unmappable") as program:
         outcome = program.wait("outcome")
@@ -454,6 +475,7 @@ def test_a_worker_without_address_space_says_so_and_goes_on():
 # -- odd circumstances ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.any_library
 def test_memory_made_after_a_worker_died_unnoticed():
     with Program("announced_to_the_dead") as program:
         pids = program.wait("ready")["pids"]
@@ -466,6 +488,7 @@ def test_memory_made_after_a_worker_died_unnoticed():
         check_goes_on(program, survived=False)
 
 
+@pytest.mark.any_library
 def test_ranks_outlive_the_thread_that_forked_them():
     with Program("from_a_thread") as program:
         assert program.wait("fork")["value"] == 3
@@ -476,6 +499,7 @@ def test_ranks_outlive_the_thread_that_forked_them():
         assert program.end() == 0
 
 
+@pytest.mark.any_library
 def test_ranks_forked_in_a_thread_do_not_outlive_the_master():
     with Program("from_a_thread", busy=True) as program:
         program.wait("inside")
@@ -484,6 +508,7 @@ def test_ranks_forked_in_a_thread_do_not_outlive_the_master():
         program.nothing_left(limit=1)
 
 
+@pytest.mark.any_library
 def test_a_failure_in_the_first_command_of_all():
     with Program("first_command") as program:
         outcome = program.wait("outcome")
@@ -502,6 +527,7 @@ def test_ranks_need_no_standard_streams():
         assert program.end() == 0
 
 
+@pytest.mark.any_library
 def test_printing_where_nobody_reads_is_an_error_that_leaves_the_ranks_usable():
     read, write = os.pipe()
     with Program("printing_into_nothing", pass_on={"stdout": write}) as program:
@@ -515,6 +541,7 @@ def test_printing_where_nobody_reads_is_an_error_that_leaves_the_ranks_usable():
         check_goes_on(program, survived=True)
 
 
+@pytest.mark.any_library
 def test_close_ends_workers_that_are_stopped():
     with held_at("idle", []) as program:
         pids = until_inside(program, "idle", 0)

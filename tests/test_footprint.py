@@ -54,6 +54,7 @@ def settled():
     return ranks.session().run(Stores())
 
 
+@pytest.mark.any_library
 def test_a_program_that_forks_and_closes_200_times_does_not_grow():
     x, w = tensor.dvector("x"), shared(np.zeros(3), "w")
 
@@ -81,6 +82,7 @@ def test_a_program_that_forks_and_closes_200_times_does_not_grow():
     assert children_of(os.getpid()) == children  # no zombie either
 
 
+@pytest.mark.any_library
 def test_two_thousand_data_objects_leave_nothing(fork):
     fork(3)
 
@@ -190,6 +192,7 @@ PROGRAM = f"""
 """
 
 
+@pytest.mark.any_library
 def test_two_programs_leave_each_other_alone():
     programs = [
         subprocess.Popen(

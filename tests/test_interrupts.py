@@ -49,6 +49,7 @@ def test_an_interrupt_reaches_the_user_and_the_next_call_works(where, on, how, t
         check_goes_on(program)
 
 
+@pytest.mark.any_library
 def test_an_interrupt_says_which_ranks_have_updated():
     with Program("at_a_place", where="call", on=[0], how="python") as program:
         program.wait("inside")
@@ -59,6 +60,7 @@ def test_an_interrupt_says_which_ranks_have_updated():
         check_goes_on(program)
 
 
+@pytest.mark.any_library
 def test_an_interrupt_does_not_say_more_of_busy_ranks_than_it_knows():
     with Program("at_a_place", where="call", on=[0, 2], how="compiled") as program:
         program.wait("inside")
@@ -80,6 +82,7 @@ def test_a_program_that_is_interrupted_ends_with_its_workers(where):
         assert "KeyboardInterrupt" in program.printed()
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("where", ["master", "child", "worker"])
 def test_an_interrupt_while_forking_leaves_no_worker(where):
     with Program("while_forking", where=where) as program:
@@ -95,6 +98,7 @@ def test_an_interrupt_while_forking_leaves_no_worker(where):
         check_goes_on(program)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("where", ["waiting", "busy"])
 def test_an_interrupt_while_closing_ends_the_workers_at_once(where):
     with Program("while_closing", where=where) as program:
@@ -168,6 +172,7 @@ def test_interrupts_at_random_moments(seed):
         check_goes_on(program)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
 @pytest.mark.parametrize("how", ["handled", "ignored", "handled since"])
 def test_workers_outlive_signals_that_the_master_handles_or_ignores(name, how):
@@ -181,6 +186,7 @@ def test_workers_outlive_signals_that_the_master_handles_or_ignores(name, how):
         check_goes_on(program)
 
 
+@pytest.mark.any_library
 def test_workers_end_by_a_signal_that_ends_the_master():
     with Program("signalled", name="SIGTERM", how="nothing") as program:
         program.wait("ready")
