@@ -34,7 +34,11 @@ def check_goes_on(program):
 
 @pytest.mark.parametrize(
     ("where", "on", "how", "times"),
-    [(*place, 1) for place in PLACES] + [(*place, 3) for place in PLACES[::4]],
+    [
+        pytest.param(*place, times, marks=[pytest.mark.any_library] if place[0] == "collective" or times > 1 else [])
+        for times, places in ((1, PLACES), (3, PLACES[::4]))
+        for place in places
+    ],
 )
 def test_an_interrupt_reaches_the_user_and_the_next_call_works(where, on, how, times):
     with Program("at_a_place", where=where, on=on, how=how) as program:
@@ -128,7 +132,18 @@ ACTIONS = {
 LIMITED = {"data": 5, "free": 5, "broadcast": 13, "fork": 13, "close": 7}
 
 
-@pytest.mark.parametrize(("what", "limit"), [*((what, False) for what in ACTIONS), *((what, True) for what in LIMITED)])
+#: Those in which no function is sent or called.
+WITHOUT_LIBRARY = ("collective", "collective again", "data", "fork", "close")
+
+
+@pytest.mark.parametrize(
+    ("what", "limit"),
+    [
+        pytest.param(what, limit, marks=[pytest.mark.any_library] if limit or what in WITHOUT_LIBRARY else [])
+        for limit, actions in ((False, ACTIONS), (True, LIMITED))
+        for what in actions
+    ],
+)
 def test_an_interrupt_at_any_moment(what, limit):
     step = 1 if os.environ.get("FAULTS") == "all" else (LIMITED if limit else ACTIONS)[what]
     with Program("at_every_moment", what=what, first=step // 2, step=step, limit=limit) as program:

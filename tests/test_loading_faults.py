@@ -22,7 +22,7 @@ from synkhronos.loading import Loader, LoadError
 from synkhronos.training import make_trainer
 from synkhronos.training.updates import sgd
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.any_library]
 
 TESTS = Path(__file__).resolve().parent
 LIMIT = 30

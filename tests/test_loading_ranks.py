@@ -56,6 +56,7 @@ def test_ranks_compute_what_numpy_does(fork, load, n, processes):
     assert loader.waited > 0 and loader.skipped == 0
 
 
+@pytest.mark.any_library
 def test_loaders_end_with_the_ranks(fork):
     fork(2)
     loader = Loader(Numbers(9), processes=2)
@@ -94,6 +95,7 @@ def trained(rule, data, **kwargs):
     return made.params[0].get_value(), reports
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("rule", [rules.BSP(), rules.BSP(average="params"), rules.LocalSGD(3)], ids=repr)
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_training_from_a_loader_is_training_from_arrays(fork, load, rule, n):
@@ -108,6 +110,7 @@ def test_training_from_a_loader_is_training_from_arrays(fork, load, rule, n):
         np.testing.assert_allclose([other.loss, other.validation["mse"]], [one.loss, one.validation["mse"]], rtol=1e-12)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("rule", [rules.EASGD(period=2), rules.GoSGD(probability=0.5), rules.ASGD()], ids=repr)
 def test_ranks_at_their_own_pace_take_each_row_once(fork, load, rule):
     fork(3)
@@ -117,6 +120,7 @@ def test_ranks_at_their_own_pace_take_each_row_once(fork, load, rule):
     assert reports[-1].loss < reports[0].loss
 
 
+@pytest.mark.any_library
 def test_waiting_for_rows_is_in_the_recorder(fork, load, tmp_path):
     fork(2)
 
@@ -147,6 +151,7 @@ class SlowRows:
         return ROWS[row], TARGETS[row]
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2)], ids=repr)
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 3)])
 def test_going_on_in_the_middle_of_an_epoch(fork, load, tmp_path, rule, before, after):
@@ -186,6 +191,7 @@ class Watched:
         return ROWS[row], TARGETS[row]
 
 
+@pytest.mark.any_library
 def test_rows_that_are_left_out_are_counted_in_training(fork, load):
     fork(2)
     good = [i for i in range(103) if i not in BAD]
@@ -211,6 +217,7 @@ class SomeBad:
         return ROWS[row], TARGETS[row]
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2), rules.EASGD(period=2)], ids=repr)
 def test_a_row_that_cant_be_read_ends_training_and_the_ranks_stay(fork, load, rule):
     fork(2)
@@ -223,6 +230,7 @@ def test_a_row_that_cant_be_read_ends_training_and_the_ranks_stay(fork, load, ru
 # -- classes of the launcher ---------------------------------------------------------------------------------
 
 
+@pytest.mark.any_library
 def test_a_model_of_the_launcher_reads_from_loaders(tmp_path):
     from launch_runs import lines, run
     from test_launch import TESTS

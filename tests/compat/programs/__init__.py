@@ -27,7 +27,7 @@ NAMES = (
     "vgg",
 )
 
-#: Arguments of ``run`` for a smaller form of what Numba compiles for minutes: one of GoogLeNet's modules for each size.
+#: Arguments of ``run`` for a smaller form of what compilers take long for: one of GoogLeNet's modules for each size.
 SMALLER = {"googlenet": {"modules": (0, 2, 7)}}
 
 #: How many steps are compared.
