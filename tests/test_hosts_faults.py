@@ -14,6 +14,7 @@ from hosts.tree import Tree
 
 pytestmark = [
     pytest.mark.faults,
+    pytest.mark.any_library,
     pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]"),
 ]
 needs_namespaces = pytest.mark.skipif(not are_simulated(), reason="no namespaces here, so that no host is lost alone")
