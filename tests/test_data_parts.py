@@ -15,7 +15,10 @@ from synkhronos.data.parts import batches
 from synkhronos.data.rows import share
 
 needs_mpi = pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]")
-pytestmark = pytest.mark.skipif(bool(HOSTS), reason="has hosts of its own")
+pytestmark = [
+    pytest.mark.skipif(bool(HOSTS), reason="has hosts of its own"),
+    pytest.mark.timeout(300),  # of programs that compile on all ranks
+]
 
 
 def rows(start, stop):
@@ -55,6 +58,7 @@ def test_rows_are_as_they_were_loaded(fork, n):
     check()
 
 
+@pytest.mark.any_library
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
 def test_batches_lie_where_they_are_needed(counts, data):
@@ -115,6 +119,7 @@ def missing(start, stop):
     return np.ones(stop - start)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("load", "length", "error", "words"),
     [
@@ -152,6 +157,7 @@ def test_each_host_has_its_own_rows(hosts):
 
 
 @needs_mpi
+@pytest.mark.any_library
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts share /dev/shm")
 def test_memory_is_needed_for_own_rows_alone():
     used = [int(line) for line in run(["a:1", "b:1"], "parts_memory").split()]

@@ -22,6 +22,7 @@ from synkhronos.ranks import available_cores
 
 MODEL = {"model": f"{TESTS}/launch_models/mlp.py:MLP", "devices": "cpu"}
 LIMIT = 60
+pytestmark = pytest.mark.timeout(300)  # ranks compile, and mpirun starts
 needs_mpi = pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]")
 
 
@@ -63,6 +64,7 @@ def test_a_run_is_that_of_one_host(tmp_path, hosts):
 
 
 @needs_mpi
+@pytest.mark.any_library
 def test_the_first_failure_of_another_host_comes_last(tmp_path):
     said, errors = ended(start(["a:1", "b:1"], tmp_path, "others.py:FailsOnOne"), 1)
     errors = errors.rstrip().splitlines()
@@ -97,6 +99,7 @@ def family(mark):
 
 @needs_mpi
 @pytest.mark.faults
+@pytest.mark.any_library
 @pytest.mark.skipif(not are_simulated(), reason="no namespaces here, which tell the agents apart")
 @pytest.mark.parametrize("who", [*KINDS, "agent of another host", "Ctrl-C"])
 def test_a_kill_of_any_process_leaves_nothing_behind(tmp_path, who):
