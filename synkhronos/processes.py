@@ -218,7 +218,8 @@ def _start(
 def bytes_sent() -> int:
     """Return how many bytes of shared memory other hosts have been sent since `fork`: rows of Data objects, functions.
 
-    What has not changed is not sent again.  What collectives exchange is not counted.
+    What has not changed is not sent again.  Of rows under a lock those count that the first host sends; what
+    collectives exchange is not counted.
 
     Raises
     ------

@@ -54,6 +54,11 @@ def test_rules_by_which_ranks_exchange_one_by_one(named, kind, monkeypatch):
 
 
 @needs_mpi
+def test_locks_of_three_hosts():
+    assert run(["a:1", "b:2", "c:1"], "locks") == "right\n"
+
+
+@needs_mpi
 def test_the_trainer_under_such_rules():
     pytest.importorskip("safetensors")
     assert run(SHAPES[0], "apart") == "right\n"

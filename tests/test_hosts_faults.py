@@ -150,6 +150,17 @@ def test_a_process_is_killed(hosts, who, place):
         tree.nothing_left()
 
 
+def test_a_rank_dies_with_a_lock_for_which_another_host_s_stands_in_line(hosts):
+    with hosts as tree:
+        pids = fork(hosts, tree)["ranks"]
+        go_to(tree, "lock", on=[1])
+        time.sleep(0.3)  # for so long the others leave it alone
+        moment = time.monotonic()
+        os.kill(pids[1], signal.SIGKILL)
+        check_error(tree.wait("outcome"), moment, rank=1, words=["rank 1 on host a", "SIGKILL"])
+        tree.nothing_left()
+
+
 @needs_namespaces
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("fault", ["kill", "unplug", "freeze"])

@@ -281,10 +281,52 @@ def tasks() -> None:
     for _ in range(3):
         print(synk.run(programs.talk))
     counter = synk.data(np.zeros(100))
-    turns = synk.run(task_programs.add_ones, counter, 300)
-    assert np.asarray(counter).tolist() == [300.0 * n] * 100
-    assert sorted(turn for each in turns for turn in each) == list(range(300 * n))
+    turns = synk.run(task_programs.add_ones, counter, 50)
+    assert np.asarray(counter).tolist() == [50.0 * n] * 100
+    assert sorted(turn for each in turns for turn in each) == list(range(50 * n))
     print(synk.run(programs.talk))
+    synk.close()
+
+
+def by_chance(worker: synk.Worker, rows: Any, seed: int, who: int, times: int) -> list[float]:
+    """Add 1 to all of a row under the row's lock, many times; one rank may fail in the midst.  Return the rows' values."""
+    rng = np.random.default_rng((seed, worker.number))
+    for i in range(times):
+        k = int(rng.integers(len(rows)))
+        with worker.lock(k) as lock:
+            lock.read(rows[k : k + 1])
+            assert rows.array[k].min() == rows.array[k].max(), "others have written meanwhile"
+            if worker.number == who and i == times // 2:
+                raise KeyError("a fault")
+            rows.array[k] += 1
+            lock.write(rows[k : k + 1])
+    worker.barrier("end")
+    values = []
+    for k in range(len(rows)):
+        with worker.lock(k) as lock:
+            lock.read(rows[k : k + 1])
+            values.append(float(rows.array[k, -1]))
+    return values
+
+
+def locks() -> None:
+    """Have ranks use locks of all hosts by chance; after a failure all goes on."""
+    n = fork()
+    from hosts import programs
+
+    before = synk.bytes_sent()
+    for who in range(n + 3):  # from n on nobody fails
+        rows = synk.data(shape=(n + 3, 1000 if who % 2 else 1_500_000), dtype="float32")
+        rows.is_sent = False
+        try:
+            results = synk.run(programs.by_chance, rows, who, who, 10)
+        except (KeyError, synk.WorkerError) as error:
+            assert who < n and "a fault" in str(error), error
+        else:
+            assert who >= n
+            assert all(result == results[0] for result in results) and sum(results[0]) == 10 * n, results
+    assert synk.bytes_sent() - before > 6_000_000  # a row of the first host at least
+    print("right")
     synk.close()
 
 
