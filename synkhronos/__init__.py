@@ -26,8 +26,8 @@ from synkhronos.collectives import (
     set_value,
 )
 from synkhronos.data import Data, FileData, PartsData, data, data_file, data_parts
-from synkhronos.devices import get_n_gpu
 from synkhronos.function import Function, distribute, function
+from synkhronos.gpus import get_n_gpu
 from synkhronos.processes import bytes_sent, close, fork
 from synkhronos.ranks import WorkerError
 from synkhronos.tasks import Worker, run

@@ -22,7 +22,7 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.checks import flag, index, integer, number
-from synkhronos.devices import HOST, Device, choose, device_named, get_n_gpu, keep_off_gpus, needs_fresh_processes
+from synkhronos.devices import HOST, Device, choose, device_named, is_on_gpus, keep_off_gpus, needs_fresh_processes
 from synkhronos.hosts import MOST, Host, Hosts, hosts_of, launched, serve
 from synkhronos.ranks import Rank
 
@@ -34,7 +34,7 @@ HOST_TIMEOUT = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Bind:
-    """Bind each rank to its device."""
+    """Bind each rank to its device; each host knows best which places it has, and the master which is its own."""
 
     name: str
     places: list[str]
@@ -55,7 +55,9 @@ class _Bind:
         rank.device = device
         if device is HOST:
             keep_off_gpus()
-        device.bind(rank, self.places[rank.number])
+        here = rank.control.here
+        places = self.places if rank.root in here else device.places(len(here), 0)
+        device.bind(rank, places[rank.number - here.start])
 
 
 def fork(
@@ -75,7 +77,7 @@ def fork(
         The number of ranks; with ``hosts`` that of each host.  By default one for each core that this process may use
         (on GPUs, one for each).
     use_gpu : bool, optional
-        By default GPUs where there are some and something installed can drive them, else the CPU.
+        By default GPUs where there are some, on all hosts, and something installed can drive them, else the CPU.
     master_rank : int
         The rank of this process.
     profile_workers : bool
@@ -87,7 +89,7 @@ def fork(
         The machines on which there are to be ranks, this one first; ``"a:3"`` for three ranks on ``a``.  ``"all"`` are
         the hosts of a Slurm, PBS or LSF allocation.  By default those that the variable ``SYNKHRONOS_HOSTS`` names
         (``a,b:3``), or those on which ``mpirun`` or ``srun`` has started this script, one process on each: there `fork`
-        returns on the first host alone.  An empty list is this machine alone.  CPU cores only.
+        returns on the first host alone.  An empty list is this machine alone.
     host_timeout : float
         Seconds of silence after which a host is taken for lost.
 
@@ -184,14 +186,15 @@ def _fork_on(
     said: IO[str] | None = None,
 ) -> int:
     """Fork on several hosts."""
-    if use_gpu or (use_gpu is None and get_n_gpu()):
-        raise ValueError("hosts: ranks on several hosts compute on CPU cores: pass use_gpu=False")
     ranks.check_free()
-    hosts = Hosts(named, n_parallel, float(host_timeout), said)
+    if use_gpu:
+        choose(True, None)  # where this host has none, or lacks something, no other is asked
+    hosts = Hosts(named, float(host_timeout), said)
     try:
+        device, _ = choose(hosts.have_gpus() if use_gpu is None else use_gpu, n_parallel)
+        hosts.divide(n_parallel, is_on_gpus(device))
         if master_rank not in hosts.here:
             raise ValueError(f"master_rank: expected a rank of this host, below {len(hosts.here)}, got {master_rank}")
-        device, _ = choose(False, hosts.size)
         _start(device, hosts.size, master_rank, profile_workers, timeout, cores, hosts)
     except BaseException:
         hosts.kill()
@@ -211,7 +214,8 @@ def _start(
     # From the master's states, so that a run repeats from its seed.
     states = np.random.get_state(legacy=False), random.getstate()
     seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in states)
-    first = _Bind(device.name, device.places(size, master_rank), seeds, cores)
+    places = device.places(size if hosts is None else len(hosts.here), master_rank)
+    first = _Bind(device.name, places, seeds, cores)
     ranks.fork(size, master_rank, profile_workers, timeout, first, needs_fresh_processes(), hosts)
 
 

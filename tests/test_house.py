@@ -13,7 +13,7 @@ import synkhronos
 PACKAGE = Path(synkhronos.__file__).resolve().parent
 #: From the cellar up.  Rooms on one floor know nothing of each other.
 FLOORS = [
-    {"checks", "ranks"},
+    {"checks", "gpus", "ranks"},
     {"hosts"},
     {"devices"},
     {"graphs", "processes"},

@@ -12,7 +12,7 @@ import pytest
 from launch_runs import ENVIRONMENT, TESTS, run, train
 
 from synkhronos import rules
-from synkhronos.devices import get_n_gpu
+from synkhronos.gpus import get_n_gpu
 from synkhronos.launch import SettingsError
 from synkhronos.launch.settings import from_environment, merged, parse_set, read, resolve
 

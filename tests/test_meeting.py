@@ -4,9 +4,9 @@ The hosts are a model: control memory is lists, MPI is queues, NCCL is who has c
 it is the library's own code (`Rank`, `Tally`, `Guard`), one access to what others write at a time.  `explore` goes
 through all states that can be reached.
 
-Two commands follow each other.  In the first the ranks connect (all show each other NCCL's unique id, go into NCCL's
-init, and show each other what came of it), start a collective, and meet behind it or leave word that they have come.  One
-of them may fail between any two of these.  The second begins, finds out what the first has left, and compares the
+Two commands follow each other.  In the first the ranks connect (all show each other NCCL's unique id, and go into
+NCCL's init), start a collective, and meet behind it or leave word that they have come.  One of them may fail between any
+two of these.  The second begins, finds out what the first has left, and compares the
 connections, as every collective does before NCCL is called.
 """
 
@@ -26,11 +26,11 @@ pytestmark = [pytest.mark.any_library, pytest.mark.skipif(DEVICE != "host", reas
 
 FIRST, SECOND = 1, 2
 #: What a rank does in the first command, one after the other; it may fail before each of them, and after the last.
-SHOW_ID, SEE_ID, ENTER, INIT, SHOW, SEE, START, COME, PASS = range(9)
+SHOW_ID, SEE_ID, ENTER, INIT, START, COME, PASS = range(7)
 #: The ends of the first command, and of all.
-FAILED, LEFT, DONE, OVER = range(9, 13)
+FAILED, LEFT, DONE, OVER = range(7, 11)
 #: Of a rank that was ended.
-ENDED = 13
+ENDED = 11
 
 
 class Blocked(Exception):
@@ -180,18 +180,17 @@ class World:
         """A rank takes its next step, if it need not wait; `Cancelled` if it hears of a failure."""
         rank, guard, pc = self.ranks[r], self.guards[r], self.pcs[r]
         try:
-            if pc in (SHOW_ID, SHOW):
-                rank.arrive()
-            elif pc in (SEE_ID, SEE):
+            if pc == SHOW_ID:
+                rank._arrive()
+            elif pc == SEE_ID:
                 rank._wait_for_step(rank._step)
-                if pc == SEE:
-                    guard._connection.epoch = 1
             elif pc == ENTER:
                 self.inits[r] = 1
             elif pc == INIT:
                 if not all(self.inits):  # NCCL waits for all
                     rank.check()
                     raise Blocked
+                guard._connection.epoch = 1
             elif pc == START:
                 if not guard._connection.epoch:  # given up since
                     raise ArithmeticError
@@ -199,7 +198,10 @@ class World:
                 self.started[r] = 1
             elif pc == COME:
                 guard._meeting = rank.coming_step
-                rank.arrive()
+                if self.waits:
+                    rank._arrive()
+                else:
+                    rank.arrive()
             elif pc == PASS:
                 if self.waits:
                     rank._wait_for_step(guard._meeting)
@@ -263,7 +265,7 @@ class World:
             raise Blocked
         else:
             rank.begin(SECOND)
-        rank.arrive()  # shows its connection; nobody comes to a step of the first command any more
+        rank._arrive()  # shows its connection; nobody comes to a step of the first command any more
 
     def in_failed_command(self):
         return self.memories[0].words[Control.FAILED] == FIRST
@@ -354,6 +356,8 @@ class World:
             assert failed and not any(epochs), "who was in NCCL's init without the others was not told"
         if not failed:
             assert all(epochs) and all(self.started)
+        for epoch in epochs:
+            assert not epoch or all(self.inits), "a connection without all ranks"
         for r, epoch in enumerate(epochs):
             if self.started[r] and epoch:
                 # Its GPU waits for the others' in what it has started: they have started it, and have not given it up.
@@ -402,7 +406,7 @@ def way(known, state):
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("counts", [(1, 1), (2,), (3,)])
 def test_all_ranks_find_the_same_whatever_comes_first(counts, waits):
-    assert explore(World(counts, waits)) > 400
+    assert explore(World(counts, waits)) > 200
 
 
 def test_on_one_host_the_next_command_does_not_hide_who_had_come(monkeypatch):
@@ -418,15 +422,15 @@ def test_on_one_host_who_fails_takes_back_its_word(monkeypatch):
 
 
 def test_two_ranks_on_a_host_are_one_voice():
-    assert explore(World((2, 1))) > 30_000
+    assert explore(World((2, 1))) > 10_000
 
 
 def test_where_a_host_dies_all_end():
-    assert explore(World((1, 1), deaths=1)) > 5_000
+    assert explore(World((1, 1), deaths=1)) > 2_000
 
 
 def test_an_agent_may_begin_to_look_before_there_is_news():
-    assert explore(World((1, 1), early=True)) > 10_000
+    assert explore(World((1, 1), early=True)) > 5_000
 
 
 def test_an_agent_that_reads_in_the_wrong_order_is_found_out():

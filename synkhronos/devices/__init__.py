@@ -14,10 +14,10 @@ it.
     The device that `fork` uses.
 `device_of`, `device_named`, `device_in_environment`
     The device that holds a value, has a name, or is named by the environment.
+`is_on_gpus`
+    Whether a device's ranks need a GPU each.
 `keep_off_gpus`
     Have a rank compute on the CPU although there are GPUs.
-`get_n_gpu`
-    How many GPUs are visible.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from synkhronos.devices import cuda, host, jax, pygpu
-from synkhronos.devices.cuda import get_n_gpu
 from synkhronos.devices.host import Layout, Selection, take
 from synkhronos.devices.reductions import Reduction
 from synkhronos.devices.through_host import ThroughHost
+from synkhronos.gpus import get_n_gpu
 from synkhronos.ranks import Rank, SharedArray, available_cores
 
 __all__ = [
@@ -52,7 +52,7 @@ __all__ = [
     "device_in_environment",
     "device_named",
     "device_of",
-    "get_n_gpu",
+    "is_on_gpus",
     "keep_off_gpus",
     "kinds",
     "needs_fresh_processes",
@@ -286,6 +286,11 @@ def _of_gpus() -> jax.Jax | pygpu.Pygpu:
         # `synkhronos.compat` serves a `theano` whose variables are PyTensor's.
         return JAX if hasattr(theano, "__served_on__") else PYGPU
     return PYGPU if find_spec("pytensor") is None and find_spec("theano") is not None else JAX
+
+
+def is_on_gpus(device: Device) -> bool:
+    """Whether each rank of a device that `choose` has returned needs a GPU of its own."""
+    return device is JAX or device is PYGPU
 
 
 def needs_fresh_processes() -> bool:

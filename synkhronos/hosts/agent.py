@@ -41,6 +41,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts.contents import PAGE, Contents, pages_of, put_pages, take_pages
 from synkhronos.hosts.locks import Locks
 from synkhronos.hosts.names import host_and_ranks, host_of, ranks_of
@@ -648,6 +649,7 @@ def main(address: str) -> None:
     workers = Workers(config["root"], control, None if made else file)
     if not made:
         workers.start(config["profile"])
+        file.close()
     Agent(MPI, config, control, channel, workers, frames).run()
     with contextlib.suppress(MPI.Exception):  # of messages that nobody has waited for any more
         MPI.Finalize()
@@ -683,6 +685,7 @@ def _hello() -> dict[str, Any]:
     return {
         "name": platform.node(),
         "cores": available_cores(),
+        "gpus": get_n_gpu(),
         "machine": os.cpu_count() or 1,
         "versions": {"Python": platform.python_version(), **_versions()},
     }
@@ -690,7 +693,7 @@ def _hello() -> dict[str, Any]:
 
 def _versions() -> dict[str, str]:
     found = {}
-    for name in ("synkhronos", "numpy", "pytensor", "Theano", "jax"):
+    for name in ("synkhronos", "numpy", "pytensor", "Theano", "jax", "nccl4py", "cuda-core"):
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

@@ -47,7 +47,9 @@ _START = 60.0
 #: Seconds that agents get to end by themselves.
 _LAST = 0.7
 #: Variables that go to the other hosts as they are here.
-_VARIABLES = re.compile("(PYTENSOR|THEANO|SYNKHRONOS|OMP|OPENBLAS|MKL|JAX|XLA|NCCL)_|PYTHON(HASHSEED|WARNINGS)$")
+_VARIABLES = re.compile(
+    "(PYTENSOR|THEANO|SYNKHRONOS|OMP|OPENBLAS|MKL|JAX|XLA)_|NCCL_(?!HOSTID$)|PYTHON(HASHSEED|WARNINGS)$"
+)
 
 
 def serve() -> NoReturn:
@@ -62,8 +64,6 @@ class Hosts:
     ----------
     hosts : sequence of Host, or None
         The first is this machine.  None for those on which ``mpirun`` has started this script.
-    n_ranks : int or None
-        How many ranks a host has that doesn't say so; None for one for each of its cores.
     timeout : float
         Seconds of silence after which a host is lost.
     said : file, optional
@@ -72,7 +72,7 @@ class Hosts:
     Attributes
     ----------
     ranks : list of range
-        The ranks of each host.
+        The ranks of each host, when it is known how many each has (`divide`).
     here : range
         Those of this one.
     extra : int
@@ -84,7 +84,7 @@ class Hosts:
         If the agents don't start, or the hosts don't have the same versions.
     """
 
-    def __init__(self, hosts: Sequence[Host] | None, n_ranks: int | None, timeout: float, said: IO[str] | None = None):
+    def __init__(self, hosts: Sequence[Host] | None, timeout: float, said: IO[str] | None = None):
         self.names = [] if hosts is None else [host.name for host in hosts]
         self._timeout, self._takes = timeout, said
         self._said: deque[str] = deque(maxlen=50)
@@ -121,7 +121,45 @@ class Hosts:
                 self.kill()
                 raise
         self._known_as = [(name, hello["name"]) for name, hello in zip(self.names, hellos, strict=True)]
-        each = [host.n_ranks or n_ranks or hello["cores"] for host, hello in zip(hosts, hellos, strict=True)]
+        self._asked = [host.n_ranks for host in hosts]
+        self._cores, self._gpus = ([hello[what] for hello in hellos] for what in ("cores", "gpus"))
+
+    def have_gpus(self) -> bool | None:
+        """Whether ranks are to be on GPUs where nobody says: on all hosts, or on none; None if nothing is against it.
+
+        Raises
+        ------
+        ValueError
+            If some have GPUs and others none.
+        """
+        if all(self._gpus):
+            return None
+        if any(self._gpus):
+            counts = ", ".join(f"{name} has {n}" for name, n in zip(self.names, self._gpus, strict=True))
+            raise ValueError(f"use_gpu: expected True or False, since not all hosts have GPUs: {counts}")
+        return False
+
+    def divide(self, n_ranks: int | None, on_gpus: bool) -> None:
+        """Say how many ranks there are on each host.
+
+        Parameters
+        ----------
+        n_ranks : int or None
+            How many a host has that doesn't say so; None for one for each of its cores, or of its GPUs.
+        on_gpus : bool
+            Whether each rank needs a GPU.
+
+        Raises
+        ------
+        ValueError
+            If a host has fewer GPUs than ranks, or none.
+        """
+        there = self._gpus if on_gpus else self._cores
+        each = [asked or n_ranks or n for asked, n in zip(self._asked, there, strict=True)]
+        for name, n, n_gpus in zip(self.names, each, self._gpus, strict=True):
+            if on_gpus and not 1 <= n <= n_gpus:
+                asked = f", and {n} ranks there need one each" if n else ""
+                raise ValueError(f"hosts: {name} has {n_gpus} GPUs{asked}: pass use_gpu=False to compute on CPU cores")
         self.ranks = ranks_of(each)
         self.size = sum(each)
         self.here = self.ranks[0]

@@ -15,7 +15,8 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-from synkhronos.devices import JAX, PYGPU, get_n_gpu
+from synkhronos.devices import JAX, PYGPU
+from synkhronos.gpus import get_n_gpu
 from synkhronos.launch import binding
 from synkhronos.ranks import available_cores
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from synkhronos import rules
 from synkhronos.checks import at_least
-from synkhronos.devices import get_n_gpu
+from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts import Host, hosts_of
 from synkhronos.launch import modelfile
 from synkhronos.ranks import available_cores

@@ -141,7 +141,7 @@ class Session:
         self.rank = Rank(root, size, root, self._control, self._watch, ThreadShare(len(here), environment=False))
         self.workers = Workers(root, self._control, self._file if fresh else None)
         self.memory = Memory(self.rank, self.workers.channels, self.run)
-        self.rank.bereft = self.workers.has_any_ended
+        self.rank.bereft = self._is_bereft
 
     def start(self, profile: bool) -> None:
         """Fork the workers.  If that fails half-way, `close` ends those that there are."""
@@ -153,6 +153,8 @@ class Session:
                 assert self._file is not None
                 agent = self.hosts.begin(self._control, self._file, self.rank.root, profile)
                 self.workers.channels[_AGENT] = agent
+            if self._file is not None:
+                self._file.close()
             self._file = None
             self._deaths.start(watched, agent)
 
@@ -412,6 +414,10 @@ class Session:
         if self.closed is not None or self._running:
             return False
         return self.rank.unfinished()
+
+    def _is_bereft(self) -> bool:
+        """Whether a worker has ended, as far as this host has heard."""
+        return self.workers.has_any_ended() or self._has_lost()
 
     def _has_lost(self) -> bool:
         return self.hosts is not None and self.hosts.lost() is not None

@@ -53,8 +53,6 @@ class Workers:
         for number in self._control.here:
             if number != self._root:
                 self._start_one(number, profile)
-        if self._file is not None:
-            self._file.close()
 
     def _start_one(self, number: int, profile: bool) -> None:
         ours, theirs = socket.socketpair(

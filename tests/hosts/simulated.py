@@ -211,7 +211,8 @@ def rsh(words: list[str]) -> int:
     env = {
         k: v
         for k, v in os.environ.items()
-        if k in keep or k.startswith(("PYTENSOR_", "PYTHON", "OMP_", "OMPI_", "PRTE_", "PMIX_", "MPIR_", "MM_"))
+        if k in keep
+        or k.startswith(("PRETENDED_", "PYTENSOR_", "PYTHON", "OMP_", "OMPI_", "PRTE_", "PMIX_", "MPIR_", "MM_"))
     }
     return ask({"op": "rsh", "host": words[0], "command": " ".join(words[1:]), "env": env, "cwd": os.getcwd()})
 

@@ -1,7 +1,5 @@
 """NVIDIA GPUs, whoever computes on them.
 
-`get_n_gpu`
-    How many are visible.
 `places`, `only`
     Which GPU each rank gets, and how a process is made to see that one alone.
 `is_started`
@@ -24,54 +22,12 @@ addresses, and knows nothing of their arrays.
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
 #: What `staging` and `nccl` import, and what to install for it.
 DRIVERS: dict[tuple[str, ...], str] = {("nccl.core",): "nccl4py", ("cuda.core",): "cuda-core"}
-
-
-def get_n_gpu() -> int:
-    """Return the number of visible NVIDIA GPUs, without creating a CUDA context.
-
-    Returns
-    -------
-    int
-        The GPUs of this machine, or those of them that ``CUDA_VISIBLE_DEVICES`` names; 0 where there is no driver.
-
-    Examples
-    --------
-    >>> import synkhronos as synk
-    >>> synk.get_n_gpu() >= 0
-    True
-    """
-    try:
-        import pynvml
-    except ImportError:
-        # One device file a GPU: what NVML counts, short of MIG slices.
-        present = len(glob.glob("/dev/nvidia[0-9]*"))
-    else:
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError:
-            return 0
-        try:
-            present = pynvml.nvmlDeviceGetCount()
-        finally:
-            pynvml.nvmlShutdown()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    count = 0
-    for name in (part.strip() for part in visible.split(",")):
-        # CUDA reads the list up to the first entry that names no device.
-        if name.isdecimal() and int(name) < present or name.startswith(("GPU-", "MIG-")):
-            count += 1
-        else:
-            break
-    return min(count, present)
 
 
 def places(size: int, root: int, mine: str | None) -> list[str]:

@@ -5,26 +5,24 @@
 
 States on one rank, and who moves it::
 
-    none ──────> meeting ─────────> joining ──────────> telling ─────────> held
-      ^  `make`  all show each      a thread is in      all show each      `epoch` is
-      │          other the id that  NCCL's init, for    other what came    not 0, and the
-      │          rank 0 has made    40 s at most        of it              same on all
-      │             │                  │                   │                 │
-      └─────────────┴──────────────────┴───────────────────┴─────────────────┘
-         `abort`, by any thread: this rank or another has failed, or died; it
-         took too long; one could not connect; the guard gives it up; the end
+    none ──────> meeting ──────────> joining ─────────────────> held
+      ^  `make`  rank 0 shows the    a thread is in NCCL's        │ `epoch` is not 0,
+      │          others an id        init, for 40 s at most       │ the same on all
+      │             │                   │                         │
+      └─────────────┴───────────────────┴─────────────────────────┘
+         `abort`, by any thread: this rank or another has failed, or died;
+         it took too long; the guard gives it up; the end
 
-*Meeting* and *telling* are steps of the command, so a rank that fails or dies ends them for all.  NCCL's init can't be
+*Meeting* is a step of the command, so that a rank that fails or dies before it ends it for all.  NCCL's init can't be
 ended: it returns when all ranks are in it, or not at all.  Whoever is in it looks after the peers meanwhile, and leaves
 the thread behind when one of them has failed; an attempt that comes to its end late is aborted there.  So a rank is in
-NCCL's init only if all will be, or all are told to leave.  After *telling* all ranks are connected, or none of them has
-an `epoch`.  A rank on which a failure comes between the two has none, and every collective begins with a comparison.
+NCCL's init only if all will be, or all are told to leave.  A rank that was told when it had left it already may have an
+`epoch` that others lack: every collective begins with a comparison.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -32,7 +30,7 @@ import numpy as np
 
 from synkhronos.devices.cuda.nccl_log import NcclLog
 from synkhronos.devices.cuda.staging import Staging, check
-from synkhronos.ranks import Cancelled, Rank
+from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import undisturbed
 
 #: NCCL's numbers for a dtype (ncclUint8) and a reduction (ncclSum).
@@ -91,20 +89,18 @@ class Connection:
         Raises
         ------
         RuntimeError
-            If this rank could not be connected; the message says which network interface NCCL took on each.
+            If this rank could not be connected; with several hosts the message says which interfaces NCCL took.
         """
         from nccl.core import get_unique_id
 
         with NcclLog(self._rank.spans_hosts) as log:
             try:
                 mine = bytes(get_unique_id()) if self._rank.number == 0 else b""
-                unique_id = self._rank.exchange(mine)[0]
+                unique_id, of_first = self._rank.exchange((mine, log.interface()))[0]
                 failure = self._join(unique_id)
-                told = self._rank.exchange((failure is not None, log.interface()))
                 if failure is not None:
-                    raise RuntimeError(f"NCCL did not connect the ranks' GPUs: {failure}{_where(told)}{log.warnings()}")
-                if any(has_failed for has_failed, _ in told):
-                    raise Cancelled
+                    words = f"{failure}{_where(log.interface(), of_first)}{log.warnings()}"
+                    raise RuntimeError(f"NCCL did not connect the ranks' GPUs: {words}")
             except BaseException:
                 self.abort()
                 raise
@@ -197,10 +193,11 @@ class Connection:
         return None if state in (0, 7) else state  # success, in progress
 
 
-def _where(told: Sequence[tuple[bool, str]]) -> str:
-    """Say which interface NCCL took on each rank, if it told."""
-    taken = [(r, interface) for r, (_, interface) in enumerate(told) if interface]
-    if not taken:
+def _where(mine: str, of_first: str) -> str:
+    """Say by which interfaces this rank has tried to reach the first one, if that is known."""
+    if not (mine and of_first):
         return ""
-    of_each = ", ".join(f"{interface} on rank {r}" for r, interface in taken)
-    return f". NCCL took the network interface {of_each}; NCCL_SOCKET_IFNAME names the one to take, for all hosts"
+    return (
+        f". NCCL took the network interface {mine} here, and {of_first} on rank 0, which all ranks have to reach; "
+        "NCCL_SOCKET_IFNAME names the one to take, for all hosts"
+    )

@@ -1,0 +1,177 @@
+"""How the stand-in for NCCL combines: rank 0 has a server, to which all ranks, itself too, send what they have.
+
+`Link`
+    One rank's end.
+`Server`
+    Takes one message of each rank, and answers all; the next round begins then.
+`interface`
+    The network interface that is taken, and its address.
+"""
+
+import fcntl
+import os
+import pickle
+import socket
+import struct
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = ["int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", ml_dtypes.bfloat16]
+#: sum, prod, max, min, avg
+OPS = [np.add, np.multiply, np.maximum, np.minimum, np.add]
+_SIOCGIFADDR = 0x8915
+_HEAD = struct.Struct("=Q")
+#: Seconds for which a rank tries to reach the server.
+_TRIES = 2.0
+_busy = [0]
+
+
+def is_busy():
+    """Whether something is under way, or waits for a peer that does not come."""
+    return _busy[0] > 0
+
+
+def say(text):
+    """Write into the log, where there is one, as NCCL does."""
+    if os.environ.get("NCCL_DEBUG") == "INFO" and "NCCL_DEBUG_FILE" in os.environ:
+        with open(os.environ["NCCL_DEBUG_FILE"], "a") as file:
+            file.write(f"{socket.gethostname()}:{os.getpid()}:{threading.get_native_id()} [0] {text}\n")
+
+
+def interface():
+    """Return the name and the address: of NCCL_SOCKET_IFNAME, or else of the first that is not the loopback."""
+    names = [name for _, name in socket.if_nameindex()]
+    wanted = os.environ.get("NCCL_SOCKET_IFNAME")
+    order = [wanted] if wanted else [*(name for name in names if name != "lo"), "lo"]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for name in order:
+            try:
+                found = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has no address
+                continue
+            address = socket.inet_ntoa(found[20:24])
+            say(f"NCCL INFO Bootstrap: Using {name}:{address}<0>")
+            return address
+    say("NCCL WARN Bootstrap : no socket interface found")
+    raise RuntimeError("ncclInternalError")
+
+
+def _send(connection, value):
+    content = pickle.dumps(value)
+    connection.sendall(_HEAD.pack(len(content)) + content)
+
+
+def _receive(connection):
+    def exactly(n):
+        content = b""
+        while len(content) < n:
+            part = connection.recv(n - len(content))
+            if not part:
+                raise ConnectionError
+            content += part
+        return content
+
+    return pickle.loads(exactly(_HEAD.unpack(exactly(_HEAD.size))[0]))
+
+
+class Server(threading.Thread):
+    """Started with the unique id, by rank 0; serves as long as all ranks send."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.address = interface()
+        self._listener = socket.create_server(("", 0))
+        self.port = self._listener.getsockname()[1]
+        self.start()
+
+    def run(self):
+        ranks, size = {}, 1
+        try:
+            while len(ranks) < size:
+                connection, _ = self._listener.accept()
+                size, rank = _receive(connection)
+                ranks[rank] = connection
+            self._listener.close()
+            while True:
+                if self._serve([ranks[r] for r in range(size)]):
+                    return
+        except (ConnectionError, EOFError):
+            self._left = ranks  # who waits goes on waiting, as with NCCL
+
+    def _serve(self, connections):
+        if not hasattr(self, "_begun"):
+            self._begun = True
+            answers = [None] * len(connections)
+        else:
+            shown = [_receive(connection) for connection in connections]
+            assert len({kind for kind, *_ in shown}) == 1, "the ranks call NCCL in different orders"
+            answers = _answers(*shown[0][:2], [content for *_, content in shown])
+        for connection, answer in zip(connections, answers, strict=True):
+            _send(connection, answer)
+
+
+def _answers(kind, how, contents):
+    """Return what each rank gets."""
+    if kind == "broadcast":
+        return [contents[how]] * len(contents)
+    if kind == "group":
+        return [
+            [(source, content) for source, sent in enumerate(contents) for to, content in sent if to == r]
+            for r in range(len(contents))
+        ]
+    dtype, op, root = how
+    arrays = [np.frombuffer(content, DTYPES[dtype]) for content in contents]
+    wide = np.float32 if op == 4 and arrays[0].dtype.itemsize == 2 else arrays[0].dtype
+    total = arrays[0].astype(wide)
+    for array in arrays[1:]:
+        total = OPS[op](total, array.astype(wide))
+    if op == 4:
+        total = total / len(arrays)
+    result = total.astype(arrays[0].dtype).tobytes()
+    return [result if root in (None, r) else None for r in range(len(contents))]
+
+
+class Link:
+    """One rank's connection to the server."""
+
+    def __init__(self, size, rank, address, port):
+        self.size, self.rank, self.is_aborted = size, rank, False
+        if rank:
+            interface()
+        deadline = time.monotonic() + _TRIES
+        while True:
+            try:
+                self._socket = socket.create_connection((address, port), 1.0)
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    say(f"NCCL WARN socketStartConnect: Connect to {address}<{port}> failed : {error.strerror}")
+                    raise RuntimeError("ncclSystemError") from None
+                time.sleep(0.05)
+        self._socket.settimeout(None)
+        _send(self._socket, (size, rank))
+        _receive(self._socket)
+
+    def ask(self, kind, how, content):
+        """Send what this rank has, and return what it gets; nothing if it was aborted."""
+        _busy[0] += 1
+        try:
+            _send(self._socket, (kind, how, content))
+            return _receive(self._socket)
+        except (ConnectionError, OSError, EOFError):
+            while not self.is_aborted:  # a peer has gone
+                time.sleep(0.01)
+            return None
+        finally:
+            _busy[0] -= 1
+
+    def abort(self):
+        """Have who waits go on."""
+        self.is_aborted = True
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass

@@ -1,0 +1,55 @@
+"""GPUs that are not there: JAX arrays on the CPU go through the very code that calls CUDA and NCCL.
+
+With this folder on PYTHONPATH and ``PRETENDED_GPUS=2`` each machine, and each simulated host, has so many.  The packages
+beside this file are small stand-ins for those that the library calls:
+
+``pynvml``
+    Counts them.
+``cuda``
+    Host memory for the GPU's.  What is put on a stream is done at once.
+``nccl``
+    Really combines, over TCP, between processes of one host or of several.  As NCCL does, it waits for ever for a rank
+    that does not come, until it is aborted; and it says in its log which network interface it takes.
+
+`environment`
+    What processes need to have them.
+`install`
+    Runs by itself in each of them.
+"""
+
+import os
+from pathlib import Path
+
+
+def environment(count):
+    """Return the variables with which processes have so many GPUs on each host."""
+    here = Path(__file__).resolve().parent
+    path = [str(here.parent.parent), str(here.parent), str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PRETENDED_GPUS": str(count), "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(path)}
+
+
+def install():
+    """Have the library take JAX arrays on the CPU for arrays on GPUs."""
+    import cuda.core
+
+    from synkhronos.devices.jax import Jax
+    from synkhronos.devices.jax.foreign import ComputeStream
+
+    def start(self, place):
+        cuda.core.PLACE = place
+        self._jax().devices()
+
+    Jax.needed = {}
+    Jax.start = start
+    Jax.pointer = lambda self, array: int(array.block_until_ready().unsafe_buffer_pointer())
+    Jax._compute_stream = ComputeStream(cuda.core.COMPUTE, True)
+    # Streams keep nothing waiting here; XLA does, so what it has launched is waited for.
+    launched = Jax.launched
+
+    def launched_and_done(self, results):
+        import jax
+
+        jax.block_until_ready([each for each in jax.tree.leaves(results) if isinstance(each, jax.Array)])
+        launched(self, results)
+
+    Jax.launched = launched_and_done

@@ -1,0 +1,145 @@
+"""Programs on the GPUs of one host or of several: ``programs.py NAME`` runs one, on the hosts that HOSTS names.
+
+GPUs may be pretended or real: nothing here knows.
+"""
+
+import hashlib
+import os
+import sys
+import time
+
+import numpy as np
+from commands import InCollective
+
+import synkhronos as synk
+from synkhronos import ranks
+
+HOSTS = os.environ["HOSTS"].split(",")
+
+
+def fork():
+    """Start the ranks, each on a GPU: on several hosts, or, where one is named, on this machine alone."""
+    if len(HOSTS) == 1:
+        return synk.fork(int(HOSTS[0].partition(":")[2]), use_gpu=True)
+    return synk.fork(hosts=HOSTS, use_gpu=True)
+
+
+def digest(*arrays):
+    """Return a digest of arrays."""
+    return hashlib.blake2b(b"".join(np.asarray(a).tobytes() for a in arrays), digest_size=8).hexdigest()
+
+
+def train():
+    """Train a small network: each step one launch, with the ranks' exchange in its middle; print a digest."""
+    import pytensor
+    import pytensor.tensor as T
+
+    from synkhronos.extensions import updates
+    from synkhronos.extensions.train import make_train_function
+
+    n = fork()
+    rng = np.random.default_rng(0)
+    x, y = T.fmatrix("x"), T.fvector("y")
+    shapes = [(20, 30), (30,)]
+    w, v = (pytensor.shared((rng.normal(size=shape) / 6).astype("float32")) for shape in shapes)
+    loss = ((T.tanh(x.dot(w)).dot(v) - y) ** 2).mean()
+    step = make_train_function(loss, [w, v], x, y, updates.adam, learning_rate=np.float32(0.01))
+    x_data, y_data = (synk.data(rng.normal(size=shape).astype("float32")) for shape in ((301, 20), (301,)))
+    losses = []
+    for k in range(10):
+        losses.append(float(step(x_data, y_data, batch=rng.permutation(301)[: 100 + k])))
+    step.steps(x_data, y_data, batches=[rng.permutation(301)[:40] for _ in range(5)])
+    copies = [np.asarray(synk.get_value(r, w)) for r in range(n)]
+    assert all(np.array_equal(copy, copies[0]) for copy in copies)
+    print(digest(w.get_value(), v.get_value(), np.array(losses)))
+    synk.close()
+
+
+def collectives():
+    """Combine arrays of all ranks in all ways, and print digests of the results."""
+    import pytensor
+
+    n = fork()
+    rng = np.random.default_rng(1)
+    for dtype in ("float32", "float64", "int64", "int16"):  # NCCL doesn't know the last
+        s = pytensor.shared(np.zeros(1001, dtype), "s")
+        synk.function([], (s.sum(), None))()
+        values = [rng.integers(-9, 9, 1001).astype(dtype) for _ in range(n)]
+        for op in ("sum", "max", "prod"):
+            for r, value in enumerate(values):
+                synk.set_value(r, s, value)
+            np.testing.assert_array_equal(synk.gather(s), np.stack(values))
+            np.testing.assert_array_equal(synk.reduce(s, op, in_place=False), _reduced(values, op))
+            synk.all_reduce(s, op)
+            np.testing.assert_array_equal(synk.gather(s), [_reduced(values, op)] * n)
+            print(dtype, op, digest(s.get_value()))
+        synk.set_value(0, s, values[-1])
+        synk.broadcast(s)
+        np.testing.assert_array_equal(synk.gather(s), [values[-1]] * n)
+        synk.all_gather(s)
+        assert synk.get_shapes(s) == [(1001 * n,)] * n
+    synk.close()
+
+
+def _reduced(values, op):
+    ufunc = {"sum": np.add, "max": np.maximum, "prod": np.multiply}[op]
+    return ufunc.reduce(values, dtype=values[0].dtype)
+
+
+def faults():
+    """Have each rank fail in a collective in turn, or behind it; all connect anew; then one is killed."""
+    import pytensor
+
+    n = fork()
+    s = pytensor.shared(np.ones(5, "float32"), "s")
+    synk.function([], (s.sum(), None))()
+    for culprit in range(n):
+        for deed in ("raise", "late"):
+            for meets in (True, False):
+                begin = time.monotonic()
+                try:
+                    ranks.session().run(InCollective(deed, culprit, meets))
+                    print("nothing was raised")
+                except (ArithmeticError, synk.WorkerError) as error:
+                    assert "the sum is odd" in str(error), error
+                synk.broadcast(s)
+                synk.all_reduce(s, "sum")
+                assert synk.get_value(n - 1, s)[0] == n
+                s.set_value(np.ones(5, "float32"))
+                assert time.monotonic() - begin < 10, (culprit, deed, meets)
+    begin = time.monotonic()
+    try:
+        ranks.session().run(InCollective("kill", n - 1, True))
+    except synk.WorkerError as error:
+        print(str(error).partition(" (process")[0], "was heard of", time.monotonic() - begin < 5)
+    print(fork())
+    synk.close()
+
+
+def interface():
+    """Say why NCCL does not connect."""
+    import pytensor
+
+    fork()
+    s = pytensor.shared(np.ones(5, "float32"), "s")
+    synk.function([], (s.sum(), None))()
+    try:
+        synk.all_reduce(s)
+    except synk.WorkerError as error:
+        print(str(error).partition("\n")[0])
+
+
+def refused():
+    """Ask for more ranks than there are GPUs."""
+    for hosts in (["a:1", "b:3"], ["a:3", "b:1"]):
+        try:
+            synk.fork(hosts=hosts, use_gpu=True)
+        except ValueError as error:
+            print(error)
+    print(synk.fork(hosts=["a", "b"]))  # by default one for each GPU
+    print(ranks.session().rank.device.name)
+    synk.close()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
