@@ -191,7 +191,7 @@ def _fork_on(
         choose(True, None)  # where this host has none, or lacks something, no other is asked
     hosts = Hosts(named, float(host_timeout), said)
     try:
-        device, _ = choose(hosts.have_gpus() if use_gpu is None else use_gpu, n_parallel)
+        device, _ = choose(hosts.have_gpus() if use_gpu is None else use_gpu, None)
         hosts.divide(n_parallel, is_on_gpus(device))
         if master_rank not in hosts.here:
             raise ValueError(f"master_rank: expected a rank of this host, below {len(hosts.here)}, got {master_rank}")

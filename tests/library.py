@@ -58,7 +58,7 @@ def function(*args, **kwargs):
 
 def fork_ranks(n, **kwargs):
     """Fork ranks on the device under test."""
-    if DEVICE == "gpu" and n > synk.get_n_gpu():
+    if DEVICE == "gpu" and n > synk.get_n_gpu() * max(1, len(HOSTS)):
         pytest.skip(f"needs {n} GPUs")
     if HOSTS and n > 1:
         counts = [n // len(HOSTS) + (i < n % len(HOSTS)) for i in range(len(HOSTS))]
