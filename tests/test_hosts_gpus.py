@@ -1,30 +1,29 @@
 """GPUs of several hosts, which are pretended: see tests/gpus/pretend.py.  The real ones are for benchmarks/gpu_hosts.py."""
 
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hosts import are_simulated, has_mpi, words
 from library import DEVICE, NAME
 
-sys.path.append(str(Path(__file__).parent / "gpus"))
-from pretend import environment
-
 pytestmark = [
     pytest.mark.skipif(NAME != "pytensor" or DEVICE != "host", reason="pretended GPUs are JAX' CPU"),
     pytest.mark.timeout(300),
 ]
 needs_mpi = pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]")
-PROGRAMS = Path(__file__).parent / "gpus" / "programs.py"
+FOLDER = Path(__file__).parent / "gpus"
+PROGRAMS = FOLDER / "programs.py"
 
 
 def run(hosts, program, **variables):
     """Run a program on hosts with two GPUs each, and return what it prints."""
-    command, of_hosts = words(hosts, PROGRAMS, program)
-    pretended = environment(2)
-    both = {**of_hosts, **pretended, "PYTENSOR_FLAGS": "mode=JAX", **variables}
-    done = subprocess.run(command, env=both, capture_output=True, text=True, timeout=200)
+    command, environment = words(hosts, PROGRAMS, program)
+    # Not on this process' path: there are no GPUs for other tests.
+    environment["PYTHONPATH"] += os.pathsep + str(FOLDER)
+    environment |= {"PRETENDED_GPUS": "2", "JAX_PLATFORMS": "cpu", "PYTENSOR_FLAGS": "mode=JAX", **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 

@@ -11,21 +11,9 @@ beside this file are small stand-ins for those that the library calls:
     Really combines, over TCP, between processes of one host or of several.  As NCCL does, it waits for ever for a rank
     that does not come, until it is aborted; and it says in its log which network interface it takes.
 
-`environment`
-    What processes need to have them.
 `install`
-    Runs by itself in each of them.
+    Runs by itself in each process (``sitecustomize.py``).
 """
-
-import os
-from pathlib import Path
-
-
-def environment(count):
-    """Return the variables with which processes have so many GPUs on each host."""
-    here = Path(__file__).resolve().parent
-    path = [str(here.parent.parent), str(here.parent), str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PRETENDED_GPUS": str(count), "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(path)}
 
 
 def install():
