@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 import synkhronos as synk
 from synkhronos.hosts.contents import PAGE, Contents, Rows, pages_of, put_pages, take_pages
 from synkhronos.hosts.names import hosts_of
+from synkhronos.hosts.pipes import FRAMES, Layout, frame_for
 from synkhronos.hosts.start import _check_names, _lost
+from synkhronos.ranks.control import Control
 
 needs_mpi = pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]")
 pytestmark = pytest.mark.timeout(300)  # programs that compile on all ranks
@@ -120,6 +122,17 @@ def test_without_mpirun(monkeypatch):
             synk.fork(hosts=["a", "b"], use_gpu=False)
     assert synk.fork(2, use_gpu=False) == 2
     synk.close()
+
+
+def test_frames_suit_the_mpi():
+    frames = [frame_for(name) for name in ("MPICH Ve", "Open MPI")]
+    assert frames[0] < frames[1]
+    for frame in frames:
+        control = Control(3, 0.0, here=range(2), extra=Layout.nbytes(2, frame))
+        layout = Layout(control, frame)
+        assert Layout(control).frame_bytes == len(layout.frame(3, FRAMES - 1)) == frame
+        layout.frame(3, FRAMES - 1)[-1] = 1
+        assert control.extra[-1] == 1  # no more memory than is needed
 
 
 def test_hosts_that_nobody_knows(monkeypatch, tmp_path):

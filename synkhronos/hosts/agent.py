@@ -252,7 +252,7 @@ class Agent:
         self._me, self._names = world.rank, config["names"]
         self._ranks = ranks_of(config["counts"])
         self._here = control.here
-        self._layout = Layout(control)
+        self._layout = Layout(control, config["frame"])
         self._layout.beyond[0] = world.size - 1 - world.rank
         self._mail = Mail(mpi, world)
         self._frames = Frames(mpi, frames, control, self._layout)
@@ -622,7 +622,7 @@ def main(address: str) -> None:
 
     _unlink_shared_memory()
     world = MPI.COMM_WORLD
-    hellos = world.gather(_hello())
+    hellos = world.gather(_hello(MPI.Get_library_version()[:8]))
     channel, file, config = None, None, None
     if world.rank == 0:
         channel, config, file = _connect(address, hellos)
@@ -633,7 +633,7 @@ def main(address: str) -> None:
     frames = world.Dup()
     signal.alarm(0)
     here = ranks_of(config["counts"])[world.rank]
-    made, extra = file is not None, Layout.nbytes(len(here))
+    made, extra = file is not None, Layout.nbytes(len(here), config["frame"])
     if file is None:
         file = _control_memory(MPI, config, here, extra)
         os.environ.update(config["environment"])
@@ -680,10 +680,11 @@ def _unlink_shared_memory() -> None:
             os.unlink(name)
 
 
-def _hello() -> dict[str, Any]:
+def _hello(mpi: str) -> dict[str, Any]:
     """Say what this host is."""
     return {
         "name": platform.node(),
+        "mpi": mpi,
         "cores": available_cores(),
         "gpus": get_n_gpu(),
         "machine": os.cpu_count() or 1,
