@@ -1,11 +1,14 @@
 """The scripts in demos/: each checks by itself what it shows."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import synkhronos as synk
 
 ROOT = Path(__file__).resolve().parent.parent
 MNIST = ROOT / "demos" / "mnist" / "train_mnist.py"
@@ -29,11 +32,16 @@ def run(*command: object) -> str:
     return result.stdout
 
 
-# 2 is between the two: an odd number splits rows unevenly, too.
+# 2 is between the two: an odd number splits rows unevenly, too.  In this process, which has made the imports.
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("script", sorted((ROOT / "demos").glob("demo_*.py")), ids=lambda path: path.stem)
-def test_demo(script, ranks):
-    assert f"{ranks} ranks" in run(script, "--ranks", ranks)
+def test_demo(monkeypatch, capsys, script, ranks):
+    monkeypatch.setattr(sys, "argv", [str(script), "--ranks", str(ranks)])
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        synk.close()
+    assert f"{ranks} ranks" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not MNIST.exists(), reason="there is no such demo")
