@@ -56,6 +56,7 @@ def test_rules_by_which_ranks_exchange_one_by_one(named, kind, monkeypatch):
 
 
 @needs_mpi
+@pytest.mark.any_library
 def test_locks_of_three_hosts():
     assert run(["a:1", "b:2", "c:1"], "locks") == "right\n"
 

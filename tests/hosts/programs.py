@@ -309,6 +309,11 @@ def by_chance(worker: synk.Worker, rows: Any, seed: int, who: int, times: int) -
     return values
 
 
+def last(worker: synk.Worker, rows: Any) -> float:
+    """Return what this rank's host has in the last place."""
+    return float(rows.array[-1, -1])
+
+
 def locks() -> None:
     """Have ranks use locks of all hosts by chance; after a failure all goes on."""
     n = fork()
@@ -318,6 +323,9 @@ def locks() -> None:
     for who in range(n + 3):  # from n on nobody fails
         rows = synk.data(shape=(n + 3, 1000 if who % 2 else 1_500_000), dtype="float32")
         rows.is_sent = False
+        rows[...] = 5
+        assert synk.run(programs.last, rows) == [5.0] + [0.0] * (n - 1)
+        rows[...] = 0
         try:
             results = synk.run(programs.by_chance, rows, who, who, 10)
         except (KeyError, synk.WorkerError) as error:
