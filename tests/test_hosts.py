@@ -208,6 +208,16 @@ def test_other_hosts_have_what_they_read(data):
         assert contents.lacking(needed) == [{}, {}]  # nothing goes twice
 
 
+def test_the_pages_of_a_long_run_are_known_at_once():
+    rows = 1 << 40
+    memory = {1: np.broadcast_to(np.uint8(0), rows)}
+    for each in ((rows - 2 * PAGE, rows, 1), (rows - 1, rows - 2 * PAGE - 1, -1)):
+        assert pages_of([Rows(1, 0, 1, each, None)], memory)[1].tolist() == [rows // PAGE - 2, rows // PAGE - 1]
+    began = time.perf_counter()
+    assert len(pages_of([Rows(1, 0, 1, (0, 1 << 28, 1), None)], memory)[1]) == (1 << 28) // PAGE
+    assert time.perf_counter() - began < 1
+
+
 def test_pages_of_memory_that_ends_within_one():
     memory = np.arange(2 * PAGE + 5, dtype=np.uint64).astype(np.uint8)
     copy = np.zeros_like(memory)

@@ -151,7 +151,8 @@ def pages_of(reads: Iterable[Rows], memory: dict[int, np.ndarray]) -> dict[int, 
         elif read.rows is not None:
             rows = range(*read.rows)
             if rows and abs(rows.step) == 1:
-                pages = _run(read.at + min(rows) * read.row, read.at + (max(rows) + 1) * read.row)
+                low, high = sorted((rows[0], rows[-1]))  # min() would go through all of them
+                pages = _run(read.at + low * read.row, read.at + (high + 1) * read.row)
             else:
                 pages = _of_rows(read, np.arange(*read.rows))
             found.setdefault(read.key, []).append(pages)
