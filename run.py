@@ -429,7 +429,7 @@ def failures(report: Path, most: int = 40) -> list[str]:
     found = []
     for case in (case for suite in suites_of(report) for case in suite.findall("testcase")):
         for problem in (*case.findall("failure"), *case.findall("error")):
-            lines = (problem.text or problem.get("message", "")).splitlines()[-most:]
+            lines = (problem.text or "").splitlines()[-most:]
             found.append("\n    ".join([f"FAILED {case.get('classname')}::{case.get('name')}", *lines]))
     return found
 
