@@ -67,25 +67,31 @@ class Classifier(ZooModel):
         cost = lasagne.objectives.categorical_crossentropy(answer, y).mean()
         self.tested = [cost, _share_of(T.ge(better, 1)), _share_of(T.ge(better, 5))]
 
-    def load(self) -> tuple[list[Any], list[Any]]:
+    def load(self) -> tuple[Any, Any]:
         """Return images and classes to train, and to validate."""
         if self.source is None:
             shape = (3, self.stored, self.stored)
             valid = max(self.batch_size, self.made_up // 10)
             return made_up_images(self.made_up, shape, self.classes), made_up_images(valid, shape, self.classes, 1)
         if (self.source / "train").is_dir():
-            parts = pictures(self.source, self.stored)
-        else:
-            parts = arrays(self.source)
+            loaders = pictures(self.source, self.stored)
+            for loader in loaders:
+                self._check((len(loader), 3, self.stored, self.stored), loader.source.labels)
+            return loaders
+        parts = arrays(self.source)
         for images, labels in parts:
-            if len(images.shape) != 4 or images.shape[1] != 3 or min(images.shape[2:]) + 2 * self.pad < self.side:
-                raise ValueError(
-                    f"data: expected images of shape (n, 3, {self.side} or more, {self.side} or more) in "
-                    f"{self.source}, got {images.shape}"
-                )
-            if np.max(labels) >= self.classes:
-                raise ValueError(f"data: expected classes from 0 to {self.classes - 1}, got {np.max(labels)}")
+            self._check(images.shape, labels)
         return parts
+
+    def _check(self, shape: tuple[int, ...], labels: np.ndarray) -> None:
+        """Refuse images that are too small, and classes that the network does not have."""
+        if len(shape) != 4 or shape[1] != 3 or min(shape[2:]) + 2 * self.pad < self.side:
+            raise ValueError(
+                f"data: expected images of shape (n, 3, {self.side} or more, {self.side} or more) in "
+                f"{self.source}, got {shape}"
+            )
+        if np.max(labels) >= self.classes:
+            raise ValueError(f"data: expected classes from 0 to {self.classes - 1}, got {np.max(labels)}")
 
     def prepare(self, batch: list[Any], training: bool) -> list[Any]:
         """Crop the images, and mirror them."""

@@ -3,19 +3,20 @@
 `arrays`
     A user's: an .npz file, or a folder of .npy files, which are read as they are needed.
 `pictures`
-    A user's: a folder of image files, which are read as they are needed.
+    A user's: a folder of image files, which are read ahead.
 `made_up_images`
     Coarse colours with noise over them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from synkhronos.loading import Loader, image_folder
+from synkhronos.ranks import available_cores
 
 __all__ = ["arrays", "made_up_images", "pictures"]
 
@@ -54,63 +55,27 @@ def arrays(path: Path) -> Parts:
     return [found[name] for name in names[:2]], [found[name] for name in names[2:]]
 
 
-class Pictures:
-    """Image files that are read when somebody makes an array of them.
-
-    Parameters
-    ----------
-    files : sequence of Path
-    side : int
-        To what height and width to scale them; what is too wide or too high is cropped on both sides.
-    """
-
-    def __init__(self, files: Sequence[Path], side: int):
-        self.files, self.shape = np.asarray(files, object), (len(files), 3, side, side)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, rows: Any) -> Pictures:
-        return Pictures(self.files[rows], self.shape[2])
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        images = np.empty(self.shape, np.uint8)
-        # Pillow lets other threads run while it decodes.
-        with ThreadPoolExecutor() as pool:
-            for i, pixels in enumerate(pool.map(self._read, self.files)):
-                images[i] = pixels
-        return images if dtype is None else images.astype(dtype)
-
-    def _read(self, path: Path) -> np.ndarray:
-        from PIL import Image, ImageOps  # made-up images do without Pillow
-
-        with Image.open(path) as image:
-            return np.asarray(ImageOps.fit(image.convert("RGB"), self.shape[2:])).transpose(2, 0, 1)
-
-
-def pictures(folder: Path, side: int) -> Parts:
-    """Return images, and the numbers of their classes, which are subfolders in alphabetical order.
+def pictures(folder: Path, side: int) -> tuple[Loader, Loader]:
+    """Return images of files, which processes beside each rank read ahead, with the numbers of their classes.
 
     Parameters
     ----------
     folder : Path
-        Has the folders ``train`` and ``valid``, with a subfolder for each class, of image files.
+        Has the folders ``train`` and ``valid``, with a subfolder for each class: the same ones.
     side : int
-        To what height and width to scale the images.
+        To what height and width to scale the images; what is too wide or too high is cropped on both sides.
 
     Raises
     ------
-    FileNotFoundError
-        If there are no images.
+    FileNotFoundError, ValueError
+        If there are no images, or the subfolders differ.
     """
-    parts = []
-    classes = sorted(path.name for path in (folder / "train").iterdir() if path.is_dir())
-    for name in ("train", "valid"):
-        files = [(path, i) for i, each in enumerate(classes) for path in sorted((folder / name / each).glob("*.*"))]
-        if not files:
-            raise FileNotFoundError(f"data: expected image files in {folder / name}/CLASS, found none")
-        parts.append([Pictures([path for path, _ in files], side), np.array([i for _, i in files], np.int32)])
-    return parts[0], parts[1]
+    train, valid = (image_folder(folder / name, side) for name in ("train", "valid"))
+    if train.classes != valid.classes:
+        differ = sorted(set(train.classes) ^ set(valid.classes))
+        raise ValueError(f"data: expected the same classes in {folder}/train and /valid; one lacks {', '.join(differ)}")
+    processes = min(8, available_cores())  # those of the rank, if it is bound to its share
+    return Loader(train, processes=processes), Loader(valid, processes=processes, shuffle=False)
 
 
 def made_up_images(count: int, shape: tuple[int, int, int], classes: int, seed: int = 0) -> list[np.ndarray]:

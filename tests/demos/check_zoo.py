@@ -173,10 +173,16 @@ def test_a_folder_of_pictures(tmp_path):
             for i in range(count):
                 Image.new("RGB", (40, 50), colour).save(tmp_path / part / name / f"{i}.png")
     model = make("Cifar10", data=str(tmp_path))
-    batch, labels = model.next_batch(Recorder())
+    try:
+        batch, labels = model.next_batch(Recorder())
+    finally:
+        model.cleanup()
     assert batch.shape == (2, 3, 28, 28)
     for image, label in zip(batch, labels, strict=True):
         assert (image == np.reshape(list(colours.values())[label], (3, 1, 1))).all()
+    (tmp_path / "valid" / "green").mkdir()
+    with pytest.raises(ValueError, match="expected the same classes in .*train and /valid; one lacks green"):
+        make("Cifar10", data=str(tmp_path))
 
 
 def test_digits_that_come_along():
@@ -214,7 +220,7 @@ def test_wrong_data_are_refused(tmp_path, name, arrays, message):
 
 def test_pictures_that_are_not_there(tmp_path):
     (tmp_path / "train" / "cat").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match="expected image files in .*train/CLASS, found none"):
+    with pytest.raises(FileNotFoundError, match="expected pictures .* in the folders of .*train, .* found none"):
         make("Cifar10", data=str(tmp_path))
 
 
