@@ -4,18 +4,20 @@ Made-up photographs, as JPEG files and as rows of .npy files.  First images a se
 read, brought to 256 x 256, cropped at random to 224 x 224, mirrored, and written as bytes where all ranks see it.
 Beside it the same in one process, without loaders.  Then steps of a small network: on rows that are in memory already,
 and on rows that loaders read meanwhile, in turn.  Where ranks compute on the cores that loaders need, too, steps take
-longer for it; the bar is about the time in which ranks wait.
+longer for it; the bar is about the time in which ranks wait.  The last columns are the time of cores that a step takes:
+of the ranks, on either rows, and of the loaders.  What else runs on the machine lengthens steps, and these hardly.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -112,6 +114,30 @@ def alone(sources: dict[str, Any], options: argparse.Namespace) -> None:
             table.row(name, str(processes), f"{ours:,.0f}/s", f"{theirs:,.0f}/s", f"{ours / theirs:.2f}")
 
 
+def processor_time(loader: Loader, step: Callable[[], None], count: int) -> tuple[float, float]:
+    """Return the seconds of cores that a step takes of the ranks, and of the loaders."""
+
+    def ours() -> float:
+        return sum(synk.run(_seconds))
+
+    def theirs() -> float:
+        return sum(_of_process(pid) for pid in loader._reader.pids) if loader._reader else 0.0
+
+    before = ours(), theirs()
+    for _ in range(count):
+        step()
+    return (ours() - before[0]) / count, (theirs() - before[1]) / count
+
+
+def _seconds(worker: synk.Worker) -> float:
+    return process_time()
+
+
+def _of_process(pid: int) -> float:
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def training(sources: dict[str, Any], options: argparse.Namespace) -> None:
     """Measure steps with and without loading."""
     library, tensor = graph_library()
@@ -138,7 +164,8 @@ def training(sources: dict[str, Any], options: argparse.Namespace) -> None:
 
     in_memory()
     print()
-    table = Table({"": 8, "step": 10, "with loading": 12, "of it waiting": 13, "ratio": 6})
+    columns = {"": 8, "step": 10, "with loading": 12, "of it waiting": 13, "ratio": 6}
+    table = Table({**columns, "cores' time": 11, "then": 10, "loaders'": 10})
     bars = []
     for name, source in sources.items():
         processes = max(options.processes)
@@ -156,8 +183,11 @@ def training(sources: dict[str, Any], options: argparse.Namespace) -> None:
         times = interleaved({"memory": in_memory, "files": loaded}, 3, options.batches, warm=2 * loader.depth)
         waiting = (loader.waited - waited) / (3 * (options.batches + 2 * loader.depth))
         plain, ours = (sum(times[side]) / len(times[side]) for side in ("memory", "files"))
+        by_itself, _ = processor_time(loader, in_memory, options.batches)
+        beside, reading = processor_time(loader, loaded, options.batches)
         loader.close()
-        table.row(name, duration(plain), duration(ours), duration(waiting), f"{plain / ours:.3f}")
+        row = [duration(plain), duration(ours), duration(waiting), f"{plain / ours:.3f}"]
+        table.row(name, *row, *map(duration, (by_itself, beside, reading)))
         bars.append((f"{name}: of a step's time, waiting for rows", 100 * waiting / ours))
     for what, share in bars:
         bar(what, share, " %", most=3)

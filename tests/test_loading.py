@@ -172,6 +172,18 @@ def test_reading_goes_on_into_the_next_epoch_by_itself(load):
     assert loader._reader.ring.generation == 1
 
 
+def test_reading_goes_on_behind_a_loop_that_was_left_after_its_last_batch(load):
+    loader = load(Numbers(10), processes=2)
+    for epoch in range(4):  # as a class of the launcher does, which counts its batches
+        batches = loader.arrays(epoch, 3, whole=True)
+        assert sum((read([next(batches)])[0] for _ in range(3)), []) == order(10, 0, epoch)[:9].tolist()
+    for epoch in (4, 5):
+        _, numbers = next(loader.arrays(epoch, 3, whole=True))
+        assert numbers.tolist() == order(10, 0, epoch)[:3].tolist()
+        assert sum(read(loader.arrays(epoch, 3, row=3, whole=True)), []) == order(10, 0, epoch)[3:9].tolist()
+    assert loader._reader.ring.generation == 1
+
+
 def test_a_loop_that_was_left_goes_on_where_it_is_told(load):
     loader = load(Numbers(20), processes=2)
     for i, (_, numbers) in enumerate(loader.arrays(1, 4)):

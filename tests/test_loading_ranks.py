@@ -202,6 +202,27 @@ def test_rows_that_are_left_out_are_counted_in_training(fork, load):
         assert reports[-1].loss < reports[0].loss
 
 
+class OnlyHere:
+    """Rows that no loader can read."""
+
+    def __init__(self):
+        self.here = os.getpid()
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, row):
+        if os.getpid() != self.here:
+            raise OSError("damaged")
+        return ROWS[row], TARGETS[row]
+
+
+def test_validation_without_a_row_that_can_be_read(fork, load):
+    fork(1)
+    with pytest.raises(LoadError, match="none of the rows of the validation data could be read"):
+        next(trainer(rules.BSP()).epochs(ROWS, TARGETS, 5, 1, valid=load(OnlyHere(), on_error="skip")))
+
+
 BAD = {4, 5, 50, 77}
 
 

@@ -69,8 +69,7 @@ def check(model: str, config: dict[str, Any] | None = None) -> int:
             if name == "train_iter":
                 recorder.write()
                 words += _judged(instance, recorder, before)
-        validation = recorder.validation() if recorder._val_rows else {}
-        if instance.data.n_batch_val and not validation:
+        if instance.data.n_batch_val and not recorder.validation_sums()[0]:
             words.append("val_iter() has not called recorder.val_error(count, cost, error): nothing will be validated")
         step = "adjust_hyperp(0) runs"
         contract.called(instance.adjust_hyperp, 0)

@@ -9,11 +9,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import random
-import signal
 import sys
 import traceback
 from pathlib import Path
@@ -25,11 +23,11 @@ from synkhronos.launch import binding, program
 from synkhronos.launch.settings import Settings
 from synkhronos.processes import fork_bound
 from synkhronos.ranks import WorkerError, session
+from synkhronos.ranks.worker import end_with
 from synkhronos.rules import shared_memory
 from synkhronos.tasks import run
 from synkhronos.training.checkpoint import Checkpoint
 
-_PR_SET_PDEATHSIG = 1
 #: What the master leaves in the run's folder when it fails: the supervisor prints it last.
 FAILURE, PROCESSES = "failure.txt", "processes.json"
 
@@ -44,7 +42,7 @@ def main(folder: str, plan: dict[str, Any]) -> int:
         Of the supervisor: its process, the pipes of this host's ranks, that of other hosts, each rank's cores, and all
         cores.
     """
-    _end_with(plan["supervisor"])
+    end_with(plan["supervisor"], in_main_thread=True)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     settings = Settings.load(Path(folder) / "settings.json")
     try:
@@ -94,15 +92,7 @@ def _checkpoint(settings: Settings) -> str | None:
     """Return the checkpoint from which to go on."""
     if settings.resume != "latest":
         return settings.resume
-    return str(Checkpoint(Path(settings.folder) / "checkpoints").load().path)
-
-
-def _end_with(supervisor: int) -> None:
-    """Have the kernel end this process when the supervisor ends; and with this one end its workers."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != supervisor:
-        os._exit(1)
+    return str(Checkpoint(Path(settings.folder) / "checkpoints").paths()[-1])
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from synkhronos.data.rows import share
 from synkhronos.graphs import library_of
 from synkhronos.loading import Loader
 from synkhronos.training import updates
+from synkhronos.training.model import by_own_gradient
 
 
 def _count(data: Any) -> int:
@@ -132,11 +133,7 @@ class Model:
 
     def updates(self, loss: Any, params: list[Any], learning_rate: Any) -> Any:
         """Return what becomes of the parameters in a step: by default Nesterov's momentum."""
-        rule = updates.nesterov_momentum(loss, params, learning_rate=learning_rate)
-        gradient = rule.grad_updates[rule.grad_shared]
-        library = library_of(loss)
-        news = library.clone(list(rule.param_updates.values()), {rule.grad_shared: gradient})
-        return {shared: library.convert(shared, new) for shared, new in zip(rule.param_updates, news, strict=True)}
+        return by_own_gradient(updates.nesterov_momentum(loss, params, learning_rate=learning_rate))
 
     # -- the contract ----------------------------------------------------------------------------------------
 

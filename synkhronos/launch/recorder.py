@@ -39,8 +39,8 @@ class ClassRecorder:
     >>> recorder.end("calc")
     >>> recorder.train_error(1, 0.5, 0.1)
     >>> recorder.val_error(1, 0.25, 0.5, 0.125)
-    >>> recorder.validation()
-    {'cost': 0.25, 'error': 0.5, 'top5': 0.125}
+    >>> recorder.validation_sums()
+    (1, {'cost': 0.25, 'error': 0.5, 'top5': 0.125})
     """
 
     def __init__(self, rank: int, recorder: Recorder | Records | None = None, every: int = 40, rows: int = 1):
@@ -168,12 +168,6 @@ class ClassRecorder:
     def mean_loss(self) -> float | None:
         """Return the mean cost of the epoch, None if the class has noted none."""
         return self.loss / self._noted if self._noted else None
-
-    def validation(self) -> dict[str, float]:
-        """Return the means of what `val_error` has noted, and forget it."""
-        found = {name: value / self._val_rows for name, value in self._val.items()}
-        self._forget_validation()
-        return found
 
     def validation_sums(self) -> tuple[int, dict[str, float]]:
         """Return how many rows `val_error` was about, and the sums; and forget them."""

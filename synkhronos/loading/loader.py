@@ -132,37 +132,31 @@ class Loader:
         self._owner = os.getpid()
         #: Where the loaders go on by themselves, and the number of that unit.
         self._next: tuple[Plan, int] | None = None
+        #: The unit that was handed out last.
+        self._taken: int | None = None
         #: The loop over batches that may go on: the last that has begun.
         self._loop: object = None
         self._natural = self._dtypes = dtypes
         if vars is not None:
             self.cast_to(vars)
 
-    def __len__(self) -> int:
-        return self._count
-
     def __repr__(self) -> str:
-        rows = "" if isinstance(self.source, Stream) else f", {self._count:,} rows"
+        rows = "" if isinstance(self.source, Stream) else f", {len(self):,} rows"
         return f"<synkhronos.loading.Loader of {type(self.source).__name__}{rows}>"
 
-    @property
-    def _count(self) -> int:
+    def __len__(self) -> int:
         if isinstance(self.source, Stream):
             raise TypeError("the rows of an iterable are not known: expected a source with len() and [row]")
         return len(self.source)
 
     def _first_row(self) -> tuple[Any, ...]:
         """Read a row, which says what all are like."""
-        rows: Any = enumerate(iter(self.source)) if isinstance(self.source, Stream) else None
-        tries = _TRIES if self._skips and rows is None else 1
-        for number in range(tries if rows is not None else min(tries, self._count)):
+        is_stream = isinstance(self.source, Stream)
+        for number in range(min(_TRIES, len(self)) if self._skips and not is_stream else 1):
             try:
-                if rows is not None:
-                    row = next(rows, (0, None))[1]
-                    if row is None:
-                        raise ValueError("the iterable is empty")
-                else:
-                    row = self.source[number]
+                row = next(iter(self.source), None) if is_stream else self.source[number]
+                if is_stream and row is None:
+                    raise ValueError("the iterable is empty")
                 made = row if isinstance(row, tuple | list) else (row,)
                 if self.augment is not None:
                     made = self.augment(tuple(made), generator(0, 0, number))
@@ -283,22 +277,22 @@ class Loader:
             if at_least(value, name, 0) >= 1 << 63:
                 raise ValueError(f"{name}: expected less than 2**63, got {value}")
         if not isinstance(self.source, Stream):
-            if flag(whole, "whole") and unit * size > self._count:
+            if flag(whole, "whole") and unit * size > len(self):
                 raise ValueError(
-                    f"batch_size: expected at most the {self._count} rows of the source, got {size} x {unit}"
+                    f"batch_size: expected at most the {len(self)} rows of the source, got {size} x {unit}"
                 )
-            if row > self._count:
-                raise ValueError(f"row: expected at most the {self._count} rows of the source, got {row}")
+            if row > len(self):
+                raise ValueError(f"row: expected at most the {len(self)} rows of the source, got {row}")
         return Plan(int(epoch), int(row), int(seed), rank, size, int(flag(whole, "whole"))), unit
 
     def _batches(self, plan: Plan, layout: Layout, in_session: bool) -> Iterator[tuple[Any, Any]]:
         reader, unit = self._read(plan, layout, in_session)
         self._loop = loop = object()
         ring, together = reader.ring, plan.size * layout.unit
-        starts: Any = None if isinstance(self.source, Stream) else plan.starts(self._count, layout.unit)
+        starts: Any = None if isinstance(self.source, Stream) else plan.starts(len(self), layout.unit)
         place = plan.row + plan.rank * layout.unit
         while starts is None or place in starts:
-            self._next = None  # what fails, or is left, in the middle of a batch begins anew
+            self._next = None  # what fails begins anew
             began = time.perf_counter()
             try:
                 ring.wait(unit, (plan.epoch, place - plan.rank * layout.unit))
@@ -310,6 +304,12 @@ class Loader:
                 self.waited += time.perf_counter() - began
             length = ring.lengths[unit % layout.slots]
             rows = ring.rows(unit, length)
+            place += together
+            is_last = length < layout.unit if starts is None else place not in starts
+            following = plan.next() if is_last else plan._replace(row=place - plan.rank * layout.unit)
+            # Whoever goes on from there has the loaders read on, also without a look at the end of this loop.
+            self._taken, unit = unit, unit + 1
+            self._next = following, unit
             if len(rows):
                 found = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
                 yield found, [np.asarray(data) for data in reader.data]
@@ -318,11 +318,8 @@ class Loader:
                         "this loop over a loader's batches can't go on: another one has begun since, or the loader or "
                         "the ranks were closed"
                     )
-            ring.free(unit)
-            unit += 1
-            place += together
-            self._next = plan._replace(row=place - plan.rank * layout.unit), unit
-            if starts is None and length < layout.unit:
+            ring.free(unit - 1)
+            if starts is None and is_last:
                 break
         self._next = plan.next(), unit
 
@@ -341,7 +338,10 @@ class Loader:
             self._reader = _Reader(self._task(layout), in_session)
         if self._next is None or self._next[0] != plan:
             self._reader.begin(plan)
-            self._next = plan, 0
+            self._taken, self._next = None, (plan, 0)
+        elif self._taken is not None:
+            self._reader.ring.free(self._taken)
+            self._taken = None
         return self._reader, self._next[1]
 
     def _task(self, layout: Layout) -> Task:
@@ -354,12 +354,12 @@ class Loader:
         plan = Plan(epoch, row, seed)
         reader, unit = self._read(plan, Layout(takers, self.processes, slots, batch_size), True)
         self._next = None  # until all of it has been taken
-        return Feed(reader, unit, plan, self._count)
+        return Feed(reader, unit, plan, len(self))
 
     def passed(self, feed: Feed, row: int) -> None:
         """Note that all rows of a feed before a place have been taken, and freed."""
         unit, plan = feed.unit_at(row), feed.plan._replace(row=row)
-        self._next = (plan.next() if row == self._count else plan), unit
+        self._next = (plan.next() if row == len(self) else plan), unit
 
     def close(self) -> None:
         """End the loaders, and free their memory.  They start anew with the next batch."""

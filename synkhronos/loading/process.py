@@ -59,7 +59,7 @@ class Task:
     Attributes
     ----------
     source
-        A `Source` or a `Stream`.
+        What `source_of` returns.
     augment : callable or None
     shuffle : bool
     skip : bool

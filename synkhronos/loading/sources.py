@@ -6,8 +6,6 @@
     Pictures, a file each.
 `source_of`
     What a user passes, as a source.
-`Source`
-    What has ``len()`` and ``[row]``, which gives a tuple of arrays.
 `Arrays`, `Stream`
     Sources made of arrays, and of an iterable.
 `row_name`
@@ -21,7 +19,7 @@ import os
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -36,14 +34,6 @@ _PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".webp", "
 
 #: A file, or several one behind the other.
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-
-
-class Source(Protocol):
-    """What has rows: each is a tuple of arrays, whose shapes and dtypes are those of all other rows."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int) -> Any: ...
 
 
 class Rows:
@@ -445,7 +435,7 @@ class Stream:
 
 
 def source_of(value: Any) -> Any:
-    """Return what a user passes as a source, or as a `Stream`.
+    """Return what a user passes, as what has ``len()`` and ``[row]``, a tuple of arrays; or as a `Stream`.
 
     Raises
     ------

@@ -1,6 +1,6 @@
 """The rows of several steps, and which of these one launch can take.
 
-`rows_of_ranks`, `held_rows_of_ranks`
+`rows_of_ranks`, `sliceable_rows_of_ranks`
     The rows of each step on each rank: of data that are scattered, and of data that the ranks hold.
 `runs`
     Steps that one launch can take.
@@ -55,7 +55,7 @@ def rows_of_ranks(batches: Sequence[Any], length: int, size: int) -> list[StepRo
     return steps
 
 
-def held_rows_of_ranks(batches_s: Sequence[Any], size: int) -> list[StepRows]:
+def sliceable_rows_of_ranks(batches_s: Sequence[Any], size: int) -> list[StepRows]:
     """Return the rows of steps on data that the ranks hold; None for slices, whose lengths only the ranks know.
 
     Parameters
@@ -76,7 +76,7 @@ def held_rows_of_ranks(batches_s: Sequence[Any], size: int) -> list[StepRows]:
 
     Examples
     --------
-    >>> held_rows_of_ranks([[[0, 1], [5]], slice(0, 2)], 2)
+    >>> sliceable_rows_of_ranks([[[0, 1], [5]], slice(0, 2)], 2)
     [[array([0, 1]), array([5])], None]
     """
     steps: list[StepRows] = []

@@ -165,7 +165,7 @@ class Meter:
         """Return what was done."""
         return Outcome(self.loss, self.rows, self.steps, self.seconds, rate, self.first)
 
-    def settle(self, besides: int = 0) -> None:
+    def read_losses(self, besides: int = 0) -> None:
         """Read the losses, besides the last few."""
         ready = len(self._losses) - besides
         if ready > 0:
@@ -179,7 +179,7 @@ class Meter:
             steps, rows, loss, since, seconds = self._written[recorder.folder]
             if self.steps == steps or self.steps - steps < recorder.every and not last:
                 continue
-            self.settle()
+            self.read_losses()
             now = time.perf_counter()
             recorder.write_rank(
                 self._rank,
@@ -265,7 +265,7 @@ class _Loop:
         self.worker, self.plan, self.rule, self.state = worker, plan, rule, state
         self.step, self.rate, self.source = step, rate, source
         #: Rows that may still be read, by steps that have begun.
-        self.held: list[tuple[int, int]] = []
+        self.reading: list[tuple[int, int]] = []
         self.rate_now = 0.0
         kinds = worker.kept(plan.name).setdefault("kinds", set())
         self.meter = Meter(worker.number, plan, step.read, state.step, kinds)
@@ -328,9 +328,9 @@ class _Loop:
         for loss, some in zip(losses, rows, strict=True):
             self.meter.add([loss], len(some))
         if isinstance(self.source, Feed):
-            self.meter.settle(besides=len(losses))  # the launch before has read its rows, then
-            self.let_go(self.held)
-            self.held = places
+            self.meter.read_losses(besides=len(losses))  # the launch before has read its rows, then
+            self.let_go(self.reading)
+            self.reading = places
         self.spent("compute", began, waited, (len(rows), len(rows[0])))
 
     def wait_for(self, places: list[tuple[int, int]]) -> list[Any]:
@@ -348,9 +348,9 @@ class _Loop:
 
     def release(self) -> None:
         """Wait for the steps that have begun, and let the loaders have the memory of their rows."""
-        self.meter.settle()
-        self.let_go(self.held)
-        self.held = []
+        self.meter.read_losses()
+        self.let_go(self.reading)
+        self.reading = []
 
     def let_go(self, places: list[tuple[int, int]]) -> None:
         """Let the loaders have the memory of the rows between some places."""

@@ -2,6 +2,8 @@
 
 `Model`
     A loss, its inputs, and the rule that lowers it.
+`by_own_gradient`
+    A step of one rank by itself.
 `is_averaged`
     How slices' values for a variable are combined.
 `Rows`, `Rule`, `Updates`, `Batch`
@@ -47,8 +49,8 @@ class Model:
     x, y : list of variables
     x_is_list, y_is_list : bool
         Whether the user passed lists.
-    held : list of shared variables
-        That the data are in, if they are.
+    sliceable : list of shared variables
+        Those that the data are in, if they are in some.
     rule : RuleUpdates
     optimizer_state : list of shared variables
         What the rule keeps for itself.
@@ -62,7 +64,7 @@ class Model:
     y: list[Any]
     x_is_list: bool
     y_is_list: bool
-    held: list[Any]
+    sliceable: list[Any]
     rule: RuleUpdates
     optimizer_state: list[Any]
     extra_updates: list[tuple[Any, Any]]
@@ -93,7 +95,7 @@ class Model:
         xs, ys = _variables("x", x), _variables("y", y)
         if not xs:
             raise ValueError("x: expected at least one variable, got none")
-        held = _held(sliceable_shareds, [*xs, *ys])
+        sliceable = _sliceable(sliceable_shareds, [*xs, *ys])
         rule = update_rule(loss, params, weight=xs[0].shape[0], **rule_kwargs)
         if not isinstance(rule, tuple) or len(rule) != 3:
             raise TypeError(
@@ -104,7 +106,7 @@ class Model:
         lists = isinstance(x, list | tuple), isinstance(y, list | tuple)
         state = [shared for shared in rule.param_updates if not any(shared is p for p in params)]
         extra = _extra(extra_updates, rule)
-        return cls(loss, xs, ys, *lists, held, rule, state, extra, _sizes(params, rule))
+        return cls(loss, xs, ys, *lists, sliceable, rule, state, extra, _sizes(params, rule))
 
     def arrays(
         self,
@@ -114,11 +116,11 @@ class Model:
         batch_s: Any,
         names: tuple[str, str] = ("batch", "batch_s"),
     ) -> list[Any]:
-        """One array or Data object for each variable; none where the data are held.
+        """One array or Data object for each variable; none where the data are in shared variables.
 
         ``names`` are those by which the user knows ``batch`` and ``batch_s``.
         """
-        if self.held:
+        if self.sliceable:
             if x_data is not None or y_data is not None or batch is not None:
                 raise TypeError(f"the data are in sliceable_shareds: expected {names[1]} alone to say which rows")
             return []
@@ -138,11 +140,11 @@ class Model:
     ) -> tuple[list[Any], list[tuple[Any, Any]]]:
         """Return `arrays` for several steps, and ``batch`` and ``batch_s`` of each: one of these two is None."""
         arrays = self.arrays(x_data, y_data, batches, batches_s, ("batches", "batches_s"))
-        name, given = ("batches_s", batches_s) if self.held else ("batches", batches)
+        name, given = ("batches_s", batches_s) if self.sliceable else ("batches", batches)
         is_sequence = isinstance(given, np.ndarray) and given.ndim or isinstance(given, Sequence)
         if not is_sequence or isinstance(given, str | bytes):
             raise TypeError(f"{name}: expected a sequence with the rows of each step, got {given!r}")
-        return arrays, [(None, one) if self.held else (one, None) for one in given]
+        return arrays, [(None, one) if self.sliceable else (one, None) for one in given]
 
 
 def _variables(argument: str, value: Any) -> list[Any]:
@@ -158,18 +160,18 @@ def _variables(argument: str, value: Any) -> list[Any]:
     return variables
 
 
-def _held(shareds: Sequence[Any] | None, variables: list[Any]) -> list[Any]:
+def _sliceable(shareds: Sequence[Any] | None, variables: list[Any]) -> list[Any]:
     """Check that there is one shared variable for each input."""
     if shareds is None:
         return []
     if not isinstance(shareds, list | tuple):
         raise TypeError(f"sliceable_shareds: expected a list of shared variables, got {shareds!r}")
-    held = list(shareds)
-    if len(held) != len(variables):
+    found = list(shareds)
+    if len(found) != len(variables):
         raise ValueError(
-            f"sliceable_shareds: expected {len(variables)} shared variables, one for each of x and y, got {len(held)}"
+            f"sliceable_shareds: expected {len(variables)} shared variables, one for each of x and y, got {len(found)}"
         )
-    for shared, variable in zip(held, variables, strict=True):
+    for shared, variable in zip(found, variables, strict=True):
         if not hasattr(shared, "get_value"):
             raise TypeError(f"sliceable_shareds: expected shared variables, got {shared!r}")
         kinds = [(getattr(v.type, "dtype", None), getattr(v.type, "ndim", None)) for v in (shared, variable)]
@@ -177,7 +179,15 @@ def _held(shareds: Sequence[Any] | None, variables: list[Any]) -> list[Any]:
             raise TypeError(
                 f"sliceable_shareds: {shared.name!r} of {shared.type} can't stand for {variable!r} of {variable.type}"
             )
-    return held
+    return found
+
+
+def by_own_gradient(rule: RuleUpdates) -> dict[Any, Any]:
+    """Return what becomes of each shared variable in a step by the gradient that a rank computes itself."""
+    expression = rule.grad_updates[rule.grad_shared]
+    library = library_of(expression)
+    news = library.clone(list(rule.param_updates.values()), {rule.grad_shared: expression})
+    return {shared: library.convert(shared, new) for shared, new in zip(rule.param_updates, news, strict=True)}
 
 
 def is_averaged(shared: Any) -> bool:

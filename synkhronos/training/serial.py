@@ -81,9 +81,9 @@ class SerialTrainFunction:
         num_slices = at_least(num_slices, "num_slices", 1)
         arrays = self._model.arrays(x_data, y_data, batch, batch_s)
         data, chooser, chosen = "x_data, y_data", "batch", batch
-        if self._model.held:
+        if self._model.sliceable:
             data, chooser, chosen = "sliceable_shareds", "batch_s", batch_s
-            arrays = [shared.get_value(borrow=True) for shared in self._model.held]
+            arrays = [shared.get_value(borrow=True) for shared in self._model.sliceable]
             if isinstance(chosen, int | np.integer) or isinstance(chosen, np.ndarray) and chosen.dtype == bool:
                 raise TypeError(f"batch_s: expected a slice or a list of indexes, got {chosen!r}")
         arrays = [np.asarray(a) for a in arrays]

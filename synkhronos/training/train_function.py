@@ -22,7 +22,7 @@ from synkhronos.collectives.commands import GetShapes, Reduce
 from synkhronos.engines import Exchange
 from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
-from synkhronos.training.batches import StepRows, held_rows_of_ranks, rows_of_ranks, runs
+from synkhronos.training.batches import StepRows, rows_of_ranks, runs, sliceable_rows_of_ranks
 from synkhronos.training.model import Batch, Model, Rows, Rule, Updates, is_averaged
 from synkhronos.training.serial import SerialTrainFunction, make_train_function_serial
 from synkhronos.training.step import Step
@@ -55,15 +55,15 @@ class TrainFunction:
         grad_shared = model.rule.grad_shared
         inputs = [*model.x, *model.y]
         self.gradient = synk.function(
-            [] if model.held else inputs,
+            [] if model.sliceable else inputs,
             (model.loss, "mean"),
             # Slices may differ in their number of rows: their weighted gradients add up.
             updates=[
                 (grad_shared, expression, "sum"),
                 *((shared, new, "mean" if is_averaged(shared) else None) for shared, new in model.extra_updates),
             ],
-            givens=list(zip(inputs, model.held, strict=False)),
-            sliceable_shareds=model.held,
+            givens=list(zip(inputs, model.sliceable, strict=False)),
+            sliceable_shareds=model.sliceable,
             name="train_gradient",
         )
         self.update = synk.function([], updates=model.rule.param_updates, name="train_update")
@@ -114,7 +114,7 @@ class TrainFunction:
         Exact, to rounding, for any number of ranks, rows and slices.
         """
         arrays = self._model.arrays(x_data, y_data, batch, batch_s)
-        if not self._model.held and _count(batch, arrays) == 0:
+        if not self._model.sliceable and _count(batch, arrays) == 0:
             raise ValueError(f"batch: expected at least one row, got {batch!r}")
         return self._take(arrays, batch, batch_s, num_slices)[0]
 
@@ -191,8 +191,8 @@ class TrainFunction:
         arrays, steps = self._model.several(x_data, y_data, batches, batches_s)
         session, length = ranks.session(), _common_length(arrays)
         rows: Sequence[StepRows] = [None] * len(steps)
-        if self._model.held:
-            rows = held_rows_of_ranks([batch_s for _, batch_s in steps], session.size)
+        if self._model.sliceable:
+            rows = sliceable_rows_of_ranks([batch_s for _, batch_s in steps], session.size)
         elif length is not None:
             rows = rows_of_ranks([batch for batch, _ in steps], length, session.size)
         losses: list[Any] = []
@@ -215,7 +215,7 @@ class TrainFunction:
         if len(rows) == 1:
             return None
         by_rank = [np.concatenate(each) for each in zip(*filter(None, rows), strict=True)]
-        batch, batch_s = (None, by_rank) if self._model.held else (np.concatenate(by_rank), None)
+        batch, batch_s = (None, by_rank) if self._model.sliceable else (np.concatenate(by_rank), None)
         losses: list[Any] | None = self._take(arrays, batch, batch_s, 1, len(rows))
         return losses
 
@@ -227,7 +227,7 @@ class TrainFunction:
         if not longest:
             return 1  # what is no array has no shape
         most = self.gradient.most_at_once(np.dtype(self.grad_shared.type.dtype))
-        # Of held rows a launch takes those of one step after the other.
+        # Of shared variables' rows a launch takes those of one step after the other.
         row = sum(int(np.prod(np.shape(a)[1:])) * np.dtype(getattr(a, "dtype", float)).itemsize for a in arrays)
         return max(1, min(most, _BYTES // max(1, row * longest)))
 
@@ -260,7 +260,7 @@ class TrainFunction:
         chosen = gradient.chosen or (slice(None),) * n_ranks
         lengths = [0] * n_ranks
         if any(isinstance(one, slice) for one in chosen):  # of how many rows only the ranks know
-            layouts = session.run(GetShapes(mirrored(session, self._model.held)))
+            layouts = session.run(GetShapes(mirrored(session, self._model.sliceable)))
             lengths = [min(shape[0] for shape, _ in each) for each in layouts]
         counts = [
             len(range(length)[one]) if isinstance(one, slice) else one.shape[0]

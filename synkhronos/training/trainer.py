@@ -32,7 +32,7 @@ from synkhronos.rules.state import Vector
 from synkhronos.tasks import run
 from synkhronos.training import interval, schedules, storing
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError, Stored, load
-from synkhronos.training.model import Model, Rows, Updates, is_averaged
+from synkhronos.training.model import Model, Rows, Updates, by_own_gradient, is_averaged
 from synkhronos.training.model import Rule as UpdateRule
 from synkhronos.training.recorder import Recorder
 from synkhronos.training.schedules import Schedule, as_schedule
@@ -40,8 +40,6 @@ from synkhronos.training.train_function import TrainFunction
 from synkhronos.training.updates import nesterov_momentum
 
 _names = itertools.count()
-#: Steps of BSP that are sent to the ranks at once.
-_AT_ONCE = 64
 
 
 @dataclass
@@ -250,7 +248,7 @@ class Trainer:
             raise ValueError("patience: expected validation data, valid=..., by which to stop")
         if isinstance(valid, Loader):
             valid.cast_to([*self._model.x, *self._model.y])
-        held = valid if valid is None or isinstance(valid, Loader) else self._data(valid[0], valid[1], "valid")
+        valid_data = valid if valid is None or isinstance(valid, Loader) else self._data(valid[0], valid[1], "valid")
         recorders = list(recorder) if isinstance(recorder, list | tuple) else [] if recorder is None else [recorder]
         for one in recorders:
             if not hasattr(one, "write"):
@@ -259,7 +257,7 @@ class Trainer:
             raise ValueError("resume: expected a path, or checkpoint=... whose latest is meant")
         return self._epochs(
             _Course(data, count, int(batch_size), int(epochs), int(seed), every, progress, loader),
-            held,
+            valid_data,
             patience,
             recorders,
             checkpoint,
@@ -379,7 +377,7 @@ class Trainer:
         while place < plan.last:
             starts = [place]
             rate = plan.rate(place)
-            while len(starts) < min(_AT_ONCE, source.most) and starts[-1] + 2 * whole <= plan.last:
+            while len(starts) < source.most and starts[-1] + 2 * whole <= plan.last:
                 if plan.rate(starts[-1] + whole) != rate:
                     break
                 starts.append(starts[-1] + whole)
@@ -392,7 +390,7 @@ class Trainer:
             if batches:  # else all of their rows were left out
                 for loss, rows in zip(self._together.steps(x, y, batches=batches), batches, strict=True):
                     meter.add([loss], len(rows))
-                meter.settle()
+                meter.read_losses()
                 meter.spent("compute", time.perf_counter() - began, (len(batches), len(batches[0])))
             for each in places:
                 source.free(*each)
@@ -422,6 +420,8 @@ class Trainer:
             length = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
             totals += np.array([float(value) for value in values]) * length
             count += length
+        if not count:
+            raise LoadError("none of the rows of the validation data could be read")
         return dict(zip(self._validate, (totals / count).tolist(), strict=True))
 
     # -- beginning, and going on -----------------------------------------------------------------------------
@@ -589,12 +589,7 @@ class _Course:
 
 def _local_step(model: Model) -> synk.Function:
     """Return a function that takes a step on a rank by itself: gradient and update in one."""
-    library = library_of(model.loss)
-    expression = model.rule.grad_updates[model.rule.grad_shared]
-    targets = list(model.rule.param_updates)
-    news = library.clone(list(model.rule.param_updates.values()), {model.rule.grad_shared: expression})
-    news = [library.convert(shared, new) for shared, new in zip(targets, news, strict=True)]
-    updates = [*zip(targets, news, strict=True), *model.extra_updates]
+    updates = [*by_own_gradient(model.rule).items(), *model.extra_updates]
     return synk.function(
         [*model.x, *model.y],
         [(model.loss, "mean")],
