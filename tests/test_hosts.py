@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import synkhronos as synk
+from synkhronos.hosts.agent import Agent
 from synkhronos.hosts.contents import PAGE, Contents, Rows, pages_of, put_pages, take_pages
 from synkhronos.hosts.names import hosts_of
 from synkhronos.hosts.pipes import FRAMES, Layout, frame_for
@@ -206,6 +207,27 @@ def test_other_hosts_have_what_they_read(data):
             for r in rows:
                 assert np.array_equal(host[1][r * row : (r + 1) * row], memory[1][r * row : (r + 1) * row])
         assert contents.lacking(needed) == [{}, {}]  # nothing goes twice
+
+
+def test_an_agent_that_sends_for_long_hears_the_others_before_it_judges():
+    class Sending:
+        """Mail of which three looks are needed until it has gone, and to which another host speaks all the time."""
+
+        looks = 3
+        heard = {1: 0.0}
+
+        def hear(self, most):
+            self.heard[1] = time.monotonic()
+
+        def is_sending(self, most):
+            self.looks -= 1
+            return self.looks > 0
+
+    agent = object.__new__(Agent)
+    agent._mail, silences = Sending(), []
+    agent._beat = lambda now: silences.append(now - agent._mail.heard[1])
+    agent._go_on(16)
+    assert len(silences) == 3 and max(silences) < 60, silences
 
 
 def test_the_pages_of_a_long_run_are_known_at_once():

@@ -59,6 +59,8 @@ from synkhronos.ranks.workers import Workers
 _LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDRA_")
 #: Messages on their way, at most, where they may be long.
 _UNDER_WAY = 16
+#: Messages that an agent takes in while it can't look at them: beats, for minutes.
+_WHILE_BUSY = 10_000
 #: Bytes of pages in one message, at most.
 _PART = 1 << 22
 #: Seconds between two beats, and between two looks at the workers' lives.
@@ -84,6 +86,11 @@ class Mail:
     Parameters
     ----------
     world : mpi4py.MPI.Comm
+
+    Attributes
+    ----------
+    heard : dict of int to float
+        When a message of each other host came last, by the monotonic clock.
     """
 
     def __init__(self, mpi: Any, world: Any):
@@ -92,6 +99,7 @@ class Mail:
         self._sending: list[Any] = []
         self._coming: list[deque[tuple[Any, bytearray]]] = [deque() for _ in range(self.size)]
         self._status = mpi.Status()
+        self.heard = dict.fromkeys(self.others, time.monotonic() + _FIRST_BEAT)
 
     @property
     def others(self) -> list[int]:
@@ -120,15 +128,20 @@ class Mail:
         """Yield what has come: from which host, the kind, the content; from each host in the order it was sent."""
         if self._sending:
             self._sending = [each for each in self._sending if not each[0].Test()]
-        status = self._status
-        while sum(map(len, self._coming)) < _UNDER_WAY and self._world.Iprobe(self._mpi.ANY_SOURCE, 0, status):
-            source = status.source
-            room = bytearray(status.Get_count(self._mpi.BYTE))
-            self._coming[source].append((self._world.Irecv([room, self._mpi.BYTE], source, 0), room))
+        self.hear(_UNDER_WAY)
         for source, waiting in enumerate(self._coming):
             while waiting and waiting[0][0].Test():
                 kind, what = pickle.loads(waiting.popleft()[1])
                 yield source, kind, what
+
+    def hear(self, most: int) -> None:
+        """Take in what has come, without a look at it: so many messages at most."""
+        status = self._status
+        while sum(map(len, self._coming)) < most and self._world.Iprobe(self._mpi.ANY_SOURCE, 0, status):
+            source = status.source
+            room = bytearray(status.Get_count(self._mpi.BYTE))
+            self._coming[source].append((self._world.Irecv([room, self._mpi.BYTE], source, 0), room))
+            self.heard[source] = time.monotonic()
 
 
 class Frames:
@@ -266,7 +279,6 @@ class Agent:
         self._bridge: Bridge | None = None
         self._early: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         # The others start their workers before they say anything.
-        self._heard = dict.fromkeys(self._mail.others, time.monotonic() + _FIRST_BEAT)
         self._next_beat = self._next_look = 0.0
         self._deadline = 0.0
         self._is_told = self._is_ending = False
@@ -289,7 +301,6 @@ class Agent:
         while not self._is_over():
             news = self._look_here()
             for source, kind, what in self._mail.come():
-                self._heard[source] = time.monotonic()
                 self._takes[kind](source, *what)
                 news |= kind != BEAT
             if self._frames.move():
@@ -380,9 +391,11 @@ class Agent:
 
     def _go_on(self, most: int = 1 << 30) -> None:
         """Beat in the middle of long work, and wait until at most so many messages are on their way."""
-        self._beat(time.monotonic())
-        while self._mail.is_sending(most):
+        while True:
+            self._mail.hear(_WHILE_BUSY)
             self._beat(time.monotonic())
+            if not self._mail.is_sending(most):
+                return
             time.sleep(_SHORT)
 
     def _show(self, step: int) -> None:
@@ -445,7 +458,7 @@ class Agent:
             return
         timeout = self._config["timeout"]
         for host in self._mail.others if self._is_first else [0]:
-            if now - self._heard[host] > timeout:
+            if now - self._mail.heard[host] > timeout:
                 if not self._is_first:
                     if not self._config["launched"] and os.getppid() > 1:
                         with contextlib.suppress(OSError):
