@@ -38,7 +38,7 @@ class Hosts:
     def __enter__(self):
         if not self._is_sound:
             self.end()
-            self._tree = Tree(list("abcdefg"))  # one dies in each place
+            self._tree = Tree(list("abcdefgh"))  # one dies in each place, and one lives
             self.other = "b"
         self._is_sound = False
         return self._tree
