@@ -151,6 +151,8 @@ def test_hosts_that_nobody_knows(monkeypatch, tmp_path):
 def test_what_mpirun_says_tells_which_host_is_lost():
     known_as = [("a", "node-a"), ("b", "node-b"), ("c", "node-c")]
     assert _lost("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 9", known_as) == [1]
+    assert _lost("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 11\n=   CLEANING", known_as) == [0, 2]
+    assert _lost("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 110", known_as) == [1]
     assert _lost("HNP daemon   : [p@0,0] on node a\n  Remote daemon: [p@0,1] on node b", known_as) == [1]
     assert _lost("process rank 1 with PID 28 on\nnode c exited on\nsignal 9 (Killed)", known_as) == [2]
     assert _lost("[b:00000] *** An error occurred in Socket closed", known_as) == [0, 2]
