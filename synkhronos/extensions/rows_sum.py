@@ -251,11 +251,10 @@ class RowsSum:
         self._session = None
         _ = self._value_function  # or the ranks would not know the variables
         synk.scatter(self._held, now)
+        self._num_slices = 1
         if session.rank.device is HOST:  # a GPU works best on all rows at once
             nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in now)
             self._num_slices = min(max(1, nbytes // (session.rank.size * _BLOCK)), len(now[0]))
-        else:
-            self._num_slices = 1
         self._shared_out, self._session = now, weakref.ref(session)
 
     def _running_session(self) -> Any:

@@ -43,7 +43,7 @@ import numpy as np
 
 from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts.contents import PAGE, Contents, pages_of, put_pages, take_pages
-from synkhronos.hosts.locks import Locks
+from synkhronos.hosts.locks import PIECE, UNDER_WAY, Locks
 from synkhronos.hosts.names import host_and_ranks, host_of, ranks_of
 from synkhronos.hosts.pipes import COUNT_BITS, DOWN_IN, DOWN_OUT, FRAMES, NEWS, UP_IN, UP_OUT, Layout
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, FOR_STEP, FOR_TASK, SLOT, SPIN, Control
@@ -57,12 +57,8 @@ from synkhronos.ranks.workers import Workers
 
 #: What begins the names of the variables by which launchers tell a process of MPI who it is.
 _LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDRA_")
-#: Messages on their way, at most, where they may be long.
-_UNDER_WAY = 16
 #: Messages that an agent takes in while it can't look at them: beats, for minutes.
 _WHILE_BUSY = 10_000
-#: Bytes of pages in one message, at most.
-_PART = 1 << 22
 #: Seconds between two beats, and between two looks at the workers' lives.
 _BEAT, _LOOK = 0.2, 0.02
 #: Seconds that a host may take to its first beat, besides the time after which it is lost.
@@ -128,7 +124,7 @@ class Mail:
         """Yield what has come: from which host, the kind, the content; from each host in the order it was sent."""
         if self._sending:
             self._sending = [each for each in self._sending if not each[0].Test()]
-        self.hear(_UNDER_WAY)
+        self.hear(UNDER_WAY)
         for source, waiting in enumerate(self._coming):
             while waiting and waiting[0][0].Test():
                 kind, what = pickle.loads(waiting.popleft()[1])
@@ -375,12 +371,12 @@ class Agent:
         lacking = self._contents.lacking([pages_of(of_host, memory) for of_host in reads])
         for host, of_host in zip(mail.others, lacking, strict=True):
             for key, pages in of_host.items():
-                for at in range(0, len(pages), _PART // PAGE):
-                    part = pages[at : at + _PART // PAGE]
+                for at in range(0, len(pages), PIECE // PAGE):
+                    part = pages[at : at + PIECE // PAGE]
                     content = take_pages(memory[key], part)
                     words[Control.SENT] += content.size
                     mail.send(host, PAGES, key, part, content)
-                    self._go_on(_UNDER_WAY)
+                    self._go_on(UNDER_WAY)
             mail.send(host, POST, self._posted, message, task)
             if dropped:
                 mail.send(host, DROP, dropped)

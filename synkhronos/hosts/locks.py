@@ -30,10 +30,10 @@ from synkhronos.ranks.control import FOR_TASK, Control
 from synkhronos.ranks.segments import Segment
 from synkhronos.ranks.task import GIVE, READ, TAKE, WRITE, Bridge, Span
 
-#: Bytes of a part: small enough that other messages don't wait for long behind it.
-_PART = 1 << 22
+#: Bytes of a piece of content or pages, at most: few enough that other messages don't wait for long behind it.
+PIECE = 1 << 22
 #: Messages that an agent has under way, at most, when it sends another part.
-_UNDER_WAY = 16
+UNDER_WAY = 16
 
 
 class Locks:
@@ -89,7 +89,7 @@ class Locks:
                 news = True
             for lock, line in self._lines.items():
                 news |= bool(line) and self._grant(self._bridge, lock, line)
-        while self._going and not self._mail.is_sending(_UNDER_WAY):
+        while self._going and not self._mail.is_sending(UNDER_WAY):
             one = self._going.popleft()
             if next(one, self) is not self:
                 self._going.append(one)  # each a part in turn
@@ -151,8 +151,8 @@ class Locks:
         """Send rows to another host, a part at a time, and then a message."""
         for key, start, nbytes in spans:
             memory = memoryview(self._segments[key].buffer)
-            for at in range(start, start + nbytes, _PART):
-                part = memory[at : min(at + _PART, start + nbytes)]
+            for at in range(start, start + nbytes, PIECE):
+                part = memory[at : min(at + PIECE, start + nbytes)]
                 self._mail.send(to, self._content, self._number, key, at, len(part))
                 self._mail.send_bytes(to, part)
                 if self._mail.me == 0:

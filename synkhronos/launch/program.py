@@ -348,7 +348,7 @@ class _Run:
         if worker.number == 0:
             for file in self.folder.glob("*.jsonl"):
                 past = meta["epochs"] + (file.stem == "reports")  # which counts the epochs that are done
-                cut(file, lambda line: line.get("epoch", past) < past)  # noqa: B023
+                cut(file, lambda line: line.get("epoch", past) < past)  # noqa: B023 - used at once
         worker.barrier("all go on from the checkpoint")
         return int(meta["epochs"])
 

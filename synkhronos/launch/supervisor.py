@@ -50,7 +50,7 @@ def prepare(settings: Settings, command: list[str]) -> IO[str]:
     """Make a run's folder, with its settings, and what it runs with; return a file that locks it while it is open."""
     folder = Path(settings.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    lock = open(folder / "run.json", "a")  # noqa: SIM115
+    lock = open(folder / "run.json", "a")  # noqa: SIM115 - open as long as the run lasts
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -13,41 +13,41 @@ CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP = 1, 2
 _locked = {}
 
 
-def cuMemcpyAsync(target, source, nbytes, stream):  # noqa: D103, N802
+def cuMemcpyAsync(target, source, nbytes, stream):  # noqa: N802 - CUDA's name
     ctypes.memmove(target, source, nbytes)
     return (0,)
 
 
-def cuStreamQuery(stream):  # noqa: D103, N802
+def cuStreamQuery(stream):  # noqa: N802 - CUDA's name
     return (600 if wire.is_busy() else 0,)
 
 
-def cuStreamSynchronize(stream):  # noqa: D103, N802
+def cuStreamSynchronize(stream):  # noqa: N802 - CUDA's name
     return (0,)
 
 
-def cuStreamWaitEvent(stream, event, flags):  # noqa: D103, N802
+def cuStreamWaitEvent(stream, event, flags):  # noqa: N802 - CUDA's name
     return (0,)
 
 
-def cuEventCreate(flags):  # noqa: D103, N802
+def cuEventCreate(flags):  # noqa: N802 - CUDA's name
     return 0, object()
 
 
-def cuEventRecord(event, stream):  # noqa: D103, N802
+def cuEventRecord(event, stream):  # noqa: N802 - CUDA's name
     return (0,)
 
 
-def cuMemHostRegister(address, nbytes, flags):  # noqa: D103, N802
+def cuMemHostRegister(address, nbytes, flags):  # noqa: N802 - CUDA's name
     if address in _locked:
         return (712,)
     _locked[address] = nbytes
     return (0,)
 
 
-def cuMemHostUnregister(address):  # noqa: D103, N802
+def cuMemHostUnregister(address):  # noqa: N802 - CUDA's name
     return (0 if _locked.pop(address, None) else 713,)
 
 
-def cuGetErrorName(error):  # noqa: D103, N802
+def cuGetErrorName(error):  # noqa: N802 - CUDA's name
     return 0, f"error {error}".encode()
