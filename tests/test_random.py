@@ -1,6 +1,8 @@
 """Random numbers: each rank draws from its own stream, and the master from the serial program's."""
 
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -355,3 +357,20 @@ else:
         def test_many_ranks_jumps_stay_within_the_period(self, ours):
             # About 2**185, and a stream of each random variable takes 2**134 of them.
             assert 1024 * ours._MRG_JUMP < 2**184 and ours._MRG_JUMP > 2**134 * 2**30
+
+
+@pytest.mark.skipif(NAME != "pytensor" or XLA, reason="Theano has no JAX mode")
+def test_streams_need_no_jax():
+    """The README's first command, in an environment as it makes it."""
+    program = (
+        "import sys; sys.modules['jax'] = None\n"
+        "import numpy as np, pytensor, synkhronos as synk\n"
+        "rng = pytensor.shared(np.random.default_rng(1))\n"
+        "synk.fork(2, use_gpu=False)\n"
+        "following, draws = rng.normal(size=(3,))\n"
+        "f = synk.function([], (draws, 'gather'), updates=[(rng, following)])\n"
+        "print(len(f()))\n"
+        "synk.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "6\n", done.stderr

@@ -129,10 +129,10 @@ def stream_of(container: Any, generator: np.random.Generator) -> np.random.Gener
 
 def set_stream_of(container: Any) -> None:
     """Have functions draw from the generator that was put into a container, if some draw from it already."""
-    from pytensor.link.jax.dispatch import jax_typify
-
     known = _streams.get(container)
     if known is not None:
+        from pytensor.link.jax.dispatch import jax_typify  # JAX is there if such functions are, and need not be else
+
         generator = container.storage[0]
         known[1][0] = np.array(jax_typify(generator)[_KEY])
         _streams[container] = generator, known[1]
