@@ -157,6 +157,25 @@ def test_each_host_has_its_own_rows(hosts):
 
 
 @needs_mpi
+@pytest.mark.parametrize("hosts", [["a:4"], ["a:2", "b:2"], ["a:3", "b:1"]], ids="+".join)
+def test_programs_get_rows_of_their_own_host(hosts):
+    assert run(hosts, "parts_tasks") == "right 4\n"
+
+
+@needs_mpi
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("counts", ["2+2", "3+1"])
+def test_the_trainer_takes_each_host_s_own_rows(counts):
+    pytest.importorskip("safetensors")
+    of_one = run(["a:4"], "parts_trainer", counts)
+    assert of_one
+    assert (
+        run([f"{name}:{count}" for name, count in zip("ab", counts.split("+"), strict=True)], "parts_trainer", counts)
+        == of_one
+    )
+
+
+@needs_mpi
 @pytest.mark.any_library
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts share /dev/shm")
 def test_memory_is_needed_for_own_rows_alone():

@@ -4,8 +4,8 @@
     An array whose rows lie where the ranks are that compute on them.
 `data_parts`
     Makes one.
-`batches`
-    Shuffled rows, each on the host that needs it.
+`batches`, `in_order`
+    Shuffled rows, and all rows, each on the host that needs it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class PartsData(FixedData):
     here : range
         The rows that this host has: all, where there is one host.
     """
+
+    is_sent = False
 
     def __init__(self, load: Callable[[int, int], npt.ArrayLike], length: int, name: str | None = None):
         session = ranks.session()
@@ -125,7 +127,7 @@ def data_parts(load: Callable[[int, int], npt.ArrayLike], length: int, name: str
     -------
     PartsData
         A `Data` object that can't be changed.  On several hosts a call may use the rows of each rank's own host only:
-        all rows, or what `PartsData.batches` yields; `scatter` works too.  On one host any rows.
+        all rows, or what `PartsData.batches` yields; `scatter` works too, and trainers.  On one host any rows.
 
     Raises
     ------
@@ -176,6 +178,19 @@ def batches(length: int, size: int, by_host: Sequence[range], seed: Any = None) 
     each = [len(_rows_of(size, n_ranks, of_host)) for of_host in by_host]
     for k in range(min(len(order) // count for order, count in zip(orders, each, strict=True))):
         yield np.concatenate([order[k * count :][:count] for order, count in zip(orders, each, strict=True)])
+
+
+def in_order(length: int, size: int, n_ranks: int) -> Iterator[np.ndarray]:
+    """Yield all rows once, about ``size`` at a time, of which each rank's share is of the rows that it has loaded.
+
+    Examples
+    --------
+    >>> [rows.tolist() for rows in in_order(8, 4, 2)]
+    [[0, 1, 4, 5], [2, 3, 6, 7]]
+    """
+    shares, each = [np.arange(length)[share(length, n_ranks, r)] for r in range(n_ranks)], -(-size // n_ranks)
+    for start in range(0, len(shares[0]), each):  # the first have one more at most, as in the shares of a batch
+        yield np.concatenate([rows[start : start + each] for rows in shares])
 
 
 def _rows_of(length: int, size: int, some: range) -> range:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from synkhronos.data.rows import select
+from synkhronos.data.rows import highest, lowest, select
 from synkhronos.devices import HOST, JAX, Device, Selection, take
 from synkhronos.engines import Runner
 from synkhronos.function.program import PLAIN, Program
@@ -30,30 +30,38 @@ class LocalRows:
 
     Attributes
     ----------
-    array : ndarray
-        All of it: the memory itself, which all ranks may read and write.
+    here : range
+        The rows of the whole array that this rank's host has: all, but of `synkhronos.data_parts` on several hosts.
     """
 
     def __init__(self, rank: Rank, where: SharedArray, rows: Selection | None = None):
         self._rank = rank
         self.where = where
         self.selected = rows
-        self.array = where.view(rank.segments)
+        self._array = where.view(rank.segments)
+        held = where.held(rank.size, rank.control.here)
+        self.here = range(*self._array.shape[:1] or (0,)) if held is None else held
+
+    @property
+    def array(self) -> np.ndarray:
+        """All of it: the memory itself, which all ranks may read and write."""
+        self._check_here(None)
+        return self._array
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the rows."""
-        return self.array.shape if self.selected is None else (len(self.selected), *self.array.shape[1:])
+        return self._array.shape if self.selected is None else (len(self.selected), *self._array.shape[1:])
 
     @property
     def dtype(self) -> np.dtype:
         """The dtype."""
-        return self.array.dtype
+        return self._array.dtype
 
     @property
     def ndim(self) -> int:
         """The number of dimensions."""
-        return self.array.ndim
+        return self._array.ndim
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -65,24 +73,43 @@ class LocalRows:
             rows = range(start, stop, known.step * rows.step)
         elif known is not None:
             rows = np.asarray(known)[np.asarray(rows)]
+        self._check_here(rows)
         return LocalRows(self._rank, self.where, rows)
+
+    def _check_here(self, rows: Selection | None) -> None:
+        """Refuse rows that another host has loaded for itself."""
+        here = self.here
+        if self.ndim and len(here) < len(self._array):
+            rows = range(len(self._array)) if rows is None else rows
+            if len(rows) and not (lowest(rows) >= here.start and highest(rows) < here.stop):
+                raise IndexError(
+                    f"rows {lowest(rows):,} to {highest(rows):,} are not all here: of the {len(self._array):,} that "
+                    f"data_parts has loaded, rank {self._rank.number}'s host has {here.start:,} to {here.stop - 1:,} "
+                    "(rows.here)"
+                )
 
     @property
     def span(self) -> Span:
         """Where the rows lie, if they are one after the other: for `Lock.read` and `Lock.write`."""
         rows, key = self.selected, self.where.key
         if rows is None:
-            return key, self.where.offset, self.array.nbytes
+            return key, self.where.offset, self._array.nbytes
         if not isinstance(rows, range) or rows.step != 1:
             raise ValueError("rows: expected rows that lie one after the other, such as rows[3:5]")
         if self._rank.segments[key].is_file:
             raise ValueError("rows: expected rows in memory that ranks write, got rows of a file")
-        each = self.array[0].nbytes if len(self.array) else 0
+        each = self._array[0].nbytes if len(self._array) else 0
         return key, self.where.offset + rows.start * each, len(rows) * each
 
     def on(self, device: Device) -> Any:
         """Return the rows as a new array of a device's."""
-        return device.load(self._rank, self.where, self.selected)
+        return device.load(self._rank, self.where, self.checked())
+
+    def checked(self) -> Selection | None:
+        """Return which rows these are, all of them here; None for the whole array."""
+        if self.selected is None:
+            self._check_here(None)
+        return self.selected
 
     def write(self, value: Any) -> None:
         """Give all of the memory the values of an array, of whatever device: of a GPU at the bus' full speed."""
@@ -92,7 +119,7 @@ class LocalRows:
             self.array[...] = np.asarray(value)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        array = self.array if self.selected is None else take(self.array, self.selected)
+        array = self.array if self.selected is None else take(self._array, self.selected)
         return np.array(array, dtype) if copy or dtype is not None else array
 
     def __repr__(self) -> str:
@@ -162,7 +189,7 @@ class LocalFunction:
         for position, (entry, device, value) in enumerate(zip(program.inputs, devices, inputs, strict=True)):
             kind = entry.variable.type
             if isinstance(value, LocalRows) and value.dtype == kind.dtype and value.ndim == kind.ndim:
-                taken = device.input(self._rank, program.buffers, position, value.where, value.selected, entry.mutable)
+                taken = device.input(self._rank, program.buffers, position, value.where, value.checked(), entry.mutable)
             else:
                 taken = program.library.filter(entry, np.asarray(value) if isinstance(value, LocalRows) else value)
                 taken = taken if device is HOST else device.from_host(taken)

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class Plan:
     recorders : list of Recorder
     bar : bool
         Whether the master shows how far it is.
+    pools : list of range
+        The ranks among which rows are divided: all, or those of each host where hosts have rows of their own.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Plan:
     schedule: Schedule
     recorders: list[Recorder]
     bar: bool
+    pools: list[range]
 
     def rate(self, place: int) -> float:
         """Return the learning rate at a place in the epoch."""
@@ -224,7 +228,7 @@ def train(
     source : InOrder or Feed
         What rows are taken from.
     taken : LocalRows
-        How many rows ranks have taken, where each takes batches as it comes for them.
+        How many batches each pool's ranks have taken, where each takes them as it comes for them.
     shared : dict of str to LocalRows
         The rule's memory.
     """
@@ -269,7 +273,7 @@ class _Loop:
         self.rate_now = 0.0
         kinds = worker.kept(plan.name).setdefault("kinds", set())
         self.meter = Meter(worker.number, plan, step.read, state.step, kinds)
-        row = sum(each.array.nbytes // max(1, len(each)) for each in source.data)
+        row = sum(math.prod(each.shape[1:]) * each.dtype.itemsize for each in source.data)
         self.most = max(1, min(source.most, step.most_at_once, _BYTES // max(1, row * plan.batch)))
         if isinstance(source, Feed):
             source.open(worker.number)
@@ -291,24 +295,27 @@ class _Loop:
 
     def at_own_pace(self, taken: LocalRows, bar: _Bar) -> None:
         """Go through the rows with all ranks, each taking the next batches when it is ready."""
-        plan = self.plan
+        plan, n = self.plan, self.worker.size
+        pool = next(pool for pool in plan.pools if self.worker.number in pool)
         while True:
             left = self.rule.left(self.state)
-            batches = min(left, self.most)
             began, waited = time.perf_counter(), self.worker.waited
-            with self.worker.lock(self.worker.size + 1) as lock:
+            with self.worker.lock(n + 1) as lock:
                 lock.read(taken)
-                place = plan.first + int(taken.array[0])
-                batches = max(1, min(batches, (plan.last - place) // plan.batch))
-                taken.array[0] += batches * plan.batch
+                first = int(taken.array[pool.start])
+                batches = range(first, first + min(left, self.most))
+                # Of each n batches in a row the pool has those in its ranks' places: all, where there is one pool.
+                starts = [plan.first + (k // len(pool) * n + pool[k % len(pool)]) * plan.batch for k in batches]
+                starts = [start for start in starts if start + plan.batch <= plan.last] or starts[:1]
+                taken.array[pool.start] += len(starts)
                 lock.write(taken)
             self.spent("load", began, waited)
-            if place >= plan.last:
+            if starts[0] >= plan.last:
                 break
-            self.take([place + k * plan.batch for k in range(batches)], place)
-            self.stepped(batches, left)
-            self.meter.write(min(plan.last, place + batches * plan.batch), self.rate_now)
-            bar.to(plan.first + int(taken.array[0]))
+            self.take(starts, starts[0])
+            self.stepped(len(starts), left)
+            self.meter.write(min(plan.last, starts[-1] + plan.batch), self.rate_now)
+            bar.to(min(plan.last, plan.first + int(taken.array.sum()) * plan.batch))
 
     def take(self, starts: list[int], place: int) -> None:
         """Take a step on the batch that starts at each of some places, in one launch where that can be."""

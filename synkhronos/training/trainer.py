@@ -23,6 +23,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.checks import at_least
 from synkhronos.data import Data
+from synkhronos.data.parts import PartsData, batches, in_order
 from synkhronos.graphs import library_of
 from synkhronos.loading import Loader, LoadError
 from synkhronos.loading.loader import Feed
@@ -194,14 +195,17 @@ class Trainer:
         Parameters
         ----------
         x_data, y_data : Data or array_like, or list of these
-            One for each variable of `x` and of `y`.  Or a `synkhronos.loading.Loader` whose rows have an array for each
-            of all these variables; ``y_data`` is None then.
+            One for each variable of `x` and of `y`.  Of `synkhronos.data_parts` each rank takes rows of its own host,
+            in the order of `PartsData.batches`; an epoch leaves out those that make no whole step of all ranks.
+            Or a `synkhronos.loading.Loader` whose rows have an array for each of all these variables; ``y_data`` is
+            None then.
         batch_size : int
             The rows of a rank's step: all ranks together take as many times more.
         epochs : int
             How often to go through the data, all in all.
         seed : int
-            Of the order of rows, which differs from epoch to epoch, and does not depend on the number of ranks.
+            Of the order of rows, which differs from epoch to epoch, and does not depend on the number of ranks; of
+            `synkhronos.data_parts` it depends on how many ranks each host has.
         valid : pair, or Loader, optional
             Inputs and targets on which to compute `validate` at each report.
         every : int, optional
@@ -256,7 +260,7 @@ class Trainer:
         if resume is not None and checkpoint is None and resume == "latest":
             raise ValueError("resume: expected a path, or checkpoint=... whose latest is meant")
         return self._epochs(
-            _Course(data, count, int(batch_size), int(epochs), int(seed), every, progress, loader),
+            _Course(data, count, int(batch_size), int(epochs), int(seed), every, progress, loader, _pools(data)),
             valid_data,
             patience,
             recorders,
@@ -325,13 +329,22 @@ class Trainer:
         source = course.source(epoch, first, self._together is not None)
         of_ranks = [one for one in recorders if isinstance(one, Recorder)]
         plan = interval.Plan(
-            self._name, first, last, course.batch, epoch, course.count, self.schedule, of_ranks, course.progress
+            self._name,
+            first,
+            last,
+            course.batch,
+            epoch,
+            course.count,
+            self.schedule,
+            of_ranks,
+            course.progress,
+            course.pools or [range(ranks.session().size)],
         )
         session = ranks.session()
         if self._together is not None:
             outcomes = [self._train_together(course, plan, source)]
         else:
-            course.taken[0] = 0
+            course.taken[...] = 0
             outcomes = run(
                 interval.train,
                 plan,
@@ -384,14 +397,14 @@ class Trainer:
             self._set_rate(rate)
             began = time.perf_counter()
             places = [(start, min(start + whole, plan.last)) for start in starts]
-            batches = [rows for rows in (source.rows(*each) for each in places) if len(rows)]
+            of_steps = [rows for rows in (source.rows(*each) for each in places) if len(rows)]
             meter.spent("load", time.perf_counter() - began)
             began = time.perf_counter()
-            if batches:  # else all of their rows were left out
-                for loss, rows in zip(self._together.steps(x, y, batches=batches), batches, strict=True):
+            if of_steps:  # else all of their rows were left out
+                for loss, rows in zip(self._together.steps(x, y, batches=of_steps), of_steps, strict=True):
                     meter.add([loss], len(rows))
                 meter.read_losses()
-                meter.spent("compute", time.perf_counter() - began, (len(batches), len(batches[0])))
+                meter.spent("compute", time.perf_counter() - began, (len(of_steps), len(of_steps[0])))
             for each in places:
                 source.free(*each)
             place = places[-1][1]
@@ -409,12 +422,14 @@ class Trainer:
         """Return the means over all rows, each row counted once."""
         assert self._validation is not None
         totals, count, step = np.zeros(len(self._validate)), 0, batch * ranks.session().size
-        batches: Iterable[Any]
+        chosen: Iterable[Any]
         if isinstance(valid, Loader):
-            batches = valid.epoch(0, step)
+            chosen = valid.epoch(0, step)
+        elif _pools(valid[0]):
+            chosen = in_order(valid[1], step, ranks.session().size)
         else:
-            batches = (slice(start, min(valid[1], start + step)) for start in range(0, valid[1], step))
-        for rows in batches:
+            chosen = (slice(start, min(valid[1], start + step)) for start in range(0, valid[1], step))
+        for rows in chosen:
             data = valid.data if isinstance(valid, Loader) else valid[0]
             values = self._validation(*data, batch=rows)
             length = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
@@ -470,7 +485,8 @@ class Trainer:
             "best": None if math.isinf(self._place.best) else self._place.best,
             "since": self._place.since,
             "seed": course.seed,
-            "count": course.count,
+            "count": course.length,
+            "parts": course.parts(),
             "batch_size": course.batch,
             "ranks": session.size,
             "rule": type(self.rule).__name__,
@@ -491,10 +507,15 @@ class Trainer:
             )
         if meta["rule"] != type(self.rule).__name__:
             raise CheckpointError(f"{stored.path} is of the rule {meta['rule']}, got {type(self.rule).__name__}")
-        if meta["count"] != course.count or meta["seed"] != course.seed:
+        if meta["count"] != course.length or meta["seed"] != course.seed:
             raise CheckpointError(
-                f"{stored.path} is of {meta['count']} rows and seed {meta['seed']}, got {course.count} and "
+                f"{stored.path} is of {meta['count']} rows and seed {meta['seed']}, got {course.length} and "
                 f"{course.seed}: the order of rows would be another"
+            )
+        if meta["row"] and meta.get("parts") != course.parts():
+            raise CheckpointError(
+                f"{stored.path} was written within an epoch over data_parts, of {_said(meta.get('parts'))}, got "
+                f"{_said(course.parts())}: the order of rows would be another; a checkpoint of an epoch's end will do"
             )
         self._place = _Place(
             meta["epoch"], meta["row"], math.inf if meta["best"] is None else meta["best"], meta["since"]
@@ -548,25 +569,47 @@ class Trainer:
         return data, lengths.pop()
 
 
+def _pools(data: list[Data]) -> list[range] | None:
+    """Return the ranks of each host, if some of the data are rows that hosts have loaded for themselves."""
+    return ranks.session().ranks_by_host if any(isinstance(each, PartsData) for each in data) else None
+
+
+def _said(parts: list[int] | None) -> str:
+    return "other data" if parts is None else f"{parts[1:]} ranks on the hosts and {parts[0]} rows in a step of each"
+
+
 @dataclass
 class _Course:
-    """The data, and the ways through it."""
+    """The data, and the ways through it.
+
+    Attributes
+    ----------
+    length, count : int
+        The rows of the data, and those of an epoch.
+    pools : list of range, optional
+        The ranks of each host, where each rank takes rows of its own host.
+    """
 
     data: list[Data]
-    count: int
+    length: int
     batch: int
     epochs: int
     seed: int
     every: int | None
     progress: bool
-    loader: Loader | None = None
+    loader: Loader | None
+    pools: list[range] | None
+    count: int = field(init=False)
     order: Data = field(init=False)
     taken: Data = field(init=False)
     _shuffled: int = field(default=-1, init=False)
 
+    def __post_init__(self) -> None:
+        self.count = self.length if self.pools is None else sum(map(len, self._of_parts(0)))
+
     def make(self) -> None:
         """Make what all ranks have to see."""
-        self.taken = synk.data(shape=(1,), dtype="int64")
+        self.taken = synk.data(shape=(ranks.session().size,), dtype="int64")
         if self.loader is None:
             self.order = synk.data(shape=(self.count,), dtype="int64")
         self._shuffled = -1
@@ -578,9 +621,21 @@ class _Course:
             unit, takers = (self.batch * size, 1) if all_together else (self.batch, size)
             return self.loader.feed(epoch, first, unit, self.seed, takers)
         if epoch != self._shuffled:
-            self.order[...] = np.random.default_rng((self.seed, epoch)).permutation(self.count)
+            if self.pools is None:
+                self.order[...] = np.random.default_rng((self.seed, epoch)).permutation(self.count)
+            else:
+                self.order[...] = np.concatenate(list(self._of_parts(epoch)))
             self._shuffled = epoch
         return interval.InOrder(self.data, self.order)
+
+    def _of_parts(self, epoch: int) -> Iterator[np.ndarray]:
+        """Yield the rows of an epoch's steps of all ranks, where each takes rows of its own host."""
+        assert self.pools is not None
+        return batches(self.length, self.batch * self.pools[-1].stop, self.pools, (self.seed, epoch))
+
+    def parts(self) -> list[int] | None:
+        """Return what the order of rows depends on, besides the seed, where each rank takes rows of its own host."""
+        return None if self.pools is None else [self.batch, *map(len, self.pools)]
 
     def end(self, row: int, n_ranks: int) -> int:
         """Return where the next report is due, from a place on."""

@@ -13,6 +13,7 @@ from library import shared, tensor
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.data.rows import share
 from synkhronos.extensions import updates
 from synkhronos.extensions.train import make_train_function
 
@@ -220,6 +221,95 @@ def parts() -> None:
         refused(synk.WorkerError, words, lambda: synk.data_parts(load, 1001))
     np.testing.assert_array_equal(f(data)[0], 2 * whole)
     print("right")
+    synk.close()
+
+
+def own_rows(worker: synk.Worker, rows: Any, f: Any) -> Any:
+    """Compute on rows of this host, and ask for others."""
+    here, said = rows.here, []
+    for call in (lambda: rows[[here.start, here.stop % len(rows)]], lambda: rows.array, lambda: f(rows)):
+        try:
+            call()
+        except IndexError as error:
+            said.append(str(error))
+    return here, f(rows[here.start : here.stop][1:]), said
+
+
+def parts_tasks() -> None:
+    """Give rows that each host has loaded to programs of ranks."""
+    n = fork()
+    from hosts import programs
+
+    x = tensor.dmatrix("x")
+    f = synk.function([x], x.sum())
+    data, whole = synk.data_parts(lambda start, stop: triples(start, stop), 101), triples(0, 101)
+    f(synk.data(whole))
+    before = synk.bytes_sent()
+    results = synk.run(programs.own_rows, data, f)
+    assert synk.bytes_sent() - before < 4096
+    for ranks_of_host in ranks.session().ranks_by_host:
+        for r in ranks_of_host:
+            here, total, said = results[r]
+            assert float(total) == whole[here.start + 1 : here.stop].sum()
+            if len(HOSTS) == 1:
+                assert here == range(101) and not said
+            else:
+                words = f"rank {r}'s host has {here.start} to {here.stop - 1} (rows.here)"
+                assert len(said) == 3 and all(words in each for each in said), said
+    assert sum(len(results[of_host[0]][0]) for of_host in ranks.session().ranks_by_host) == 101
+    print("right", n)
+    synk.close()
+
+
+def parts_trainer(counts: str) -> None:
+    """Train on rows that each host has loaded, from a checkpoint within an epoch too; print digests.
+
+    Where there is one host, its ranks are taken for those of several, of which each has so many.
+    """
+    import tempfile
+
+    from trainer_model import ALL, SYNCHRONOUS, Model, X, Y
+
+    from synkhronos.training import Checkpoint, CheckpointError
+
+    n, sizes, length = fork(), list(map(int, counts.split("+"))), 59
+    by_host = [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+    if len(HOSTS) == 1:
+        type(ranks.session()).ranks_by_host = by_host  # type: ignore[assignment]
+    assert ranks.session().ranks_by_host == by_host
+    held = [
+        range(length)[share(length, n, of_host[0]).start : share(length, n, of_host[-1]).stop] for of_host in by_host
+    ]
+    arrays = [X, Y, np.arange(length)]
+    x, *y = [synk.data_parts(lambda start, stop, each=each: each[start:stop], length) for each in arrays]
+    for name in ALL:
+        with tempfile.TemporaryDirectory() as folder:
+            model = Model(name)
+            before = synk.bytes_sent()
+            keep = {"valid": (x, y), "every": 3, "checkpoint": Checkpoint(folder, keep=9)}
+            reports = list(model.trainer.epochs(x, y, 3, 2, **keep))
+            assert [report.seen for report in reports] == [36, 48, 84, 96]
+            used = np.asarray(synk.gather(model.counts, nd_up=1))[:, :length]
+            for rows, of_host in zip(held, by_host, strict=True):  # of no other host
+                assert used[of_host].sum() == 2 * 12 * len(of_host) == used[of_host][:, rows].sum(), (name, used)
+            assert set(used.sum(axis=0).tolist()) <= {0.0, 1.0, 2.0}, name
+            mse = np.mean((X[:length] @ model.w.get_value() + model.b.get_value() - Y[:length]) ** 2)
+            np.testing.assert_allclose(reports[-1].validation["mse"], mse, err_msg=name)
+            if name not in SYNCHRONOUS:
+                continue
+            again = Model(name)
+            within = Checkpoint(folder).paths()[2]
+            rest = list(again.trainer.epochs(x, y, 3, 2, valid=(x, y), resume=within))
+            assert np.array_equal(again.values(), model.values()), name
+            said = [(r.loss, r.validation["mse"]) for r in [*reports, *rest]]
+            print(name, digest(model.values(), said))
+            refused(
+                CheckpointError,
+                f"within an epoch over data_parts, of {sizes} ranks on the hosts and 3 rows",
+                lambda again=again, within=within: list(again.trainer.epochs(x, y, 2, 2, resume=within)),
+            )
+        if len(HOSTS) > 1:  # functions, indexes, and rules' memory; not the rows
+            print(name, "sent", synk.bytes_sent() - before, file=sys.stderr)
     synk.close()
 
 
