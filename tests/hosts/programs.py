@@ -17,7 +17,7 @@ from synkhronos.data.rows import share
 from synkhronos.extensions import updates
 from synkhronos.extensions.train import make_train_function
 
-HOSTS = os.environ["HOSTS"].split(",")
+HOSTS = os.environ.get("HOSTS", "").split(",")  # Open MPI's does not pass it on to the ranks of other hosts
 
 
 def fork() -> int:
