@@ -46,6 +46,8 @@ from synkhronos.ranks.task import TaskMemory
 _START = 60.0
 #: Seconds that agents get to end by themselves.
 _LAST = 0.7
+#: Seconds in which what they have printed last is read, where they had to be killed.
+_LAST_WORDS = 0.05
 #: Variables that go to the other hosts as they are here.
 _VARIABLES = re.compile(
     "(PYTENSOR|THEANO|SYNKHRONOS|OMP|OPENBLAS|MKL|JAX|XLA)_|NCCL_(?!HOSTID$)|PYTHON(HASHSEED|WARNINGS)$"
@@ -298,14 +300,18 @@ class Hosts:
             self._channel.close()  # the agents end when they see that
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._launcher.wait(_LAST)
+        last = _LAST
         if self._launcher.poll() is None:
             # And what it has started here: an ssh to a host that went dark would wait for it.
             for pid in _tree(self._launcher.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._launcher.wait()
+            # Open MPI gives ssh the pipes that are read here, and ssh may have passed them on (ControlMaster): they
+            # stay open as long as somebody waits for a host that went dark.  What was said is in them already.
+            last = _LAST_WORDS
         for reader in self._readers:
-            reader.join(_LAST)
+            reader.join(last)
         self._control = self._layout = None
 
     def _pass_on(self, stream: IO[str], name: str) -> None:
