@@ -4,6 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hosts import are_simulated, has_mpi, words
 from library import DEVICE, NAME
@@ -17,35 +18,36 @@ FOLDER = Path(__file__).parent / "gpus"
 PROGRAMS = FOLDER / "programs.py"
 
 
-def run(hosts, program, **variables):
+def run(hosts, *program, status=0, **variables):
     """Run a program on hosts with two GPUs each, and return what it prints."""
-    command, environment = words(hosts, PROGRAMS, program)
+    command, environment = words(hosts, *program)
     # Not on this process' path: there are no GPUs for other tests.
     environment["PYTHONPATH"] += os.pathsep + str(FOLDER)
     environment |= {"PRETENDED_GPUS": "2", "JAX_PLATFORMS": "cpu", "PYTENSOR_FLAGS": "mode=JAX", **variables}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
+    environment.pop("SYNKHRONOS_HOSTS", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=FOLDER.parent)
+    assert done.returncode == status, done.stdout + done.stderr
+    return (done.stderr if status else done.stdout).splitlines()
 
 
 @needs_mpi
 @pytest.mark.parametrize("program", ["train", "collectives"])
 def test_the_same_as_on_one_host(program):
-    expected = run(["a:2"], program)
+    expected = run(["a:2"], PROGRAMS, program)
     assert len(expected) == (1 if program == "train" else 12)
-    assert run(["a:1", "b:1"], program) == expected
+    assert run(["a:1", "b:1"], PROGRAMS, program) == expected
 
 
 @needs_mpi
 def test_a_rank_that_fails_in_a_collective_or_dies_there():
-    heard, size = run(["a:1", "b:2"], "faults")
+    heard, size = run(["a:1", "b:2"], PROGRAMS, "faults")
     assert (heard, size) == ("rank 2 on host b was heard of True", "3")
 
 
 @needs_mpi
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts have one loopback")
 def test_who_can_t_connect_hears_which_interface_nccl_took():
-    (line,) = run(["a:1", "b:1"], "interface", NCCL_SOCKET_IFNAME="lo")
+    (line,) = run(["a:1", "b:1"], PROGRAMS, "interface", NCCL_SOCKET_IFNAME="lo")
     assert line.startswith(
         "rank 1 on host b raised RuntimeError: NCCL did not connect the ranks' GPUs: RuntimeError: ncclSystemError. "
         "NCCL took the network interface lo:127.0.0.1 here, and lo:127.0.0.1 on rank 0, which all ranks have to reach; "
@@ -56,9 +58,49 @@ def test_who_can_t_connect_hears_which_interface_nccl_took():
 
 @needs_mpi
 def test_more_ranks_than_gpus_are_refused():
-    assert run(["a", "b"], "refused") == [
-        "hosts: b has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False to compute on CPU cores",
-        "hosts: a has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False to compute on CPU cores",
+    assert run(["a", "b"], PROGRAMS, "refused") == [
+        "hosts: b has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False, or in a session "
+        "devices = 'cpu', to compute on CPU cores",
+        "hosts: a has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False, or in a session "
+        "devices = 'cpu', to compute on CPU cores",
         "4",
         "jax",
     ]
+
+
+def train(hosts, folder, *arguments, status=0):
+    """Train a class in a session, and return what it prints."""
+    model = ["--set", "model='launch_models/mlp.py:MLP'", "--folder", folder, "--set=epochs=2"]
+    return run(hosts, "-m", "synkhronos", "train", *model, *arguments, status=status)
+
+
+@needs_mpi
+@pytest.mark.parametrize("rule", ["BSP", "EASGD"])
+def test_a_session_of_the_launcher(tmp_path, rule):
+    rule = f"--set=rule='{rule}'"
+    of_one = train(["a:2"], tmp_path / "one", rule)
+    assert of_one[0].startswith("2 ranks on cuda0, cuda1; ")
+    said = train(["a:1", "b:1"], tmp_path / "hosts", rule, "--hosts=a:1,b:1")
+    assert said[0].startswith("ranks on hosts a:1, b:1; ")
+    for rank, where in enumerate(["on cuda0", "on cuda0 of host "]):
+        assert where in (tmp_path / "hosts" / f"rank-{rank}.log").read_text().splitlines()[0]
+    if rule.endswith("'BSP'"):  # under the other the ranks exchange as they come
+        one, other = (np.load(tmp_path / each / "params.npz") for each in ("one", "hosts"))
+        assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+@needs_mpi
+def test_a_session_takes_all_gpus_of_each_host_or_cores_if_told_to(tmp_path):
+    said = train(["a", "b"], tmp_path / "gpus", "--hosts=a,b")
+    assert said[0].startswith("ranks on hosts a:2, b; ")
+    where = [(tmp_path / "gpus" / f"rank-{rank}.log").read_text().splitlines()[0] for rank in range(4)]
+    assert [line.split()[3].rstrip(",") for line in where] == ["cuda0", "cuda1", "cuda0", "cuda1"]
+    said = train(["a", "b"], tmp_path / "cores", "--hosts=a:1,b:1", "--devices=cpu")
+    assert "on cpu of host" in (tmp_path / "cores" / "rank-1.log").read_text().splitlines()[0]
+    errors = train(["a", "b"], tmp_path / "refused", "--hosts=a:1,b:3", status=1)
+    assert errors[-1].endswith(
+        "b has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False, or in a session "
+        "devices = 'cpu', to compute on CPU cores"
+    )
+    errors = train(["a", "b"], tmp_path / "refused", "--hosts=a:1,b", "--devices=cuda1", status=2)
+    assert "devices: expected cpu, or cuda0 to cuda0 in this order" in errors[-1]

@@ -64,6 +64,35 @@ def test_a_run_is_that_of_one_host(tmp_path, hosts):
     assert settings["hosts"] == hosts and len(settings["devices"]) == int(hosts[0][-1])
 
 
+#: Begins a run, goes on with it, and moves its folder to where the test finds it.
+TWICE = """
+import shutil, subprocess, sys
+folder, to, *words = sys.argv[1:]
+for more in (["--set=epochs=1"], ["--set=epochs=3", "--resume"]):
+    subprocess.run([sys.executable, *words, *more], check=True)
+shutil.move(folder, to)
+"""
+
+
+@needs_mpi
+@pytest.mark.parametrize("rule", ["BSP", "EASGD"])
+def test_a_run_goes_on_where_hosts_share_no_folder(tmp_path, rule):
+    pytest.importorskip("safetensors")
+    hosts = ["a:2", "b:1"]
+    folder = Path("/dev/shm", tmp_path.name)  # which each host has for itself, where they are simulated
+    run = ["-m", "synkhronos", "train", "--hosts", ",".join(hosts), "--folder", folder, f"--set=rule='{rule}'"]
+    run += ["--set", "model='launch_models/mlp.py:MLP'", "--set=checkpoint=1"]
+    command, environment = words(hosts, "-c", TWICE, folder, tmp_path / "run", *run)
+    environment.pop("SYNKHRONOS_HOSTS", None)
+    done = subprocess.run(command, env=environment, cwd=TESTS, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line["epoch"] for line in lines(tmp_path / "run", "reports")] == [1, 2, 3]
+    train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=3", epochs=3, rule=f"'{rule}'")
+    one, other = (np.load(tmp_path / each / "params.npz") for each in ("one", "run"))
+    if rule == "BSP":  # under the other the ranks exchange as they come
+        assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
 @needs_mpi
 @pytest.mark.any_library
 def test_the_first_failure_of_another_host_comes_last(tmp_path):

@@ -162,7 +162,10 @@ class Hosts:
         for name, n, n_gpus in zip(self.names, each, self._gpus, strict=True):
             if on_gpus and not 1 <= n <= n_gpus:
                 asked = f", and {n} ranks there need one each" if n else ""
-                raise ValueError(f"hosts: {name} has {n_gpus} GPUs{asked}: pass use_gpu=False to compute on CPU cores")
+                raise ValueError(
+                    f"hosts: {name} has {n_gpus} GPUs{asked}: pass use_gpu=False, or in a session devices = 'cpu', to "
+                    "compute on CPU cores"
+                )
         self.ranks = ranks_of(each)
         self.size = sum(each)
         self.here = self.ranks[0]

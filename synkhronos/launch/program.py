@@ -40,7 +40,7 @@ from synkhronos.training.recorder import Recorder, cut
 _KEPT = "launch"
 
 
-def enter(worker: Worker, consoles: list[int], masks: list[list[int]], devices: list[str]) -> int:
+def enter(worker: Worker, consoles: list[int], masks: list[list[int]], devices: list[str], by_host: list[range]) -> int:
     """Write to a pipe of this rank's own from now on, and say where the rank is; return its process.
 
     Those of the first host have a console each, and cores, if any have; others say of themselves where they are.
@@ -57,7 +57,9 @@ def enter(worker: Worker, consoles: list[int], masks: list[list[int]], devices: 
         where = f"on {devices[worker.number]}, {binding.said(masks[worker.number] if masks else None)}"
     else:
         elsewhere.enter(worker.number)
-        where = f"on cpu of host {platform.node()}, {binding.said(None)}"
+        of_host = next(of_host for of_host in by_host if worker.number in of_host)
+        device = "cpu" if devices[0] == "cpu" else f"cuda{of_host.index(worker.number)}"
+        where = f"on {device} of host {platform.node()}, {binding.said(None)}"
     sys.stdout.write(f"process {os.getpid()} {where}\n")
     return os.getpid()
 
@@ -326,9 +328,10 @@ class _Run:
         self.worker.barrier("the checkpoint is written")
 
     def resume(self, path: str) -> int:
-        """Go on from a checkpoint; return how many epochs it has."""
-        worker, stored = self.worker, load(path)
-        meta = stored.meta
+        """Go on from a checkpoint, which rank 0 reads for all; return how many epochs it has."""
+        worker = self.worker
+        stored = load(path) if worker.number == 0 else None
+        meta = worker.decide(None if stored is None else stored.meta)
         shapes = [list(shape) for shape in self.state.params.shapes]
         if meta.get("shapes") != shapes:
             raise CheckpointError(f"{path} has parameters of shapes {meta.get('shapes')}, expected {shapes}")
@@ -336,9 +339,9 @@ class _Run:
             raise CheckpointError(f"{path} is of the rule {meta['rule']}, got {self.settings.rule}")
         for epoch in range(meta["epochs"]):  # learning rates that are no shared variables
             contract.called(self.model.adjust_hyperp, epoch)
-        storing.restore(worker, _KEPT, self.groups, self.rule, path, self.shared, False)
+        storing.restore(worker, _KEPT, self.groups, self.rule, stored, self.shared, False, 0)
         self.state = worker.kept(_KEPT)["state"]
-        if worker.number == 0:
+        if stored is not None:
             for name, array in self.state.shared.items():
                 there = stored.arrays[f"shared.{name}"]
                 array[...] = there if there.shape == array.shape else 0

@@ -316,14 +316,17 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
     except modelfile.ModelFileError as error:
         raise SettingsError(str(error)) from None
     hosts = _hosts(found.get("hosts"), found.get("ranks"))
+    if hosts:
+        devices = _devices_on(hosts[0], found.get("devices"))
+        hosts[0] = Host(hosts[0].name, len(devices))
+    else:
+        devices = _devices(found.get("devices"), found.get("ranks"))
     rule = rule_name(_text(found, "rule") or "BSP")
     settings = Settings(
         modelfile=module,
         modelclass=class_name,
         root=root,
-        devices=_devices_on(hosts[0], found.get("devices"))
-        if hosts
-        else _devices(found.get("devices"), found.get("ranks")),
+        devices=devices,
         hosts=tuple(each.name if each.n_ranks is None else f"{each.name}:{each.n_ranks}" for each in hosts),
         rule=rule,
         rule_options=_table(found, "rule_options"),
@@ -477,8 +480,8 @@ def _devices(devices: Any, ranks: Any) -> tuple[str, ...]:
         match = re.fullmatch(r"(?:cuda|gpu)(\d+)", each)
         if ":" in each:
             raise SettingsError(
-                f"devices: {each!r} is on another host: GPUs are those of one machine; hosts = ['a', 'b:3'] "
-                "computes on the cores of several"
+                f"devices: {each!r} is on another host: these are devices of this machine; hosts = ['a', 'b:3'] names "
+                "machines, and how many of its GPUs or cores each is to use"
             )
         if match is None:
             also = "; cpu can't be mixed with GPUs" if each == "cpu" else ""
@@ -493,7 +496,7 @@ def _devices(devices: Any, ranks: Any) -> tuple[str, ...]:
 
 
 def _hosts(hosts: Any, ranks: Any) -> list[Host]:
-    """Return the hosts, the first with its number of ranks; none for this machine alone."""
+    """Return the hosts, and how many ranks each is to have, if that is said; none for this machine alone."""
     if isinstance(hosts, str) and hosts != "all":
         hosts = [each for each in hosts.split(",") if each.strip()]
     if isinstance(hosts, tuple):
@@ -503,22 +506,20 @@ def _hosts(hosts: Any, ranks: Any) -> list[Host]:
     except (TypeError, ValueError, OSError) as error:
         raise SettingsError(str(error)) from None
     count = None if ranks is None else _integer(ranks, "ranks", 1)
-    counts = [each.n_ranks or count for each in found]
-    return [
-        Host(each.name, n or (None if i else available_cores()))
-        for i, (each, n) in enumerate(zip(found, counts, strict=True))
-    ]
+    return [Host(each.name, each.n_ranks or count) for each in found]
 
 
 def _devices_on(first: Host, devices: Any) -> tuple[str, ...]:
-    """Return a device for each rank of the first of several hosts."""
-    names = ["cpu"] if devices is None and not get_n_gpu() else [] if devices is None else _names(devices)
-    if set(names) != {"cpu"} or len(names) not in (1, first.n_ranks):
+    """Return a device for each rank of the first of several hosts: the others have the same, as many as they have."""
+    if devices is None or _names(devices) == ["cpu"]:
+        return _devices(devices, available_cores() if devices and first.n_ranks is None else first.n_ranks)
+    found = _devices(devices, first.n_ranks)
+    if set(found) != {"cpu"} and found != tuple(f"cuda{i}" for i in range(len(found))):
         raise SettingsError(
-            "devices: expected 'cpu', since ranks on several hosts compute on cores (hosts says how many each has), "
-            f"got {devices!r}"
+            f"devices: expected cpu, or cuda0 to cuda{len(found) - 1} in this order, for several hosts, got "
+            f"{', '.join(found)}: each host's CUDA_VISIBLE_DEVICES says which GPUs are meant"
         )
-    return ("cpu",) * (first.n_ranks or 1)
+    return found
 
 
 def _new_folder(class_name: str, rule: str) -> str:

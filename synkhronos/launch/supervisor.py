@@ -130,7 +130,7 @@ class Supervisor:
         sys.stdout.write(f"{where}; {why}; in {self.folder}\n")
         sys.stdout.flush()
         environment = dict(os.environ)
-        if settings.on_gpu:
+        if settings.on_gpu and not settings.hosts:  # each host takes its own, as many as it has ranks
             visible = environment.get("CUDA_VISIBLE_DEVICES")
             numbers = [int(device.removeprefix("cuda")) for device in settings.devices]
             names = [str(n) for n in numbers] if visible is None else [visible.split(",")[n].strip() for n in numbers]

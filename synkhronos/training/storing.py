@@ -21,7 +21,7 @@ from synkhronos.graphs import library_of
 from synkhronos.rules import Rule, State
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker
-from synkhronos.training.checkpoint import load
+from synkhronos.training.checkpoint import Stored, load
 
 
 @dataclass
@@ -94,7 +94,7 @@ def _unpacked(arrays: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     return [by_rank[r] for r in sorted(by_rank)]
 
 
-def restore(
+def restore_file(
     worker: Worker,
     name: str,
     groups: Groups,
@@ -102,23 +102,39 @@ def restore(
     path: str,
     shared: dict[str, LocalRows],
     alike: bool,
+    root: int,
 ) -> None:
-    """Take from a checkpoint what is this rank's, or what the rule gives it where there were fewer ranks, or more."""
-    stored = load(path)
-    before = _unpacked(stored.arrays)
-    streams, others = stored.meta["streams"], [each["others"] for each in before]
-    if alike:
-        mine = before[0]
-    else:
-        mine = before[worker.number] if len(before) == worker.size else rule.resized(before, worker.size)[worker.number]
+    """Take from a checkpoint, which rank ``root`` reads, what is this rank's: see `restore`."""
+    restore(worker, name, groups, rule, load(path) if worker.number == root else None, shared, alike, root)
+
+
+def restore(
+    worker: Worker,
+    name: str,
+    groups: Groups,
+    rule: Rule,
+    stored: Stored | None,
+    shared: dict[str, LocalRows],
+    alike: bool,
+    root: int,
+) -> None:
+    """Take from a checkpoint what is this rank's, or what the rule gives it where there were fewer ranks, or more.
+
+    Rank ``root`` has read it, and sends each rank what is its own: a rank of another host may not see the file.
+    """
+    if stored is not None:
+        shares = _shares(stored, rule, worker.size, alike)
+        for r, share in enumerate(shares):
+            if r != root:
+                worker.send(share, r)
+    mine, there, streams = worker.receive(root) if stored is None else shares[root]
     Vector(groups.params).set(mine["params"])
     Vector(groups.optimizer).set(mine["optimizer"])
     Vector(groups.excluded).set(mine["excluded"])
-    there = others[worker.number % len(others)]
     for i, one in enumerate(groups.others):
         _put(one, there[str(i)])
-    if worker.number < len(streams):  # a new rank's are those that it was given when it was new
-        for one, state in zip(groups.generators, streams[worker.number], strict=True):
+    if streams is not None:  # a new rank's are those that it was given when it was new
+        for one, state in zip(groups.generators, streams, strict=True):
             set_stream(one, state)
     if alike:
         return
@@ -127,6 +143,19 @@ def restore(
     state.step, state.since = mine["step"], mine["since"]
     state.own = {key: value if np.ndim(value) else np.asarray(value).item() for key, value in mine["own"].items()}
     kept["own"] = mine["params"]
+
+
+def _shares(stored: Stored, rule: Rule, size: int, alike: bool) -> list[tuple[dict[str, Any], dict[str, Any], Any]]:
+    """Return for each of so many ranks what it was, others' variables, and random streams, if it had any."""
+    before, streams = _unpacked(stored.arrays), stored.meta["streams"]
+    others = [each.pop("others") for each in before]
+    if alike:
+        mine = before[:1] * size
+    else:
+        mine = before if len(before) == size else rule.resized(before, size)
+    # What ranks share is memory, and not sent with each.
+    mine = [{key: value for key, value in each.items() if key != "shared"} for each in mine]
+    return [(mine[r], others[r % len(others)], streams[r] if r < len(streams) else None) for r in range(size)]
 
 
 def _get(shared: Any) -> np.ndarray:

@@ -532,7 +532,8 @@ class Trainer:
             else:  # one for each rank, which is empty at a report
                 data[...] = 0
         alike = self._together is not None
-        run(storing.restore, self._name, self._groups, self.rule, str(stored.path), self._memory, alike)
+        root = ranks.session().rank.number
+        run(storing.restore_file, self._name, self._groups, self.rule, str(stored.path), self._memory, alike, root)
 
     def _model_shapes(self) -> dict[str, Any]:
         """Return what tells a model from another: each parameter's shape and dtype, in order."""

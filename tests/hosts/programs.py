@@ -283,7 +283,7 @@ def parts_trainer(counts: str) -> None:
     arrays = [X, Y, np.arange(length)]
     x, *y = [synk.data_parts(lambda start, stop, each=each: each[start:stop], length) for each in arrays]
     for name in ALL:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             model = Model(name)
             before = synk.bytes_sent()
             keep = {"valid": (x, y), "every": 3, "checkpoint": Checkpoint(folder, keep=9)}
@@ -458,7 +458,7 @@ def trainer() -> None:
 
     fork()
     for name in SYNCHRONOUS:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             model = Model(name)
             losses = [r.loss for r in model.epochs(5, 2, valid=None, checkpoint=Checkpoint(folder))]
             again = Model(name)
@@ -480,7 +480,7 @@ def apart() -> None:
         if name in SYNCHRONOUS:
             continue
         rate = 0.01 if name in ("Downpour", "ASGD") else 0.05
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             model = Model(name, rate=rate)
             first, *_, last = model.epochs(5, 8, valid=(X, Y), checkpoint=Checkpoint(folder, keep=9))
             assert model.used().tolist() == [8.0] * len(X), name
