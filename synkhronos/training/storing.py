@@ -2,7 +2,7 @@
 
 `Groups`
     The variables of a trainer, by what becomes of them on another number of ranks.
-`collect`, `restore`
+`collect`, `restore`, `restore_file`
     Programs of all ranks.
 `packed`
     The ranks' arrays under one set of names.
