@@ -514,6 +514,20 @@ def test_numba_calls_the_ops_without_a_warning(recwarn):
     assert not [w for w in recwarn if "object mode" in str(w.message)]
 
 
+def test_numba_compiles_an_op_once_for_all_its_nodes():
+    from pytensor.link.numba.dispatch.basic import numba_funcify
+
+    def function_of(op, x):
+        w = pt.TensorType(x.dtype, (None,) * 4)()
+        pytensor.function([x, w], op(x, w), mode="NUMBA")  # which tells Numba of the Ops
+        return numba_funcify(op, node=op(x, w).owner)
+
+    first = function_of(Conv(2), pt.dtensor4())
+    assert function_of(Conv(2), pt.TensorType("float64", (None, 2, 7, None))()) is first
+    assert function_of(Conv(2), pt.ftensor4()) is not first
+    assert function_of(Conv(2, "half"), pt.dtensor4()) is not first
+
+
 CONVOLVE = """
 import json, re, numpy as np, pytensor, pytensor.tensor as pt, jax
 import synkhronos.compat

@@ -45,7 +45,8 @@ def train() -> None:
     for w in weights[:2]:
         out = tensor.tanh(tensor.dot(out, w))
     loss = tensor.log1p(tensor.exp((1 - 2 * y) * tensor.dot(out, weights[2]))).mean()
-    step = make_train_function(loss, weights, x, y, updates.adam, learning_rate=np.float32(0.01))
+    # A rule that Python's linker computes by arrays: Adam's product of three it would take number by number.
+    step = make_train_function(loss, weights, x, y, updates.rmsprop, learning_rate=np.float32(0.001))
     points = rng.normal(size=(1001, 20)).astype("float32")
     labels = (np.sin(points @ rng.normal(size=20)) > 0).astype("float32")
     x_data, y_data = synk.data(points), synk.data(labels)

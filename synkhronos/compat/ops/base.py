@@ -100,12 +100,21 @@ def _register(op_class: type[Op], lowering: Callable[..., Any]) -> None:
 def _tell_numba() -> None:
     from pytensor.link.numba.dispatch.basic import generate_fallback_impl, numba_funcify
 
+    # A network has the same Op in many layers: Numba compiles the call back to Python once for each, not for each node.
+    functions: dict[Any, Any] = {}
+
     @numba_funcify.register(NumpyOp)
     def funcify(op: Any, node: Any = None, **kwargs: Any) -> Any:
-        with warnings.catch_warnings():
-            # That it calls Python is as it should be: these Ops spend their time in BLAS.
-            warnings.filterwarnings("ignore", "Numba will use object mode")
-            return generate_fallback_impl(op, node, **kwargs)
+        kinds = [(v.type.dtype, v.type.ndim) for v in (*node.inputs, *node.outputs)]
+        key = (op, len(node.inputs), *kinds)
+        if key not in functions:
+            with warnings.catch_warnings():
+                # That it calls Python is as it should be: these Ops spend their time in BLAS.
+                warnings.filterwarnings("ignore", "Numba will use object mode")
+                # A node by itself: that of the graph would keep all that it was computed from.
+                alone = op.make_node(*(v.type() for v in node.inputs))
+                functions[key] = generate_fallback_impl(op, alone, **kwargs)
+        return functions[key]
 
 
 class _Tell(GraphRewriter):
