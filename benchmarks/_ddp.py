@@ -1,4 +1,4 @@
-"""PyTorch's side of `benchmarks.gpu_resnet` and `gpu_zoo`: a network under DistributedDataParallel.
+"""PyTorch's side of `benchmarks.gpu_resnet`, `gpu_rules` and `gpu_zoo`: a network under DistributedDataParallel.
 
 It is torchvision's ResNet, or that of `benchmarks._torch_networks` which the settings name.
 
@@ -7,7 +7,8 @@ starts a process for each GPU, and the first prints what it measured, as JSON.
 
 Arrays are laid out channels last, cuDNN chooses its algorithms by trying them, TF32 is allowed, and with bfloat16 the
 network runs under autocast; compiled, under ``torch.compile``.  Host images are pinned batches, prepared beforehand in
-the GPU's layout, and copied while the GPU computes.
+the GPU's layout, and copied while the GPU computes.  With a ``period``, it is PyTorch's post-local SGD: processes train
+alone, and average their parameters after so many steps.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Side:
         self._model = torch.nn.parallel.DistributedDataParallel(model, device_ids=devices)
         if settings["compiled"]:
             self._model = torch.compile(self._model)
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+        self._optimizer: Any = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+        if settings.get("period"):
+            self._train_alone(settings["period"])
         self._loss: Any = torch.nn.CrossEntropyLoss()
         if "network" in settings:
             from benchmarks._torch_networks import loss
@@ -76,6 +79,16 @@ class Side:
             self._host.append((images.pin_memory(), labels.pin_memory()) if self._gpu else (images, labels))
         self._kept = self._scaled(self._host[0][0].to(self._device)), self._host[0][1].to(self._device)
         self._turn = 0
+
+    def _train_alone(self, period: int) -> None:
+        from torch import distributed
+        from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+        alone, _ = distributed.new_subgroups(1)
+        self._model.register_comm_hook(hook.PostLocalSGDState(None, alone, 0), hook.post_localSGD_hook)
+        self._optimizer = PostLocalSGDOptimizer(self._optimizer, PeriodicModelAverager(period, 0))
 
     def _scaled(self, pixels: Any) -> Any:
         return (pixels.to(self._torch.float32) - 127.5) / 64

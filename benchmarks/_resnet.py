@@ -79,6 +79,8 @@ class Side:
         self._rng = np.random.default_rng(0)
         self._net = network(settings)
         self._folder = tempfile.TemporaryDirectory()
+        #: Seconds that each step on rows from files has waited for them.
+        self.waits: list[float] = []
         self.parameters = sum(param.get_value(borrow=True).size for param in self._net.params)
 
     def _step(self, held: list[Any] | None = None) -> Callable[..., Any]:
@@ -144,7 +146,9 @@ class Side:
         batches = (rows for epoch in itertools.count() for rows in loader.epoch(epoch, n * each, whole=True))
 
         def take() -> Any:
+            start = perf_counter()
             batch = next(batches)
+            self.waits.append(perf_counter() - start)
             x_data, y_data = loader.data
             return step(x_data, y_data, batch=batch)
 
@@ -182,6 +186,7 @@ def main() -> None:
     results = {where: side.measure(where) for where in settings["where"]}
     title = f"Synkhronos, PyTensor {pytensor.__version__}"
     found = {"title": title, "built": built, "results": results, "parameters": side.parameters}
+    found["wait"] = median(side.waits) if side.waits else None
     print(json.dumps(found), flush=True)
     synk.close()
 

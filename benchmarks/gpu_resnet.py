@@ -149,7 +149,10 @@ class Report:
         """Keep what steps on rows from files are beside those on rows that are on the host."""
         plain, loaded = (images / ours["results"][where][1] for where in ("host", "files"))
         label = f"{precision}, images from files, n = {n}"
-        self._remarks.append(f"{label}: {loaded:,.0f}/s, and {plain:,.0f}/s from the host without loading")
+        self._remarks.append(
+            f"{label}: {loaded:,.0f}/s, and {plain:,.0f}/s from the host without loading; "
+            f"the middle step waits {duration(ours['wait'])} for its rows"
+        )
         self._bars.append((f"{label}: beside those on the host", 100 * loaded / plain, " %", None, 97))
 
     def remark(self, text: str) -> None:

@@ -1,8 +1,9 @@
 """How fast do ranks train under exchange rules on GPUs?
 
 Rows a second, beside BSP, of the small MLP (784-800-800-10, 500 rows a GPU) and of ResNet-50 (64 images a GPU), under
-rules by which the steps between two exchanges are one launch, and under those by which no rank waits.  Then the time of
-an exchange of 102 MB with the centre, and of averages of 102 MB in 32 and in 16 bits.
+rules by which the steps between two exchanges are one launch, and under those by which no rank waits; ResNet-50 also
+beside PyTorch's DistributedDataParallel and its post-local SGD, in other processes.  Then the time of an exchange
+of 102 MB with the centre, and of averages of 102 MB in 32 and in 16 bits.
 
 One process for each number of GPUs and model: ``python -m benchmarks.gpu_rules --model mlp --ranks 2``.
 """
@@ -19,7 +20,8 @@ from typing import Any
 import numpy as np
 
 import synkhronos as synk
-from benchmarks._measure import Table, bar, duration, heading
+from benchmarks._measure import Failed, Table, bar, duration, heading
+from benchmarks.gpu_resnet import BLOCKS, call
 from synkhronos import rules
 from synkhronos.extensions import updates
 from synkhronos.training import make_trainer
@@ -104,6 +106,23 @@ def speeds(options: argparse.Namespace) -> None:
         images.free_memory()
 
 
+def torch(options: argparse.Namespace) -> None:
+    """Print images a second of PyTorch's two ways."""
+    heading(f"PyTorch, {options.batch} images a GPU, {options.ranks} GPUs")
+    table = Table({"": 20, "rows/s": 10})
+    settings = {
+        **{"n": options.ranks, "precision": "tf32", "blocks": BLOCKS[50], "classes": 1000, "width": 64, "size": 224},
+        **{"batch_size": options.batch, "device": "cpu" if options.cpu else "gpu", "where": ["host"]},
+        **{"warm": 2 * options.period, "steps": 3 * options.period, "rounds": 3, "compiled": False},
+    }
+    for name, period in (("DDP", 0), ("post-local SGD", options.period)):
+        try:
+            found = call("_ddp", options.torch_python, {**settings, "period": period}, {}, 240)
+            table.row(name, f"{options.ranks * options.batch / found['results']['host'][1]:,.0f}")
+        except Failed as failure:
+            print(f"{name}: {failure}")
+
+
 def exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, rounds: int) -> dict[str, float]:
     """Return the median seconds of an exchange with the centre, and of averages."""
     from synkhronos.devices import JAX
@@ -152,6 +171,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3, help="the first is not counted (default: %(default)s)")
     parser.add_argument("--batch", type=int, help="rows of a GPU's step (default: 500, or 64 images)")
     parser.add_argument("--rounds", type=int, default=10, help="timed exchanges (default: %(default)s)")
+    parser.add_argument("--torch-python", default=sys.executable, metavar="PATH", help="a Python that has PyTorch")
     parser.add_argument("--cpu", action="store_true", help="try the benchmark itself, on JAX arrays on the CPU")
     options = parser.parse_args()
     options.batch = options.batch or {"mlp": 500}.get(options.model, 64)
@@ -176,6 +196,8 @@ def main() -> None:
     bar("exchange with the centre", 1e3 * found["exchange with the centre"], " ms", most=25)
     bar("average in bfloat16 beside float32", found["average in bfloat16"] / found["average in float32"], "", most=0.6)
     synk.close()
+    if options.model == "resnet":
+        torch(options)
 
 
 if __name__ == "__main__":

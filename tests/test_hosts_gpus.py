@@ -1,4 +1,4 @@
-"""GPUs of several hosts, which are pretended: see tests/gpus/pretend.py.  The real ones are for benchmarks/gpu_hosts.py."""
+"""GPUs of several hosts, which are pretended: see tests/gpus/pretended.  The real ones are for benchmarks/gpu_hosts.py."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def run(hosts, *program, status=0, **variables):
     """Run a program on hosts with two GPUs each, and return what it prints."""
     command, environment = words(hosts, *program)
     # Not on this process' path: there are no GPUs for other tests.
-    environment["PYTHONPATH"] += os.pathsep + str(FOLDER)
+    environment["PYTHONPATH"] += os.pathsep + str(FOLDER / "pretended")
     environment |= {"PRETENDED_GPUS": "2", "JAX_PLATFORMS": "cpu", "PYTENSOR_FLAGS": "mode=JAX", **variables}
     environment.pop("SYNKHRONOS_HOSTS", None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=FOLDER.parent)
