@@ -940,3 +940,18 @@ def test_a_result_is_read_from_the_gpu_once(fork):
     result = synk.function([x], (x * 2, "gather"))(np.arange(4.0))
     assert type(result) is Result
     assert np.asarray(result) is np.asarray(result)
+
+
+@of_jax
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 4, 5), (1 << 17,), ((1 << 17) + 1,)])
+def test_arrays_of_any_kind_and_size_are_fetched(fork, shape):
+    fork(2)
+    dtypes = ["bool", "uint8", "float16", "int32", "float64", "complex64"]
+    expected = [(RNG.random(shape) * 9).astype(dtype) for dtype in dtypes]
+    on_gpu = [ARRAYS.from_host(array) for array in expected]
+    for _ in range(2):
+        fetched = ARRAYS.fetch([*[array.copy() for array in on_gpu], 7])
+        assert fetched.pop() == 7
+        for array, one in zip(fetched, expected, strict=True):
+            np.testing.assert_array_equal(array, one, strict=True)
+        ARRAYS.staging._fetched.used = 64  # as an interrupt leaves it

@@ -1,7 +1,7 @@
-"""From host memory to the GPU.
+"""Between host memory and the GPU.
 
 `Staging`
-    Copies rows of shared memory into arrays on the GPU, on a stream of its own.
+    Copies rows of shared memory into arrays on the GPU, on a stream of its own, and small arrays back.
 `Arrays`
     What it has to know of them.
 `Part`
@@ -21,7 +21,7 @@ import logging
 import math
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -36,6 +36,8 @@ _log = logging.getLogger("synkhronos")
 _SHAPES = 4
 #: Enough to fill the bus, as each thread has several loads on their way, and few enough to leave the GPU to others.
 _BLOCKS, _THREADS, _LOADS = 32, 512, 4
+#: Bytes up to which arrays are small.
+_SMALL = 1 << 20
 
 _GATHER = r"""
 typedef unsigned long long Index;
@@ -169,7 +171,7 @@ class Staging:
         self._rank: Rank | None = None
         #: The last command in which something was launched.
         self._last = 0
-        self._vector = _Pinned(self)
+        self._vector, self._fetched = _Pinned(self), _Pinned(self)
         #: Some int32 that the GPU reads.
         self.page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int32)
         self.lock(self.page.ctypes.data, self.page.nbytes)
@@ -230,6 +232,28 @@ class Staging:
         target = self.locked(rank, where.key) + where.offset
         check(self.driver.cuMemcpyAsync(target, self.arrays.pointer(array), array.nbytes, self.handle))
         self.stream.sync()
+
+    def fetch(self, arrays: Sequence[Any]) -> list[np.ndarray] | None:
+        """Copy small arrays to the host behind what computes them, and wait until they are there; None if they are not.
+
+        Only where the arrays' stream is known.
+        """
+        if sum(array.nbytes for array in arrays) > _SMALL:
+            return None
+        self.enter()
+        if self._fetched.used:  # an interrupt came before the last copies had arrived
+            check(self.driver.cuStreamSynchronize(self.arrays.stream))
+            self._fetched.used = 0
+        targets = [self._fetched.room(array.nbytes) for array in arrays]
+        for array, target in zip(arrays, targets, strict=True):
+            if array.nbytes:
+                source = self.arrays.pointer(array)
+                check(self.driver.cuMemcpyAsync(target.ctypes.data, source, array.nbytes, self.arrays.stream))
+        check(self.driver.cuStreamSynchronize(self.arrays.stream))
+        self._fetched.used = 0
+        return [
+            target.view(array.dtype).reshape(array.shape).copy() for array, target in zip(arrays, targets, strict=True)
+        ]
 
     def arrive(self) -> None:
         """Have the launch that comes now wait for all copies that were started."""
@@ -376,7 +400,7 @@ class Staging:
 
 
 class _Pinned:
-    """Page-locked memory for vectors of indexes on their way, until all have arrived."""
+    """Page-locked memory for small arrays on their way, until all have arrived."""
 
     def __init__(self, staging: Staging):
         self._staging = staging
@@ -386,13 +410,19 @@ class _Pinned:
 
     def put(self, values: np.ndarray) -> int:
         """Copy a vector there, and return its address."""
+        target = self.room(values.nbytes)
+        target.view(values.dtype)[:] = values
+        return int(target.ctypes.data)
+
+    def room(self, nbytes: int) -> np.ndarray:
+        """Return so many bytes of it."""
         if self.used == 0:
             while self._full:
                 if self._full[-1].size and self._full[-1] is not self._memory:
                     self._staging.unlock(self._full[-1].ctypes.data)
                 del self._full[-1]
-        if self.used + values.nbytes > self._memory.size:
-            size = -(-max(1 << 20, 2 * (self.used + values.nbytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if self.used + nbytes > self._memory.size:
+            size = -(-max(1 << 20, 2 * (self.used + nbytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
             memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
             try:
                 self._staging.lock(memory.ctypes.data, size)
@@ -403,7 +433,6 @@ class _Pinned:
                 if self._memory is not memory:
                     self._staging.unlock(memory.ctypes.data)
                 raise
-        target = self._memory[self.used : self.used + values.nbytes]
-        target.view(values.dtype)[:] = values
-        self.used += -(-values.nbytes // 64) * 64
-        return int(target.ctypes.data)
+        target = self._memory[self.used : self.used + nbytes]
+        self.used += -(-nbytes // 64) * 64
+        return target

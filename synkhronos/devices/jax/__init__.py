@@ -142,13 +142,26 @@ class Jax(CudaDevice):
 
     def fetch(self, values: Sequence[Any]) -> list[Any]:
         """Return values on the host: all cross at once."""
-        for value in values:
-            if self.holds(value):
-                value.copy_to_host_async()
-        return [
-            self.to_host(value) if self.holds(value) else value.read() if isinstance(value, Entry) else value
-            for value in values
-        ]
+        logs = {id(value.log): value.log for value in values if isinstance(value, Entry)}
+        arrays = [[value] if self.holds(value) else [] for value in values] + [log.unread() for log in logs.values()]
+        copies = iter(self._copies([array for some in arrays for array in some]))
+        fetched = [next(copies) if some else value for value, some in zip(values, arrays, strict=False)]
+        for log, some in zip(logs.values(), arrays[len(values) :], strict=True):
+            if some:
+                log.keep([next(copies) for _ in some])
+        return [value.read() if isinstance(value, Entry) else value for value in fetched]
+
+    def _copies(self, arrays: Sequence[Any]) -> list[np.ndarray]:
+        """Return arrays as NumPy sees them."""
+        if arrays and self.on_gpu and self.stream is not None:
+            # JAX takes 0.2 ms to copy a number, and 0.3 ms for several at once: ten times as long as it has to be.
+            copies = self.staging.fetch(arrays)
+            if copies is not None:
+                self._jax().block_until_ready(arrays)  # which they are, unless something went wrong: that is raised
+                return copies
+        for array in arrays:
+            array.copy_to_host_async()
+        return [self.to_host(array) for array in arrays]
 
     def from_host(self, array: np.ndarray) -> Any:
         """Return a NumPy array as a JAX array, which nobody else holds."""

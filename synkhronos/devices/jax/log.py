@@ -71,26 +71,40 @@ class Log:
         self._written += times
         return [[Entry(self, output, first + i) for i in range(times)] for output in range(len(self.cells) - 1)]
 
-    def numbers(self, output: int) -> np.ndarray:
-        """Return an output's numbers on the host, all that are written."""
-        if self._read[0] != self._written:
-            if any(array.is_deleted() for (array,) in self.cells):
-                raise RuntimeError("this output was lost when a later launch of its function failed")
-            # Copies: an array that NumPy looks at can't be donated.
-            self._read = self._written, [np.array(array) for (array,) in self.cells[1:]]
-        return self._read[1][output]
+    def unread(self) -> list[Any]:
+        """Return the arrays to read before `Entry.read`: none if they were read since the last launch."""
+        if self._read[0] == self._written:
+            return []
+        if any(array.is_deleted() for (array,) in self.cells):
+            raise RuntimeError("this output was lost when a later launch of its function failed")
+        return [array for (array,) in self.cells[1:]]
+
+    def keep(self, numbers: Sequence[np.ndarray]) -> None:
+        """Keep what was read of these arrays."""
+        # Copies: an array that NumPy looks at can't be donated.
+        self._read = self._written, [np.array(each) for each in numbers]
+
+    def number(self, output: int, launch: int) -> np.ndarray:
+        """Return what a launch has computed, as an array without dimensions."""
+        return self._read[1][output][launch, ...].copy()
 
 
 class Entry:
-    """A number that a launch has computed, or is about to."""
+    """A number that a launch has computed, or is about to.
 
-    __slots__ = ("_launch", "_log", "_output")
+    Attributes
+    ----------
+    log : Log
+        Where it is.
+    """
+
+    __slots__ = ("_launch", "_output", "log")
 
     nbytes = 8
 
     def __init__(self, log: Log, output: int, launch: int):
-        self._log, self._output, self._launch = log, output, launch
+        self.log, self._output, self._launch = log, output, launch
 
     def read(self) -> np.ndarray:
-        """Return it as an array without dimensions, once it is computed."""
-        return self._log.numbers(self._output)[self._launch, ...].copy()
+        """Return it as an array without dimensions, once the log has been read."""
+        return self.log.number(self._output, self._launch)
