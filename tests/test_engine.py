@@ -80,6 +80,7 @@ def test_what_is_compiled_at_its_first_call_is_chained_from_the_second(toy, fork
     # The master compiles first, alone: it can't meet the others in that launch.
     library = type(library_of(tensor.dmatrix()))
     monkeypatch.setattr(library, "compiles", lambda self, mode: AT_FIRST_CALL)
+    monkeypatch.setattr(library, "leaves_on_disk", lambda self, function: True)
     monkeypatch.setattr(library, "compile_now", lambda self, function: None)
     fork(2)
     (train, w), (alone, w_alone) = trained(make_train_function), trained(make_train_function_serial)

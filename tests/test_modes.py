@@ -4,6 +4,7 @@ All other tests run in FAST_COMPILE, which needs no compiler.
 """
 
 import importlib
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -244,5 +245,35 @@ def test_what_numba_compiles_is_compiled_by_one_rank(monkeypatch):
             shown = session.run(Compiled(keys))
         # The update by the first worker, beside the gradient.
         assert shown == [[(0, 1), (1, 0), (0, 1)], [(1, 0), (0, 1), (1, 0)], [(1, 0), (1, 0), (1, 0)]]
+    finally:
+        synk.close()
+
+
+#: Where all ranks have to be at once.
+MEETING = multiprocessing.Barrier(2)
+
+
+class Meet(importlib.import_module(f"{NAME}.{'gof' if NAME == 'theano' else 'graph'}.op").Op):
+    """Its argument, once both ranks have come here. Numba calls it as Python, and so keeps no function with it."""
+
+    __props__ = ()
+
+    def make_node(self, x):
+        return importlib.import_module(NAME).graph.basic.Apply(self, [x], [x.type()])
+
+    def perform(self, node, inputs, outputs):
+        MEETING.wait(60)
+        outputs[0][0] = inputs[0].copy()
+
+
+@pytest.mark.skipif(NAME == "theano" or XLA, reason="Numba compiles at the first call")
+@pytest.mark.filterwarnings("ignore:Numba will use object mode")
+def test_what_numba_keeps_for_nobody_is_compiled_by_all_ranks_at_once():
+    synk.fork(2, use_gpu=False)
+    try:
+        x = T.dvector("x")
+        f = synk.function([x], (Meet()(x).sum(), "sum"), mode="NUMBA")
+        # Before, the worker waited for the end of the master's first call.
+        close_to(f(Y), Y.sum())
     finally:
         synk.close()

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 __all__ = ["Run", "Trainer", "fit"]
 
@@ -107,7 +109,9 @@ def fit(trainer: Trainer, options: argparse.Namespace, title: str, start: float)
     rng = np.random.default_rng(options.seed)
     run = Run(title, trainer.n_ranks, images=[0] * trainer.n_ranks)
     compiled: set[Any] = set()
-    with tqdm(desc=title, unit="step", disable=options.quiet) as bar:
+    # What the library says of what takes long stands on lines of its own, above the bar.
+    log = logging.getLogger("synkhronos")
+    with logging_redirect_tqdm([log]), tqdm(desc=title, unit="step", disable=options.quiet) as bar:
         for epoch in range(options.epochs):
             batches = trainer.batches(rng)[: options.steps]
             if not batches:
@@ -123,10 +127,12 @@ def fit(trainer: Trainer, options: argparse.Namespace, title: str, start: float)
                 kind = str(shares[some])
                 if kind not in compiled:
                     # Something is compiled for these steps, which are waited for and not counted.
+                    bar.set_description(f"{title}, compiling")
                     values = [float(loss) for loss in losses]
                     run.seconds += perf_counter() - begin
                     losses = values + [float(loss) for loss in trainer.train(batches[some])]
                     compiled.add(kind)
+                    bar.set_description(title)
                     begin = perf_counter()
                     run.setup_seconds = run.setup_seconds or begin - start
                 else:
@@ -137,7 +143,9 @@ def fit(trainer: Trainer, options: argparse.Namespace, title: str, start: float)
             values = [float(loss) for loss in losses]
             run.seconds += perf_counter() - begin
             run.losses.append(float(np.average(values, weights=[sum(share) for share in shares])))
+            bar.set_description(f"{title}, validating")
             run.validation.append(trainer.validate())
+            bar.set_description(title, refresh=False)
             bar.set_postfix(
                 epoch=epoch + 1, loss=f"{run.losses[-1]:.4f}", validation_error=f"{run.validation[-1][1]:.2%}"
             )

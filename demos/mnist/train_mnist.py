@@ -12,6 +12,7 @@ nor is the validation; what was left out is printed.
 """
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ import numpy as np
 import pooch
 from threadpoolctl import threadpool_info, threadpool_limits
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 import mnist
 import synkhronos as synk
@@ -292,7 +294,9 @@ def fit(
     train_part, valid_part, test_part = parts
     n_train = len(train_part[1])
     n_batches = -(-n_train // options.batch_size)
-    with tqdm(total=options.epochs * n_batches, desc=f"{run.title}, compiling", unit="batch") as bar:
+    bar = tqdm(total=options.epochs * n_batches, desc=f"{run.title}, compiling", unit="batch")
+    # What the library says of what takes long stands on lines of its own, above the bar.
+    with logging_redirect_tqdm([logging.getLogger("synkhronos")]), bar:
         run.errors.append(evaluate(*valid_part))
         for _ in range(options.epochs):
             order = rng.permutation(n_train)

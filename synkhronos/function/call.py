@@ -125,38 +125,40 @@ class Call(NamedTuple):
         """Compute this rank's part; the master returns what the engine makes of all ranks' outputs."""
         program = part.program
         if part.active or (self.n_rows == 0 and rank.is_master):
-            with self._first_call(rank, program):
+            with self._first_call(rank, part):
                 part.compute()
             rank.commit()
-        elif self._is_first_call(program):
+        elif self._fills_the_cache(part):
             rank.barrier()
         if self.compile:
             rank.threads.limit()  # what was compiled may have brought a BLAS with it
         return program.engine.collect(rank, part.outputs()) if part.compiled.kinds.ops else []
 
-    def _is_first_call(self, program: Program) -> bool:
+    def _fills_the_cache(self, part: Part) -> bool:
         """Whether this call compiles for what is on disk afterwards."""
-        return self.compile and program.compiles == AT_FIRST_CALL
+        first = self.compile and part.program.compiles == AT_FIRST_CALL
+        return first and part.program.library.leaves_on_disk(part.compiled.function)
 
     @contextlib.contextmanager
-    def _first_call(self, rank: Rank, program: Program) -> Iterator[None]:
-        """Have the master run the block before the others if it is compiled in there: they find the outcome on disk."""
-        if not self._is_first_call(program):
-            yield
-        elif rank.is_master:
-            with notice(f"{program.name} is compiled"):
-                yield
+    def _first_call(self, rank: Rank, part: Part) -> Iterator[None]:
+        """Have the master run the block before the others if these find on disk then what is compiled in there."""
+        fills = self._fills_the_cache(part)
+        if fills and not rank.is_master:
             rank.barrier()
-        else:
-            rank.barrier()
+        takes_long = rank.is_master and self.compile and part.program.compiles == AT_FIRST_CALL
+        with notice(f"{part.program.name} is compiled") if takes_long else contextlib.nullcontext():
             yield
+        if fills and rank.is_master:
+            rank.barrier()
 
     def _compiled(self, program: Program, rank: Rank) -> Compiled:
         if not self.compile:
             return program.compile(self.variant)
         # The master first where it fills the compiler's cache, and the others would queue for the compiler's lock.
         if rank.is_master:
-            with notice(f"{program.name} is compiled"):
+            # Numba's part of it comes with the first call.
+            what = "'s graph is rewritten" if program.compiles == AT_FIRST_CALL else " is compiled"
+            with notice(program.name + what):
                 program.compile(self.variant)
         if program.compiles == IN_TURN:
             rank.barrier()

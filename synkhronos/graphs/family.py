@@ -181,6 +181,10 @@ class GraphLibrary:
         """
         return IN_TURN
 
+    def leaves_on_disk(self, function: Any) -> bool:
+        """Whether the first call leaves on disk what it compiles, so that the other ranks find it there."""
+        return True
+
     def compile_now(self, function: Any) -> None:
         """Compile what is compiled at its first call, and has no inputs; nothing is updated."""
 

@@ -93,6 +93,10 @@ class PyTensor(GraphLibrary):
             return AT_FIRST_CALL if pytensor.config.numba__cache else AT_ONCE
         return AT_ONCE if isinstance(linker, JAXLinker | PerformLinker) else IN_TURN
 
+    def leaves_on_disk(self, function: Any) -> bool:
+        """Numba leaves nothing of a graph with an Op that PyTensor has no key for, such as a call back to Python."""
+        return function.vm.jit_fn.stats.cache_path is not None
+
     def compile_now(self, function: Any) -> None:
         """Call what Numba makes on copies of the values, and forget the results."""
         function.vm.jit_fn(*[copy.deepcopy(storage[0]) for storage in function.vm.inputs])

@@ -5,6 +5,7 @@ in their last digits, so the parameters do too.
 """
 
 import argparse
+import logging
 from time import perf_counter
 
 import numpy as np
@@ -251,3 +252,26 @@ def test_an_epoch_takes_steps_at_once_and_counts_those_that_nothing_was_compiled
     assert run.losses == [pytest.approx(np.average(sizes, weights=sizes))] * 2
     assert run.validation == [(0.5, 0.25)] * 2
     assert 0 < run.setup_seconds < 1 and 0 < run.seconds < 1
+
+
+def test_the_bar_says_what_takes_long(capsys):
+    bars = []
+
+    class Slow(Recorded):
+        def train(self, batches):
+            bars.append(capsys.readouterr().err)
+            logging.getLogger("synkhronos").warning("this may take a minute")
+            return super().train(batches)
+
+        def validate(self):
+            bars.append(capsys.readouterr().err)
+            return super().validate()
+
+    options = argparse.Namespace(epochs=1, steps=None, at_once=1, seed=1, quiet=False)
+    fit(Slow([10] * 3), options, "shown", perf_counter())
+    first, second, *_, validation = bars
+    assert first.split("\r")[-1].startswith("shown, compiling:   0%") and "| 0/3 " in first
+    # On a line of its own.
+    assert "this may take a minute" in [line.strip() for line in second.replace("\r", "\n").splitlines()]
+    assert "compiling" not in second.split("\r")[-1]
+    assert validation.split("\r")[-1].startswith("shown, validating: 100%")
