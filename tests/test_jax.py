@@ -755,7 +755,12 @@ def test_several_steps_of_one_rank_are_one_launch(fork, monkeypatch, at_once, he
     monkeypatch.setattr("synkhronos.training.train_function._BYTES", 2 * 2 * 4 * 8)
     losses.append(train.steps(**arguments))
     assert launches == [1] * (4 if held else 5)  # what is held needs none
-    expected = [alone.steps(**each) for each in [*[arguments] * 70, some, arguments]]
+    # A step on many bytes is a launch of its own.
+    monkeypatch.setattr("synkhronos.training.train_function._LONG_STEP", 2 * 4 * 8)
+    launches.clear()
+    losses.append(train.steps(**arguments))
+    assert launches == [1] * (1 if held else 4)
+    expected = [alone.steps(**each) for each in [*[arguments] * 70, some, arguments, arguments]]
     for got, wanted in zip(losses, expected, strict=True):
         np.testing.assert_allclose(np.array(got, float), np.array(wanted, float))
     np.testing.assert_allclose(w.get_value(), w_alone.get_value())

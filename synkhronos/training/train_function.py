@@ -29,6 +29,9 @@ from synkhronos.training.step import Step
 
 #: Bytes of scattered rows that one launch of several steps may have on a rank.
 _BYTES = 1 << 30
+#: Bytes of such rows from which on a step is launched by itself: there is nothing to save, and the rows of the next step
+#: can't be copied meanwhile.  (A ResNet-50 on two H200s: 2,900 images a second with 60 steps in a launch, 6,200 with one.)
+_LONG_STEP = 4 << 20
 
 __all__ = ["SerialTrainFunction", "TrainFunction", "make_train_function", "make_train_function_serial"]
 
@@ -159,7 +162,7 @@ class TrainFunction:
         Computes what single steps compute.  In JAX mode on GPUs steps that follow each other are one launch if each
         rank has equally many rows in all of them, and, of scattered data, the ranks as many as each other.  Others are
         taken one by one: with `num_slices`, with ``batch_s`` by slices or of all rows, on minibatches, on data of
-        different lengths, on CPU cores, with Theano.
+        different lengths, on 4 MiB of scattered rows or more a rank, on CPU cores, with Theano.
 
         At most 256 steps go into one launch.  Scattered rows of all of them are on the GPU at once: at most a gibibyte
         on a rank, and as much again, where the next launch's rows come while this one computes.  That memory is kept
@@ -229,7 +232,8 @@ class TrainFunction:
         most = self.gradient.most_at_once(np.dtype(self.grad_shared.type.dtype))
         # Of shared variables' rows a launch takes those of one step after the other.
         row = sum(int(np.prod(np.shape(a)[1:])) * np.dtype(getattr(a, "dtype", float)).itemsize for a in arrays)
-        return max(1, min(most, _BYTES // max(1, row * longest)))
+        nbytes = row * longest
+        return 1 if nbytes >= _LONG_STEP else max(1, min(most, _BYTES // max(1, nbytes)))
 
     def _take(self, arrays: list[Any], batch: Any, batch_s: Any, num_slices: int, times: int = 1) -> Any:
         """Take a step, or several with equally many of the rows each; return the loss before each.
