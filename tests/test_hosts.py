@@ -137,6 +137,24 @@ def test_frames_suit_the_mpi():
         assert control.extra[-1] == 1  # no more memory than is needed
 
 
+def test_ranks_elsewhere_take_little_control_memory():
+    few, many = (Control.create(size, 2) for size in (3, 103))
+    with few, many:
+        few_bytes, many_bytes = (512 * os.fstat(file.fileno()).st_blocks for file in (few, many))
+        assert 0 < many_bytes - few_bytes <= 100 * 13_000
+        controls = [Control(103, 0.0, many.fileno(), i > 0, range(5, 7)) for i in range(2)]
+        for rank in range(103):
+            for which in range(3):
+                controls[0].slot(rank, which)[:] = bytes([rank, which]) * (len(controls[0].slot(rank, which)) // 2)
+        controls[0].scratch(6, 1)[:] = b"x" * len(controls[0].scratch(6, 1))
+        controls[0].mailbox[:] = b"y" * len(controls[0].mailbox)
+        for rank in range(103):
+            for which in range(3):
+                slot = controls[1].slot(rank, which)
+                assert bytes(slot) == bytes([rank, which]) * (len(slot) // 2)
+        assert not any(controls[1].done)
+
+
 def test_hosts_that_nobody_knows(monkeypatch, tmp_path):
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"localhost, nowhere\.invalid could not .* no address of nowhere\.invalid$"):

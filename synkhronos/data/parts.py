@@ -256,7 +256,7 @@ class _Load:
         with contextlib.ExitStack() as files:
             place = None
             if rank.number == here.start:
-                file = files.enter_context(create_unlinked(nbytes, of_host.start * row, of_host.stop * row))
+                file = files.enter_context(create_unlinked(nbytes, [range(of_host.start * row, of_host.stop * row)]))
                 place = rank.pid, file.fileno()
             pid, number = rank.exchange(place)[here.start]
             if rank.number != here.start:

@@ -667,7 +667,7 @@ def main(address: str) -> None:
 def _control_memory(mpi: Any, config: dict[str, Any], here: range, extra: int) -> io.FileIO:
     """Make this host's control memory; where there is no room for it, the master ends all."""
     try:
-        return create_unlinked(Control.nbytes(config["size"], len(here), extra))
+        return Control.create(config["size"], len(here), extra)
     except MemoryError as error:
         mail = Mail(mpi, mpi.COMM_WORLD)
         mail.send(0, LOST, f"{host_and_ranks(config['names'][mail.me], here)}: {error}", here.start)

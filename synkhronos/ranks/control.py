@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import mmap
 import os
 import threading
@@ -29,7 +30,7 @@ from time import perf_counter
 from typing import Any
 
 from synkhronos.ranks.interrupts import undisturbed
-from synkhronos.ranks.segments import map_file
+from synkhronos.ranks.segments import create_unlinked, map_file
 
 #: Bytes of the mailbox; a longer command travels in a shared segment of its own.
 MAILBOX = 1 << 18
@@ -49,6 +50,19 @@ AWAKE, FOR_COMMAND, FOR_STEP, FOR_JOIN, FOR_TASK = range(5)
 
 _FIXED = 10  # words before the counters of the ranks
 _BELL = 64  # bytes for a semaphore: more than any system's takes, and a cache line
+
+
+def _places(size: int, n_here: int, extra: int) -> tuple[int, int, int, int, int]:
+    """Return where in the memory there are the mailbox, scratch memory, bells, other rooms' memory, and slots."""
+    mailbox_at = _paged((_FIXED + 7 * size) * 8)
+    scratch_at = mailbox_at + MAILBOX
+    bells_at = scratch_at + 2 * n_here * SCRATCH
+    extra_at = bells_at + size * _BELL
+    return mailbox_at, scratch_at, bells_at, extra_at, _paged(extra_at + extra)
+
+
+def _paged(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Control:
@@ -95,30 +109,32 @@ class Control:
         self.here = range(size) if here is None else here
         self.spin = spin
         n_words = _FIXED + 7 * size
-        self._slots_at = -(-n_words * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._scratch_at = self._slots_at + MAILBOX + 3 * size * SLOT
-        bells_at = self._scratch_at + 2 * len(self.here) * SCRATCH
-        extra_at = bells_at + size * _BELL
-        nbytes = extra_at + extra
+        places = _places(size, len(self.here), extra)
+        mailbox_at, self._scratch_at, bells_at, extra_at, self._slots_at = places
+        nbytes = self._slots_at + 3 * size * SLOT
         self._memory = mmap.mmap(-1, nbytes) if file < 0 else map_file(file, nbytes)
         self.words = memoryview(self._memory)[: n_words * 8].cast("Q")
         self.done, self.arrived, self.sleeping, self.report_length, self.core, self.committed, self.progress = (
             self.words[_FIXED + i * size : _FIXED + (i + 1) * size] for i in range(7)
         )
-        self.mailbox = memoryview(self._memory)[self._slots_at : self._slots_at + MAILBOX]
+        self.mailbox = memoryview(self._memory)[mailbox_at : mailbox_at + MAILBOX]
         self.extra = memoryview(self._memory)[extra_at : extra_at + extra]
         self._bells = [Bell(self._memory, bells_at + rank * _BELL, made) for rank in range(size)]
         self._fence_lock = threading.Lock()
 
     @staticmethod
-    def nbytes(size: int, n_here: int, extra: int = 0) -> int:
-        """Return the size of the memory, at most."""
-        each = 3 * SLOT + _BELL + 7 * 8
-        return MAILBOX + size * each + n_here * 2 * SCRATCH + _FIXED * 8 + mmap.PAGESIZE + extra
+    def create(size: int, n_here: int, extra: int = 0) -> io.FileIO:
+        """Make the memory for some ranks of this machine and their peers on others, as an open file.
+
+        Of the slots of those elsewhere, a page each is allocated: ranks hardly ever show each other more.
+        """
+        slots_at = _places(size, n_here, extra)[-1]
+        others = range(slots_at + 3 * n_here * SLOT, slots_at + 3 * size * SLOT, SLOT)
+        return create_unlinked(others.stop, [range(others.start), *(range(at, at + mmap.PAGESIZE) for at in others)])
 
     def slot(self, rank: int, which: int) -> memoryview:
         """Return a slot of a rank: 0 and 1 for steps, in turn, 2 for its report."""
-        at = self._slots_at + MAILBOX + (3 * rank + which) * SLOT
+        at = self._slots_at + (3 * ((rank - self.here.start) % self.size) + which) * SLOT  # this machine's come first
         return memoryview(self._memory)[at : at + SLOT]
 
     def scratch(self, rank: int, half: int) -> memoryview:

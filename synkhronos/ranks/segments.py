@@ -34,7 +34,7 @@ import socket
 import struct
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -48,19 +48,19 @@ _ANNOUNCEMENT = struct.Struct("=QQ?")  # key, bytes, whether it is a file
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
 
-def create_unlinked(nbytes: int, start: int = 0, stop: int | None = None) -> io.FileIO:
+def create_unlinked(nbytes: int, runs: Iterable[range] | None = None) -> io.FileIO:
     """Make a shared memory object of ``nbytes`` without a name, and return it as an open file.
 
-    The pages from ``start`` to ``stop``, by default all, are allocated here and now: a full ``/dev/shm`` is a
-    MemoryError in this call, not a bus error at some later write.
+    The pages of some runs of bytes, by default all, are allocated here and now: a full ``/dev/shm`` is a MemoryError in
+    this call, not a bus error at some later write.
     """
-    stop = nbytes if stop is None else stop
+    runs = [range(nbytes)] if runs is None else [run for run in runs if run]
     with undisturbed():
         file = io.FileIO(_open_unlinked(), "r+")  # closed with the last reference, whatever happens
     try:
         os.ftruncate(file.fileno(), nbytes)
-        if hasattr(os, "posix_fallocate") and stop > start:
-            os.posix_fallocate(file.fileno(), start, stop - start)
+        for run in runs if hasattr(os, "posix_fallocate") else []:
+            os.posix_fallocate(file.fileno(), run.start, len(run))
     except (OSError, OverflowError) as error:  # the latter for more than the kernel can count
         file.close()
         largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -71,8 +71,8 @@ def create_unlinked(nbytes: int, start: int = 0, stop: int | None = None) -> io.
             ) from error
         if isinstance(error, OverflowError) or error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise MemoryError(
-                f"no room for {stop - start:,} bytes of shared memory: see `df -h /dev/shm`, free Data objects that "
-                "are no longer needed, or start the container with a larger --shm-size"
+                f"no room for {sum(map(len, runs)):,} bytes of shared memory: see `df -h /dev/shm`, free Data objects "
+                "that are no longer needed, or start the container with a larger --shm-size"
             ) from error
         raise
     return file

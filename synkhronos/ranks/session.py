@@ -30,7 +30,7 @@ from synkhronos.ranks.interrupts import undisturbed
 from synkhronos.ranks.kept import Kept
 from synkhronos.ranks.memory import Memory
 from synkhronos.ranks.rank import Command, Rank, nobody_has_died
-from synkhronos.ranks.segments import SegmentTable, SharedArray, create_unlinked
+from synkhronos.ranks.segments import SegmentTable, SharedArray
 from synkhronos.ranks.threads import ThreadShare, available_cores
 from synkhronos.ranks.weak import WeakKeys
 from synkhronos.ranks.workers import Workers
@@ -135,7 +135,7 @@ class Session:
         here, extra = (range(size), 0) if hosts is None else (hosts.here, hosts.extra)
         # Copies of this process inherit its memory; workers that start anew, and an agent, get it as an open file.
         is_open = size > 1 and (fresh or hosts is not None)
-        self._file = create_unlinked(Control.nbytes(size, len(here), extra)) if is_open else None
+        self._file = Control.create(size, len(here), extra) if is_open else None
         spin = SPIN if len(here) <= available_cores() else 0.0
         self._control = Control(size, spin, -1 if self._file is None else self._file.fileno(), here=here, extra=extra)
         self.rank = Rank(root, size, root, self._control, self._watch, ThreadShare(len(here), environment=False))
