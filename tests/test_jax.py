@@ -378,7 +378,7 @@ def launched(launch, shareds, combine):
     with undisturbed(), combining(combine):
         (total,) = launch(JAX.from_host(np.arange(3.0)))
         JAX.wait([library_of(s).get(s) for s in shareds])
-    return [float(total.read()), *(np.asarray(s.get_value()).tolist() for s in shareds)]
+    return [float(JAX.fetch([total])[0]), *(np.asarray(s.get_value()).tolist() for s in shareds)]
 
 
 class Doubling:
@@ -434,7 +434,7 @@ def test_one_launch_goes_on_with_the_next_rows(pair, counts):
         with undisturbed(), combining(Doubling(calls, counts), 4):
             totals = launch(JAX.from_host(rows))
             JAX.wait([library_of(s).get(s) for s in shareds])
-        assert [float(total.read()) for total in totals] == [3.0, 12.0, 21.0, 30.0]
+        assert [float(each) for each in JAX.fetch(totals)] == [3.0, 12.0, 21.0, 30.0]
         for shared_, expected in zip(shareds[not counts :], [g, w, n][not counts :], strict=True):
             np.testing.assert_array_equal(shared_.get_value(), expected)
     assert calls == [3] * 8
@@ -483,7 +483,7 @@ def test_what_is_the_same_each_time_is_combined_each_time(fork):
     with undisturbed(), combining(Doubling(calls), 4):
         totals = launch()
         JAX.wait([library_of(w).get(w)])
-    assert [float(total.read()) for total in totals] == [3.0, -3.0, -9.0, -15.0]
+    assert [float(each) for each in JAX.fetch(totals)] == [3.0, -3.0, -9.0, -15.0]
     np.testing.assert_array_equal(w.get_value(), [1.0, -7.0, -15.0])
     assert calls == [3] * 4
 
@@ -617,7 +617,7 @@ def test_a_log_is_long_enough_for_a_launch(fork):
     expected = np.arange(200.0).reshape(100, 2).sum(axis=1)
     launches = [launch(rows) for _ in range(5)]
     for numbers in launches:
-        np.testing.assert_array_equal([number.read() for number in numbers], expected)
+        np.testing.assert_array_equal(JAX.fetch(numbers), expected)
     assert float(w.get_value()) == 500
 
 
