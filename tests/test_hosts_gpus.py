@@ -9,10 +9,10 @@ import pytest
 from hosts import are_simulated, has_mpi, words
 from library import DEVICE, NAME
 
-pytestmark = [
-    pytest.mark.skipif(NAME != "pytensor" or DEVICE != "host", reason="pretended GPUs are JAX' CPU"),
-    pytest.mark.timeout(300),
-]
+from synkhronos.hosts import agent, start
+
+pytestmark = [pytest.mark.skipif(DEVICE != "host", reason="pretended GPUs are JAX' CPU"), pytest.mark.timeout(300)]
+of_jax = pytest.mark.skipif(NAME != "pytensor", reason="pretended GPUs are JAX' CPU")
 needs_mpi = pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]")
 FOLDER = Path(__file__).parent / "gpus"
 PROGRAMS = FOLDER / "programs.py"
@@ -31,6 +31,7 @@ def run(hosts, *program, status=0, **variables):
 
 
 @needs_mpi
+@of_jax
 @pytest.mark.parametrize("program", ["train", "collectives"])
 def test_the_same_as_on_one_host(program):
     expected = run(["a:2"], PROGRAMS, program)
@@ -39,12 +40,14 @@ def test_the_same_as_on_one_host(program):
 
 
 @needs_mpi
+@of_jax
 def test_a_rank_that_fails_in_a_collective_or_dies_there():
     heard, size = run(["a:1", "b:2"], PROGRAMS, "faults")
     assert (heard, size) == ("rank 2 on host b was heard of True", "3")
 
 
 @needs_mpi
+@of_jax
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts have one loopback")
 def test_who_can_t_connect_hears_which_interface_nccl_took():
     (line,) = run(["a:1", "b:1"], PROGRAMS, "interface", NCCL_SOCKET_IFNAME="lo")
@@ -57,6 +60,7 @@ def test_who_can_t_connect_hears_which_interface_nccl_took():
 
 
 @needs_mpi
+@of_jax
 def test_more_ranks_than_gpus_are_refused():
     assert run(["a", "b"], PROGRAMS, "refused") == [
         "hosts: b has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False, or in a session "
@@ -75,6 +79,7 @@ def train(hosts, folder, *arguments, status=0):
 
 
 @needs_mpi
+@of_jax
 @pytest.mark.parametrize("rule", ["BSP", "EASGD"])
 def test_a_session_of_the_launcher(tmp_path, rule):
     rule = f"--set=rule='{rule}'"
@@ -90,6 +95,7 @@ def test_a_session_of_the_launcher(tmp_path, rule):
 
 
 @needs_mpi
+@of_jax
 def test_a_session_takes_all_gpus_of_each_host_or_cores_if_told_to(tmp_path):
     said = train(["a", "b"], tmp_path / "gpus", "--hosts=a,b")
     assert said[0].startswith("ranks on hosts a:2, b; ")
@@ -104,3 +110,18 @@ def test_a_session_takes_all_gpus_of_each_host_or_cores_if_told_to(tmp_path):
     )
     errors = train(["a", "b"], tmp_path / "refused", "--hosts=a:1,b", "--devices=cuda1", status=2)
     assert "devices: expected cpu, or cuda0 to cuda0 in this order" in errors[-1]
+
+
+@needs_mpi
+@pytest.mark.skipif(NAME != "theano", reason="pygpu's arrays are Theano's")
+def test_theano_s_arrays_are_combined_on_two_hosts():
+    assert run(["a:1", "b:1"], PROGRAMS, "theano") == ["sum (3.0, 2997.0)", "max (2.0, 1998.0)"]
+
+
+@pytest.mark.any_library
+def test_a_host_without_pygpu_is_refused_before_any_rank_starts(monkeypatch):
+    found = agent._versions()
+    assert "pygpu" not in found
+    monkeypatch.syspath_prepend(FOLDER / "pretended")
+    with pytest.raises(RuntimeError, match="hosts need the same versions: pygpu is installed on a and missing on b"):
+        start._check_versions(["a", "b"], [agent._versions(), found])

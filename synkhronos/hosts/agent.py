@@ -37,6 +37,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import numpy as np
@@ -706,6 +707,8 @@ def _versions() -> dict[str, str]:
     for name in ("synkhronos", "numpy", "pytensor", "Theano", "jax", "nccl4py", "cuda-core"):
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
+    if find_spec("pygpu") is not None:  # which is linked into environments, with no word of its version
+        found["pygpu"] = "installed"
     return found
 
 

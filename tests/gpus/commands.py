@@ -2,13 +2,18 @@
 
 `InCollective`
     Something goes wrong in a collective on GPUs, or just behind it.
+`Reduced`
+    An all_reduce of arrays on GPUs, of whatever kind.
 """
 
 import os
 import signal
 import time
+from dataclasses import dataclass
 
 import numpy as np
+
+from synkhronos.ranks import SharedArray
 
 
 class InCollective:
@@ -34,3 +39,22 @@ class InCollective:
             communicator.come()
         if rank.number == self.culprit:
             raise ArithmeticError("the sum is odd")
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A command: an all_reduce of rows times the rank's number and 1; each rank shows the ends of what it has got."""
+
+    op: str
+    rows: SharedArray
+
+    def run(self, rank):
+        device = rank.device
+        communicator = device.communicator(rank)
+        communicator.connect(rank.exchange(communicator.epoch))
+        rows = device.to_host(device.load(rank, self.rows, None))
+        array = device.from_host(rows * (rank.number + 1))
+        communicator.all_reduce(array, self.op)
+        communicator.meet()
+        found = device.to_host(array)
+        return rank.exchange((float(found[1]), float(found[-1])))

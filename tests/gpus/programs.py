@@ -9,7 +9,7 @@ import sys
 import time
 
 import numpy as np
-from commands import InCollective
+from commands import InCollective, Reduced
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -138,6 +138,21 @@ def refused():
             print(error)
     print(synk.fork(hosts=["a", "b"]))  # by default one for each GPU
     print(ranks.session().rank.device.name)
+    synk.close()
+
+
+def theano():
+    """Combine Theano's arrays of GPUs, and bring rows there; print what comes of it."""
+    import theano  # noqa: F401 - by which the library knows whose GPUs they are
+
+    n = fork()
+    assert ranks.session().rank.device.name == "pygpu"
+    data = synk.data(np.arange(1000, dtype="float32"))
+    with ranks.session().turn:
+        for op in ("sum", "max"):
+            results = ranks.session().run(Reduced(op, data.where()))
+            assert results == results[:1] * n
+            print(op, results[0])
     synk.close()
 
 

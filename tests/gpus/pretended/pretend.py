@@ -7,6 +7,8 @@ beside this file are small stand-ins for those that the library calls:
     Counts them.
 ``cuda``
     Host memory for the GPU's.  What is put on a stream is done at once.
+``pygpu``
+    Theano's arrays.  Theano itself computes on NumPy's, since what it has for GPUs needs the real pygpu.
 ``nccl``
     Really combines, over TCP, between processes of one host or of several.  As NCCL does, it waits for ever for a rank
     that does not come, until it is aborted; and it says in its log which network interface it takes.
@@ -22,10 +24,19 @@ def install():
 
     from synkhronos.devices.jax import Jax
     from synkhronos.devices.jax.foreign import ComputeStream
+    from synkhronos.devices.pygpu import Pygpu
 
     def start(self, place):
         cuda.core.PLACE = place
         self._jax().devices()
+
+    def start_pygpu(self, place):
+        cuda.core.PLACE = place
+
+    Pygpu.needed = {}
+    Pygpu.start = start_pygpu
+    Pygpu.stream = cuda.core.COMPUTE
+    Pygpu._context = None
 
     Jax.needed = {}
     Jax.start = start

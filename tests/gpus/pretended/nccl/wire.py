@@ -8,6 +8,7 @@
     The network interface that is taken, and its address.
 """
 
+import contextlib
 import fcntl
 import os
 import pickle
@@ -16,10 +17,13 @@ import struct
 import threading
 import time
 
-import ml_dtypes
 import numpy as np
 
-DTYPES = ["int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", ml_dtypes.bfloat16]
+DTYPES = ["int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
+with contextlib.suppress(ImportError):  # JAX brings it; Theano has no such numbers
+    import ml_dtypes
+
+    DTYPES.append(ml_dtypes.bfloat16)
 #: sum, prod, max, min, avg
 OPS = [np.add, np.multiply, np.maximum, np.minimum, np.add]
 _SIOCGIFADDR = 0x8915
