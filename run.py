@@ -361,7 +361,7 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
         left_out.append(f"theano: left out, Theano 1.0.5 needs Python 3.11 and this is {python_name()}")
         say(left_out[0])
     extras = {
-        PYTENSOR.name: ["jax", "demos", "hosts", "lasagne", "training", "test"],
+        PYTENSOR.name: ["jax", "demos", "hosts", "lasagne", "training", "tensorboard", "test"],
         THEANO.name: ["demos", "hosts", "lasagne", "training", "test"],
         PYMC.name: ["test"],
     }

@@ -23,6 +23,12 @@ import os
 import runpy
 import sys
 
+_USAGE = """python -m synkhronos train SESSION
+       python -m synkhronos check MODEL:CLASS
+       python -m synkhronos show RUN...
+       python -m synkhronos doctor
+       python -m synkhronos [--theano {theano,pytensor}] [-m] PROGRAM [ARGUMENT...]"""
+
 
 def script() -> None:
     """Run what the command line says: the command ``synkhronos``."""
@@ -48,6 +54,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(command.main(arguments))
     parser = argparse.ArgumentParser(
         prog="python -m synkhronos",
+        usage=_USAGE,
         description="Run a program written for Theano. Where Theano is not installed, PyTensor takes its place.",
     )
     parser.add_argument(
@@ -56,9 +63,11 @@ def main(arguments: list[str]) -> None:
         help="which of them answers to `import theano`; also set by SYNKHRONOS_THEANO",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module's name")
-    parser.add_argument("program", help="a script, or with -m a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
+    parser.add_argument("program", metavar="PROGRAM", help="a script, or with -m a module")
+    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the program's own")
     options = parser.parse_args(arguments)
+    if not options.module and not os.path.exists(options.program):
+        parser.error(f"there is neither a command nor a program {options.program!r}")
     if options.theano:
         os.environ["SYNKHRONOS_THEANO"] = options.theano
 

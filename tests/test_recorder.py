@@ -82,8 +82,21 @@ def test_runs_are_drawn_and_written_as_a_table(tmp_path):
 
 def test_tensorboard(tmp_path):
     pytest.importorskip("tensorboardX")
-    TensorBoard(tmp_path).write({"loss": 0.5, "validation": {"error": 0.1}, "seen": 10})
-    assert any(path.stat().st_size > 50 for path in tmp_path.iterdir())
+    from tensorboardX.proto.event_pb2 import Event
+
+    record = {"loss": np.float32(0.5), "validation": {"error": 0.25}, "seen": 10, "rule": "BSP", "lr": np.array(0.125)}
+    TensorBoard(tmp_path / "new", purge=5).write(record)
+    (file,) = (tmp_path / "new").iterdir()  # which has them at once
+    content, written = file.read_bytes(), {}
+    while content:  # each event: its length in 8 bytes, 4 of a checksum, itself, 4 of another
+        length = int.from_bytes(content[:8], "little")
+        event = Event.FromString(content[12 : 12 + length])
+        written.update({(value.tag, event.step): value.simple_value for value in event.summary.value})
+        if event.HasField("session_log"):
+            written["purged from"] = event.step
+        content = content[16 + length :]
+    numbers = {"loss": 0.5, "validation/error": 0.25, "seen": 10.0, "lr": 0.125}
+    assert written == {"purged from": 5, **{(name, 10): value for name, value in numbers.items()}}
 
 
 def test_schedules_go_together():

@@ -101,16 +101,25 @@ class TensorBoard:
 
     def __init__(self, folder: str | os.PathLike[str], purge: int | None = None):
         try:
-            from tensorboardX import SummaryWriter
+            from tensorboardX import event_file_writer, summary
+            from tensorboardX.proto import event_pb2
         except ImportError:
             raise ImportError("TensorBoard needs tensorboardX: pip install 'synkhronos[tensorboard]'") from None
-        self._writer = SummaryWriter(str(folder), purge_step=purge)
+        self._scalar, self._proto = summary.scalar, event_pb2
+        os.makedirs(folder, exist_ok=True)
+        # Not a SummaryWriter, by whose thread numbers come to the file at some time later, or not at all.
+        self._file = event_file_writer.EventsWriter(os.path.join(folder, "events"))
+        if purge is not None:
+            log = event_pb2.SessionLog
+            self._file.write_event(event_pb2.Event(step=purge, session_log=log(status=log.START)))
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write a record's numbers, at the rows seen so far."""
-        for name, value in _flat(record):
-            self._writer.add_scalar(name, value, int(record.get("seen", 0)))
-        self._writer.flush()
+        step = int(record.get("seen", 0))
+        for name, value in _flat(_plain(record)):
+            event = self._proto.Event(wall_time=time.time(), step=step, summary=self._scalar(name, value))
+            self._file.write_event(event)
+        self._file.flush()
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]]]:

@@ -651,6 +651,10 @@ def test_a_script_runs_unchanged(tmp_path):
     assert start("script.py", "--epochs", "3", "-m").stdout.strip() == expected
     assert start("--theano", "pytensor", "script.py", "--epochs", "3", "-m").stdout.strip() == expected
     assert start("-m", "script", "--epochs", "3", "-m").stdout.strip() == expected
+    for nothing, said in (("tran", "there is neither a command nor a program 'tran'"), ("", "are required: PROGRAM")):
+        done = start(*nothing.split())
+        assert done.returncode == 2
+        assert said in done.stderr and "python -m synkhronos train SESSION\n" in done.stderr
     assert "usage: python -m synkhronos" in start("--help").stdout
     assert start("--theano", "jax", "script.py").returncode == 2
 
