@@ -4,8 +4,9 @@ The network of Theano's tutorial, and of Platoon's example: word vectors, an LST
 regression.  The texts are made up: words of two moods, and many of none, of which a text has a few more of one mood.
 ``--data FILE`` takes an .npz file with ``x``, word numbers of shape (texts, words), and ``y``, 0 or 1.
 
-It trains on 1, 2, ... ranks, for as many epochs each, and prints the times beside those that Platoon has published for
-its own example on 1 to 4 GPUs.
+It trains without ranks, and then on 1, 2, ... of them, for as many epochs each, and prints the times of all epochs but
+the first, beside those that Platoon has published for its own example on 1 to 4 GPUs.  Processor time is the ranks'
+mean: where there are fewer cores than ranks, or others use them, seconds say little.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ except ImportError:
 
 import synkhronos as synk
 from synkhronos import rules
+from synkhronos.extensions.train import make_train_function_serial
 from synkhronos.extensions.updates import adam
 from synkhronos.training import make_trainer
 
 #: Seconds on one GPU without Platoon (870), over those with it on 1 to 4.
-PLATOON = {1: 0.95, 2: 1.82, 3: 2.65, 4: 3.42}
+PLATOON = {"none": "1.00", "1": "0.95", "2": "1.82", "3": "2.65", "4": "3.42"}
 
 
 class Texts(NamedTuple):
@@ -91,21 +93,72 @@ def network(vocabulary: int, size: int, length: int) -> tuple[Any, Any, Any, Any
     return x, y, loss, error, [words, w_in, w_back, b, w_out, b_out]
 
 
-def train(n: int, texts: Texts, options: argparse.Namespace) -> tuple[float, float, float]:
-    """Train on n ranks; return seconds of all epochs but for compiling, the last loss and validation's error."""
+class Times(NamedTuple):
+    """What the epochs but the first took, and what came out.
+
+    Attributes
+    ----------
+    seconds, processor_seconds : float
+        The latter is the ranks' mean.
+    loss, error : float
+        The last epoch's, and validation's.
+    """
+
+    seconds: float
+    processor_seconds: float
+    loss: float
+    error: float
+
+
+def halves(texts: Texts) -> tuple[Texts, Texts]:
+    """Return what to learn from, and a tenth to validate."""
+    held = max(1, len(texts.x) // 10)
+    return Texts(texts.x[held:], texts.y[held:]), Texts(texts.x[:held], texts.y[:held])
+
+
+def processor_seconds(worker: Any) -> float:
+    """Return what this rank has used: of all its threads."""
+    return time.process_time()
+
+
+def train(n: int, texts: Texts, options: argparse.Namespace) -> Times:
+    """Train on n ranks."""
     synk.fork(n, use_gpu=options.gpu)
     x, y, loss, error, params = network(int(texts.x.max()) + 1, options.size, texts.x.shape[1])
     rule = rules.EASGD(alpha=options.alpha, beta=options.beta, period=options.period)
     trainer = make_trainer(loss, params, x, y, adam, rule, options.rate, validate={"error": error})
-    held = max(1, len(texts.x) // 10)
-    learn, valid = (texts.x[held:], texts.y[held:]), (texts.x[:held], texts.y[:held])
-    seconds, seen = 0.0, 0
+    learn, valid = halves(texts)
     for report in trainer.epochs(*learn, batch_size=options.batch_size, epochs=options.epochs, valid=valid):
-        seconds += (report.seen - seen) / report.rows_per_second
-        seen = report.seen
+        if report.epoch == 1:  # in which functions were compiled
+            used, began = synk.run(processor_seconds), time.perf_counter()
         print(f"{n} ranks, {report}", flush=True)
+    seconds = time.perf_counter() - began
+    used = [now - before for now, before in zip(synk.run(processor_seconds), used, strict=True)]
     synk.close()
-    return seconds, report.loss, report.validation["error"]
+    return Times(seconds, sum(used) / n, report.loss, report.validation["error"])
+
+
+def train_without(texts: Texts, options: argparse.Namespace) -> Times:
+    """Train in this process: the same steps, and no rule."""
+    synk.fork(1, use_gpu=options.gpu)  # which has the GPU, and as many threads for a BLAS as a rank
+    x, y, loss, error, params = network(int(texts.x.max()) + 1, options.size, texts.x.shape[1])
+    step = make_train_function_serial(loss, params, x, y, adam, learning_rate=options.rate)
+    wrong = library.function([x, y], error)
+    learn, valid = halves(texts)
+    rng = np.random.default_rng(0)
+    for epoch in range(options.epochs):
+        if epoch == 1:
+            used, began = time.process_time(), time.perf_counter()
+        order = rng.permutation(len(learn.x))
+        losses = [
+            step(*learn, batch=order[first : first + options.batch_size])
+            for first in range(0, len(order) - options.batch_size + 1, options.batch_size)
+        ]
+        mean, validated = float(np.mean([float(loss) for loss in losses])), float(wrong(*valid))
+        print(f"without ranks, epoch {epoch + 1}: loss {mean:.4f}, error {validated:.4f}", flush=True)
+    seconds, used = time.perf_counter() - began, time.process_time() - used
+    synk.close()
+    return Times(seconds, used, mean, validated)
 
 
 def main() -> None:
@@ -119,7 +172,7 @@ def main() -> None:
     add("--texts", type=int, default=4000, metavar="N", help="made-up texts (default: %(default)s)")
     add("--length", type=int, default=20, metavar="N", help="words of each (default: %(default)s)")
     add("--size", type=int, default=64, metavar="N", help="of word vectors and of the layer (default: %(default)s)")
-    add("--epochs", type=int, default=4, help="(default: %(default)s)")
+    add("--epochs", type=int, default=4, help="2 or more (default: %(default)s)")
     add("--batch-size", type=int, default=16, metavar="N", help="a rank's texts in a step (default: %(default)s)")
     add("--rate", type=float, default=0.002, help="learning rate (default: %(default)s)")
     add("--period", type=int, default=10, help="steps between exchanges (default: %(default)s)")
@@ -128,6 +181,8 @@ def main() -> None:
     modes = {"pytensor": "JAX", "theano": "FAST_RUN"}
     add("--mode", default=modes[library.__name__], help="of functions on the CPU (default: %(default)s)")
     options = parser.parse_args()
+    if options.epochs < 2:
+        parser.error("argument --epochs: 2 or more are needed, as the first, which compiles, is not counted")
     library.config.floatX = "float32"
     if not options.gpu and synk.get_n_gpu() == 0:
         library.config.mode = options.mode
@@ -137,12 +192,19 @@ def main() -> None:
     else:
         texts = made_up(options.texts, options.length, 2000)
     began = time.perf_counter()
-    found = {n: train(n, texts, options) for n in options.ranks}
-    one = found[min(found)][0] * min(found)
-    print(f"\n{'ranks':>5}  {'seconds':>8}  {'speed-up':>8}  {'Platoon':>8}  {'loss':>7}  {'error':>7}")
-    for n, (seconds, loss, error) in found.items():
-        platoon = f"{PLATOON[n]:.2f}" if n in PLATOON else ""
-        print(f"{n:>5}  {seconds:>8.2f}  {one / seconds:>8.2f}  {platoon:>8}  {loss:>7.4f}  {error:>7.2%}")
+    found = {"none": train_without(texts, options), **{f"{n}": train(n, texts, options) for n in options.ranks}}
+    plain = found["none"]
+    print(f"\n{'':>5}  {'':>8}  {'':>8}  {'processor':>9}  {'':>8}  {'Platoon':>8}")
+    print(
+        f"{'ranks':>5}  {'seconds':>8}  {'speed-up':>8}  {'seconds':>9}  {'speed-up':>8}  {'speed-up':>8}  "
+        f"{'loss':>7}  {'error':>7}"
+    )
+    for n, times in found.items():
+        print(
+            f"{n:>5}  {times.seconds:>8.2f}  {plain.seconds / times.seconds:>8.2f}  {times.processor_seconds:>9.2f}  "
+            f"{plain.processor_seconds / times.processor_seconds:>8.2f}  {PLATOON.get(n, ''):>8}  {times.loss:>7.4f}  "
+            f"{times.error:>7.2%}"
+        )
     print(f"\n{time.perf_counter() - began:.0f} s in all")
 
 
