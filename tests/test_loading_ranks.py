@@ -191,6 +191,21 @@ class Watched:
         return ROWS[row], TARGETS[row]
 
 
+BAD = {4, 5, 50, 77}
+
+
+class SomeBad:
+    """Some rows can't be read."""
+
+    def __len__(self):
+        return 103
+
+    def __getitem__(self, row):
+        if row in BAD:
+            raise OSError("damaged")
+        return ROWS[row], TARGETS[row]
+
+
 @pytest.mark.any_library
 def test_rows_that_are_left_out_are_counted_in_training(fork, load):
     fork(2)
@@ -200,6 +215,24 @@ def test_rows_that_are_left_out_are_counted_in_training(fork, load):
         found, reports = trained(rule, (loader, None), epochs=2, every=None)
         assert loader.skipped == 2 * len(BAD) and len(good) == 103 - len(BAD)
         assert reports[-1].loss < reports[0].loss
+
+
+class SomeGood(SomeBad):
+    """Most rows can't be read: whole batches of a rank, one after the other."""
+
+    def __getitem__(self, row):
+        if row % 8:
+            raise OSError("damaged")
+        return ROWS[row], TARGETS[row]
+
+
+@pytest.mark.any_library
+def test_batches_of_which_no_row_can_be_read_make_room_for_others(fork, load):
+    fork(2)
+    for rule in (rules.BSP(), rules.LocalSGD(2), rules.EASGD(period=2)):
+        loader = load(SomeGood(), on_error="skip")
+        _, reports = trained(rule, (loader, None), batch_size=2, epochs=2, every=None)
+        assert loader.skipped == 2 * (103 - 13) and len(reports) == 2
 
 
 class OnlyHere:
@@ -221,21 +254,6 @@ def test_validation_without_a_row_that_can_be_read(fork, load):
     fork(1)
     with pytest.raises(LoadError, match="none of the rows of the validation data could be read"):
         next(trainer(rules.BSP()).epochs(ROWS, TARGETS, 5, 1, valid=load(OnlyHere(), on_error="skip")))
-
-
-BAD = {4, 5, 50, 77}
-
-
-class SomeBad:
-    """Some rows can't be read."""
-
-    def __len__(self):
-        return 103
-
-    def __getitem__(self, row):
-        if row in BAD:
-            raise OSError("damaged")
-        return ROWS[row], TARGETS[row]
 
 
 @pytest.mark.any_library

@@ -20,12 +20,12 @@ def test_averages_are_nccl_s_and_steps_between_them_are_one_launch():
         from synkhronos import rules
         from synkhronos.extensions.updates import momentum
         from synkhronos.engines.xla import Executable
-        from synkhronos.training import interval, make_trainer
+        from synkhronos.training import loop, make_trainer
         pytensor.config.mode, pytensor.config.floatX = "JAX", "float32"
         launches = []
         repeated = Executable.repeated
         Executable.repeated = lambda self, times: launches.append(times) or repeated(self, times)
-        interval._Loop.most = property(lambda self: 64, lambda self, value: None)
+        loop.RankLoop.most = property(lambda self: 64, lambda self, value: None)
         synk.fork(2, use_gpu=False)
         rng = np.random.default_rng(0)
         x_data = rng.normal(size=(120, 30)).astype("float32")

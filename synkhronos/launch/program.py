@@ -34,6 +34,7 @@ from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker
 from synkhronos.training import storing
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError, load
+from synkhronos.training.meter import timed
 from synkhronos.training.recorder import Recorder, cut
 
 #: Under which a rank keeps its model from one program to the next.
@@ -127,7 +128,11 @@ def train(worker: Worker, settings: Settings, rule: Rule, shared: dict[str, Loca
 
 
 class _Run:
-    """One rank's epochs."""
+    """One rank's epochs.
+
+    `synkhronos.training.loop` is no help here: a class chooses its rows itself, and takes one step in each call of
+    ``train_iter``, so that there are no places, batches or launches.
+    """
 
     def __init__(
         self,
@@ -209,10 +214,9 @@ class _Run:
             state.step += 1
             state.since += 1
             if due:
-                began, waited = time.perf_counter(), worker.waited
-                self.rule.exchange(worker, state)
-                state.since = 0
-                self.note_exchange(began, waited)
+                with timed(recorder.seconds, "exchange", lambda: worker.waited):
+                    self.rule.exchange(worker, state)
+                    state.since = 0
             recorder.print_train_info(recorder.total)
         recorder.write()
         self.trained = time.perf_counter()
@@ -231,12 +235,6 @@ class _Run:
         seconds = self.recorder.seconds
         noted = sum(value - before.get(name, 0.0) for name, value in seconds.items() if name != "compute")
         seconds["compute"] = before["compute"] + max(0.0, time.perf_counter() - began - noted)
-
-    def note_exchange(self, began: float, waited: float) -> None:
-        """Note an exchange's time, that of waiting by itself."""
-        wait = self.worker.waited - waited
-        self.recorder.seconds["wait"] += wait
-        self.recorder.seconds["exchange"] += time.perf_counter() - began - wait
 
     def check_loss(self) -> float | None:
         """Return the mean cost of all ranks; refuse one that is no number any more."""

@@ -11,13 +11,15 @@ One step, on all ranks together (users know these two by the names in `synkhrono
 Epochs of them:
 
 `make_trainer`, `Trainer`, `Report`
-    Epochs over data under an exchange rule, with validation (`trainer`; `interval` is what ranks do at their own pace).
+    Epochs over data under an exchange rule, with validation.  `trainer` goes from report to report; `course` has the
+    data and their order, `interval` says what to do until the next report, `loop` does it, `meter` counts, `report` is
+    what comes of it.
 `schedules`
     Learning rates that change.
 `Recorder`, `TensorBoard`
     What is written down meanwhile (`recorder`); ``python -m synkhronos show`` draws it (`show`).
 `Checkpoint`
-    Where to go on after an interruption (`checkpoint`; `storing` is what ranks write).
+    Where to go on after an interruption (`checkpoint`; `resume` says what is in one, `storing` what of each rank).
 
 Not imported by ``import synkhronos``.
 """
@@ -25,7 +27,8 @@ Not imported by ``import synkhronos``.
 from synkhronos.training import schedules
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError
 from synkhronos.training.recorder import Recorder, TensorBoard
-from synkhronos.training.trainer import Report, Trainer, make_trainer
+from synkhronos.training.report import Report
+from synkhronos.training.trainer import Trainer, make_trainer
 
 __all__ = [
     "Checkpoint",

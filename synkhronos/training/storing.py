@@ -22,6 +22,7 @@ from synkhronos.rules import Rule, State
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker
 from synkhronos.training.checkpoint import Stored, load
+from synkhronos.training.model import Model
 
 
 @dataclass
@@ -45,6 +46,26 @@ class Groups:
     excluded: list[Any]
     others: list[Any]
     generators: list[Any]
+
+    @classmethod
+    def of(cls, model: Model, params: Sequence[Any], rule: Rule) -> Groups:
+        """Sort the variables of what is trained by a rule."""
+        excluded = [rule.exclude is not None and bool(rule.exclude(p)) for p in params]
+        exchanged = [p for p, out in zip(params, excluded, strict=True) if not out]
+        if not exchanged:
+            raise ValueError("exclude: expected it to leave some parameter to be exchanged, but it excludes all")
+        own = [p for p, out in zip(params, excluded, strict=True) if out]
+        optimizer = model.optimizer_state
+        if len(optimizer) == len(params):  # one for each, as velocities are: those of the parameters exchanged
+            optimizer = [s for s, out in zip(optimizer, excluded, strict=True) if not out]
+        optimizer = [s for s in optimizer if np.dtype(s.type.dtype).kind == "f"]
+        known = {id(s) for s in [*exchanged, *own, *optimizer]}
+        others = [s for s in [*model.optimizer_state, *(s for s, _ in model.extra_updates)] if id(s) not in known]
+        others = [s for s in others if hasattr(s.type, "dtype")]
+        variables = [*model.x, *model.y, model.loss, *(expression for _, expression in model.extra_updates)]
+        library = library_of(model.loss)
+        generators = [s for s in library.shareds(variables) if library.is_generator(s)]
+        return cls(exchanged, optimizer, own, others, generators)
 
 
 def collect(worker: Worker, name: str, groups: Groups, alike: bool) -> dict[str, Any] | None:

@@ -1,0 +1,90 @@
+"""The data that a trainer goes through, and in which order.
+
+`Course`
+    The rows of each epoch.
+`pools_of`
+    The ranks among which rows are divided, where hosts have rows of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.data import Data
+from synkhronos.data.parts import PartsData, batches
+from synkhronos.loading import Loader
+from synkhronos.training.interval import InOrder, Source
+
+
+@dataclass
+class Course:
+    """The data, and the ways through it.
+
+    Attributes
+    ----------
+    length, count : int
+        The rows of the data, and those of an epoch.
+    pools : list of range, optional
+        The ranks of each host, where each rank takes rows of its own host.
+    """
+
+    data: list[Data]
+    length: int
+    batch: int
+    epochs: int
+    seed: int
+    every: int | None
+    progress: bool
+    loader: Loader | None
+    pools: list[range] | None
+    count: int = field(init=False)
+    order: Data = field(init=False)
+    taken: Data = field(init=False)
+    _shuffled: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
+        self.count = self.length if self.pools is None else sum(map(len, self._of_parts(0)))
+
+    def make(self) -> None:
+        """Make what all ranks have to see."""
+        self.taken = synk.data(shape=(ranks.session().size,), dtype="int64")
+        if self.loader is None:
+            self.order = synk.data(shape=(self.count,), dtype="int64")
+        self._shuffled = -1
+
+    def source(self, epoch: int, first: int, all_together: bool) -> Source:
+        """Return what rows are taken from: by all ranks at once, or by each for itself."""
+        if self.loader is not None:
+            size = ranks.session().size
+            unit, takers = (self.batch * size, 1) if all_together else (self.batch, size)
+            return self.loader.feed(epoch, first, unit, self.seed, takers)
+        if epoch != self._shuffled:
+            if self.pools is None:
+                self.order[...] = np.random.default_rng((self.seed, epoch)).permutation(self.count)
+            else:
+                self.order[...] = np.concatenate(list(self._of_parts(epoch)))
+            self._shuffled = epoch
+        return InOrder(self.data, self.order)
+
+    def _of_parts(self, epoch: int) -> Iterator[np.ndarray]:
+        """Yield the rows of an epoch's steps of all ranks, where each takes rows of its own host."""
+        assert self.pools is not None
+        return batches(self.length, self.batch * self.pools[-1].stop, self.pools, (self.seed, epoch))
+
+    def parts(self) -> list[int] | None:
+        """Return what the order of rows depends on, besides the seed, where each rank takes rows of its own host."""
+        return None if self.pools is None else [self.batch, *map(len, self.pools)]
+
+    def end(self, row: int, n_ranks: int) -> int:
+        """Return where the next report is due, from a place on."""
+        return self.count if self.every is None else min(self.count, row + self.every * self.batch * n_ranks)
+
+
+def pools_of(data: list[Data]) -> list[range] | None:
+    """Return the ranks of each host, if some of the data are rows that hosts have loaded for themselves."""
+    return ranks.session().ranks_by_host if any(isinstance(each, PartsData) for each in data) else None

@@ -1,0 +1,386 @@
+"""The loop over an epoch's rows, between two reports.
+
+`Loop`
+    Goes from turn to turn; who takes the steps says what is different about that.
+`TogetherLoop`
+    In the master: each step is a command of all ranks (BSP on gradients).
+`RankLoop`
+    On each rank: its own steps, with exchanges between them (all other rules).
+`Turn`
+    The batches of one turn.
+`train`
+    The program that each rank runs for `RankLoop`.
+
+A turn is::
+
+    turns() ──> rows, from the source ──> launch() ──> exchange() ──> lines and bar
+    which batches    waits for a loader       a step on each    if one is due
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import synkhronos as synk
+from synkhronos.loading.loader import Feed
+from synkhronos.rules import Rule, State
+from synkhronos.tasks import LocalFunction, LocalRows, Worker
+from synkhronos.training.interval import Plan, Source
+from synkhronos.training.meter import Meter, Outcome
+from synkhronos.training.model import Model
+from synkhronos.training.train_function import TrainFunction
+
+#: Bytes of the rows of one launch, at most, which are there at once.
+_BYTES = 1 << 30
+
+
+class Turn(NamedTuple):
+    """The batches of one turn, a step each.
+
+    Attributes
+    ----------
+    place : int
+        Whose learning rate is taken.
+    starts : list of int
+        The place at which each batch begins.
+    end : int
+        The place up to which rows have been given out then.
+    """
+
+    place: int
+    starts: list[int]
+    end: int
+
+
+class Loop:
+    """Goes through rows, turn by turn.
+
+    Parameters
+    ----------
+    plan : Plan
+    source : InOrder or Feed
+        What rows are taken from.
+    meter : Meter
+    rows : int
+        The rows of a step.
+    is_master : bool
+        Whether to show a progress bar, if there is to be one.
+    rate : float
+        The learning rate that is set already.
+    """
+
+    watch: Any = None  # what is called from time to time while rows are waited for
+
+    def __init__(self, plan: Plan, source: Source, meter: Meter, rows: int, is_master: bool, rate: float):
+        self.plan, self.source, self.meter, self.rows, self.rate = plan, source, meter, rows, rate
+        #: Places of rows that may still be read, by steps that have begun.
+        self.reading: list[tuple[int, int]] = []
+        self._bar: Any = None
+        if plan.bar and is_master:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=plan.count, initial=plan.first, unit="row", desc=f"epoch {plan.epoch}", leave=False)
+
+    def run(self) -> None:
+        """Take all steps."""
+        try:
+            for turn in self.turns():
+                self.step(turn)
+                self.exchange(len(turn.starts))
+                self.meter.write(turn.end, self.rate)
+                if self._bar is not None:
+                    self._bar.update(turn.end - self._bar.n)
+        finally:
+            if self._bar is not None:
+                self._bar.close()
+
+    # -- what is different -------------------------------------------------------------------------------------
+
+    def turns(self) -> Iterator[Turn]:
+        """Yield the batches of each turn, as many as one launch can take."""
+        raise NotImplementedError
+
+    def put_rate(self, rate: float) -> None:
+        """Set the learning rate's variable."""
+        raise NotImplementedError
+
+    def launch(self, rows: list[Any]) -> list[Any]:
+        """Take a step on each of some batches; return the losses, which may be read later."""
+        raise NotImplementedError
+
+    def launched(self, places: list[tuple[int, int]], steps: int) -> None:
+        """Let the loaders have the memory of rows that have been read, after a launch of so many steps."""
+        raise NotImplementedError
+
+    def exchange(self, steps: int) -> None:
+        """Count steps, and exchange parameters if it is time."""
+
+    # -- what is the same --------------------------------------------------------------------------------------
+
+    def step(self, turn: Turn) -> None:
+        """Take the steps of a turn."""
+        last = self.plan.last
+        places = [(start, min(start + self.rows, last)) for start in turn.starts if start < last]
+        rate = self.plan.rate(turn.place)
+        if rate != self.rate:
+            self.put_rate(rate)
+            self.rate = rate
+        rows = [each for each in self.wait_for(places) if len(each)]
+        if not rows:  # the last round had no batch for this rank, or none of the rows could be read
+            self.let_go(places)
+            return
+        with self.meter.launch(len(rows), len(rows[0])):
+            losses = self.launch(rows)
+            for loss, some in zip(losses, rows, strict=True):
+                self.meter.add(loss, len(some))
+            self.launched(places, len(losses))
+
+    def wait_for(self, places: list[tuple[int, int]]) -> list[Any]:
+        """Return which rows are between some places; those of a loader once they are there."""
+        source = self.source
+        if isinstance(source, Feed) and not all(source.is_ready(*each) for each in places):
+            # The loaders may need the memory of rows that this rank has, and others may wait for what comes there.
+            self.release()
+        with self.meter.timed("load"):
+            return [source.rows(*each, self.watch) for each in places]
+
+    def release(self) -> None:
+        """Wait for the steps that have begun, and let the loaders have the memory of their rows."""
+        with self.meter.timed("compute"):
+            self.meter.read_losses()
+            self.let_go(self.reading)
+            self.reading = []
+
+    def let_go(self, places: list[tuple[int, int]]) -> None:
+        """Let the loaders have the memory of the rows between some places."""
+        for each in places:
+            self.source.free(*each)
+
+
+class TogetherLoop(Loop):
+    """Steps of all ranks at once, in the master: as many in one launch as have the same learning rate.
+
+    Parameters
+    ----------
+    plan : Plan
+    source : InOrder or Feed
+    meter : Meter
+    rows : int
+        Of a step, of all ranks together.
+    model : Model
+    step : TrainFunction
+    learning_rate : shared variable
+    rate : float
+        Its value on all ranks; less than 0 if that is not known.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        source: Source,
+        meter: Meter,
+        rows: int,
+        model: Model,
+        step: TrainFunction,
+        learning_rate: Any,
+        rate: float,
+    ):
+        super().__init__(plan, source, meter, rows, True, rate)
+        self._step, self._learning_rate = step, learning_rate
+        data = source.data
+        self._x = data[: len(model.x)] if model.x_is_list else data[0]
+        self._y = data[len(model.x) :] if model.y_is_list else data[-1]
+
+    def turns(self) -> Iterator[Turn]:
+        """Yield the batches of all ranks that come next and have the same learning rate."""
+        place, plan = self.plan.first, self.plan
+        while place < plan.last:
+            rate, starts = plan.rate(place), [place]
+            while len(starts) < self.source.most and starts[-1] + 2 * self.rows <= plan.last:
+                if plan.rate(starts[-1] + self.rows) != rate:
+                    break
+                starts.append(starts[-1] + self.rows)
+            end = min(starts[-1] + self.rows, plan.last)
+            yield Turn(place, starts, end)
+            place = end
+
+    def put_rate(self, rate: float) -> None:
+        """Set the variable on all ranks."""
+        synk.broadcast(self._learning_rate, np.asarray(rate, self._learning_rate.type.dtype))
+
+    def launch(self, rows: list[Any]) -> list[Any]:
+        """Take the steps."""
+        return self._step.steps(self._x, self._y, batches=rows)
+
+    def launched(self, places: list[tuple[int, int]], steps: int) -> None:
+        """Wait for the steps: the ranks have read their rows, then."""
+        self.meter.read_losses()
+        self.let_go(places)
+
+
+class RankLoop(Loop):
+    """A rank's own steps, and exchanges between them.
+
+    Parameters
+    ----------
+    worker : Worker
+    plan : Plan
+    rule : Rule
+    state : State
+    step : LocalFunction
+        Takes a step on some rows, and returns the loss.
+    rate : shared variable
+        The learning rate.
+    source : InOrder or Feed
+    taken : LocalRows
+        How many batches each pool's ranks have taken, where each takes them as it comes for them.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        plan: Plan,
+        rule: Rule,
+        state: State,
+        step: LocalFunction,
+        rate: Any,
+        source: Source,
+        taken: LocalRows,
+    ):
+        kinds = worker.kept(plan.name).setdefault("kinds", set())
+        meter = Meter(worker.number, plan, step.read, state.step, kinds, lambda: worker.waited)
+        super().__init__(plan, source, meter, plan.batch, worker.is_master, 0.0)
+        self.worker, self.rule, self.state, self.watch = worker, rule, state, worker.progress
+        self._step, self._rate, self._taken = step, rate, taken
+        row = sum(math.prod(each.shape[1:]) * each.dtype.itemsize for each in source.data)
+        self.most = max(1, min(source.most, step.most_at_once, _BYTES // max(1, row * plan.batch)))
+        if isinstance(source, Feed):
+            source.open(worker.number)
+
+    def turns(self) -> Iterator[Turn]:
+        """Yield the batches of this rank, as many as there are until the next exchange."""
+        return self.as_they_come() if self.rule.asynchronous else self.in_turn()
+
+    def in_turn(self) -> Iterator[Turn]:
+        """Go through the rows with all ranks, a batch each in turn; the last round may have less for some."""
+        plan, n, me = self.plan, self.worker.size, self.worker.number
+        place = plan.first
+        while place < plan.last:
+            whole = (plan.last - place) // (plan.batch * n)
+            rounds = max(1, min(self.left(), self.most, whole))
+            end = min(plan.last, place + rounds * n * plan.batch)
+            yield Turn(place, [place + (k * n + me) * plan.batch for k in range(rounds)], end)
+            place = end
+
+    def as_they_come(self) -> Iterator[Turn]:
+        """Go through the rows with all ranks, each taking the next batches when it is ready."""
+        plan, n, taken = self.plan, self.worker.size, self._taken
+        pool = next(pool for pool in plan.pools if self.worker.number in pool)
+        while True:
+            most = min(self.left(), self.most)
+            with self.meter.timed("load"), self.worker.lock(n + 1) as lock:
+                lock.read(taken)
+                first = int(taken.array[pool.start])
+                # Of each n batches in a row the pool has those in its ranks' places: all, where there is one pool.
+                starts = [
+                    plan.first + (k // len(pool) * n + pool[k % len(pool)]) * plan.batch
+                    for k in range(first, first + most)
+                ]
+                starts = [start for start in starts if start + plan.batch <= plan.last] or starts[:1]
+                taken.array[pool.start] += len(starts)
+                lock.write(taken)
+            if starts[0] >= plan.last:
+                return
+            yield Turn(starts[0], starts, min(plan.last, starts[-1] + plan.batch))
+
+    def left(self) -> int:
+        """Return how many steps there are until the next exchange."""
+        self._left = self.rule.left(self.state)
+        return self._left
+
+    def put_rate(self, rate: float) -> None:
+        """Set the variable of this rank."""
+        self._rate.set_value(np.asarray(rate, self._rate.type.dtype))
+
+    def launch(self, rows: list[Any]) -> list[Any]:
+        """Start the steps, in one launch where that can be."""
+        data = self.source.data
+        if len(rows) > 1 and len({len(each) for each in rows}) == 1:
+            together = np.concatenate(rows)
+            losses = self._step.launch_many(len(rows), *(each[together] for each in data))
+            if losses is not None:
+                return list(losses)
+        return [loss for some in rows for loss in self._step.launch(*(each[some] for each in data))]
+
+    def launched(self, places: list[tuple[int, int]], steps: int) -> None:
+        """Wait for the launch before, whose rows have been read then."""
+        if isinstance(self.source, Feed):
+            self.meter.read_losses(besides=steps)
+            self.let_go(self.reading)
+            self.reading = places
+
+    def exchange(self, steps: int) -> None:
+        """Count steps, and exchange if no more were left until then."""
+        self.state.step += steps
+        self.state.since += steps
+        if steps < self._left:
+            return
+        if isinstance(self.source, Feed) or self.rule.asynchronous and self.state.since > 1:
+            # The exchange would wait for the steps, in whose place it would be counted; and others may wait for rows.
+            self.release()
+        with self.meter.timed("exchange"):
+            self.state.learning_rate = self.rate
+            self.rule.exchange(self.worker, self.state)
+            self.state.since = 0
+
+
+def train(
+    worker: Worker,
+    plan: Plan,
+    rule: Rule,
+    step: LocalFunction,
+    rate: Any,
+    variables: tuple[list[Any], list[Any]],
+    source: Source,
+    taken: LocalRows,
+    shared: dict[str, LocalRows],
+) -> Outcome:
+    """Train on rows between two places of an epoch's order; afterwards the parameters are those to be validated.
+
+    Parameters
+    ----------
+    worker : Worker
+    plan : Plan
+    rule : Rule
+    step : LocalFunction
+        Takes a step on some rows, and returns the loss.
+    rate : shared variable
+        The learning rate.
+    variables : pair of lists of shared variables
+        The parameters that are exchanged, and the optimizer's.
+    source : InOrder or Feed
+        What rows are taken from.
+    taken : LocalRows
+        How many batches each pool's ranks have taken, where each takes them as it comes for them.
+    shared : dict of str to LocalRows
+        The rule's memory.
+    """
+    kept = worker.kept(plan.name)
+    state: State | None = kept.get("state")
+    if state is None:
+        state = kept["state"] = State(*variables, shared)
+        rule.setup(worker, state)
+    elif kept.get("own") is not None:
+        state.vector = kept["own"]  # in whose place there was what the last report was about
+    loop = RankLoop(worker, plan, rule, state, step, rate, source, taken)
+    loop.run()
+    loop.release()
+    with loop.meter.timed("exchange"):
+        kept["own"] = state.vector
+        state.vector = rule.report(worker, state)
+    loop.meter.write(plan.last, loop.rate, last=True)
+    return loop.meter.outcome(loop.rate)

@@ -1,0 +1,148 @@
+"""Counts what a rank does between two reports.
+
+`Meter`
+    Time, rows and losses; writes the recorders' lines.
+`Outcome`
+    What they come to.
+`timed`
+    Notes how long something takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synkhronos.training.interval import Plan
+
+
+class Outcome(NamedTuple):
+    """What a rank has done.
+
+    Attributes
+    ----------
+    loss : float
+        The sum of its steps' losses, each times its rows.
+    rows, steps : int
+    seconds : dict of str to float
+        By what it did: compute, exchange, wait, load.
+    learning_rate : float
+        The last.
+    first : tuple of int and float
+        The rows, and seconds, of steps that were the first of their kind: something may have been compiled there.
+    """
+
+    loss: float
+    rows: int
+    steps: int
+    seconds: dict[str, float]
+    learning_rate: float
+    first: tuple[int, float]
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str, waited: Callable[[], float]) -> Iterator[None]:
+    """Add the time of a block to what was spent on something; waiting for other ranks counts as ``wait``.
+
+    ``waited`` returns how long this rank has waited for others so far.
+    """
+    began, waited_before = time.perf_counter(), waited()
+    yield
+    wait = waited() - waited_before
+    seconds["wait"] += wait
+    seconds[name] += time.perf_counter() - began - wait
+
+
+class Meter:
+    """Counts a rank's time, rows and losses, and writes lines.
+
+    Parameters
+    ----------
+    rank : int
+    plan : Plan
+    read : callable
+        Returns losses on the host.
+    step : int
+        The rank's steps so far.
+    kinds : set
+        Of the launches so far: how many steps, of how many rows.
+    waited : callable
+        Returns the seconds for which the rank has waited for others.
+    """
+
+    def __init__(
+        self, rank: int, plan: Plan, read: Any, step: int, kinds: set[Any], waited: Callable[[], float] = float
+    ):
+        self._rank, self._plan, self._read, self._waited = rank, plan, read, waited
+        self.seconds = dict.fromkeys(("compute", "exchange", "wait", "load"), 0.0)
+        self.rows = self.steps = 0
+        self.loss = 0.0
+        self.step = step
+        self.first = 0, 0.0
+        self._kinds = kinds
+        self._losses: list[Any] = []
+        self._weights: list[int] = []
+        self._written = {
+            recorder.folder: (0, 0, 0.0, time.perf_counter(), dict(self.seconds)) for recorder in plan.recorders
+        }
+
+    def timed(self, name: str) -> Any:
+        """Note how long a block takes: see `timed`."""
+        return timed(self.seconds, name, self._waited)
+
+    @contextmanager
+    def launch(self, steps: int, rows: int) -> Iterator[None]:
+        """Note how long a launch of some steps takes, of so many rows each."""
+        before = self.seconds["compute"]
+        with self.timed("compute"):
+            yield
+        if (steps, rows) not in self._kinds:
+            self._kinds.add((steps, rows))
+            self.first = self.first[0] + steps * rows, self.first[1] + self.seconds["compute"] - before
+
+    def add(self, loss: Any, rows: int) -> None:
+        """Note a step on so many rows."""
+        self._losses.append(loss)
+        self._weights.append(rows)
+        self.rows += rows
+        self.steps += 1
+        self.step += 1
+
+    def outcome(self, rate: float) -> Outcome:
+        """Return what was done."""
+        return Outcome(self.loss, self.rows, self.steps, self.seconds, rate, self.first)
+
+    def read_losses(self, besides: int = 0) -> None:
+        """Read the losses, besides the last few."""
+        ready = len(self._losses) - besides
+        if ready > 0:
+            values = np.array(self._read(self._losses[:ready]), np.float64).reshape(-1)
+            self.loss += float(values @ np.array(self._weights[:ready]))
+            del self._losses[:ready], self._weights[:ready]
+
+    def write(self, place: int, rate: float, last: bool = False) -> None:
+        """Write a line into each recorder whose turn it is."""
+        for recorder in self._plan.recorders:
+            steps, rows, loss, since, seconds = self._written[recorder.folder]
+            if self.steps == steps or self.steps - steps < recorder.every and not last:
+                continue
+            self.read_losses()
+            now = time.perf_counter()
+            recorder.write_rank(
+                self._rank,
+                {
+                    "epoch": self._plan.epoch,
+                    "step": self.step,
+                    "seen": self._plan.epoch * self._plan.count + place,
+                    "rows": self.rows - rows,
+                    "loss": (self.loss - loss) / (self.rows - rows),
+                    "learning_rate": rate,
+                    "rows_per_second": (self.rows - rows) / (now - since),
+                    **{name: value - seconds[name] for name, value in self.seconds.items()},
+                },
+            )
+            self._written[recorder.folder] = self.steps, self.rows, self.loss, now, dict(self.seconds)

@@ -1,0 +1,161 @@
+"""A trainer's checkpoints: what is written, and how it goes on from there.
+
+`Place`
+    How far a trainer has come.
+`OnRanks`
+    What the ranks keep for a trainer: written to checkpoints, and taken from there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from synkhronos import ranks
+from synkhronos.data import Data
+from synkhronos.rules import Rule, shared_memory
+from synkhronos.rules.state import Vector
+from synkhronos.tasks import run
+from synkhronos.training import schedules, storing
+from synkhronos.training.checkpoint import Checkpoint, CheckpointError, Stored
+from synkhronos.training.course import Course
+from synkhronos.training.schedules import Schedule
+
+
+@dataclass
+class Place:
+    """How far a trainer has come.
+
+    Attributes
+    ----------
+    epoch, row : int
+        The next row is at this place of this epoch's order.
+    best : float
+        The best value of validation so far.
+    since : int
+        The reports since then.
+    steps : int
+        The steps that all ranks have taken together; of rules by which each takes its own these are with the ranks.
+    """
+
+    epoch: int = 0
+    row: int = 0
+    best: float = math.inf
+    since: int = 0
+    steps: int = 0
+
+
+class OnRanks:
+    """What the ranks keep for a trainer.
+
+    Parameters
+    ----------
+    name : str
+        Under which each rank keeps it.
+    rule : Rule
+    params : list of shared variables
+        All parameters, by which a checkpoint's model is known.
+    groups : Groups
+        The trainer's variables.
+    alike : bool
+        Whether all ranks have the same parameters after each step, and need no memory for exchanges.
+
+    Attributes
+    ----------
+    memory : dict of str to Data
+        What the rule has all ranks see.
+    """
+
+    def __init__(self, name: str, rule: Rule, params: list[Any], groups: storing.Groups, alike: bool):
+        self.name, self.rule, self.params, self.groups, self.alike = name, rule, params, groups, alike
+        self.memory: dict[str, Data] = {}
+
+    def begin(self, session: ranks.Session, trainer: Any) -> None:
+        """Begin with new ranks, which forget all of it when the trainer is dropped."""
+        self._renew_memory()
+        if not self.alike:
+            session.memory.release_with(trainer, "stored", ("kept", self.name))
+
+    def _renew_memory(self) -> None:
+        self.memory = {}
+        if not self.alike:
+            vector = Vector(self.groups.params)
+            self.memory = shared_memory(self.rule, ranks.session().size, vector.size, vector.dtype)
+
+    def save(self, checkpoint: Checkpoint, course: Course, place: Place, schedule: Schedule, seen: int) -> None:
+        """Write a checkpoint of all ranks."""
+        by_rank = run(storing.collect, self.name, self.groups, self.alike)
+        arrays, streams = storing.packed(by_rank)
+        arrays |= {f"shared.{name}": np.array(data.data) for name, data in self.memory.items()}
+        meta = {
+            "format": 1,
+            "seen": seen,
+            "epoch": place.epoch,
+            "row": place.row,
+            "best": None if math.isinf(place.best) else place.best,
+            "since": place.since,
+            "seed": course.seed,
+            "count": course.length,
+            "parts": course.parts(),
+            "batch_size": course.batch,
+            "ranks": ranks.session().size,
+            "rule": type(self.rule).__name__,
+            "rule_options": {name: value for name, value in self.rule.options().items() if _is_plain(value)},
+            "schedule": schedules.state_of(schedule),
+            "steps_taken": place.steps,
+            "model": self._model_shapes(),
+            "streams": streams,
+        }
+        checkpoint.save(seen, arrays, meta)
+
+    def restore(self, stored: Stored, course: Course, schedule: Schedule) -> Place:
+        """Take what a checkpoint has, on as many ranks as there are now; return the place where it goes on."""
+        meta = stored.meta
+        if meta.get("model") != self._model_shapes():
+            raise CheckpointError(
+                f"{stored.path} is of another model: it has {meta.get('model')}, expected {self._model_shapes()}"
+            )
+        if meta["rule"] != type(self.rule).__name__:
+            raise CheckpointError(f"{stored.path} is of the rule {meta['rule']}, got {type(self.rule).__name__}")
+        if meta["count"] != course.length or meta["seed"] != course.seed:
+            raise CheckpointError(
+                f"{stored.path} is of {meta['count']} rows and seed {meta['seed']}, got {course.length} and "
+                f"{course.seed}: the order of rows would be another"
+            )
+        if meta["row"] and meta.get("parts") != course.parts():
+            raise CheckpointError(
+                f"{stored.path} was written within an epoch over data_parts, of {_said(meta.get('parts'))}, got "
+                f"{_said(course.parts())}: the order of rows would be another; a checkpoint of an epoch's end will do"
+            )
+        schedules.set_state(schedule, meta["schedule"])
+        if self.memory:
+            self._renew_memory()  # so that on no host there is anything else in it
+        for name, data in self.memory.items():
+            array = stored.arrays[f"shared.{name}"]
+            if array.shape == data.shape:
+                data[...] = array
+            else:  # one for each rank, which is empty at a report
+                data[...] = 0
+        root = ranks.session().rank.number
+        run(storing.restore_file, self.name, self.groups, self.rule, str(stored.path), self.memory, self.alike, root)
+        best = math.inf if meta["best"] is None else meta["best"]
+        return Place(meta["epoch"], meta["row"], best, meta["since"], meta["steps_taken"])
+
+    def _model_shapes(self) -> dict[str, Any]:
+        """Return what tells a model from another: each parameter's shape and dtype, in order."""
+        vectors = Vector(self.params)
+        return {
+            f"{i} {shared.name or ''}".strip(): [list(shape), str(shared.type.dtype)]
+            for i, (shared, shape) in enumerate(zip(self.params, vectors.shapes, strict=True))
+        }
+
+
+def _said(parts: list[int] | None) -> str:
+    return "other data" if parts is None else f"{parts[1:]} ranks on the hosts and {parts[0]} rows in a step of each"
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | int | float | bool | None)
