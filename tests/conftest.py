@@ -16,11 +16,12 @@ DEVICE = os.environ.get("SYNKHRONOS_TEST_DEVICE", "host")
 assert DEVICE in ("host", "jax", "gpu"), DEVICE
 
 # The libraries read these when they are imported.  Python's linkers compile in milliseconds; tests that are about a
-# compiler ask for its mode.
+# compiler ask for its mode.  Where in the program each variable was made nobody asks, and pytest's stacks are deep.
 for variable, flags in {
-    "PYTENSOR_FLAGS": ["mode=JAX" if DEVICE == "jax" else "mode=FAST_COMPILE"],
+    "PYTENSOR_FLAGS": ["traceback__limit=0", "mode=JAX" if DEVICE == "jax" else "mode=FAST_COMPILE"],
     "THEANO_FLAGS": [
         "blas.ldflags=",
+        "traceback.limit=0",
         # Not all that Theano does on GPUs has a version for Python's linker.
         *(["optimizer=fast_compile", "dnn.enabled=False"] if DEVICE == "gpu" else ["mode=FAST_COMPILE"]),
     ],
