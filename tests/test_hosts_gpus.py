@@ -48,6 +48,15 @@ def test_a_rank_that_fails_in_a_collective_or_dies_there():
 
 @needs_mpi
 @of_jax
+@pytest.mark.skipif(not are_simulated(), reason="pretended hosts share /dev/shm")
+def test_of_parts_each_host_locks_its_own_pages_alone():
+    sums, used = run(["a:1", "b:1"], PROGRAMS, "parts")
+    assert sums == "1.0 1.0 1.0"
+    assert 15 <= int(used) <= 18, used  # half of 32 MB
+
+
+@needs_mpi
+@of_jax
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts have one loopback")
 def test_who_can_t_connect_hears_which_interface_nccl_took():
     (line,) = run(["a:1", "b:1"], PROGRAMS, "interface", NCCL_SOCKET_IFNAME="lo")

@@ -253,15 +253,16 @@ class _Load:
         shape, dtype = self._agreed(rank, rows)
         here, row = rank.control.here, math.prod(shape) * np.dtype(dtype).itemsize
         nbytes, of_host = max(1, self.length * row), _rows_of(self.length, rank.size, here)
+        held = range(of_host.start * row, of_host.stop * row)
         with contextlib.ExitStack() as files:
             place = None
             if rank.number == here.start:
-                file = files.enter_context(create_unlinked(nbytes, [range(of_host.start * row, of_host.stop * row)]))
+                file = files.enter_context(create_unlinked(nbytes, [held]))
                 place = rank.pid, file.fileno()
             pid, number = rank.exchange(place)[here.start]
             if rank.number != here.start:
                 file = files.enter_context(io.FileIO(f"/proc/{pid}/fd/{number}", "r+"))
-            segment = Segment(self.key, file.fileno(), nbytes)
+            segment = Segment(self.key, file.fileno(), nbytes, here=held)
             rank.segments.add(segment)
             if rows is not None:
                 segment.array((self.length, *shape), dtype)[mine] = rows

@@ -101,14 +101,20 @@ class Segment:
     The memory lives until every process has dropped its mapping, and a mapping until the last NumPy view of it
     has gone: freeing a segment can't pull memory away from under an array.  Of a file all processes read the system's
     one copy, and whoever writes has a copy of that page: the file stays as it is.
+
+    Attributes
+    ----------
+    here : range
+        The bytes that are there; of all others there are the addresses alone.
     """
 
-    __slots__ = ("buffer", "is_file", "key", "nbytes")
+    __slots__ = ("buffer", "here", "is_file", "key", "nbytes")
 
-    def __init__(self, key: int, fd: int, nbytes: int, is_file: bool = False):
+    def __init__(self, key: int, fd: int, nbytes: int, is_file: bool = False, here: range | None = None):
         self.key = key
         self.nbytes = nbytes
         self.is_file = is_file
+        self.here = range(nbytes) if here is None else here
         self.buffer = map_file(fd, nbytes, is_file)
 
     def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> np.ndarray:

@@ -141,6 +141,22 @@ def refused():
     synk.close()
 
 
+def parts():
+    """Compute on rows that each host has loaded; say how much memory that took here."""
+    import pytensor.tensor as T
+
+    n = fork()
+    x = T.fmatrix("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    f(synk.data(np.zeros((n, 1 << 10), "float32")))
+    before = os.statvfs("/dev/shm")
+    data = synk.data_parts(lambda start, stop: np.ones((stop - start, 1 << 10), "float32"), 1 << 13)
+    print(float(f(data)) / (1 << 23), *(float(f(data, batch=rows)) / (1 << 22) for rows in data.batches(1 << 12, 0)))
+    print((before.f_bfree - os.statvfs("/dev/shm").f_bfree) * before.f_frsize >> 20)
+    data.free_memory()
+    synk.close()
+
+
 def theano():
     """Combine Theano's arrays of GPUs, and bring rows there; print what comes of it."""
     import theano  # noqa: F401 - by which the library knows whose GPUs they are

@@ -164,8 +164,8 @@ class Staging:
         self.event = check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._kernels: dict[int, Any] = {}
         self._configs: dict[int, Any] = {}
-        #: Segments whose pages are locked, and their addresses.
-        self._locked: dict[Segment, int] = {}
+        #: Segments whose pages are locked, their addresses, and those of the first pages that are locked.
+        self._locked: dict[Segment, tuple[int, int]] = {}
         self._filled: list[_Buffer] = []
         self._pending = False
         self._rank: Rank | None = None
@@ -358,14 +358,15 @@ class Staging:
     def locked(self, rank: Rank, key: int) -> int:
         """Return a segment's address, which the GPU shares, and lock its pages in memory if they aren't yet."""
         segment = rank.segments[key]
-        address = self._locked.get(segment)
+        address, _ = self._locked.get(segment, (None, 0))
         if address is None:
             if self._forget not in rank.segments.at_drop:
                 rank.segments.at_drop.append(self._forget)
             address = segment.array((0,), np.uint8).ctypes.data
+            first, last = segment.here.start // mmap.PAGESIZE * mmap.PAGESIZE, segment.here.stop
             try:
-                self._locked[segment] = address
-                self.lock(address, segment.nbytes)
+                self._locked[segment] = address, address + first
+                self.lock(address + first, last - first)
             except BaseException:
                 self._forget(segment)
                 raise
@@ -373,9 +374,8 @@ class Staging:
 
     def _forget(self, segment: Segment) -> None:
         """Unlock a segment that is about to be unmapped."""
-        address = self._locked.get(segment)
-        if address is not None:
-            self.unlock(address)
+        if segment in self._locked:
+            self.unlock(self._locked[segment][1])
             del self._locked[segment]
 
     def lock(self, address: int, nbytes: int) -> None:

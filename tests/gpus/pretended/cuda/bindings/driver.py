@@ -1,6 +1,7 @@
 """Stands for CUDA's driver: memory of the host, streams on which everything is done at once."""
 
 import ctypes
+import mmap
 import types
 
 from nccl import wire
@@ -41,6 +42,10 @@ def cuEventRecord(event, stream):  # noqa: N802 - CUDA's name
 def cuMemHostRegister(address, nbytes, flags):  # noqa: N802 - CUDA's name
     if address in _locked:
         return (712,)
+    # What is locked has to be there, whether it was or not.
+    first = address // mmap.PAGESIZE * mmap.PAGESIZE
+    code = ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(address + nbytes - first), 23)
+    assert code == 0, "MADV_POPULATE_WRITE"
     _locked[address] = nbytes
     return (0,)
 
