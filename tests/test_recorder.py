@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from synkhronos.training import Recorder, TensorBoard, schedules
+from synkhronos.training import Recorder, TensorBoard, schedules, show
 from synkhronos.training.recorder import read
 from synkhronos.training.schedules import set_state, state_of
 
@@ -78,6 +78,22 @@ def test_runs_are_drawn_and_written_as_a_table(tmp_path):
     wrong = subprocess.run([*command[:4], str(tmp_path)], capture_output=True, text=True, timeout=100)
     assert wrong.returncode == 2
     assert "expected a recorder's folder" in wrong.stderr
+
+
+@pytest.mark.parametrize(("losses", "labels"), [((0.6, 0.4), ["0.4", "0.5", "0.6"]), ((6.0, 0.02), ["0.1", "1"])])
+def test_losses_are_labelled_as_people_write_them(tmp_path, monkeypatch, losses, labels):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    records = [{"time": i, "loss": loss, "seen": i, "rows_per_second": 1} for i, loss in enumerate(losses)]
+    show.draw({"run": {"reports": records}}, tmp_path / "p.png")
+    axis = figures[0].axes[0].yaxis
+    low, high = axis.get_view_interval()
+    shown = {}
+    for minor in (False, True):
+        texts = [label.get_text() for label in axis.get_ticklabels(minor=minor)]
+        shown.update(zip(axis.get_ticklocs(minor=minor), texts, strict=True))
+    assert [shown[at] for at in sorted(shown) if low < at < high and shown[at]] == labels
 
 
 def test_tensorboard(tmp_path):

@@ -28,6 +28,8 @@ except ImportError:
 
     sigmoid = T.nnet.sigmoid
 
+from used import processor_seconds
+
 import synkhronos as synk
 from synkhronos import rules
 from synkhronos.extensions.train import make_train_function_serial
@@ -114,11 +116,6 @@ def halves(texts: Texts) -> tuple[Texts, Texts]:
     """Return what to learn from, and a tenth to validate."""
     held = max(1, len(texts.x) // 10)
     return Texts(texts.x[held:], texts.y[held:]), Texts(texts.x[:held], texts.y[:held])
-
-
-def processor_seconds(worker: Any) -> float:
-    """Return what this rank has used: of all its threads."""
-    return time.process_time()
 
 
 def train(n: int, texts: Texts, options: argparse.Namespace) -> Times:

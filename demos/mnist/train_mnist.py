@@ -365,7 +365,7 @@ def save_plot(runs: list[Run], path: Path) -> None:
     """
     # Their import waits for matplotlib.use() above.
     from matplotlib import pyplot as plt
-    from matplotlib.ticker import LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     # The curves may cover each other, so the first is wide and pale and the second thin and dashed.
@@ -380,6 +380,7 @@ def save_plot(runs: list[Run], path: Path) -> None:
     left.set(title="Training", xlabel="epoch", ylabel="mean cross-entropy", yscale="log")
     right.set(title="Validation", xlabel="epoch", ylabel="error in %", yscale="log")
     for axes in (left, right):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())

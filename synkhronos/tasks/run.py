@@ -125,8 +125,8 @@ class Program(NamedTuple):
             program, args, kwargs = unpickler.load()
         except (AttributeError, ImportError) as error:
             raise TypeError(
-                f"the program, or an argument, can't be found on rank {rank.number}: {error}; define it in a module, "
-                "or before synkhronos.fork()"
+                f"the program, or an argument, can't be found on rank {rank.number}: {error}; define it in a module; "
+                "in the script, before synkhronos.fork(), is enough where JAX didn't run before that"
             ) from error
         task.progress()
         result = program(Worker(rank, task), *args, **kwargs)

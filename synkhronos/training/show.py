@@ -97,6 +97,7 @@ def draw(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> Non
         raise SystemExit("drawing needs matplotlib: pip install 'synkhronos[demos]', or take --csv") from None
     matplotlib.use("agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import NullFormatter
 
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
     for run, files in runs.items():
@@ -112,6 +113,10 @@ def draw(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> Non
         axis.set_ylabel(y)
         if y == "loss":
             axis.set_yscale("log")
+            # 0.6, and not 6 × 10⁻¹; within a decade at more than its end.
+            low, high = axis.get_ylim()
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}" if high < 10 * low else NullFormatter())
     axes[0].legend(fontsize="small")
     figure.savefig(picture, dpi=120)
     pyplot.close(figure)
