@@ -27,7 +27,7 @@ WIDTH = 784
 class Copy:
     """Copy a run of rows to each rank's GPU, by the driver alone."""
 
-    where: SharedArray
+    location: SharedArray
     rows: int
     nbytes: int
 
@@ -35,10 +35,10 @@ class Copy:
         """Copy this rank's, and wait for it."""
         device = rank.device
         staging = device.staging
-        target = rank.store.get("benchmark")
+        target = rank.objects.get("benchmark")
         if target is None or target.size != self.nbytes:
-            target = rank.store["benchmark"] = device.empty((self.nbytes,), np.dtype(np.uint8))
-        source = staging.locked(rank, self.where.key) + rank.number * self.nbytes
+            target = rank.objects["benchmark"] = device.empty((self.nbytes,), np.dtype(np.uint8))
+        source = staging.locked(rank, self.location.key) + rank.number * self.nbytes
         staging.enter()
         check(staging.driver.cuMemcpyAsync(device.pointer(target), source, self.nbytes, staging.handle))
         staging.stream.sync()
@@ -70,7 +70,7 @@ def main() -> None:
         index = rng.permutation(len(data))[: rows * count]
         f(data, batch=index)
         assert (synk.get_value(0, last) == data[index[rows - 1]]).all()
-        copy = Copy(data.where(), rows, nbytes)
+        copy = Copy(data.location(), rows, nbytes)
 
         def by_index(index: np.ndarray = index) -> None:
             f(data, batch=index)

@@ -88,11 +88,11 @@ def test_labels_and_indexes_stay_on_the_host():
         pytest.skip("this is PyTensor")
     from synkhronos.graphs.theano import LIBRARY
 
-    def where(dtype, ndim):
+    def location(dtype, ndim):
         return LIBRARY.input_device(np.dtype(dtype), ndim, PYGPU)
 
-    assert where("float32", 0) is where("float64", 4) is where("uint8", 4) is where("int64", 2) is PYGPU
-    assert where("int32", 1) is where("bool", 0) is where("complex64", 3) is HOST
+    assert location("float32", 0) is location("float64", 4) is location("uint8", 4) is location("int64", 2) is PYGPU
+    assert location("int32", 1) is location("bool", 0) is location("complex64", 3) is HOST
 
 
 # -- collectives that are under way -------------------------------------------------------------------------------
@@ -618,7 +618,7 @@ def test_pages_are_unlocked_before_they_are_unmapped(fork, staging):
     fork(2)
     rank = ranks.session().rank
     arrays = [synk.data(np.ones(n)) for n in (10, 5000, 3)]
-    keys = [array.where().key for array in arrays]
+    keys = [array.location().key for array in arrays]
     for key in keys:
         assert staging.locked(rank, key) == staging.locked(rank, key)
     assert len(staging.driver.locked) == len(rank.segments.at_drop) + 2 == 3
@@ -683,5 +683,5 @@ def test_a_segment_that_could_not_be_locked_is_forgotten(fork, staging, monkeypa
 
     monkeypatch.setattr(staging, "lock", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        staging.locked(rank, array.where().key)
+        staging.locked(rank, array.location().key)
     assert not staging.driver.locked and not staging._locked

@@ -353,7 +353,7 @@ def test_a_worker_without_memory():
 @pytest.mark.any_library
 @pytest.mark.parametrize(("name", "on"), [*((name, [1]) for name in COLLECTIVES), *((name, [0]) for name in STREAMED)])
 def test_a_collective_in_which_one_rank_has_no_memory(name, on):
-    with run("collective", "raise:MemoryError", on=on, name=name, point="stored") as program:
+    with run("collective", "raise:MemoryError", on=on, name=name, point="object") as program:
         outcome = program.wait("outcome")
         check_error(
             outcome, program.fault(), "MemoryError" if on == [0] else "WorkerError", worker=None if on == [0] else 1

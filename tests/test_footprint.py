@@ -44,7 +44,7 @@ class Stores:
 
     def run(self, rank):
         gc.collect()
-        return rank.exchange((len(rank.store), len(rank.segments)))
+        return rank.exchange((len(rank.objects), len(rank.segments)))
 
 
 def settled():

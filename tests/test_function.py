@@ -1225,7 +1225,7 @@ class StoreSizes:
     """A command: how many functions each rank keeps."""
 
     def run(self, rank):
-        return rank.exchange(sum(isinstance(key, tuple) and key[0] == "function" for key in rank.store))
+        return rank.exchange(sum(isinstance(key, tuple) and key[0] == "function" for key in rank.objects))
 
 
 # -- as_theano and build_inputs --------------------------------------------------------------------------------

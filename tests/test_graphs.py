@@ -11,7 +11,7 @@ from library import tensor as T
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.graphs import library_named, library_of, loaded_libraries
-from synkhronos.graphs.mirror import Mirror, stored
+from synkhronos.graphs.mirror import Mirror, object_of
 
 LIBRARY = library_named(NAME)
 
@@ -50,11 +50,11 @@ def test_a_library_is_pickled_by_its_name():
 
 def test_who_holds_a_value_beside_its_container_is_noticed():
     variable = shared(np.zeros(3))
-    assert not LIBRARY.is_held(variable)
+    assert not LIBRARY.is_referenced(variable)
     mine = LIBRARY.get(variable)
-    assert LIBRARY.is_held(variable)
+    assert LIBRARY.is_referenced(variable)
     del mine
-    assert not LIBRARY.is_held(variable)
+    assert not LIBRARY.is_referenced(variable)
 
 
 # -- graphs ----------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Keys:
     """A command: the keys of all shared variables on each rank."""
 
     def run(self, rank):
-        return rank.exchange(sorted(key for key in rank.store if isinstance(key, tuple) and key[0] == "shared"))
+        return rank.exchange(sorted(key for key in rank.objects if isinstance(key, tuple) and key[0] == "shared"))
 
 
 class Describe:
@@ -237,7 +237,7 @@ class Describe:
         self.keys = keys
 
     def run(self, rank):
-        shareds = [stored(rank, key) for key in self.keys]
+        shareds = [object_of(rank, key) for key in self.keys]
         return rank.exchange([(shared.name, library_of(shared).get(shared).tolist()) for shared in shareds])
 
 

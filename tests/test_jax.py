@@ -772,11 +772,11 @@ def test_who_holds_an_array_beside_its_container_is_noticed(fork):
     f = synk.function([], updates=[(w, w + 1)])
     f()
     library = library_of(w)
-    assert not library.is_held(w)
+    assert not library.is_referenced(w)
     held = w.get_value(borrow=True)
-    assert JAX.holds(held) and library.is_held(w)
+    assert JAX.holds(held) and library.is_referenced(w)
     del held
-    assert not library.is_held(w)
+    assert not library.is_referenced(w)
 
 
 def test_a_value_that_was_read_outlives_updates_and_collectives(fork):

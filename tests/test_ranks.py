@@ -145,10 +145,10 @@ class LeaveWith:
 
 @dataclass(frozen=True)
 class Fill:
-    where: ranks.SharedArray
+    location: ranks.SharedArray
 
     def run(self, rank):
-        view = self.where.view(rank.segments)
+        view = self.location.view(rank.segments)
         view[rank.number] = rank.number + 1
         rank.barrier()
         return view.tolist()
@@ -280,8 +280,8 @@ def test_a_stopped_worker_is_waited_for(two):
 
 def test_all_ranks_see_a_segment(session):
     segment = session.memory.create(8 * session.size)
-    where = ranks.SharedArray(segment.key, "i8", (session.size,))
-    assert session.run(Fill(where)) == list(range(1, session.size + 1))
+    location = ranks.SharedArray(segment.key, "i8", (session.size,))
+    assert session.run(Fill(location)) == list(range(1, session.size + 1))
 
 
 def test_segments_come_and_go_on_all_ranks(session):
@@ -434,7 +434,7 @@ class Note:
     effect: str = "It was noted"
 
     def run(self, rank):
-        notes = rank.store.setdefault("notes", [])
+        notes = rank.objects.setdefault("notes", [])
         notes.append(self.what)
         rank.at_finish.append(lambda: notes.append(f"{self.what} finished"))
         if self.early and rank.number != self.culprit:
@@ -449,7 +449,7 @@ class Note:
 @dataclass(frozen=True)
 class Notes:
     def run(self, rank):
-        return rank.exchange(rank.store.pop("notes", []))
+        return rank.exchange(rank.objects.pop("notes", []))
 
 
 @dataclass(frozen=True)
@@ -601,9 +601,9 @@ class Leave:
             if rank.is_master:
                 leave()
         except BaseException as error:
-            rank.store["found"] = rank.leave(step, error)
+            rank.objects["found"] = rank.leave(step, error)
             raise
-        rank.store["found"] = True
+        rank.objects["found"] = True
         rank.barrier()
 
 
@@ -613,7 +613,7 @@ class Left(Exception):
 
 class Found:
     def run(self, rank):
-        return rank.exchange(rank.store["found"])
+        return rank.exchange(rank.objects["found"])
 
 
 @pytest.mark.parametrize("all_come", [False, True])

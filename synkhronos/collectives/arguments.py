@@ -182,7 +182,7 @@ def as_rows(selection: Selection, kept: list[Data]) -> range | SharedArray:
         return selection
     index = Data.holding(selection)
     kept.append(index)
-    return index.where()
+    return index.location()
 
 
 def shares(selection: Selection, size: int, kept: list[Data]) -> list[range | SharedArray]:

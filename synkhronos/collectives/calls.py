@@ -98,7 +98,8 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
             session.run(Broadcast(mirrored(session, arrays), nccl))
             return
         rows = tuple(everything(value) for value in staged)
-        session.run(Assign(mirrored(session, arrays), tuple(value.where() for value in staged), (rows,) * session.size))
+        locations = tuple(value.location() for value in staged)
+        session.run(Assign(mirrored(session, arrays), locations, (rows,) * session.size))
 
 
 def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
@@ -143,10 +144,10 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
             for r in range(session.size):
                 part = share(len(selection), session.size, r)
                 check_shape(variable, (part.stop - part.start, *value.shape[1:]))
-        where = tuple(value.where() for value in staged)
+        locations = tuple(value.location() for value in staged)
         kept: list[Data] = []
         by_variable = [shares(selection, session.size, kept) for selection in selections]
-        session.run(Assign(mirrored(session, variables), where, tuple(zip(*by_variable, strict=True))))
+        session.run(Assign(mirrored(session, variables), locations, tuple(zip(*by_variable, strict=True))))
 
 
 def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
@@ -386,12 +387,12 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
             session.run(SetStreams(keys, [value for _, value in states], alone=rank))
         if not variables:
             return
-        where = tuple(value.where() for value in staged)
+        locations = tuple(value.location() for value in staged)
         nothing = (None,) * len(variables)
         session.run(
             Assign(
                 mirrored(session, variables),
-                where,
+                locations,
                 tuple(tuple(rows) if r == rank else nothing for r in range(session.size)),
             )
         )

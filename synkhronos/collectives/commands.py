@@ -27,7 +27,7 @@ from synkhronos.collectives.arguments import called
 from synkhronos.devices import HOST, Device, Layout, device_named, device_of
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.graphs import library_of
-from synkhronos.graphs.mirror import moved_apart, stored
+from synkhronos.graphs.mirror import moved_apart, object_of
 from synkhronos.ranks import Cancelled, Rank, Read, SharedArray
 
 #: Plans that a rank keeps.
@@ -79,7 +79,7 @@ class Copies:
 
     def __init__(self, rank: Rank, keys: Sequence[Any], nccl: bool = False, differ: bool = False):
         self.rank = rank
-        self.shareds = [stored(rank, key) for key in keys]
+        self.shareds = [object_of(rank, key) for key in keys]
         self.libraries = [library_of(shared) for shared in self.shareds]
         self.values = [library.get(shared) for library, shared in zip(self.libraries, self.shareds, strict=True)]
         mine = tuple([(value.shape, value.dtype, device_of(value).name) for value in self.values])
@@ -114,9 +114,9 @@ class Copies:
             return np.array(self.homes[position].to_host(self.values[position]), order="C")
         library, shared = self.libraries[position], self.shareds[position]
         self.values[position] = None  # whoever has a reference beside the container's is somebody else
-        held = library.is_held(shared)
+        is_referenced = library.is_referenced(shared)
         value = self.values[position] = library.get(shared)
-        array = self.homes[position].writable(value, held)
+        array = self.homes[position].writable(value, is_referenced)
         if array is not value:
             self.put(position, array)
         return array
@@ -220,7 +220,7 @@ class Assign:
             chosen = None
             if value.shape:
                 chosen = rows if isinstance(rows, range) else rows.view(rank.segments)
-            shared = stored(rank, key)
+            shared = object_of(rank, key)
             library = library_of(shared)
             library.put(shared, device_of(library.get(shared)).load(rank, value, chosen))
 
@@ -272,19 +272,19 @@ class AllGather:
 class Reduce:
     """Reduce every rank's value.
 
-    ``where`` says whose variable takes the result: "everywhere", "master", or nobody's ("returned").
+    ``taker`` says whose variable takes the result: "everywhere", "master", or nobody's ("returned").
     """
 
     keys: tuple[Any, ...]
     op: str
-    where: str
+    taker: str
     nccl: bool
 
     def run(self, rank: Rank) -> Any:
         """Check that shapes agree, then reduce."""
-        if rank.size == 1 and self.where != "returned":
+        if rank.size == 1 and self.taker != "returned":
             return []  # of one value it is that value
-        if self.where == "everywhere":
+        if self.taker == "everywhere":
             self._reduce_everywhere(rank, self.agree(rank))
             return []
         copies = self._copies(rank)
@@ -293,7 +293,7 @@ class Reduce:
             copies.check_equal(i, "reduce")
         for i in range(len(self.keys)):
             communicator, layout = copies.communicator(i), copies.of(i)[0]
-            in_place = self.where == "master"
+            in_place = self.taker == "master"
             out = None
             if rank.is_master:
                 out = copies.writable(i) if in_place else copies.ways[i].empty(*layout)
@@ -378,7 +378,7 @@ class Agreed(NamedTuple):
     def holds(self, rank: Rank) -> bool:
         """Whether this rank's variables and its connection are still the same."""
         for key, library, device, (shape, dtype) in self.parts:
-            value = library.get(stored(rank, key))
+            value = library.get(object_of(rank, key))
             if device_of(value) is not device or value.shape != shape or value.dtype != dtype:
                 return False
         return bool(rank.device.communicator(rank).epoch == self.epoch)
@@ -386,10 +386,10 @@ class Agreed(NamedTuple):
     def all_reduce(self, rank: Rank, op: str) -> None:
         """Reduce into every rank's variables."""
         for key, library, device, _ in self.parts:
-            shared = stored(rank, key)
-            is_held = library.is_held(shared)
+            shared = object_of(rank, key)
+            is_referenced = library.is_referenced(shared)
             value = library.get(shared)
-            array = device.writable(value, is_held)
+            array = device.writable(value, is_referenced)
             device.communicator(rank).all_reduce(array, op)
             new = device.written(array)
             if new is not value:
@@ -444,7 +444,7 @@ class GetStreams:
 
     def run(self, rank: Rank) -> Any:
         """Return a list for each rank, with a value for each variable."""
-        shareds = [stored(rank, key) for key in self.keys]
+        shareds = [object_of(rank, key) for key in self.keys]
         return rank.exchange([library_of(shared).stream(shared) for shared in shareds])
 
 
@@ -460,7 +460,7 @@ class SetStreams:
     def run(self, rank: Rank) -> None:
         """Put the values, or this rank's own behind them, into the containers."""
         for key, value in zip(self.keys, self.values, strict=True):
-            shared = stored(rank, key)
+            shared = object_of(rank, key)
             library = library_of(shared)
             if self.alone is None:
                 library.set_stream(shared, moved_apart(library, copy.deepcopy(value), rank))

@@ -268,7 +268,7 @@ class Data:
 
     # -- for the library -------------------------------------------------------------------------------------
 
-    def where(self) -> SharedArray:
+    def location(self) -> SharedArray:
         """Return where the array lies, for a command; in the turn of the call that sends it."""
         self._check()
         if self._segment is None:  # so that ranks have something to map, even for an array without items

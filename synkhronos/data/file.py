@@ -36,7 +36,7 @@ class FileData(FixedData):
     def __repr__(self) -> str:
         return f"<synkhronos.FileData {self.path!r}: {self.dtype}, shape {self.shape}>"
 
-    def where(self) -> SharedArray:
+    def location(self) -> SharedArray:
         """Return where the array lies, for a command; in the turn of the call that sends it."""
         return SharedArray(self._key(), self.dtype.str, self.shape, self._offset)
 

@@ -25,7 +25,7 @@ from synkhronos.checks import at_least
 from synkhronos.data.array import numbers
 from synkhronos.data.fixed import FixedData
 from synkhronos.data.rows import share
-from synkhronos.graphs.mirror import Mirror, stored
+from synkhronos.graphs.mirror import Mirror, object_of
 from synkhronos.ranks import Cancelled, Rank, Segment, Session, SharedArray
 from synkhronos.ranks.segments import create_unlinked
 
@@ -76,7 +76,7 @@ class PartsData(FixedData):
                 )
         return self._array
 
-    def where(self) -> SharedArray:
+    def location(self) -> SharedArray:
         """Return where the array lies, for a command; in the turn of the call that sends it."""
         return _PartsArray(self._key(), self.dtype.str, self.shape)
 
@@ -203,7 +203,7 @@ class _PartsArray(SharedArray):
 
     __slots__ = ()
 
-    def held(self, size: int, ranks: range) -> range:
+    def rows_of(self, size: int, ranks: range) -> range:
         """Return the rows that a host has."""
         return _rows_of(self.shape[0], size, ranks)
 
@@ -214,13 +214,13 @@ def _load(session: Session, load: Any, length: int) -> tuple[int, tuple[int, ...
     loading = _Loading(load)
     try:
         Mirror.of(session).send([(("load", key), loading)], [])
-        session.rank.store["load", key] = lambda: loading
+        session.rank.objects["load", key] = lambda: loading
         shape, dtype = session.run(_Load(key, length))
     except BaseException:
         session.memory.release("segment", key)
         raise
     finally:
-        session.memory.release("stored", ("load", key))
+        session.memory.release("object", ("load", key))
     return key, (length, *shape), dtype
 
 
@@ -271,7 +271,7 @@ class _Load:
 
     def _loaded(self, rank: Rank, start: int, stop: int) -> np.ndarray:
         try:
-            rows = numbers(stored(rank, ("load", self.key)).load(start, stop), "load")
+            rows = numbers(object_of(rank, ("load", self.key)).load(start, stop), "load")
             if not rows.ndim or len(rows) != stop - start:
                 raise ValueError(f"expected {stop - start:,} rows, got an array of shape {rows.shape}")
         except Exception as error:

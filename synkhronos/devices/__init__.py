@@ -127,10 +127,10 @@ class Device(Protocol):
     def holds(self, value: Any) -> bool:
         """Whether a value is an array of this kind."""
 
-    def writable(self, value: Any, held: bool) -> Any:
+    def writable(self, value: Any, is_referenced: bool) -> Any:
         """Return a container's value as a contiguous array that may be written in place: itself, or else a copy.
 
-        ``held`` says whether anybody holds the value beside the container.
+        ``is_referenced`` says whether anybody else than the container has the value.
         """
 
     def written(self, value: Any) -> Any:
@@ -154,7 +154,7 @@ class Device(Protocol):
     def from_host(self, array: np.ndarray) -> Any:
         """Return a NumPy array as one of this kind, which nobody else holds."""
 
-    def load(self, rank: Rank, where: SharedArray, rows: Selection | None) -> Any:
+    def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> Any:
         """Return rows of an array in shared memory, or all of it, as a new array."""
 
     def array(self, value: Any) -> Any:
@@ -167,7 +167,7 @@ class Device(Protocol):
         """Return arrays joined along axis 0."""
 
     def input(
-        self, rank: Rank, kept: dict[Any, Any], key: Any, where: SharedArray, rows: Selection | None, copy: bool
+        self, rank: Rank, kept: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
     ) -> Any:
         """Return rows of an array in shared memory, or all of it, as an input of the next launch.
 

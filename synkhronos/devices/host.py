@@ -56,7 +56,7 @@ class Host:
         """Whether NumPy can read the value as an array."""
         return isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array__")
 
-    def writable(self, value: Any, held: bool) -> np.ndarray:
+    def writable(self, value: Any, is_referenced: bool) -> np.ndarray:
         """Return the value itself, if it is a NumPy array to write in, else a copy."""
         if isinstance(value, np.ndarray) and value.flags.c_contiguous and value.flags.writeable:
             return value
@@ -90,9 +90,9 @@ class Host:
         """Return a copy."""
         return np.array(array, order="C")
 
-    def load(self, rank: Rank, where: SharedArray, rows: Selection | None) -> np.ndarray:
+    def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> np.ndarray:
         """Return rows of an array in shared memory (None: all of it) as a new array."""
-        view = where.view(rank.segments)
+        view = location.view(rank.segments)
         return self.from_host(view if rows is None else take(view, rows))
 
     def combine(self, op: Reduction, one: np.ndarray, other: Any) -> np.ndarray:
@@ -110,13 +110,13 @@ class Host:
         return np.asarray(value)
 
     def input(
-        self, rank: Rank, kept: dict[Any, Any], key: Any, where: SharedArray, rows: Selection | None, copy: bool
+        self, rank: Rank, kept: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
     ) -> np.ndarray:
         """Return rows of an array in shared memory as an input: the memory itself, unless ``copy``.
 
         Rows by index come in memory that is kept for them.
         """
-        array = where.view(rank.segments)
+        array = location.view(rank.segments)
         if rows is None:
             return array.copy() if copy else array
         if isinstance(rows, range):

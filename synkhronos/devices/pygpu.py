@@ -85,7 +85,7 @@ class Pygpu(CudaDevice):
         """Whether it is a GpuArray."""
         return type(value).__module__.startswith("pygpu")
 
-    def writable(self, value: Any, held: bool) -> Any:
+    def writable(self, value: Any, is_referenced: bool) -> Any:
         """Return the value itself, if it is contiguous, else a copy."""
         return self.contiguous(value)
 
@@ -126,11 +126,11 @@ class Pygpu(CudaDevice):
         return pygpu.array(array, context=self._context)
 
     def input(
-        self, rank: Rank, kept: dict[Any, Any], key: Any, where: SharedArray, rows: Selection | None, copy: bool
+        self, rank: Rank, kept: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
     ) -> Any:
         """Return rows of an array in shared memory as an input, in memory that is used again unless ``copy``."""
         # What a function may overwrite, it may keep as a shared variable's new value.
-        return self.load(rank, where, rows) if copy else super().input(rank, kept, key, where, rows, copy)
+        return self.load(rank, location, rows) if copy else super().input(rank, kept, key, location, rows, copy)
 
     def combine(self, op: Reduction, one: Any, other: Any) -> Any:
         """Return what a reduction makes of two arrays of one shape."""

@@ -71,7 +71,7 @@ class ThroughHost:
         """Return the value: it is contiguous."""
         return value
 
-    def writable(self, value: Any, held: bool) -> Any:
+    def writable(self, value: Any, is_referenced: bool) -> Any:
         """Return a copy."""
         return self.from_host(self.to_host(value))
 
@@ -102,16 +102,16 @@ class ThroughHost:
 
     # -- inputs ----------------------------------------------------------------------------------------------
 
-    def load(self, rank: Rank, where: SharedArray, rows: Selection | None) -> Any:
+    def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> Any:
         """Return rows of an array in shared memory (None: all of it) as a new array."""
-        view = where.view(rank.segments)
+        view = location.view(rank.segments)
         return self.from_host(view if rows is None else take(view, rows))
 
     def input(
-        self, rank: Rank, kept: dict[Any, Any], key: Any, where: SharedArray, rows: Selection | None, copy: bool
+        self, rank: Rank, kept: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
     ) -> Any:
         """Return rows of an array in shared memory as an input."""
-        return self.load(rank, where, rows)
+        return self.load(rank, location, rows)
 
     def indexes(self, rank: Rank, kept: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
         """Return a rank's own vector of indexes as an input."""

@@ -27,7 +27,7 @@ from synkhronos.devices.jax.log import LAUNCHES, Log
 from synkhronos.engines.base import Combined, Exchange, Runner
 from synkhronos.engines.lazy import LazyEngine
 from synkhronos.graphs import GraphLibrary
-from synkhronos.graphs.family import is_held
+from synkhronos.graphs.family import is_referenced
 from synkhronos.graphs.precision import COMPILER_OPTIONS, bfloat16
 from synkhronos.graphs.traced import Traced
 from synkhronos.ranks import Rank
@@ -184,7 +184,7 @@ class Executable(Runner):
             if type(storage[0]) is np.ndarray:
                 storage[0] = JAX.from_host(storage[0])
         for storage in self._donated:
-            if is_held(storage):
+            if is_referenced(storage):
                 with undisturbed():  # as a log's beginning
                     storage[0] = self._copy(storage[0])
         if self._log is not None and (self._is_interrupted or not self._log.has_room(self.times)):

@@ -23,7 +23,7 @@ from synkhronos.function.notice import notice
 from synkhronos.function.program import Compiled, Program, Variant
 from synkhronos.function.reduce import Accumulator
 from synkhronos.graphs.family import AT_FIRST_CALL, IN_TURN
-from synkhronos.graphs.mirror import stored
+from synkhronos.graphs.mirror import object_of
 from synkhronos.ranks import Cancelled, Rank, Read, SharedArray
 
 
@@ -118,7 +118,7 @@ class Call(NamedTuple):
 
     def part(self, rank: Rank) -> Part:
         """Return this rank's part, to be computed."""
-        program: Program = stored(rank, self.program)
+        program: Program = object_of(rank, self.program)
         return Part(self, program, self._compiled(program, rank), rank)
 
     def complete(self, rank: Rank, part: Part) -> Any:

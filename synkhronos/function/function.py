@@ -351,9 +351,9 @@ class Function:
         self._session = session
         self._ready = set()
         self._program.place()
-        session.rank.store[self._key] = weakref.ref(self._program)
+        session.rank.objects[self._key] = weakref.ref(self._program)
         self._program.to_device()
-        session.memory.release_with(self, "stored", self._key)
+        session.memory.release_with(self, "object", self._key)
 
 
 def function(

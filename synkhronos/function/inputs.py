@@ -88,15 +88,15 @@ class Inputs:
                 # The master picks the rows while it copies: nothing is moved that isn't asked for.
                 kept = self._keep(i, value.dtype, value.ndim)
                 take(value, rows, kept.resized((len(rows), *value.shape[1:])))
-                located.append(Scattered(kept.where(), range(len(rows)), 0, copy))
+                located.append(Scattered(kept.location(), range(len(rows)), 0, copy))
             elif value.minibatch and _is_listed(batch):
                 # Its rows have been put into the list's order already.
-                located.append(Scattered(value.where(), range(len(rows)), 0, copy))
+                located.append(Scattered(value.location(), range(len(rows)), 0, copy))
             else:
                 if index is None and not isinstance(rows, range):
                     index = self._shared_index("batch", rows)
-                where: range | SharedArray = rows if isinstance(rows, range) else index  # type: ignore[assignment]
-                located.append(Scattered(value.where(), where, low if value.minibatch else 0, copy))
+                chosen: range | SharedArray = rows if isinstance(rows, range) else index  # type: ignore[assignment]
+                located.append(Scattered(value.location(), chosen, low if value.minibatch else 0, copy))
         return tuple(located), len(rows)
 
     def _checked(self, position: int, value: Any, session: Session) -> Data | np.ndarray:
@@ -158,7 +158,7 @@ class Inputs:
             kept = self._keep(position, value.dtype, value.ndim)
             kept.resized(value.shape)[...] = value
             value = kept
-        return Whole(value.where(), self.program.inputs[position].mutable)
+        return Whole(value.location(), self.program.inputs[position].mutable)
 
     def _keep(self, key: Any, dtype: np.dtype, ndim: int) -> Data:
         """Return the shared memory that is kept for an input."""
@@ -171,7 +171,7 @@ class Inputs:
     def _shared_index(self, key: Any, index: np.ndarray) -> SharedArray:
         kept = self._keep(key, np.dtype(np.int64), 1)
         kept.resized(index.shape)[...] = index
-        return kept.where()
+        return kept.location()
 
     def choose(self, session: Session, batch_s: Any) -> tuple[Any, ...] | None:
         """Check ``batch_s`` as far as the master can, and return each rank's."""

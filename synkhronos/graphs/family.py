@@ -4,7 +4,7 @@
     Compiles, clones and walks graphs; reads and writes shared variables; moves random generators.
 `Input`
     One input of a function, whatever the user wrapped it in.
-`is_held`
+`is_referenced`
     Whether somebody has a value beside the container that it is in.
 """
 
@@ -56,7 +56,7 @@ class Input:
     wrapped: Any
 
 
-def is_held(cell: list[Any]) -> bool:
+def is_referenced(cell: list[Any]) -> bool:
     """Whether anybody has a reference to what is in a list of one beside the list: a container's storage."""
     return getrefcount(cell[0]) > 2  # the list's, and the one that this call is given
 
@@ -260,9 +260,9 @@ class GraphLibrary:
         """Return the array in a shared variable's container: the container's own, not a copy."""
         return shared.container.storage[0]
 
-    def is_held(self, shared: Any) -> bool:
+    def is_referenced(self, shared: Any) -> bool:
         """Whether anybody has a reference to the array in a shared variable's container beside the container."""
-        return is_held(shared.container.storage)
+        return is_referenced(shared.container.storage)
 
     def put(self, shared: Any, value: Any) -> None:
         """Put an array into a shared variable's container, as it is where the type allows."""

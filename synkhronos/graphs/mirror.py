@@ -6,7 +6,7 @@
     The master's record of which shared variables the workers have.
 `Parcel`, `Receive`
     Pickled objects in shared memory, arrays beside the stream, and the command that unpacks them.
-`stored`
+`object_of`
     A mirrored object on any rank, by its key.
 `moved_apart`, `restarted`
     Where each rank is in a random generator's stream.
@@ -125,17 +125,17 @@ class Mirror:
                     outdated = session.run(Receive(parcel, sys.getrecursionlimit(), path, code.expected()))
                 except BaseException:
                     for key, _ in [*keyed, *values]:
-                        session.memory.release("stored", key)
+                        session.memory.release("object", key)
                     raise
                 finally:
-                    session.memory.release("segment", parcel.where.key)
+                    session.memory.release("segment", parcel.location.key)
                 self._by_value |= outdated
             for _, value in values:
                 value.code = code
         for key, shared in keyed:
             self._keys[shared] = key
-            session.rank.store[key] = weakref.ref(shared)
-            session.memory.release_with(shared, "stored", key)
+            session.rank.objects[key] = weakref.ref(shared)
+            session.memory.release_with(shared, "object", key)
 
     def pack(self, value: Any) -> tuple[UserCode, Parcel]:
         """Pickle a value for the workers: shared variables that they have become keys.
@@ -179,12 +179,12 @@ class Mirror:
 class Parcel:
     """A pickled value in shared memory."""
 
-    where: SharedArray
+    location: SharedArray
     spans: tuple[tuple[int, int], ...]
 
     def unpack(self, rank: Rank) -> Any:
         """Return the value; its arrays are copies in this process' own memory."""
-        memory = self.where.view(rank.segments)
+        memory = self.location.view(rank.segments)
         stream, *arrays = (memory[at : at + length] for at, length in self.spans)
         unpickler = _Unpickler(io.BytesIO(stream.data), buffers=[array.copy() for array in arrays])
         unpickler.rank = rank
@@ -225,7 +225,7 @@ class Receive:
             return set()
         _, values, starts = self.parcel.unpack(rank)
         for key, value in values:
-            rank.store[key] = _Kept(value)
+            rank.objects[key] = _Kept(value)
         for (_, shared), start in zip(values, starts, strict=False):
             library = library_of(shared)
             if library.is_generator(shared):
@@ -299,7 +299,7 @@ class _Unpickler(pickle.Unpickler):
     rank: Rank
 
     def persistent_load(self, key: Any) -> Any:
-        return self.rank.store[key]()
+        return self.rank.objects[key]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,9 +312,9 @@ class _Kept:
         return self.value
 
 
-def stored(rank: Rank, key: Any) -> Any:
+def object_of(rank: Rank, key: Any) -> Any:
     """Return this rank's own copy of a mirrored object."""
-    reference: Callable[[], Any] = rank.store[key]
+    reference: Callable[[], Any] = rank.objects[key]
     return reference()
 
 

@@ -241,11 +241,11 @@ class Hosts:
         for name, ranks in zip(self.names, self.ranks, strict=True):
             needed.append([])
             for read in reads((command, parcel), self.size, ranks):
-                held = read.array.held(self.size, ranks)
-                if held is None:
+                there = read.array.rows_of(self.size, ranks)
+                if there is None:
                     needed[-1].append(_rows(read))
                     continue
-                _check_held(read, held, segments, host_and_ranks(name, ranks))
+                _check_rows(read, there, segments, host_and_ranks(name, ranks))
                 if isinstance(read.rows, SharedArray):
                     needed[-1].append(_rows(Read(read.rows)))
         memory = getattr(command, "memory", None)
@@ -339,17 +339,17 @@ def _rows(read: Read) -> Rows:
     return Rows(array.key, array.offset, row, None, (rows.key, rows.offset, rows.shape[0], base))
 
 
-def _check_held(read: Read, held: range, segments: SegmentTable, who: str) -> None:
+def _check_rows(read: Read, there: range, segments: SegmentTable, who: str) -> None:
     """Refuse rows that another host has loaded for itself."""
     rows = range(read.array.shape[0]) if read.rows is None else read.rows
     index = np.array([*rows[:1], *rows[-1:]]) if isinstance(rows, range) else rows.view(segments)
     if not index.size:
         return
     first, last = int(index.min()) - read.base, int(index.max()) - read.base
-    if first < held.start or last >= held.stop:
+    if first < there.start or last >= there.stop:
         raise IndexError(
             f"{who} needs rows from {first:,} to {last:,} of data that data_parts has loaded, and has those from "
-            f"{held.start:,} to {held.stop - 1:,}: what hosts load for themselves is not sent; the rows that "
+            f"{there.start:,} to {there.stop - 1:,}: what hosts load for themselves is not sent; the rows that "
             "PartsData.batches() yields are where they are needed"
         )
 

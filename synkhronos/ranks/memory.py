@@ -23,7 +23,7 @@ from synkhronos.ranks.rank import Command, Rank
 from synkhronos.ranks.segments import Segment, announce, create_unlinked
 
 #: A segment, or an object in the ranks' stores.
-What = Literal["segment", "stored"]
+What = Literal["segment", "object"]
 
 #: Segments made but not announced yet, at most: each holds a file descriptor.
 _UNANNOUNCED = 64
@@ -44,8 +44,8 @@ class Release:
             # Compilers leave garbage that holds the inputs for which they compiled, and an idle worker collects none.
             gc.collect()
         for what, key in self.let_go:
-            if what == "stored":
-                rank.store.pop(key, None)
+            if what == "object":
+                rank.objects.pop(key, None)
 
 
 class Memory:
@@ -165,7 +165,7 @@ class Memory:
         if what == "segment":
             self._rank.segments.drop(key)
         else:
-            self._rank.store.pop(key, None)
+            self._rank.objects.pop(key, None)
         self._garbage.append((what, key))
 
     def release_with(self, owner: object, what: What, key: Any) -> None:
@@ -199,5 +199,5 @@ class Memory:
         self._is_freed = True
         self._unannounced.clear()
         self._rank.segments.clear()
-        self._rank.store.clear()
+        self._rank.objects.clear()
         self._owned.clear()

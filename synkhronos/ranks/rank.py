@@ -68,7 +68,7 @@ class Rank:
     ----------
     segments : SegmentTable
         The shared memory that this rank has mapped.
-    store : dict
+    objects : dict
         The rank's copies of objects that the master has sent, by their keys.
     kept : Kept
         What the rooms above keep on each rank.
@@ -92,7 +92,7 @@ class Rank:
         self.watch = watch
         self.threads = threads
         self.segments = SegmentTable()
-        self.store: dict[Any, Any] = {}
+        self.objects: dict[Any, Any] = {}
         self.kept = Kept()
         self.device: Any = None
         self.pid = os.getpid()

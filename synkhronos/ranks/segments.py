@@ -153,7 +153,7 @@ class SharedArray(NamedTuple):  # a tuple, because these are pickled with every 
         """Return the array itself, as a view of this rank's mapping."""
         return segments[self.key].array(self.shape, self.dtype, self.offset)
 
-    def held(self, size: int, ranks: range) -> range | None:
+    def rows_of(self, size: int, ranks: range) -> range | None:
         """Return the rows that a host with these of ``size`` ranks has and no other; None if hosts are sent any."""
         return None
 

@@ -306,19 +306,19 @@ class Session:
 
     def _post(self, number: int, command: Command) -> None:
         control, words = self._control, self._control.words
-        parcel = where = None
+        parcel = location = None
         message = self._pickle(command)
         # Half of it is for the plan, where there is one.
         if len(message) > (MAILBOX if self.hosts is None else MAILBOX // 2):
             parcel = self.memory.create(len(message), in_command=True)
             memoryview(parcel.buffer).cast("B")[: len(message)] = message
-            where = SharedArray(parcel.key, "u1", (len(message),))
-            message = pickle.dumps(worker.Parcel(where), pickle.HIGHEST_PROTOCOL)
+            location = SharedArray(parcel.key, "u1", (len(message),))
+            message = pickle.dumps(worker.Parcel(location), pickle.HIGHEST_PROTOCOL)
         self.memory.announce()
         control.mailbox[: len(message)] = message
         words[Control.LENGTH] = len(message)
         if self.hosts is not None:
-            plan = self.hosts.plan(command, where, self.rank.segments)
+            plan = self.hosts.plan(command, location, self.rank.segments)
             if len(plan) > MAILBOX // 2:
                 raise ValueError(
                     f"a call on several hosts names too many arrays: they take {len(plan):,} bytes, and there is room "

@@ -59,11 +59,11 @@ class Exit:
 class Parcel:
     """A command too long for the mailbox, pickled in a shared segment."""
 
-    where: SharedArray
+    location: SharedArray
 
     def open(self, rank: Rank) -> Command:
         """Return the command."""
-        return pickle.loads(self.where.view(rank.segments).data)
+        return pickle.loads(self.location.view(rank.segments).data)
 
     def run(self, rank: Rank) -> object:
         """Run the command within."""

@@ -76,7 +76,7 @@ class Vector:
             library, device = library_of(shared), device_of(value)
             piece = vector[start:stop].reshape(shape)
             if device is HOST and library.is_array(shared):
-                array = HOST.writable(value, held=False)
+                array = HOST.writable(value, is_referenced=False)
                 array[...] = piece
                 if array is not value:
                     library.put(shared, array)

@@ -34,13 +34,13 @@ class LocalRows:
         The rows of the whole array that this rank's host has: all, but of `synkhronos.data_parts` on several hosts.
     """
 
-    def __init__(self, rank: Rank, where: SharedArray, rows: Selection | None = None):
+    def __init__(self, rank: Rank, location: SharedArray, rows: Selection | None = None):
         self._rank = rank
-        self.where = where
+        self.location = location
         self.selected = rows
-        self._array = where.view(rank.segments)
-        held = where.held(rank.size, rank.control.here)
-        self.here = range(*self._array.shape[:1] or (0,)) if held is None else held
+        self._array = location.view(rank.segments)
+        rows = location.rows_of(rank.size, rank.control.here)
+        self.here = range(*self._array.shape[:1] or (0,)) if rows is None else rows
 
     @property
     def array(self) -> np.ndarray:
@@ -74,7 +74,7 @@ class LocalRows:
         elif known is not None:
             rows = np.asarray(known)[np.asarray(rows)]
         self._check_here(rows)
-        return LocalRows(self._rank, self.where, rows)
+        return LocalRows(self._rank, self.location, rows)
 
     def _check_here(self, rows: Selection | None) -> None:
         """Refuse rows that another host has loaded for itself."""
@@ -91,19 +91,19 @@ class LocalRows:
     @property
     def span(self) -> Span:
         """Where the rows lie, if they are one after the other: for `Lock.read` and `Lock.write`."""
-        rows, key = self.selected, self.where.key
+        rows, key = self.selected, self.location.key
         if rows is None:
-            return key, self.where.offset, self._array.nbytes
+            return key, self.location.offset, self._array.nbytes
         if not isinstance(rows, range) or rows.step != 1:
             raise ValueError("rows: expected rows that lie one after the other, such as rows[3:5]")
         if self._rank.segments[key].is_file:
             raise ValueError("rows: expected rows in memory that ranks write, got rows of a file")
         each = self._array[0].nbytes if len(self._array) else 0
-        return key, self.where.offset + rows.start * each, len(rows) * each
+        return key, self.location.offset + rows.start * each, len(rows) * each
 
     def on(self, device: Device) -> Any:
         """Return the rows as a new array of a device's."""
-        return device.load(self._rank, self.where, self.checked())
+        return device.load(self._rank, self.location, self.checked())
 
     def checked(self) -> Selection | None:
         """Return which rows these are, all of them here; None for the whole array."""
@@ -114,7 +114,7 @@ class LocalRows:
     def write(self, value: Any) -> None:
         """Give all of the memory the values of an array, of whatever device: of a GPU at the bus' full speed."""
         if JAX.on_gpu and JAX.holds(value) and self.selected is None and value.dtype == self.dtype:
-            JAX.staging.store(self._rank, self.where, value)
+            JAX.staging.write(self._rank, self.location, value)
         else:
             self.array[...] = np.asarray(value)
 
@@ -189,7 +189,9 @@ class LocalFunction:
         for position, (entry, device, value) in enumerate(zip(program.inputs, devices, inputs, strict=True)):
             kind = entry.variable.type
             if isinstance(value, LocalRows) and value.dtype == kind.dtype and value.ndim == kind.ndim:
-                taken = device.input(self._rank, program.buffers, position, value.where, value.checked(), entry.mutable)
+                taken = device.input(
+                    self._rank, program.buffers, position, value.location, value.checked(), entry.mutable
+                )
             else:
                 taken = program.library.filter(entry, np.asarray(value) if isinstance(value, LocalRows) else value)
                 taken = taken if device is HOST else device.from_host(taken)

@@ -23,7 +23,7 @@ from synkhronos.function import Function
 from synkhronos.function.notice import notice
 from synkhronos.function.program import PLAIN
 from synkhronos.graphs import loaded_libraries
-from synkhronos.graphs.mirror import stored
+from synkhronos.graphs.mirror import object_of
 from synkhronos.ranks import Rank, Session, SharedArray
 from synkhronos.ranks.task import Task, TaskMemory
 from synkhronos.tasks.local import LocalFunction, LocalRows
@@ -151,11 +151,11 @@ class Program(NamedTuple):
             return
         if rank.is_master:
             for key in self.functions:
-                with notice(f"{stored(rank, key).name} is compiled"):
-                    stored(rank, key).compile(PLAIN)
+                with notice(f"{object_of(rank, key).name} is compiled"):
+                    object_of(rank, key).compile(PLAIN)
         rank.barrier()
         for key in self.functions:
-            stored(rank, key).compile(PLAIN)
+            object_of(rank, key).compile(PLAIN)
         rank.threads.limit()  # what was compiled may have brought a BLAS with it
 
 
@@ -190,10 +190,10 @@ class _Pickler(pickle.Pickler):
             return "function", value._key
         if isinstance(value, Data):
             value.check_session(self.session, "an argument")
-            where = value.where()
+            location = value.location()
             if value.is_sent:
-                self.arrays.append(where)
-            return "data", where
+                self.arrays.append(location)
+            return "data", location
         if getattr(value, "container", None) is not None and any(lib.is_shared(value) for lib in loaded_libraries()):
             return "shared", mirrored(self.session, [value])[0]
         return None
@@ -206,7 +206,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, found: Any) -> Any:
         kind, what = found
         if kind == "function":
-            return LocalFunction(self.rank, self.task, stored(self.rank, what))
+            return LocalFunction(self.rank, self.task, object_of(self.rank, what))
         if kind == "data":
             return LocalRows(self.rank, what)
-        return stored(self.rank, what)
+        return object_of(self.rank, what)

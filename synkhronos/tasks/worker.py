@@ -129,7 +129,7 @@ class Worker:
         communicator = home.communicator(self._rank)
         if home is not HOST:
             communicator.connect(self._rank.exchange_known(communicator.epoch))
-            value = home.writable(value, held=not overwrite)
+            value = home.writable(value, is_referenced=not overwrite)
         communicator.all_reduce(value, op)
         value = home.written(value)
         communicator.meet()
@@ -199,7 +199,7 @@ class Worker:
 
     def kept(self, name: str) -> dict[Any, Any]:
         """Return a dict of this rank's own, in which a program leaves what a later one of the same ranks finds."""
-        found: dict[Any, Any] = self._rank.store.setdefault(("kept", name), {})
+        found: dict[Any, Any] = self._rank.objects.setdefault(("kept", name), {})
         return found
 
     # -- data ------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class OnRanks:
         """Begin with new ranks, which forget all of it when the trainer is dropped."""
         self._renew_memory()
         if not self.alike:
-            session.memory.release_with(trainer, "stored", ("kept", self.name))
+            session.memory.release_with(trainer, "object", ("kept", self.name))
 
     def _renew_memory(self) -> None:
         self.memory = {}

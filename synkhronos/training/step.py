@@ -12,7 +12,7 @@ from synkhronos.collectives.commands import Agreed, Reduce
 from synkhronos.engines import Exchange, Runner
 from synkhronos.function.call import Call, Part
 from synkhronos.graphs.family import AT_FIRST_CALL
-from synkhronos.graphs.mirror import stored
+from synkhronos.graphs.mirror import object_of
 from synkhronos.ranks import Rank
 
 
@@ -77,7 +77,7 @@ class Step(NamedTuple):
     def shared(self, rank: Rank) -> Any:
         """Return this rank's copy of the gradient's variable."""
         (key,) = self.reduce.keys
-        return stored(rank, key)
+        return object_of(rank, key)
 
     def agree(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return what combines the gradient, and its shape on all ranks."""

@@ -255,17 +255,17 @@ def plant(point: str, action: str, on: Any, skip: int = 0) -> None:
 
 def instrument() -> None:
     """Put points into the library: where collectives find variables, and where they go on to the next chunk."""
-    real_stored, real_halves = commands.stored, HostCommunicator._next_halves
+    real_object_of, real_halves = commands.object_of, HostCommunicator._next_halves
 
-    def stored(rank: ranks.Rank, key: Any) -> Any:
-        reach("stored")
-        return real_stored(rank, key)
+    def object_of(rank: ranks.Rank, key: Any) -> Any:
+        reach("object")
+        return real_object_of(rank, key)
 
     def halves(self: HostCommunicator) -> Any:
         reach("chunk")
         return real_halves(self)
 
-    commands.stored = stored
+    commands.object_of = object_of
     HostCommunicator._next_halves = halves
 
 

@@ -139,11 +139,11 @@ class Know:
 class Read:
     """Read memory that all ranks share."""
 
-    where: SharedArray
+    location: SharedArray
 
     def run(self, rank: ranks.Rank) -> int:
         """Return the sum of all bytes, on all ranks."""
-        return sum(rank.exchange(int(self.where.view(rank.segments).sum())))
+        return sum(rank.exchange(int(self.location.view(rank.segments).sum())))
 
 
 class Orders:

@@ -104,8 +104,8 @@ class _Pool(NumpyOp):
 
     def places(self, spatial: Sequence[int]) -> Any:
         """Yield the slices that pick each place out of all windows of the padded array."""
-        for _, where in offsets(self.window, self.out_spatial(spatial), self.stride, (1,) * self.n):
-            yield (Ellipsis, *where)
+        for _, window in offsets(self.window, self.out_spatial(spatial), self.stride, (1,) * self.n):
+            yield (Ellipsis, *window)
 
     def padded(self, x: np.ndarray, value: Any) -> np.ndarray:
         """Return the array with a value around it."""
@@ -145,8 +145,8 @@ class Pool(_Pool):
         combine = np.maximum if self.mode == "max" else np.add
         padded = self.padded(x, _lowest(x.dtype) if self.mode == "max" else 0)
         result: Any = None
-        for where in self.places(spatial):
-            result = padded[where].copy() if result is None else combine(result, padded[where], out=result)
+        for window in self.places(spatial):
+            result = padded[window].copy() if result is None else combine(result, padded[window], out=result)
         return result / self.counts(spatial, x.dtype) if self.mode.startswith("average") else result
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
@@ -177,8 +177,8 @@ class SumPoolGrad(_Pool):
         share = g / self.counts(spatial, g.dtype) if self.mode.startswith("average") else g
         lengths = [a + s + b for s, (a, b) in zip(spatial, self.around(spatial), strict=True)]
         result = np.zeros((*like.shape[: -self.n], *lengths), g.dtype)
-        for where in self.places(spatial):
-            result[where] += share
+        for window in self.places(spatial):
+            result[window] += share
         return result[self.inside(spatial)]
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
@@ -202,8 +202,8 @@ class MaxPoolGrad(_Pool):
         """Compare place by place."""
         padded = self.padded(x, _lowest(x.dtype))
         result = np.zeros(padded.shape, g.dtype)
-        for where in self.places(x.shape[-self.n :]):
-            result[where] += np.where(padded[where] == y, g, 0)
+        for window in self.places(x.shape[-self.n :]):
+            result[window] += np.where(padded[window] == y, g, 0)
         return result[self.inside(x.shape[-self.n :])]
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
@@ -228,8 +228,8 @@ class MaxPoolPick(_Pool):
         """Compare place by place."""
         padded, picked = self.padded(x, _lowest(x.dtype)), self.padded(d, 0)
         result = np.zeros(y.shape, d.dtype)
-        for where in self.places(x.shape[-self.n :]):
-            result += np.where(padded[where] == y, picked[where], 0)
+        for window in self.places(x.shape[-self.n :]):
+            result += np.where(padded[window] == y, picked[window], 0)
         return result
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
@@ -307,10 +307,10 @@ def _max_grad_xla(op: MaxPoolGrad, x: Any, y: Any, g: Any) -> Any:
     lead = x.ndim - op.n
     result: Any = 0
     zero = np.zeros((), g.dtype)
-    for where in places:
-        share = jnp.where(padded[where] == top, g, zero)
+    for window in places:
+        share = jnp.where(padded[window] == top, g, zero)
         gaps = [(0, 0, 0)] * lead
-        for axis, part in enumerate(where[1:]):
+        for axis, part in enumerate(window[1:]):
             gaps.append((part.start, padded.shape[lead + axis] - part.stop, part.step - 1))
         result = result + lax.pad(share, zero, gaps)
     return result[op.inside(x.shape[lead:])]
@@ -323,4 +323,4 @@ def _max_pick_xla(op: MaxPoolPick, x: Any, y: Any, d: Any) -> Any:
     padded, top, places = _equal_places(op, x)
     lead = x.ndim - op.n
     picked = jnp.pad(d, [(0, 0)] * lead + op.around(x.shape[lead:]))
-    return sum(jnp.where(padded[where] == top, picked[where], 0) for where in places)
+    return sum(jnp.where(padded[window] == top, picked[window], 0) for window in places)

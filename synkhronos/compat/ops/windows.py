@@ -48,8 +48,8 @@ def unfold(
            [1., 2., 3.]])
     """
     columns: Any = np.empty((*array.shape[:2], *kernel, *out), array.dtype)
-    for place, where in offsets(kernel, out, stride, dilation):
-        columns[(slice(None), slice(None), *place)] = array[(slice(None), slice(None), *where)]
+    for place, window in offsets(kernel, out, stride, dilation):
+        columns[(slice(None), slice(None), *place)] = array[(slice(None), slice(None), *window)]
     return columns
 
 
@@ -64,6 +64,6 @@ def fold(columns: Any, spatial: Sequence[int], stride: Sequence[int], dilation: 
     n = len(spatial)
     kernel, out = columns.shape[2 : 2 + n], columns.shape[2 + n :]
     array: Any = np.zeros((*columns.shape[:2], *spatial), columns.dtype)
-    for place, where in offsets(kernel, out, stride, dilation):
-        array[(slice(None), slice(None), *where)] += columns[(slice(None), slice(None), *place)]
+    for place, window in offsets(kernel, out, stride, dilation):
+        array[(slice(None), slice(None), *window)] += columns[(slice(None), slice(None), *place)]
     return array

@@ -15,7 +15,7 @@ import numpy as np
 
 from synkhronos.devices import cuda
 from synkhronos.devices.cuda.nccl import NUMBERS, NcclCommunicator
-from synkhronos.devices.cuda.staging import Part, Staging
+from synkhronos.devices.cuda.staging import Items, Staging
 from synkhronos.devices.host import Selection
 from synkhronos.ranks import Rank, SharedArray
 
@@ -96,10 +96,10 @@ class CudaDevice:
         """Whether the communicator combines arrays of a dtype in the middle of a launch."""
         return False
 
-    def part(self, array: Any, start: int, shape: tuple[int, ...]) -> Part:
+    def part(self, array: Any, start: int, shape: tuple[int, ...]) -> Items:
         """Return a run of an array's items, as the communicator takes it."""
         itemsize = array.dtype.itemsize
-        return Part(array, self.pointer(array) + start * itemsize, math.prod(shape) * itemsize)
+        return Items(array, self.pointer(array) + start * itemsize, math.prod(shape) * itemsize)
 
     # -- from the host ---------------------------------------------------------------------------------------
 
@@ -108,15 +108,15 @@ class CudaDevice:
         """What brings rows of shared memory to the GPU."""
         return Staging(self)
 
-    def load(self, rank: Rank, where: SharedArray, rows: Selection | None) -> Any:
+    def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> Any:
         """Return rows of an array in shared memory (None: all of it) as a new array."""
-        return self.staging.load(rank, where, rows)
+        return self.staging.load(rank, location, rows)
 
     def input(
-        self, rank: Rank, kept: dict[Any, Any], key: Any, where: SharedArray, rows: Selection | None, copy: bool
+        self, rank: Rank, kept: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
     ) -> Any:
         """Return rows of an array in shared memory as an input for the next launch, in memory that is used again."""
-        return self.staging.input(rank, kept, key, where, rows)
+        return self.staging.input(rank, kept, key, location, rows)
 
     def indexes(self, rank: Rank, kept: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
         """Return a rank's own vector of indexes as an input for the next launch."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from synkhronos.devices.cuda.connection import LOOK, Connection
 from synkhronos.devices.cuda.guard import PAUSE, Guard
-from synkhronos.devices.cuda.staging import Part, Staging, check
+from synkhronos.devices.cuda.staging import Items, Staging, check
 from synkhronos.devices.host import Layout
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.ranks import Rank
@@ -44,7 +44,7 @@ NUMBERS = {"bfloat16": 9, **{str(dtype): number for dtype, number in DTYPES.item
 OPS = {name: row.nccl for name, row in REDUCTIONS.items() if row.nccl is not None}
 _BYTES = DTYPES[np.dtype(np.uint8)]
 #: Items on the GPU: where they are, where their combination goes (maybe there too), how many, and their dtype's name.
-Span = tuple[int, int, int, str]
+Piece = tuple[int, int, int, str]
 
 
 class NcclCommunicator:
@@ -121,7 +121,7 @@ class NcclCommunicator:
             if self._arrays.stream is None:
                 self._wait()
 
-    def start_within(self, spans: Sequence[Span], op: str, stream: int) -> None:
+    def start_within(self, spans: Sequence[Piece], op: str, stream: int) -> None:
         """Begin to combine items on the GPU when a stream has come to here, beside what it does next.
 
         Parameters
@@ -134,7 +134,7 @@ class NcclCommunicator:
         self._has_begun = True
         self._combine(spans, op, self._staging.beside)
 
-    def all_reduce_within(self, spans: Sequence[Span], op: str, counts: int, stream: int) -> None:
+    def all_reduce_within(self, spans: Sequence[Piece], op: str, counts: int, stream: int) -> None:
         """Combine items on the GPU in the middle of what is being put on a stream, and wait there for what was begun.
 
         Parameters
@@ -155,7 +155,7 @@ class NcclCommunicator:
             self._has_begun = False
             self._follow(stream, self._staging.beside)
 
-    def _combine(self, spans: Sequence[Span], op: str, stream: int) -> None:
+    def _combine(self, spans: Sequence[Piece], op: str, stream: int) -> None:
         guard = self._guard
         if guard.leaves_wrong and not guard.is_lost and guard.is_done():
             guard.leaves_wrong = False
@@ -191,7 +191,7 @@ class NcclCommunicator:
         takers = everyone if root is None else [root]
         at, count, _ = self._span(array)
         size = count * array.dtype.itemsize
-        parts: list[Part | None] = list(out) if out is not None else [None] * self._rank.size
+        parts: list[Items | None] = list(out) if out is not None else [None] * self._rank.size
         own = parts[here]
         with self._calls:
             handle = self._connected()

@@ -4,7 +4,7 @@
     Copies rows of shared memory into arrays on the GPU, on a stream of its own, and small arrays back.
 `Arrays`
     What it has to know of them.
-`Part`
+`Items`
     A run of an array's items.
 
 The shared memory of a Data object is page-locked when it is first used, so that the GPU reads it by itself, at the full
@@ -83,7 +83,7 @@ class Arrays(Protocol):
         """Wait until an array has been computed: where the stream is not known."""
 
 
-class Part(NamedTuple):
+class Items(NamedTuple):
     """A run of an array's items, to be written in place."""
 
     array: Any
@@ -197,12 +197,12 @@ class Staging:
             self._device.set_current()
             self._entered.at = True
 
-    def input(self, rank: Rank, kept: dict[Any, Any], key: Any, where: SharedArray, rows: Selection | None) -> Any:
+    def input(self, rank: Rank, kept: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None) -> Any:
         """Start to copy rows into kept memory, and return the array that they will be in."""
         self._rank = rank
-        shape = where.shape if rows is None else (len(rows), *where.shape[1:])
-        buffer = self._slot(kept, key, shape, where.dtype).next()
-        self._copy(rank, where, rows, buffer.at)
+        shape = location.shape if rows is None else (len(rows), *location.shape[1:])
+        buffer = self._slot(kept, key, shape, location.dtype).next()
+        self._copy(rank, location, rows, buffer.at)
         self._filled.append(buffer)
         return buffer.array
 
@@ -217,19 +217,19 @@ class Staging:
         self._filled.append(buffer)
         return buffer.array
 
-    def load(self, rank: Rank, where: SharedArray, rows: Selection | None) -> Any:
+    def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> Any:
         """Copy rows into a new array."""
-        shape = where.shape if rows is None else (len(rows), *where.shape[1:])
-        array = self._made(shape, where.dtype)
-        self._copy(rank, where, rows, self.arrays.pointer(array))
+        shape = location.shape if rows is None else (len(rows), *location.shape[1:])
+        array = self._made(shape, location.dtype)
+        self._copy(rank, location, rows, self.arrays.pointer(array))
         self._arrived()
         return array
 
-    def store(self, rank: Rank, where: SharedArray, array: Any) -> None:
+    def write(self, rank: Rank, location: SharedArray, array: Any) -> None:
         """Copy an array back into shared memory, and wait until it is there."""
         self.arrays.wait_for(array)
         self.enter()
-        target = self.locked(rank, where.key) + where.offset
+        target = self.locked(rank, location.key) + location.offset
         check(self.driver.cuMemcpyAsync(target, self.arrays.pointer(array), array.nbytes, self.handle))
         self.stream.sync()
 
@@ -316,14 +316,14 @@ class Staging:
             check(self.driver.cuStreamWaitEvent(self.handle, self.event, 0))
         return array
 
-    def _copy(self, rank: Rank, where: SharedArray, rows: Selection | None, target: int) -> None:
+    def _copy(self, rank: Rank, location: SharedArray, rows: Selection | None, target: int) -> None:
         """Start to copy rows to an address on the GPU."""
         self.enter()
-        n_rows = 1 if not where.shape else where.shape[0] if rows is None else len(rows)
-        width = math.prod(where.shape[1:]) * int(where.dtype[2:])
+        n_rows = 1 if not location.shape else location.shape[0] if rows is None else len(rows)
+        width = math.prod(location.shape[1:]) * int(location.dtype[2:])
         if not n_rows * width:
             return
-        source = self.locked(rank, where.key) + where.offset
+        source = self.locked(rank, location.key) + location.offset
         self._started(rank)
         if rows is None or isinstance(rows, range) and (rows.step == 1 or len(rows) == 1):
             start = 0 if rows is None else rows[0] * width

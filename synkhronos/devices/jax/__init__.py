@@ -84,9 +84,9 @@ class Jax(CudaDevice):
         """Whether it is a JAX array."""
         return type(value).__module__.startswith("jaxlib")
 
-    def writable(self, value: Any, held: bool) -> Any:
+    def writable(self, value: Any, is_referenced: bool) -> Any:
         """Return the value itself if nobody but its container holds it, else a copy: collectives write in it."""
-        return self._renew[0](value) if held else value
+        return self._renew[0](value) if is_referenced else value
 
     def written(self, value: Any) -> Any:
         """Return an array that was written in place, or soon will be, in the same memory; the old one is gone.
@@ -169,11 +169,11 @@ class Jax(CudaDevice):
         # stream than the one on which NCCL would read it.
         return self._jax().device_put(np.array(array, order="C")).block_until_ready()
 
-    def load(self, rank: Rank, where: SharedArray, rows: Selection | None) -> Any:
+    def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> Any:
         """Return rows of an array in shared memory (None: all of it) as a new array."""
         if self.on_gpu:
-            return super().load(rank, where, rows)
-        view = where.view(rank.segments)
+            return super().load(rank, location, rows)
+        view = location.view(rank.segments)
         return self.from_host(view if rows is None else take(view, rows))
 
     def combine(self, op: Reduction, one: Any, other: Any) -> Any:
@@ -195,12 +195,12 @@ class Jax(CudaDevice):
     # -- computing -------------------------------------------------------------------------------------------
 
     def input(
-        self, rank: Rank, kept: dict[Any, Any], key: Any, where: SharedArray, rows: Selection | None, copy: bool
+        self, rank: Rank, kept: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
     ) -> Any:
         """Return rows of an array in shared memory as an input for the next launch."""
         if self.on_gpu:
-            return super().input(rank, kept, key, where, rows, copy)
-        return self.load(rank, where, rows)
+            return super().input(rank, kept, key, location, rows, copy)
+        return self.load(rank, location, rows)
 
     def indexes(self, rank: Rank, kept: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
         """Return a rank's own vector of indexes as an input for the next launch."""
