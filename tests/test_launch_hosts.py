@@ -110,7 +110,7 @@ KINDS = {
     "rank 0": r"\S*python\S* -m synkhronos\.launch\.master",
     "rank of another host": r"\S*python\S* -c .* started_anew\(\)",
     "agent": r"\S*python\S* -c .*hosts\.agent import",
-    "mpirun": r"\S*mpirun -",
+    "mpirun": r"\S*(mpirun|prterun) -",  # which Open MPI's becomes
     "what passes lines on": r"\S*python\S* -ISc .*os\.write",
 }
 
