@@ -47,9 +47,11 @@ def words(hosts: list[str], *command: object) -> tuple[list[str], dict[str, str]
 def run(hosts: list[str], *program: object, timeout: float = 200, **variables: str) -> str:
     """Run one of `PROGRAMS` on the first of some hosts, and return what it prints."""
     command, environment = words(hosts, PROGRAMS, *program)
+    # With a compiler Theano would fold constants by C++, each rank after a look at all modules that it has ever compiled.
+    flags = {"THEANO_FLAGS": ",".join(filter(None, [environment.get("THEANO_FLAGS"), "cxx="]))}
     done = subprocess.run(
         command,
-        env={**environment, **variables},
+        env={**environment, **flags, **variables},
         capture_output=True,
         text=True,
         timeout=timeout,
