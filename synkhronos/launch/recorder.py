@@ -97,20 +97,10 @@ class ClassRecorder:
             if value is not None:
                 self._val[name] = self._val.get(name, 0.0) + rows * _mean(value)
 
-    def gather_val_info(self) -> None:
-        """Do nothing: the ranks' errors are gathered when all have validated."""
+    def save(self, *_: Any, **__: Any) -> None:
+        """Do nothing: the run itself gathers and prints what validation found, times epochs, and writes each line."""
 
-    def print_val_info(self, count: int) -> None:
-        """Do nothing: what all ranks' errors come to is printed when all have validated."""
-
-    def start_epoch(self) -> None:
-        """Do nothing: epochs are timed by who counts them."""
-
-    def end_epoch(self, count: int, epoch: int) -> None:
-        """Do nothing: epochs are timed by who counts them."""
-
-    def save(self, count: int, lr: Any = None) -> None:
-        """Do nothing: each line is written when it is made."""
+    gather_val_info = print_val_info = start_epoch = end_epoch = save
 
     # -- what the run calls ----------------------------------------------------------------------------------
 

@@ -290,11 +290,6 @@ class Task:
         self.rank.control.fence()
         self.rank.control.ring(peer, FOR_TASK)
 
-    def has_message(self, source: int) -> bool:
-        """Whether a rank has sent something that was not received yet."""
-        number = source * self.memory.size + self.rank.number
-        return self._sent[number] > self._received[number]
-
     # -- locks -----------------------------------------------------------------------------------------------
 
     def lock(self, number: int) -> Lock:

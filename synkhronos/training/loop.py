@@ -133,11 +133,12 @@ class Loop:
         if not rows:  # the last round had no batch for this rank, or none of the rows could be read
             self.let_go(places)
             return
-        with self.meter.launch(len(rows), len(rows[0])):
+        with self.meter.timed("compute") as launch:
             losses = self.launch(rows)
             for loss, some in zip(losses, rows, strict=True):
                 self.meter.add(loss, len(some))
             self.launched(places, len(losses))
+        self.meter.launched(len(rows), len(rows[0]), launch.spent)
 
     def wait_for(self, places: list[tuple[int, int]]) -> list[Any]:
         """Return which rows are between some places; those of a loader once they are there."""

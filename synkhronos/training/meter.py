@@ -11,8 +11,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,17 +43,37 @@ class Outcome(NamedTuple):
     first: tuple[int, float]
 
 
-@contextmanager
-def timed(seconds: dict[str, float], name: str, waited: Callable[[], float]) -> Iterator[None]:
+class timed:  # noqa: N801 - used as a function
     """Add the time of a block to what was spent on something; waiting for other ranks counts as ``wait``.
 
-    ``waited`` returns how long this rank has waited for others so far.
+    Parameters
+    ----------
+    seconds : dict of str to float
+    name : str
+        On what the time is spent.
+    waited : callable
+        Returns how long this rank has waited for others so far.
+
+    Attributes
+    ----------
+    spent : float
+        The block's seconds without waiting, behind it.
     """
-    began, waited_before = time.perf_counter(), waited()
-    yield
-    wait = waited() - waited_before
-    seconds["wait"] += wait
-    seconds[name] += time.perf_counter() - began - wait
+
+    def __init__(self, seconds: dict[str, float], name: str, waited: Callable[[], float]):
+        self._seconds, self._name, self._waited = seconds, name, waited
+        self.spent = 0.0
+
+    def __enter__(self) -> timed:
+        self._began, self._waited_before = time.perf_counter(), self._waited()
+        return self
+
+    def __exit__(self, error: Any, *_: object) -> None:
+        if error is None:
+            wait = self._waited() - self._waited_before
+            self.spent = time.perf_counter() - self._began - wait
+            self._seconds["wait"] += wait
+            self._seconds[self._name] += self.spent
 
 
 class Meter:
@@ -90,19 +109,15 @@ class Meter:
             recorder.folder: (0, 0, 0.0, time.perf_counter(), dict(self.seconds)) for recorder in plan.recorders
         }
 
-    def timed(self, name: str) -> Any:
+    def timed(self, name: str) -> timed:
         """Note how long a block takes: see `timed`."""
         return timed(self.seconds, name, self._waited)
 
-    @contextmanager
-    def launch(self, steps: int, rows: int) -> Iterator[None]:
-        """Note how long a launch of some steps takes, of so many rows each."""
-        before = self.seconds["compute"]
-        with self.timed("compute"):
-            yield
+    def launched(self, steps: int, rows: int, seconds: float) -> None:
+        """Note how long a launch of some steps has taken, of so many rows each, if it was the first such one."""
         if (steps, rows) not in self._kinds:
             self._kinds.add((steps, rows))
-            self.first = self.first[0] + steps * rows, self.first[1] + self.seconds["compute"] - before
+            self.first = self.first[0] + steps * rows, self.first[1] + seconds
 
     def add(self, loss: Any, rows: int) -> None:
         """Note a step on so many rows."""

@@ -128,7 +128,22 @@ class cosine:  # noqa: N801
 
 
 @dataclass
-class warmup:  # noqa: N801
+class _Around:
+    """A schedule that changes what another one says."""
+
+    schedule: Schedule | float
+
+    def __post_init__(self) -> None:
+        self.schedule = as_schedule(self.schedule)
+
+    def observe(self, value: float) -> None:
+        """Pass on what validation has found."""
+        if hasattr(self.schedule, "observe"):
+            self.schedule.observe(value)
+
+
+@dataclass
+class warmup(_Around):  # noqa: N801
     """A schedule that rises linearly in the first epochs, from a part of another schedule to all of it.
 
     Examples
@@ -138,12 +153,11 @@ class warmup:  # noqa: N801
     (0.1, 0.25, 0.4)
     """
 
-    schedule: Schedule | float
     epochs: float
     start: float = 0.1
 
     def __post_init__(self) -> None:
-        self.schedule = as_schedule(self.schedule)
+        super().__post_init__()
         self.epochs = _positive(self.epochs, "epochs")
 
     def __call__(self, epoch: float) -> float:
@@ -152,14 +166,9 @@ class warmup:  # noqa: N801
         assert callable(self.schedule)
         return part * self.schedule(epoch)
 
-    def observe(self, value: float) -> None:
-        """Pass on what validation has found."""
-        if hasattr(self.schedule, "observe"):
-            self.schedule.observe(value)
-
 
 @dataclass
-class scaled:  # noqa: N801
+class scaled(_Around):  # noqa: N801
     """Another schedule times the number of ranks, as the batch of all ranks grows with them (linear scaling).
 
     Parameters
@@ -169,21 +178,12 @@ class scaled:  # noqa: N801
         The number of ranks, which `synkhronos.fork` returns.
     """
 
-    schedule: Schedule | float
     n: int
-
-    def __post_init__(self) -> None:
-        self.schedule = as_schedule(self.schedule)
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
         assert callable(self.schedule)
         return self.n * self.schedule(epoch)
-
-    def observe(self, value: float) -> None:
-        """Pass on what validation has found."""
-        if hasattr(self.schedule, "observe"):
-            self.schedule.observe(value)
 
 
 @dataclass
