@@ -82,7 +82,7 @@ def test_a_run_folder_says_what_ran(tmp_path):
     noted = json.loads((tmp_path / "run" / "run.json").read_text())
     assert noted["status"] == 0 and noted["numpy"] == np.__version__ and len(noted["commit"]) == 40
     said = (tmp_path / "run" / "rank-1.log").read_text()
-    assert said.startswith("process ") and "epoch 0, iteration 9" in said
+    assert said.startswith("process ") and "epoch 1, iteration 9" in said
     assert f"[rank 1] {said.splitlines()[0]}" in done.stdout
     again = run("train", tmp_path / "run" / "settings.json", "--dry-run", "--folder", tmp_path / "other")
     assert json.loads(again.stdout)["modelfile"] == "launch_models.mlp"

@@ -148,7 +148,7 @@ class ClassRecorder:
                     **{name: value - self._line_seconds.get(name, 0.0) for name, value in self.seconds.items()},
                 },
             )
-        shown = [f"epoch {self.epoch}, iteration {self.total}"]
+        shown = [f"epoch {self.epoch + 1}, iteration {self.total}"]
         shown += [f"cost {loss:.4g}"] if loss is not None else []
         shown += [f"error {np.mean([_mean(error) for error in self._errors]):.4g}"] if self._errors else []
         sys.stdout.write(f"{', '.join(shown)}; {rate:,.0f} rows/s\n")
