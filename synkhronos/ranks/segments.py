@@ -71,7 +71,7 @@ def create_unlinked(nbytes: int, runs: Iterable[range] | None = None) -> io.File
             ) from error
         if isinstance(error, OverflowError) or error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise MemoryError(
-                f"no room for {sum(map(len, runs)):,} bytes of shared memory: see `df -h /dev/shm`, free Data objects "
+                f"no room for {sum(run.stop - run.start for run in runs):,} bytes of shared memory: see `df -h /dev/shm`, free Data objects "
                 "that are no longer needed, or start the container with a larger --shm-size"
             ) from error
         raise
