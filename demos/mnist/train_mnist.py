@@ -498,8 +498,9 @@ def main() -> int:
         print(f"The curves could not be saved: {error}.")
     accuracy = 100 * runs[0].test_accuracy
     reached = accuracy >= options.target
-    verdict = f"; at least {options.target:g} % wanted: {'reached' if reached else 'NOT reached'}" if options.target else ""
-    print(f"Test accuracy {accuracy:.1f} %{verdict}.")
+    print(f"Test accuracy {accuracy:.1f} %.")
+    if options.target:
+        print(f"At least {options.target:g} % wanted: {'reached' if reached else 'NOT reached'}.")
     return 0 if reached else 1
 
 

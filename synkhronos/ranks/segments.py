@@ -70,8 +70,9 @@ def create_unlinked(nbytes: int, runs: Iterable[range] | None = None) -> io.File
                 "see `ulimit -f`"
             ) from error
         if isinstance(error, OverflowError) or error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            wanted = sum(run.stop - run.start for run in runs)  # len() has a limit
             raise MemoryError(
-                f"no room for {sum(run.stop - run.start for run in runs):,} bytes of shared memory: see `df -h /dev/shm`, free Data objects "
+                f"no room for {wanted:,} bytes of shared memory: see `df -h /dev/shm`, free Data objects "
                 "that are no longer needed, or start the container with a larger --shm-size"
             ) from error
         raise
