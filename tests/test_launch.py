@@ -48,7 +48,7 @@ def test_both_examples_of_the_seed(tmp_path):
         "# launch_session.cfg\nRULE=BSP\nMODELFILE=launch_models.mlp\nMODELCLASS=MLP\nDEVICES=cpu,cpu\n"
     )
     done = run("train", "launch_session.cfg", "--folder=one", cwd=tmp_path)
-    assert "[rank 1] epoch 2, iteration 27, cost" in done.stdout
+    assert "[rank 1] epoch 3, iteration 27, cost" in done.stdout
     script = tmp_path / "launch_session.py"
     script.write_text(
         textwrap.dedent("""

@@ -33,7 +33,7 @@ def test_a_rank_that_ends_by_itself(tmp_path):
 
 def test_a_cost_that_is_no_number_is_not_saved(tmp_path):
     done = train(tmp_path, "Diverges", status=1, checkpoint=1)
-    assert done.stderr.rstrip().endswith("FloatingPointError: the cost is nan in epoch 0: nothing of it was saved")
+    assert done.stderr.rstrip().endswith("FloatingPointError: the cost is nan in epoch 1: nothing of it was saved")
     assert not (tmp_path / "params.npz").exists() and not (tmp_path / "checkpoints").exists()
 
 

@@ -55,7 +55,7 @@ def test_a_run_is_that_of_one_host(tmp_path, hosts):
         own = [line for line in log if not line.startswith("WARNING (theano.")]
         assert re.fullmatch(r"process \d+ on cpu( of host \S+)?, .*", own[0]), log
         assert all(f"[rank {rank}] {line}" in said.splitlines() for line in log)
-        assert "epoch 1, iteration" in log[-1 if rank else -2]
+        assert "epoch 2, iteration" in log[-1 if rank else -2]
         steps = [[line["step"] for line in lines(tmp_path / each, f"rank-{rank}")] for each in ("one", "hosts")]
         assert steps[0] == steps[1] and steps[0]
     assert said.startswith(f"ranks on hosts {', '.join(hosts)}; ")

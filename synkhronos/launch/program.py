@@ -241,7 +241,7 @@ class _Run:
         costs = [cost for cost in self.worker.exchange(self.recorder.mean_loss()) if cost is not None]
         loss = float(np.mean(costs)) if costs else None
         if loss is not None and not np.isfinite(loss):
-            raise FloatingPointError(f"the cost is {loss} in epoch {self.recorder.epoch}: nothing of it was saved")
+            raise FloatingPointError(f"the cost is {loss} in epoch {self.recorder.epoch + 1}: nothing of it was saved")
         return loss
 
     def validate(self) -> dict[str, float]:
