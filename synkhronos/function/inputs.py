@@ -93,9 +93,11 @@ class Inputs:
                 # Its rows have been put into the list's order already.
                 located.append(Scattered(value.location(), range(len(rows)), 0, copy))
             else:
-                if index is None and not isinstance(rows, range):
-                    index = self._shared_index("batch", rows)
-                chosen: range | SharedArray = rows if isinstance(rows, range) else index  # type: ignore[assignment]
+                chosen: range | SharedArray
+                if isinstance(rows, range):
+                    chosen = rows
+                else:
+                    chosen = index = self._shared_index("batch", rows) if index is None else index
                 located.append(Scattered(value.location(), chosen, low if value.minibatch else 0, copy))
         return tuple(located), len(rows)
 

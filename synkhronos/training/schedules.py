@@ -143,7 +143,7 @@ class _Around:
 
 
 @dataclass
-class warmup(_Around):  # noqa: N801
+class warmup(_Around):  # noqa: N801 - as above
     """A schedule that rises linearly in the first epochs, from a part of another schedule to all of it.
 
     Examples
@@ -168,7 +168,7 @@ class warmup(_Around):  # noqa: N801
 
 
 @dataclass
-class scaled(_Around):  # noqa: N801
+class scaled(_Around):  # noqa: N801 - as above
     """Another schedule times the number of ranks, as the batch of all ranks grows with them (linear scaling).
 
     Parameters
