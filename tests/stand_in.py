@@ -49,7 +49,7 @@ class _Nccl:
 class _Staging:
     stream = handle = _STREAM
     beside, event = _BESIDE, 1
-    CUresult = types.SimpleNamespace(CUDA_ERROR_NOT_READY=600)
+    CUresult = types.SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_NOT_READY=600)
 
     def __init__(self):
         self.arrays = self.driver = self

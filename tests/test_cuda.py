@@ -113,12 +113,16 @@ class Gpu:
         self.stream = self.handle = 7
         self.coming_step, self.arrived, self.page = 3, 0, np.zeros(1, np.int32)
         self.arrays = self
-        self.CUresult = types.SimpleNamespace(CUDA_ERROR_NOT_READY=NOT_READY)
+        self.CUresult = types.SimpleNamespace(CUDA_SUCCESS=DONE, CUDA_ERROR_NOT_READY=NOT_READY)
+        #: What comes of one look at the stream after another, as long as there are any.
+        self.seen = []
         self.driver = self
 
     def cuStreamQuery(self, stream):  # noqa: N802 - CUDA's name
         assert stream == 7
         self.has_room.wait(10)
+        if self.seen:
+            self.state = self.seen.pop(0)
         return (self.state,)
 
     def enter(self):
@@ -199,6 +203,49 @@ def test_an_all_reduce_is_not_waited_for(connected):
     assert gpu.state == NOT_READY and gpu.under_way[0].unfinished()
     gpu.state = DONE
     assert not gpu.under_way[0].unfinished()
+
+
+def test_a_small_all_reduce_on_an_idle_stream_is_there_in_a_moment(connected):
+    communicator, gpu = connected()
+    gpu.command = 5
+    gpu.seen = [DONE, NOT_READY, NOT_READY, DONE]
+    assert communicator.all_reduce(np.ones(3, "float32"), "sum") is True
+    assert not gpu.seen and not gpu.under_way[0].unfinished()
+    assert communicator.all_reduce(np.ones(0, "float32"), "sum") is True  # of nothing
+
+
+@pytest.mark.parametrize(
+    ("seen", "left"),
+    [
+        ([NOT_READY, DONE], [DONE]),  # something else is computed before it, and nobody waits for that
+        ([DONE, 700, DONE], [DONE]),  # an error, which is raised where JAX' array is asked for
+        ([DONE], []),  # it takes longer
+    ],
+)
+def test_an_all_reduce_that_is_not_there_soon_is_not_waited_for(connected, seen, left):
+    communicator, gpu = connected()
+    gpu.command, gpu.seen = 5, seen
+    assert communicator.all_reduce(np.ones(3, "float32"), "sum") is False
+    assert gpu.seen == left
+
+
+def test_an_all_reduce_that_was_given_up_meanwhile_is_not_there(connected, monkeypatch):
+    communicator, gpu = connected()
+    gpu.command, gpu.seen = 5, [DONE]
+    monkeypatch.setattr("synkhronos.devices.cuda.nccl._SOON", 10.0)
+    threading.Timer(0.1, communicator._guard.abort).start()  # and then the stream is idle
+    assert communicator.all_reduce(np.ones(3, "float32"), "sum") is False
+    assert gpu.aborted == 1
+
+
+@pytest.mark.skipif(NAME != "pytensor", reason="about JAX arrays")
+def test_what_was_written_in_place_is_another_array_in_the_same_memory():
+    for is_there in (True, False):
+        array = JAX.from_host(np.ones(3, "float32"))
+        at = JAX.pointer(array)
+        written = JAX.written(array, is_there)
+        # What JAX has read of the old one it would not read again.
+        assert written is not array and JAX.pointer(written) == at
 
 
 def test_what_a_failed_command_has_started_is_given_up(connected):

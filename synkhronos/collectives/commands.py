@@ -385,16 +385,18 @@ class Agreed(NamedTuple):
 
     def all_reduce(self, rank: Rank, op: str) -> None:
         """Reduce into every rank's variables."""
+        used: list[Any] = []
         for key, library, device, _ in self.parts:
-            shared = object_of(rank, key)
+            shared, communicator = object_of(rank, key), device.communicator(rank)
             is_referenced = library.is_referenced(shared)
             value = library.get(shared)
             array = device.writable(value, is_referenced)
-            device.communicator(rank).all_reduce(array, op)
-            new = device.written(array)
+            new = device.written(array, communicator.all_reduce(array, op))
             if new is not value:
                 library.put(shared, new)
-        for communicator in {device.communicator(rank) for _, _, device, _ in self.parts}:
+            if communicator not in used:
+                used.append(communicator)
+        for communicator in used:
             communicator.come()
 
 

@@ -76,10 +76,10 @@ class Communicator(Protocol):
     def broadcast(self, array: Any, root: int) -> None:
         """Copy the root's array into every other rank's, in place."""
 
-    def all_reduce(self, array: Any, op: str) -> None:
-        """Replace every rank's array by the reduction of all ranks'; it may be there later than this returns.
+    def all_reduce(self, array: Any, op: str) -> bool:
+        """Replace every rank's array by the reduction of all ranks', and return whether it is there.
 
-        `Device.written` gives the array that tells when.
+        It may come later than this returns: `Device.written` gives the array that tells when.
         """
 
     def meet(self, look: Callable[[], None] | None = None) -> None:
@@ -133,7 +133,7 @@ class Device(Protocol):
         ``is_referenced`` says whether anybody else than the container has the value.
         """
 
-    def written(self, value: Any) -> Any:
+    def written(self, value: Any, is_there: bool = False) -> Any:
         """Return an array that a communicator has written in place, or will have, for its container."""
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:

@@ -62,7 +62,7 @@ class Host:
             return value
         return np.array(value, order="C")
 
-    def written(self, value: Any) -> Any:
+    def written(self, value: Any, is_there: bool = False) -> Any:
         """Return an array that was written in place."""
         return value
 
@@ -227,10 +227,11 @@ class HostCommunicator:
             if rank.number != root:
                 part[:] = shared
 
-    def all_reduce(self, array: np.ndarray, op: str) -> None:
-        """Replace every rank's array by the reduction of all ranks'."""
+    def all_reduce(self, array: np.ndarray, op: str) -> bool:
+        """Replace every rank's array by the reduction of all ranks', which is there then."""
         flat = array.reshape(-1)
         self._reduce(flat, flat, op, flat.size, flat.dtype, range(self._rank.size))
+        return True
 
     def meet(self, look: Callable[[], None] | None = None) -> None:
         """Nothing is under way when a collective returns."""

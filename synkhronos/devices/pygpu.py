@@ -89,7 +89,7 @@ class Pygpu(CudaDevice):
         """Return the value itself, if it is contiguous, else a copy."""
         return self.contiguous(value)
 
-    def written(self, value: Any) -> Any:
+    def written(self, value: Any, is_there: bool = False) -> Any:
         """Return an array that was written in place."""
         return value
 

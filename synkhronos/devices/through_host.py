@@ -75,7 +75,7 @@ class ThroughHost:
         """Return a copy."""
         return self.from_host(self.to_host(value))
 
-    def written(self, value: Any) -> Any:
+    def written(self, value: Any, is_there: bool = False) -> Any:
         """Return an array that was written in place."""
         return value
 

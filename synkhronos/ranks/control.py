@@ -121,6 +121,10 @@ class Control:
         self.extra = memoryview(self._memory)[extra_at : extra_at + extra]
         self._bells = [Bell(self._memory, bells_at + rank * _BELL, made) for rank in range(size)]
         self._fence_lock = threading.Lock()
+        # This machine's come first.
+        starts = [self._slots_at + 3 * ((rank - self.here.start) % size) * SLOT for rank in range(size)]
+        whole = memoryview(self._memory)
+        self._slots = [[whole[at + i * SLOT : at + (i + 1) * SLOT] for i in range(3)] for at in starts]
 
     @staticmethod
     def create(size: int, n_here: int, extra: int = 0) -> io.FileIO:
@@ -134,8 +138,7 @@ class Control:
 
     def slot(self, rank: int, which: int) -> memoryview:
         """Return a slot of a rank: 0 and 1 for steps, in turn, 2 for its report."""
-        at = self._slots_at + (3 * ((rank - self.here.start) % self.size) + which) * SLOT  # this machine's come first
-        return memoryview(self._memory)[at : at + SLOT]
+        return self._slots[rank][which]
 
     def scratch(self, rank: int, half: int) -> memoryview:
         """Return one half of the scratch memory of a rank of this machine."""

@@ -285,9 +285,10 @@ class Rank:
     def agree(self, digest: bytes) -> bool:
         """Show some bytes to all ranks, and return whether all have shown the same; a step of `exchange_known`."""
         step = self._open_slot(digest)
-        head = HEAD.pack(len(digest), step) + digest
         self.barrier()
-        return all(self.control.slot(r, step & 1)[: len(head)] == head for r in range(self.size))
+        slot, which, n = self.control.slot, step & 1, HEAD.size + len(digest)
+        mine = slot(self.number, which)[:n]
+        return all(slot(r, which)[:n] == mine for r in range(self.size) if r != self.number)
 
     def exchange_bytes(self, payload: bytes) -> list[bytes]:
         """Show bytes to all ranks, and return theirs, in rank order."""
@@ -354,7 +355,7 @@ class Rank:
         if self._reached(self._step):
             for r in range(self.size):
                 control.ring(r, FOR_STEP)
-        elif self._reached(self._step, besides=self.root):
+        elif not self.is_master and self._reached(self._step, besides=self.root):
             control.ring(self.root, FOR_STEP)
 
     def _reached(self, step: int, besides: int | None = None) -> bool:
@@ -362,7 +363,7 @@ class Rank:
         arrived = self.control.arrived
         if besides is None:
             return min(arrived) >= step
-        return all(arrived[r] >= step for r in range(self.size) if r != besides)
+        return min([step, *arrived[:besides], *arrived[besides + 1 :]]) >= step
 
     def _wait_for_step(self, step: int, besides: int | None = None, look: Callable[[], None] | None = None) -> None:
         reached = self._reached

@@ -130,8 +130,7 @@ class Worker:
         if home is not HOST:
             communicator.connect(self._rank.exchange_known(communicator.epoch))
             value = home.writable(value, is_referenced=not overwrite)
-        communicator.all_reduce(value, op)
-        value = home.written(value)
+        value = home.written(value, communicator.all_reduce(value, op))
         communicator.meet()
         return value
 

@@ -7,6 +7,9 @@ NCCL's work goes to the stream on which the arrays are computed, behind what com
 for, since what is put on the stream later comes after it; other collectives are, with a look at the peers from time to
 time.  What a peer that has failed or died would leave waiting for ever is aborted.
 
+For a small all_reduce on an idle stream a moment is waited all the same: it is there sooner than JAX has launched what
+tells it that the array will be.
+
 How ranks are connected is told in `connection`, who gives up what is under way in `guard`.
 """
 
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -43,8 +47,16 @@ NUMBERS = {"bfloat16": 9, **{str(dtype): number for dtype, number in DTYPES.item
 #: NCCL's numbers for reductions; the others don't come here.
 OPS = {name: row.nccl for name, row in REDUCTIONS.items() if row.nccl is not None}
 _BYTES = DTYPES[np.dtype(np.uint8)]
+#: Bytes up to which an all_reduce takes no longer than a launch, and the seconds in which it is there.
+_SMALL, _SOON = 1 << 16, 50e-6
 #: Items on the GPU: where they are, where their combination goes (maybe there too), how many, and their dtype's name.
 Piece = tuple[int, int, int, str]
+
+
+@cache
+def _number(dtype: np.dtype) -> int:
+    """Return NCCL's number for a dtype, whose name takes longer to be made than all that is done with it."""
+    return NUMBERS[str(dtype)]
 
 
 class NcclCommunicator:
@@ -110,16 +122,31 @@ class NcclCommunicator:
                 self._nccl.broadcast(at, at, count, dtype, root, self._connected(), self._stream)
             self._wait()
 
-    def all_reduce(self, array: Any, op: str) -> None:
-        """Replace every rank's array by the reduction of all ranks', which is not waited for."""
+    def all_reduce(self, array: Any, op: str) -> bool:
+        """Replace every rank's array by the reduction of all ranks', and return whether it is there."""
         at, count, dtype = self._span(array)
-        if count:
-            self._guard.leaves_wrong = True
-            self._guard.started()
-            with self._calls:
-                self._nccl.all_reduce(at, at, count, dtype, OPS[op], self._connected(), self._stream)
-            if self._arrays.stream is None:
-                self._wait()
+        if not count:
+            return True
+        self._staging.enter()
+        is_quick = count * array.dtype.itemsize <= _SMALL and self._guard.is_done()
+        self._guard.leaves_wrong = True
+        self._guard.started()
+        with self._calls:
+            self._nccl.all_reduce(at, at, count, dtype, OPS[op], self._connection.handle, self._stream)
+        if self._arrays.stream is None:
+            self._wait()
+        return is_quick and self._is_soon_there()
+
+    def _is_soon_there(self) -> bool:
+        """Wait a moment for the stream, and return whether all that was put on it has come to its end."""
+        driver, deadline = self._staging.driver, perf_counter() + _SOON
+        while (result := driver.cuStreamQuery(self._stream)[0]) != driver.CUresult.CUDA_SUCCESS:
+            if result != driver.CUresult.CUDA_ERROR_NOT_READY or perf_counter() > deadline:
+                return False
+        if not self.epoch:  # it was given up: what is there is of no meaning
+            return False
+        self._guard.leaves_wrong = False
+        return True
 
     def start_within(self, spans: Sequence[Piece], op: str, stream: int) -> None:
         """Begin to combine items on the GPU when a stream has come to here, beside what it does next.
@@ -218,7 +245,7 @@ class NcclCommunicator:
         """Return an array's address, its number of items, and NCCL's number for its dtype."""
         if self._arrays.stream is None:
             self._arrays.wait_for(array)
-        return self._arrays.pointer(array), array.size, NUMBERS[str(array.dtype)]
+        return self._arrays.pointer(array), array.size, _number(array.dtype)
 
     def _wait(self) -> None:
         """Wait for the stream, and watch the peers."""

@@ -88,11 +88,14 @@ class Jax(CudaDevice):
         """Return the value itself if nobody but its container holds it, else a copy: collectives write in it."""
         return self._renew[0](value) if is_referenced else value
 
-    def written(self, value: Any) -> Any:
+    def written(self, value: Any, is_there: bool = False) -> Any:
         """Return an array that was written in place, or soon will be, in the same memory; the old one is gone.
 
         What JAX knows of the old one is of the time before: when it is computed, and what the host has read of it.
+        Where it is there nothing has to be launched: another array of the same memory knows nothing of what was read.
         """
+        if is_there and (other := value.addressable_data(0)) is not value:
+            return other
         return self._renew[1](value)
 
     @cached_property
