@@ -306,14 +306,14 @@ def all_reduce(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
     with session.turn:
         session.settle()
         nccl = flag(nccl, "nccl")
-        session.run(_all_reduce_command(session, shared_vars, op, nccl))
+        session.run(all_reduce_command(session, shared_vars, op, nccl))
 
 
 class _AllReduces(WeakKeys[Any, dict[Any, Reduce]]):
     """The commands of `all_reduce` that were checked before, by variable, op and way."""
 
 
-def _all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bool) -> Reduce:
+def all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bool) -> Reduce:
     """Return the command of `all_reduce`: the one that was checked before where a training loop asks for it again."""
     commands = session.kept(_AllReduces, _AllReduces)
     try:

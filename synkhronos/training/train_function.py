@@ -18,7 +18,8 @@ import numpy as np
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives.arguments import mirrored
-from synkhronos.collectives.commands import GetShapes, Reduce
+from synkhronos.collectives.calls import all_reduce_command
+from synkhronos.collectives.commands import GetShapes
 from synkhronos.engines import Exchange
 from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
@@ -248,7 +249,7 @@ class TrainFunction:
                 # They sit out, and would contribute what is left of an earlier step.
                 self._clear.run(session)
             update = self.update.prepare(session, (), {}, None, None, 1, None)
-            reduce = Reduce(mirrored(session, [self.grad_shared]), "avg", "everywhere", nccl=True)
+            reduce = all_reduce_command(session, self.grad_shared, "avg", nccl=True)
             returned = session.run(Step(gradient, reduce, update, self._exchange, times))
             if returned is None:
                 return None

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import cuda
-from synkhronos.devices.cuda.nccl import NUMBERS, NcclCommunicator
+from synkhronos.devices.cuda.nccl import NcclCommunicator, number_of
 from synkhronos.devices.cuda.staging import Items, Staging
 from synkhronos.devices.host import Selection
 from synkhronos.ranks import Rank, SharedArray
@@ -90,7 +90,7 @@ class CudaDevice:
 
     def communicates(self, dtype: np.dtype) -> bool:
         """Whether the GPUs can combine arrays of a dtype among themselves; what they can't goes through host memory."""
-        return self.on_gpu and str(dtype) in NUMBERS
+        return self.on_gpu and number_of(dtype) is not None
 
     def combines_within(self, dtype: np.dtype) -> bool:
         """Whether the communicator combines arrays of a dtype in the middle of a launch."""

@@ -54,9 +54,9 @@ Piece = tuple[int, int, int, str]
 
 
 @cache
-def _number(dtype: np.dtype) -> int:
-    """Return NCCL's number for a dtype, whose name takes longer to be made than all that is done with it."""
-    return NUMBERS[str(dtype)]
+def number_of(dtype: np.dtype) -> int | None:
+    """Return NCCL's number for a dtype, None if it has none."""
+    return NUMBERS.get(str(dtype))  # to make the name takes longer than all that is done with it
 
 
 class NcclCommunicator:
@@ -241,11 +241,11 @@ class NcclCommunicator:
         self._staging.enter()
         return self._connection.handle
 
-    def _span(self, array: Any) -> tuple[int, int, int]:
+    def _span(self, array: Any) -> tuple[int, int, int | None]:
         """Return an array's address, its number of items, and NCCL's number for its dtype."""
         if self._arrays.stream is None:
             self._arrays.wait_for(array)
-        return self._arrays.pointer(array), array.size, _number(array.dtype)
+        return self._arrays.pointer(array), array.size, number_of(array.dtype)
 
     def _wait(self) -> None:
         """Wait for the stream, and watch the peers."""

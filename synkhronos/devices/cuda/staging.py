@@ -38,6 +38,8 @@ _SHAPES = 4
 _BLOCKS, _THREADS, _LOADS = 32, 512, 4
 #: Bytes up to which arrays are small.
 _SMALL = 1 << 20
+#: CUDA_SUCCESS: CUDA's own results are integers.
+_SUCCESS = 0
 
 _GATHER = r"""
 typedef unsigned long long Index;
@@ -93,10 +95,10 @@ class Items(NamedTuple):
 
 def check(results: Any) -> Any:
     """Return what a function of the CUDA driver returned, or raise its error."""
-    from cuda.bindings import driver
-
     error, *values = results
-    if error != driver.CUresult.CUDA_SUCCESS:
+    if error != _SUCCESS:
+        from cuda.bindings import driver
+
         _, name = driver.cuGetErrorName(error)
         raise RuntimeError(f"CUDA: {name.decode() if isinstance(name, bytes) else error}")
     return values[0] if values else None
