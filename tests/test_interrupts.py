@@ -65,13 +65,15 @@ def test_an_interrupt_says_which_ranks_have_updated():
 
 
 @pytest.mark.any_library
-def test_an_interrupt_does_not_say_more_of_busy_ranks_than_it_knows():
-    with Program("at_a_place", where="call", on=[0, 2], how="compiled") as program:
-        program.wait("inside")
-        program.wait("inside")
+@pytest.mark.parametrize(("on", "applied", "busy"), [([0, 2], "ranks [1]", [2]), ([0, 1, 2], "no rank", [1, 2])])
+def test_an_interrupt_does_not_say_more_of_busy_ranks_than_it_knows(on, applied, busy):
+    with Program("at_a_place", where="call", on=on, how="compiled") as program:
+        for _ in on:
+            program.wait("inside")
         program.hurt(program.pid, signal.SIGINT)
         notes = program.wait("outcome")["notes"]
-        assert any("on ranks [1] so far; ranks [2] are still busy" in note for note in notes), notes
+        assert any(f"on {applied} so far; ranks {busy} are still busy, and may" in note for note in notes), notes
+        assert any(note.startswith(f"The next call waits for ranks {busy}, which are still busy") for note in notes)
         program.release()
         check_goes_on(program)
 

@@ -87,6 +87,7 @@ def test_a_kill_of_any_process_leaves_nothing_behind(tmp_path, who, script):
         _, said = process.communicate(timeout=LIMIT)
         assert process.returncode != 0
         assert time.monotonic() - began < 10
+        assert ("Ctrl-C once more" in said) == (who == "Ctrl-C")
         if who == "rank 1":
             assert process.returncode == 1 and "was killed by SIGKILL" in said
         if who == "rank 0":

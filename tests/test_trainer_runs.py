@@ -1,6 +1,8 @@
 """A trainer's runs: going on from checkpoints, schedules, early stops, records, and what is refused."""
 
 import math
+import os
+import time
 
 import numpy as np
 import pytest
@@ -88,6 +90,46 @@ def test_resume_without_a_checkpoint_begins(fork, tmp_path):
     model = Model("LocalSGD")
     reports = list(model.epochs(5, 1, checkpoint=Checkpoint(tmp_path), resume="latest"))
     assert [report.seen for report in reports] == [ROWS]
+
+
+class FailsToBegin(rules.EASGD):
+    """On one rank, the first time: on rank 0 in the beginning itself, on rank 1 before that."""
+
+    failed = False  # in each process by itself
+
+    def __init__(self, rank):
+        super().__init__(period=2)
+        self.rank, self.master = rank, os.getpid()
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        if self.rank == 1 and os.getpid() != self.master:
+            self.fail()
+
+    def setup(self, worker, state):
+        if self.rank == worker.number == 0:
+            self.fail()
+        super().setup(worker, state)
+
+    def fail(self):
+        if not FailsToBegin.failed:
+            FailsToBegin.failed = True
+            time.sleep(0.2)  # the other has begun meanwhile
+            raise RuntimeError("not yet")
+
+
+@pytest.mark.skipif(XLA, reason="the same")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_of_which_one_could_not_begin_begin_all_anew(fork, monkeypatch, rank):
+    monkeypatch.setattr(FailsToBegin, "failed", False)
+    fork(2)
+    x, w = tensor.dmatrix("x"), shared(np.full(3, 5.0), "w")
+    trainer = make_trainer(tensor.dot(x, w).mean() * 0.0, [w], x, [], sgd, FailsToBegin(rank))
+    with pytest.raises(RuntimeError, match="not yet"):
+        next(trainer.epochs(X[:, :3], [], 5, 1))
+    (report,) = trainer.epochs(X[:, :3], [], 5, 1)
+    assert report.seen == ROWS
+    assert w.get_value().tolist() == [5.0] * 3  # the centre begins where the ranks are
 
 
 # -- schedules, stops, records -------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ class Call(NamedTuple):
         if fills and not rank.is_master:
             rank.barrier()
         takes_long = rank.is_master and self.compile and part.program.compiles == AT_FIRST_CALL
-        with notice(f"{part.program.name} is compiled") if takes_long else contextlib.nullcontext():
+        with notice(f"compiling {part.program.name}") if takes_long else contextlib.nullcontext():
             yield
         if fills and rank.is_master:
             rank.barrier()
@@ -157,8 +157,8 @@ class Call(NamedTuple):
         # The master first where it fills the compiler's cache, and the others would queue for the compiler's lock.
         if rank.is_master:
             # Numba's part of it comes with the first call.
-            what = "'s graph is rewritten" if program.compiles == AT_FIRST_CALL else " is compiled"
-            with notice(program.name + what):
+            what = "rewriting the graph of" if program.compiles == AT_FIRST_CALL else "compiling"
+            with notice(f"{what} {program.name}"):
                 program.compile(self.variant)
         if program.compiles == IN_TURN:
             rank.barrier()
@@ -302,6 +302,6 @@ class Part:
         inputs = self._inputs(parts, sliceable)
         if self._rank.is_master and self.run.is_new(inputs):
             shapes = [getattr(value, "shape", ()) for value in inputs]
-            with notice(f"{self.program.name} is compiled for inputs of shapes {shapes}"):
+            with notice(f"compiling {self.program.name} for inputs of shapes {shapes}"):
                 return self.run(*inputs)
         return self.run(*inputs)

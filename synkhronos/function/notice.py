@@ -25,7 +25,7 @@ def notice(what: str) -> Iterator[None]:
     Parameters
     ----------
     what : str
-        As in "f is compiled".
+        As in "compiling f".
     """
     start = time.monotonic()
     timer = threading.Timer(PATIENCE, _log.warning, ["%s; this may take a minute or two", what])
@@ -37,4 +37,4 @@ def notice(what: str) -> Iterator[None]:
         timer.cancel()
         took = time.monotonic() - start
         if took > PATIENCE:
-            _log.warning("%s: that took %.0f s", what, took)
+            _log.warning("%s took %.0f s", what, took)

@@ -124,7 +124,8 @@ class Supervisor:
         why = "not bound, as asked"
         if settings.bind:
             masks, why = binding.masks(settings.devices, allowed, binding.gpu_cores(settings.devices))
-        where = f"{len(settings.devices)} ranks on {', '.join(settings.devices)}"
+        n = len(settings.devices)
+        where = f"{n} {'rank' if n == 1 else 'ranks'} on {', '.join(settings.devices)}"
         if settings.hosts:
             where = f"ranks on hosts {', '.join(settings.hosts)}"
         sys.stdout.write(f"{where}; {why}; in {self.folder}\n")
@@ -169,6 +170,7 @@ class Supervisor:
                 self._kill()
             else:
                 self._master.send_signal(number)
+                os.write(2, b"the ranks are asked to stop; Ctrl-C once more ends them at once\n")
         self.came = self.came or number
         self._deadline = time.monotonic() + _GRACE
 

@@ -273,11 +273,12 @@ class Session:
             self._running = False
         if mine is None and not reports:
             return result
-        effect = self._effect(command, number)
+        effect, busy = self._effect(command, number), self._still_busy(number)
         if reports and (mine is None or isinstance(mine, Cancelled)):
             raise WorkerError.of(reports, effect) from None
         assert mine is not None
-        for note in [*(report.summary() for report in reports), effect]:
+        waits = f"The next call waits for ranks {busy}, which are still busy with this one; close() ends them."
+        for note in [*(report.summary() for report in reports), effect, waits if busy else ""]:
             if note:
                 mine.add_note(note)
         try:
@@ -285,15 +286,22 @@ class Session:
         finally:
             del mine  # or the error would hold this frame, and this frame the error, with all the memory they know of
 
+    def _still_busy(self, number: int) -> list[int]:
+        """Return the ranks that have not ended a command, if it was posted: an interrupt doesn't wait for them."""
+        if self._control.words[Control.POSTED] != number:
+            return []
+        return [r for r in range(self.size) if self._control.done[r] < number]
+
     def _effect(self, command: Command, number: int) -> str:
         """Say on which ranks a command that failed has had its effect."""
         effect = getattr(command, "effect", None)
         if effect is None:
             return ""
         applied = [r for r in range(self.size) if self._control.committed[r] == number]
-        busy = [r for r in range(self.size) if r not in applied and self._control.done[r] < number]
-        if busy and self._control.words[Control.POSTED] == number:
-            return f"{effect} on ranks {applied} so far; ranks {busy} are still busy, and may do so yet."
+        busy = [r for r in self._still_busy(number) if r not in applied]
+        if busy:
+            on = f"ranks {applied}" if applied else "no rank"
+            return f"{effect} on {on} so far; ranks {busy} are still busy, and may do so yet."
         others = [r for r in range(self.size) if r not in applied]
         if not applied:
             return f"{effect} on no rank."

@@ -151,7 +151,7 @@ class Program(NamedTuple):
             return
         if rank.is_master:
             for key in self.functions:
-                with notice(f"{object_of(rank, key).name} is compiled"):
+                with notice(f"compiling {object_of(rank, key).name}"):
                     object_of(rank, key).compile(PLAIN)
         rank.barrier()
         for key in self.functions:

@@ -372,9 +372,11 @@ def train(
     """
     kept = worker.kept(plan.name)
     state: State | None = kept.get("state")
-    if state is None:
-        state = kept["state"] = State(*variables, shared)
+    # An interrupt, or an error, may have come when some ranks had begun, and others had not: then all begin anew.
+    if any(worker.exchange(state is None)):
+        state = State(*variables, shared)
         rule.setup(worker, state)
+        kept["state"] = state
     elif kept.get("own") is not None:
         state.vector = kept["own"]  # in whose place there was what the last report was about
     loop = RankLoop(worker, plan, rule, state, step, rate, source, taken)
