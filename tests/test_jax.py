@@ -39,6 +39,7 @@ from synkhronos.extensions.train import make_train_function, make_train_function
 from synkhronos.extensions.updates import adam, sgd
 from synkhronos.function.program import PLAIN
 from synkhronos.graphs import library_of
+from synkhronos.launch.contract import Variables
 from synkhronos.ranks.interrupts import undisturbed
 
 pytestmark = pytest.mark.skipif(not XLA, reason="these are about JAX arrays")
@@ -1258,3 +1259,30 @@ def test_a_length_that_an_array_decides_is_refused(fork):
     f = synk.function([x], (x[: x.argmax()], None))
     with pytest.raises(NotImplementedError, match="length of a slice depends on what arrays hold"):
         f(np.ones(4))
+
+
+class Draws:
+    """A class of the launcher, whose functions it has compiled by itself; all ranks give the same seed."""
+
+    def __init__(self):
+        import pytensor
+
+        self.rng, self.params = T.random.shared_rng(seed=5), [shared(np.zeros(3), "w")]
+        new, drawn = self.rng.normal(size=3)
+        self.train = pytensor.function([], drawn, updates={self.rng: new}, mode="JAX")
+        self.again = pytensor.function([], drawn * 1.0, updates={self.rng: new}, mode="JAX")
+
+
+def test_streams_in_a_classs_own_functions_are_set_and_saved():
+    plain, model = Draws(), Draws()
+    found = Variables.of(model)
+    assert found.generators == [model.rng]
+    library = library_of(model.rng)
+    library.set_stream(model.rng, library.moved(library.stream(model.rng), 1))
+    first, again = model.train(), model.again()
+    assert not np.intersect1d(plain.train(), [first, again]).size
+    saved = library.stream(model.rng)
+    drawn = model.train()
+    assert not np.intersect1d(drawn, first).size
+    library.set_stream(model.rng, saved)
+    np.testing.assert_array_equal(model.train(), drawn)

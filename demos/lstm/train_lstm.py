@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,9 @@ from synkhronos import rules
 from synkhronos.extensions.train import make_train_function_serial
 from synkhronos.extensions.updates import adam
 from synkhronos.training import make_trainer
+
+# What PyTensor and JAX say of JAX mode where nothing is wrong: an assertion is left out, float64 becomes float32.
+warnings.filterwarnings("ignore", "Skipping Assert|Explicitly requested dtype")
 
 #: Seconds on one GPU without Platoon (870), over those with it on 1 to 4.
 PLATOON = {"none": "1.00", "1": "0.95", "2": "1.82", "3": "2.65", "4": "3.42"}
@@ -133,7 +137,7 @@ def train(n: int, texts: Texts, options: argparse.Namespace) -> Times:
         else:  # without what was compiled for other numbers of rows
             seconds += (report.seen - seen) / report.rows_per_second
         seen = report.seen
-        print(f"{n} ranks, {report}", flush=True)
+        print(f"{n} {'rank' if n == 1 else 'ranks'}, {report}", flush=True)
     used = [now - before for now, before in zip(synk.run(processor_seconds), used, strict=True)]
     synk.close()
     return Times(seconds, sum(used) / n, report.loss, report.validation["error"])

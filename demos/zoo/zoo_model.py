@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ __all__ = ["ZooModel"]
 if theano.config.mode == "Mode" and find_spec("jax"):
     # PyTensor's default: Numba compiles these networks for minutes, XLA for seconds.
     theano.config.mode = "JAX"
+    # What PyTensor and JAX say there where nothing is wrong: an assertion is left out, float64 becomes float32, and
+    # random streams are copies, which the launcher knows.
+    warnings.filterwarnings("ignore", "Skipping Assert|Explicitly requested dtype|The RandomType SharedVariables")
 # The graph libraries walk through a graph by recursion, and some of these are deeper than Python allows by default.
 sys.setrecursionlimit(max(sys.getrecursionlimit(), 50_000))
 

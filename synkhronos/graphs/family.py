@@ -287,6 +287,9 @@ class GraphLibrary:
         """Return where a random generator is in its stream: a copy of its value."""
         return copy.deepcopy(self.get(shared))
 
+    def follow_streams(self, function: Any) -> None:
+        """Have `stream` and `set_stream` speak of what a function draws that the user has compiled."""
+
     def set_stream(self, shared: Any, value: Any) -> None:
         """Have a random generator go on from there."""
         self.put(shared, value)

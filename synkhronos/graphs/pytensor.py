@@ -21,7 +21,7 @@ from synkhronos.devices import JAX, Device
 from synkhronos.graphs import sums  # noqa: F401 - bounds a rewrite
 from synkhronos.graphs.family import AT_FIRST_CALL, AT_ONCE, IN_TURN, GraphLibrary, Input, check_jumps, jump
 from synkhronos.graphs.lengths import in_jax_mode
-from synkhronos.graphs.traced import check_key, set_stream_of, stream_of
+from synkhronos.graphs.traced import check_key, follow_streams, set_stream_of, stream_of
 
 
 class PyTensor(GraphLibrary):
@@ -47,6 +47,11 @@ class PyTensor(GraphLibrary):
     def stream(self, shared: Any) -> Any:
         """Return a Generator: in JAX mode the one from which PyTensor would make the present key."""
         return stream_of(shared.container, super().stream(shared))
+
+    def follow_streams(self, function: Any) -> None:
+        """In JAX mode PyTensor has given it a copy of each generator."""
+        if isinstance(function.maker.linker, JAXLinker):
+            follow_streams(function)
 
     def set_stream(self, shared: Any, value: Any) -> None:
         """Put a Generator into the container, and in JAX mode its key where functions find it."""

@@ -2,6 +2,8 @@
 
 `Traced`
     One of them.
+`follow_streams`, `stream_of`, `set_stream_of`
+    Where random generators are in their streams.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ if TYPE_CHECKING:  # it needs PyTensor, and training functions with Theano come 
     from synkhronos.graphs.lengths import Steered
 
 #: The keys of random generators, by the containers that hold them as NumPy's, and those.
-_streams: WeakKeys[Any, tuple[np.random.Generator, list[Any]]] = WeakKeys()
+_streams: WeakKeys[Any, tuple[np.random.Generator, Any]] = WeakKeys()
 #: What JAX draws from, in the dict that PyTensor makes of a random generator.
 _KEY = "jax_state"
 
@@ -103,6 +105,33 @@ def _stream(container: Any, storage: list[Any]) -> list[Any]:
     if known is None or known[0] is not generator:  # the first, or the user has put another one there since
         known = _streams[container] = generator, [np.array(storage[0][_KEY])]
     return known[1]
+
+
+class _OwnKeys:
+    """The key that the user's own functions draw from, as a list of one: PyTensor keeps a dict in each function."""
+
+    def __init__(self) -> None:
+        self.storages: list[list[Any]] = []
+
+    def __getitem__(self, index: int) -> Any:
+        return np.asarray(self.storages[0][0][_KEY])
+
+    def __setitem__(self, index: int, key: Any) -> None:
+        for storage in self.storages:
+            storage[0] = {**storage[0], _KEY: key}
+
+
+def follow_streams(function: Any) -> None:
+    """Have `stream_of` and `set_stream_of` speak of what a function draws that the user has compiled in JAX mode."""
+    for spec, storage in zip(function.maker.expanded_inputs, function.vm.inputs, strict=True):
+        if isinstance(storage[0], dict):
+            known = _streams.get(spec.value)
+            keys = known[1] if known is not None else None
+            if not isinstance(keys, _OwnKeys):
+                keys = _OwnKeys()
+                _streams[spec.value] = spec.value.storage[0], keys
+            if not any(storage is each for each in keys.storages):
+                keys.storages.append(storage)
 
 
 def check_key(container: Any, generator: np.random.Generator) -> None:

@@ -144,10 +144,14 @@ class Variables:
         for _, function in sorted(vars(model).items()):
             for entry in getattr(getattr(function, "maker", None), "inputs", ()):
                 shared = entry.variable
-                if not getattr(entry, "implicit", False) or id(shared) in params | seen:
+                if not getattr(entry, "implicit", False):
+                    continue
+                library = library_of(shared)
+                if library.is_generator(shared):
+                    library.follow_streams(function)
+                if id(shared) in params | seen:
                     continue
                 seen.add(id(shared))
-                library = library_of(shared)
                 if library.is_generator(shared):
                     found.generators.append(shared)
                 elif not library.is_array(shared):

@@ -372,8 +372,8 @@ def train(
     """
     kept = worker.kept(plan.name)
     state: State | None = kept.get("state")
-    # An interrupt, or an error, may have come when some ranks had begun, and others had not: then all begin anew.
-    if any(worker.exchange(state is None)):
+    have_begun = worker.exchange(state is not None)
+    if state is None or not all(have_begun):  # an interrupt may have come when some had: then all begin anew
         state = State(*variables, shared)
         rule.setup(worker, state)
         kept["state"] = state
