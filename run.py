@@ -306,8 +306,8 @@ class Job:
         return call(command, None if alone else self.name, SYNKHRONOS_TEST_DEVICE=self.device)
 
 
-#: What `test` runs on JAX arrays beside all tests on NumPy's: a minute of it.
-IN_BRIEF = [f"tests/test_{name}.py" for name in ("collectives", "jax", "modes", "updates")]
+#: What `test` runs on JAX arrays beside all tests on NumPy's: two minutes of it.
+IN_BRIEF = [f"tests/test_{name}.py" for name in ("collectives", "jax", "modes", "rules", "updates")]
 #: What `test --quick` runs, with PyTensor alone: what most changes break, in a minute.
 QUICK = [
     f"tests/test_{name}.py"

@@ -67,9 +67,9 @@ class Halfway(Rule):
         state.vector = 0.5 * (state.vector + worker.all_reduce(state.vector))
 
 
-def count(worker, rule, w, shared, pushes):
+def count(worker, rule, w, shared, pushes, on_device=False):
     """Push +1 again and again."""
-    state = State(w, [], shared)
+    state = prepare(w, [], shared, on_device)
     rule.setup(worker, state)
     for _ in range(pushes):
         state.vector = state.vector + 1
@@ -78,9 +78,9 @@ def count(worker, rule, w, shared, pushes):
     return np.asarray(rule.report(worker, state))
 
 
-def gossip(worker, rule, w, shared, vectors, sends):
+def gossip(worker, rule, w, shared, vectors, sends, on_device=False):
     """Send by a list of (from, to), one after the other; return weight, vector and mailbox after each."""
-    state = State(w, [], shared)
+    state = prepare(w, [], shared, on_device)
     rule.setup(worker, state)
     state.vector = vectors[worker.number]
     seen = []
@@ -91,7 +91,7 @@ def gossip(worker, rule, w, shared, vectors, sends):
         mine = state.shared["weights"][worker.number], state.shared["mail"][worker.number].copy()
         seen.append((state.own["weight"], np.array(state.vector), *mine))
         worker.barrier("seen")
-    return seen, rule.report(worker, state), state.own["weight"]
+    return seen, np.asarray(rule.report(worker, state)), state.own["weight"]
 
 
 def elastic_once(worker, rule, w, shared, vectors, centre):

@@ -6,21 +6,23 @@ import pytest
 import rule_programs as programs
 from hypothesis import given
 from hypothesis import strategies as st
-from library import NAME, XLA, few, shared
+from library import NAME, XLA, few, fork_ranks, shared
 
 import synkhronos as synk
 from synkhronos import rules
 from synkhronos.rules import elastic as elastic_rule
 from synkhronos.rules.base import as_bfloat16
 
-SIZES = [1, 2, 3, 4] if not XLA else [2]  # there each size takes 40 seconds
+SIZES = [1, 2, 3, 4]
 D, STEPS, ETA = 7, 24, 0.1
+#: Whether variables are JAX arrays.
+PLACES = [False, True] if XLA else [False]
 CLOSE = {"rtol": 1e-13, "atol": 1e-13}
 
 
 @pytest.fixture(scope="module", params=SIZES)
 def n(request):
-    synk.fork(request.param, use_gpu=False)
+    fork_ranks(request.param)
     yield request.param
     synk.close()
 
@@ -176,11 +178,12 @@ def test_alpha_of_one_swaps_and_of_a_half_meets_in_the_middle(n):
 ELASTIC = [rules.EASGD(period=3), rules.EAMSGD(period=3, momentum=0.9), rules.EAMSGD(period=3, momentum=0)]
 
 
+@pytest.mark.parametrize("on_device", PLACES)
 @pytest.mark.parametrize("rule", ELASTIC, ids=repr)
-def test_elastic_exchanges_replayed_in_their_order(n, rule):
+def test_elastic_exchanges_replayed_in_their_order(n, rule, on_device):
     """The same bits as in NumPy, one exchange after the other, in the order in which the ranks came."""
     kind = "momentum" if isinstance(rule, rules.EAMSGD) else "sgd"
-    way, report, _, numbers = trained(rule, kind, on_device=False)
+    way, report, _, numbers = trained(rule, kind, on_device=on_device)
     momentum, alpha = getattr(rule, "momentum", 0), 0.9 / n
     centre = X0.copy()
     x, v, at = [X0.copy() for _ in range(n)], [0 * X0 for _ in range(n)], [0] * n
@@ -201,8 +204,9 @@ def test_elastic_exchanges_replayed_in_their_order(n, rule):
     np.testing.assert_array_equal(report, centre)
 
 
-def test_downpour_replayed_in_its_order(n):
-    way, report, _, numbers = trained(rules.ASGD(3), eta=ETA / n, on_device=False)
+@pytest.mark.parametrize("on_device", PLACES)
+def test_downpour_replayed_in_its_order(n, on_device):
+    way, report, _, numbers = trained(rules.ASGD(3), eta=ETA / n, on_device=on_device)
     centre, wrote = X0.copy(), -1
     x, base, at = [X0.copy() for _ in range(n)], [X0.copy() for _ in range(n)], [0] * n
     for _, step, r in sorted((number, step, r) for r, each in enumerate(numbers) for number, step in each):
@@ -237,18 +241,20 @@ def check_pushes(n, pushes):
         assert report.tolist() == [float(n * pushes)] * D
 
 
+@pytest.mark.parametrize("on_device", PLACES)
 @pytest.mark.parametrize(("push", "fetch"), [(2, 3), (3, 1), (1, 4)])
-def test_downpour_keeps_what_it_has_not_pushed(n, push, fetch):
+def test_downpour_keeps_what_it_has_not_pushed(n, push, fetch, on_device):
     rule = rules.Downpour(push, fetch)
     memory = rules.shared_memory(rule, n, D, np.dtype("float64"))
-    for report in synk.run(programs.count, rule, variables(0 * X0), memory, 13):
+    for report in synk.run(programs.count, rule, variables(0 * X0), memory, 13, on_device):
         np.testing.assert_allclose(report, 13.0 * n, rtol=1e-12)
 
 
 # -- gossip, swaps -------------------------------------------------------------------------------------------
 
 
-def test_gossip_keeps_the_weights_and_the_weighted_mean(n):
+@pytest.mark.parametrize("on_device", PLACES)
+def test_gossip_keeps_the_weights_and_the_weighted_mean(n, on_device):
     if n == 1:
         pytest.skip("needs two ranks")
     vectors = np.random.default_rng(4).normal(size=(n, D))
@@ -256,7 +262,7 @@ def test_gossip_keeps_the_weights_and_the_weighted_mean(n):
     sends = [tuple(rng.permutation(n)[:2].tolist()) for _ in range(9)]
     rule = rules.GoSGD(1.0)
     memory = rules.shared_memory(rule, n, D, np.dtype("float64"))
-    results = synk.run(programs.gossip, rule, variables(), memory, vectors, sends)
+    results = synk.run(programs.gossip, rule, variables(), memory, vectors, sends, on_device)
     plain = []
     for i in range(len(sends)):
         own = [results[r][0][i] for r in range(n)]
@@ -269,8 +275,9 @@ def test_gossip_keeps_the_weights_and_the_weighted_mean(n):
     assert sum(weight for _, _, weight in results) == pytest.approx(1, abs=1e-14)
 
 
-def test_gossip_loses_nothing_in_training(n):
-    way, report, own, _ = trained(rules.GoSGD(0.5, seed=3), on_device=False)
+@pytest.mark.parametrize("on_device", PLACES)
+def test_gossip_loses_nothing_in_training(n, on_device):
+    way, report, own, _ = trained(rules.GoSGD(0.5, seed=3), on_device=on_device)
     assert sum(float(each["weight"]) for each in own) == pytest.approx(1, abs=1e-14)
     if n == 1:
         np.testing.assert_allclose(report, way[0, -1], **CLOSE)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.devices import JAX
 from synkhronos.rules.base import Rule, check_period
 from synkhronos.rules.elastic import CENTRE, centre_of
 from synkhronos.rules.state import BLOCK, State
@@ -57,12 +58,12 @@ class Downpour(Rule):
 
     def setup(self, worker: Worker, state: State) -> None:
         """Begin, with the centre where all are."""
-        state.own["base"] = np.array(state.vector)
+        state.own["base"] = state.vector
         state.own["seen"] = 0
         if not self.asynchronous:
             return
         if worker.number == 0:
-            state.shared["centre"][...] = state.own["base"]
+            state.rows["centre"].write(state.own["base"])
         worker.barrier("the centre is set")
 
     def exchange(self, worker: Worker, state: State) -> int | None:
@@ -71,33 +72,21 @@ class Downpour(Rule):
             state.own["base"] = state.own["base"] + worker.all_reduce(state.vector - state.own["base"], "sum")
             state.vector = state.own["base"]
             return None
-        return self._exchanged(worker, state, state.step % self.push == 0, state.step % self.fetch == 0)
+        pushes, fetches = state.step % self.push == 0, state.step % self.fetch == 0
+        return self._exchanged(worker, state, pushes, fetches) if pushes or fetches else None
 
     def _exchanged(self, worker: Worker, state: State, pushes: bool, fetches: bool) -> int | None:
-        """Push, fetch, or both, block by block; return the push's number."""
-        pieces, vector = state.params.pieces(), None
-        if pieces is None:
-            vector = np.array(state.vector)
-            pieces = [vector]
-        centre, base, d = state.shared["centre"], state.own["base"], state.scratch("steps", BLOCK)
-        rows = state.rows
+        """Push, fetch, or both; return the push's number."""
+        runs, vector = state.opened()
+        rows, own = state.rows, state.own
         with worker.lock(CENTRE) as lock:
             lock.read(rows["sequence"], rows["centre"])
-            sequence, own = int(state.shared["sequence"][0]), state.own
+            sequence = int(state.shared["sequence"][0])
             alone = sequence == own["seen"]  # nobody else has written since this rank fetched
-            for x, place in state.params.blocks(pieces):
-                c, b, steps = centre[place], base[place], d[: x.size]
-                np.subtract(x, b, out=steps)
-                if pushes and alone:
-                    c[...] = x  # to the last bit where the rank has stepped to
-                elif pushes:
-                    np.add(c, steps, out=c)
-                if fetches:
-                    x[...] = c
-                    # What it has not pushed yet it keeps to push.
-                    np.copyto(b, c) if pushes else np.subtract(c, steps, out=b)
-                elif pushes:
-                    b[...] = x
+            if runs is None:
+                vector = self._on_device(state, vector, pushes, fetches, alone)
+            else:
+                self._by_blocks(state, runs, pushes, fetches, alone)
             if pushes:
                 state.shared["sequence"][0] = sequence + 1
                 lock.write(rows["sequence"], rows["centre"])
@@ -107,11 +96,41 @@ class Downpour(Rule):
             state.vector = vector
         return sequence if pushes else None
 
+    def _by_blocks(self, state: State, runs: list[np.ndarray], pushes: bool, fetches: bool, alone: bool) -> None:
+        """Push, fetch, or both, in place."""
+        centre, base, d = state.shared["centre"], state.own["base"], state.scratch("steps", BLOCK)
+        for x, place in state.params.blocks(runs):
+            c, b, steps = centre[place], base[place], d[: x.size]
+            np.subtract(x, b, out=steps)
+            if pushes and alone:
+                c[...] = x  # to the last bit where the rank has stepped to
+            elif pushes:
+                np.add(c, steps, out=c)
+            if fetches:
+                x[...] = c
+                # What it has not pushed yet it keeps to push.
+                np.copyto(b, c) if pushes else np.subtract(c, steps, out=b)
+            elif pushes:
+                b[...] = x
+
+    def _on_device(self, state: State, x: Any, pushes: bool, fetches: bool, alone: bool) -> Any:
+        """Push, fetch, or both, as `_by_blocks` does; return where the rank is."""
+        centre, own = state.rows["centre"], state.own
+        steps = x - own["base"]
+        there = x if pushes and alone else centre.on(JAX)
+        if pushes:
+            there = there if alone else there + steps
+            centre.write(there)
+        if fetches:
+            x = there
+        own["base"] = x if pushes else there - steps
+        return x
+
     def report(self, worker: Worker, state: State) -> Any:
         """Push what is left, and return the centre."""
         if not self.asynchronous:
             return state.own["base"]
-        if not np.array_equal(state.vector, state.own["base"]):
+        if not (state.vector == state.own["base"]).all():
             self._exchanged(worker, state, pushes=True, fetches=False)
         worker.barrier("all have pushed")
         return centre_of(worker, state)

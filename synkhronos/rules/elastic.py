@@ -19,7 +19,7 @@ import numpy as np
 
 from synkhronos.devices import JAX
 from synkhronos.rules.base import Rule, check_number
-from synkhronos.rules.state import State
+from synkhronos.rules.state import BLOCK, State
 from synkhronos.tasks import Worker
 
 #: The lock under which the centre is read and written.
@@ -100,19 +100,16 @@ class EASGD(Rule):
 
     def elastic(self, state: State, alpha: float) -> None:
         """Exchange with the centre, under the lock."""
-        centre, pieces = state.shared["centre"], state.params.pieces()
-        if pieces is not None:
-            elastic(state.params.blocks(pieces), centre, alpha, state.scratch("distance", 1 << 20))
-            return
-        vector = state.vector
-        if JAX.holds(vector):
+        runs, vector = state.opened()
+        if runs is None:
             there = state.rows["centre"].on(JAX)
             distance = alpha * (vector - there)
-            state.vector = vector - distance
+            vector = vector - distance
             state.rows["centre"].write(there + distance)
-            return
-        elastic(state.params.blocks([vector]), centre, alpha, state.scratch("distance", 1 << 20))
-        state.vector = vector
+        else:
+            elastic(state.params.blocks(runs), state.shared["centre"], alpha, state.scratch("distance", BLOCK))
+        if vector is not None:
+            state.vector = vector
 
     def position(self, state: State) -> Any:
         """Return where the rank is."""
@@ -180,11 +177,12 @@ class EAMSGD(EASGD):
         return state.vector - self.momentum * state.velocity
 
 
-def centre_of(worker: Worker, state: State) -> np.ndarray:
-    """Return a copy of the centre."""
+def centre_of(worker: Worker, state: State) -> Any:
+    """Return a copy of the centre, where the rank's parameters are."""
+    runs, _ = state.opened()
     with worker.lock(CENTRE) as lock:
         lock.read(state.rows["centre"])
-        return state.shared["centre"].copy()
+        return state.rows["centre"].on(JAX) if runs is None else state.shared["centre"].copy()
 
 
 def elastic(blocks: Iterable[tuple[np.ndarray, slice]], centre: np.ndarray, alpha: float, scratch: np.ndarray) -> None:

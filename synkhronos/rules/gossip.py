@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.devices import JAX
 from synkhronos.rules.base import Rule, check_number
 from synkhronos.rules.state import BLOCK, State
 from synkhronos.tasks import Worker
@@ -63,7 +64,7 @@ class GoSGD(Rule):
 
     def send(self, worker: Worker, state: State, to: int) -> None:
         """Put half of this rank's weight, with its parameters, into another's mailbox."""
-        pieces = state.params.pieces() or [np.asarray(state.vector)]
+        runs, vector = state.opened()
         mail, weights = state.shared["mail"][to], state.shared["weights"]
         state.own["weight"] = weight = state.own["weight"] / 2
         its_mail, its_weight = state.rows["mail"][to : to + 1], state.rows["weights"][to : to + 1]
@@ -72,8 +73,11 @@ class GoSGD(Rule):
             if weights[to]:
                 lock.read(its_mail)
             share = weight / (float(weights[to]) + weight)
-            for x, place in state.params.blocks(pieces):
-                _draw(mail[place], x, share, state.scratch("distance", BLOCK))
+            if runs is None:
+                its_mail.write(vector if share == 1 else _drawn(its_mail.on(JAX)[0], vector, share))
+            else:
+                for x, place in state.params.blocks(runs):
+                    _draw(mail[place], x, share, state.scratch("distance", BLOCK))
             weights[to] += weight
             lock.write(its_mail, its_weight)
 
@@ -82,16 +86,16 @@ class GoSGD(Rule):
         weights, me = state.shared["weights"], worker.number
         if not weights[me]:
             return
-        pieces, vector = state.params.pieces(), None
-        if pieces is None:
-            vector = np.array(state.vector)
-            pieces = [vector]
+        runs, vector = state.opened()
         with worker.lock(1 + me):
             came, mail = float(weights[me]), state.shared["mail"][me]
             state.own["weight"] += came
             share = came / state.own["weight"]
-            for x, place in state.params.blocks(pieces):
-                _draw(x, mail[place], share, state.scratch("distance", BLOCK))
+            if runs is None:
+                vector = _drawn(vector, state.rows["mail"][me : me + 1].on(JAX)[0], share)
+            else:
+                for x, place in state.params.blocks(runs):
+                    _draw(x, mail[place], share, state.scratch("distance", BLOCK))
             weights[me] = 0
         if vector is not None:
             state.vector = vector
@@ -100,7 +104,7 @@ class GoSGD(Rule):
         """Return the weighted mean, with nothing left in a mailbox."""
         worker.barrier("all have sent")
         self.drain(worker, state)
-        return worker.all_reduce(state.own["weight"] * np.asarray(state.vector), "sum")
+        return worker.all_reduce(state.own["weight"] * state.vector, "sum")
 
     def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """Merge those that leave into those that stay; new ones take half of another's weight.  The mean is kept."""
@@ -127,3 +131,8 @@ def _draw(into: np.ndarray, other: np.ndarray, share: float, scratch: np.ndarray
     np.subtract(other, into, out=d)
     np.multiply(d, share, out=d)
     np.add(into, d, out=into)
+
+
+def _drawn(vector: Any, other: Any, share: float) -> Any:
+    """Return a vector moved towards another, by a share of the way: as `_draw`, without writing into either."""
+    return other if share == 1 else vector + share * (other - vector)

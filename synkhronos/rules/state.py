@@ -168,6 +168,22 @@ class State:
     def vector(self, value: Any) -> None:
         self.params.set(value)
 
+    def opened(self) -> tuple[list[np.ndarray] | None, Any]:
+        """Return the parameters in host memory, to be written in place, and as what `vector` has to be set to then.
+
+        Returns
+        -------
+        runs : list of ndarray, or None
+            Runs of the vector; None where the parameters are JAX arrays.
+        vector : array, or None
+            The runs' memory, or the JAX array; None where the runs are the variables' own memory: nothing is to be set.
+        """
+        runs = self.params.pieces()
+        if runs is not None:
+            return runs, None
+        vector = self.vector
+        return None if JAX.holds(vector) else [vector], vector
+
     @property
     def velocity(self) -> Any:
         """What the update rule remembers of the parameters if it is one vector as long as theirs; a new array."""

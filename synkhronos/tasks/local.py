@@ -112,11 +112,14 @@ class LocalRows:
         return self.selected
 
     def write(self, value: Any) -> None:
-        """Give all of the memory the values of an array, of whatever device: of a GPU at the bus' full speed."""
-        if JAX.on_gpu and JAX.holds(value) and self.selected is None and value.dtype == self.dtype:
-            JAX.staging.write(self._rank, self.location, value)
+        """Give the rows an array's values, of a GPU's at the bus' full speed; they have to lie one after the other."""
+        key, offset, _ = self.span
+        if JAX.on_gpu and JAX.holds(value) and value.dtype == self.dtype:
+            JAX.staging.write(self._rank, key, offset, value)
         else:
-            self.array[...] = np.asarray(value)
+            rows = self.selected
+            target = self._array[rows.start : rows.stop] if isinstance(rows, range) else self.array
+            target[...] = np.asarray(value)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         array = self.array if self.selected is None else take(self._array, self.selected)

@@ -227,11 +227,11 @@ class Staging:
         self._arrived()
         return array
 
-    def write(self, rank: Rank, location: SharedArray, array: Any) -> None:
-        """Copy an array back into shared memory, and wait until it is there."""
+    def write(self, rank: Rank, key: int, offset: int, array: Any) -> None:
+        """Copy an array to a place in a segment of shared memory, and wait until it is there."""
         self.arrays.wait_for(array)
         self.enter()
-        target = self.locked(rank, location.key) + location.offset
+        target = self.locked(rank, key) + offset
         check(self.driver.cuMemcpyAsync(target, self.arrays.pointer(array), array.nbytes, self.handle))
         self.stream.sync()
 
