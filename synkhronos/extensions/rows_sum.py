@@ -190,9 +190,11 @@ class RowsSum:
         return self._function("product", [*self._inputs, *directions], list(products))
 
     def _function(self, what: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> synk.Function:
+        # As one vector: the ranks combine it, and the master reads it, at once.
+        joined = outputs[0] if len(outputs) == 1 else pt.concatenate([output.ravel() for output in outputs])
         return synk.function(
             [],
-            [(output, "sum") for output in outputs],
+            (joined, "sum"),
             bcast_inputs=list(inputs),
             sliceable_shareds=self._held,
             name=f"{self.name}_{what}",
@@ -213,29 +215,38 @@ class RowsSum:
         """Return how the gradients change in a direction."""
         with self._lock:
             self._share_out()
-            return self._call(self._product_function, [*params, *directions])
+            return self._call(self._product_function, [*params, *directions], directions)
 
     def _at(self, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
         with self._lock:
             self._share_out()
             point = [(param.shape, param.tobytes()) for param in map(np.asarray, params)]
             if point != self._point or gradient and len(self._results) == 1:
-                function = self._gradient_function if gradient else self._value_function
                 self._point = None  # until all is there: an interrupt may come in between
-                self._results = self._call(function, params)
+                value = np.empty((), self.total.dtype)
+                if gradient:
+                    likes = [value, *(params[i] for i in self.floats)]
+                    self._results = self._call(self._gradient_function, params, likes)
+                else:
+                    self._results = self._call(self._value_function, params, [value])
                 self._point = point
             # Copies: what is compiled may write into what it is given.
             return [result.copy() for result in self._results]
 
-    def _call(self, function: synk.Function, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _call(
+        self, function: synk.Function, arguments: Sequence[np.ndarray], likes: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Call a function, and return its results, of the shapes and dtypes of other arrays."""
         try:
-            return [np.array(result) for result in function(*arguments, num_slices=self._num_slices)]
+            joined = np.ravel(function(*arguments, num_slices=self._num_slices))
         except synk.WorkerError as error:
             session = None if self._session is None else self._session()
             if not self.deaths_interrupt or session is not None and session.closed is None:
                 raise
             warnings.warn(f"interrupted, with what was computed so far: {error}", RuntimeWarning, stacklevel=2)
             raise DeathInterrupt(str(error), error.rank, error.worker_traceback, error.failures) from error
+        pieces = np.split(joined, np.cumsum([like.size for like in likes])[:-1])
+        return [piece.reshape(like.shape).astype(like.dtype) for piece, like in zip(pieces, likes, strict=True)]
 
     def _share_out(self) -> None:
         """Give each rank its rows, if they have not got them yet."""
