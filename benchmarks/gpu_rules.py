@@ -146,13 +146,18 @@ def exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, rou
         rule.exchange(worker, state)
         return state.vector
 
+    def bus() -> Any:  # what the exchange can't do without: the centre to the GPU, and back
+        state.rows["centre"].write(state.rows["centre"].on(JAX))
+        return state.vector
+
     for _ in range(rounds):
         for turn in range(worker.size):  # one rank at a time: what one exchange takes, not what waiting does
             worker.barrier("turn")
             if turn == worker.number:
-                start = time.perf_counter()
-                exchange().block_until_ready()
-                times.setdefault("exchange with the centre", []).append(time.perf_counter() - start)
+                for name, call in (("exchange with the centre", exchange), ("the centre there and back", bus)):
+                    start = time.perf_counter()
+                    call().block_until_ready()
+                    times.setdefault(name, []).append(time.perf_counter() - start)
         for precision in (None, "float16", "bfloat16"):
             timed(f"average in {precision or 'float32'}", lambda p=precision: average(worker, state.vector, p))
     return {name: median(values[1:]) for name, values in times.items()}
@@ -194,6 +199,8 @@ def main() -> None:
     for name, value in found.items():
         table.row(name, duration(value))
     bar("exchange with the centre", 1e3 * found["exchange with the centre"], " ms", most=25)
+    beside = found["exchange with the centre"] / found["the centre there and back"]
+    bar("exchange with the centre beside the bus alone", beside, " times", most=2)
     bar("average in bfloat16 beside float32", found["average in bfloat16"] / found["average in float32"], "", most=0.6)
     synk.close()
     if options.model == "resnet":
