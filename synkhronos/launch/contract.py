@@ -137,8 +137,11 @@ class Variables:
 
     @classmethod
     def of(cls, model: Any) -> Variables:
-        """Look through the functions that are attributes of a model, in the order of their names."""
-        params = {id(param) for param in model.params}
+        """Look through the functions that are attributes of a model, in the order of their names.
+
+        What `Model.shown` has is no state: a step's cost, and its error.
+        """
+        params = {id(param) for param in (*model.params, *getattr(model, "shown", ()))}
         found = cls([], [], [])
         seen: set[int] = set()
         for _, function in sorted(vars(model).items()):

@@ -14,6 +14,7 @@ import numpy as np
 
 from synkhronos.checks import at_least
 from synkhronos.data.rows import share
+from synkhronos.devices import JAX, device_of
 from synkhronos.graphs import library_of
 from synkhronos.loading import Loader
 from synkhronos.training import updates
@@ -28,6 +29,12 @@ def _count(data: Any) -> int:
 def _copied(batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[tuple[np.ndarray, ...]]:
     """Copy batches of a loader: what XLA computes on the CPU may read them later."""
     return (tuple(np.array(array) for array in batch) for batch in batches)
+
+
+def _present(shared: Any) -> Any:
+    """Return a variable's value, which later steps leave alone; of JAX it may not be there yet."""
+    value = library_of(shared).get(shared)
+    return value if JAX.holds(value) else device_of(value).to_host(value).copy()
 
 
 class _Share:
@@ -143,16 +150,19 @@ class Model:
         self.shared_lr = library.shared(np.asarray(self.rate, self.params[0].type.dtype), name="learning_rate")
         shown = [self.loss] if self.error is None else [self.loss, self.error]
         news = {**self.updates(self.loss, self.trained, self.shared_lr), **self.averages}
-        self.train_fn = library.function(list(self.inputs), shown, updates=list(news.items()))
+        # Variables, not outputs: PyTensor would wait for an output of JAX before the next batch is begun.
+        self.shown = [library.shared(np.zeros((), each.dtype)) for each in shown]
+        updates_ = [*news.items(), *zip(self.shown, shown, strict=True)]
+        self.train_fn = library.function(list(self.inputs), [], updates=updates_)
         self.val_fn = library.function(list(self.inputs), list(self.tested or shown))
 
     def train_iter(self, count: int, recorder: Any) -> None:
         """Take a step with the next batch of this rank's share."""
         batch = self.next_batch(recorder)
         recorder.start()
-        shown = self.train_fn(*batch)
+        self.train_fn(*batch)
         recorder.end("calc")
-        recorder.train_error(count, *shown)
+        recorder.train_error(count, *map(_present, self.shown))
 
     def next_batch(self, recorder: Any) -> list[np.ndarray]:
         """Return the next batch of this rank's share, in an order that is new in each epoch; note the time."""
