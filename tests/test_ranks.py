@@ -10,7 +10,7 @@ import pytest
 
 from synkhronos import ranks
 from synkhronos.ranks.control import MAILBOX, SLOT
-from synkhronos.ranks.errors import cause_of_death
+from synkhronos.ranks.errors import Cancelled, cause_of_death
 from synkhronos.ranks.interrupts import put_back, undisturbed
 
 pytestmark = pytest.mark.any_library
@@ -253,6 +253,25 @@ def test_a_worker_that_is_killed_is_named_within_two_seconds(number, met):
     session = ranks.fork(2, 0, False)
     assert session.run(Exchange((3,))) == 2
     ranks.close()
+
+
+@dataclass(frozen=True)
+class HeardElsewhere:
+    """What hears of the death is not what raises: a guard, in a thread or within a foreign function."""
+
+    def run(self, rank):
+        if not rank.is_master:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(ranks.WorkerError):
+            while True:
+                ranks.session()._look_for_deaths()
+        raise Cancelled
+
+
+def test_a_death_that_something_else_has_heard_of_first_is_named_all_the_same(two):
+    with pytest.raises(ranks.WorkerError, match="rank 1 .* was killed by SIGKILL") as caught:
+        two.run(HeardElsewhere())
+    assert caught.value.rank == 1
 
 
 def test_a_worker_that_exits_is_named_with_its_code(two):

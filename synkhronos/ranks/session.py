@@ -127,6 +127,7 @@ class Session:
         self.owner = os.getpid()
         self._turn = threading.RLock()
         self.closed: str | None = None
+        self._death: tuple[str, int] | None = None
         self._command = 0
         self._running = False
         self.kept = Kept()
@@ -251,9 +252,10 @@ class Session:
                 if self.closed is not None:  # there is nobody left to tell
                     if isinstance(error, WorkerError) or not isinstance(error, Exception):
                         raise
-                    raise RuntimeError(f"while this call ran, {self.closed}") from (
-                        None if isinstance(error, Cancelled) else error
-                    )
+                    because = None if isinstance(error, Cancelled) else error
+                    if self._death is not None:  # of which something else has heard first: a guard, in its thread
+                        raise WorkerError(*self._death) from because
+                    raise RuntimeError(f"while this call ran, {self.closed}") from because
                 if rank.command == number:  # else nobody has heard of it
                     rank.fail()
                 mine = error
@@ -452,7 +454,7 @@ class Session:
             )
         message += " Call synkhronos.fork() to start again."
         self.close(kill=True)
-        self.closed = message
+        self.closed, self._death = message, (message, number)
         raise WorkerError(message, number)
 
     def close(self, kill: bool = False) -> None:
