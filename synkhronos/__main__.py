@@ -55,7 +55,9 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m synkhronos",
         usage=_USAGE,
-        description="Run a program written for Theano. Where Theano is not installed, PyTensor takes its place.",
+        description="Train a class on all ranks (train), look whether it can be (check), draw what recorders have "
+        "written (show), say what the machine has and what is missing (doctor): each has a --help of its own. Or run "
+        "a program written for Theano: where Theano is not installed, PyTensor takes its place.",
     )
     parser.add_argument(
         "--theano",

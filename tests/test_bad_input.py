@@ -444,6 +444,7 @@ DATA = {
     "value and shape": (lambda w: synk.data(X, shape=(3, 2)), ValueError, "value and shape: expected one .* got both"),
     "value ragged": (lambda w: synk.data([[1], [1, 2]]), TypeError, "value: expected"),
     "value text": (lambda w: synk.data(["a"]), TypeError, "value: expected numbers, got an array of <U1"),
+    "value a variable": (lambda w: synk.data(T.dmatrix("x")), TypeError, r"got the variable x; data\(var=...\) takes"),
     "value an object": (lambda w: synk.data(object()), TypeError, "value: expected numbers, got an array of object"),
     "value of another dtype": (
         lambda w: synk.data(X, dtype="float32"),

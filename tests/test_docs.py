@@ -10,8 +10,10 @@ import doctest
 import importlib
 import importlib.util
 import io
+import os
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -102,6 +104,68 @@ def test_script(script):
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
     assert result.stdout
+
+
+#: Pieces of pages: the page, how the piece begins, the page's script in which a reader would put it, and what changes there.
+PIECES = [
+    ("exchange_rules", "class Halfway", "exchange_rules-0", ("rules.LocalSGD(period=10)", "Halfway()")),
+    ("training", "class Wandb", "training-0", ("recorder=Recorder(folder)", "recorder=Wandb()")),
+    ("loading", "def add_noise", "loading-0", ("processes=2)", "processes=2, augment=add_noise)")),
+    ("tasks", "def count", "tasks-0", ("print(synk.run(", "synk.run(count, synk.data(np.zeros(3)))\nprint(synk.run(")),
+]
+#: What the piece on Weights & Biases imports.
+WANDB = "class wandb:\n    log = lambda record, step: print(step)\n\n"
+
+
+@pytest.mark.skipif(not HAS_PYTENSOR, reason="the same with Theano")
+@pytest.mark.parametrize(("page", "begins", "script", "change"), PIECES, ids=[begins for _, begins, _, _ in PIECES])
+def test_piece(page, begins, script, change):
+    """What a page shows outside of its script works in it."""
+    blocks = re.findall(r"^\.\. code-block:: text\n\n((?: +.*\n|\n)+)", (ROOT / f"docs/{page}.rst").read_text(), re.M)
+    (piece,) = [textwrap.dedent(block) for block in blocks if textwrap.dedent(block).startswith(begins)]
+    whole = scripts()[script]
+    assert change[0] in whole
+    before, fork, after = whole.replace(*change).partition("synk.fork(")
+    before, _, assigned = before.rpartition("\n")
+    test_script(f"{before}\n{WANDB}{piece}\n{assigned}{fork}{after}")
+
+
+def test_a_model_of_your_own(tmp_path):
+    """The launcher's page shows a class, which ``check`` finds complete."""
+    if importlib.util.find_spec("lasagne") is None:
+        pytest.skip("the class is made of Lasagne's layers")
+    page = (ROOT / "docs" / "launcher.rst").read_text()
+    (block,) = [each for each in re.findall(r"code-block:: text\n\n((?: +.*\n|\n)+)", page) if "class Digits" in each]
+    data = """
+        import numpy as np
+        x_train, y_train = x_valid, y_valid = np.zeros((100, 784), "float32"), np.zeros(100, "int32")
+    """
+    (tmp_path / "digits.py").write_text(textwrap.dedent(block) + textwrap.dedent(data))
+    result = subprocess.run(
+        [sys.executable, "-m", "synkhronos", "check", f"{tmp_path}/digits.py:Digits"],
+        cwd=ROOT,
+        env={**os.environ, "PYTENSOR_FLAGS": "mode=FAST_COMPILE", "THEANO_FLAGS": "blas.ldflags=,mode=FAST_COMPILE"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "Digits has all that a run asks for" in result.stdout, result.stdout + result.stderr
+
+
+def commands() -> list[str]:
+    """Return the lines of the pages that call the launcher."""
+    lines = [line.strip() for page in [ROOT / "README.rst", *PAGES] for line in page.read_text().splitlines()]
+    return [
+        line.removeprefix("$ ") for line in lines if re.match(r"\$ python -m synkhronos (train|check|doctor) ", line)
+    ]
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize("line", commands())
+def test_the_launchers_lines_are_understood(line):
+    from synkhronos.launch import command
+
+    command._parser().parse_args(shlex.split(line)[3:])
 
 
 def test_the_readme_has_a_complete_script():

@@ -41,7 +41,7 @@ SETTINGS = {
     "hosts, none of them": ({"hosts": ["a", "b:no"]}, r"hosts: expected a number of ranks from 1 to 1024 behind the colon, got 'b:no'"),
     "hosts, twice": ({"hosts": "a,a"}, r"hosts: a is named twice"),
     "hosts, no allocation": ({"hosts": "all"}, r'hosts: "all" are the hosts of an allocation'),
-    "devices, not there": ({"devices": "cuda99"}, r"devices: cuda99 is not there: this machine shows (no GPU|cuda0 to cuda\d+); cpu computes on its cores"),
+    "devices, not there": ({"devices": "cuda99"}, r"devices: cuda99 is not there: this machine shows (no GPU|cuda0 to cuda\d+); cpu,cpu computes on two of its cores"),
     "ranks and devices": ({"devices": "cpu,cpu", "ranks": 3}, r"ranks: expected 2, the number of devices, got 3"),
     "ranks, none": ({"ranks": 0}, r"ranks: expected at least 1, got 0"),
     "ranks, a word": ({"ranks": "all"}, r"ranks: expected an integer, got 'all'"),

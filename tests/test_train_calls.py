@@ -62,6 +62,7 @@ def test_functions_outlive_a_new_fork(fork):
         (ValueError, "x: .*none", {"x": []}),
         (ValueError, "y: .*rows", {"y": T.scalar("y")}),
         (TypeError, "params: ", {"params": [3]}),
+        (ValueError, "params: the loss does not depend on other of type", {"params": [library.shared(Y, "other")]}),
         (ValueError, "loss_or_grads: ", {"loss": T.vector("v")}),
         (TypeError, "loss: ", {"loss": []}),
         (TypeError, "learning_rate: ", {"learning_rate": "fast"}),

@@ -236,6 +236,7 @@ def test_wrong_arguments(fork, tmp_path):
         ),
         (lambda: make(sgd, learning_rate=0), ValueError, "learning_rate: expected a positive number, got 0"),
         (lambda: make(sgd, rules.LocalSGD(exclude=lambda p: True)), ValueError, "exclude: expected it to leave some"),
+        (lambda: schedules.steps(0.1, 3), TypeError, "factors: expected a dict, from which epoch on .*, got 3"),
     ]:
         with pytest.raises(error, match=words):
             wrong()
@@ -245,6 +246,9 @@ def test_wrong_arguments(fork, tmp_path):
         ({"batch_size": 0}, ValueError, "batch_size: expected at least 1, got 0"),
         ({"epochs": 1.5}, TypeError, "epochs: expected an integer, got 1.5"),
         ({"valid": (X, Y)}, ValueError, "valid: make_trainer"),
+        ({"valid": X}, TypeError, "valid: expected inputs and targets in a pair, or a Loader, got ndarray"),
+        ({"valid": (X,)}, TypeError, "valid: expected inputs and targets in a pair, or a Loader, got tuple"),
+        ({"checkpoint": "runs"}, TypeError, "checkpoint: expected a Checkpoint, got 'runs'"),
         ({"patience": 2}, ValueError, "patience: expected validation data"),
         ({"recorder": 3}, TypeError, "recorder: expected something with a method write"),
         ({"resume": "latest"}, ValueError, "resume: expected a path, or checkpoint="),

@@ -472,6 +472,8 @@ def numbers(value: Any, argument: str) -> np.ndarray:
     except ValueError as error:
         raise TypeError(f"{argument}: expected an array, got {type(value).__name__}: {error}") from error
     if array.dtype.kind not in NUMBERS:
+        if hasattr(value, "owner"):
+            raise TypeError(f"{argument}: expected numbers, got the variable {value}; data(var=...) takes variables")
         raise TypeError(f"{argument}: expected numbers, got an array of {array.dtype}")
     return array
 

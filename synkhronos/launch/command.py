@@ -51,8 +51,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     train = commands.add_parser("train", parents=[sets], help="train a class on all ranks", allow_abbrev=False)
     train.add_argument("session", nargs="?", help="a session file: TOML, or Theano-MPI's KEY=VALUE")
-    train.add_argument("--ranks", type=int, metavar="N")
-    train.add_argument("--devices", help="cuda0,cuda1 or cpu,cpu; cpu alone with --ranks")
+    train.add_argument("--ranks", type=int, metavar="N", help="how many; by default one for each GPU, or else core")
+    train.add_argument(
+        "--devices", help="one for each rank: cuda0,cuda1 or cpu,cpu; or cpu, with --ranks to say how many if not one"
+    )
     train.add_argument(
         "--hosts", help="a,b:3: machines with ranks, this one first; all: those of the batch system's job"
     )
@@ -63,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--dry-run", action="store_true", help="say what would run, and start nothing")
     check = commands.add_parser("check", parents=[sets], help="say what a class lacks, and run three iterations of it")
-    check.add_argument("model", metavar="MODEL:CLASS")
+    check.add_argument("model", metavar="MODEL:CLASS", help="a file, or a module's name, and a class in it")
     commands.add_parser("doctor", help="say what this machine has, and what is missing for what")
     return parser
 

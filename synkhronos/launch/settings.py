@@ -488,7 +488,9 @@ def _devices(devices: Any, ranks: Any) -> tuple[str, ...]:
             raise SettingsError(f"devices: expected cuda0, gpu0 and so on, or cpu alone, got {each!r}{also}")
         if int(match[1]) >= n_gpu:
             there = f"cuda0 to cuda{n_gpu - 1}" if n_gpu else "no GPU"
-            raise SettingsError(f"devices: {each} is not there: this machine shows {there}; cpu computes on its cores")
+            raise SettingsError(
+                f"devices: {each} is not there: this machine shows {there}; cpu,cpu computes on two of its cores"
+            )
         chosen.append(f"cuda{int(match[1])}")
     if len(set(chosen)) != len(chosen):
         raise SettingsError(f"devices: expected each GPU once, got {', '.join(names)}")

@@ -96,6 +96,8 @@ class steps:  # noqa: N801
 
     def __post_init__(self) -> None:
         self.rate = _positive(self.rate, "rate")
+        if not isinstance(self.factors, Mapping):
+            raise TypeError(f"factors: expected a dict, from which epoch on to multiply by what, got {self.factors!r}")
         self.factors = {float(at): _positive(factor, "factors") for at, factor in dict(self.factors).items()}
 
     def __call__(self, epoch: float) -> float:

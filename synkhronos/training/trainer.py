@@ -161,6 +161,9 @@ class Trainer:
             raise ValueError(
                 f"batch_size: {session.size} ranks times {batch_size} rows are more than the {count} rows of the data"
             )
+        is_pair = isinstance(valid, list | tuple) and len(valid) == 2
+        if valid is not None and not isinstance(valid, Loader) and not is_pair:
+            raise TypeError(f"valid: expected inputs and targets in a pair, or a Loader, got {type(valid).__name__}")
         if valid is not None and not self._validate:
             raise ValueError("valid: make_trainer(validate=...) has to say what to compute on it")
         if patience is not None and valid is None:
@@ -171,7 +174,11 @@ class Trainer:
         recorders = list(recorder) if isinstance(recorder, list | tuple) else [] if recorder is None else [recorder]
         for one in recorders:
             if not hasattr(one, "write"):
-                raise TypeError(f"recorder: expected something with a method write(dict), got {one!r}")
+                raise TypeError(
+                    f"recorder: expected something with a method write(dict), such as a Recorder, got {one!r}"
+                )
+        if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+            raise TypeError(f"checkpoint: expected a Checkpoint, got {checkpoint!r}")
         if resume is not None and checkpoint is None and resume == "latest":
             raise ValueError("resume: expected a path, or checkpoint=... whose latest is meant")
         return self._epochs(
