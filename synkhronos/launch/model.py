@@ -80,6 +80,8 @@ class Model:
         Of `synkhronos.extensions.updates`, or Lasagne's: ``updates(loss, params, learning_rate=...)`` gives a dict.
     trained : list of shared variables
         What `build` has called `params`, which then has the running averages as well.
+    shown : list of shared variables
+        The last step's cost, and its error.
     """
 
     batch_size = 100
