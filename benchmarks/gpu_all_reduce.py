@@ -82,7 +82,7 @@ def main() -> None:
         queued, waited = (median(values) for values in zip(*ours, strict=True))
         nccl_queued, nccl_waited = (median(values) for values in zip(*raw, strict=True))
         bandwidth = 2 * (count - 1) / count * nbytes / queued / 1e9
-        results[nbytes] = median(calls), nccl_queued / queued
+        results[nbytes] = median(calls), nccl_queued / queued, queued, waited
         table.row(
             size(nbytes),
             *map(duration, (results[nbytes][0], queued, nccl_queued)),
@@ -96,6 +96,9 @@ def main() -> None:
     largest, smallest = max(options.sizes), min(options.sizes)
     bar(f"bus bandwidth beside NCCL, {size(largest)}", 100 * results[largest][1], " %", least=95)
     bar(f"call to return, {size(smallest)}", 1e6 * results[smallest][0], " us", most=100)
+    if smallest <= 4_000:
+        bar(f"queued, {size(smallest)}", 1e6 * results[smallest][2], " us", most=25)
+        bar(f"waited for, {size(smallest)}", 1e6 * results[smallest][3], " us", most=40 if count == 2 else 60)
 
 
 if __name__ == "__main__":
