@@ -35,22 +35,14 @@ class Whole(NamedTuple):
 
 
 class Scattered(NamedTuple):
-    """An input whose rows are shared out.
-
-    Attributes
-    ----------
-    array : SharedArray
-    rows : range, or SharedArray of indexes
-        The selected rows of all ranks together.
-    offset : int
-        The index that row 0 stands for.
-    copy : bool
-        Whether the rank must not be given the shared memory itself.
-    """
+    """An input whose rows are shared out."""
 
     array: SharedArray
+    #: The selected rows of all ranks together.
     rows: range | SharedArray
+    #: The index that row 0 stands for.
     offset: int
+    #: Whether the rank must not be given the shared memory itself.
     copy: bool
 
     def reads(self, size: int, ranks: range) -> Iterator[Read]:
@@ -79,32 +71,20 @@ class Scattered(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Run a program on all ranks.
+    """Run a program on all ranks."""
 
-    Attributes
-    ----------
-    program : tuple
-        Its key.
-    variant : Variant
-    compile : bool
-        Whether some rank may not have compiled the variant yet.
-    inputs : tuple of Scattered and Whole
-    n_rows : int or None
-        The selected rows of all ranks together; None if no input is scattered.
-    chosen : tuple, or None
-        For each rank what ``batch_s`` picks of its sliceable shared variables: a slice, or a SharedArray of indexes.
-    slices : int
-    updates : bool
-        Whether the program has any.
-    """
-
+    #: Its key.
     program: Any
     variant: Variant
+    #: Whether some rank may not have compiled the variant yet.
     compile: bool
     inputs: tuple[Scattered | Whole, ...]
+    #: The selected rows of all ranks together; None if no input is scattered.
     n_rows: int | None
+    #: For each rank what ``batch_s`` picks of its sliceable shared variables: a slice, or a SharedArray of indexes.
     chosen: tuple[Any, ...] | None
     slices: int
+    #: Whether the program has any.
     updates: bool
 
     @property

@@ -28,20 +28,13 @@ _SCALARS = 1024
 
 
 class Kinds(NamedTuple):
-    """What outputs a compiled function has.
-
-    Attributes
-    ----------
-    ops : list of Op
-    reduces : bool
-        Whether there is anything to reduce over ranks.
-    scalars : tuple of dtype or None, or None
-        The outputs' dtypes (None for one that isn't reduced) if all that are reduced are numbers, few enough for one
-        slot; else None.
-    """
+    """What outputs a compiled function has."""
 
     ops: list[Op]
+    #: Whether there is anything to reduce over ranks.
     reduces: bool
+    #: The outputs' dtypes (None for one that isn't reduced) if all that are reduced are numbers, few enough for one
+    #: slot; else None.
     scalars: tuple[np.dtype | None, ...] | None
 
     @classmethod
@@ -64,25 +57,16 @@ class Kinds(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What one rank has computed in a call.
+    """What one rank has computed in a call."""
 
-    Attributes
-    ----------
-    rows : int
-        What they weigh.
-    active : bool
-        Whether there were rows to compute, or no rows in question.
-    values : list
-        Host arrays, one an output; maybe none on a rank without rows.
-    kinds : Kinds
-    of_none : callable
-        Returns what the serial library makes of no rows, in case that no rank has any.
-    """
-
+    #: What they weigh.
     rows: int
+    #: Whether there were rows to compute, or no rows in question.
     active: bool
+    #: Host arrays, one an output; maybe none on a rank without rows.
     values: list[Any]
     kinds: Kinds
+    #: Returns what the serial library makes of no rows, in case that no rank has any.
     of_none: Callable[[], list[Any]] = list
 
     @property

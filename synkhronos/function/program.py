@@ -29,22 +29,15 @@ from synkhronos.graphs.family import Input
 
 
 class Variant(NamedTuple):
-    """One of the ways in which a program is compiled.
+    """One of the ways in which a program is compiled."""
 
-    Attributes
-    ----------
-    rows : str or None
-        How rows of the sliceable shared variables are chosen by additional inputs: "slice" by start and stop, "index"
-        by a vector of indexes, None not at all.
-    accumulate : bool
-        Whether the values for the user's updates are returned behind the outputs, and nothing is updated but random
-        generators.
-    subset : tuple of int or None
-        Which outputs; None for all.
-    """
-
+    #: How rows of the sliceable shared variables are chosen by additional inputs: "slice" by start and stop, "index" by
+    #: a vector of indexes, None not at all.
     rows: str | None = None
+    #: Whether the values for the user's updates are returned behind the outputs, and nothing is updated but random
+    #: generators.
     accumulate: bool = False
+    #: Which outputs; None for all.
     subset: tuple[int, ...] | None = None
 
 
@@ -55,65 +48,43 @@ _PLACED = ("engine", "device", "input_devices")
 
 
 class Compiled(NamedTuple):
-    """A compiled variant.
+    """A compiled variant."""
 
-    Attributes
-    ----------
-    function : callable
-        The graph library's.
-    run : Runner
-        How ranks run it.
-    kinds : Kinds
-        Of its outputs.
-    """
-
+    #: The graph library's.
     function: Callable[..., Any]
+    #: How ranks run it.
     run: Runner
+    #: Of its outputs.
     kinds: Kinds
 
 
 @dataclass
 class Program:
-    """What a function computes.
+    """What a function computes."""
 
-    Attributes
-    ----------
-    inputs : list of Input
-        First those that are scattered, then those that go whole to every rank.
-    n_scattered : int
-    outputs : list
-        Variables, or the library's ``Out`` around them.
-    output_ops : list of Op
-    updates : list of (shared variable, expression)
-    update_ops : list of Op
-    givens : list of (variable, expression)
-    sliceable : list of shared variables
-    kwargs : dict
-        For the library's ``function``.
-    name : str
-    library : GraphLibrary
-        Whose variables these are.
-    compiled : dict of Variant to Compiled
-        What this rank has compiled so far.
-    buffers : dict
-        Memory that its device keeps for the rows that this rank picks for each input.
-    code : UserCode or None
-        The user's own code in it that the workers have by name, once it has been sent.
-    """
-
+    #: First those that are scattered, then those that go whole to every rank.
     inputs: list[Input]
     n_scattered: int
+    #: Variables, or the library's ``Out`` around them.
     outputs: list[Any]
     output_ops: list[Op]
+    #: Pairs of a shared variable and an expression.
     updates: list[tuple[Any, Any]]
     update_ops: list[Op]
+    #: Pairs of a variable and an expression.
     givens: list[tuple[Any, Any]]
+    #: Shared variables.
     sliceable: list[Any]
+    #: For the library's ``function``.
     kwargs: dict[str, Any]
     name: str
+    #: Whose variables these are.
     library: GraphLibrary
+    #: What this rank has compiled so far.
     compiled: dict[Variant, Compiled] = field(default_factory=dict)
+    #: Memory that its device keeps for the rows that this rank picks for each input.
     buffers: dict[int, Any] = field(default_factory=dict)
+    #: The user's own code in it that the workers have by name, once it has been sent.
     code: UserCode | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -19,17 +19,11 @@ from synkhronos.devices.reductions import REDUCTIONS, Reduction
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """A reduction.
+    """A reduction."""
 
-    Attributes
-    ----------
-    name : str or None
-        One of `REDUCTIONS`, or None: the last value; of ranks, the master's own.
-    on_host : bool
-        Whether to reduce in host memory in any case: the user's ``c_``.
-    """
-
+    #: One of `REDUCTIONS`, or None: the last value; of ranks, the master's own.
     name: str | None
+    #: Whether to reduce in host memory in any case: the user's ``c_``.
     on_host: bool = False
 
     @classmethod

@@ -27,32 +27,21 @@ IN_TURN, AT_ONCE, AT_FIRST_CALL = "in turn", "at once", "at the first call"
 
 @dataclass(frozen=True)
 class Input:
-    """One input of a function.
+    """One input of a function."""
 
-    Attributes
-    ----------
-    variable
-        The symbolic variable.
-    name : str or None
-        Under which it may be passed by keyword.
-    mutable : bool
-        Whether the compiled function may overwrite what it is given.
-    strict : bool
-        Whether values have to have the exact dtype.
-    allow_downcast : bool or None
-        Whether values may lose precision when they are cast; None allows it for Python floats.
-    default
-        A value to use where none is passed, in a list of one; empty if there is none.
-    wrapped
-        What the user passed: the variable itself, or the library's ``In`` around it.
-    """
-
+    #: The symbolic variable.
     variable: Any
+    #: Under which it may be passed by keyword.
     name: str | None
+    #: Whether the compiled function may overwrite what it is given.
     mutable: bool
+    #: Whether values have to have the exact dtype.
     strict: bool
+    #: Whether values may lose precision when they are cast; None allows it for Python floats.
     allow_downcast: bool | None
+    #: A value to use where none is passed, in a list of one; empty if there is none.
     default: tuple[Any, ...]
+    #: What the user passed: the variable itself, or the library's ``In`` around it.
     wrapped: Any
 
 

@@ -27,26 +27,17 @@ _RUN = 1024
 
 
 class Rows(NamedTuple):
-    """What a host reads of a segment, as the master's plan says it.
+    """What a host reads of a segment, as the master's plan says it."""
 
-    Attributes
-    ----------
-    key : int
-        The segment's.
-    at : int
-        The byte at which row 0 begins.
-    row : int
-        Bytes of a row.
-    rows : tuple of int, or None
-        ``(start, stop, step)``; None for indexes.
-    indexes : tuple, or None
-        ``(key, at, count, base)``: so many int64 from a byte of another segment on, each less ``base``.
-    """
-
+    #: The segment's.
     key: int
+    #: The byte at which row 0 begins.
     at: int
+    #: Bytes of a row.
     row: int
+    #: ``(start, stop, step)``; None for indexes.
     rows: tuple[int, int, int] | None
+    #: ``(key, at, count, base)``: so many int64 from a byte of another segment on, each less ``base``.
     indexes: tuple[int, int, int, int] | None
 
 

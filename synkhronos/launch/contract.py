@@ -119,20 +119,13 @@ def called(method: Any, *arguments: Any) -> Any:
 
 @dataclass
 class Variables:
-    """What a model's compiled functions change, beside its parameters.
+    """What a model's compiled functions change, beside its parameters."""
 
-    Attributes
-    ----------
-    optimizer : list of shared variables
-        Floats that are updated: velocities, running averages.
-    others : list of shared variables
-        Whole numbers that are updated, and numbers that are read: a learning rate.
-    generators : list of shared variables
-        Random streams.
-    """
-
+    #: Floats that are updated: velocities, running averages.
     optimizer: list[Any]
+    #: Whole numbers that are updated, and numbers that are read: a learning rate.
     others: list[Any]
+    #: Random streams.
     generators: list[Any]
 
     @classmethod

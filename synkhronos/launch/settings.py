@@ -68,58 +68,38 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is asked to do.
+    """What a run is asked to do."""
 
-    Attributes
-    ----------
-    modelfile, modelclass : str
-        The module, as Python imports it, and the class in it.
-    root : str
-        The folder in which the module is looked for first.
-    devices : tuple of str
-        For each rank of this machine ``"cpu"``, or ``"cuda0"`` and so on.
-    hosts : tuple of str
-        The machines with ranks, this one first, each perhaps with how many: ``"b:3"``.  None for this one alone.
-    rule : str
-    rule_options : dict
-    folder : str
-        Of the run.
-    epochs : int or None
-        None for the class' own ``n_epochs``.
-    seed : int
-        From which the ranks' seeds follow.
-    bind : bool
-        Whether ranks are bound to cores.
-    config : dict
-        What the class gets, beside ``rank``, ``size`` and ``verbose``.
-    every : int
-        A rank's steps between two lines of its record.
-    checkpoint : int
-        Epochs between two checkpoints; 0 for none.
-    keep : int
-        How many of them are kept.
-    scale_lr : bool
-        Whether the class' ``scale_lr(size)`` is called.
-    resume : str or None
-        ``"latest"``, or a checkpoint's path.
-    """
-
+    #: The module, as Python imports it, and the class in it.
     modelfile: str
     modelclass: str
+    #: The folder in which the module is looked for first.
     root: str
+    #: For each rank of this machine ``"cpu"``, or ``"cuda0"`` and so on.
     devices: tuple[str, ...]
+    #: The machines with ranks, this one first, each perhaps with how many: ``"b:3"``.  None for this one alone.
     hosts: tuple[str, ...] = ()
     rule: str = "BSP"
     rule_options: dict[str, Any] = field(default_factory=dict)
+    #: Of the run.
     folder: str = ""
+    #: None for the class' own ``n_epochs``.
     epochs: int | None = None
+    #: From which the ranks' seeds follow.
     seed: int = 0
+    #: Whether ranks are bound to cores.
     bind: bool = True
+    #: What the class gets, beside ``rank``, ``size`` and ``verbose``.
     config: dict[str, Any] = field(default_factory=dict)
+    #: A rank's steps between two lines of its record.
     every: int = 40
+    #: Epochs between two checkpoints; 0 for none.
     checkpoint: int = 0
+    #: How many of them are kept.
     keep: int = 3
+    #: Whether the class' ``scale_lr(size)`` is called.
     scale_lr: bool = False
+    #: ``"latest"``, or a checkpoint's path.
     resume: str | None = None
 
     def make_rule(self) -> rules.Rule:

@@ -54,26 +54,16 @@ _ALIGNED = 64
 
 @dataclass
 class Task:
-    """What a loader is told once.
+    """What a loader is told once."""
 
-    Attributes
-    ----------
-    source
-        What `source_of` returns.
-    augment : callable or None
-    shuffle : bool
-    skip : bool
-        Whether rows that can't be read are left out.
-    layout : Layout
-    fields : list of tuple
-        Shape and dtype of each array of a row.
-    """
-
+    #: What `source_of` returns.
     source: Any
     augment: Any
     shuffle: bool
+    #: Whether rows that can't be read are left out.
     skip: bool
     layout: Layout
+    #: Shape and dtype of each array of a row.
     fields: list[tuple[tuple[int, ...], str]]
 
 

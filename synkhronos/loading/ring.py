@@ -73,24 +73,16 @@ class LoadError(RuntimeError):
 
 
 class Plan(NamedTuple):
-    """Which rows are to be read, in which order.
+    """Which rows are to be read, in which order."""
 
-    Attributes
-    ----------
-    epoch, row : int
-        The place in this epoch's order of rows at which to begin.
-    seed : int
-    rank, size : int
-        Which units are read: of each ``size`` in turn that of this number.
-    whole : int
-        Whether the last rows are left out, which are not enough for ``size`` units.
-    """
-
+    #: The place in this epoch's order of rows at which to begin.
     epoch: int
     row: int
     seed: int
+    #: Which units are read: of each ``size`` in turn that of this number.
     rank: int = 0
     size: int = 1
+    #: Whether the last rows are left out, which are not enough for ``size`` units.
     whole: int = 0
 
     def starts(self, count: int, unit: int) -> range:
@@ -110,22 +102,14 @@ def order_of(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
 
 
 class Layout(NamedTuple):
-    """How long the parts of a ring are.
+    """How long the parts of a ring are."""
 
-    Attributes
-    ----------
-    takers : int
-        Those who take units, at most.
-    loaders : int
-    slots : int
-        The units that there is room for.
-    unit : int
-        The rows of each.
-    """
-
+    #: Those who take units, at most.
     takers: int
     loaders: int
+    #: The units that there is room for.
     slots: int
+    #: The rows of each.
     unit: int
 
     @property

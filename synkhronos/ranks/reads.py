@@ -16,19 +16,12 @@ from synkhronos.ranks.segments import SharedArray
 
 
 class Read(NamedTuple):
-    """Rows of an array in shared memory.
-
-    Attributes
-    ----------
-    array : SharedArray
-    rows : None, range, or SharedArray of indexes
-        None is the whole array.
-    base : int
-        The index that row 0 stands for.
-    """
+    """Rows of an array in shared memory."""
 
     array: SharedArray
+    #: None is the whole array.
     rows: range | SharedArray | None = None
+    #: The index that row 0 stands for.
     base: int = 0
 
 

@@ -71,20 +71,13 @@ class Run(Protocol):
 
 
 class TaskMemory(NamedTuple):
-    """Where in shared memory the ranks of a task find what they share.
+    """Where in shared memory the ranks of a task find what they share."""
 
-    Attributes
-    ----------
-    key : int
-        The segment's.
-    size : int
-        The number of ranks.
-    locks : int
-        How many there are.
-    """
-
+    #: The segment's.
     key: int
+    #: The number of ranks.
     size: int
+    #: How many there are.
     locks: int
 
     @property

@@ -23,17 +23,10 @@ from synkhronos.training.interval import InOrder, Source
 
 @dataclass
 class Course:
-    """The data, and the ways through it.
-
-    Attributes
-    ----------
-    length, count : int
-        The rows of the data, and those of an epoch.
-    pools : list of range, optional
-        The ranks of each host, where each rank takes rows of its own host.
-    """
+    """The data, and the ways through it."""
 
     data: list[Data]
+    #: The rows of the data.
     length: int
     batch: int
     epochs: int
@@ -41,7 +34,9 @@ class Course:
     every: int | None
     progress: bool
     loader: Loader | None
+    #: The ranks of each host, where each rank takes rows of its own host.
     pools: list[range] | None
+    #: The rows of an epoch.
     count: int = field(init=False)
     order: Data = field(init=False)
     taken: Data = field(init=False)

@@ -25,36 +25,23 @@ _MOST = 64
 
 @dataclass
 class Plan:
-    """What to do until the next report.
+    """What to do until the next report."""
 
-    Attributes
-    ----------
-    name : str
-        Of the trainer, under which each rank keeps what it has.
-    first, last : int
-        The places in the epoch's order of rows between which to train.
-    batch : int
-        A rank's rows in a step.
-    epoch : int
-    count : int
-        The rows of an epoch.
-    schedule : callable
-    recorders : list of Recorder
-    bar : bool
-        Whether the master shows how far it is.
-    pools : list of range
-        The ranks among which rows are divided: all, or those of each host where hosts have rows of their own.
-    """
-
+    #: Of the trainer, under which each rank keeps what it has.
     name: str
+    #: The places in the epoch's order of rows between which to train.
     first: int
     last: int
+    #: A rank's rows in a step.
     batch: int
     epoch: int
+    #: The rows of an epoch.
     count: int
     schedule: Schedule
     recorders: list[Recorder]
+    #: Whether the master shows how far it is.
     bar: bool
+    #: The ranks among which rows are divided: all, or those of each host where hosts have rows of their own.
     pools: list[range]
 
     def rate(self, place: int) -> float:

@@ -39,20 +39,13 @@ _BYTES = 1 << 30
 
 
 class Turn(NamedTuple):
-    """The batches of one turn, a step each.
+    """The batches of one turn, a step each."""
 
-    Attributes
-    ----------
-    place : int
-        Whose learning rate is taken.
-    starts : list of int
-        The place at which each batch begins.
-    end : int
-        The place up to which rows have been given out then.
-    """
-
+    #: Whose learning rate is taken.
     place: int
+    #: The place at which each batch begins.
     starts: list[int]
+    #: The place up to which rows have been given out then.
     end: int
 
 

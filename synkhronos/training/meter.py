@@ -20,26 +20,17 @@ from synkhronos.training.interval import Plan
 
 
 class Outcome(NamedTuple):
-    """What a rank has done.
+    """What a rank has done."""
 
-    Attributes
-    ----------
-    loss : float
-        The sum of its steps' losses, each times its rows.
-    rows, steps : int
-    seconds : dict of str to float
-        By what it did: compute, exchange, wait, load.
-    learning_rate : float
-        The last.
-    first : tuple of int and float
-        The rows, and seconds, of steps that were the first of their kind: something may have been compiled there.
-    """
-
+    #: The sum of its steps' losses, each times its rows.
     loss: float
     rows: int
     steps: int
+    #: By what it did: compute, exchange, wait, load.
     seconds: dict[str, float]
+    #: The last.
     learning_rate: float
+    #: The rows, and seconds, of steps that were the first of their kind: something may have been compiled there.
     first: tuple[int, float]
 
 

@@ -41,33 +41,22 @@ Batch = int | slice | Sequence[int] | npt.NDArray[Any] | None
 
 @dataclass(frozen=True)
 class Model:
-    """What to train, and by which rule.
-
-    Attributes
-    ----------
-    loss : variable
-    x, y : list of variables
-    x_is_list, y_is_list : bool
-        Whether the user passed lists.
-    sliceable : list of shared variables
-        Those that the data are in, if they are in some.
-    rule : RuleUpdates
-    optimizer_state : list of shared variables
-        What the rule keeps for itself.
-    extra_updates : list of (shared variable, expression)
-    sizes : tuple of int
-        Lengths of the parameters' gradients in the rule's vector, and of what comes behind them; empty if not known.
-    """
+    """What to train, and by which rule."""
 
     loss: Any
     x: list[Any]
     y: list[Any]
+    #: Whether the user passed lists.
     x_is_list: bool
     y_is_list: bool
+    #: The shared variables that the data are in, if they are in some.
     sliceable: list[Any]
     rule: RuleUpdates
+    #: The shared variables that the rule keeps for itself.
     optimizer_state: list[Any]
+    #: Pairs of a shared variable and an expression.
     extra_updates: list[tuple[Any, Any]]
+    #: Lengths of the parameters' gradients in the rule's vector, and of what comes behind them; empty if not known.
     sizes: tuple[int, ...]
 
     @classmethod

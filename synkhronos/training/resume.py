@@ -27,24 +27,16 @@ from synkhronos.training.schedules import Schedule
 
 @dataclass
 class Place:
-    """How far a trainer has come.
+    """How far a trainer has come."""
 
-    Attributes
-    ----------
-    epoch, row : int
-        The next row is at this place of this epoch's order.
-    best : float
-        The best value of validation so far.
-    since : int
-        The reports since then.
-    steps : int
-        The steps that all ranks have taken together; of rules by which each takes its own these are with the ranks.
-    """
-
+    #: The next row is at this place of this epoch's order.
     epoch: int = 0
     row: int = 0
+    #: The best value of validation so far.
     best: float = math.inf
+    #: The reports since then.
     since: int = 0
+    #: The steps that all ranks have taken together; of rules by which each takes its own these are with the ranks.
     steps: int = 0
 
 

@@ -17,26 +17,17 @@ from synkhronos.ranks import Rank
 
 
 class Step(NamedTuple):
-    """Take a training step on all ranks, in one command: the ranks don't meet at the master's in the middle of it.
+    """Take a training step on all ranks, in one command: the ranks don't meet at the master's in the middle of it."""
 
-    Attributes
-    ----------
-    gradient : Call
-        Of what writes each rank's gradient into a shared variable.
-    reduce : Reduce
-        Of that variable alone.
-    update : Call
-        Of what moves the parameters by it; without inputs and outputs.
-    exchange : Exchange
-        How the gradients travel where all of it is one launch.
-    times : int
-        How many steps to take in the one launch; each rank's rows are those of the first, then those of the second, ...
-    """
-
+    #: Of what writes each rank's gradient into a shared variable.
     gradient: Call
+    #: Of that variable alone.
     reduce: Reduce
+    #: Of what moves the parameters by it; without inputs and outputs.
     update: Call
+    #: How the gradients travel where all of it is one launch.
     exchange: Exchange
+    #: How many steps to take in the one launch; each rank's rows are those of the first, then those of the second, ...
     times: int = 1
 
     @property

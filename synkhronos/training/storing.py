@@ -27,24 +27,16 @@ from synkhronos.training.model import Model
 
 @dataclass
 class Groups:
-    """The variables of a trainer.
+    """The shared variables of a trainer."""
 
-    Attributes
-    ----------
-    params, optimizer : list of shared variables
-        Those that are exchanged, and what the update rule remembers of them.
-    excluded : list of shared variables
-        Parameters that are not exchanged.
-    others : list of shared variables
-        What else is updated: counts, running averages.
-    generators : list of shared variables
-        Random streams.
-    """
-
+    #: Those that are exchanged, and what the update rule remembers of them.
     params: list[Any]
     optimizer: list[Any]
+    #: Parameters that are not exchanged.
     excluded: list[Any]
+    #: What else is updated: counts, running averages.
     others: list[Any]
+    #: Random streams.
     generators: list[Any]
 
     @classmethod
