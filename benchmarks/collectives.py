@@ -141,7 +141,7 @@ class Nccl:
 
     def close(self) -> None:
         """End the processes."""
-        self._process.communicate()
+        self._process.communicate("\n")  # the ranks hold the end of its input too
 
 
 def main() -> None:

@@ -90,7 +90,7 @@ def main() -> None:
             f"{bandwidth:.0f}",
             *map(duration, (waited, nccl_waited)),
         )
-    nccl.communicate()
+    nccl.communicate("\n")  # the ranks hold the end of its input too
     synk.close()
     print()
     largest, smallest = max(options.sizes), min(options.sizes)
