@@ -73,7 +73,11 @@ FILES = {
     "no JSON": ("a.json", "{", r"a.json: Expecting"),
     "no settings": ("a.json", "3", r"a.json: expected settings by name, got 3"),
     "no setting": ("a.toml", "rules = 'BSP'", r"a.toml: 'rules' is no setting: expected one of .*rule_options"),
-    "no KEY=VALUE": ("a.cfg", "RULE=BSP\nDEVICES", r"a.cfg, line 2: expected KEY=VALUE, got 'DEVICES'"),
+    "no KEY=VALUE": (
+        "a.cfg",
+        "RULE=BSP\nDEVICES",
+        r"a.cfg, line 2: expected KEY=VALUE, or a .toml file, got 'DEVICES'",
+    ),
     "no key": ("a.cfg", "COLOUR=red", r"a.cfg, line 1: 'COLOUR' is no setting: expected RULE, "),
     "a quotation mark": ("a.cfg", "RULE='BSP", r"a.cfg, line 1: No closing quotation"),
     "a way to exchange": ("a.cfg", "SYNC_TYPE=max", r"a.cfg, line 1: SYNC_TYPE: expected avg, cdd or swap, got 'max'"),
@@ -145,8 +149,9 @@ def test_wrong_files(name, tmp_path):
     file, text, words = FILES[name]
     if text is not None:
         (tmp_path / file).write_text(text)
-    with pytest.raises(SettingsError, match=words):
+    with pytest.raises(SettingsError, match=words) as caught:
         read(tmp_path / file)
+    assert text is None or str(caught.value).count(file) == 1  # where the file lacks, the system names it too
 
 
 @pytest.mark.skipif(GPUS > 0, reason="is about machines without GPUs")
@@ -298,6 +303,7 @@ def test_doctor_says_what_there_is_and_what_is_missing(monkeypatch):
     for words in (
         "anything: no graph library is installed: pip install 'synkhronos[pytensor]'",
         "checkpoints, and train --resume: safetensors is not installed: pip install 'synkhronos[training]'",
+        "ranks on several hosts: mpi4py is not installed: pip install 'synkhronos[hosts]'",
         "large data: /dev/shm has 64 MiB: mount -o remount,size=8G /dev/shm",
         "Theano, and PyTensor's C mode: there is no g++: apt-get install g++",
     ):

@@ -27,6 +27,7 @@ _PACKAGES = (
     ("jax", "jax", "PyTensor's JAX mode", "pip install 'synkhronos[jax]'"),
     ("lasagne", "Lasagne", "Lasagne's layers", "pip install 'synkhronos[lasagne]'"),
     ("safetensors", "safetensors", "checkpoints, and train --resume", "pip install 'synkhronos[training]'"),
+    ("mpi4py", "mpi4py", "ranks on several hosts", "pip install 'synkhronos[hosts]'"),
     ("matplotlib", "matplotlib", "python -m synkhronos show", "pip install 'synkhronos[demos]'"),
 )
 #: Bytes in /dev/shm under which data and parameters hardly have room.

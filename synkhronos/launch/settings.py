@@ -144,13 +144,10 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: expected a session file: {error}") from None
+    if path.suffix not in (".json", ".toml"):
+        return _old(path, text)
     try:
-        if path.suffix == ".json":
-            found = json.loads(text)
-        elif path.suffix == ".toml":
-            found = tomllib.loads(text)
-        else:
-            return _old(path, text)
+        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
         raise SettingsError(f"{path}: {error}") from None
     if not isinstance(found, dict):
@@ -179,7 +176,7 @@ def _old(path: Path, text: str) -> dict[str, Any]:
         key, equals, value = "".join(words).partition("=")
         name = key.lower().replace("_", "")
         if not equals:
-            raise SettingsError(f"{path}, line {number}: expected KEY=VALUE, got {line!r}")
+            raise SettingsError(f"{path}, line {number}: expected KEY=VALUE, or a .toml file, got {line!r}")
         if name in ("synctype", "syncrule"):
             if value.lower() not in _OLD_SYNC:
                 raise SettingsError(f"{path}, line {number}: {key}: expected avg, cdd or swap, got {value!r}")
@@ -288,7 +285,9 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
             raise SettingsError(f"model: expected FILE:CLASS, got {found['model']!r}")
     if not name or not class_name:
         lacking = "modelfile" if not name else "modelclass"
-        raise SettingsError(f"{lacking}: expected the {lacking[5:]} to train; or model = 'FILE:CLASS' for both")
+        raise SettingsError(
+            f"{lacking}: expected the {lacking[5:]} to train; name a session file, or model = 'FILE:CLASS'"
+        )
     folders = [found["root"]] if "root" in found else []
     folders += [os.getcwd()] + ([os.path.dirname(os.path.abspath(beside))] if beside is not None else [])
     try:
