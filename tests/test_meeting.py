@@ -17,9 +17,10 @@ import pytest
 from library import DEVICE
 
 from synkhronos.devices.cuda.guard import Guard
+from synkhronos.hosts.agent import Agent
 from synkhronos.ranks import Cancelled
 from synkhronos.ranks.control import Control
-from synkhronos.ranks.meeting import STEP_BITS, Tally, close
+from synkhronos.ranks.meeting import STEP_BITS, Tally, close, how_far
 from synkhronos.ranks.rank import Rank
 
 pytestmark = [pytest.mark.any_library, pytest.mark.skipif(DEVICE != "host", reason="has no arrays")]
@@ -458,6 +459,18 @@ def test_a_host_that_says_nothing_of_others_failures_is_found_out(monkeypatch):
     monkeypatch.setattr(Tally, "here", here)
     with pytest.raises(AssertionError, match="waits for ever"):
         explore(World((1, 1)))
+
+
+def test_an_agent_counts_the_steps_of_other_hosts():
+    """The model takes messages in by a method of its own: this is the agent's."""
+    step = (FIRST << STEP_BITS) + 2
+    agent = object.__new__(Agent)
+    agent._control, agent._tally, agent._ranks = Memory(range(1), 2), Tally(2, 0), [range(1), range(1, 2)]
+    agent._take_step(1, step, [])
+    agent._tally.here(0, step)
+    agent._tally.here(FIRST, step)
+    agent._take_failed(1, FIRST)
+    assert how_far(agent._control.words, FIRST) == step
 
 
 if __name__ == "__main__":  # what takes minutes

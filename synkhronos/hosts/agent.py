@@ -78,17 +78,7 @@ POST, ANNOUNCE, PAGES, DROP, STEP, FAILED, DONE, LOST, BEAT, END, GONE, PART, ST
 
 
 class Mail:
-    """Messages between agents: sent and received without ever waiting.
-
-    Parameters
-    ----------
-    world : mpi4py.MPI.Comm
-
-    Attributes
-    ----------
-    heard : dict of int to float
-        When a message of each other host came last, by the monotonic clock.
-    """
+    """Messages between agents, over MPI's communicator ``world``: sent and received without ever waiting."""
 
     def __init__(self, mpi: Any, world: Any):
         self._mpi, self._world = mpi, world
@@ -96,6 +86,7 @@ class Mail:
         self._sending: list[Any] = []
         self._coming: list[deque[tuple[Any, bytearray]]] = [deque() for _ in range(self.size)]
         self._status = mpi.Status()
+        #: When a message of each other host came last, by the monotonic clock.
         self.heard = dict.fromkeys(self.others, time.monotonic() + _FIRST_BEAT)
 
     @property
@@ -514,6 +505,7 @@ class Agent:
             self._segments.pop(key, None)
 
     def _take_step(self, source: int, step: int, shown: list[tuple[int, int, bytes]]) -> None:
+        self._tally.heard_step(source, step)
         control = self._control
         for r, which, content in shown:
             control.slot(r, which)[: len(content)] = content
