@@ -24,19 +24,7 @@ import numpy as np
 def integer(value: Any, name: str, expected: str = "an integer") -> int:
     """Return an integer: what Python takes as an index, but no boolean.
 
-    Parameters
-    ----------
-    value : object
-        What came.
-    name : str
-        The argument's name.
-    expected : str
-        What it is, for the error.
-
-    Raises
-    ------
-    TypeError
-        If it is none.
+    ``expected`` says what it is to be, for the error.
 
     Examples
     --------

@@ -12,20 +12,9 @@ import numpy as np
 
 
 def check_dense(value: Any, argument: str) -> None:
-    """Refuse a value that isn't the array that NumPy would make of it.
+    """Refuse a value that isn't the array that NumPy would make of it: a sparse matrix, or one with masked items.
 
-    Parameters
-    ----------
-    value
-        What the user passed.
-    argument : str
-        What to call it in an error.
-
-    Raises
-    ------
-    TypeError
-        For an array some of whose items are masked, or a list of such arrays: shared memory has no masks.  For a sparse
-        matrix.
+    Shared memory has no masks.  Lists of such arrays are refused, too.
     """
     parts = value if isinstance(value, list | tuple) else [value]
     if any(isinstance(part, np.ma.MaskedArray) and np.ma.is_masked(part) for part in parts):

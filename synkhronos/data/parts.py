@@ -162,16 +162,8 @@ def data_parts(load: Callable[[int, int], npt.ArrayLike], length: int, name: str
 def batches(length: int, size: int, by_host: Sequence[range], seed: Any = None) -> Iterator[np.ndarray]:
     """Yield shuffled rows, ``size`` at a time, of which each rank's share lies with its host.
 
-    Parameters
-    ----------
-    length : int
-        How many rows there are.
-    size : int
-        At least the number of ranks.
-    by_host : sequence of range
-        The ranks of each host.
-    seed
-        As `PartsData.batches` has it.
+    ``size`` is at least the number of ranks, ``by_host`` has the ranks of each host, and ``seed`` is as
+    `PartsData.batches` has it.
     """
     rng, n_ranks = np.random.default_rng(seed), by_host[-1].stop
     orders = [rng.permutation(_rows_of(length, n_ranks, of_host)) for of_host in by_host]

@@ -20,7 +20,7 @@ from synkhronos.devices import Selection
 
 
 def select(batch: Any, length: int, name: str = "batch") -> Selection:
-    """Return the rows that ``batch`` picks of ``length``.
+    """Return the rows that ``batch`` picks of ``length``: their indexes in order, none of them negative.
 
     Parameters
     ----------
@@ -28,19 +28,8 @@ def select(batch: Any, length: int, name: str = "batch") -> Selection:
         None for all rows, an int for the first that many, a slice, a list or array of indexes (negative ones count
         from the end), or a boolean mask of ``length``.
     length : int
-        The number of rows that there are.
     name : str
         What to call ``batch`` in an error.
-
-    Returns
-    -------
-    range or ndarray of int64
-        Non-negative indexes, in order.
-
-    Raises
-    ------
-    TypeError, ValueError, IndexError
-        For what is no such thing, a mask of another length, an index out of range.
     """
     if batch is None:
         return range(length)

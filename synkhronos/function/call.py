@@ -150,8 +150,6 @@ class Part:
 
     Attributes
     ----------
-    program : Program
-    compiled : Compiled
     run : Runner
         What runs: the compiled function, or what includes it.
     rows : int

@@ -28,12 +28,7 @@ _MISSING = object()
 
 
 class Inputs:
-    """Puts the inputs of one function's calls where all ranks find them.
-
-    Parameters
-    ----------
-    program : Program
-    """
+    """Puts the inputs of one function's calls where all ranks find them."""
 
     def __init__(self, program: Program):
         self.program = program

@@ -20,12 +20,9 @@ PATIENCE = 5.0
 
 @contextlib.contextmanager
 def notice(what: str) -> Iterator[None]:
-    """Log ``what`` as a warning, which Python shows on stderr by itself, if it takes longer than `PATIENCE`.
+    """Log ``what``, as in "compiling f", if it takes longer than `PATIENCE`.
 
-    Parameters
-    ----------
-    what : str
-        As in "compiling f".
+    It is a warning, which Python shows on stderr by itself.
     """
     start = time.monotonic()
     timer = threading.Timer(PATIENCE, _log.warning, ["%s; this may take a minute or two", what])

@@ -61,10 +61,6 @@ def _choices() -> str:
 class Accumulator:
     """Takes values one by one and gives their reduction.
 
-    Parameters
-    ----------
-    op : Op
-
     Examples
     --------
     >>> total = Accumulator(Op("mean"))

@@ -48,16 +48,7 @@ def library_named(name: str) -> GraphLibrary:
 
 
 def library_of(*variables: Any) -> GraphLibrary:
-    """Return the graph library that made the variables.
-
-    Parameters
-    ----------
-    *variables
-        Symbolic or shared variables, of one library.
-
-    Returns
-    -------
-    GraphLibrary
+    """Return the graph library that made the variables, symbolic or shared ones.
 
     Raises
     ------

@@ -85,12 +85,7 @@ _INCREMENTS = (IncSubtensor, AdvancedIncSubtensor)
 class Rows(Op):
     """Indexing, or an update by index, with the lengths of some of its slices as further inputs.
 
-    Parameters
-    ----------
-    op : Op
-        PyTensor's.
-    positions : tuple of int
-        Where among the indexes those slices are.
+    ``op`` is PyTensor's, ``positions`` say where among the indexes those slices are.
     """
 
     __props__ = ("op", "positions")

@@ -252,17 +252,8 @@ def _by_value(modules: Iterable[str]) -> Iterator[None]:
 class _Pickler(cloudpickle.Pickler):
     """Writes the key of a shared variable in its place, and code that can't be imported as it is.
 
-    Parameters
-    ----------
-    stream : file
-    keys : WeakKeys
-        Of shared variables.
-    buffers : list
-        Takes the arrays.
-    by_value : set of str
-        Modules whose code is sent.
-    code : UserCode
-        Takes the user's classes and functions.
+    ``keys`` are those of shared variables; ``buffers`` takes the arrays, and ``code`` the user's classes and functions.
+    The code of the modules in ``by_value`` is sent.
     """
 
     def __init__(

@@ -30,28 +30,14 @@ def bfloat16() -> bool:
 
 
 def in_bfloat16(run: Callable[..., Any], node: Any, graph: Any) -> Callable[..., Any]:
-    """Return the JAX function of an Op for a graph that multiplies in bfloat16.
+    """Return the JAX function of an Op, a node of a graph, that multiplies in bfloat16; ``run`` does in full precision.
 
     Factors are rounded to bfloat16; products of matrices come out in float32, convolutions rounded to bfloat16.  Sums
-    inside both are float32.
+    inside both are float32.  So outputs may be of another dtype than the graph says.
 
     A factor that an elementwise Op computed is rounded where it is computed, for all that use it.  XLA then writes it
     to memory once, in bfloat16, where it would write it in float32 as well for the others; and what limits
     convolutional networks is memory.  What a graph returns is not rounded: new values of parameters keep their digits.
-
-    Parameters
-    ----------
-    run : callable
-        The function in full precision.
-    node : Apply
-        The Op's, with its inputs and outputs.
-    graph : FunctionGraph
-        Where it stands.
-
-    Returns
-    -------
-    callable
-        Its outputs may be of another dtype than the graph says.
     """
     if _multiplies(node.op):
         return _product(run, node)

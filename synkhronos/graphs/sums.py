@@ -23,10 +23,7 @@ FEW = 8
 class _Bounded:
     """Finds the terms of a sum, or the factors of a product, where these are not too many.
 
-    Parameters
-    ----------
-    canonizer : AlgebraicCanonizer
-        Finds them without a bound.
+    The ``canonizer`` finds them without a bound.
     """
 
     def __init__(self, canonizer: AlgebraicCanonizer):

@@ -42,24 +42,15 @@ class Rows(NamedTuple):
 
 
 class Contents:
-    """What each other host has of each segment.
+    """What each other host, of so many, has of each segment.
 
-    Parameters
-    ----------
-    n_hosts : int
-        How many others there are.
-    go_on : callable
-        Called now and then in long comparisons.
-
-    Attributes
-    ----------
-    memory : dict
-        The segments of this host as bytes, by key.
+    ``go_on`` is called now and then in long comparisons.
     """
 
     def __init__(self, n_hosts: int, go_on: Callable[[], object] = bool):
         self._n_hosts = n_hosts
         self._go_on = go_on
+        #: The segments of this host as bytes, by key.
         self.memory: dict[int, np.ndarray] = {}
         self._last: dict[int, np.ndarray] = {}
         self._has: dict[int, np.ndarray] = {}
@@ -80,10 +71,7 @@ class Contents:
     def lacking(self, needed: Sequence[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
         """Return which of the pages that each host needs it lacks, by segment, and note them as sent.
 
-        Parameters
-        ----------
-        needed : sequence of dict
-            For each host the sorted pages, by segment.
+        ``needed`` has for each host the sorted pages, by segment.
         """
         for key in set().union(*needed):
             pages = np.unique(np.concatenate([of_host[key] for of_host in needed if key in of_host]))
@@ -124,14 +112,7 @@ def _differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def pages_of(reads: Iterable[Rows], memory: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
-    """Return the sorted pages of each segment in which what is read lies.
-
-    Parameters
-    ----------
-    reads : iterable of Rows
-    memory : dict
-        The segments, as bytes, in which indexes are looked up.
-    """
+    """Return the sorted pages of each segment in which what is read lies; indexes are looked up in ``memory``."""
     found: dict[int, list[np.ndarray]] = {}
     for read in reads:
         if read.indexes is not None:

@@ -39,15 +39,7 @@ UNDER_WAY = 16
 class Locks:
     """What an agent does for ranks that use another host's locks: its own ranks, and those that use its own locks.
 
-    Parameters
-    ----------
-    mail : Mail
-    kinds : tuple of int
-        The kinds of its messages: ASK, ANSWER, CONTENT.
-    control : Control
-        This host's.
-    host : callable
-        Returns a rank's host.
+    ``kinds`` are those of its messages: ASK, ANSWER, CONTENT.  ``host`` returns a rank's host.
     """
 
     def __init__(self, mail: Any, kinds: tuple[int, int, int], control: Control, host: Callable[[int], int]):

@@ -51,10 +51,7 @@ def launched() -> int | None:
 def hosts_of(hosts: str | Sequence[str] | None) -> list[Host]:
     """Return the hosts that ``fork(hosts=...)`` or ``SYNKHRONOS_HOSTS`` names; none for this machine alone.
 
-    Parameters
-    ----------
-    hosts : list of str, "all", or None
-        Names, each perhaps with a number of ranks: ``"a:3"``.  ``"all"`` are those of a Slurm, PBS or LSF allocation.
+    Each is a name, perhaps with a number of ranks: ``"a:3"``.  ``"all"`` are those of a Slurm, PBS or LSF allocation.
 
     Raises
     ------

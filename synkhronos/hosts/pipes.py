@@ -144,13 +144,7 @@ class Pipe:
         self._rank.tell()
 
     def when_all(self, behind: int = 0) -> Callable[[], bool]:
-        """Return what says whether all ranks of the host are done with what this one is done with.
-
-        Parameters
-        ----------
-        behind : int
-            So many frames less.
-        """
+        """Return what says whether all ranks of the host are done with as many frames as this one, less ``behind``."""
         done, needed = self._done, self._base + self._now() - behind
         return lambda: min(done) >= needed
 

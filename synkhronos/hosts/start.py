@@ -143,19 +143,9 @@ class Hosts:
         return False
 
     def divide(self, n_ranks: int | None, on_gpus: bool) -> None:
-        """Say how many ranks there are on each host.
+        """Say how many ranks there are on each host; refuse more on GPUs than it has.
 
-        Parameters
-        ----------
-        n_ranks : int or None
-            How many a host has that doesn't say so; None for one for each of its cores, or of its GPUs.
-        on_gpus : bool
-            Whether each rank needs a GPU.
-
-        Raises
-        ------
-        ValueError
-            If a host has fewer GPUs than ranks, or none.
+        A host that doesn't say itself has ``n_ranks``, or for None one for each of its cores, or of its GPUs.
         """
         there = self._gpus if on_gpus else self._cores
         each = [asked or n_ranks or n for asked, n in zip(self._asked, there, strict=True)]
@@ -472,11 +462,7 @@ def _check_versions(names: Sequence[str], versions: Sequence[dict[str, str]]) ->
 def _lost(said: str, known_as: Sequence[Sequence[str]]) -> list[int]:
     """Return which host is lost, by what ``mpirun`` has said; where it names none, those that may be.
 
-    Parameters
-    ----------
-    said : str
-    known_as : sequence of sequence of str
-        The names of each host.
+    ``known_as`` has the names of each host.
     """
     said = " ".join(said.split())  # it breaks lines where it likes
 

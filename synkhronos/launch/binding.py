@@ -22,14 +22,8 @@ _PCI = Path("/sys/bus/pci/devices")
 def masks(devices: Sequence[str], allowed: Sequence[int], near: dict[str, list[int]]) -> tuple[list[list[int]], str]:
     """Return each rank's cores, and a line that says why; no cores where ranks are better not bound.
 
-    Parameters
-    ----------
-    devices : list of str
-        Each rank's, ``"cpu"`` or ``"cuda0"`` and so on.
-    allowed : list of int
-        The cores that this process may use.
-    near : dict of str to list of int
-        The cores next to a GPU.
+    ``devices`` has ``"cpu"`` or ``"cuda0"`` and so on for each rank, ``allowed`` the cores that this process may use,
+    and ``near`` the cores next to a GPU.
 
     Examples
     --------

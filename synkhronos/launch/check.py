@@ -26,12 +26,7 @@ _ITERATIONS = 3
 def check(model: str, config: dict[str, Any] | None = None) -> int:
     """Print what a class lacks, and what running it shows; return 0 if that is nothing, 1 if something.
 
-    Parameters
-    ----------
-    model : str
-        ``FILE:CLASS``.
-    config : dict, optional
-        What the class gets.
+    ``model`` is ``FILE:CLASS``, and ``config`` what the class gets.
     """
     try:
         settings = resolve([{"model": model, "devices": "cpu", "config": config or {}}])

@@ -15,12 +15,9 @@ from typing import Any
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command; return its exit status: 0, 2 where the command itself is wrong, or that of the run.
+    """Run a command, whose name is the first argument.
 
-    Parameters
-    ----------
-    arguments : list of str
-        Those of the command line, with the command's name first.
+    Returns its exit status: 0, 2 where the command itself is wrong, or that of the run.
     """
     # Not before: what a command needs is imported when it runs.
     from synkhronos.launch.settings import SettingsError

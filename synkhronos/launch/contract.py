@@ -42,14 +42,9 @@ class ContractError(TypeError):
 
 
 def lacking(model: Any, compiled: bool = True) -> list[str]:
-    """Return a line for each thing that an instance lacks.
+    """Return a line for each thing that an instance lacks; a class is asked for methods alone.
 
-    Parameters
-    ----------
-    model : object
-        An instance; or a class, of which only methods are asked for.
-    compiled : bool
-        Whether `compile_iter_fns` has run: what it makes may be missing before.
+    What `compile_iter_fns` makes may be missing before it has run: before the class is ``compiled``.
     """
     found = [f"method {name}(): {use}" for name, use in METHODS.items() if not callable(getattr(model, name, None))]
     if isinstance(model, type) or not compiled:

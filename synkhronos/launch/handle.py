@@ -21,13 +21,7 @@ from synkhronos.rules import Rule
 
 
 class Run:
-    """A run in processes of its own.
-
-    Attributes
-    ----------
-    settings : Settings
-    folder : Path
-    """
+    """A run in processes of its own."""
 
     def __init__(self, rule: Rule, devices: Sequence[str] | str | None, modelfile: str, modelclass: str, **others: Any):
         asked = {

@@ -35,12 +35,8 @@ FAILURE, PROCESSES = "failure.txt", "processes.json"
 def main(folder: str, plan: dict[str, Any]) -> int:
     """Run what the folder's settings say; return the exit status.
 
-    Parameters
-    ----------
-    folder : str
-    plan : dict
-        Of the supervisor: its process, the pipes of this host's ranks, that of other hosts, each rank's cores, and all
-        cores.
+    ``plan`` is the supervisor's: its process, the pipes of this host's ranks, that of other hosts, each rank's cores,
+    and all cores.
     """
     end_with(plan["supervisor"], in_main_thread=True)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

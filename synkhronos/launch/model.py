@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,13 +35,6 @@ def _present(shared: Any) -> Any:
     """Return a variable's value, which later steps leave alone; of JAX it may not be there yet."""
     value = library_of(shared).get(shared)
     return value if JAX.holds(value) else device_of(value).to_host(value).copy()
-
-
-class _Share:
-    """How many batches a rank has."""
-
-    def __init__(self, n_batch_train: int, n_batch_val: int):
-        self.n_batch_train, self.n_batch_val = n_batch_train, n_batch_val
 
 
 class Model:
@@ -122,7 +115,7 @@ class Model:
             val_rows = share(n_val, self.size, self.rank)
             self._val = [array[val_rows] for array in self.val_data]
             n_batch_val = -(-len(range(n_val)[val_rows]) // self.batch_size)
-        self.data = _Share(rows // self.batch_size, n_batch_val)
+        self.data = SimpleNamespace(n_batch_train=rows // self.batch_size, n_batch_val=n_batch_val)
         self._at = -1
         self.build()
         self.trained = list(self.params)

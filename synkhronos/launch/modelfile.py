@@ -26,15 +26,8 @@ class ModelFileError(ValueError):
 def find(name: str, class_name: str, folders: Sequence[str]) -> tuple[str, str]:
     """Return the folder to put into `sys.path`, and the module's name.
 
-    Nothing is imported: the file is parsed, and looked at for the class' name.
-
-    Parameters
-    ----------
-    name : str
-        A path, ``models/mlp.py``, or a module, ``models.mlp``.
-    class_name : str
-    folders : list of str
-        Where to look; then `sys.path`.
+    Nothing is imported: the file is parsed, and looked at for the class' name.  ``name`` is a path, ``models/mlp.py``,
+    or a module, ``models.mlp``; it is looked for in the folders, then in `sys.path`.
 
     Raises
     ------

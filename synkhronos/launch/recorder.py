@@ -22,15 +22,7 @@ _WORDS = {"calc": "compute", "comm": "exchange", "sync": "wait", "wait": "load",
 class ClassRecorder:
     """Answers a class' calls.
 
-    Parameters
-    ----------
-    rank : int
-    recorder : Recorder, Records, or None
-        Where lines are written; None for nowhere.
-    every : int
-        Steps between two lines.
-    rows : int
-        Of a batch.
+    Every so many steps, of so many ``rows`` each, a line goes to ``recorder``; to nowhere if there is none.
 
     Examples
     --------

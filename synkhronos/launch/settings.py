@@ -127,12 +127,7 @@ KEYS = ("model", "ranks", *(each.name for each in dataclasses.fields(Settings)))
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a session file.
-
-    Parameters
-    ----------
-    path : path
-        ``.toml``, ``.json`` as a run's folder has it, or else KEY=VALUE lines.
+    """Read a session file: ``.toml``, ``.json`` as a run's folder has it, or else KEY=VALUE lines.
 
     Raises
     ------
@@ -265,11 +260,7 @@ def merged(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str] | None = None) -> Settings:
     """Return the settings that sources say together, the first before the others.
 
-    Parameters
-    ----------
-    sources : list of dict
-    beside : path, optional
-        A session file: a model file is looked for in its folder too.
+    A model file is looked for in the folder of the session file ``beside``, too.
 
     Raises
     ------

@@ -83,14 +83,7 @@ def _note(folder: Path, news: dict[str, Any]) -> None:
 
 
 class Supervisor:
-    """One run.
-
-    Parameters
-    ----------
-    settings : Settings
-    parent : int or None
-        A process with which this one ends.
-    """
+    """One run, which ends with the process ``parent``, if there is one."""
 
     def __init__(self, settings: Settings, parent: int | None = None):
         self.settings, self.parent = settings, parent

@@ -373,14 +373,8 @@ class Loader:
 class Feed:
     """A ring, as those see it who take rows from it by their places in an epoch: the trainer, or each rank.
 
-    It can be sent to the ranks as an argument of `synkhronos.run`; each calls `open` with its number.
-
-    Attributes
-    ----------
-    data : list
-        The ring's arrays: of Data objects, on a rank of LocalRows.
-    most : int
-        How many units may be taken at once.
+    It can be sent to the ranks as an argument of `synkhronos.run`; each calls `open` with its number.  There its
+    ``data`` are LocalRows.  At most ``most`` units may be taken at once.
     """
 
     def __init__(self, reader: _Reader, unit: int, plan: Plan, count: int):

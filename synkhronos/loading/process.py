@@ -68,14 +68,9 @@ class Task:
 
 
 def packed(task: Task) -> tuple[io.FileIO, int]:
-    """Return memory with a task in it, as an open file, and its size.
+    """Return memory with a task in it, as an open file, and its size; TypeError if it can't be pickled.
 
     Arrays are there once, and all loaders see them.
-
-    Raises
-    ------
-    TypeError
-        If something in it can't be pickled.
     """
     buffers: list[pickle.PickleBuffer] = []
     try:
@@ -115,16 +110,7 @@ def start(
 ) -> int:
     """Start a loader, and return its process.
 
-    Parameters
-    ----------
-    number : int
-    layout : Layout
-    task : tuple
-        What `packed` returns.
-    memory : list of FileIO
-        The ring's words, and its arrays.
-    end : socket
-        The other end of a pair.
+    ``task`` is what `packed` returns, ``memory`` the ring's words and its arrays, and ``end`` the other end of a pair.
     """
     files = [task[0].fileno(), end.fileno(), *(file.fileno() for file in memory)]
     in_main_thread = threading.current_thread() is threading.main_thread()

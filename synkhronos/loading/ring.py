@@ -141,16 +141,8 @@ class Layout(NamedTuple):
 class Ring:
     """The words of a ring, as each process sees them.
 
-    Parameters
-    ----------
-    layout : Layout
-    memory : ndarray of uint8
-    me : int
-        Which taker this is; or behind them all, which loader.
-    pids : list of int
-        The loaders' processes.
-    made : bool
-        Whether the semaphores are there already.
+    ``me`` says which taker this is; or behind them all, which loader.  ``pids`` are the loaders' processes.  Where
+    ``made`` the semaphores are there already.
     """
 
     def __init__(self, layout: Layout, memory: np.ndarray, me: int, pids: list[int], made: bool = True):
@@ -242,20 +234,9 @@ class Ring:
         return min(self._filled) >= self._word(unit + 1)
 
     def wait(self, unit: int, place: tuple[int, int], watch: Callable[[], None] | None = None) -> None:
-        """Return when a unit is filled.
+        """Return when a unit is filled; raise LoadError, with the ``place`` at which it begins, if it can't be.
 
-        Parameters
-        ----------
-        unit : int
-        place : tuple of int and int
-            Epoch and row at which it begins, for the error.
-        watch : callable, optional
-            What else to look at meanwhile.
-
-        Raises
-        ------
-        LoadError
-            If it can't be.
+        ``watch`` is called meanwhile.
         """
 
         def look() -> None:

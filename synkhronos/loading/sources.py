@@ -39,15 +39,8 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 class Rows:
     """Rows of arrays in files, those of each file behind those of the one before.
 
-    Files are opened when rows of theirs are asked for, in each process anew.
-
-    Parameters
-    ----------
-    paths : list of str
-    opened : callable
-        Returns the array in a file: ``opened(path, name)``, of whatever has ``shape``, ``dtype`` and rows.
-    name : str or None
-        The array's in each file.
+    Files are opened when rows of theirs are asked for, in each process anew: ``opened(path, name)`` returns the array
+    of a name in a file, whatever has ``shape``, ``dtype`` and rows.
     """
 
     def __init__(self, paths: Sequence[str], opened: Callable[[str, Any], Any], name: Any = None):
@@ -435,13 +428,7 @@ class Stream:
 
 
 def source_of(value: Any) -> Any:
-    """Return what a user passes, as what has ``len()`` and ``[row]``, a tuple of arrays; or as a `Stream`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If it is none.
-    """
+    """Return what a user passes, as what has ``len()`` and ``[row]``, a tuple of arrays; or as a `Stream`."""
     if isinstance(value, list | tuple):
         value = Arrays(value)
     elif isinstance(value, np.ndarray | Data | Rows):

@@ -173,20 +173,10 @@ class Control:
                 self._bells[rank].ring()
 
     def wait(self, me: int, ready: Callable[[], bool], reason: int, watch: Callable[[], None], poll: float) -> None:
-        """Return when ``ready()`` is true.
+        """Return when ``ready()`` is true: it looks at counters, is cheap, and stays true once it is.
 
-        Parameters
-        ----------
-        me : int
-            The rank that waits.
-        ready : callable
-            Looks at counters; cheap, and true for ever once true.
-        reason : int
-            What to write down while asleep.
-        watch : callable
-            Called every ``poll`` seconds; raises, or ends the process, when there is nobody to wait for.
-        poll : float
-            Seconds.
+        While rank ``me`` sleeps, ``reason`` is written down.  ``watch()`` is called every ``poll`` seconds; it raises,
+        or ends the process, when there is nobody to wait for.
         """
         if ready():
             return
@@ -249,18 +239,10 @@ class _Timespec(ctypes.Structure):
 
 
 class Bell:
-    """A semaphore in memory that processes share.
+    """A semaphore in memory that processes share, at some byte of it; perhaps another process has ``made`` it.
 
     One with a name, unlinked at once, would leave the name if the process were killed in between, and take a file
     descriptor or a place in /dev/shm.
-
-    Parameters
-    ----------
-    memory : mmap.mmap, or another writable buffer
-    at : int
-        Where in it.
-    made : bool
-        Whether it is there already.
     """
 
     def __init__(self, memory: Any, at: int, made: bool):

@@ -60,13 +60,7 @@ def how_far(words: Any, command: int) -> int | None:
 
 
 class Tally:
-    """What hosts have told each other of steps and failures.
-
-    Parameters
-    ----------
-    n_hosts, me : int
-        How many hosts there are, and which one this is.
-    """
+    """What hosts have told each other of steps and failures; ``me`` is this host."""
 
     def __init__(self, n_hosts: int, me: int):
         self._me = me
@@ -79,12 +73,8 @@ class Tally:
     def here(self, failed: int, step: int) -> tuple[bool, bool]:
         """Note how it is on this host, and return whether it says STEP, and whether behind that it says FAILED.
 
-        Parameters
-        ----------
-        failed : int
-            The last command that failed; has to be read before ``step``.
-        step : int
-            The last step to which all ranks of this host have come.
+        ``failed`` is the last command that failed, and has to be read before ``step``, the last to which all ranks of
+        this host have come.
         """
         says_step = step > self.steps[self._me] and step >> STEP_BITS > self.failed
         if says_step:

@@ -59,14 +59,10 @@ class Memory:
         The master's ends of the workers' socket pairs, by rank.
     run : callable
         Runs a command on all ranks.
-
-    Attributes
-    ----------
-    last_key : int
-        Of the segment that was made last.
     """
 
     def __init__(self, rank: Rank, channels: Mapping[int, socket], run: Callable[[Command], Any]):
+        #: Of the segment that was made last.
         self.last_key = self._last_part = 0
         self._rank = rank
         self._channels = channels
@@ -80,11 +76,7 @@ class Memory:
     def create(self, nbytes: int, in_command: bool = False) -> Segment:
         """Make shared memory that every rank finds under the returned segment's key from the next command on.
 
-        Parameters
-        ----------
-        nbytes : int
-        in_command : bool
-            Whether a command is being sent: then none can be run to make room.
+        While a command is being sent (``in_command``) none can be run to make room.
 
         Raises
         ------
@@ -115,15 +107,7 @@ class Memory:
     def open(self, path: str) -> Segment:
         """Map a file, which every rank finds under the returned segment's key from the next command on.
 
-        Parameters
-        ----------
-        path : str
-            The same file on every host.
-
-        Raises
-        ------
-        OSError
-            If there is no such file, or it may not be read.
+        It is the same file on every host.  OSError if there is none, or it may not be read.
         """
         self.notice_orphans()
         with undisturbed():

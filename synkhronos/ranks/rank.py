@@ -176,12 +176,7 @@ class Rank:
             self.at_finish.pop()()
 
     def barrier(self, look: Callable[[], None] | None = None) -> None:
-        """Return when every rank has come here.
-
-        Parameters
-        ----------
-        look : callable, optional
-            Called now and then while others are late; may raise.
+        """Return when every rank has come here; ``look()`` is called now and then while others are late, and may raise.
 
         Raises
         ------
@@ -219,14 +214,7 @@ class Rank:
         return now if closed is None and not self.spans_hosts else closed
 
     def leave(self, step: int, error: BaseException) -> bool:
-        """Leave a command in which this rank may have come to a step, and return whether all ranks have.
-
-        Parameters
-        ----------
-        step : int
-        error : BaseException
-            Why: `Cancelled`, or an error with which the command fails.
-        """
+        """Leave a command because of an error, `Cancelled` or its own; return whether all ranks have come to a step."""
         if not self.spans_hosts:
             return self._reached(step) if isinstance(error, Cancelled) else not self._withdraw(step)
         control, words, command = self.control, self.control.words, self._command
@@ -238,10 +226,7 @@ class Rank:
     def _withdraw(self, step: int) -> bool:
         """Take back that this rank has come to a step, if it has, unless all have: then others may be past it.
 
-        Returns
-        -------
-        bool
-            Whether no rank will find all the others there.
+        Return whether no rank will find all the others there.
         """
         if self._step < step:
             return True
@@ -305,10 +290,7 @@ class Rank:
     def gather(self, value: bytes) -> list[bytes] | None:
         """Show at most `ROOM` bytes to the master alone, without waiting for anyone.
 
-        Returns
-        -------
-        list of bytes, or None
-            In the master, every rank's bytes in rank order; elsewhere None.
+        Return every rank's bytes in rank order, in the master; elsewhere None.
         """
         step = self._open_slot(value)
         if not self.is_master:
@@ -332,13 +314,7 @@ class Rank:
                 _log.warning("a connection between ranks could not be given up: %s", error)
 
     def check(self) -> None:
-        """Raise if a peer has failed or died: for whoever waits for something else than a step.
-
-        Raises
-        ------
-        Cancelled
-            If a rank failed in this command.
-        """
+        """Raise if a peer has failed (`Cancelled`) or died: for whoever waits for something else than a step."""
         if self.control.words[Control.FAILED] == self._command:
             raise Cancelled
         self.watch()

@@ -143,13 +143,7 @@ class TaskMemory(NamedTuple):
 
 
 class Task:
-    """One rank's part in a task.
-
-    Parameters
-    ----------
-    rank : Rank
-    memory : TaskMemory
-    """
+    """One rank's part in a task."""
 
     def __init__(self, rank: Rank, memory: TaskMemory):
         self.rank = rank
@@ -174,13 +168,7 @@ class Task:
     # -- going on --------------------------------------------------------------------------------------------
 
     def progress(self) -> None:
-        """Say that this rank goes on, and hear whether the others do.
-
-        Raises
-        ------
-        Cancelled
-            If a rank failed.
-        """
+        """Say that this rank goes on, and hear whether the others do: `Cancelled` if one failed."""
         control = self.rank.control
         if control.words[control.FAILED] == self.rank.command:
             raise Cancelled
@@ -202,19 +190,12 @@ class Task:
     # -- all ranks together ----------------------------------------------------------------------------------
 
     def meet(self, word: str, what: Hashable = None) -> list[Any]:
-        """Wait until all ranks have come here, and return what each has brought.
-
-        Parameters
-        ----------
-        word : str
-            What this is called: the same on all ranks.
-        what : hashable and picklable
-            Small, and seldom new.
+        """Wait until all ranks have come here, and return what each has brought: something small, and seldom new.
 
         Raises
         ------
         RuntimeError
-            If another rank is elsewhere.
+            If another rank is elsewhere: at another ``word``.
         """
         with self._waiting(STEP, self.rank.coming_step, f"at {word}"):
             shown = self.rank.exchange_known((word, what))
@@ -386,13 +367,8 @@ class Task:
 class Bridge:
     """One host's end of the channels between its ranks and those of other hosts, and of its locks; its agent's.
 
-    Parameters
-    ----------
-    memory : TaskMemory
-    segment : Segment
-        This host's: its words and channels are those of its own ranks, and copies of what others have sent these.
-    here : range
-        The ranks of this host.
+    The segment is this host's: its words and channels are those of its own ranks, and copies of what others have
+    sent these.
     """
 
     def __init__(self, memory: TaskMemory, segment: Segment, here: range):

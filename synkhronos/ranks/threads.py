@@ -38,13 +38,8 @@ def available_cores() -> int:
 class ThreadShare:
     """One rank's share of the threads, so that all ranks together use about all cores.
 
-    Parameters
-    ----------
-    size : int
-        The number of ranks.
-    environment : bool
-        Whether to set the environment variables as well, for libraries that are loaded later.  Right for a worker,
-        whose environment is its own; the master's belongs to the user.
+    With ``environment`` the environment's variables are set as well, for libraries that are loaded later.  That is
+    right for a worker, whose environment is its own; the master's belongs to the user.
     """
 
     def __init__(self, size: int, environment: bool):

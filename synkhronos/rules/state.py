@@ -23,20 +23,9 @@ BLOCK = 1 << 20
 
 
 class Vector:
-    """Shared variables as one vector, in their order.
+    """Shared variables of floats as one vector, in their order, of the widest of their dtypes.
 
     It is where the variables are: a NumPy array, or a JAX array where they are JAX's.  GpuArrays come as NumPy arrays.
-
-    Parameters
-    ----------
-    shareds : list of shared variables
-        Of floats.
-
-    Attributes
-    ----------
-    size : int
-    dtype : dtype
-        The widest of the variables'.
     """
 
     def __init__(self, shareds: Sequence[Any]):

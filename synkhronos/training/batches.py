@@ -23,23 +23,7 @@ StepRows: TypeAlias = list[np.ndarray] | None
 def rows_of_ranks(batches: Sequence[Any], length: int, size: int) -> list[StepRows]:
     """Return the rows of steps on scattered data; of None where ranks would have different numbers of them.
 
-    Parameters
-    ----------
-    batches : sequence
-        Each as for ``batch``.
-    length : int
-        How many rows there are.
-    size : int
-        How many ranks.
-
-    Returns
-    -------
-    list of list of ndarray of int64, or of None
-
-    Raises
-    ------
-    TypeError, ValueError, IndexError
-        If there are no such rows; the message names the step.
+    Each of ``batches`` is as for ``batch``.  What is wrong with one is said by its number.
 
     Examples
     --------
@@ -58,21 +42,7 @@ def rows_of_ranks(batches: Sequence[Any], length: int, size: int) -> list[StepRo
 def sliceable_rows_of_ranks(batches_s: Sequence[Any], size: int) -> list[StepRows]:
     """Return the rows of steps on data that the ranks hold; None for slices, whose lengths only the ranks know.
 
-    Parameters
-    ----------
-    batches_s : sequence
-        Each as for ``batch_s``.
-    size : int
-        How many ranks.
-
-    Returns
-    -------
-    list of list of ndarray of int64, or of None
-
-    Raises
-    ------
-    TypeError, ValueError
-        For what are no indexes; the message names the step.
+    Each of ``batches_s`` is as for ``batch_s``.  What is wrong with one is said by its number.
 
     Examples
     --------
@@ -90,18 +60,9 @@ def sliceable_rows_of_ranks(batches_s: Sequence[Any], size: int) -> list[StepRow
 
 
 def runs(steps: Sequence[StepRows], most: int) -> Iterator[tuple[int, int]]:
-    """Cut steps into runs that one launch can take: of equally many rows on each rank, and not too many.
+    """Cut steps into runs that one launch can take: of equally many rows on each rank, and at most so many steps.
 
-    Parameters
-    ----------
-    steps : sequence
-        What the functions above return.
-    most : int
-        How many steps may be together.
-
-    Yields
-    ------
-    start, stop : int
+    Yields where each begins and ends.
 
     Examples
     --------

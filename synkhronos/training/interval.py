@@ -52,12 +52,7 @@ class Plan:
 class InOrder:
     """Rows by their places in an epoch's order, of data that are all there: what a loader's `Feed` is of others.
 
-    Parameters
-    ----------
-    data : list of Data
-        On a rank, of LocalRows.
-    order : Data
-        The rows' numbers.
+    ``order`` has the rows' numbers.  On a rank the data are LocalRows.
     """
 
     most = _MOST

@@ -20,6 +20,7 @@ A turn is::
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -49,21 +50,11 @@ class Turn(NamedTuple):
     end: int
 
 
-class Loop:
+class Loop(ABC):
     """Goes through rows, turn by turn.
 
-    Parameters
-    ----------
-    plan : Plan
-    source : InOrder or Feed
-        What rows are taken from.
-    meter : Meter
-    rows : int
-        The rows of a step.
-    is_master : bool
-        Whether to show a progress bar, if there is to be one.
-    rate : float
-        The learning rate that is set already.
+    A step has so many ``rows``.  The master shows a progress bar, if there is to be one, and ``rate`` is the learning
+    rate that is set already.
     """
 
     watch: Any = None  # what is called from time to time while rows are waited for
@@ -93,22 +84,23 @@ class Loop:
 
     # -- what is different -------------------------------------------------------------------------------------
 
+    @abstractmethod
     def turns(self) -> Iterator[Turn]:
         """Yield the batches of each turn, as many as one launch can take."""
-        raise NotImplementedError
 
+    @abstractmethod
     def put_rate(self, rate: float) -> None:
         """Set the learning rate's variable."""
-        raise NotImplementedError
 
+    @abstractmethod
     def launch(self, rows: list[Any]) -> list[Any]:
         """Take a step on each of some batches; return the losses, which may be read later."""
-        raise NotImplementedError
 
+    @abstractmethod
     def launched(self, places: list[tuple[int, int]], steps: int) -> None:
         """Let the loaders have the memory of rows that have been read, after a launch of so many steps."""
-        raise NotImplementedError
 
+    @abstractmethod
     def exchange(self, steps: int) -> None:
         """Count steps, and exchange parameters if it is time."""
 
@@ -158,18 +150,8 @@ class Loop:
 class TogetherLoop(Loop):
     """Steps of all ranks at once, in the master: as many in one launch as have the same learning rate.
 
-    Parameters
-    ----------
-    plan : Plan
-    source : InOrder or Feed
-    meter : Meter
-    rows : int
-        Of a step, of all ranks together.
-    model : Model
-    step : TrainFunction
-    learning_rate : shared variable
-    rate : float
-        Its value on all ranks; less than 0 if that is not known.
+    ``rows`` are those of all ranks together; ``rate`` is the value of ``learning_rate`` on all ranks, less than 0 if
+    that is not known.
     """
 
     def __init__(
@@ -215,23 +197,15 @@ class TogetherLoop(Loop):
         self.meter.read_losses()
         self.let_go(places)
 
+    def exchange(self, steps: int) -> None:
+        """Each step has exchanged gradients."""
+
 
 class RankLoop(Loop):
     """A rank's own steps, and exchanges between them.
 
-    Parameters
-    ----------
-    worker : Worker
-    plan : Plan
-    rule : Rule
-    state : State
-    step : LocalFunction
-        Takes a step on some rows, and returns the loss.
-    rate : shared variable
-        The learning rate.
-    source : InOrder or Feed
-    taken : LocalRows
-        How many batches each pool's ranks have taken, where each takes them as it comes for them.
+    ``step`` takes a step on some rows, and returns the loss; ``rate`` is the learning rate's variable.  ``taken`` says
+    how many batches each pool's ranks have taken, where each takes them as it comes for them.
     """
 
     def __init__(
@@ -345,23 +319,8 @@ def train(
 ) -> Outcome:
     """Train on rows between two places of an epoch's order; afterwards the parameters are those to be validated.
 
-    Parameters
-    ----------
-    worker : Worker
-    plan : Plan
-    rule : Rule
-    step : LocalFunction
-        Takes a step on some rows, and returns the loss.
-    rate : shared variable
-        The learning rate.
-    variables : pair of lists of shared variables
-        The parameters that are exchanged, and the optimizer's.
-    source : InOrder or Feed
-        What rows are taken from.
-    taken : LocalRows
-        How many batches each pool's ranks have taken, where each takes them as it comes for them.
-    shared : dict of str to LocalRows
-        The rule's memory.
+    ``variables`` are the parameters that are exchanged, and the optimizer's; ``shared`` is the rule's memory.  All else
+    is as for `RankLoop`.
     """
     kept = worker.kept(plan.name)
     state: State | None = kept.get("state")

@@ -35,20 +35,10 @@ class Outcome(NamedTuple):
 
 
 class timed:  # noqa: N801 - used as a function
-    """Add the time of a block to what was spent on something; waiting for other ranks counts as ``wait``.
+    """Add the time of a block to ``seconds`` of a name; waiting for other ranks counts as ``wait``.
 
-    Parameters
-    ----------
-    seconds : dict of str to float
-    name : str
-        On what the time is spent.
-    waited : callable
-        Returns how long this rank has waited for others so far.
-
-    Attributes
-    ----------
-    spent : float
-        The block's seconds without waiting, behind it.
+    ``waited`` returns how long this rank has waited for others so far.  Behind the block ``spent`` has its seconds
+    without waiting.
     """
 
     def __init__(self, seconds: dict[str, float], name: str, waited: Callable[[], float]):
@@ -70,18 +60,8 @@ class timed:  # noqa: N801 - used as a function
 class Meter:
     """Counts a rank's time, rows and losses, and writes lines.
 
-    Parameters
-    ----------
-    rank : int
-    plan : Plan
-    read : callable
-        Returns losses on the host.
-    step : int
-        The rank's steps so far.
-    kinds : set
-        Of the launches so far: how many steps, of how many rows.
-    waited : callable
-        Returns the seconds for which the rank has waited for others.
+    ``read`` returns losses on the host, ``step`` is the number of the rank's steps so far, ``kinds`` are those of its
+    launches (how many steps, of how many rows), and ``waited`` returns the seconds for which it has waited for others.
     """
 
     def __init__(

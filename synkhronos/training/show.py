@@ -34,13 +34,7 @@ _COLUMNS += ["compute", "exchange", "wait", "load"]
 
 
 def main(arguments: list[str]) -> None:
-    """Read the runs that the arguments name, and write a picture, a table, or both.
-
-    Parameters
-    ----------
-    arguments : list of str
-        Those of the command line behind ``show``.
-    """
+    """Read the runs that the arguments behind ``show`` name, and write a picture, a table, or both."""
     parser = argparse.ArgumentParser(prog="python -m synkhronos show", description="Draw what recorders have written.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a recorder's folder")
     parser.add_argument("--picture", metavar="FILE", help="where to draw; by default show.png in the first folder")
