@@ -8,6 +8,7 @@ import textwrap
 import threading
 import time
 import types
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from library import NAME
 import synkhronos as synk
 from synkhronos import devices, ranks
 from synkhronos.devices import HOST, JAX, PYGPU, cuda
+from synkhronos.devices.cuda.group import NcclGroup
 from synkhronos.devices.cuda.nccl import NcclCommunicator
 from synkhronos.devices.cuda.staging import Staging, _Pinned
 from synkhronos.devices.jax.foreign import Span
@@ -624,8 +626,74 @@ def test_a_connection_that_comes_too_late_is_not_taken(connected, monkeypatch):
     monkeypatch.setitem(sys.modules, "nccl.core", core)
     errors = []
     gpu.scratch = lambda nbytes: 64
+    communicator._connection.members = (0, 1)
     communicator._connection._connect(communicator._connection._attempt, b"id", errors)
     assert (errors, late.aborted, communicator._connection._comm) == ([], 1, None)
+
+
+def grouped(communicator, gpu):
+    """Connect a group beside all ranks; return it, and a list of what is given up from now on."""
+    group, told = NcclGroup(communicator), []
+
+    def abort(name):
+        told.append(name)
+        gpu.state = DONE
+
+    for each, name in ((communicator, "all"), (group, "group")):
+        connection = each._connection
+        connection._comm, connection._handle = types.SimpleNamespace(abort=partial(abort, name)), 1
+        connection.epoch, connection.members = 1, (0, 1)
+    gpu.command = 5
+    return group, told
+
+
+def test_what_a_group_does_waits_for_what_is_under_way_and_is_waited_for(connected):
+    communicator, gpu = connected()
+    group, told = grouped(communicator, gpu)
+    start(communicator, gpu)
+    states = []
+
+    def send(*arguments):
+        states.append(gpu.state)
+        gpu.state = NOT_READY
+        threading.Timer(0.1, setattr, (gpu, "state", DONE)).start()
+
+    gpu.send = send
+    threading.Timer(0.1, setattr, (gpu, "state", DONE)).start()
+    group.send(np.ones(3, "float32"), 1)
+    assert states == [DONE] and gpu.state == DONE and told == []
+
+
+def test_what_waits_for_a_peer_is_given_up_before_other_connections(connected):
+    # To give up one that is idle frees memory, for which CUDA would wait until the other is done.
+    communicator, gpu = connected()
+    group, told = grouped(communicator, gpu)
+    start(communicator, gpu)
+    communicator._guard.end()
+    assert told == ["all", "group"]
+    group, told = grouped(communicator, gpu)
+    gpu.is_dead = True
+    with pytest.raises(synk.WorkerError, match="a peer has died"):
+        group.all_reduce(np.ones(3, "float32"), "sum")
+    assert told == ["group"] and communicator.epoch == 1
+    communicator._guard.end()
+    assert told == ["group", "all"]
+
+
+def test_what_a_group_does_is_nothing_to_rely_on_once_it_was_given_up(connected):
+    communicator, gpu = connected()
+    group, told = grouped(communicator, gpu)
+    threading.Timer(0.1, communicator._guard.abort).start()  # as the guard's thread does
+    with pytest.raises(RuntimeError, match="given up"):
+        group.all_reduce(np.ones(3, "float32"), "sum")
+    assert told == ["group"]
+
+
+def test_after_a_failure_groups_part_and_all_ranks_need_not(connected):
+    communicator, gpu = connected()
+    group, told = grouped(communicator, gpu)
+    gpu.under_way[0].give_up(5)
+    assert told == ["group"] and (communicator.epoch, group.epoch) == (1, 0)
 
 
 # -- page-locked memory ------------------------------------------------------------------------------------------

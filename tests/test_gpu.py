@@ -598,6 +598,225 @@ def test_after_an_exception_before_a_collective_all_goes_on(fork):
     check_works()
 
 
+# -- some ranks ------------------------------------------------------------------------------------------------
+
+
+def is_there(value, expected):
+    """Whether a value is an array on the GPU, with these items."""
+    return bool(ARRAYS.holds(value)) and np.array_equal(np.asarray(value), expected)
+
+
+def in_groups(worker, members, dtype):
+    """Combine arrays in a group, each other rank in one of its own; return what went wrong."""
+    mine = members if worker.number in members else [worker.number]
+    group = worker.group(mine)
+    values = {r: (np.arange(1000) % 5 + r).astype(dtype) for r in mine}
+    array, wrong = ARRAYS.from_host(values[worker.number]), []
+    for op, combine in (("sum", np.add), ("max", np.maximum), ("prod", np.multiply)):
+        result, expected = group.all_reduce(array, op), combine.reduce(list(values.values()), dtype=dtype)
+        if dtype == "int16":  # NCCL doesn't know it: through host memory
+            wrong += [] if isinstance(result, np.ndarray) and np.array_equal(result, expected) else [op]
+        elif not is_there(result, expected):
+            wrong.append(op)
+    if not is_there(array, values[worker.number]):
+        wrong.append("what was given is another array now")
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64", "int16"])
+@pytest.mark.parametrize("members", [[0, 1], [1, 0], [1], [2, 0], [3, 1, 0]])
+def test_groups_combine_arrays_where_they_are(fork, members, dtype):
+    n = max(2, max(members) + 1)
+    fork(n)
+    assert synk.run(in_groups, members, dtype) == [[]] * n
+
+
+def as_pairs(worker, n, dtype):
+    """Send arrays around, with other messages and collectives between them; return what went wrong."""
+    to, source = (worker.number + 1) % worker.size, (worker.number - 1) % worker.size
+    mine, its = ((np.arange(n) % 100 + r).astype(dtype) for r in (worker.number, source))
+    array, wrong = ARRAYS.from_host(mine), []
+    for turn in range(2):
+        worker.send(turn, to)
+        if worker.number == 0:
+            worker.send(array, to)
+        if worker.receive(source) != turn or not is_there(worker.receive(source), its):
+            wrong.append(turn)
+        if worker.number:
+            worker.send(array, to)
+        worker.all_reduce(array, "sum")
+    if not is_there(array, mine):
+        wrong.append("what was sent is another array now")
+    return wrong
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("n", "dtype"), [pytest.param(10, "float32", marks=of_jax), (100_000, "float32"), (1 << 22, "float64")]
+)
+def test_arrays_go_from_gpu_to_gpu(fork, n_ranks, n, dtype):
+    fork(n_ranks)
+    assert synk.run(as_pairs, n, dtype) == [[]] * n_ranks
+
+
+def every_dtype(worker):
+    """Send an array of each dtype to the other rank, and back; return what came on rank 0."""
+    came = []
+    for dtype in ("int8", "uint32", "int64", "float16", "float32", "bfloat16"):
+        array = worker.receive(0) if worker.number else ARRAYS.array(np.arange(200_000) % 100).astype(dtype)
+        worker.send(array, 1 - worker.number)
+        if worker.number == 0:
+            back = worker.receive(1)
+            came.append((str(back.dtype), back.shape, is_there(back, np.asarray(array))))
+    return came
+
+
+@of_jax
+def test_arrays_of_every_dtype_go_from_gpu_to_gpu(fork):
+    fork(2)
+    came = synk.run(every_dtype)[0]
+    assert [dtype for dtype, *_ in came] == ["int8", "uint32", "int64", "float16", "float32", "bfloat16"]
+    assert all(each[1:] == ((200_000,), True) for each in came)
+
+
+def both_send(worker):
+    worker.send(ARRAYS.from_host(np.ones(1 << 20, "float32")), 1 - worker.number)
+    return worker.receive(1 - worker.number)
+
+
+def test_ranks_that_both_send_before_they_receive_are_told(fork):
+    fork(2)
+    with pytest.raises(
+        (RuntimeError, synk.WorkerError),
+        match="rank 0 waits until rank 1 receives a message, rank 1 waits until rank 0 receives a message",
+    ):
+        synk.run(both_send)
+    assert synk.run(as_pairs, 100_000, "float32") == [[]] * 2
+
+
+def stray(worker, deed, place, culprit):
+    """Meet in a group and as a pair; then again, and one rank comes to NCCL and does something else there."""
+    group, array = worker.group([0, 1]), ARRAYS.from_host(np.ones(1 << 20, "float32"))
+
+    def meet(where):
+        if where == "group":
+            group.all_reduce(array, "sum")
+        elif (where == "send") == (worker.number == culprit):
+            worker.send(array, 1 - worker.number)
+        else:
+            worker.receive(1 - worker.number)
+
+    def leave(*_):
+        time.sleep(0.2)  # the other is inside by now
+        while deed == "wait":
+            worker.progress()
+        DEEDS[deed]()
+
+    for where in ("group", "send", "receive"):
+        meet(where)
+    if worker.number == culprit:
+        over_nccl = ARRAYS.group(worker._rank, (0, 1))
+        over_nccl.all_reduce = over_nccl.send = over_nccl.receive = leave
+    elif deed == "wait":
+        threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    try:
+        meet(place)
+    finally:
+        if worker.number == culprit:
+            del over_nccl.all_reduce, over_nccl.send, over_nccl.receive
+
+
+def check_groups_work():
+    check_works()
+    assert synk.run(in_groups, [0, 1], "float32") == [[]] * 2
+    assert synk.run(as_pairs, 100_000, "float32") == [[]] * 2
+
+
+PLACES = ["group", "send", "receive"]
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("place", PLACES)
+def test_after_an_exception_among_some_ranks_they_connect_anew(fork, place, culprit):
+    fork(2)
+    check_groups_work()
+    start = time.monotonic()
+    with pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
+        synk.run(stray, "raise", place, culprit)
+    assert time.monotonic() - start < DEATH
+    check_groups_work()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_interrupt_ends_what_some_ranks_do(fork, place):
+    fork(2)
+    check_groups_work()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        synk.run(stray, "wait", place, 1)
+    assert time.monotonic() - start < DEATH
+    check_groups_work()
+
+
+@pytest.mark.new_ranks
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_dies_among_some_is_noticed_soon(fork, place):
+    fork(2)
+    check_groups_work()
+    start = time.monotonic()
+    with pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
+        synk.run(stray, "SIGKILL", place, 1)
+    assert time.monotonic() - start < DEATH
+    fork(2)
+    check_groups_work()
+
+
+def aside(worker, deed):
+    """Combine in a group, without end, while a rank that is none of it does something else."""
+    if worker.number == 2:
+        time.sleep(0.5)
+        DEEDS[deed]()
+    group, array = worker.group([0, 1]), ARRAYS.from_host(np.ones(1 << 20, "float32"))
+    while True:
+        group.all_reduce(array)
+
+
+@pytest.mark.new_ranks
+@pytest.mark.parametrize("deed", ["raise", "SIGKILL"])
+def test_a_group_hears_of_what_befalls_the_others(fork, deed):
+    fork(3)
+    assert synk.run(in_groups, [0, 1], "float32") == [[]] * 3
+    start = time.monotonic()
+    with pytest.raises(synk.WorkerError, match="the sum is odd|killed by SIGKILL"):
+        synk.run(aside, deed)
+    assert time.monotonic() - start < DEATH
+    if deed == "raise":
+        assert synk.run(in_groups, [0, 1], "float32") == [[]] * 3
+
+
+def forgets(worker, who):
+    """Give up the pair's connection on one rank; then the first one sends."""
+    if worker.number == who:
+        ARRAYS.group(worker._rank, (0, 1))._connection.abort()
+    array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
+    if worker.number == 0:
+        worker.send(array, 1)
+    else:
+        return is_there(worker.receive(0), np.ones(1 << 20))
+
+
+def test_a_pair_that_one_rank_has_left_connects_anew(fork):
+    fork(2)
+    assert synk.run(as_pairs, 100_000, "float32") == [[]] * 2
+    assert synk.run(forgets, 0) == [None, True]
+    with pytest.raises(synk.WorkerError, match="rank 1 has given up the connection of its GPU with that of rank 0"):
+        synk.run(forgets, 1)
+    assert synk.run(forgets, None) == [None, True]
+    with pytest.raises(synk.WorkerError, match="the sum is odd"):  # whatever fails, all groups part
+        ranks.session().run(Fail())
+    assert synk.run(forgets, None) == [None, True]
+
+
 class Sabotage:
     """A command: the next launch on one rank does something else."""
 

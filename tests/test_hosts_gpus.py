@@ -32,10 +32,10 @@ def run(hosts, *program, status=0, **variables):
 
 @needs_mpi
 @of_jax
-@pytest.mark.parametrize("program", ["train", "collectives"])
+@pytest.mark.parametrize("program", ["train", "collectives", "groups"])
 def test_the_same_as_on_one_host(program):
     expected = run(["a:2"], PROGRAMS, program)
-    assert len(expected) == (1 if program == "train" else 12)
+    assert len(expected) == {"train": 1, "collectives": 12, "groups": 2}[program]
     assert run(["a:1", "b:1"], PROGRAMS, program) == expected
 
 

@@ -77,7 +77,8 @@ class Connection:
 def fresh_guard(rank):
     """Make a guard without its thread and without a GPU: `give_up` needs neither."""
     guard = object.__new__(Guard)
-    guard._rank, guard._connection = rank, Connection()
+    guard._rank, guard.in_use = rank, Connection()
+    guard.connections = [guard.in_use]
     guard.forget()
     return guard
 
@@ -115,7 +116,7 @@ class World:
         return (
             tuple(m.state() for m in self.memories),
             tuple((r._command, r._step, r._left_word) for r in self.ranks),
-            tuple((g._under_way, g._exposed, g._meeting, g._connection.epoch) for g in self.guards),
+            tuple((g._under_way, g._exposed, g._meeting, g.in_use.epoch) for g in self.guards),
             tuple((tuple(t.steps), tuple(map(tuple, t.failures)), t.failed) for t in self.tallies),
             tuple(self.pcs),
             tuple(self.inits),
@@ -134,7 +135,7 @@ class World:
             rank._command, rank._step, rank._left_word = of_rank
         for guard, (under_way, exposed, meeting, epoch) in zip(self.guards, guards, strict=True):
             guard._under_way, guard._exposed, guard._meeting = under_way, exposed, meeting
-            guard._connection.epoch = epoch
+            guard.in_use.epoch = epoch
         for tally, (steps, failures, tally.failed) in zip(self.tallies, tallies, strict=True):
             tally.steps, tally.failures = list(steps), [deque(each) for each in failures]
         self.pcs, self.inits, self.started = list(pcs), list(inits), list(started)
@@ -191,9 +192,9 @@ class World:
                 if not all(self.inits):  # NCCL waits for all
                     rank.check()
                     raise Blocked
-                guard._connection.epoch = 1
+                guard.in_use.epoch = 1
             elif pc == START:
-                if not guard._connection.epoch:  # given up since
+                if not guard.in_use.epoch:  # given up since
                     raise ArithmeticError
                 guard._under_way = guard._exposed = FIRST
                 self.started[r] = 1
@@ -227,7 +228,7 @@ class World:
     def out(self, r, error):
         """A rank leaves the first command by an error: of the connection first, then of the command."""
         if self.pcs[r] < START:
-            self.guards[r]._connection.abort()
+            self.guards[r].in_use.abort()
         self.pcs[r] = LEFT if isinstance(error, Cancelled) else FAILED
         if self.pcs[r] == FAILED and not (self.in_meeting(r) and not self.ranks[r].spans_hosts):
             self.ranks[r].fail()
@@ -280,9 +281,9 @@ class World:
         rank, guard = self.ranks[r], self.guards[r]
         if not (guard._under_way and rank.has_failed(guard._under_way)):
             raise Blocked
-        before = guard._under_way, guard._connection.epoch
+        before = guard._under_way, guard.in_use.epoch
         guard.give_up(guard._under_way)
-        if before == (guard._under_way, guard._connection.epoch):
+        if before == (guard._under_way, guard.in_use.epoch):
             raise Blocked
 
     def agent_looks(self, h):
@@ -344,7 +345,7 @@ class World:
     def check(self, is_last):
         """Check one state; the last ones are those in which nothing can happen any more."""
         failed = any(memory.words[Control.FAILED] == FIRST for memory in self.memories)
-        epochs = [guard._connection.epoch for guard in self.guards]
+        epochs = [guard.in_use.epoch for guard in self.guards]
         if not is_last:
             return
         if self.dead:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -120,6 +120,9 @@ class Device(Protocol):
 
     def communicates(self, dtype: np.dtype) -> bool:
         """Whether it combines arrays of this dtype; if not, they go through host memory."""
+
+    def group(self, rank: Rank, members: Iterable[int]) -> Any:
+        """Return what combines and sends arrays among some ranks (`cuda.group`); None: they go through host memory."""
 
     def combines_within(self, dtype: np.dtype) -> bool:
         """Whether the communicator has `all_reduce_within`, for launches that combine arrays of this dtype."""

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,9 @@ class Host:
     def communicates(self, dtype: np.dtype) -> bool:
         """Whether ranks can combine arrays of a dtype: of any."""
         return True
+
+    def group(self, rank: Rank, members: Iterable[int]) -> None:
+        """Among some ranks they go as messages."""
 
     def combines_within(self, dtype: np.dtype) -> bool:
         """Whether the communicator combines arrays in the middle of a launch: there are none."""

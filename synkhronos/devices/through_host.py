@@ -10,7 +10,7 @@ that is written saves a way through the host.  `synkhronos.devices.Device` says 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,9 @@ class ThroughHost:
     def communicates(self, dtype: np.dtype) -> bool:
         """Whether ranks combine these arrays without the host: a communicator has to be written for that."""
         return False
+
+    def group(self, rank: Rank, members: Iterable[int]) -> None:
+        """Nothing of its own combines arrays of some ranks."""
 
     def combines_within(self, dtype: np.dtype) -> bool:
         """Whether they do so in the middle of a launch."""

@@ -54,7 +54,7 @@ _WORD = 8
 _LINE = 64
 
 #: What a rank waits for.
-NOTHING, STEP, MESSAGE, ROOM, LOCK = range(5)
+NOTHING, STEP, MESSAGE, ROOM, TAKEN, LOCK = range(6)
 #: What a rank asks of a lock on another host.
 TAKE, READ, WRITE, GIVE = range(4)
 
@@ -240,6 +240,14 @@ class Task:
         sent[number] += 1
         self._tell(to)
 
+    def wait_until_received(self, to: int, what: str) -> None:
+        """Wait until a rank has received all that this one has sent to it."""
+        sent, received = self._sent, self._received
+        number = self.rank.number * self.memory.size + to
+        if received[number] < sent[number]:
+            said = f"until rank {to} receives {what}"
+            self._wait(TAKEN, number, said, lambda: received[number] >= sent[number])
+
     def receive(self, source: int, what: str, into: memoryview | None = None) -> bytes:
         """Receive what a rank has sent at once: returned, or written where the caller says."""
         me, sent, received = self.rank.number, self._sent, self._received
@@ -361,6 +369,8 @@ class Task:
             return self._sent[until] > self._received[until]
         if kind == ROOM:
             return self._sent[until] - self._received[until] < _HALVES
+        if kind == TAKEN:
+            return self._sent[until] == self._received[until]
         return kind != LOCK or not self._owners[until]
 
 

@@ -113,9 +113,7 @@ class Worker:
         ndarray, or array of a GPU
         """
         op_word(op)
-        home: Device = self._rank.device
-        if home is HOST or not home.holds(array) or not home.communicates(array.dtype) or REDUCTIONS[op].nccl is None:
-            home = HOST
+        home = _home(self._rank, array, op)
         value = array
         if home is HOST:
             host = device_of(array).to_host(array)
@@ -129,7 +127,7 @@ class Worker:
         communicator = home.communicator(self._rank)
         if home is not HOST:
             communicator.connect(self._rank.exchange_known(communicator.epoch))
-            value = home.writable(value, is_referenced=not overwrite)
+            value = home.writable(value, is_referenced=False) if overwrite else _copied(home, value)
         value = home.written(value, communicator.all_reduce(value, op))
         communicator.meet()
         return value
@@ -144,9 +142,18 @@ class Worker:
         """Send a picklable value, or an array, to another rank.
 
         Returns when it is on its way; of what takes more than about a hundred kilobytes, when the other rank has taken
-        the rest.  Values that one rank sends to another come in order.
+        the rest.  Values that one rank sends to another come in order.  Arrays of GPUs that take so much go from GPU to
+        GPU, over NCCL.
         """
         self._check_peer(to, "to")
+        home = _home(self._rank, value)
+        if home is not HOST and value.nbytes > self._task.part:
+            pair = home.group(self._rank, (self.number, to))
+            if pair is not None:
+                array = home.contiguous(value)
+                home.wait([array])
+                self._send_between_gpus(pair, array, to)
+                return
         head, body = _packed(value, self._task.part)
         self._task.send(to, head, "a message")
         for at in range(0, len(body), self._task.part):
@@ -158,6 +165,8 @@ class Worker:
         value, kind = pickle.loads(self._task.receive(source, "a message"))
         if kind is None:
             return value
+        if kind == "gpu":
+            return self._receive_between_gpus(source, *value)
         if kind == "pickle":
             room = np.empty(value, np.uint8)
         else:
@@ -166,6 +175,34 @@ class Worker:
         for at in range(0, len(view), self._task.part):
             self._task.receive(source, "a message", view[at : at + self._task.part])
         return pickle.loads(room.data) if kind == "pickle" else room
+
+    def _send_between_gpus(self, pair: Any, array: Any, to: int) -> None:
+        """Send an array over NCCL: both ranks call it once the other one has received the message's head."""
+
+        def show(how_to_connect: Any = None) -> list[Any]:
+            head = (array.shape, np.dtype(array.dtype), pair.epoch, how_to_connect), "gpu"
+            self._task.send(to, pickle.dumps(head, pickle.HIGHEST_PROTOCOL), "a message")
+            self._task.wait_until_received(to, "a message")
+            return [how_to_connect]
+
+        if pair.epoch:
+            show()
+        else:
+            pair.join((self.number, to), [0], show)
+        pair.send(array, to)
+
+    def _receive_between_gpus(
+        self, source: int, shape: tuple[int, ...], dtype: np.dtype, epoch: int, how_to_connect: Any
+    ) -> Any:
+        home: Device = self._rank.device
+        pair = home.group(self._rank, (source, self.number))
+        if how_to_connect is not None:
+            pair.join((source, self.number), [0], lambda _: [how_to_connect])
+        elif epoch != pair.epoch:
+            raise RuntimeError(f"rank {self.number} has given up the connection of its GPU with that of rank {source}")
+        array = home.empty(shape, dtype)
+        pair.receive(array, source)
+        return home.written(array, is_there=True)
 
     def _check_peer(self, peer: int, name: str) -> None:
         integer(peer, name, "a rank")
@@ -225,7 +262,8 @@ class Worker:
 class Group:
     """What some of the ranks do together; made by `Worker.group`.
 
-    Arrays pass through host memory.
+    Arrays of GPUs are combined by NCCL, which connects the members the first time: that takes a second or two.  Others
+    pass through host memory.
 
     Attributes
     ----------
@@ -243,7 +281,7 @@ class Group:
             raise ValueError(f"ranks: expected rank {worker.number}, which makes the group, among them, got {members}")
         self.ranks = members
         self.number, self.size = members.index(worker.number), len(members)
-        self._task = task
+        self._rank, self._task = worker._rank, task
         self._others = [r for r in members if r != worker.number]
 
     def barrier(self, name: str) -> None:
@@ -254,14 +292,22 @@ class Group:
         """Show a small picklable value to all members, and return theirs, in the group's order."""
         return self._meet("exchange()", value)
 
-    def all_reduce(self, array: Any, op: str = "avg") -> np.ndarray:
+    def all_reduce(self, array: Any, op: str = "avg") -> Any:
         """Return the reduction of all members' arrays, the same on each of them; as `Worker.all_reduce`."""
         op_word(op)
-        result = np.array(array, order="C")
-        kind = result.shape, result.dtype.name, op
-        shown = self._meet("all_reduce()", kind)
-        if any(each != kind for each in shown):
-            self._task.refuse(f"all_reduce: expected the same shape, dtype and op, got {shown}", self.ranks[0])
+        home = _home(self._rank, array, op)
+        gpus = home.group(self._rank, self.ranks)
+        result = np.array(array, order="C") if gpus is None else _copied(home, array)
+        kind = tuple(result.shape), np.dtype(result.dtype).name, op, (HOST if gpus is None else home).name
+        shown = self._meet("all_reduce()", (kind, 0 if gpus is None else gpus.epoch))
+        kinds = [each for each, _ in shown]
+        if any(each != kind for each in kinds):
+            self._task.refuse(f"all_reduce: expected the same shape, dtype and op, got {kinds}", self.ranks[0])
+        if gpus is not None:
+            if self.size > 1:
+                gpus.join(self.ranks, [epoch for _, epoch in shown], self.exchange)
+                return home.written(result, gpus.all_reduce(result, op))
+            return result
         flat = result.reshape(-1)
         each = max(1, self._task.part // flat.dtype.itemsize)
         for at in range(0, flat.size, each * self.size):
@@ -310,6 +356,20 @@ class Group:
             places = ", ".join(f"rank {r} is at {other}" for r, (other, _) in zip(self.ranks, shown, strict=True))
             self._task.refuse(f"the ranks wait for each other in different places: {places}", self.ranks[0])
         return [each for _, each in shown]
+
+
+def _home(rank: Rank, value: Any, op: str = "sum") -> Device:
+    """Return the device whose ranks combine or send an array among themselves: that of GPUs, or else the host."""
+    device: Device = rank.device
+    if device is HOST or not device.holds(value) or not device.communicates(value.dtype):
+        return HOST
+    return HOST if REDUCTIONS[op].nccl is None else device
+
+
+def _copied(home: Device, array: Any) -> Any:
+    """Return a copy of a GPU's array."""
+    copy = home.writable(array, is_referenced=True)
+    return array.copy() if copy is array else copy
 
 
 def _bytes(array: np.ndarray) -> memoryview:

@@ -1,11 +1,16 @@
-"""Commands for `programs`, which workers of other hosts can import.
+"""Commands and programs for `programs`, which workers of other hosts can import.
 
 `InCollective`
     Something goes wrong in a collective on GPUs, or just behind it.
 `Reduced`
     An all_reduce of arrays on GPUs, of whatever kind.
+`in_groups`
+    Combines arrays of some ranks, and sends them between two.
+`digest`
+    Of arrays.
 """
 
+import hashlib
 import os
 import signal
 import time
@@ -58,3 +63,28 @@ class Reduced:
         communicator.meet()
         found = device.to_host(array)
         return rank.exchange((float(found[1]), float(found[-1])))
+
+
+def in_groups(worker):
+    """Do so as one of the ranks; return digests."""
+    device, n = worker._rank.device, worker.size
+    array = device.from_host(np.random.default_rng(worker.number).integers(-9, 9, 50_000).astype("float32"))
+    results = []
+    for members in ([0, n - 1], [n - 1, *range(n - 1)]):
+        if worker.number in members:
+            result = worker.group(members).all_reduce(array, "sum")
+            assert device.holds(result)
+            results.append(digest(result))
+    for source, to in ((0, n - 1), (n - 1, 0)):
+        if worker.number == source:
+            worker.send(array, to)
+        elif worker.number == to:
+            result = worker.receive(source)
+            assert device.holds(result)
+            results.append(digest(result))
+    return results
+
+
+def digest(*arrays):
+    """Return a digest of arrays."""
+    return hashlib.blake2b(b"".join(np.asarray(a).tobytes() for a in arrays), digest_size=8).hexdigest()

@@ -3,13 +3,12 @@
 GPUs may be pretended or real: nothing here knows.
 """
 
-import hashlib
 import os
 import sys
 import time
 
 import numpy as np
-from commands import InCollective, Reduced
+from commands import InCollective, Reduced, digest, in_groups
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -22,11 +21,6 @@ def fork():
     if len(HOSTS) == 1:
         return synk.fork(int(HOSTS[0].partition(":")[2]), use_gpu=True)
     return synk.fork(hosts=HOSTS, use_gpu=True)
-
-
-def digest(*arrays):
-    """Return a digest of arrays."""
-    return hashlib.blake2b(b"".join(np.asarray(a).tobytes() for a in arrays), digest_size=8).hexdigest()
 
 
 def train():
@@ -78,6 +72,14 @@ def collectives():
         np.testing.assert_array_equal(synk.gather(s), [values[-1]] * n)
         synk.all_gather(s)
         assert synk.get_shapes(s) == [(1001 * n,)] * n
+    synk.close()
+
+
+def groups():
+    """Combine arrays of some ranks, and send them between two; print digests of the results."""
+    fork()
+    for results in synk.run(in_groups):
+        print(*results)
     synk.close()
 
 

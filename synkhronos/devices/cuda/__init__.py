@@ -11,8 +11,8 @@
     What devices on GPUs have in common.
 `staging`
     From host memory to the GPU: page-locked shared memory, of which the GPU itself picks the rows.
-`nccl`
-    The communicator between GPUs.
+`nccl`, `group`
+    The communicator between GPUs: all ranks', and some ranks'.
 
 JAX and pygpu both live in CUDA's primary context of the one GPU that their process sees, and put their work on a stream
 of theirs.  What is done here is done in the same context, before or behind their work on that stream: it takes

@@ -6,23 +6,25 @@
 States on one rank, and who moves it::
 
     none ──────> meeting ──────────> joining ─────────────────> held
-      ^  `make`  rank 0 shows the    a thread is in NCCL's        │ `epoch` is not 0,
+      ^  `make`  the first shows     a thread is in NCCL's        │ `epoch` is not 0,
       │          others an id        init, for 40 s at most       │ the same on all
       │             │                   │                         │
       └─────────────┴───────────────────┴─────────────────────────┘
          `abort`, by any thread: this rank or another has failed, or died;
          it took too long; the guard gives it up; the end
 
-*Meeting* is a step of the command, so that a rank that fails or dies before it ends it for all.  NCCL's init can't be
-ended: it returns when all ranks are in it, or not at all.  Whoever is in it looks after the peers meanwhile, and leaves
-the thread behind when one of them has failed; an attempt that comes to its end late is aborted there.  So a rank is in
-NCCL's init only if all will be, or all are told to leave.  A rank that was told when it had left it already may have an
-`epoch` that others lack: every collective begins with a comparison.
+*Meeting* is a step of the command, so that a rank that fails or dies before it ends it for all; where some ranks meet
+it is messages between them.  NCCL's init can't be ended: it returns when all ranks are in it, or not at all.  Whoever
+is in it looks after the peers meanwhile, and leaves the thread behind when one of them has failed; an attempt that
+comes to its end late is aborted there.  So a rank is in NCCL's init only if all will be, or all are told to leave.  A
+rank that was told when it had left it already may have an `epoch` that others lack: every collective begins with a
+comparison.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -44,7 +46,7 @@ STUCK = 0.5
 
 
 class Connection:
-    """NCCL's communicator among all ranks.
+    """NCCL's communicator among all ranks, or some.
 
     Parameters
     ----------
@@ -53,24 +55,29 @@ class Connection:
         Knows the GPU.
     stream : int
         On which NCCL is tried.
+    holds : ndarray
+        As below.
 
     Attributes
     ----------
     epoch : int
         Counts the connections, alike on all ranks that share one; 0 without any.
+    members : tuple of int
+        The ranks that share the last one, in NCCL's order.
     calls : threading.RLock
         Held while NCCL is called: it must not lose its connection then.
     holds : ndarray
         One int32, 1 as long as the connection holds: the GPU reads it when it has combined something within a launch.
     """
 
-    def __init__(self, rank: Rank, staging: Staging, stream: int):
+    def __init__(self, rank: Rank, staging: Staging, stream: int, holds: np.ndarray):
         from nccl.bindings import nccl
 
         self.nccl = nccl
         self.epoch = 0
         self.calls = threading.RLock()
-        self.holds = np.zeros(1, np.int32)
+        self.holds = holds
+        self.members: tuple[int, ...] = ()
         self._rank, self._staging, self._stream = rank, staging, stream
         self._comm: Any = None
         self._handle: Any = None
@@ -78,13 +85,17 @@ class Connection:
         self._attempt = 0
         self._swap = threading.Lock()
 
-    def make(self, epoch: int) -> None:
-        """Connect all ranks; none of them is connected.
+    def make(self, epoch: int, members: Sequence[int], exchange: Callable[[Any], Sequence[Any]]) -> None:
+        """Connect ranks; none of them is connected.
 
         Parameters
         ----------
         epoch : int
-            The new connection's, the same on all ranks.
+            The new connection's, the same on all of them.
+        members : sequence of int
+            The ranks, in one order on all of them.
+        exchange : callable
+            Shows them a value; returns theirs, of which the first one's is looked at.
 
         Raises
         ------
@@ -93,13 +104,14 @@ class Connection:
         """
         from nccl.core import get_unique_id
 
+        self.members = tuple(members)
         with NcclLog(self._rank.spans_hosts) as log:
             try:
-                mine = bytes(get_unique_id()) if self._rank.number == 0 else b""
-                unique_id, of_first = self._rank.exchange((mine, log.interface()))[0]
+                mine = bytes(get_unique_id()) if self._rank.number == members[0] else b""
+                unique_id, of_first = exchange((mine, log.interface()))[0]
                 failure = self._join(unique_id)
                 if failure is not None:
-                    words = f"{failure}{_where(log.interface(), of_first)}{log.warnings()}"
+                    words = f"{failure}{_where(log.interface(), of_first, members[0])}{log.warnings()}"
                     raise RuntimeError(f"NCCL did not connect the ranks' GPUs: {words}")
             except BaseException:
                 self.abort()
@@ -126,12 +138,12 @@ class Connection:
     def _connect(self, attempt: int, unique_id: bytes, errors: list[BaseException]) -> None:
         from nccl.core import Communicator, UniqueId
 
-        rank, nccl, stream = self._rank, self.nccl, self._stream
+        nccl, stream, size, mine = self.nccl, self._stream, len(self.members), self.members.index(self._rank.number)
         try:
             self._staging.enter()
-            comm = Communicator.init(rank.size, rank.number, UniqueId.from_bytes(unique_id))
+            comm = Communicator.init(size, mine, UniqueId.from_bytes(unique_id))
             at = comm._comm  # what the bindings take; the class around it looks at every array anew
-            room = self._staging.scratch(rank.size)
+            room = self._staging.scratch(size)
             with self.calls:
                 if not self._take(attempt, comm):
                     comm.abort()
@@ -141,10 +153,10 @@ class Connection:
                 nccl.broadcast(room, room, 1, BYTES, 0, at, stream)
                 nccl.reduce(room, room, 1, BYTES, SUM, 0, at, stream)
                 nccl.group_start()
-                for r in range(rank.size):
-                    if r != rank.number:
-                        nccl.send(room, 1, BYTES, r, at, stream)
-                        nccl.recv(room + r, 1, BYTES, r, at, stream)
+                for other in range(size):
+                    if other != mine:
+                        nccl.send(room, 1, BYTES, other, at, stream)
+                        nccl.recv(room + other, 1, BYTES, other, at, stream)
                 nccl.group_end()
             check(self._staging.driver.cuStreamSynchronize(stream))
         except BaseException as error:
@@ -156,7 +168,6 @@ class Connection:
             if attempt != self._attempt:
                 return False
             self._comm, self._handle = comm, comm._comm
-            self.holds = self._staging.page
             self.holds[0] = 1
             return True
 
@@ -193,11 +204,11 @@ class Connection:
         return None if state in (0, 7) else state  # success, in progress
 
 
-def _where(mine: str, of_first: str) -> str:
+def _where(mine: str, of_first: str, first: int) -> str:
     """Say by which interfaces this rank has tried to reach the first one, if that is known."""
     if not (mine and of_first):
         return ""
     return (
-        f". NCCL took the network interface {mine} here, and {of_first} on rank 0, which all ranks have to reach; "
-        "NCCL_SOCKET_IFNAME names the one to take, for all hosts"
+        f". NCCL took the network interface {mine} here, and {of_first} on rank {first}, which all ranks have to "
+        "reach; NCCL_SOCKET_IFNAME names the one to take, for all hosts"
     )

@@ -7,17 +7,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from synkhronos.devices import cuda
+from synkhronos.devices.cuda.group import NcclGroup
 from synkhronos.devices.cuda.nccl import NcclCommunicator, number_of
 from synkhronos.devices.cuda.staging import Items, Staging
 from synkhronos.devices.host import Selection
 from synkhronos.ranks import Rank, SharedArray
+
+
+class _Groups(dict[frozenset[int], NcclGroup]):
+    """The groups of a rank, by their members."""
 
 
 class CudaDevice:
@@ -87,6 +92,14 @@ class CudaDevice:
     def communicator(self, rank: Rank) -> NcclCommunicator:
         """Return the rank's communicator between GPUs, the same one each time."""
         return rank.kept(NcclCommunicator, lambda: NcclCommunicator(rank, self.staging))
+
+    def group(self, rank: Rank, members: Iterable[int]) -> NcclGroup:
+        """Return what some ranks do alone, for the same ranks the same each time."""
+        groups = rank.kept(_Groups, _Groups)
+        members = frozenset(members)
+        if members not in groups:
+            groups[members] = NcclGroup(self.communicator(rank))
+        return groups[members]
 
     def communicates(self, dtype: np.dtype) -> bool:
         """Whether the GPUs can combine arrays of a dtype among themselves; what they can't goes through host memory."""

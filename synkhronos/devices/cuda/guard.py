@@ -19,6 +19,10 @@ States of what was started, and who moves it::
 Whether all have come is for the ranks to agree on (`synkhronos.ranks.meeting`): all find the same, so that all give it
 up or none does.  Who looks: the rank that waits (`meet`), the next command (`give_up`), and a thread, since a rank may
 be waiting for its GPU, where it hears of nothing.
+
+What some of the ranks do alone is begun when nothing else is under way, and waited for: of the connections that a rank
+has, one at most is under way.  That one is given up first.  To give up another frees memory on the GPU, for which CUDA
+waits until all that is under way there is done.
 """
 
 from __future__ import annotations
@@ -48,11 +52,16 @@ class Guard(UnderWay):
     rank : Rank
     staging : Staging
     connection : Connection
+        Of all ranks.
     stream : int
         On which it is started.
 
     Attributes
     ----------
+    connections : list of Connection
+        This rank's: that of all ranks, and those of groups.
+    in_use : Connection
+        The one whose work is on the stream, if there is any.
     is_lost : bool
         Whether a worker's death has ended a collective.
     leaves_wrong : bool
@@ -61,7 +70,9 @@ class Guard(UnderWay):
 
     def __init__(self, rank: Rank, staging: Staging, connection: Connection, stream: int):
         self.is_lost = self.leaves_wrong = False
-        self._rank, self._staging, self._connection, self._stream = rank, staging, connection, stream
+        self._rank, self._staging, self._stream = rank, staging, stream
+        self.connections = [connection]
+        self.in_use = connection
         self._thread: threading.Thread | None = None
         self._asking: threading.Thread | None = None
         self._ended = threading.Event()
@@ -76,16 +87,17 @@ class Guard(UnderWay):
         #: The step at which the ranks meet when all have come to the collective; 0 as long as this one hasn't.
         self._meeting = 0
 
-    def abort(self) -> None:
-        """Give up the connection, and what is on its way."""
+    def abort(self, connection: Connection | None = None) -> None:
+        """Give up a connection, by default the one in use, and what is on its way."""
         with undisturbed():
             self.forget()
-            self._connection.abort()
+            (connection or self.in_use).abort()
 
     # -- a command's part ------------------------------------------------------------------------------------
 
-    def started(self) -> None:
-        """Note that what is put on the stream now is not waited for."""
+    def started(self, connection: Connection) -> None:
+        """Note that what a connection puts on the stream now is not waited for, or not by this thread alone."""
+        self.in_use = connection
         self._meeting = 0
         self._under_way = self._exposed = self._rank.command
         if self._thread is None:
@@ -127,7 +139,15 @@ class Guard(UnderWay):
     # -- when it is over, one way or the other ---------------------------------------------------------------
 
     def give_up(self, command: int) -> None:
-        """Abort what a command that failed has started, unless all ranks have come to it: none does so then."""
+        """Abort what a command that failed has started, unless all ranks have come to it: none does so then.
+
+        Groups part: on all ranks, so that two of them need not ask each other whether they are connected.
+        """
+        self._give_up(command)
+        for connection in self.connections[1:]:
+            connection.abort()
+
+    def _give_up(self, command: int) -> None:
         if self._exposed == command:
             step = self._rank.how_far(command)  # before it is looked whether this rank has come
             if step is not None and not (self._meeting and step >= self._meeting):
@@ -156,7 +176,9 @@ class Guard(UnderWay):
         self._ended.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
-        self.abort()
+        self.abort()  # before the others
+        for connection in self.connections:
+            connection.abort()
 
     # -- the thread ------------------------------------------------------------------------------------------
 
@@ -179,7 +201,7 @@ class Guard(UnderWay):
                 # The master may have heard of the death when nothing was to be said of it, and not listen now.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
                 return
-            self.give_up(command)
+            self._give_up(command)
             # Whatever has kept a peer from it: nothing waits for ever.
             if failed != command:
                 failed, since = command, perf_counter()

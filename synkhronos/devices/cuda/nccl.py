@@ -10,7 +10,8 @@ time.  What a peer that has failed or died would leave waiting for ever is abort
 For a small all_reduce on an idle stream a moment is waited all the same: it is there sooner than JAX has launched what
 tells it that the array will be.
 
-How ranks are connected is told in `connection`, who gives up what is under way in `guard`.
+How ranks are connected is told in `connection`, who gives up what is under way in `guard`, what some of the ranks do
+alone in `group`.
 """
 
 from __future__ import annotations
@@ -70,18 +71,24 @@ class NcclCommunicator:
     rank : Rank
     staging : Staging
         Knows the arrays and the GPU.
+    guard : Guard, optional
+        Of the communicator of all ranks, if this is not that one.
     """
 
-    def __init__(self, rank: Rank, staging: Staging):
+    def __init__(self, rank: Rank, staging: Staging, guard: Guard | None = None):
         self._rank = rank
         self._staging = staging
         self._arrays = staging.arrays
         self._stream = staging.handle if staging.arrays.stream is None else staging.arrays.stream
-        self._connection = Connection(rank, staging, self._stream)
+        self._connection = Connection(rank, staging, self._stream, np.zeros(1, np.int32) if guard else staging.page)
         self._nccl, self._calls = self._connection.nccl, self._connection.calls
-        self._guard = Guard(rank, staging, self._connection, self._stream)
-        # A collective that waits for a dead rank keeps the GPU busy, and whatever is to be freed there waits for it.
-        rank.under_way.append(self._guard)
+        if guard is None:
+            guard = Guard(rank, staging, self._connection, self._stream)
+            # What waits for a dead rank keeps the GPU busy, and whatever is to be freed there waits for it.
+            rank.under_way.append(guard)
+        else:
+            guard.connections.append(self._connection)
+        self._guard = guard
         #: Whether something is under way beside the arrays' stream, for which that one does not wait yet.
         self._has_begun = False
 
@@ -98,13 +105,16 @@ class NcclCommunicator:
         epochs : list of int
             Each rank's `epoch`.
         """
-        if len(set(epochs)) == 1 and self.epoch:
+        self._connect(epochs, range(self._rank.size), self._rank.exchange)
+
+    def _connect(self, epochs: Sequence[int], members: Sequence[int], exchange: Callable[[Any], Sequence[Any]]) -> None:
+        if self.epoch and set(epochs) == {self.epoch}:
             return
-        self._guard.abort()
+        self._guard.abort(self._connection)
         self._staging.enter()
         # What was put on the stream before has its own time.
         self._wait()
-        self._connection.make(max(epochs) + 1)
+        self._connection.make(max(epochs) + 1, members, exchange)
 
     def meet(self, look: Callable[[], None] | None = None) -> None:
         """Wait until every rank has started what this one has; ``look`` is called now and then, and may raise."""
@@ -130,7 +140,7 @@ class NcclCommunicator:
         self._staging.enter()
         is_quick = count * array.dtype.itemsize <= _SMALL and self._guard.is_done()
         self._guard.leaves_wrong = True
-        self._guard.started()
+        self._guard.started(self._connection)
         with self._calls:
             self._nccl.all_reduce(at, at, count, dtype, OPS[op], self._connection.handle, self._stream)
         if self._arrays.stream is None:
@@ -186,7 +196,7 @@ class NcclCommunicator:
         guard = self._guard
         if guard.leaves_wrong and not guard.is_lost and guard.is_done():
             guard.leaves_wrong = False
-        guard.started()
+        guard.started(self._connection)
         with self._calls:
             handle = self._connection.handle  # XLA has made the GPU this thread's already
             for source, target, count, dtype in spans:
@@ -239,6 +249,7 @@ class NcclCommunicator:
     def _connected(self) -> Any:
         """Return the connection for a call of NCCL from a thread that may not have called CUDA yet."""
         self._staging.enter()
+        self._guard.in_use = self._connection
         return self._connection.handle
 
     def _span(self, array: Any) -> tuple[int, int, int | None]:
@@ -247,13 +258,14 @@ class NcclCommunicator:
             self._arrays.wait_for(array)
         return self._arrays.pointer(array), array.size, number_of(array.dtype)
 
-    def _wait(self) -> None:
-        """Wait for the stream, and watch the peers."""
+    def _wait(self, see: Callable[[], None] | None = None) -> None:
+        """Wait for the stream, and watch the peers; by default abort what is under way if one has failed or died."""
+        see = see or self._look
         start = look = perf_counter()
         while not self._guard.is_done():
             now = perf_counter()
             if now > look + LOOK:
-                self._look()
+                see()
                 look = now
             if now > start + LOOK:
                 time.sleep(PAUSE)
@@ -266,9 +278,9 @@ class NcclCommunicator:
         try:
             self._rank.check()
         except BaseException:
-            self._guard.abort()
+            self._guard.abort(self._connection)
             raise
         error = self._connection.error()
         if error is not None:
-            self._guard.abort()
+            self._guard.abort(self._connection)
             raise RuntimeError(f"NCCL failed in the middle of a collective (ncclResult_t {error})")

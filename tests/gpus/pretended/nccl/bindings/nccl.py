@@ -1,6 +1,7 @@
 """Stands for NCCL's functions, as nccl4py has them."""
 
 import ctypes
+import functools
 
 import numpy as np
 
@@ -44,11 +45,27 @@ def group_start():
     _group = {"handle": None, "send": [], "recv": {}}
 
 
+def _alone(call):
+    """Have a call outside of a group be a group of its own, as with NCCL."""
+
+    @functools.wraps(call)
+    def called(*arguments):
+        if _group is not None:
+            return call(*arguments)
+        group_start()
+        call(*arguments)
+        group_end()
+
+    return called
+
+
+@_alone
 def send(source, count, dtype, peer, handle, stream):
     _group["handle"] = handle
     _group["send"].append((peer, ctypes.string_at(source, _nbytes(count, dtype))))
 
 
+@_alone
 def recv(target, count, dtype, peer, handle, stream):
     _group["handle"] = handle
     _group["recv"][peer] = target, _nbytes(count, dtype)
