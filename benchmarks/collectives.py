@@ -8,6 +8,9 @@ All ten, on float32 of 4 KB, 4 MB and 100 MB a rank, on CPU cores or, with ``--d
   (``scatter``, ``set_value``, ``get_value``), and what moves nothing, has no other side.
 
 Values that are given are `synkhronos.Data`.  Each call is waited for, until the arrays are there.
+
+Then what ranks do in a program under `synkhronos.run`, with arrays of their own devices: ``send``, from the first rank
+to the last (half of the time there and back), and ``group``, the all_reduce of a group, of all ranks.
 """
 
 from __future__ import annotations
@@ -25,10 +28,13 @@ import synkhronos as synk
 from benchmarks._measure import Table, duration, gpus, graph_library, heading, quartiles, seconds, size
 from synkhronos.devices import device_of
 from synkhronos.graphs import library_of
+from synkhronos.tasks import Worker
 
 SIZES = [4_000, 4_000_000, 100_000_000]
 #: What NCCL calls what a collective does.
-OF_NCCL = {name: name for name in ("broadcast", "gather", "all_gather", "reduce", "all_reduce")}
+OF_NCCL = {name: name for name in ("broadcast", "gather", "all_gather", "reduce", "all_reduce", "send")} | {
+    "group": "all_reduce"
+}
 
 
 class Ranks:
@@ -75,6 +81,10 @@ class Ranks:
             "get_shapes": lambda: synk.get_shapes(s),
         }
 
+    def run(self, name: str, calls: int) -> list[float]:
+        """Return the seconds of what ranks do in a program."""
+        return synk.run(in_program, name, self._s, calls)[0]
+
     def _wait(self, value: Any) -> None:
         device_of(value).wait([value])
 
@@ -84,6 +94,32 @@ class Ranks:
         self._inner.clear()
         times = [seconds(call) for _ in range(rounds)]
         return list(self._inner) if name == "all_gather" else times
+
+
+def in_program(worker: Worker, name: str, shared: Any, calls: int) -> list[float]:
+    """Send a shared variable's value, or combine it; return the seconds of each time but the first."""
+    array, last = library_of(shared).get(shared), worker.size - 1
+    group = worker.group(range(worker.size))
+
+    def send() -> None:
+        if worker.number == 0:
+            worker.send(array, last)
+            result = worker.receive(last)
+        elif worker.number == last:
+            result = worker.receive(0)
+            worker.send(result, 0)
+        else:
+            return
+        device_of(result).wait([result])
+
+    def combine() -> None:
+        result = group.all_reduce(array, "sum")
+        device_of(result).wait([result])
+
+    call, share = (send, 0.5) if name == "send" else (combine, 1.0)
+    call()
+    worker.barrier("all are connected")
+    return [share * seconds(call) for _ in range(calls)]
 
 
 def numpy_sides(items: int, count: int) -> dict[str, Callable[[], Any]]:
@@ -170,11 +206,11 @@ def main() -> None:
         calls = ranks.calls(items)
         sides = {} if on_gpu else numpy_sides(items, count)
         n_calls = options.calls if nbytes > 10_000_000 else 10 * options.calls
-        for name, call in calls.items():
+        for name in [*calls, "send", "group"]:
             ours: list[float] = []
             theirs: list[float] = []
             for _ in range(options.rounds):
-                ours += ranks.time(name, call, n_calls)
+                ours += ranks.time(name, calls[name], n_calls) if name in calls else ranks.run(name, n_calls)
                 if nccl is not None and name in OF_NCCL:
                     theirs.append(nccl.time(name, items))
                 elif name in sides:
