@@ -44,44 +44,15 @@ def build(
     sliceable = _list(sliceable_shareds, "sliceable_shareds")
 
     library = _common_library(scattered, whole, raw_outputs, raw_updates, raw_givens, sliceable)
-    downcast = kwargs.get("allow_input_downcast")
-    entries = [_input(library, value, "inputs", downcast) for value in scattered]
-    entries += [_input(library, value, "bcast_inputs", downcast) for value in whole]
-    for entry in entries[: len(scattered)]:
-        if entry.variable.type.ndim == 0:
-            raise ValueError(f"inputs: {_called(entry.variable)} has no rows to scatter; put it into bcast_inputs")
-        if library.fixed_shape(entry.variable)[0] is not None:
-            raise ValueError(
-                f"inputs: axis 0 of {_called(entry.variable)} has a fixed length and can't be scattered; "
-                "put it into bcast_inputs"
-            )
-    seen: set[int] = set()
-    for entry in entries:
-        if id(entry.variable) in seen:
-            raise ValueError(f"inputs: {_called(entry.variable)} comes twice")
-        seen.add(id(entry.variable))
-
+    entries = _inputs(library, scattered, whole, kwargs.get("allow_input_downcast"))
     ops = [_output_op(library, output, op, i) for i, (output, op) in enumerate(zip(raw_outputs, raw_ops, strict=True))]
-    pairs, update_ops = [], []
-    for shared, expression, op in raw_updates:
-        if not library.is_shared(shared):
-            raise TypeError(f"updates: expected a shared variable to update, got {shared!r}")
-        pairs.append((shared, _converted(library, shared, expression, "updates")))
-        update_ops.append(Op.parse(op, f"updates: the op of {_called(shared)}"))
-    if len({id(shared) for shared, _ in pairs}) != len(pairs):
-        raise ValueError("updates: a shared variable comes twice")
+    pairs, update_ops = _updates(library, raw_updates)
     substitutions = [
         (key, value if library.is_variable(value) else _converted(library, key, value, "givens"))
         for key, value in raw_givens
     ]
     _check_reachable(library, entries, raw_outputs, pairs, substitutions)
-    for shared in sliceable:
-        if not library.is_shared(shared):
-            raise TypeError(f"sliceable_shareds: expected shared variables, got {shared!r}")
-        if not library.is_array(shared) or shared.type.ndim == 0 or library.fixed_shape(shared)[0] is not None:
-            raise ValueError(f"sliceable_shareds: {_called(shared)} has no rows to cut")
-    if len({id(shared) for shared in sliceable}) != len(sliceable):
-        raise ValueError("sliceable_shareds: a shared variable comes twice")
+    _check_sliceable(library, sliceable)
     _check_kwargs(library, kwargs)
     if kwargs.get("mode") is not None:
         library.check_mode(kwargs["mode"])
@@ -103,6 +74,49 @@ def build(
         name=name or f"synk_function_{next(_numbers)}",
         library=library,
     )
+
+
+def _inputs(library: GraphLibrary, scattered: list[Any], whole: list[Any], downcast: bool | None) -> list[Input]:
+    """Return the inputs, those that are scattered first: these need rows."""
+    entries = [_input(library, value, "inputs", downcast) for value in scattered]
+    entries += [_input(library, value, "bcast_inputs", downcast) for value in whole]
+    for entry in entries[: len(scattered)]:
+        if entry.variable.type.ndim == 0:
+            raise ValueError(f"inputs: {_called(entry.variable)} has no rows to scatter; put it into bcast_inputs")
+        if library.fixed_shape(entry.variable)[0] is not None:
+            raise ValueError(
+                f"inputs: axis 0 of {_called(entry.variable)} has a fixed length and can't be scattered; "
+                "put it into bcast_inputs"
+            )
+    seen: set[int] = set()
+    for entry in entries:
+        if id(entry.variable) in seen:
+            raise ValueError(f"inputs: {_called(entry.variable)} comes twice")
+        seen.add(id(entry.variable))
+    return entries
+
+
+def _updates(library: GraphLibrary, updates: list[tuple[Any, Any, Any]]) -> tuple[list[tuple[Any, Any]], list[Op]]:
+    """Return what becomes of each shared variable, and by which op ranks' values are combined."""
+    pairs, ops = [], []
+    for shared, expression, op in updates:
+        if not library.is_shared(shared):
+            raise TypeError(f"updates: expected a shared variable to update, got {shared!r}")
+        pairs.append((shared, _converted(library, shared, expression, "updates")))
+        ops.append(Op.parse(op, f"updates: the op of {_called(shared)}"))
+    if len({id(shared) for shared, _ in pairs}) != len(pairs):
+        raise ValueError("updates: a shared variable comes twice")
+    return pairs, ops
+
+
+def _check_sliceable(library: GraphLibrary, sliceable: list[Any]) -> None:
+    for shared in sliceable:
+        if not library.is_shared(shared):
+            raise TypeError(f"sliceable_shareds: expected shared variables, got {shared!r}")
+        if not library.is_array(shared) or shared.type.ndim == 0 or library.fixed_shape(shared)[0] is not None:
+            raise ValueError(f"sliceable_shareds: {_called(shared)} has no rows to cut")
+    if len({id(shared) for shared in sliceable}) != len(sliceable):
+        raise ValueError("sliceable_shareds: a shared variable comes twice")
 
 
 def _called(variable: Any) -> str:

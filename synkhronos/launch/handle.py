@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from synkhronos.launch.settings import Settings, from_environment, options_of, resolve
-from synkhronos.launch.supervisor import prepare
+from synkhronos.launch.settings import FAILURE, Settings, from_environment, options_of, resolve
+from synkhronos.launch.supervisor import prepare, python_path
 from synkhronos.rules import Rule
 
 
@@ -38,10 +38,9 @@ class Run:
         self.folder = Path(self.settings.folder)
         lock = prepare(self.settings, [sys.executable, *sys.argv])
         sys.stdout.flush()
-        paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "synkhronos.launch.supervisor", str(self.folder), str(os.getpid())],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+            env={**os.environ, "PYTHONPATH": python_path()},
             stdin=subprocess.DEVNULL,
             pass_fds=[lock.fileno()],  # it stays open there, until the run has ended
             start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on
@@ -65,7 +64,7 @@ class Run:
             self._process.kill()
             raise
         if status:
-            failure = self.folder / "failure.txt"
+            failure = self.folder / FAILURE
             words = failure.read_text() if failure.exists() else ""
             raise RuntimeError(f"the run in {self.folder} has ended with status {status}\n{words}")
         return self.folder

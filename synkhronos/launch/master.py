@@ -20,16 +20,13 @@ from typing import Any
 import numpy as np
 
 from synkhronos.launch import binding, program
-from synkhronos.launch.settings import Settings
+from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings
 from synkhronos.processes import fork_bound
 from synkhronos.ranks import WorkerError, session
 from synkhronos.ranks.worker import end_with
 from synkhronos.rules import shared_memory
 from synkhronos.tasks import run
 from synkhronos.training.checkpoint import Checkpoint
-
-#: What the master leaves in the run's folder when it fails: the supervisor prints it last.
-FAILURE, PROCESSES = "failure.txt", "processes.json"
 
 
 def main(folder: str, plan: dict[str, Any]) -> int:
@@ -40,7 +37,7 @@ def main(folder: str, plan: dict[str, Any]) -> int:
     """
     end_with(plan["supervisor"], in_main_thread=True)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    settings = Settings.load(Path(folder) / "settings.json")
+    settings = Settings.load(Path(folder) / SETTINGS)
     try:
         _run(settings, plan)
     except BaseException as error:

@@ -197,7 +197,7 @@ class _Run:
     def iterate(self) -> None:
         """Take an epoch's steps, with exchanges between them."""
         worker, model, recorder, state = self.worker, self.model, self.recorder, self.state
-        self.optional("reset_iter", "train")
+        self.reset("train")
         per_batch = max(1, int(getattr(model, "n_subb", 1)))
         steps: int | None = None
         while steps is None or recorder.steps < steps:
@@ -246,7 +246,7 @@ class _Run:
 
     def validate(self) -> dict[str, float]:
         """Validate what stands for all ranks; return the means over all of them."""
-        self.optional("reset_iter", "val")
+        self.reset("val")
         count, done = None, 0
         while count is None or done < count:
             if count is None and not self.model.data.n_batch_val:
@@ -288,11 +288,11 @@ class _Run:
         said = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if value is not None)
         sys.stdout.write(f"epoch {epoch + 1} done: {said}; batch {record['batch']}, {rate:,.0f} rows/s\n")
 
-    def optional(self, name: str, *arguments: Any) -> None:
-        """Call a method if there is one."""
-        method = getattr(self.model, name, None)
+    def reset(self, mode: str) -> None:
+        """Have the class go through its batches, of training or validation, anew, if it has a method for that."""
+        method = getattr(self.model, "reset_iter", None)
         if callable(method):
-            contract.called(method, *arguments)
+            contract.called(method, mode)
 
     # -- what stays ------------------------------------------------------------------------------------------
 

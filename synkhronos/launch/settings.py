@@ -37,6 +37,8 @@ from synkhronos.ranks import available_cores
 
 #: What begins the name of an environment variable that is a setting.
 PREFIX = "SYNKHRONOS_"
+#: Files in a run's folder: these settings, what failed first, and the ranks' processes.
+SETTINGS, FAILURE, PROCESSES = "settings.json", "failure.txt", "processes.json"
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 #: The rules, by their names in small letters.
 RULES: dict[str, type[rules.Rule]] = {
@@ -322,7 +324,7 @@ def _with_a_folder(settings: Settings) -> Settings:
         if asked and find_spec("safetensors") is None:
             raise SettingsError(f"{name}: needs safetensors: pip install 'synkhronos[training]'")
     if settings.resume is None:
-        if (folder / "settings.json").exists():
+        if (folder / SETTINGS).exists():
             raise SettingsError(f"folder: {folder} has a run already: name another, or go on with --resume")
         if folder.exists() and not folder.is_dir():
             raise SettingsError(f"folder: expected a folder, or nothing yet, got the file {folder}")

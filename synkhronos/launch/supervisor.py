@@ -38,7 +38,7 @@ from types import FrameType
 from typing import IO, Any
 
 from synkhronos.launch import binding, elsewhere
-from synkhronos.launch.settings import Settings, SettingsError
+from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings, SettingsError
 from synkhronos.ranks.errors import cause_of_death
 
 #: Seconds that ranks get to end after Ctrl-C, and their last words to arrive when the master has ended.
@@ -56,8 +56,8 @@ def prepare(settings: Settings, command: list[str]) -> IO[str]:
     except BlockingIOError:
         lock.close()
         raise SettingsError(f"folder: {folder} has a run that hasn't ended: wait for it, or name another") from None
-    settings.save(folder / "settings.json")
-    for name in ("failure.txt", "processes.json"):
+    settings.save(folder / SETTINGS)
+    for name in (FAILURE, PROCESSES):
         (folder / name).unlink(missing_ok=True)
     _note(folder, {**versions(settings.root), "command": command, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
     return lock
@@ -75,6 +75,12 @@ def versions(root: str) -> dict[str, Any]:
             if done.returncode == 0:
                 found[name] = done.stdout.strip() if name == "commit" else bool(done.stdout.strip())
     return found
+
+
+def python_path() -> str:
+    """Return the PYTHONPATH with which a process finds this very library, whatever its working directory."""
+    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(path for path in paths if path)
 
 
 def _note(folder: Path, news: dict[str, Any]) -> None:
@@ -129,9 +135,7 @@ class Supervisor:
             numbers = [int(device.removeprefix("cuda")) for device in settings.devices]
             names = [str(n) for n in numbers] if visible is None else [visible.split(",")[n].strip() for n in numbers]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-        # The master has to find this very library, whatever its working directory.
-        paths = [str(Path(__file__).resolve().parents[2]), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        environment["PYTHONPATH"] = python_path()
         n_here = len(settings.devices)
         plan = {
             "supervisor": os.getpid(),
@@ -208,7 +212,7 @@ class Supervisor:
         status = code if code >= 0 else 128 - code
         if self.came and (code < 0 or not status):
             status = 128 + self.came
-        failure = self.folder / "failure.txt"
+        failure = self.folder / FAILURE
         words = ""
         if self.came and status > 128:
             words = f"the run was ended by {signal.Signals(status - 128).name}\n"
@@ -265,7 +269,7 @@ class _Consoles:
 
 def main() -> int:
     """Supervise the run of a folder; end with a parent."""
-    return Supervisor(Settings.load(Path(sys.argv[1]) / "settings.json"), int(sys.argv[2])).run()
+    return Supervisor(Settings.load(Path(sys.argv[1]) / SETTINGS), int(sys.argv[2])).run()
 
 
 if __name__ == "__main__":
