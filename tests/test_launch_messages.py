@@ -14,6 +14,7 @@ from launch_runs import ENVIRONMENT, TESTS, run, train
 from synkhronos import rules
 from synkhronos.gpus import get_n_gpu
 from synkhronos.launch import SettingsError
+from synkhronos.launch.recorder import ClassRecorder
 from synkhronos.launch.settings import from_environment, merged, parse_set, read, resolve
 
 pytestmark = pytest.mark.any_library
@@ -192,7 +193,18 @@ def test_check_says_what_a_class_lacks(checked, name):
 
 def test_check_of_classes():
     run("check", "launch_models/others.py:NoData", status=1, cwd=TESTS)
-    assert run("check", "launch_models.mlp:MLP", cwd=TESTS).stdout.endswith("MLP has all that a run asks for\n")
+    said = run("check", "launch_models.mlp:MLP", cwd=TESTS).stdout
+    assert re.search(r"^epoch 1, iteration 3, .*; [\d,]+ rows/s\n", said)
+    assert said.endswith("MLP has all that a run asks for\n")
+
+
+def test_batches_are_counted_where_a_class_does_not_say_how_many_rows_they_have(capsys):
+    for rows, unit in ((1, "batches"), (20, "rows")):
+        recorder = ClassRecorder(0, rows=rows)
+        recorder.train_error(1, 0.5, 0.1)
+        recorder.stepped()
+        recorder.write()
+        assert capsys.readouterr().out.endswith(f" {unit}/s\n")
 
 
 @pytest.mark.parametrize("name", RUN)

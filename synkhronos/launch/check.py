@@ -48,7 +48,7 @@ def check(model: str, config: dict[str, Any] | None = None) -> int:
         if lines := contract.lacking(instance):
             return _lacks(settings.modelclass, lines)
         words = []
-        recorder = ClassRecorder(0)
+        recorder = ClassRecorder(0, rows=contract.rows(instance))
         before = [np.array(param.get_value()) for param in instance.params]
         instance.epoch = 0
         for name, run, count in (

@@ -10,6 +10,8 @@ The contract is Theano-MPI's.
     Have an instance compile its functions.
 `called`
     Call a method with as many arguments as it takes.
+`rows`
+    How many rows a batch has.
 `Variables`
     The shared variables that its compiled functions change.
 `ContractError`
@@ -110,6 +112,12 @@ def called(method: Any, *arguments: Any) -> Any:
         elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             taken += 1
     return method(*arguments[:taken])
+
+
+def rows(model: Any) -> int:
+    """Return the rows of a model's batch; 1 where it doesn't say, so that batches are counted."""
+    found = getattr(model, "batch_size", getattr(model.data, "batch_size", 1))
+    return int(found) if isinstance(found, int | np.integer) else 1
 
 
 @dataclass

@@ -147,8 +147,7 @@ class _Run:
         self.groups = variables.groups(list(model.params))
         self.shared = shared
         self.folder = Path(settings.folder)
-        rows = getattr(model, "batch_size", getattr(model.data, "batch_size", 1))
-        self.rows = int(rows) if isinstance(rows, int | np.integer) else 1
+        self.rows = contract.rows(model)
         is_here = worker.number < len(settings.devices)
         lines = Recorder(self.folder) if is_here else elsewhere.Records()
         self.recorder = ClassRecorder(worker.number, lines, settings.every, self.rows)
@@ -286,7 +285,7 @@ class _Run:
         self.reports.write(record)
         shown = {"cost": loss, **{f"validation {name}": value for name, value in validation.items()}}
         said = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if value is not None)
-        sys.stdout.write(f"epoch {epoch + 1} done: {said}; batch {record['batch']}, {rate:,.0f} rows/s\n")
+        sys.stdout.write(f"epoch {epoch + 1} done: {said}; batch {record['batch']}, {rate:,.0f} {recorder.unit}/s\n")
 
     def reset(self, mode: str) -> None:
         """Have the class go through its batches, of training or validation, anew, if it has a method for that."""

@@ -37,6 +37,7 @@ class ClassRecorder:
 
     def __init__(self, rank: int, recorder: Recorder | Records | None = None, every: int = 40, rows: int = 1):
         self.rank, self.every, self.rows = rank, every, rows
+        self.unit = "rows" if rows > 1 else "batches"
         self._recorder = recorder
         self.seconds = dict.fromkeys(("compute", "exchange", "wait", "load"), 0.0)
         self._began: float | None = None
@@ -143,7 +144,7 @@ class ClassRecorder:
         shown = [f"epoch {self.epoch + 1}, iteration {self.total}"]
         shown += [f"cost {loss:.4g}"] if loss is not None else []
         shown += [f"error {np.mean([_mean(error) for error in self._errors]):.4g}"] if self._errors else []
-        sys.stdout.write(f"{', '.join(shown)}; {rate:,.0f} rows/s\n")
+        sys.stdout.write(f"{', '.join(shown)}; {rate:,.0f} {self.unit}/s\n")
         self.clear_train_info()
         self._written, self._line_began, self._line_seconds = self.steps, now, dict(self.seconds)
 
