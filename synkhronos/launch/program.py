@@ -306,8 +306,11 @@ class _Run:
         kept = self.worker.kept(_KEPT)
         kept["state"], kept["own"] = self.state, own
         found = storing.collect(self.worker, _KEPT, self.groups, False)
-        gathered = self.worker.exchange((found, _generators(), self.recorder.total))
-        if self.worker.number == 0:
+        mine = found, _generators(), self.recorder.total
+        if self.worker.number:
+            self.worker.send(mine, 0)
+        else:
+            gathered = [mine, *map(self.worker.receive, range(1, self.worker.size))]
             arrays, streams = storing.packed([each for each, _, _ in gathered])
             arrays |= {f"shared.{name}": np.array(array) for name, array in self.state.shared.items()}
             meta = {
