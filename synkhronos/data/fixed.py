@@ -16,14 +16,9 @@ from synkhronos.data.array import Data
 
 
 class FixedData(Data):
-    """A `Data` object whose content and shape stay as they are.
+    """A `Data` object whose content and shape stay as they are."""
 
-    Attributes
-    ----------
-    origin : str
-        Where the rows come from, as errors say it.
-    """
-
+    #: Where the rows come from, as errors say it.
     origin: str
 
     def _lie_fixed_in(self, segment: ranks.Segment, shape: tuple[int, ...], offset: int = 0) -> None:

@@ -51,21 +51,10 @@ def is_referenced(cell: list[Any]) -> bool:
 
 
 class GraphLibrary:
-    """One graph library.
-
-    Parameters
-    ----------
-    package : module
-        The library's own package: ``pytensor`` or ``theano``.
-
-    Attributes
-    ----------
-    name : str
-    tensor : module
-        ``pytensor.tensor`` or ``theano.tensor``.
-    """
+    """One graph library, by its own package: ``pytensor`` or ``theano``."""
 
     name: str
+    #: ``pytensor.tensor`` or ``theano.tensor``.
     tensor: ModuleType
 
     def __init__(self, package: ModuleType):

@@ -108,23 +108,9 @@ class _Length(NamedTuple):
 
 
 class Steered:
-    """A graph in which lengths are inputs of their own.
+    """A graph in which lengths are inputs of their own, behind its other inputs.
 
-    Parameters
-    ----------
-    graph : FunctionGraph
-        Takes the lengths behind its other inputs.
-    inputs : sequence of variables
-        Of the graph that it was made of.
-    wanted : list of variables and _Length
-        What the lengths are, in that graph.
-
-    Attributes
-    ----------
-    graph : FunctionGraph
-    n_lengths : int
-    positions : tuple of int
-        Of the inputs without dimensions whose values decide lengths.
+    ``inputs`` are those of the graph that it was made of, and ``wanted`` says what the lengths are in that one.
     """
 
     def __init__(self, graph: FunctionGraph, inputs: Sequence[Any], wanted: Sequence[Any]):
@@ -188,6 +174,7 @@ class Steered:
             else slot(want)
             for want in wanted
         ]
+        #: Of the inputs without dimensions whose values decide lengths.
         self.positions = tuple(position for _, position in self._values)
 
     def lengths(self, values: Sequence[Any]) -> tuple[int, ...]:

@@ -27,32 +27,9 @@ _KEY = "jax_state"
 
 
 class Traced:
-    """A compiled PyTensor function as a function of JAX arrays.
+    """A PyTensor function, compiled in JAX mode, as a function of JAX arrays on a device.
 
-    Parameters
-    ----------
-    function : pytensor.compile.Function
-        Compiled in JAX mode.
-    n_inputs : int
-        How many inputs it takes; all behind these are shared variables.
-    device : Device
-        Where arrays live.
-
-    Attributes
-    ----------
-    run : callable
-        Takes the inputs and the values in `storages`; returns a value for each of `cells`.
-    storages : list of lists of one array
-        The containers of the shared variables: functions that share a variable have the same list.
-    cells : list of lists of one array
-        Where each result goes: a list of its own for an output, one of `storages` for what updates it.
-    n_outputs : int
-    types : list
-        PyTensor's types of the outputs.
-    donated : list of lists of one array
-        Those of `storages` whose arrays a launch may write into.
-    steered : Steered or None
-        Says what lengths follow from the values of its inputs; `run` takes these behind the values in `storages`.
+    All inputs behind the first ``n_inputs`` are shared variables.
     """
 
     def __init__(self, function: Any, n_inputs: int, device: Device):
@@ -62,20 +39,26 @@ class Traced:
         generators = {i: storage[0] for i, storage in enumerate(thunk.inputs) if isinstance(storage[0], dict)}
         inputs = [_stream(spec.value, storage) for spec, storage in zip(specs, thunk.inputs, strict=True)]
         moved = {i for i, j in graph.update_mapping.items() if j in generators}
+        #: The containers of the shared variables: functions that share a variable have the same list.
         self.storages: list[list[Any]] = inputs[n_inputs:]
+        #: Where each result goes: a list of its own for an output, one of `storages` for what updates it.
         self.cells: list[list[Any]] = [[None] for _ in graph.outputs]
         for position, j in graph.update_mapping.items():
             self.cells[position] = inputs[j]
         self.n_outputs = len(graph.outputs) - len(graph.update_mapping)
+        #: PyTensor's types of the outputs.
         self.types = [output.type for output in graph.outputs[: self.n_outputs]]
         updated = {id(cell) for cell in self.cells[self.n_outputs :]}
+        #: Those of `storages` whose arrays a launch may write into.
         self.donated = [
             storage
             for storage in self.storages
             if id(storage) in updated and (isinstance(storage[0], np.ndarray) or device.holds(storage[0]))
         ]
+        #: Says what lengths follow from the values of its inputs; `run` takes these behind the values in `storages`.
         self.steered: Steered | None = thunk.jit_fn.steered
         run = _converted(graph, thunk.storage_map) if self.steered is None else _converted(self.steered.graph, {})
+        #: Takes the inputs and the values in `storages`; returns a value for each of `cells`.
         self.run = _by_keys(run, generators, moved)
 
     def lengths(self, inputs: Sequence[Any]) -> tuple[int, ...]:

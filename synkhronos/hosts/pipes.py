@@ -46,38 +46,26 @@ def frame_for(mpi: str) -> int:
 class Layout:
     """What lies where in the extra memory of a `Control`.
 
-    Parameters
-    ----------
-    control : Control
-    frame : int, optional
-        Bytes of a frame: said once on each host, before anybody else looks.
-
-    Attributes
-    ----------
-    news : memoryview
-        Room for a text.
-    beyond : memoryview
-        One word: how many hosts come after this one in the row.
-    frame_bytes : int
-        Of a frame, at most.
-    moved : memoryview
-        For each pipe, the frames that the agent has sent or received.
-    lengths : memoryview
-        For each pipe, the bytes in each of its frames.
-    done : list of memoryview
-        For each pipe, and the host itself, the frames that each of its ranks is done with.
+    The size of a ``frame`` in bytes is said once on each host, before anybody else looks.
     """
 
     def __init__(self, control: Control, frame: int | None = None):
         n_here = len(control.here)
         memory = control.extra
         words = memory[NEWS : NEWS + _words_bytes(n_here)].cast("Q")
+        #: Room for a text.
         self.news = memory[:NEWS]
-        self.beyond, self.moved, self.lengths = words[:1], words[1:5], words[5 : 5 + 4 * FRAMES]
+        #: One word: how many hosts come after this one in the row.
+        self.beyond = words[:1]
+        #: For each pipe, the frames that the agent has sent or received.
+        self.moved = words[1:5]
+        #: For each pipe, the bytes in each of its frames.
+        self.lengths = words[5 : 5 + 4 * FRAMES]
         if frame is not None:
             words[5 + 4 * FRAMES] = frame
         self.frame_bytes = words[5 + 4 * FRAMES]
         done = words[6 + 4 * FRAMES :]
+        #: For each pipe, and the host itself, the frames that each of its ranks is done with.
         self.done = [done[i * n_here : (i + 1) * n_here] for i in range(5)]
         self._memory = memory
         self._frames_at = NEWS + _words_bytes(n_here)

@@ -54,20 +54,15 @@ class DeathWatch:
         Raises what the user gets to see then.
     lost : callable
         Says whether another host, or a rank there, is lost.
-
-    Attributes
-    ----------
-    at_work : int
-        The thread that does the master's part of a command, 0 when none does.
-    heard : bool
-        Whether it has raised, for whoever finds that something has swallowed the exception.
     """
 
     def __init__(self, unfinished: Callable[[], bool], fail: Callable[[], None], lost: Callable[[], bool]) -> None:
         self._unfinished = unfinished
         self._fail = fail
         self._lost = lost
+        #: The thread that does the master's part of a command, 0 when none does.
         self.at_work = 0
+        #: Whether it has raised, for whoever finds that something has swallowed the exception.
         self.heard = False
         self._owner = os.getpid()
         self._watched: dict[int, socket.socket] = {}

@@ -164,15 +164,10 @@ class SharedArray(NamedTuple):  # a tuple, because these are pickled with every 
 
 
 class SegmentTable:
-    """The segments that a rank has mapped, by key; the same keys on every rank.
-
-    Attributes
-    ----------
-    at_drop : list of callable
-        Called with a segment before it is forgotten: what a device knows of the memory goes before the memory.
-    """
+    """The segments that a rank has mapped, by key; the same keys on every rank."""
 
     def __init__(self) -> None:
+        #: Called with a segment before it is forgotten: what a device knows of the memory goes before the memory.
         self.at_drop: list[Callable[[Segment], None]] = []
         self._segments: dict[int, Segment] = {}
         self._unmapped: dict[int, Unmapped] = {}

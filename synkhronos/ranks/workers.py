@@ -25,27 +25,17 @@ from synkhronos.ranks.errors import UNKNOWN
 
 
 class Workers:
-    """The processes of all ranks but the master's.
+    """The processes of all ranks but the master's, which is ``root``.
 
-    Parameters
-    ----------
-    root : int
-        The master's rank.
-    control : Control
-    file : FileIO or None
-        Where the control memory lies, for workers that start anew; None for copies of this process, which inherit it.
-
-    Attributes
-    ----------
-    pids : dict of int to int
-        The processes that have not been seen to end, by rank.
-    channels : dict of int to socket
-        This process' ends of the socket pairs through which they get open files.
+    ``file`` is where the control memory lies, for workers that start anew; None for copies of this process, which
+    inherit it.
     """
 
     def __init__(self, root: int, control: Control, file: io.FileIO | None):
         self._root, self._control, self._file = root, control, file
+        #: The processes that have not been seen to end, by rank.
         self.pids: dict[int, int] = {}
+        #: This process' ends of the socket pairs through which they get open files, by rank.
         self.channels: dict[int, socket.socket] = {}
 
     def start(self, profile: bool) -> None:

@@ -41,28 +41,15 @@ class Place:
 
 
 class OnRanks:
-    """What the ranks keep for a trainer.
+    """What the ranks keep for a trainer, under its name.
 
-    Parameters
-    ----------
-    name : str
-        Under which each rank keeps it.
-    rule : Rule
-    params : list of shared variables
-        All parameters, by which a checkpoint's model is known.
-    groups : Groups
-        The trainer's variables.
-    alike : bool
-        Whether all ranks have the same parameters after each step, and need no memory for exchanges.
-
-    Attributes
-    ----------
-    memory : dict of str to Data
-        What the rule has all ranks see.
+    By all its parameters, ``params``, a checkpoint's model is known.  Where ranks are ``alike`` all have the same
+    parameters after each step, and need no memory for exchanges.
     """
 
     def __init__(self, name: str, rule: Rule, params: list[Any], groups: storing.Groups, alike: bool):
         self.name, self.rule, self.params, self.groups, self.alike = name, rule, params, groups, alike
+        #: What the rule has all ranks see.
         self.memory: dict[str, Data] = {}
 
     def begin(self, session: ranks.Session, trainer: Any) -> None:
