@@ -16,9 +16,12 @@ DEVICE = os.environ.get("SYNKHRONOS_TEST_DEVICE", "host")
 assert DEVICE in ("host", "jax", "gpu"), DEVICE
 
 # The libraries read these when they are imported.  Python's linkers compile in milliseconds; tests that are about a
-# compiler ask for its mode.  Where in the program each variable was made nobody asks, and pytest's stacks are deep.
+# compiler ask for its mode.  PyTensor's rewrites take as long as all that comes after them: its functions are computed
+# as they are written, but in tests that ask for the fixture `rewrites` or for a mode.  Theano has its rewrites
+# everywhere.  Where in the program each variable was made nobody asks, and pytest's stacks are deep.
+MODES = {"host": ["mode=Mode", "linker=py", "optimizer=None"], "jax": ["mode=JAX"], "gpu": ["mode=FAST_COMPILE"]}
 for variable, flags in {
-    "PYTENSOR_FLAGS": ["traceback__limit=0", "mode=JAX" if DEVICE == "jax" else "mode=FAST_COMPILE"],
+    "PYTENSOR_FLAGS": ["traceback__limit=0", *MODES[DEVICE]],
     "THEANO_FLAGS": [
         "blas.ldflags=",
         "traceback.limit=0",
@@ -44,13 +47,14 @@ if DEVICE == "gpu":
     # Some tests start programs that need room on the same GPUs.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import contextlib
 import gc
 import signal
 import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
-from library import HOSTS, fork_ranks
+from library import COMPILER, HOSTS, fork_ranks, package
 from system import names, names_left
 
 import synkhronos as synk
@@ -136,6 +140,33 @@ def fork(request):
         yield kept.fork
         if kept.session is None:
             synk.close()
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    """Have Theano use its C++ compiler in a module's tests."""
+    with config(cxx=COMPILER):
+        yield
+
+
+@pytest.fixture(scope="module")
+def rewrites():
+    """Have functions be rewritten as in the mode FAST_COMPILE in a module's tests, where these run on the host."""
+    with config(**({"mode": "FAST_COMPILE"} if DEVICE == "host" else {})):
+        yield
+
+
+@contextlib.contextmanager
+def config(**values):
+    """Set values of the library's configuration for a while."""
+    before = {name: getattr(package.config, name) for name in values}
+    for name, value in values.items():
+        setattr(package.config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(package.config, name, value)
 
 
 @pytest.fixture(autouse=True)

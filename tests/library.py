@@ -2,6 +2,8 @@
 
 `ARRAYS`
     The device of the arrays on GPUs.
+`COMPILER`
+    Theano's C++ compiler, which only tests that ask for the fixture `compiler` have.
 `DEVICE`
     Where functions compute whose tests don't say it themselves: see conftest.py.
 `INTERPRETED`
@@ -37,6 +39,12 @@ except ImportError:
 NAME = package.__name__
 shared = package.shared
 grad = package.grad
+
+#: Theano's C++ compiler.  Without it Theano folds constants by Python, in a hundredth of the time; see `compiler` in
+#: conftest.py.
+COMPILER = package.config.cxx
+if NAME == "theano" and os.environ.get("SYNKHRONOS_TEST_DEVICE", "host") == "host":
+    package.config.cxx = ""
 
 #: Hosts on which the ranks of tests run; none for this machine alone.  See tests/hosts.
 HOSTS = [host for host in os.environ.get("SYNKHRONOS_TEST_HOSTS", "").split(",") if host]
@@ -97,6 +105,7 @@ def same(actual, expected):
 
 __all__ = [
     "ARRAYS",
+    "COMPILER",
     "DEVICE",
     "INTERPRETED",
     "NAME",

@@ -27,6 +27,7 @@ if NAME == "pytensor":
 else:
     from theano import Apply, Op
 
+pytestmark = pytest.mark.usefixtures("rewrites")
 RNG = np.random.default_rng(7)
 In, Out = package.In, package.Out
 

@@ -119,7 +119,7 @@ def test_small_sums_are_still_simplified():
 
     x, y = T.dmatrices("x", "y")
     half = x + y
-    f = pytensor.function([x, y], (half + half) - (half + half) + 3 * x * y / y, mode="FAST_RUN")
+    f = pytensor.function([x, y], (half + half) - (half + half) + 3 * x * y / y, mode="NUMBA")
     assert not any("Sub" in str(node.op) or "Div" in str(node.op) for node in f.maker.fgraph.apply_nodes)
 
 

@@ -1,6 +1,6 @@
 """Functions in the graph libraries' real compilers, each against the serial function in the same mode.
 
-All other tests run in FAST_COMPILE, which needs no compiler.
+Other tests are computed by Python, as they are written or as FAST_COMPILE rewrites them: see conftest.py.
 """
 
 import importlib
@@ -21,6 +21,7 @@ from synkhronos.extensions.train import make_train_function
 from synkhronos.extensions.updates import adam
 from synkhronos.graphs.mirror import object_of
 
+pytestmark = pytest.mark.usefixtures("compiler")
 RNG = np.random.default_rng(5)
 X, Y = RNG.normal(size=(11, 3)), RNG.normal(size=11)
 

@@ -236,12 +236,13 @@ def test_a_blas_that_a_compiler_loads_is_limited_too():
         import sys
         sys.path.insert(0, "tests")
         import numpy as np, threadpoolctl
-        from library import tensor as T, shared
+        from library import COMPILER, package, tensor as T, shared
         import synkhronos as synk
         from synkhronos.ranks import available_cores
+        package.config.cxx = COMPILER
         synk.fork(2, use_gpu=False)
         x, w = T.matrix("x"), shared(np.ones((3, 3)), "w")
-        f = synk.function([x], (T.dot(x, w).sum(), "sum"))
+        f = synk.function([x], (T.dot(x, w).sum(), "sum"), mode="FAST_COMPILE")
         f(np.ones((4, 3)))
         print([pool["num_threads"] for pool in threadpoolctl.threadpool_info()], available_cores() // 2)
     """)

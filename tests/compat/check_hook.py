@@ -92,6 +92,12 @@ def test_a_folder_of_that_name_is_not_theano(tmp_path):
     assert run(code, str(tmp_path)) == "pytensor"
 
 
+def test_every_linker_has_a_fast_run():
+    code = "import theano; x = theano.tensor.vector('x'); print(theano.function([x], x.sum(), mode=theano.compile.FAST_RUN)([1, 2]))"
+    for flags in ("linker=py", "mode=Mode,linker=py,optimizer=None", ""):
+        assert run("import synkhronos.compat; " + code, PYTENSOR_FLAGS=flags) == "3.0"
+
+
 def test_importing_twice_installs_once():
     assert synkhronos.compat.install() == "pytensor"
     assert sum(isinstance(finder, TreeFinder) for finder in sys.meta_path) == 1

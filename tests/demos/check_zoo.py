@@ -95,6 +95,7 @@ def train(session, folder, *sets, **environment):
     if ON_THEANO:  # its convolutions have no Python version
         sets += (f"model='{HERE / 'zoo_models.py'}:{settings.read(file)['model'].split(':')[1]}'",)
         environment["PYTHONPATH"] = os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(DEMOS / "zoo")])
+        environment["THEANO_FLAGS"] = os.environ["THEANO_FLAGS"]
     sets = [f"--set={each}" for each in ("epochs=1", "config.batch_size=4", *sets)]
     run("train", file, "--folder", folder, "--devices=cpu,cpu", *sets, **environment)
     return lines(folder, "reports")[-1]

@@ -36,7 +36,9 @@ def words(hosts: list[str], *command: object) -> tuple[list[str], dict[str, str]
     """Return a command line, and its environment, that runs a command on the first of some hosts."""
     python = [sys.executable, *map(str, command)]
     path = os.pathsep.join([str(HERE.parent.parent), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, **ONE_THREAD, "PYTHONPATH": path, "HOSTS": ",".join(hosts)}
+    # With a compiler Theano would fold constants by C++, each rank after a look at all modules that it has ever compiled.
+    flags = {"THEANO_FLAGS": f"{os.environ.get('THEANO_FLAGS', '')},cxx=".lstrip(",")}
+    environment = {**os.environ, **ONE_THREAD, **flags, "PYTHONPATH": path, "HOSTS": ",".join(hosts)}
     names = ",".join(host.partition(":")[0] for host in hosts)
     if are_simulated():
         environment |= {"HYDRA_LAUNCHER": "rsh", "HYDRA_LAUNCHER_EXEC": str(RSH), "PRTE_MCA_plm_ssh_agent": str(RSH)}
@@ -47,11 +49,9 @@ def words(hosts: list[str], *command: object) -> tuple[list[str], dict[str, str]
 def run(hosts: list[str], *program: object, timeout: float = 200, **variables: str) -> str:
     """Run one of `PROGRAMS` on the first of some hosts, and return what it prints."""
     command, environment = words(hosts, PROGRAMS, *program)
-    # With a compiler Theano would fold constants by C++, each rank after a look at all modules that it has ever compiled.
-    flags = {"THEANO_FLAGS": ",".join(filter(None, [environment.get("THEANO_FLAGS"), "cxx="]))}
     done = subprocess.run(
         command,
-        env={**environment, **flags, **variables},
+        env={**environment, **variables},
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -66,8 +66,9 @@ __all__ = [
 
 install()
 
+from theano.compile.mode import FAST_RUN  # noqa: E402
+
 Param = In
-FAST_RUN = get_mode("FAST_RUN")
 
 
 def function(
