@@ -12,6 +12,7 @@ ENVIRONMENT = {
     "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
     # With a compiler Theano would fold constants by C++, in each process after a look at all that it has ever compiled.
     "THEANO_FLAGS": f"{os.environ.get('THEANO_FLAGS', '')},cxx=".lstrip(","),
+    "PYTHONWARNINGS": "ignore::UserWarning:theano.configdefaults",  # which says that there is none
 }
 
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import compiled  # noqa: F401 - before anything imports theano
 import pytest
+from library import COMPILER, package
 
+package.config.cxx = COMPILER
 DEMOS = Path(__file__).resolve().parents[2] / "demos"
 sys.path[1:1] = [str(DEMOS / folder) for folder in ("", "mnist", "lasagne_mnist", "resnet")]
 

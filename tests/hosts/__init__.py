@@ -38,6 +38,7 @@ def words(hosts: list[str], *command: object) -> tuple[list[str], dict[str, str]
     path = os.pathsep.join([str(HERE.parent.parent), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     # With a compiler Theano would fold constants by C++, each rank after a look at all modules that it has ever compiled.
     flags = {"THEANO_FLAGS": f"{os.environ.get('THEANO_FLAGS', '')},cxx=".lstrip(",")}
+    flags["PYTHONWARNINGS"] = "ignore::UserWarning:theano.configdefaults"  # which says that there is none
     environment = {**os.environ, **ONE_THREAD, **flags, "PYTHONPATH": path, "HOSTS": ",".join(hosts)}
     names = ",".join(host.partition(":")[0] for host in hosts)
     if are_simulated():
