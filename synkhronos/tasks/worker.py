@@ -147,7 +147,7 @@ class Worker:
         """
         self._check_peer(to, "to")
         home = _home(self._rank, value)
-        if home is not HOST and value.nbytes > self._task.part:
+        if home is not HOST and value.size * value.dtype.itemsize > self._task.part:
             pair = home.group(self._rank, (self.number, to))
             if pair is not None:
                 array = home.contiguous(value)

@@ -8,6 +8,8 @@
     Combines arrays of some ranks, and sends them between two.
 `digest`
     Of arrays.
+`between`
+    Sends arrays of Theano's between two ranks, and adds them.
 """
 
 import hashlib
@@ -88,3 +90,17 @@ def in_groups(worker):
 def digest(*arrays):
     """Return a digest of arrays."""
     return hashlib.blake2b(b"".join(np.asarray(a).tobytes() for a in arrays), digest_size=8).hexdigest()
+
+
+def between(worker):
+    """Send an array of the GPU to the other rank, take its, and add both; return an element of each."""
+    from synkhronos.devices import PYGPU
+
+    mine = PYGPU.from_host(np.arange(30_000, dtype="float32") + worker.number)
+    if worker.number == 0:
+        worker.send(mine, 1)
+    its = worker.receive(1 - worker.number)
+    if worker.number == 1:
+        worker.send(mine, 0)
+    both = worker.group([0, 1]).all_reduce(mine, "sum")
+    return [float(PYGPU.to_host(array)[7]) for array in (mine, its, both) if PYGPU.holds(array)]

@@ -8,7 +8,7 @@ import sys
 import time
 
 import numpy as np
-from commands import InCollective, Reduced, digest, in_groups
+from commands import InCollective, Reduced, between, digest, in_groups
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -171,6 +171,7 @@ def theano():
             results = ranks.session().run(Reduced(op, data.location()))
             assert results == results[:1] * n
             print(op, results[0])
+    print(*synk.run(between))
     synk.close()
 
 
