@@ -96,7 +96,7 @@ class Checkpoint:
         os.mkdir(aside)
         try:
             _write(aside / _STATE, content)
-            _write(aside / _META, json.dumps(dict(meta), indent=1).encode())
+            _write(aside / _META, json.dumps(dict(meta)).encode())
             _sync(aside)
             if path.exists():  # of a run before: it stays until the new one can take its place
                 shutil.rmtree(f"{path}{_OLD}", ignore_errors=True)
