@@ -178,8 +178,11 @@ if NAME == "pytensor":
 else:
     from theano.compile.mode import Mode
 
-#: "Mode" is what the libraries use where nobody says otherwise: Numba for PyTensor, C for Theano.
-NAMES = ["Mode", "an object", "FAST_COMPILE"] + (["CVM"] if NAME == "pytensor" else ["FAST_RUN"])
+#: The first is what the libraries use where nobody says otherwise: Numba for PyTensor, C for Theano.
+NAMES = {
+    "pytensor": ["NUMBA", "an object", "FAST_COMPILE", "CVM"],
+    "theano": ["Mode", "an object", "FAST_COMPILE", "FAST_RUN"],
+}[NAME]
 if XLA:
     NAMES = ["JAX"]
 
