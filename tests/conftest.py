@@ -59,6 +59,7 @@ from system import names, names_left
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.devices import JAX
 
 # A shell starts what it puts into the background with interrupts ignored, and programs inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -176,23 +177,27 @@ def nothing_kept(request):
         kept.close()
 
 
+@pytest.fixture(scope="module")
+def no_ranks():
+    """End what other modules' tests have kept, for a module that forks its own ranks."""
+    gc.collect()  # a cycle of an earlier test's must not be found in the middle of this one's
+    kept.close()
+
+
 @pytest.fixture(scope="module", params=[2] if DEVICE == "jax" else [1, 3])
-def n_ranks(request):
+def n_ranks(request, no_ranks):
     """Fork 1 and 3 ranks for all tests of a module, and yield the number.
 
     One has nobody to meet, and 3 do all that 2 do: split unevenly, and meet in more than one pair.
     """
-    gc.collect()  # a cycle of an earlier test's must not be found in the middle of this one's
-    kept.close()
     fork_ranks(request.param)
     yield request.param
     synk.close()
 
 
 @pytest.fixture(scope="module")
-def two_ranks():
+def two_ranks(no_ranks):
     """Fork 2 ranks for all tests of a module."""
-    kept.close()
     fork_ranks(2)
     yield 2
     synk.close()
@@ -204,6 +209,13 @@ def no_template():
     yield
     if "faults.harness" in sys.modules:
         sys.modules["faults.harness"].Template.end()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_threads_of_xla():
+    """Check that on the host no test starts XLA: workers would be no copies of this process any more, and start slowly."""
+    yield
+    assert DEVICE != "host" or not JAX.started()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -240,16 +240,6 @@ def test_an_all_reduce_that_was_given_up_meanwhile_is_not_there(connected, monke
     assert gpu.aborted == 1
 
 
-@pytest.mark.skipif(NAME != "pytensor", reason="about JAX arrays")
-def test_what_was_written_in_place_is_another_array_in_the_same_memory():
-    for is_there in (True, False):
-        array = JAX.from_host(np.ones(3, "float32"))
-        at = JAX.pointer(array)
-        written = JAX.written(array, is_there)
-        # What JAX has read of the old one it would not read again.
-        assert written is not array and JAX.pointer(written) == at
-
-
 def test_what_a_failed_command_has_started_is_given_up(connected):
     communicator, gpu = connected(is_master=False)
     start(communicator, gpu, command=5)

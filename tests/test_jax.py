@@ -1286,3 +1286,12 @@ def test_streams_in_a_classs_own_functions_are_set_and_saved():
     assert not np.intersect1d(drawn, first).size
     library.set_stream(model.rng, saved)
     np.testing.assert_array_equal(model.train(), drawn)
+
+
+def test_what_was_written_in_place_is_another_array_in_the_same_memory():
+    for is_there in (True, False):
+        array = JAX.from_host(np.ones(3, "float32"))
+        at = JAX.pointer(array)
+        written = JAX.written(array, is_there)
+        # What JAX has read of the old one it would not read again.
+        assert written is not array and JAX.pointer(written) == at

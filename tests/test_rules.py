@@ -21,7 +21,7 @@ CLOSE = {"rtol": 1e-13, "atol": 1e-13}
 
 
 @pytest.fixture(scope="module", params=SIZES)
-def n(request):
+def n(request, no_ranks):
     fork_ranks(request.param)
     yield request.param
     synk.close()
