@@ -117,7 +117,7 @@ PIECES = [
 WANDB = "class wandb:\n    log = lambda record, step: print(step)\n\n"
 
 
-@pytest.mark.skipif(not HAS_PYTENSOR, reason="the same with Theano")
+@pytest.mark.skipif(not HAS_PYTENSOR, reason="the scripts that these pieces belong to import PyTensor")
 @pytest.mark.parametrize(("page", "begins", "script", "change"), PIECES, ids=[begins for _, begins, _, _ in PIECES])
 def test_piece(page, begins, script, change):
     """What a page shows outside of its script works in it."""

@@ -144,11 +144,11 @@ class Model:
         library = library_of(self.loss)
         self.shared_lr = library.shared(np.asarray(self.rate, self.params[0].type.dtype), name="learning_rate")
         shown = [self.loss] if self.error is None else [self.loss, self.error]
-        news = {**self.updates(self.loss, self.trained, self.shared_lr), **self.averages}
         # Variables, not outputs: PyTensor would wait for an output of JAX before the next batch is begun.
         self.shown = [library.shared(np.zeros((), each.dtype)) for each in shown]
-        updates_ = [*news.items(), *zip(self.shown, shown, strict=True)]
-        self.train_fn = library.function(list(self.inputs), [], updates=updates_)
+        news = {**self.updates(self.loss, self.trained, self.shared_lr), **self.averages}
+        news |= zip(self.shown, shown, strict=True)
+        self.train_fn = library.function(list(self.inputs), [], updates=list(news.items()))
         self.val_fn = library.function(list(self.inputs), list(self.tested or shown))
 
     def train_iter(self, count: int, recorder: Any) -> None:

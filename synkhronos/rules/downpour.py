@@ -117,10 +117,11 @@ class Downpour(Rule):
         """Push, fetch, or both, as `_by_blocks` does; return where the rank is."""
         centre, own = state.rows["centre"], state.own
         steps = x - own["base"]
-        there = x if pushes and alone else centre.on(JAX)
         if pushes:
-            there = there if alone else there + steps
+            there = x if alone else centre.on(JAX) + steps
             centre.write(there)
+        else:
+            there = centre.on(JAX)
         if fetches:
             x = there
         own["base"] = x if pushes else there - steps
