@@ -1,6 +1,7 @@
 """An engine of one's own: a file in synkhronos/engines/, here in tests/engines/, and no edit elsewhere."""
 
 import copy
+import gc
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from library import DEVICE, shared, tensor
 
 import synkhronos as synk
-from synkhronos import engines
+from synkhronos import engines, ranks
 from synkhronos.engines.lazy import Result
 from synkhronos.extensions.train import make_train_function, make_train_function_serial
 from synkhronos.extensions.updates import adam
@@ -52,6 +53,21 @@ def test_functions_run_on_it_and_their_outputs_are_read_later(toy, fork, n):
         np.testing.assert_allclose(total, rows.sum(axis=0))
         np.testing.assert_allclose(squares, rows**2)
     np.testing.assert_allclose(copy.deepcopy(f)(data)[0], X.sum(axis=0))
+
+
+def test_what_was_not_read_before_the_ranks_ended_is_lost(toy, fork):
+    fork(2)
+    x = tensor.dmatrix("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    lost = f(X)
+    ranks.session().close(kill=True)
+    for _ in range(2):
+        fork(2)
+        gc.collect()
+        with pytest.raises(RuntimeError, match="the ranks ended before this output was read"):
+            float(lost)
+        np.testing.assert_allclose(float(f(X)), X.sum())
+        synk.close()
 
 
 def trained(make, **kwargs):

@@ -185,9 +185,10 @@ class Results(UnderWay):
         if call.values is None:
             if call.error is None and call.number in self._unread:
                 session = ranks.session()
-                with session.inner_turn:  # an input of the call that is being prepared may be one
-                    session.settle()
-                    self.read()
+                if session is self._session():  # else they are others, forked since
+                    with session.inner_turn:  # an input of the call that is being prepared may be one
+                        session.settle()
+                        self.read()
             if call.error is not None:
                 raise call.error
         if call.values is None:
