@@ -483,6 +483,33 @@ class Leaving(InCollective):
         return ARRAYS.written(array)
 
 
+class InWaited(InCollective):
+    """A command: a collective that is waited for, into which one rank does not come, as it fails or waits."""
+
+    def __init__(self, collective, deed):
+        super().__init__(deed, 1)
+        self.collective = collective
+
+    def run(self, rank):
+        communicator, layout = ARRAYS.communicator(rank), ((1 << 20,), np.dtype(np.float32))
+        communicator.connect(rank.exchange(communicator.epoch))
+        array, room = ARRAYS.from_host(np.ones(*layout)), ARRAYS.empty(*layout)
+        if rank.number == self.culprit:
+            time.sleep(0.1)  # the other is inside by now
+            while self.deed == "wait":
+                rank.check()
+                time.sleep(0.01)
+            DEEDS[self.deed]()
+        elif self.deed == "wait":
+            threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        if self.collective == "broadcast":
+            communicator.broadcast(array, rank.root)
+        elif self.collective == "reduce":
+            communicator.reduce(array, "sum", rank.root, room if rank.is_master else None, layout, range(rank.size))
+        else:
+            communicator.gather(array, None, [layout] * rank.size, [ARRAYS.part(room, 0, layout[0])] * rank.size)
+
+
 #: Seconds: a process that has used a GPU takes one or two to end, or more where the processor is busy.
 DEATH = 5
 
@@ -575,6 +602,29 @@ def test_after_an_exception_inside_a_collective_the_ranks_connect_anew(fork, cul
             ranks.session().run(InCollective("raise", culprit))
         assert time.monotonic() - start < 2
         check_works()
+
+
+@pytest.mark.parametrize("deed", ["raise", "wait"])
+@pytest.mark.parametrize("collective", ["broadcast", "reduce", "gather"])
+def test_an_exception_in_what_is_waited_for_gives_it_up(fork, collective, deed):
+    fork(2)
+    check_works()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt if deed == "wait" else synk.WorkerError):
+        ranks.session().run(InWaited(collective, deed))
+    assert time.monotonic() - start < 2
+    check_works()
+
+
+@pytest.mark.new_ranks
+@pytest.mark.parametrize("collective", ["broadcast", "reduce", "gather"])
+def test_a_rank_that_dies_in_what_is_waited_for_is_noticed_soon(fork, collective):
+    fork(2)
+    check_works()
+    start = time.monotonic()
+    with pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
+        ranks.session().run(InWaited(collective, "SIGKILL"))
+    assert time.monotonic() - start < DEATH
 
 
 class Fail:

@@ -59,22 +59,3 @@ class NcclGroup(NcclCommunicator):
         at, count, dtype = self._span(array)
         source = self._connection.members.index(source)
         self._do(lambda handle: self._nccl.recv(at, count, dtype, source, handle, self._stream))
-
-    def _do(self, call: Callable[[Any], None]) -> None:
-        """Have NCCL do something that all members have come to, and wait until it is done."""
-        self._await_others()
-        try:
-            self._guard.started(self._connection)
-            with self._calls:
-                call(self._connected())
-            self._wait()
-            self._connected()  # unless it was given up meanwhile: what is there has no meaning then
-        except BaseException:
-            self._guard.abort(self._connection)
-            raise
-        self._guard.forget()
-
-    def _await_others(self) -> None:
-        """Wait until what other groups, or all ranks, have under way is done; it is not given up here."""
-        self._staging.enter()
-        self._wait(self._rank.check)

@@ -4,8 +4,9 @@
     Combines arrays where they lie.
 
 NCCL's work goes to the stream on which the arrays are computed, behind what computes them.  An all_reduce is not waited
-for, since what is put on the stream later comes after it; other collectives are, with a look at the peers from time to
-time.  What a peer that has failed or died would leave waiting for ever is aborted.
+for, since what is put on the stream later comes after it.  Other collectives begin on an idle stream, and are waited
+for, with a look at the peers from time to time.  What a peer that has failed or died would leave waiting for ever is
+aborted.
 
 For a small all_reduce on an idle stream a moment is waited all the same: it is there sooner than JAX has launched what
 tells it that the array will be.
@@ -128,9 +129,7 @@ class NcclCommunicator:
         """Copy the root's array into every other rank's, in place."""
         at, count, dtype = self._span(array)
         if count:
-            with self._calls:
-                self._nccl.broadcast(at, at, count, dtype, root, self._connected(), self._stream)
-            self._wait()
+            self._do(lambda handle: self._nccl.broadcast(at, at, count, dtype, root, handle, self._stream))
 
     def all_reduce(self, array: Any, op: str) -> bool:
         """Replace every rank's array by the reduction of all ranks', and return whether it is there."""
@@ -216,9 +215,7 @@ class NcclCommunicator:
         at, count, dtype = self._span(array)
         if count:
             to = at if out is None else self._span(out)[0]
-            with self._calls:
-                self._nccl.reduce(at, to, count, dtype, OPS[op], root, self._connected(), self._stream)
-            self._wait()
+            self._do(lambda handle: self._nccl.reduce(at, to, count, dtype, OPS[op], root, handle, self._stream))
 
     def gather(
         self, array: Any, root: int | None, layouts: Sequence[Layout | None], out: Sequence[Any | None] | None
@@ -230,8 +227,8 @@ class NcclCommunicator:
         size = count * array.dtype.itemsize
         parts: list[Items | None] = list(out) if out is not None else [None] * self._rank.size
         own = parts[here]
-        with self._calls:
-            handle = self._connected()
+
+        def exchange(handle: Any) -> None:
             if own is not None and size:
                 check(self._staging.driver.cuMemcpyAsync(own.pointer, at, size, self._stream))
             self._nccl.group_start()
@@ -244,13 +241,27 @@ class NcclCommunicator:
                         self._nccl.recv(part.pointer, part.nbytes, _BYTES, r, handle, self._stream)
             finally:
                 self._nccl.group_end()
-        self._wait()
 
-    def _connected(self) -> Any:
-        """Return the connection for a call of NCCL from a thread that may not have called CUDA yet."""
+        self._do(exchange)
+
+    def _do(self, call: Callable[[Any], None]) -> None:
+        """Have NCCL do something that all its ranks come to, and wait until it is done; what is raised gives it up."""
+        self._await_others()
+        try:
+            self._guard.started(self._connection)
+            with self._calls:
+                call(self._connection.handle)
+            self._wait()
+            _ = self._connection.handle  # unless it was given up meanwhile: what is there has no meaning then
+        except BaseException:
+            self._guard.abort(self._connection)
+            raise
+        self._guard.forget()
+
+    def _await_others(self) -> None:
+        """Wait until what was put on the stream before is done; it is not given up here."""
         self._staging.enter()
-        self._guard.in_use = self._connection
-        return self._connection.handle
+        self._wait(self._rank.check)
 
     def _span(self, array: Any) -> tuple[int, int, int | None]:
         """Return an array's address, its number of items, and NCCL's number for its dtype."""
