@@ -10,10 +10,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import IO
@@ -22,7 +23,7 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.checks import flag, index, integer, number
-from synkhronos.devices import HOST, Device, choose, device_named, is_on_gpus, keep_off_gpus, needs_fresh_processes
+from synkhronos.devices import HOST, choose, device_named, is_on_gpus, keep_off_gpus, needs_fresh_processes
 from synkhronos.hosts import MOST, Host, Hosts, hosts_of, launched, serve
 from synkhronos.ranks import Rank
 
@@ -139,7 +140,8 @@ def fork(
     if not named and number_of_process:
         serve()
     if named or number_of_process == 0:
-        return _fork_on(named or None, n_parallel, use_gpu, master_rank, profile_workers, timeout, host_timeout)
+        with _started(named or None, use_gpu, host_timeout) as others:
+            return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout, hosts=others)
     return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout)
 
 
@@ -156,8 +158,25 @@ def fork_bound(
     """
     bound = tuple(map(tuple, cores))
     if hosts:
-        return _fork_on(hosts_of(hosts), None, use_gpu, cores=bound, said=said)
+        with _started(hosts_of(hosts), use_gpu, said=said) as others:
+            return _fork(None, use_gpu, cores=bound, hosts=others)
     return _fork(n_parallel, use_gpu, cores=bound)
+
+
+@contextlib.contextmanager
+def _started(
+    named: Sequence[Host] | None, use_gpu: bool | None, host_timeout: float = HOST_TIMEOUT, said: IO[str] | None = None
+) -> Iterator[Hosts]:
+    """Start other hosts, and end them if the ``with`` block fails."""
+    ranks.check_free()
+    if use_gpu:
+        choose(True, None)  # where this host has none, or lacks something, no other is asked
+    hosts = Hosts(named, float(host_timeout), said)
+    try:
+        yield hosts
+    except BaseException:
+        hosts.kill()
+        raise
 
 
 def _fork(
@@ -167,56 +186,24 @@ def _fork(
     profile_workers: bool = False,
     timeout: float | None = None,
     cores: tuple[tuple[int, ...], ...] = (),
+    hosts: Hosts | None = None,
 ) -> int:
-    device, size = choose(use_gpu, n_parallel)
-    index(master_rank, "master_rank", size, ValueError)
-    _start(device, size, master_rank, profile_workers, timeout, cores)
-    return size
-
-
-def _fork_on(
-    named: Sequence[Host] | None,
-    n_parallel: int | None,
-    use_gpu: bool | None,
-    master_rank: int = 0,
-    profile_workers: bool = False,
-    timeout: float | None = None,
-    host_timeout: float = HOST_TIMEOUT,
-    cores: tuple[tuple[int, ...], ...] = (),
-    said: IO[str] | None = None,
-) -> int:
-    """Fork on several hosts."""
-    ranks.check_free()
-    if use_gpu:
-        choose(True, None)  # where this host has none, or lacks something, no other is asked
-    hosts = Hosts(named, float(host_timeout), said)
-    try:
+    if hosts is None:
+        device, size = choose(use_gpu, n_parallel)
+        index(master_rank, "master_rank", size, ValueError)
+        n_here = size
+    else:
         device, _ = choose(hosts.have_gpus() if use_gpu is None else use_gpu, None)
         hosts.divide(n_parallel, is_on_gpus(device))
+        size, n_here = hosts.size, len(hosts.here)
         if master_rank not in hosts.here:
-            raise ValueError(f"master_rank: expected a rank of this host, below {len(hosts.here)}, got {master_rank}")
-        _start(device, hosts.size, master_rank, profile_workers, timeout, cores, hosts)
-    except BaseException:
-        hosts.kill()
-        raise
-    return hosts.size
-
-
-def _start(
-    device: Device,
-    size: int,
-    master_rank: int,
-    profile_workers: bool,
-    timeout: float | None,
-    cores: tuple[tuple[int, ...], ...] = (),
-    hosts: Hosts | None = None,
-) -> None:
+            raise ValueError(f"master_rank: expected a rank of this host, below {n_here}, got {master_rank}")
     # From the master's states, so that a run repeats from its seed.
     states = np.random.get_state(legacy=False), random.getstate()
     seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in states)
-    places = device.places(size if hosts is None else len(hosts.here), master_rank)
-    first = _Bind(device.name, places, seeds, cores)
+    first = _Bind(device.name, device.places(n_here, master_rank), seeds, cores)
     ranks.fork(size, master_rank, profile_workers, timeout, first, needs_fresh_processes(), hosts)
+    return size
 
 
 def bytes_sent() -> int:
