@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from synkhronos.devices.host import HostCommunicator, Layout, _bytes, nbytes
+from synkhronos.devices.host import HostCommunicator, Layout, _bytes, combine, nbytes
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.hosts.pipes import DOWN_IN, DOWN_OUT, FRAMES, HERE, UP_IN, UP_OUT, Pipe
 from synkhronos.hosts.pipes import Layout as PipeLayout
@@ -111,9 +111,8 @@ class ChainCommunicator(HostCommunicator):
         contributors: Sequence[int],
     ) -> None:
         """Reduce ``source`` over the contributors into every rank's ``target``, where there is one."""
-        rank, here, divides = self._rank, self._here, REDUCTIONS[op].divides
-        # The sum may be out of float16's range where the average is not, and its parts too small for it.
-        wide = np.dtype(np.float32) if divides and dtype == np.float16 else dtype
+        rank, here, row = self._rank, self._here, REDUCTIONS[op]
+        wide = row.working(dtype)
         each = self._frame // wide.itemsize
         waiting: list[tuple[int, int]] = []  # chunks whose results have not come yet
         place = rank.number - here.start
@@ -141,8 +140,8 @@ class ChainCommunicator(HostCommunicator):
             result = out.free()[: count * wide.itemsize].view(wide)[low:high]
             if so_far is not None and contributors[0] < here.start:
                 inputs.insert(0, so_far)
-            _combine(inputs, op, result)
-            if self._is_last and divides:
+            combine(inputs, row, result)
+            if self._is_last and row.divides:
                 np.true_divide(result, len(contributors), out=result)
             if not self._is_first:
                 self._up_in.pass_on()
@@ -182,15 +181,3 @@ class ChainCommunicator(HostCommunicator):
             target[at : at + count] = result
         if not self._is_last:
             self._down_in.pass_on()
-
-
-def _combine(inputs: Sequence[np.ndarray], op: str, result: np.ndarray) -> None:
-    """Reduce arrays in order into another one, in its dtype."""
-    ufunc = REDUCTIONS[op].combine
-    assert ufunc is not None
-    if len(inputs) == 1:
-        result[:] = inputs[0]
-    elif inputs:
-        ufunc(inputs[0], inputs[1], out=result, dtype=result.dtype)
-        for values in inputs[2:]:
-            ufunc(result, values, out=result)

@@ -6,6 +6,8 @@
     The selected rows of an array.
 `HostCommunicator`
     Streams arrays of any size through the ranks' scratch memory, each rank reducing its own share of the elements.
+`combine`
+    Reduces arrays that this rank sees.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ class Host:
     def bind(self, rank: Rank, place: str) -> None:
         """Nothing to bind."""
 
-    def communicator(self, rank: Rank) -> HostCommunicator:
-        """Return the rank's communicator, the same one each time."""
+    def communicator(self, rank: Rank) -> Any:
+        """Return the rank's communicator, the same one each time: the host's."""
         return host_communicator(rank)
 
     def communicates(self, dtype: np.dtype) -> bool:
@@ -299,8 +301,7 @@ class HostCommunicator:
         A chunk takes two steps.  Each rank shows its elements, but for its own share, which only itself will read;
         each reduces its share of all ranks' elements; each takes what it wants of the shares.
         """
-        rank, divides, ufunc = self._rank, REDUCTIONS[op].divides, REDUCTIONS[op].combine
-        assert ufunc is not None
+        rank, row = self._rank, REDUCTIONS[op]
         if len(contributors) == 1 and rank.size == 1:
             if target is not None and source is not None and target is not source:
                 target[:] = source
@@ -319,15 +320,10 @@ class HostCommunicator:
             if high > low:
                 inputs = [part[low:high] if r == here else shared[r][low:high] for r in contributors]
                 result = shared[here][low:high]
-                # The sum may be out of float16's range where the average is not, and its parts too small for it.
-                wide = np.empty(high - low, np.float32) if divides and dtype == np.float16 else result
-                if len(inputs) == 1:
-                    wide[:] = inputs[0]
-                else:
-                    ufunc(inputs[0], inputs[1], out=wide, dtype=wide.dtype)
-                for values in inputs[2:]:
-                    ufunc(wide, values, out=wide)
-                if divides:
+                working = row.working(dtype)
+                wide = result if working == dtype else np.empty(high - low, working)
+                combine(inputs, row, wide)
+                if row.divides:
                     np.true_divide(wide, len(contributors), out=wide)
                 if wide is not result:
                     result[:] = wide
@@ -336,6 +332,17 @@ class HostCommunicator:
                 part = target[at : at + count]
                 for r in range(rank.size):
                     part[bounds[r] : bounds[r + 1]] = shared[r][bounds[r] : bounds[r + 1]]
+
+
+def combine(inputs: Sequence[np.ndarray], row: Reduction, out: np.ndarray) -> None:
+    """Combine arrays in order into another one, in its dtype."""
+    assert row.combine is not None
+    if len(inputs) == 1:
+        out[:] = inputs[0]
+    elif inputs:
+        row.combine(inputs[0], inputs[1], out=out, dtype=out.dtype.type)
+        for values in inputs[2:]:
+            row.combine(out, values, out=out)
 
 
 def host_communicator(rank: Rank) -> HostCommunicator:

@@ -57,6 +57,13 @@ class Reduction:
         """Whether the reduction of values of a dtype is of that dtype."""
         return dtype.kind not in self.refuses
 
+    def working(self, dtype: np.dtype) -> np.dtype:
+        """Return the dtype in which values of a dtype are combined.
+
+        A sum may be out of float16's range where the average is not, and its parts too small for it.
+        """
+        return np.dtype(np.float32) if self.divides and dtype.char == "e" else dtype
+
 
 _ADD = "res = a + b"
 REDUCTIONS = {

@@ -10,20 +10,22 @@ that is written saves a way through the host.  `synkhronos.devices.Device` says 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from synkhronos.devices.host import Selection, host_communicator, take
+from synkhronos.devices.host import Host, Selection
 from synkhronos.devices.reductions import Reduction
 from synkhronos.ranks import Rank, SharedArray
 
 
-class ThroughHost:
-    """Arrays that NumPy's become and that become NumPy's.  They have a shape and a dtype of NumPy's."""
+class ThroughHost(Host):
+    """Arrays that NumPy's become and that become NumPy's.  They have a shape and a dtype of NumPy's.
 
-    name: str
+    What is not said here is as for NumPy's arrays themselves.
+    """
+
     takes_shareds = True
 
     # -- what has to be written ------------------------------------------------------------------------------
@@ -42,26 +44,8 @@ class ThroughHost:
 
     # -- ranks -----------------------------------------------------------------------------------------------
 
-    def places(self, size: int, root: int) -> list[str]:
-        """Return a word for each rank's own device: there is none."""
-        return [""] * size
-
-    def bind(self, rank: Rank, place: str) -> None:
-        """Nothing to bind."""
-
-    def communicator(self, rank: Rank) -> Any:
-        """Return the rank's communicator: the host's."""
-        return host_communicator(rank)
-
     def communicates(self, dtype: np.dtype) -> bool:
         """Whether ranks combine these arrays without the host: a communicator has to be written for that."""
-        return False
-
-    def group(self, rank: Rank, members: Iterable[int]) -> None:
-        """Nothing of its own combines arrays of some ranks."""
-
-    def combines_within(self, dtype: np.dtype) -> bool:
-        """Whether they do so in the middle of a launch."""
         return False
 
     # -- arrays ----------------------------------------------------------------------------------------------
@@ -77,10 +61,6 @@ class ThroughHost:
     def writable(self, value: Any, is_referenced: bool) -> Any:
         """Return a copy."""
         return self.from_host(self.to_host(value))
-
-    def written(self, value: Any, is_there: bool = False) -> Any:
-        """Return an array that was written in place."""
-        return value
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Return a new array."""
@@ -105,11 +85,6 @@ class ThroughHost:
 
     # -- inputs ----------------------------------------------------------------------------------------------
 
-    def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> Any:
-        """Return rows of an array in shared memory (None: all of it) as a new array."""
-        view = location.view(rank.segments)
-        return self.from_host(view if rows is None else take(view, rows))
-
     def input(
         self, rank: Rank, kept: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
     ) -> Any:
@@ -119,12 +94,3 @@ class ThroughHost:
     def indexes(self, rank: Rank, kept: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
         """Return a rank's own vector of indexes as an input."""
         return self.from_host(values)
-
-    def launching(self) -> None:
-        """Nothing is on its way."""
-
-    def launched(self, results: Any) -> None:
-        """Nothing is launched: functions return when they have computed."""
-
-    def wait(self, values: Sequence[Any]) -> None:
-        """Nothing has to be waited for."""

@@ -317,7 +317,7 @@ def _stream(
     """Reduce large arrays into the master, each rank doing its share of the work."""
     shape, dtype = next(iter(layouts.values()))
     # What each rank adds is weighted by itself; what remains is a plain reduction, and one division.
-    working = np.dtype(np.float32) if op.row.divides and dtype == np.float16 else dtype
+    working = op.row.working(dtype)
     mine = None
     if value is not None:
         mine = np.ascontiguousarray(value, working)
