@@ -10,6 +10,8 @@
     A name out of some.
 `listed`
     A list of a certain length.
+`called`
+    What errors call a graph's variable.
 """
 
 from __future__ import annotations
@@ -101,3 +103,8 @@ def listed(value: Any, name: str, length: int, of: str) -> list[Any]:
     if len(value) != length:
         raise ValueError(f"{expected} {len(value)} of them")
     return list(value)
+
+
+def called(variable: Any) -> str:
+    """Return what to call a variable of a graph in an error."""
+    return repr(variable.name) if getattr(variable, "name", None) else str(variable)

@@ -10,7 +10,7 @@
     Random generators among them, and values for these.
 `everything`, `as_rows`, `shares`
     Which rows of the values.
-`op_name`, `op_word`
+`op_name`, `op_word`, `check_suits`
     Reductions.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.checks import listed, one_of
+from synkhronos.checks import called, listed, one_of
 from synkhronos.data import Data
 from synkhronos.data.dense import check_dense
 from synkhronos.data.rows import share
@@ -30,11 +30,6 @@ from synkhronos.devices.reductions import REDUCTIONS, of_collectives
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import Mirror, is_declared
 from synkhronos.ranks import Session, SharedArray, WeakKeys
-
-
-def called(shared: Any) -> str:
-    """Return what to call a shared variable in an error."""
-    return repr(shared.name) if getattr(shared, "name", None) else str(shared)
 
 
 class _NamedBefore(WeakKeys[Any, bool]):
@@ -156,14 +151,15 @@ def op_name(op: Any, variables: Sequence[Any]) -> str:
     """Return the name of a reduction that makes sense for all the variables."""
     op = op_word(op)
     for variable in variables:
-        dtype = np.dtype(variable.type.dtype)
-        if not REDUCTIONS[op].suits(dtype):
-            *others, last = [repr(name) for name in of_collectives() if REDUCTIONS[name].suits(dtype)]
-            raise ValueError(
-                f"op: the {op!r} of {called(variable)} would not be {variable.type.dtype}, as it is; "
-                f"choose {', '.join(others)} or {last}"
-            )
+        check_suits(op, np.dtype(variable.type.dtype), called(variable))
     return op
+
+
+def check_suits(op: str, dtype: np.dtype, of: str) -> None:
+    """Refuse a reduction that is not of the dtype of what is reduced."""
+    if not REDUCTIONS[op].suits(dtype):
+        *others, last = [repr(name) for name in of_collectives() if REDUCTIONS[name].suits(dtype)]
+        raise ValueError(f"op: the {op!r} of {of} would not be {dtype}, as it is; choose {', '.join(others)} or {last}")
 
 
 def op_word(op: Any) -> str:

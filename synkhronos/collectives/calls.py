@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from synkhronos import ranks
-from synkhronos.checks import flag, index, integer
+from synkhronos.checks import called, flag, index, integer
 from synkhronos.collectives.arguments import (
     as_rows,
-    called,
     check_shape,
     check_stream,
     everything,

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.collectives.arguments import called
+from synkhronos.checks import called
 from synkhronos.devices import HOST, Device, Layout, device_named, device_of
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.graphs import library_of
@@ -283,30 +283,23 @@ class Reduce:
     def run(self, rank: Rank) -> Any:
         """Check that shapes agree, then reduce."""
         if rank.size == 1 and self.taker != "returned":
-            return []  # of one value it is that value
+            return []  # a reduction over one rank is that rank's value
         if self.taker == "everywhere":
             self._reduce_everywhere(rank, self.agree(rank))
             return []
-        copies = self._copies(rank)
+        copies, in_place = self._copies(rank), rank.is_master and self.taker == "master"
         results = []
         for i in range(len(self.keys)):
             copies.check_equal(i, "reduce")
         for i in range(len(self.keys)):
-            communicator, layout = copies.communicator(i), copies.of(i)[0]
-            in_place = self.taker == "master"
-            out = None
+            layout, out = copies.of(i)[0], None
             if rank.is_master:
                 out = copies.writable(i) if in_place else copies.ways[i].empty(*layout)
             # Named nowhere else: `Device.written` looks whether anybody holds the array.
-            communicator.reduce(
-                out if out is not None and in_place else copies.readable(i),
-                self.op,
-                rank.root,
-                out,
-                layout,
-                range(rank.size),
+            copies.communicator(i).reduce(
+                out if in_place else copies.readable(i), self.op, rank.root, out, layout, range(rank.size)
             )
-            if out is not None and in_place:
+            if in_place:
                 copies.written(i, out)
             results.append(out)
         return results
@@ -385,18 +378,15 @@ class Agreed(NamedTuple):
 
     def all_reduce(self, rank: Rank, op: str) -> None:
         """Reduce into every rank's variables."""
-        used: list[Any] = []
         for key, library, device, _ in self.parts:
-            shared, communicator = object_of(rank, key), device.communicator(rank)
+            shared = object_of(rank, key)
             is_referenced = library.is_referenced(shared)
             value = library.get(shared)
             array = device.writable(value, is_referenced)
-            new = device.written(array, communicator.all_reduce(array, op))
+            new = device.written(array, device.communicator(rank).all_reduce(array, op))
             if new is not value:
                 library.put(shared, new)
-            if communicator not in used:
-                used.append(communicator)
-        for communicator in used:
+        for communicator in {device.communicator(rank) for _, _, device, _ in self.parts}:
             communicator.come()
 
 

@@ -40,6 +40,7 @@ from pytensor.tensor.type import float_dtypes
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.checks import called
 from synkhronos.devices import HOST
 from synkhronos.graphs import library_of
 
@@ -255,7 +256,7 @@ class RowsSum:
         there = self._session is not None and self._session() is session
         if there and all(new is old for new, old in zip(now, self._shared_out, strict=True)):
             return
-        lengths = {_called(v): len(values) for v, values in zip(self._variables, now, strict=True)}
+        lengths = {called(v): len(values) for v, values in zip(self._variables, now, strict=True)}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"rows: expected equally many of each, got {lengths}")
         self._point = None
@@ -415,10 +416,6 @@ class HessianProduct(_OverRows):
 # -- checks ------------------------------------------------------------------------------------------------------
 
 
-def _called(variable: Any) -> str:
-    return repr(variable.name) if variable.name else str(variable)
-
-
 def _checked_terms(terms: Any) -> Any:
     if not isinstance(terms, Variable) or not isinstance(terms.type, TensorType):
         raise TypeError(f"terms: expected a variable of PyTensor, got {terms!r}")
@@ -436,11 +433,11 @@ def _checked_rows(rows: Any) -> tuple[list[Any], list[Any]]:
         if not isinstance(variable, Variable) or not isinstance(variable.type, TensorType):
             raise TypeError(f"rows: expected variables of PyTensor as keys, got {variable!r}")
         if variable.owner is not None or isinstance(variable, Constant | SharedVariable):
-            raise TypeError(f"rows: expected a symbolic input as key, got {_called(variable)}")
+            raise TypeError(f"rows: expected a symbolic input as key, got {called(variable)}")
         if variable.ndim == 0 or variable.type.shape[0] is not None:
-            raise ValueError(f"rows: {_called(variable)} of type {variable.type} has no rows to share out")
+            raise ValueError(f"rows: {called(variable)} of type {variable.type} has no rows to share out")
         sources.append(_checked_source(variable, value))
-    lengths = {_called(v): len(_now(source)) for v, source in zip(rows, sources, strict=True)}
+    lengths = {called(v): len(_now(source)) for v, source in zip(rows, sources, strict=True)}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"rows: expected equally many of each, got {lengths}")
     if not min(lengths.values()):
@@ -453,14 +450,14 @@ def _checked_source(variable: Any, value: Any) -> Any:
         kind = value.type if isinstance(value, SharedVariable) else value
         if (kind.dtype, kind.ndim) != (variable.dtype, variable.ndim):
             raise TypeError(
-                f"rows: {_called(variable)} needs values of {variable.dtype} and {variable.ndim} dimensions, got "
+                f"rows: {called(variable)} needs values of {variable.dtype} and {variable.ndim} dimensions, got "
                 f"{value!r} of {kind.dtype} and {kind.ndim}"
             )
         return value
     try:
         return variable.type.filter(value, allow_downcast=None)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"rows: {_called(variable)} of type {variable.type} can't take the values: {error}") from None
+        raise type(error)(f"rows: {called(variable)} of type {variable.type} can't take the values: {error}") from None
 
 
 def _now(source: Any) -> Any:
@@ -484,7 +481,7 @@ def _inside(terms: Any, rows: Sequence[Any]) -> list[Apply]:
     """
     nodes = library_of(terms).nodes([terms])
     read = {terms, *(variable for node in nodes for variable in node.inputs)}
-    unused = [_called(variable) for variable in rows if variable not in read]
+    unused = [called(variable) for variable in rows if variable not in read]
     if unused:
         raise ValueError(f"rows: the terms are not computed from {', '.join(unused)}")
     depends = set(rows)
@@ -518,7 +515,7 @@ def _params(inside: Sequence[Apply], rows: Sequence[Any]) -> list[Any]:
         if variable in computed or variable in rows or isinstance(variable, Constant):
             continue
         if not _is_array(variable):
-            raise TypeError(f"terms: computed from {_called(variable)} of type {variable.type}, which can't be sent")
+            raise TypeError(f"terms: computed from {called(variable)} of type {variable.type}, which can't be sent")
         params[variable] = None
     return list(params)
 
