@@ -54,6 +54,45 @@ def in_groups(worker, n):
     )
 
 
+def steps(worker, of_ranks):
+    """Take this rank's steps, and return what came of each by its number."""
+    came = {}
+    for number, kind, members, n in of_ranks[worker.number]:
+        mine = np.arange(n) + 10.0 * number + worker.number
+        group = worker.group(members)
+        if kind == "send" and len(members) > 1:
+            source, to = members[:2]
+            if worker.number == source:
+                worker.send(mine, to)
+            elif worker.number == to:
+                came[number] = worker.receive(source).tolist()
+        elif kind == "exchange":
+            came[number] = group.exchange((number, worker.number))
+        elif kind == "sum":
+            came[number] = group.all_reduce(mine, "sum").tolist()
+        else:
+            group.barrier(f"step {number}")
+    return came
+
+
+def masked_array(worker):
+    """Send an array with a mask that is large enough to be sent as bytes, were it not for the mask."""
+    if worker.number:
+        worker.send(np.ma.masked_array(np.zeros(1000), np.arange(1000) == worker.number), 0)
+        return None
+    return [np.ma.getmaskarray(worker.receive(r)).tolist() for r in range(1, worker.size)]
+
+
+def in_the_order_of_bytes(worker, orders, in_group):
+    """Add up numbers of some orders of bytes, one a rank."""
+    all_reduce = (worker.group(range(worker.size)) if in_group else worker).all_reduce
+    return all_reduce(np.arange(5, dtype=f"{orders[worker.number]}f8"), "sum").tolist()
+
+
+def writes(worker, rows):
+    rows.write(np.zeros(rows.shape))
+
+
 def add_ones(worker, counter, times, slow=False):
     """Add 1 to each element, many times; reading and writing are far apart."""
     turns = []
@@ -100,6 +139,24 @@ def different_barriers(worker, names):
 def ends_early(worker, who):
     if worker.number != who:
         worker.barrier("never")
+
+
+def different_groups(worker):
+    """Meet in groups that overlap: what the first rank waits for does not come."""
+    members, name = ([0, 1, 2], "north") if worker.number < 2 else ([1, 2], "south")
+    worker.group(members).barrier(name)
+
+
+def barrier_or_message(worker, first):
+    """Meet in a group where the other rank sends or receives a message."""
+    group = worker.group([0, 1])
+    if worker.number == 0:
+        group.barrier("here")
+    elif first == "send":
+        worker.send(1, 0)
+        group.barrier("here")
+    else:
+        worker.receive(0)
 
 
 def all_receive(worker):
@@ -189,6 +246,10 @@ def wrong(worker, call):
         "receive from a name": lambda: worker.receive("x"),
         "a group of one twice": lambda: worker.group([0, 0]),
         "a group of others": lambda: worker.group([1 - me]),
+        "a group of halves": lambda: worker.group([0.5, 1]),
+        "an average of integers": lambda: worker.all_reduce(np.arange(3)),
+        "an average of integers in a group": lambda: worker.group([0, 1]).all_reduce(np.arange(3)),
+        "a sum of flags": lambda: worker.all_reduce(np.ones(3, bool), "sum"),
         "op": lambda: worker.all_reduce(np.zeros(2), "mean"),
         "shapes": lambda: worker.all_reduce(np.zeros(2 + me)),
     }[call]()

@@ -1,12 +1,16 @@
 """How programs on all ranks fail: errors, interrupts, deaths, ranks that wait for each other, wrong arguments."""
 
 import _thread
+import contextlib
 import threading
 import time
 
 import pytest
 import task_programs as programs
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from library import DEVICE
+from test_tasks import programs_of_groups
 
 import synkhronos as synk
 
@@ -38,6 +42,36 @@ def test_ranks_that_wait_for_each_other_are_told(fork):
         synk.run(programs.all_receive)
     with pytest.raises(RuntimeError, match="rank 0 waits for a message of rank 1, rank 1 waits at barrier 'late'"):
         synk.run(programs.barrier_and_receive)
+
+
+def test_groups_that_overlap_and_do_not_meet_are_told(fork):
+    fork(3, timeout=5)
+    places = r"rank 1 is at barrier 'north' of group \(0, 1, 2\), rank 2 is at barrier 'south' of group \(1, 2\)"
+    with pytest.raises((RuntimeError, synk.WorkerError), match=places):
+        synk.run(programs.different_groups)
+    assert len(synk.run(programs.identity)) == 3
+
+
+def test_a_message_and_a_meeting_are_not_taken_for_each_other(two):
+    with pytest.raises(synk.WorkerError, match=r"waits for a message of rank 0, which is at barrier 'here' of group"):
+        synk.run(programs.barrier_or_message, "receive")
+    with pytest.raises(RuntimeError, match=r"rank 0 is at barrier 'here' of group \(0, 1\), rank 1 is at send\(\)"):
+        synk.run(programs.barrier_or_message, "send")
+
+
+def test_steps_that_each_rank_takes_in_an_order_of_its_own_come_to_an_end(fork):
+    fork(3, timeout=5)
+
+    @settings(max_examples=20)
+    @given(st.data())
+    def check(draw):
+        steps = draw.draw(programs_of_groups(3))
+        of_ranks = [draw.draw(st.permutations([step for step in steps if r in step[2]])) for r in range(3)]
+        with contextlib.suppress(RuntimeError):  # WorkerError is one
+            synk.run(programs.steps, of_ranks)
+        assert len(synk.run(programs.identity)) == 3  # nobody had to be ended
+
+    check()
 
 
 HOWS = ["computes", "waits in a barrier", "receives", "sends", "waits for a lock"]
@@ -116,6 +150,10 @@ def test_what_can_not_be_sent_is_refused(two):
         ("receive from a name", TypeError, "source: expected a rank, got 'x'"),
         ("a group of one twice", ValueError, "ranks: expected different ranks"),
         ("a group of others", ValueError, "ranks: expected rank [01], which makes the group"),
+        ("a group of halves", TypeError, "ranks: expected integers, got 0.5"),
+        ("an average of integers", ValueError, "op: the 'avg' of an array would not be int64"),
+        ("an average of integers in a group", ValueError, "op: the 'avg' of an array would not be int64"),
+        ("a sum of flags", ValueError, "op: the 'sum' of an array would not be bool"),
         ("op", ValueError, "op: expected one of"),
         ("shapes", RuntimeError, "expected the same shape"),
     ],

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import task_programs as programs
+from hypothesis import given
+from hypothesis import strategies as st
 from library import XLA, same, shared, tensor
 
 import synkhronos as synk
@@ -48,6 +50,53 @@ def test_groups(n_ranks, n):
         assert total == sum(m + 1 for m in members)
         assert (largest, shown) == (max(members) + 1, members)
         assert of_all == n_ranks * (n_ranks + 1) / 2
+
+
+def programs_of_groups(size):
+    """Draw steps of groups that overlap: the number of each, what it is, its members, and how large arrays are."""
+    members = st.lists(st.integers(0, size - 1), min_size=1, unique=True)
+    kinds = st.sampled_from(["barrier", "exchange", "sum", "send"])
+    steps = st.lists(st.tuples(kinds, members, st.sampled_from([0, 1, 5, 20_000])), min_size=1, max_size=8)
+    return steps.map(lambda drawn: [(number, *step) for number, step in enumerate(drawn)])
+
+
+def values_of(step):
+    """Return what comes of a step on each rank."""
+    number, kind, members, n = step
+    of_rank = {r: np.arange(n) + 10.0 * number + r for r in members}
+    if kind == "send" and len(members) > 1:
+        return {members[1]: of_rank[members[0]].tolist()}
+    if kind == "exchange":
+        return dict.fromkeys(members, [(number, r) for r in members])
+    return dict.fromkeys(members, sum(of_rank.values()).tolist()) if kind == "sum" else {}
+
+
+@given(st.data())
+def test_groups_that_overlap_get_their_own_values(n_ranks, draw):
+    steps = draw.draw(programs_of_groups(n_ranks))
+    came = synk.run(programs.steps, [[step for step in steps if r in step[2]] for r in range(n_ranks)])
+    for r in range(n_ranks):
+        assert came[r] == {step[0]: values_of(step)[r] for step in steps if r in values_of(step)}
+
+
+def test_masks_come_with_large_arrays_too(n_ranks):
+    for r, mask in enumerate(synk.run(programs.masked_array)[0], 1):
+        assert mask == (np.arange(1000) == r).tolist()
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+def test_numbers_in_another_order_of_bytes(n_ranks, in_group):
+    total = synk.run(programs.in_the_order_of_bytes, ">" * n_ranks, in_group)
+    assert total == [(n_ranks * np.arange(5.0)).tolist()] * n_ranks
+    if n_ranks > 1:
+        with pytest.raises(RuntimeError, match="expected the same shape, dtype"):
+            synk.run(programs.in_the_order_of_bytes, "<>" + "<" * (n_ranks - 2), in_group)
+
+
+def test_rows_of_a_file_are_not_written(n_ranks, tmp_path):
+    np.save(tmp_path / "x.npy", np.ones((4, 2)))
+    with pytest.raises((ValueError, synk.WorkerError), match="got rows of a file"):
+        synk.run(programs.writes, synk.data_file(tmp_path / "x.npy"))
 
 
 def test_no_update_under_a_lock_is_lost(n_ranks):

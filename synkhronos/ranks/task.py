@@ -31,6 +31,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import accumulate
 from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -86,15 +87,15 @@ class TaskMemory(NamedTuple):
         return int(min(1 << 16, max(1 << 12, _CHANNELS // (_HALVES * self.size * self.size) // 4096 * 4096)))
 
     @property
-    def _words(self) -> int:
+    def _words(self) -> tuple[int, ...]:
         # Whether to stop; for each rank what it waits for, up to what number, and how often it has begun or ended to
         # wait; for each lock its owner, counted from 1, how often it was taken, and whether the agent wants it for a
         # rank of another host; for each channel the parts sent and those received.
-        return 1 + 3 * self.size + 3 * self.locks + 2 * self.size * self.size
+        return 1, 3 * self.size, self.locks, self.locks, self.locks, self.size**2, self.size**2
 
     @property
     def _texts_at(self) -> int:
-        return -(-self._words * _WORD // _LINE) * _LINE
+        return -(-sum(self._words) * _WORD // _LINE) * _LINE
 
     @property
     def _locks_at(self) -> int:
@@ -123,9 +124,10 @@ class TaskMemory(NamedTuple):
         for lock in range(self.locks):
             Mutex(segment.buffer, self._locks_at + _LINE * lock, made=False).ring()
 
-    def words(self, segment: Segment) -> memoryview:
-        """Return the words."""
-        return memoryview(segment.buffer)[: self._words * _WORD].cast("Q")
+    def words(self, segment: Segment) -> list[memoryview]:
+        """Return the words: one view for each kind of them, in the order of `_words`."""
+        words, ends = memoryview(segment.buffer)[: sum(self._words) * _WORD].cast("Q"), accumulate(self._words)
+        return [words[end - size : end] for size, end in zip(self._words, ends, strict=True)]
 
     def mutex(self, segment: Segment, lock: int) -> Mutex:
         """Return a lock's semaphore."""
@@ -136,10 +138,21 @@ class TaskMemory(NamedTuple):
         at = self._texts_at + (_TEXT + _WORD) * rank
         return memoryview(segment.buffer)[at : at + _TEXT + _WORD]
 
-    def channel(self, segment: Segment, source: int, target: int) -> memoryview:
-        """Return both halves of what passes from one rank to another."""
-        at = self._channels_at + _HALVES * self.half * (source * self.size + target)
-        return memoryview(segment.buffer)[at : at + _HALVES * self.half]
+    def channel(self, segment: Segment, source: int, target: int, turn: int) -> memoryview:
+        """Return the half through which one rank sends another a part: the ``turn``-th, from 0."""
+        at = self._channels_at + self.half * (_HALVES * (source * self.size + target) + turn % _HALVES)
+        return memoryview(segment.buffer)[at : at + self.half]
+
+
+def _put(room: memoryview, content: Any) -> None:
+    """Write bytes, and before them how many they are."""
+    room[:_WORD] = len(content).to_bytes(_WORD, "little")
+    room[_WORD : _WORD + len(content)] = content
+
+
+def _content(room: memoryview) -> memoryview:
+    """Return what `_put` has written."""
+    return room[_WORD : _WORD + int.from_bytes(room[:_WORD], "little")]
 
 
 class Task:
@@ -148,18 +161,11 @@ class Task:
     def __init__(self, rank: Rank, memory: TaskMemory):
         self.rank = rank
         self.memory = memory
-        n = memory.size
         self._segment = segment = rank.segments[memory.key]
-        self._words = words = memory.words(segment)
-        self._waits = words[1 : 1 + 3 * n]
-        at = 1 + 3 * n
-        self._owners = words[at : at + memory.locks]
-        self._turns = words[at + memory.locks : at + 2 * memory.locks]
-        self._wanted = words[at + 2 * memory.locks : at + 3 * memory.locks]
-        at += 3 * memory.locks
-        self._sent = words[at : at + n * n]
-        self._received = words[at + n * n : at + 2 * n * n]
-        self._texts = [memory.text(segment, r) for r in range(n)]
+        self._stop, self._waits, self._owners, self._turns, self._wanted, self._sent, self._received = memory.words(
+            segment
+        )
+        self._texts = [memory.text(segment, r) for r in range(memory.size)]
         #: Seconds for which this rank has waited for others.
         self.waited = 0.0
         self._next_look = 0.0
@@ -180,12 +186,12 @@ class Task:
 
     def stop(self) -> None:
         """Ask all ranks to stop: they see it in `is_stopped`."""
-        self._words[0] = 1
+        self._stop[0] = 1
 
     @property
     def is_stopped(self) -> bool:
         """Whether some rank has asked all to stop."""
-        return bool(self._words[0])
+        return bool(self._stop[0])
 
     # -- all ranks together ----------------------------------------------------------------------------------
 
@@ -197,7 +203,7 @@ class Task:
         RuntimeError
             If another rank is elsewhere: at another ``word``.
         """
-        with self._waiting(STEP, self.rank.coming_step, f"at {word}"):
+        with _Waiting(self, STEP, self.rank.coming_step, f"at {word}"):
             shown = self.rank.exchange_known((word, what))
         self.progress()
         if any(other != word for other, _ in shown):
@@ -211,14 +217,12 @@ class Task:
         """Return every rank's value, in rank order; any that can be pickled."""
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         self.meet(word)
-        with self._waiting(STEP, self.rank.coming_step, f"at {word}"):
+        with _Waiting(self, STEP, self.rank.coming_step, f"at {word}"):
             return [pickle.loads(whole) for whole in self.rank.exchange_bytes(payload)]
 
-    def refuse(self, message: str, speaker: int | None = None) -> None:
-        """Leave, on every rank that sees the same: the master says why, or another rank where it is not among them."""
-        if self.rank.number == (self.rank.root if speaker is None else speaker):
-            raise RuntimeError(message)
-        raise Cancelled
+    def refuse(self, message: str) -> None:
+        """Leave on every rank, as all see the same: the master says why."""
+        raise RuntimeError(message) if self.rank.is_master else Cancelled
 
     # -- two ranks -------------------------------------------------------------------------------------------
 
@@ -234,9 +238,7 @@ class Task:
         if sent[number] - received[number] >= _HALVES:
             said = f"until rank {to} receives {what}"
             self._wait(ROOM, number, said, lambda: sent[number] - received[number] < _HALVES)
-        half = self._half(me, to, sent[number])
-        half[:_WORD] = len(part).to_bytes(_WORD, "little")
-        half[_WORD : _WORD + len(part)] = part
+        _put(self.memory.channel(self._segment, me, to, sent[number]), part)
         sent[number] += 1
         self._tell(to)
 
@@ -254,8 +256,7 @@ class Task:
         number = source * self.memory.size + me
         if sent[number] == received[number]:
             self._wait(MESSAGE, number, f"for {what} of rank {source}", lambda: sent[number] > received[number])
-        half = self._half(source, me, received[number])
-        found = half[_WORD : _WORD + int.from_bytes(half[:_WORD], "little")]
+        found = _content(self.memory.channel(self._segment, source, me, received[number]))
         if into is None:
             value = bytes(found)
         else:
@@ -263,10 +264,6 @@ class Task:
         received[number] += 1
         self._tell(source)
         return value
-
-    def _half(self, source: int, target: int, turn: int) -> memoryview:
-        size = self.memory.half
-        return self.memory.channel(self._segment, source, target)[turn % _HALVES * size :][:size]
 
     def _tell(self, peer: int) -> None:
         self.rank.control.fence()
@@ -283,7 +280,7 @@ class Task:
 
     def _take(self, number: int, mutex: Mutex) -> int:
         if not mutex.take(0):
-            with self._waiting(LOCK, number, f"for lock {number}"):
+            with _Waiting(self, LOCK, number, f"for lock {number}"):
                 while not mutex.take(POLL):
                     self._look()
         self._owners[number] = self.rank.number + 1
@@ -306,10 +303,8 @@ class Task:
         said = f"for lock {number}"
         if sent[to_me] > received[to_me]:  # what this rank has given is on its way
             self._wait(MESSAGE, to_me, said, lambda: received[to_me] >= sent[to_me])
-        half = self._half(me, me, sent[to_me])
-        request = pickle.dumps((what, number, spans), pickle.HIGHEST_PROTOCOL)
-        half[:_WORD] = len(request).to_bytes(_WORD, "little")
-        half[_WORD : _WORD + len(request)] = request
+        half = self.memory.channel(self._segment, me, me, sent[to_me])
+        _put(half, pickle.dumps((what, number, spans), pickle.HIGHEST_PROTOCOL))
         self.rank.control.fence()
         sent[to_me] += 1
         if what == GIVE:
@@ -319,9 +314,6 @@ class Task:
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
-    def _waiting(self, kind: int, until: int, text: str) -> _Waiting:
-        return _Waiting(self, kind, until, text)
-
     def _wait(self, kind: int, until: int, text: str, ready: Callable[[], bool]) -> None:
         control, command = self.rank.control, self.rank.command
         words, failed = control.words, control.FAILED
@@ -329,7 +321,7 @@ class Task:
         def over() -> bool:
             return ready() or words[failed] == command
 
-        with self._waiting(kind, until, text):
+        with _Waiting(self, kind, until, text):
             control.wait(self.rank.number, over, FOR_TASK, self._look, POLL)
         if words[failed] == command:
             raise Cancelled
@@ -348,8 +340,7 @@ class Task:
                 )
 
     def _said(self, rank: int) -> str:
-        text = self._texts[rank]
-        return bytes(text[_WORD : _WORD + int.from_bytes(text[:_WORD], "little")]).decode(errors="replace")
+        return bytes(_content(self._texts[rank])).decode(errors="replace")
 
     def _all_are_stuck(self) -> bool:
         """Whether every rank waits for what no rank will do, as all of them wait.
@@ -383,14 +374,10 @@ class Bridge:
 
     def __init__(self, memory: TaskMemory, segment: Segment, here: range):
         self._memory, self._segment, self._here = memory, segment, here
-        n, words = memory.size, memory.words(segment)
-        at = 1 + 3 * n
-        self._owners, self._turns, self._wanted = (words[at + i * memory.locks :][: memory.locks] for i in range(3))
-        at += 3 * memory.locks
-        table = np.frombuffer(words, np.uint64)
-        self._stop = table[:1]
+        n = memory.size
+        self._stop, _, self._owners, self._turns, self._wanted, *channels = memory.words(segment)
+        self._sent, self._received = (np.frombuffer(words, np.uint64).reshape(n, n) for words in channels)
         self._asked = [0] * len(here)
-        self._sent, self._received = table[at : at + n * n].reshape(n, n), table[at + n * n :].reshape(n, n)
         there = [r for r in range(n) if r not in here]
         # What was told of each channel that leads out of the host, and of each that leads into it.
         self._told = [
@@ -408,8 +395,7 @@ class Bridge:
                 for turn in range(int(told[i, j]), int(now[i, j])):
                     content = None
                     if words is self._sent:
-                        half = self._half(source, target, turn)
-                        content = bytes(half[_WORD : _WORD + int.from_bytes(half[:_WORD], "little")])
+                        content = bytes(_content(self._half(source, target, turn)))
                     yield source, target, turn + 1, content
             told[:] = now
 
@@ -418,9 +404,7 @@ class Bridge:
         if content is None:
             self._received[source, target] = turn
             return source
-        half = self._half(source, target, turn - 1)
-        half[:_WORD] = len(content).to_bytes(_WORD, "little")
-        half[_WORD : _WORD + len(content)] = content
+        _put(self._half(source, target, turn - 1), content)
         self._sent[source, target] = turn
         return target
 
@@ -441,9 +425,9 @@ class Bridge:
         """Yield what ranks of this host ask of locks of other hosts: the rank, what, the lock, the rows."""
         for i, rank in enumerate(self._here):
             if self._sent[rank, rank] > self._asked[i]:
-                half = self._half(rank, rank, self._asked[i])
+                request = _content(self._half(rank, rank, self._asked[i]))
                 self._asked[i] += 1
-                yield rank, *pickle.loads(half[_WORD : _WORD + int.from_bytes(half[:_WORD], "little")])
+                yield rank, *pickle.loads(request)
 
     def answer(self, rank: int, value: int) -> None:
         """Answer a rank of this host."""
@@ -474,8 +458,7 @@ class Bridge:
         self._memory.mutex(self._segment, lock).ring()
 
     def _half(self, source: int, target: int, turn: int) -> memoryview:
-        size = self._memory.half
-        return self._memory.channel(self._segment, source, target)[turn % _HALVES * size :][:size]
+        return self._memory.channel(self._segment, source, target, turn)
 
 
 class _Waiting:
@@ -489,9 +472,7 @@ class _Waiting:
     def __enter__(self) -> None:
         self._began = perf_counter()
         task, me = self._task, self._task.rank.number
-        text = task._texts[me]
-        text[:_WORD] = len(self._text).to_bytes(_WORD, "little")
-        text[_WORD : _WORD + len(self._text)] = self._text
+        _put(task._texts[me], self._text)
         task._waits[3 * me + 1] = self._until
         task._waits[3 * me + 2] += 1
         task._waits[3 * me] = self._kind

@@ -92,12 +92,12 @@ class LocalRows:
     def span(self) -> Span:
         """Where the rows lie, if they are one after the other: for `Lock.read` and `Lock.write`."""
         rows, key = self.selected, self.location.key
+        if self._rank.segments[key].is_file:
+            raise ValueError("rows: expected rows in memory that ranks write, got rows of a file")
         if rows is None:
             return key, self.location.offset, self._array.nbytes
         if not isinstance(rows, range) or rows.step != 1:
             raise ValueError("rows: expected rows that lie one after the other, such as rows[3:5]")
-        if self._rank.segments[key].is_file:
-            raise ValueError("rows: expected rows in memory that ranks write, got rows of a file")
         each = self._array[0].nbytes if len(self._array) else 0
         return key, self.location.offset + rows.start * each, len(rows) * each
 

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import integer
-from synkhronos.collectives.arguments import op_word
+from synkhronos.collectives.arguments import check_suits, op_word
 from synkhronos.data.rows import share
 from synkhronos.devices import HOST, Device, device_of
+from synkhronos.devices.host import combine
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.task import Lock, Task
@@ -112,13 +113,12 @@ class Worker:
         -------
         ndarray, or array of a GPU
         """
-        op_word(op)
-        home = _home(self._rank, array, op)
+        home = _home(self._rank, array, op_word(op))
         value = array
         if home is HOST:
             host = device_of(array).to_host(array)
             value = host if overwrite and HOST.writable(host, False) is host else np.array(host, order="C")
-        kind = tuple(value.shape), np.dtype(value.dtype).name, op, home.name
+        kind = _kind(value, op, home)
         shown = self._task.meet("all_reduce()", kind)
         if any(each != kind for each in shown):
             self._task.refuse(f"all_reduce: expected the same shape, dtype and op on all ranks, got {shown}")
@@ -165,6 +165,8 @@ class Worker:
         value, kind = pickle.loads(self._task.receive(source, "a message"))
         if kind is None:
             return value
+        if kind == "place":
+            raise RuntimeError(f"this rank waits for a message of rank {source}, which is at {value[0]}")
         if kind == "gpu":
             return self._receive_between_gpus(source, *value)
         if kind == "pickle":
@@ -265,6 +267,8 @@ class Group:
     Arrays of GPUs are combined by NCCL, which connects the members the first time: that takes a second or two.  Others
     pass through host memory.
 
+    Members meet by messages, in the order of all others: what one has sent another is received before they meet.
+
     Attributes
     ----------
     ranks : tuple of int
@@ -274,7 +278,7 @@ class Group:
     """
 
     def __init__(self, worker: Worker, task: Task, ranks: Sequence[int]):
-        members = tuple(int(r) for r in ranks)
+        members = tuple(integer(r, "ranks", "integers") for r in ranks)
         if len(set(members)) != len(members) or not set(members) <= set(range(worker.size)):
             raise ValueError(f"ranks: expected different ranks from 0 to {worker.size - 1}, got {list(ranks)}")
         if worker.number not in members:
@@ -294,15 +298,14 @@ class Group:
 
     def all_reduce(self, array: Any, op: str = "avg") -> Any:
         """Return the reduction of all members' arrays, the same on each of them; as `Worker.all_reduce`."""
-        op_word(op)
-        home = _home(self._rank, array, op)
+        home = _home(self._rank, array, op_word(op))
         gpus = home.group(self._rank, self.ranks)
         result = np.array(array, order="C") if gpus is None else _copied(home, array)
-        kind = tuple(result.shape), np.dtype(result.dtype).name, op, (HOST if gpus is None else home).name
+        kind = _kind(result, op, HOST if gpus is None else home)
         shown = self._meet("all_reduce()", (kind, 0 if gpus is None else gpus.epoch))
         kinds = [each for each, _ in shown]
         if any(each != kind for each in kinds):
-            self._task.refuse(f"all_reduce: expected the same shape, dtype and op, got {kinds}", self.ranks[0])
+            raise RuntimeError(f"all_reduce: expected the same shape, dtype and op, got {kinds}")
         if gpus is not None:
             if self.size > 1:
                 gpus.join(self.ranks, [epoch for _, epoch in shown], self.exchange)
@@ -328,12 +331,11 @@ class Group:
                 part = np.empty(high - low, flat.dtype)
                 self._task.receive(r, "a share", _bytes(part))
             parts.append(part)
-        wide = np.float32 if flat.dtype == np.float16 else flat.dtype
-        total = parts[0].astype(wide)
-        for part in parts[1:]:
-            HOST.combine(REDUCTIONS[op], total, part)
-        if REDUCTIONS[op].divides:
-            np.true_divide(total, self.size, out=total, casting="unsafe")
+        row = REDUCTIONS[op]
+        total = np.empty(high - low, row.working(flat.dtype))
+        combine(parts, row, total)
+        if row.divides:
+            np.true_divide(total, self.size, out=total)
         flat[low:high] = total
         for r in self._others:
             self._task.send(r, _bytes(flat[low:high]), "a result")
@@ -344,17 +346,21 @@ class Group:
     def _meet(self, word: str, value: Any) -> list[Any]:
         """Wait until all members have come here, and return what each has brought."""
         word = f"{word} of group {self.ranks}"
-        payload = pickle.dumps((word, value), pickle.HIGHEST_PROTOCOL)
+        payload = pickle.dumps(((word, value), "place"), pickle.HIGHEST_PROTOCOL)
         if len(payload) > self._task.part:
             raise ValueError(f"{word}: expected a value of at most {self._task.part:,} bytes, got {len(payload):,}")
         for r in self._others:
             self._task.send(r, payload, word)
         shown = []
         for r in self.ranks:
-            shown.append((word, value) if r not in self._others else pickle.loads(self._task.receive(r, word)))
+            found, kind = (word, value), "place"
+            if r in self._others:
+                found, kind = pickle.loads(self._task.receive(r, word))
+            shown.append(found if kind == "place" else ("send()", None))
         if any(other != word for other, _ in shown):
+            # Each rank that sees it: members of other groups may see something else, or nothing.
             places = ", ".join(f"rank {r} is at {other}" for r, (other, _) in zip(self.ranks, shown, strict=True))
-            self._task.refuse(f"the ranks wait for each other in different places: {places}", self.ranks[0])
+            raise RuntimeError(f"the ranks wait for each other in different places: {places}")
         return [each for _, each in shown]
 
 
@@ -364,6 +370,13 @@ def _home(rank: Rank, value: Any, op: str = "sum") -> Device:
     if device is HOST or not device.holds(value) or not device.communicates(value.dtype):
         return HOST
     return HOST if REDUCTIONS[op].nccl is None else device
+
+
+def _kind(array: Any, op: str, home: Device) -> tuple[Any, ...]:
+    """Return what has to be the same on all ranks that reduce arrays, if that makes sense for the dtype."""
+    dtype = np.dtype(array.dtype)
+    check_suits(op, dtype, "an array")
+    return tuple(array.shape), str(dtype), op, home.name
 
 
 def _copied(home: Device, array: Any) -> Any:
@@ -379,7 +392,7 @@ def _bytes(array: np.ndarray) -> memoryview:
 def _packed(value: Any, room: int) -> tuple[bytes, memoryview]:
     """Return a message's head, and what comes behind it in parts."""
     none = memoryview(b"")
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.nbytes > _SMALL:
+    if type(value) is np.ndarray and value.dtype.kind in "biufc" and value.nbytes > _SMALL:
         head = pickle.dumps(((value.shape, value.dtype), "array"), pickle.HIGHEST_PROTOCOL)
         return head, _bytes(np.ascontiguousarray(value).reshape(-1))
     whole = pickle.dumps((value, None), pickle.HIGHEST_PROTOCOL)
