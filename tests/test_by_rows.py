@@ -14,6 +14,7 @@ from synkhronos.extensions.by_rows import Mixed, by_rows  # noqa: E402
 N = 9
 RNG = np.random.default_rng(2)
 X, Y, GROUP, KIND = RNG.normal(size=(N, 3)), RNG.normal(size=N), RNG.integers(0, 4, N), RNG.integers(0, 3, N)
+REVERSED = np.arange(N)[::-1].copy()
 x, y, group, kind = pt.constant(X), pt.constant(Y), pt.constant(GROUP), pt.constant(KIND)
 held = pytensor.shared(X, "held")
 a, w, m, each = pt.dscalar("a"), pt.dvector("w"), pt.dmatrix("m"), pt.dvector("each")
@@ -34,11 +35,19 @@ GOOD = {
     "a shared variable": held @ w + y,
     "groups": m[group, 1] + w[kind],
     "two indexes": m[group, kind],
+    "columns by groups": (m.T[:, group] * x.T).sum(axis=0),
+    "one row's elements by groups": m[1, kind],
+    "cumulative sums of each row": pt.cumsum(x * w, axis=1)[:, 2],
     "rows of a matrix": (m[group] * x).sum(axis=1),
     "taken": pt.take(w, kind),
     "columns": x[:, 0] * x[:, 2:].sum(axis=-1),
     "an element of each row": pt.log(pt.special.softmax(x * w, axis=-1))[pt.arange(N), kind],
     "counted by NumPy": (x * w)[np.arange(N), KIND],
+    "rows in another order": (m[group] @ w * y)[REVERSED],
+    "rows picked from columns": (w @ (x * a).T)[REVERSED],
+    "an element of each picked row": pt.log(pt.special.softmax(x * w, axis=-1))[pt.arange(N), kind][REVERSED],
+    "longer rows picked": (pt.constant(np.tile(X, (2, 1))) @ w)[REVERSED + N],
+    "of longer rows those that a mask picks": (pt.constant(np.tile(X, (2, 1))) @ w)[np.arange(2 * N) % 2 == 0],
     "along an axis": pt.take_along_axis(x * w, kind[:, None], axis=1)[:, 0],
     "log-softmax": pt.special.log_softmax(x * w, axis=1)[:, 0],
     "joined": pt.concatenate([x, (y * a)[:, None]], axis=1).max(axis=1),
@@ -91,20 +100,22 @@ def test_what_comes_of_constants_is_computed_once():
 
 
 BAD = {
-    "one number": ((y * a).sum(), N, "its terms are one number for all rows"),
+    "one number": ((y * a).sum(), N, "one number for all rows, as where these depend on each other"),
     "differences": (y[1:] - y[:-1] * a, N - 1, "picks rows"),
-    "a cumulative sum": (pt.cumsum(y * a), N, "not known whether it mixes rows"),
+    "a cumulative sum": (pt.cumsum(y * a), N, "mixes rows"),
     "a mean over rows": ((y * a) - (y * a).mean(), N, "needs all rows at once"),
     "softmax over rows": (pt.special.softmax(y * a), N, "mixes rows"),
     "softmax over all": (pt.special.softmax(x * a, axis=None), N, "mixes rows"),
     "joined rows": (pt.concatenate([y, y]) * a, 2 * N, "mixes rows"),
     "sorted": (pt.sort(y * a), N, "not known whether it mixes rows"),
     "reversed": ((y * a)[::-1], N, "picks rows"),
-    "rows of other rows": ((y * a)[pt.constant(np.arange(N)[::-1].copy())], N, "needs all rows at once"),
+    "rows picked from what may change": (pt.exp(held * a)[REVERSED], N, "needs all rows at once"),
+    "rows of a sum over rows": (pt.cumsum(y * a)[REVERSED], N, "needs all rows at once"),
     "a parameter for each row": (y * each, N, "'each' has an element for each row"),
     "another length": (y * a, N - 1, "has shape (9,), but there are 8 rows"),
     "flattened": ((x * w).flatten(), 3 * N, "may mix rows"),
-    "a mask": ((y * a)[pt.constant(Y > 0)], int((Y > 0).sum()), "mixes rows"),
+    "a mask over all axes": ((x * w)[pt.constant(X > 0)], int((X > 0).sum()), "mixes rows"),
+    "a cumulative sum of all": (pt.cumsum(x * w)[:N], N, "picks rows"),
     "no data": (pt.full((N,), a), N, "no data run along its rows"),
     "an inverse": (pt.linalg.inv(pt.constant(X[:3]) * a), 3, "mixes rows"),
     "random numbers": (y + pt.random.normal(size=(N,)), N, "not known whether it mixes rows"),

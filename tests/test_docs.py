@@ -48,6 +48,8 @@ def modules(path, prefix: str) -> list[str]:
     """
     names = []
     for module in pkgutil.iter_modules(path, prefix):
+        if module.name == "synkhronos.extensions.pymc_model" and not HAS_PYMC:
+            continue
         if module.name not in ("synkhronos.graphs.theano", "synkhronos.compat"):
             names.append(module.name)
             if module.ispkg:

@@ -43,7 +43,7 @@ def main() -> None:
     n = synk.fork(options.ranks, use_gpu=False)
     model, rates = build(options.rows)
     parallel = data_parallel(model)  # warns: audit is not split by rows
-    print(f"{n} ranks compute {[v.name for v in parallel.potentials]}, this process {parallel.observed_RVs}")
+    print(f"{n} ranks compute {parallel.split_RVs}; not split: {parallel.reasons}")
 
     with parallel:
         best = pm.find_MAP(progressbar=False)

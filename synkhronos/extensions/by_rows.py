@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,12 @@ from pytensor.tensor import TensorType, subtensor
 from pytensor.tensor.basic import Alloc, ARange, Join, MakeVector, ScalarFromTensor, TensorFromScalar
 from pytensor.tensor.blockwise import Blockwise
 from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
+from pytensor.tensor.extra_ops import CumOp
 from pytensor.tensor.math import All, Dot
 from pytensor.tensor.shape import Reshape, Shape, Shape_i, SpecifyShape
 from pytensor.tensor.special import LogSoftmax, Softmax
 from pytensor.tensor.subtensor import AdvancedSubtensor, Subtensor, indices_from_subtensor
+from pytensor.tensor.type_other import MakeSlice
 
 from synkhronos.extensions.rows_sum import rebuilt
 from synkhronos.graphs import library_of
@@ -71,15 +74,17 @@ def by_rows(terms: Any, length: int, rules: dict[type, Rule] | None = None) -> t
         If the terms of a row depend on other rows, or may do so as far as is known here.
     """
     if not terms.type.ndim:
-        raise Mixed("its terms are one number for all rows")
+        raise Mixed("its log-density is one number for all rows, as where these depend on each other")
     search = Search(length, {**_RULES, **(rules or {})})
     made = search.rows(terms, 0)
-    if not search.sources:
+    nodes = library_of(made).nodes([made])
+    read = {made, *(variable for node in nodes for variable in node.inputs)}
+    rows = {stand_in: values for stand_in, values in search.sources.items() if stand_in in read}
+    if not rows:
         raise Mixed("no data run along its rows")
-    first = next(iter(search.sources))
-    made = rebuilt(made, library_of(made).nodes([made]), {search.count: first.shape[0]})
+    made = rebuilt(made, nodes, {search.count: next(iter(rows)).shape[0]})
     search.check_whole(made)
-    return made, search.sources
+    return made, rows
 
 
 class Search:
@@ -95,11 +100,13 @@ class Search:
         Stands for the number of rows that are computed.
     """
 
-    def __init__(self, length: int, rules: dict[type, Rule]):
+    def __init__(self, length: int, rules: dict[type, Rule], picks: np.ndarray | None = None):
         self.length = length
         self.sources: dict[Any, Any] = {}
         self.count = pt.lscalar("count")
         self._rules = rules
+        self._picks = picks
+        self._picking: dict[Any, Search] = {}
         self._made: dict[tuple[Any, int], Any] = {}
 
     def rows(self, variable: Any, axis: int) -> Any:
@@ -117,6 +124,24 @@ class Search:
     def part(self, variable: Any, axis: int) -> Any:
         """Return the rows of a variable, or all of it if it is the same for all rows."""
         return variable if variable.type.shape[axis] == 1 else self.rows(variable, axis)
+
+    def picked(self, values: Any, axis: int, index: Any) -> Any:
+        """Return those rows of other, longer rows that a constant index picks; None if that can't be.
+
+        The data are picked, once, and what is computed from them is computed of these alone.
+        """
+        length = values.type.shape[axis]
+        if not isinstance(index, Constant) or index.type.ndim != 1 or length is None or length < self.length:
+            return None
+        picks = np.arange(length)[index.data]
+        other = self._picking.get((index, length))
+        if other is None:
+            other = self._picking[index, length] = Search(length, self._rules, picks)
+            other.sources, other.count = self.sources, self.count
+        try:
+            return other.rows(values, axis)
+        except Mixed:
+            return None
 
     def axis_of(self, variable: Any) -> int | None:
         """Return the axis along which a variable runs, as far as is known by now."""
@@ -197,6 +222,10 @@ class Search:
             raise Mixed(f"{_named(variable)} has shape {shape}, but there are {self.length} rows")
         if axis and isinstance(variable, SharedVariable):
             raise Mixed(f"{_named(variable)} has its rows on axis {axis}: put them on axis 0")
+        if self._picks is not None:
+            if isinstance(variable, SharedVariable):
+                raise Mixed(f"{_named(variable)} may change, and some of its rows are picked")
+            values = np.take(values, self._picks, axis)
         kind = variable.type
         lengths = [None, *(length for i, length in enumerate(kind.shape) if i != axis)]
         stand_in = TensorType(kind.dtype, tuple(lengths))(variable.name)
@@ -263,40 +292,53 @@ def _blockwise(search: Search, node: Any, axis: int) -> Any:
 
 def _take(search: Search, node: Any, axis: int) -> Any:
     values, index = node.inputs
-    if axis == 0:
-        return node.op(values, search.rows(index, 0))
-    return node.op(search.rows(values, axis), index)
+    if axis:
+        return node.op(search.rows(values, axis), index)
+    picked = search.picked(values, 0, index)
+    return node.op(values, search.rows(index, 0)) if picked is None else picked
 
 
 def _advanced(search: Search, node: Any, axis: int) -> Any:
+    """Return rows of ``values[:, a, b]``: full slices, arrays side by side, and maybe full slices again."""
     values, *operands = node.inputs
     idx_list = getattr(node.op, "idx_list", None)
     index = list(operands if idx_list is None else indices_from_subtensor(operands, idx_list))
-    arrays = [one for one in index if isinstance(getattr(one, "type", None), TensorType)]
-    leading = bool(arrays) and all(one is other for one, other in zip(index, arrays, strict=False))
-    rest = index[len(arrays) :]
-    if not leading or not all(_is_full(one) for one in rest) or any(one.type.dtype == "bool" for one in arrays):
+    first = next(i for i, one in enumerate(index) if not _is_full(one))
+    arrays = list(takewhile(lambda one: isinstance(getattr(one, "type", None), TensorType), index[first:]))
+    if not arrays or not all(map(_is_full, index[first + len(arrays) :])):
         raise _mixes(node)
+    if any(one.type.dtype == "bool" and one.type.ndim > 1 for one in arrays):
+        raise _mixes(node)
+    before = (slice(None),) * first
     ndim = max(one.type.ndim for one in arrays)
-    if axis >= ndim:
-        return search.rows(values, axis - ndim + len(arrays))[tuple(arrays)]
+    if not first <= axis < first + ndim:
+        own = axis if axis < first else axis - ndim + len(arrays)
+        return search.rows(values, own)[(*before, *arrays)]
+    axis -= first
+    if len(arrays) == 1:
+        picked = search.picked(values, first, arrays[0])
+        if picked is not None:
+            return picked
+    if any(one.type.dtype == "bool" for one in arrays):
+        raise _mixes(node)
     chosen = []
     for position, one in enumerate(arrays):
         own = axis - (ndim - one.type.ndim)
         if own >= 0 and position == 0 and search.length > 1 and _counts_rows(one, own, search.length):
             # values[arange(n), k]: of each row one element.
-            values = search.rows(values, 0)
+            values = search.rows(values, first)
             chosen.append(pt.arange(search.count).dimshuffle(*["x"] * own, 0, *["x"] * (one.type.ndim - own - 1)))
         else:
             chosen.append(search.part(one, own) if own >= 0 else one)
-    return values[tuple(chosen)]
+    return values[(*before, *chosen)]
 
 
 def _is_full(one: Any) -> bool:
     """Whether an index takes all of an axis."""
-    if isinstance(one, slice):
-        return one == slice(None)
-    return isinstance(one, Constant) and one.data == slice(None)
+    if getattr(one, "owner", None) is not None and isinstance(one.owner.op, MakeSlice):
+        return all(isinstance(end, Constant) and end.data is None for end in one.owner.inputs)
+    index = one.data if isinstance(one, Constant) else one
+    return isinstance(index, slice) and index == slice(None)
 
 
 def _counts_rows(index: Any, axis: int, length: int) -> bool:
@@ -332,6 +374,12 @@ def _kept(node: Any) -> list[int]:
     ndim = node.inputs[0].type.ndim
     reduced = range(ndim) if node.op.axis is None else node.op.axis
     return [i for i in range(ndim) if i not in reduced]
+
+
+def _cumulative(search: Search, node: Any, axis: int) -> Any:
+    if node.op.axis is None or node.op.axis == axis:
+        raise _mixes(node)
+    return node.op(search.rows(node.inputs[0], axis))
 
 
 def _softmax(search: Search, node: Any, axis: int) -> Any:
@@ -400,6 +448,7 @@ _RULES: dict[type, Rule] = {
     AdvancedSubtensor: _advanced,
     Subtensor: _subtensor,
     CAReduce: _reduction,
+    CumOp: _cumulative,
     Softmax: _softmax,
     LogSoftmax: _softmax,
     Join: _join,

@@ -1,0 +1,95 @@
+"""A PyMC model whose log-density is computed by all ranks.
+
+`DataParallelModel`
+    What `synkhronos.extensions.pymc.data_parallel` returns.
+
+PyMC is imported with this module.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytensor.tensor as pt
+from pymc.logprob.utils import CheckParameterValue
+
+from synkhronos.extensions.by_rows import Mixed, Search, by_rows
+from synkhronos.extensions.rows_sum import sum_over_rows
+
+
+class DataParallelModel(pm.Model):
+    """A model that has all from another one, its variables and data, but has the ranks compute its log-density.
+
+    Parameters
+    ----------
+    model : pymc.Model
+        The other one.
+
+    Attributes
+    ----------
+    reasons : dict of str to str
+        Why an observed variable is not split, by the variables' names.
+    """
+
+    def __init__(self, model: pm.Model):
+        self.__dict__.update(model.__dict__)
+        self._sums: dict[Any, Any] = {}
+        self.reasons: dict[str, str] = {}
+        for variable in model.observed_RVs:
+            try:
+                self._sums[variable] = _sum_over_rows(model, variable)
+            except Mixed as error:
+                self.reasons[variable.name] = str(error)
+
+    @property
+    def split_RVs(self) -> list[Any]:
+        """The observed variables that are split."""
+        return list(self._sums)
+
+    def logp(self, vars: Any = None, jacobian: bool = True, sum: bool = True) -> Any:
+        """Return the log-density as an expression, as `pymc.Model.logp` does, from which all samplers start.
+
+        The log-density of each row, which it is with ``sum=False``, is computed by this process.
+        """
+        if vars is None:
+            vars = [*self.basic_RVs, *self.potentials]
+        each = [self.values_to_rvs.get(one, one) for one in (vars if isinstance(vars, list | tuple) else [vars])]
+        sums = [self._sums[one] for one in each if one in self._sums]
+        if not sum or not sums:
+            return super().logp(vars, jacobian, sum)
+        others = [one for one in each if one not in self._sums]
+        return reduce(operator.add, sums if not others else [super().logp(others, jacobian), *sums])
+
+    def copy(self) -> DataParallelModel:
+        """Return a copy, with variables and data of its own."""
+        return DataParallelModel(super().copy())
+
+
+def _sum_over_rows(model: pm.Model, variable: Any) -> Any:
+    """Return the sum of an observed variable's log-density over its rows; raise `Mixed` if that can't be."""
+    shape = model.rvs_to_values[variable].shape.eval()
+    if not len(shape) or shape[0] < 2:
+        raise Mixed(f"it has shape {tuple(map(int, shape))}, and so no rows to share out")
+
+    def checked(search: Search, node: Any, axis: int) -> Any:
+        # What PyMC makes of a check of parameters when it compiles a model.
+        value, *conditions = node.inputs
+        value = search.rows(value, axis)
+        conditions = [search.condition(condition) for condition in conditions]
+        if not node.op.can_be_replaced_by_ninf:
+            return node.op(value, *conditions)
+        return pt.switch(reduce(pt.and_, conditions), value, -np.inf) if model.check_bounds else value
+
+    try:
+        (terms,) = model.logp([variable], sum=False)
+    except NotImplementedError as error:
+        raise Mixed(f"PyMC has no log-density of it: {error}") from error
+    terms, rows = by_rows(terms, int(shape[0]), {CheckParameterValue: checked})
+    total = sum_over_rows(terms, rows, name=variable.name)
+    # As Ctrl-C is: a sampler returns the draws so far.
+    total.owner.op.rows.deaths_interrupt = True
+    return total
