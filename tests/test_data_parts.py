@@ -151,6 +151,7 @@ def test_no_file_stays_open(fork):
 
 @needs_mpi
 @pytest.mark.parametrize("hosts", [["a:4"], ["a:2", "b:2"], ["a:3", "b:1"]], ids="+".join)
+@pytest.mark.any_library
 def test_each_host_has_its_own_rows(hosts):
     said = run(hosts, "parts")
     assert said.splitlines()[-1] == "right", said
@@ -158,6 +159,7 @@ def test_each_host_has_its_own_rows(hosts):
 
 @needs_mpi
 @pytest.mark.parametrize("hosts", [["a:4"], ["a:2", "b:2"], ["a:3", "b:1"]], ids="+".join)
+@pytest.mark.any_library
 def test_programs_get_rows_of_their_own_host(hosts):
     assert run(hosts, "parts_tasks") == "right 4\n"
 
@@ -165,6 +167,7 @@ def test_programs_get_rows_of_their_own_host(hosts):
 @needs_mpi
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("counts", ["2+2", "3+1"])
+@pytest.mark.any_library
 def test_the_trainer_takes_each_host_s_own_rows(counts):
     pytest.importorskip("safetensors")
     of_one = run(["a:4"], "parts_trainer", counts)

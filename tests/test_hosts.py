@@ -48,6 +48,7 @@ def test_programs_at_their_own_pace():
 @needs_mpi
 @pytest.mark.parametrize("kind", ["simulated", "pretended"])
 @pytest.mark.parametrize("named", SHAPES[:2], ids=" ".join)
+@pytest.mark.any_library
 def test_rules_by_which_ranks_exchange_one_by_one(named, kind, monkeypatch):
     if kind == "pretended":
         if not made.can_pretend():
@@ -63,6 +64,7 @@ def test_locks_of_three_hosts():
 
 
 @needs_mpi
+@pytest.mark.any_library
 def test_the_trainer_under_such_rules():
     pytest.importorskip("safetensors")
     assert run(SHAPES[0], "apart") == "right\n"
@@ -75,12 +77,14 @@ def test_functions_on_two_hosts():
 
 @needs_mpi
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts have all files")
+@pytest.mark.any_library
 def test_files_are_mapped_on_each_host(tmp_path):
     assert run(["a:2", "b:1"], "files", tmp_path / "x.npy", "/dev/shm/x.npy") == "told\n"
 
 
 @needs_mpi
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts all have this one's name")
+@pytest.mark.any_library
 def test_a_script_that_mpirun_starts_on_all_hosts():
     done = launch(["a:1", "b:1"], "launched")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -90,6 +94,7 @@ def test_a_script_that_mpirun_starts_on_all_hosts():
 
 
 @needs_mpi
+@pytest.mark.any_library
 def test_two_processes_on_a_host_are_refused():
     done = launch(["a:2", "b:1"], "launched")
     assert done.returncode != 0

@@ -76,6 +76,7 @@ shutil.move(folder, to)
 
 @needs_mpi
 @pytest.mark.parametrize("rule", ["BSP", "EASGD"])
+@pytest.mark.any_library
 def test_a_run_goes_on_where_hosts_share_no_folder(tmp_path, rule):
     pytest.importorskip("safetensors")
     hosts = ["a:2", "b:1"]

@@ -35,8 +35,7 @@ else:
 @pytest.mark.parametrize("name", programs.NAMES)
 def test_a_program_learns_as_on_theano(name, mode):
     if mode == "JAX":
-        # What LLVM makes of XLA's code is not looked at here.
-        pytest.importorskip("jax").config.update("jax_disable_most_optimizations", True)
+        pytest.importorskip("jax")
     theano.config.floatX = "float32"
     theano.config.mode = REWRITTEN if mode == "Mode" and name in WITHOUT_NUMBA else mode
     with warnings.catch_warnings():

@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "demos"))
 
-from zoo_cases import NETWORKS, Recorder, run, without_dropout  # noqa: E402
+from zoo_cases import NETWORKS, Recorder, make_for_table, run, without_dropout  # noqa: E402
 
 import synkhronos.compat  # noqa: E402
 
@@ -27,7 +27,7 @@ def main():
     table = {}
     for name in NETWORKS:
         recorder = Recorder()
-        run(name, recorder)
+        run(make_for_table(name), recorder)
         table[name] = [float(f"{loss:.8g}") for loss in recorder.losses]
         print(name, table[name], flush=True)
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(losses)}" for name, losses in table.items())
