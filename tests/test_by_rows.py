@@ -99,6 +99,17 @@ def test_what_comes_of_constants_is_computed_once():
     assert list(rows.values()) == [held]
 
 
+def test_what_is_the_same_in_all_rows_is_no_row():
+    holds, trials = pt.constant(Y > -100), pt.constant(np.full(N, 7))
+    made, rows = by_rows(pt.switch(holds, y * a - trials, -np.inf), N)
+    assert [values.dtype for values in rows.values()] == ["float64"]
+    some = pytensor.function([a, *rows], made, mode="FAST_COMPILE")(0.5, Y[:4])
+    np.testing.assert_allclose(some, Y[:4] * 0.5 - 7)
+    # Unless there are no other rows.
+    made, rows = by_rows(pt.switch(holds, a, -np.inf), N)
+    assert pytensor.function([a, *rows], made, mode="FAST_COMPILE")(0.5, np.ones(4, bool)).tolist() == [0.5] * 4
+
+
 BAD = {
     "one number": ((y * a).sum(), N, "one number for all rows, as where these depend on each other"),
     "differences": (y[1:] - y[:-1] * a, N - 1, "picks rows"),

@@ -108,22 +108,29 @@ class Search:
         self._picks = picks
         self._picking: dict[Any, Search] = {}
         self._made: dict[tuple[Any, int], Any] = {}
+        self._values: dict[Any, Any] = {}
 
     def rows(self, variable: Any, axis: int) -> Any:
         """Return the rows of a variable whose axis runs along them."""
-        asked, made = variable, self._made.get((variable, axis))
+        made = self._made.get((variable, axis))
         if made is None:
-            if variable.owner is not None and self._comes_of_constant_rows(variable):
-                # Once, as PyTensor does when it compiles: the ranks would do it at each evaluation.
-                values = pytensor.function([], variable, mode="FAST_COMPILE")()
-                variable = pt.constant(values, name=variable.name)
-            find = self._leaf if variable.owner is None else self._computed
-            made = self._made[asked, axis] = find(variable, axis)
+            found = self._folded(variable)
+            find = self._leaf if found.owner is None else self._computed
+            made = self._made[variable, axis] = find(found, axis)
         return made
 
     def part(self, variable: Any, axis: int) -> Any:
         """Return the rows of a variable, or all of it if it is the same for all rows."""
         return variable if variable.type.shape[axis] == 1 else self.rows(variable, axis)
+
+    def alike(self, variable: Any, axis: int) -> Any:
+        """Return one row of constants whose rows are all the same, as of a condition that holds; else the rows."""
+        found = self._folded(variable)
+        if isinstance(found, Constant):
+            one = found.data.take([0], axis)
+            if np.array_equal(found.data, np.broadcast_to(one, found.data.shape)):
+                return pt.constant(one, name=found.name)
+        return self.part(variable, axis)
 
     def picked(self, values: Any, axis: int, index: Any) -> Any:
         """Return those rows of other, longer rows that a constant index picks; None if that can't be.
@@ -202,6 +209,18 @@ class Search:
             if from_data and from_others:
                 raise Mixed(f"{_named(variable)} needs all rows at once")
 
+    def _folded(self, variable: Any) -> Any:
+        """Return a variable, or its values if they come of constants alone.
+
+        They are computed once, as PyTensor does when it compiles: the ranks would do it at each evaluation.
+        """
+        if variable.owner is None or not self._comes_of_constant_rows(variable):
+            return variable
+        if variable not in self._values:
+            values = pytensor.function([], variable, mode="FAST_COMPILE")()
+            self._values[variable] = pt.constant(values, name=variable.name)
+        return self._values[variable]
+
     def _comes_of_constant_rows(self, variable: Any) -> bool:
         """Whether a variable is computed from constants alone, among them one that is as long as there are rows."""
         leaves = [variable]
@@ -260,7 +279,10 @@ def _mixes(node: Any) -> Mixed:
 
 
 def _elemwise(search: Search, node: Any, axis: int) -> Any:
-    return node.op(*[search.part(variable, axis) for variable in node.inputs])
+    made = [search.alike(variable, axis) for variable in node.inputs]
+    if all(one.type.shape[axis] == 1 for one in made):  # none would have the rows
+        made = [search.part(variable, axis) for variable in node.inputs]
+    return node.op(*made)
 
 
 def _dimshuffle(search: Search, node: Any, axis: int) -> Any:
