@@ -233,7 +233,10 @@ class Data:
         oversize : float
             As in `set_value`.
         """
-        self._reshape_in_turn(self._checked_shape(shape), oversize, keep=True)
+        lengths = _lengths(shape)
+        if len(lengths) != self._ndim:
+            raise ValueError(f"shape: expected {self._ndim} lengths, got {lengths}")
+        self._reshape_in_turn(lengths, oversize, keep=True)
 
     def condition_data(self, x: npt.ArrayLike, force_cast: bool = False) -> np.ndarray:
         """Return a value as this object would take it, without taking it.
@@ -330,12 +333,6 @@ class Data:
     def _called(self) -> str:
         return "" if self._name is None else f" for {self._name!r}"
 
-    def _checked_shape(self, shape: int | Sequence[int]) -> tuple[int, ...]:
-        checked = _lengths(shape)
-        if len(checked) != self._ndim:
-            raise ValueError(f"shape: expected {self._ndim} lengths, got {checked}")
-        return checked
-
     def _reshape_in_turn(self, shape: tuple[int, ...], oversize: float, keep: bool) -> None:
         self._check()
         with self._session.turn:
@@ -349,7 +346,7 @@ class Data:
         old = self._array
         size = math.prod(shape)
         if size > self.alloc_size or self._segment is None:
-            self._allocate(math.ceil(size * oversize))
+            self._lie_in(self._session.memory.create(math.ceil(size * oversize) * self._dtype.itemsize))
         assert self._segment is not None
         self._array = self._segment.array(shape, self._dtype)
         if not keep or not self._ndim:
@@ -358,9 +355,6 @@ class Data:
         if kept and old.ctypes.data != self._array.ctypes.data:
             self._array[:kept] = old[:kept]
         self._array[kept:] = 0
-
-    def _allocate(self, size: int) -> None:
-        self._lie_in(self._session.memory.create(size * self._dtype.itemsize))
 
     def _lie_in(self, segment: ranks.Segment) -> None:
         self._drop(keep_array=True)

@@ -36,7 +36,6 @@ import numpy as np
 from synkhronos.devices import cuda, host, jax, pygpu
 from synkhronos.devices.host import Layout, Selection, take
 from synkhronos.devices.reductions import Reduction
-from synkhronos.devices.through_host import ThroughHost
 from synkhronos.gpus import get_n_gpu
 from synkhronos.ranks import Rank, SharedArray, available_cores
 
@@ -231,7 +230,7 @@ def device_in_environment() -> Device | None:
     name = os.environ.get("SYNKHRONOS_DEVICE")
     if not name:
         return None
-    devices = {device.name: device for device in kinds() if isinstance(device, ThroughHost)}
+    devices = {device.name: device for device in kinds() if not (device is HOST or is_on_gpus(device))}
     if name not in devices:
         raise ValueError(f"SYNKHRONOS_DEVICE: expected one of {[*devices]}, or nothing, got {name!r}")
     return devices[name]
@@ -292,7 +291,7 @@ def _of_gpus() -> jax.Jax | pygpu.Pygpu:
 
 
 def is_on_gpus(device: Device) -> bool:
-    """Whether each rank of a device that `choose` has returned needs a GPU of its own."""
+    """Whether each rank needs a GPU of its own, if `choose` has returned this device."""
     return device is JAX or device is PYGPU
 
 

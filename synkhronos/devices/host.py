@@ -50,8 +50,9 @@ class Host:
         """Whether ranks can combine arrays of a dtype: of any."""
         return True
 
-    def group(self, rank: Rank, members: Iterable[int]) -> None:
+    def group(self, rank: Rank, members: Iterable[int]) -> Any:
         """Among some ranks they go as messages."""
+        return None
 
     def combines_within(self, dtype: np.dtype) -> bool:
         """Whether the communicator combines arrays in the middle of a launch: there are none."""
@@ -75,7 +76,7 @@ class Host:
         """Return a new array."""
         return np.empty(shape, dtype)
 
-    def part(self, array: np.ndarray, start: int, shape: tuple[int, ...]) -> np.ndarray:
+    def part(self, array: Any, start: int, shape: tuple[int, ...]) -> Any:
         """Return a run of an array's items, as a view of the given shape."""
         return array.reshape(-1)[start : start + math.prod(shape)].reshape(shape)
 

@@ -89,10 +89,6 @@ class Pygpu(CudaDevice):
         """Return the value itself, if it is contiguous, else a copy."""
         return self.contiguous(value)
 
-    def written(self, value: Any, is_there: bool = False) -> Any:
-        """Return an array that was written in place."""
-        return value
-
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Return a new array."""
         import pygpu
@@ -114,10 +110,6 @@ class Pygpu(CudaDevice):
     def to_host(self, value: Any) -> np.ndarray:
         """Return a copy in host memory, once the value is computed."""
         return np.asarray(value)
-
-    def fetch(self, values: Sequence[Any]) -> list[Any]:
-        """Return values on the host."""
-        return [self.to_host(value) if self.holds(value) else value for value in values]
 
     def from_host(self, array: np.ndarray) -> Any:
         """Return a NumPy array as a GpuArray, which nobody else holds."""

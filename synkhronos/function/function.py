@@ -334,16 +334,13 @@ class Function:
 
     # -- distributing ----------------------------------------------------------------------------------------
 
-    def _needs_distribution(self, session: Session) -> bool:
-        return self._session is not session
-
     def _distribute(self, session: Session) -> None:
         program = self._program
         if program.code is not None and program.code.has_changed():
             # All ranks compile it anew: what is compiled may hold the old code, on the master too.
             program.compiled.clear()
             self._session = None
-        if self._needs_distribution(session):
+        if self._session is not session:
             _distribute(session, [self])
 
     def _entered(self, session: Session) -> None:
@@ -458,7 +455,7 @@ def _undistributed(session: Session) -> _Undistributed:
 
 
 def _distribute(session: Session, functions: Sequence[Function]) -> None:
-    functions = sorted((f for f in functions if f._needs_distribution(session)), key=lambda f: f._key)
+    functions = sorted((f for f in functions if f._session is not session), key=lambda f: f._key)
     if not functions:
         return
     by_library: dict[str, list[Function]] = {}

@@ -184,7 +184,6 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Function):
             value._distribute(self.session)
-            value._ready.discard(PLAIN)
             if value._key not in self.functions:
                 self.functions.append(value._key)
             return "function", value._key

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.checks import integer
+from synkhronos.checks import index, integer
 from synkhronos.collectives.arguments import check_suits, op_word
+from synkhronos.data.dense import check_dense
 from synkhronos.data.rows import share
 from synkhronos.devices import HOST, Device, device_of
 from synkhronos.devices.host import combine
@@ -95,6 +96,7 @@ class Worker:
 
     def decide(self, value: Any, root: int = 0) -> Any:
         """Return one rank's value on all ranks: what has to be decided once for all, such as an early stop."""
+        root = index(root, "root", self.size)
         values = self._task.exchange("decide()", value if self.number == root else None)
         return values[root]
 
@@ -113,6 +115,7 @@ class Worker:
         -------
         ndarray, or array of a GPU
         """
+        check_dense(array, "array")
         home = _home(self._rank, array, op_word(op))
         value = array
         if home is HOST:
@@ -298,6 +301,7 @@ class Group:
 
     def all_reduce(self, array: Any, op: str = "avg") -> Any:
         """Return the reduction of all members' arrays, the same on each of them; as `Worker.all_reduce`."""
+        check_dense(array, "array")
         home = _home(self._rank, array, op_word(op))
         gpus = home.group(self._rank, self.ranks)
         result = np.array(array, order="C") if gpus is None else _copied(home, array)
@@ -375,6 +379,8 @@ def _home(rank: Rank, value: Any, op: str = "sum") -> Device:
 def _kind(array: Any, op: str, home: Device) -> tuple[Any, ...]:
     """Return what has to be the same on all ranks that reduce arrays, if that makes sense for the dtype."""
     dtype = np.dtype(array.dtype)
+    if dtype.hasobject:
+        raise TypeError(f"array: expected numbers, got an array of {dtype}")
     check_suits(op, dtype, "an array")
     return tuple(array.shape), str(dtype), op, home.name
 

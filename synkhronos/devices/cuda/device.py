@@ -18,6 +18,7 @@ from synkhronos.devices.cuda.group import NcclGroup
 from synkhronos.devices.cuda.nccl import NcclCommunicator, number_of
 from synkhronos.devices.cuda.staging import Items, Staging
 from synkhronos.devices.host import Selection
+from synkhronos.devices.through_host import ThroughHost
 from synkhronos.ranks import Rank, SharedArray
 
 
@@ -25,8 +26,8 @@ class _Groups(dict[frozenset[int], NcclGroup]):
     """The groups of a rank, by their members."""
 
 
-class CudaDevice:
-    """A kind of array on a GPU.
+class CudaDevice(ThroughHost):
+    """A kind of array on a GPU; what brings arrays there is for processes that are bound to one.
 
     Attributes
     ----------
@@ -105,10 +106,6 @@ class CudaDevice:
         """Whether the GPUs can combine arrays of a dtype among themselves; what they can't goes through host memory."""
         return self.on_gpu and number_of(dtype) is not None
 
-    def combines_within(self, dtype: np.dtype) -> bool:
-        """Whether the communicator combines arrays of a dtype in the middle of a launch."""
-        return False
-
     def part(self, array: Any, start: int, shape: tuple[int, ...]) -> Items:
         """Return a run of an array's items, as the communicator takes it."""
         itemsize = array.dtype.itemsize
@@ -123,24 +120,29 @@ class CudaDevice:
 
     def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> Any:
         """Return rows of an array in shared memory (None: all of it) as a new array."""
-        return self.staging.load(rank, location, rows)
+        return self.staging.load(rank, location, rows) if self.on_gpu else super().load(rank, location, rows)
 
     def input(
         self, rank: Rank, kept: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
     ) -> Any:
         """Return rows of an array in shared memory as an input for the next launch, in memory that is used again."""
+        if not self.on_gpu:
+            return super().input(rank, kept, key, location, rows, copy)
         return self.staging.input(rank, kept, key, location, rows)
 
     def indexes(self, rank: Rank, kept: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
         """Return a rank's own vector of indexes as an input for the next launch."""
-        return self.staging.vector(rank, kept, key, values)
+        return self.staging.vector(rank, kept, key, values) if self.on_gpu else values
 
     def launching(self) -> None:
         """Have the launch that comes now wait for its inputs."""
-        self.staging.arrive()
+        if self.on_gpu:
+            self.staging.arrive()
 
     def launched(self, results: Any) -> None:
         """Note that the last launch reads its inputs until it has computed."""
+        if not self.on_gpu:
+            return
         if self.stream is None:
             self.wait(results)
         self.staging.launched()
@@ -150,11 +152,3 @@ class CudaDevice:
         for value in values:
             if self.holds(value):
                 self.wait_for(value)
-
-    def holds(self, value: Any) -> bool:
-        """Whether a value is an array of this kind."""
-        raise NotImplementedError
-
-    def fetch(self, values: Sequence[Any]) -> list[Any]:
-        """Return values on the host."""
-        raise NotImplementedError

@@ -22,18 +22,15 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices.cuda.device import CudaDevice
-from synkhronos.devices.host import Selection, take
 from synkhronos.devices.jax.foreign import ComputeStream, compute_stream
 from synkhronos.devices.jax.log import Entry
 from synkhronos.devices.reductions import Reduction
-from synkhronos.ranks import Rank, SharedArray
 
 
 class Jax(CudaDevice):
     """JAX arrays.  One process has one device: the GPU to which its rank was bound, or else the CPU."""
 
     name = "jax"
-    takes_shareds = True
     needed = {  # noqa: RUF012 - nobody writes into it
         ("jax",): "jax",
         ("jax_cuda13_plugin", "jax_cuda12_plugin"): "jax[cuda13] or jax[cuda12]",
@@ -135,10 +132,6 @@ class Jax(CudaDevice):
         """Whether the communicator combines arrays of a dtype in the middle of a launch."""
         return self.communicates(dtype) and self._compute_stream is not None and self._compute_stream.is_inline
 
-    def contiguous(self, value: Any) -> Any:
-        """Return the value: JAX arrays are contiguous."""
-        return value
-
     def to_host(self, value: Any) -> np.ndarray:
         """Return the value as NumPy sees it, once it is computed."""
         return np.asarray(value)
@@ -172,13 +165,6 @@ class Jax(CudaDevice):
         # stream than the one on which NCCL would read it.
         return self._jax().device_put(np.array(array, order="C")).block_until_ready()
 
-    def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> Any:
-        """Return rows of an array in shared memory (None: all of it) as a new array."""
-        if self.on_gpu:
-            return super().load(rank, location, rows)
-        view = location.view(rank.segments)
-        return self.from_host(view if rows is None else take(view, rows))
-
     def combine(self, op: Reduction, one: Any, other: Any) -> Any:
         """Return what a reduction makes of two arrays."""
         name = getattr(op.combine, "__name__", "")
@@ -190,34 +176,6 @@ class Jax(CudaDevice):
     def join(self, parts: Sequence[Any]) -> Any:
         """Return arrays joined along axis 0."""
         return self._numpy.concatenate(list(parts))
-
-    def array(self, value: Any) -> Any:
-        """Return the value as a JAX array."""
-        return value if self.holds(value) else self.from_host(np.asarray(value))
-
-    # -- computing -------------------------------------------------------------------------------------------
-
-    def input(
-        self, rank: Rank, kept: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
-    ) -> Any:
-        """Return rows of an array in shared memory as an input for the next launch."""
-        if self.on_gpu:
-            return super().input(rank, kept, key, location, rows, copy)
-        return self.load(rank, location, rows)
-
-    def indexes(self, rank: Rank, kept: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
-        """Return a rank's own vector of indexes as an input for the next launch."""
-        return super().indexes(rank, kept, key, values) if self.on_gpu else values
-
-    def launching(self) -> None:
-        """Have the launch that comes now wait for its inputs."""
-        if self.on_gpu:
-            super().launching()
-
-    def launched(self, results: Any) -> None:
-        """Note that the last launch reads its inputs until it has computed."""
-        if self.on_gpu:
-            super().launched(results)
 
 
 DEVICE = Jax()
