@@ -102,6 +102,11 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path, rule):
     whole, parts = (np.load(tmp_path / each / "params.npz") for each in ("whole", "parts"))
     for name in whole:
         np.testing.assert_array_equal(whole[name], parts[name])
+    (tmp_path / "parts" / "params.npz").unlink()  # as if it had been killed behind its last checkpoint
+    train(tmp_path / "parts", "Shaky", "--resume", epochs=4, **options)
+    with np.load(tmp_path / "parts" / "params.npz") as parts:
+        for name in whole:
+            np.testing.assert_array_equal(whole[name], parts[name])
     assert [report["epoch"] for report in lines(tmp_path / "parts", "reports")] == [1, 2, 3, 4]
     assert [line["step"] for line in lines(tmp_path / "parts", "rank-1")] == [9, 18, 27, 36]
 

@@ -7,10 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from launch_runs import ENVIRONMENT, TESTS, command, train
 from system import children_of, lives, names, names_left
+
+from synkhronos.launch import supervisor
+from synkhronos.launch.settings import Settings
 
 pytestmark = pytest.mark.any_library
 
@@ -35,6 +39,16 @@ def test_a_cost_that_is_no_number_is_not_saved(tmp_path):
     done = train(tmp_path, "Diverges", status=1, checkpoint=1)
     assert done.stderr.rstrip().endswith("FloatingPointError: the cost is nan in epoch 1: nothing of it was saved")
     assert not (tmp_path / "params.npz").exists() and not (tmp_path / "checkpoints").exists()
+
+
+def test_the_failure_is_told_on_a_full_disk(tmp_path, capsys):
+    (tmp_path / "failure.txt").touch()
+    (tmp_path / "run.json").touch()  # neither could be written
+    run = supervisor.Supervisor(Settings("module", "Class", ".", ("cpu",), folder=str(tmp_path)))
+    run._master = SimpleNamespace(pid=1234, wait=lambda: -9)
+    with pytest.raises(ValueError):  # noqa: PT011 - JSON's
+        run._end()
+    assert "rank 0 (process 1234) was killed by SIGKILL" in capsys.readouterr().err
 
 
 def family(pid):

@@ -12,7 +12,9 @@ from trainer_model import ALL, ROWS, SYNCHRONOUS, Model, X, Y
 import synkhronos as synk
 from synkhronos import rules
 from synkhronos.extensions.updates import nesterov_momentum, sgd
-from synkhronos.training import Checkpoint, CheckpointError, Recorder, make_trainer, schedules
+from synkhronos.training import Checkpoint, CheckpointError, Recorder, Report, make_trainer, schedules
+from synkhronos.training.interval import Plan
+from synkhronos.training.meter import Outcome
 from synkhronos.training.recorder import read
 
 # -- going on ------------------------------------------------------------------------------------------------
@@ -92,6 +94,68 @@ def test_resume_without_a_checkpoint_begins(fork, tmp_path):
     assert [report.seen for report in reports] == [ROWS]
 
 
+@pytest.mark.parametrize("name", ["LocalSGD", "EASGD", "GoSGD"][: 1 if XLA else 3])
+def test_a_training_that_is_over_goes_on_nowhere_with_what_stands_for_all(fork, tmp_path, name):
+    fork(2)
+    model = Model(name)
+    assert len(list(model.epochs(5, 1, checkpoint=Checkpoint(tmp_path)))) == 1
+    value = model.values()
+    synk.close()
+    fork(2)
+    model = Model(name)
+    assert list(model.epochs(5, 1, checkpoint=Checkpoint(tmp_path), resume="latest")) == []
+    np.testing.assert_allclose(model.values(), value, rtol=1e-14)
+
+
+def test_a_training_that_has_stopped_early_has_stopped(fork, tmp_path):
+    fork(2)
+    stops = {"valid": (X, Y), "patience": 1, "checkpoint": Checkpoint(tmp_path)}
+    assert len(list(Model("BSP", rate=1e-300).epochs(5, 9, **stops))) == 2
+    assert list(Model("BSP", rate=1e-300).epochs(5, 9, **stops, resume="latest")) == []
+    assert len(list(Model("BSP", rate=1e-300).epochs(5, 9, **{**stops, "patience": 2}, resume="latest"))) == 1
+
+
+def weight_and_own(worker, name):
+    kept = worker.kept(name)
+    return kept["state"].own["weight"], np.array(kept["own"])
+
+
+@pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
+def test_gossip_on_its_way_at_a_report_is_not_lost(fork):
+    fork(3)
+    x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
+    trainer = make_trainer(((tensor.dot(x, w) - 1) ** 2).mean(), [w], x, [], sgd, rules.GoSGD(1.0), 0.1)
+    for _ in trainer.epochs(X, [], 5, 3):  # whoever has sent last has left it in a mailbox
+        ranks = synk.run(weight_and_own, trainer._name)
+        assert math.isclose(sum(weight for weight, _ in ranks), 1.0)
+        np.testing.assert_allclose(sum(weight * own for weight, own in ranks), w.get_value(), rtol=1e-12)
+
+
+class Counts(rules.Rule):
+    """Adds 1 after each step; fails once, in the middle of the second epoch."""
+
+    def exchange(self, worker, state):
+        state.vector = state.vector + 1
+        if state.step == 9 and not worker.kept("failed"):
+            worker.kept("failed")["once"] = True
+            worker.barrier("all have come to the same place")
+            raise RuntimeError("not now")
+
+
+@pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
+def test_after_an_error_each_rank_goes_on_with_what_it_has(fork):
+    fork(2)
+    x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
+    trainer = make_trainer(tensor.dot(x, w).mean() * 0.0, [w], x, [], sgd, Counts())
+    reports = trainer.epochs(X, [], 5, 2)
+    next(reports)
+    assert w.get_value().tolist() == [6.0] * 4
+    with pytest.raises((RuntimeError, synk.WorkerError), match="not now"):
+        next(reports)
+    list(trainer.epochs(X, [], 5, 2))
+    assert w.get_value().tolist() == [15.0] * 4  # 6 + 3 + 6
+
+
 class FailsToBegin(rules.EASGD):
     """On one rank, the first time: on rank 0 in the beginning itself, on rank 1 before that."""
 
@@ -133,6 +197,13 @@ def test_ranks_of_which_one_could_not_begin_begin_all_anew(fork, monkeypatch, ra
 
 
 # -- schedules, stops, records -------------------------------------------------------------------------------
+
+
+def test_the_learning_rate_is_that_of_a_rank_that_has_taken_a_step():
+    plan = Plan("", 0, 5, 5, 0, 60, None, [], False, [range(2)])
+    seconds = {"compute": 1.0}
+    idle, busy = Outcome(0.0, 0, 0, seconds, 0.0, (0, 0.0)), Outcome(5.0, 5, 1, seconds, 0.1, (0, 0.0))
+    assert Report.of([idle, busy], plan, 2).learning_rate == 0.1
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])

@@ -172,19 +172,23 @@ class _Run:
             self.recorder.begin_epoch(epoch)
             self.iterate()
             loss = self.check_loss()
-            own = self.state.vector
-            self.state.vector = self.rule.report(self.worker, self.state)
+            own = self.stand_for_all()
             self.report(epoch, loss, self.validate())
             contract.called(self.model.adjust_hyperp, epoch)
             last = epoch + 1 == epochs
-            due = self.settings.checkpoint and ((epoch + 1) % self.settings.checkpoint == 0 or last)
-            if due:
+            if self.settings.checkpoint and ((epoch + 1) % self.settings.checkpoint == 0 or last):
                 self.save(epoch + 1, own)
-            if last:
-                self.save_params()
-            else:
-                self.state.vector = own
+            self.state.vector = own
+        self.stand_for_all()  # also where nothing was left to train: a run may end between its checkpoint and this
+        self.save_params()
         return max(first, int(epochs))
+
+    def stand_for_all(self) -> Any:
+        """Set the parameters to those that stand for all ranks'; return this rank's own."""
+        stands_for_all = self.rule.report(self.worker, self.state)
+        own = self.state.vector  # behind the report, which may take what has come by mail
+        self.state.vector = stands_for_all
+        return own
 
     def begin(self) -> int:
         """Begin: all ranks have the same parameters."""

@@ -213,18 +213,17 @@ class Supervisor:
         if self.came and (code < 0 or not status):
             status = 128 + self.came
         failure = self.folder / FAILURE
-        words = ""
+        words = failure.read_text() if failure.exists() else ""
         if self.came and status > 128:
             words = f"the run was ended by {signal.Signals(status - 128).name}\n"
-        elif failure.exists():
-            words = failure.read_text()
-        elif code:
+        elif code and not words:
             words = f"rank 0 (process {self._master.pid}) {cause_of_death(code)}\n"
-            failure.write_text(words)
+            with contextlib.suppress(OSError):  # the disk is full: it is said below
+                failure.write_text(words)
+        sys.stderr.write(words)  # before anything else is written to what may be a full disk
+        sys.stderr.flush()
         noted = json.loads((self.folder / "run.json").read_text())
         _note(self.folder, {**noted, "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "status": status})
-        sys.stderr.write(words)
-        sys.stderr.flush()
         return status
 
 

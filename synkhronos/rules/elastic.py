@@ -179,10 +179,9 @@ class EAMSGD(EASGD):
 
 def centre_of(worker: Worker, state: State) -> Any:
     """Return a copy of the centre, where the rank's parameters are."""
-    runs, _ = state.opened()
     with worker.lock(CENTRE) as lock:
         lock.read(state.rows["centre"])
-        return state.rows["centre"].on(JAX) if runs is None else state.shared["centre"].copy()
+        return state.rows["centre"].on(JAX) if state.params.is_jax else state.shared["centre"].copy()
 
 
 def elastic(blocks: Iterable[tuple[np.ndarray, slice]], centre: np.ndarray, alpha: float, scratch: np.ndarray) -> None:

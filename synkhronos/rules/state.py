@@ -41,10 +41,15 @@ class Vector:
     def _values(self) -> list[Any]:
         return [library_of(shared).get(shared) for shared in self.shareds]
 
+    @property
+    def is_jax(self) -> bool:
+        """Whether the vector is a JAX array."""
+        return _are_jax(self._values())
+
     def get(self) -> Any:
         """Return the vector: a new array."""
         values = self._values()
-        if values and all(JAX.holds(value) for value in values):
+        if _are_jax(values):
             return self._traced[0](values)
         flat = [np.ravel(device_of(value).to_host(value)) for value in values]
         # A copy even of one: the variable's own memory changes with its next update.
@@ -55,7 +60,7 @@ class Vector:
         if tuple(vector.shape) != (self.size,):
             raise ValueError(f"expected a vector of {self.size} elements, got shape {tuple(vector.shape)}")
         values = self._values()
-        if JAX.holds(vector) and all(JAX.holds(value) for value in values):
+        if JAX.holds(vector) and _are_jax(values):
             pieces = self._traced[1](vector)
             for shared, piece in zip(self.shareds, pieces, strict=True):
                 library_of(shared).put(shared, piece)
@@ -108,6 +113,10 @@ class Vector:
             ]
 
         return jax.jit(joined), jax.jit(cut)
+
+
+def _are_jax(values: Sequence[Any]) -> bool:
+    return bool(values) and all(JAX.holds(value) for value in values)
 
 
 class State:

@@ -329,13 +329,15 @@ def train(
         state = State(*variables, shared)
         rule.setup(worker, state)
         kept["state"] = state
-    elif kept.get("own") is not None:
+    elif "own" in kept:  # not after an interrupt: then each goes on with what it has
         state.vector = kept["own"]  # in whose place there was what the last report was about
+        del kept["own"]
     loop = RankLoop(worker, plan, rule, state, step, rate, source, taken)
     loop.run()
     loop.release()
     with loop.meter.timed("exchange"):
-        kept["own"] = state.vector
-        state.vector = rule.report(worker, state)
+        stands_for_all = rule.report(worker, state)
+        kept["own"] = state.vector  # behind the report, which may take what has come by mail
+        state.vector = stands_for_all
     loop.meter.write(plan.last, loop.rate, last=True)
     return loop.meter.outcome(loop.rate)

@@ -70,7 +70,7 @@ class Report:
             steps=sum(outcome.steps for outcome in outcomes),
             loss=sum(outcome.loss for outcome in outcomes) / rows,
             validation={},
-            learning_rate=outcomes[0].learning_rate,
+            learning_rate=next(outcome.learning_rate for outcome in outcomes if outcome.rows),
             rows_per_second=(rows - compiled) / (sum(seconds.values()) - compiling),
             seconds=seconds,
             batch=f"{n_ranks} x {plan.batch} = {n_ranks * plan.batch}",

@@ -117,8 +117,14 @@ def restore_file(
     alike: bool,
     root: int,
 ) -> None:
-    """Take from a checkpoint, which rank ``root`` reads, what is this rank's: see `restore`."""
+    """Take from a checkpoint, which rank ``root`` reads, what is this rank's: see `restore`.
+
+    The parameters are then those that stand for all ranks', as after the report at which it was written.
+    """
     restore(worker, name, groups, rule, load(path) if worker.number == root else None, shared, alike, root)
+    if not alike:
+        state = worker.kept(name)["state"]
+        state.vector = rule.report(worker, state)
 
 
 def restore(

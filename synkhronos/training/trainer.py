@@ -201,7 +201,7 @@ class Trainer:
     ) -> Iterator[Report]:
         self._begin(course, resume, checkpoint, recorders)
         place, reports = self._place, 0
-        while place.epoch < course.epochs:
+        while not self._is_over(course, patience):
             first, last = place.row, course.end(place.row, ranks.session().size)
             report = self._interval(course, place.epoch, first, last, recorders)
             place.row = last
@@ -216,17 +216,19 @@ class Trainer:
                     f"the loss is {report.loss} after {report.seen:,} rows, validation {report.validation}: the "
                     f"learning rate of {report.learning_rate:g} may be too high; nothing was saved since"
                 )
-            stop = self._observe(report, patience)
+            self._observe(report)
             for one in recorders:
                 one.write(report.record())
-            if checkpoint is not None and (reports % checkpoint.every == 0 or stop or place.epoch == course.epochs):
+            if checkpoint is not None and (reports % checkpoint.every == 0 or self._is_over(course, patience)):
                 self._on_ranks.save(checkpoint, course, place, self.schedule, report.seen)
             yield report
-            if stop:
-                return
 
-    def _observe(self, report: Report, patience: int | None) -> bool:
-        """Take a report's validation, or its loss; return whether to stop."""
+    def _is_over(self, course: Course, patience: int | None) -> bool:
+        """Whether there is nothing left to train."""
+        return self._place.epoch >= course.epochs or patience is not None and self._place.since >= patience
+
+    def _observe(self, report: Report) -> None:
+        """Take a report's validation, or its loss."""
         value = next(iter(report.validation.values()), report.loss)
         observe: Callable[[float], None] | None = getattr(self.schedule, "observe", None)
         if observe is not None:
@@ -234,7 +236,6 @@ class Trainer:
         place = self._place
         place.since = 0 if value < place.best else place.since + 1
         place.best = min(place.best, value)
-        return patience is not None and place.since >= patience
 
     # -- one interval ----------------------------------------------------------------------------------------
 
