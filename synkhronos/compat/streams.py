@@ -64,8 +64,8 @@ class RandomStreams:
         ):
             generator.set_value(np.random.default_rng(child), borrow=True)
 
-    def _draw(self, draw: Callable[..., Any], *parameters: Any, **kwargs: Any) -> Any:
-        """Return a random variable with a generator of its own."""
+    def _draw(self, draw: Callable[..., Any], *parameters: Any, then: Callable[[Any], Any], **kwargs: Any) -> Any:
+        """Return a random variable with a generator of its own: what ``then`` makes of PyTensor's."""
         (child,) = self._sequence.spawn(1)
         generator = pytensor.shared(np.random.default_rng(child), borrow=True)
         with warnings.catch_warnings():
@@ -80,7 +80,14 @@ class RandomStreams:
             warnings.filterwarnings("ignore", "Setting default_update", DeprecationWarning)
             generator.default_update = following
         self.state_updates.append((generator, following))
-        return drawn
+        result = then(drawn)
+        # Programs seed one variable, or copy its state, by these.
+        result.rng, result.update = generator, (generator, following)
+        return result
+
+    def _keys(self, size: Any, then: Callable[[Any], Any]) -> Any:
+        """Return what ``then`` makes of numbers between 0 and 1."""
+        return self._draw(pt.random.uniform, 0.0, 1.0, size=_size(size), dtype=pytensor.config.floatX, then=then)
 
     # -- continuous --------------------------------------------------------------------------------------------------
 
@@ -95,7 +102,7 @@ class RandomStreams:
     ) -> Any:
         """Draw from the interval between ``low`` and ``high``, of dtype floatX by default."""
         dtype = dtype or pytensor.config.floatX
-        return self._draw(pt.random.uniform, low, high, size=_size(size), dtype=dtype)
+        return self._draw(pt.random.uniform, low, high, size=_size(size), dtype=dtype, then=_same)
 
     def normal(
         self,
@@ -105,11 +112,16 @@ class RandomStreams:
         ndim: Any = None,
         dtype: Any = None,
         nstreams: Any = None,
-        **kwargs: Any,
+        truncate: bool = False,
     ) -> Any:
-        """Draw from the normal distribution of a mean and a standard deviation."""
+        """Draw from the normal distribution of a mean and a standard deviation.
+
+        With ``truncate`` no further than two of these from the mean.
+        """
+        if truncate:
+            return self.truncated_normal(size, avg, std, dtype=dtype)
         dtype = dtype or pytensor.config.floatX
-        return self._draw(pt.random.normal, avg, std, size=_size(size), dtype=dtype)
+        return self._draw(pt.random.normal, avg, std, size=_size(size), dtype=dtype, then=_same)
 
     def truncated_normal(
         self,
@@ -122,8 +134,12 @@ class RandomStreams:
     ) -> Any:
         """Draw from the normal distribution, no further than two standard deviations from the mean."""
         low, high = 0.022750131948179212, 0.9772498680518208  # the normal distribution's values at -2 and 2
-        position = self.uniform(size, low, high, dtype=dtype)
-        return (avg + std * np.sqrt(2.0) * pt.erfinv(2 * position - 1)).astype(position.dtype)
+        dtype = dtype or pytensor.config.floatX
+
+        def stretched(position: Any) -> Any:
+            return (avg + std * np.sqrt(2.0) * pt.erfinv(2 * position - 1)).astype(dtype)
+
+        return self._draw(pt.random.uniform, low, high, size=_size(size), dtype=dtype, then=stretched)
 
     # -- discrete ----------------------------------------------------------------------------------------------------
 
@@ -133,20 +149,19 @@ class RandomStreams:
         """Draw how many of ``n`` trials succeed, each with probability ``p``."""
         if isinstance(n, int | np.integer) and n == 1:
             # A comparison is much cheaper than the general algorithm; dropout draws so.
-            if size is None:
-                size = pt.as_tensor_variable(p).shape
-            return pt.lt(self.uniform(size), pt.as_tensor_variable(p)).astype(dtype)
-        return self._draw(pt.random.binomial, n, p, size=_size(size)).astype(dtype)
+            p = pt.as_tensor_variable(p)
+            return self._keys(p.shape if size is None else size, lambda keys: pt.lt(keys, p).astype(dtype))
+        return self._draw(pt.random.binomial, n, p, size=_size(size), then=_as(dtype))
 
     def random_integers(
         self, size: Any = None, low: Any = 0, high: Any = 1, ndim: Any = None, dtype: Any = "int64"
     ) -> Any:
         """Draw integers from ``low`` to ``high``, both included."""
-        return self._draw(pt.random.integers, low, high + 1, size=_size(size)).astype(dtype)
+        return self._draw(pt.random.integers, low, high + 1, size=_size(size), then=_as(dtype))
 
     def poisson(self, size: Any = None, lam: Any = 1.0, ndim: Any = None, dtype: Any = "int64") -> Any:
         """Draw from the Poisson distribution of a mean."""
-        return self._draw(pt.random.poisson, lam, size=_size(size)).astype(dtype)
+        return self._draw(pt.random.poisson, lam, size=_size(size), then=_as(dtype))
 
     def choice(
         self,
@@ -160,8 +175,8 @@ class RandomStreams:
         **kwargs: Any,
     ) -> Any:
         """Draw from ``0 ... a - 1``, or from the elements of an array, with probabilities."""
-        drawn = self._draw(pt.random.choice, a, size=_size(size), replace=replace, p=p)
-        return drawn.astype(dtype) if dtype is not None else drawn
+        then = _same if dtype is None else _as(dtype)
+        return self._draw(pt.random.choice, a, size=_size(size), replace=replace, p=p, then=then)
 
     def multinomial(
         self,
@@ -173,18 +188,26 @@ class RandomStreams:
         **kwargs: Any,
     ) -> Any:
         """Draw how often each outcome comes up in ``n`` trials; one row of probabilities for each draw."""
-        return self._draw(pt.random.multinomial, n, pvals, size=_size(size)).astype(dtype)
+        return self._draw(pt.random.multinomial, n, pvals, size=_size(size), then=_as(dtype))
 
     def permutation(self, size: Any = None, n: Any = 1, ndim: Any = None, dtype: Any = "int64") -> Any:
-        """Draw a permutation of ``0 ... n - 1``."""
-        if size is not None and size not in ((), []):
-            raise NotImplementedError("one permutation a draw; leave `size` out")
-        return self._draw(pt.random.permutation, n).astype(dtype)
+        """Draw a permutation of ``0 ... n - 1``, or as many as an array of a size has elements."""
+        if size is None:
+            return self._draw(pt.random.permutation, n, then=_as(dtype))
+        return self._keys((*_size(size), n), lambda keys: pt.argsort(keys, axis=-1).astype(dtype))
 
     def shuffle_row_elements(self, input: Any) -> Any:
         """Shuffle the elements of each row of a matrix in a way of its own."""
-        keys = self.uniform(input.shape)
-        return pt.take_along_axis(input, pt.argsort(keys, axis=-1), axis=-1)
+        return self._keys(input.shape, lambda keys: pt.take_along_axis(input, pt.argsort(keys, axis=-1), axis=-1))
+
+
+def _same(drawn: Any) -> Any:
+    return drawn
+
+
+def _as(dtype: Any) -> Callable[[Any], Any]:
+    """Return a function that casts."""
+    return lambda drawn: drawn.astype(dtype)
 
 
 def _size(size: Any) -> Any:

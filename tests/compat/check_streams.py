@@ -23,6 +23,7 @@ def draw(variable, *values):
     [
         ("uniform", {"low": -1.0, "high": 3.0}, 1.0, 4 / 12**0.5),
         ("normal", {"avg": 2.0, "std": 0.5}, 2.0, 0.5),
+        ("normal", {"avg": 1.0, "std": 2.0, "truncate": True}, 1.0, 2 * 0.8796),
         ("truncated_normal", {"avg": 1.0, "std": 2.0}, 1.0, 2 * 0.8796),
         ("binomial", {"p": 0.3}, 0.3, 0.21**0.5),
         ("binomial", {"n": 10, "p": 0.3}, 3.0, 2.1**0.5),
@@ -65,9 +66,23 @@ def test_draws_go_on_and_seeds_start_anew():
     np.testing.assert_array_equal(again(), first)
 
 
+@pytest.mark.parametrize("name", ["uniform", "binomial", "truncated_normal", "poisson"])
+def test_a_variable_knows_its_generator(name):
+    variable = getattr(RandomStreams(3), name)((20,))
+    f = pytensor.function([], variable, mode="FAST_COMPILE")
+    state = variable.rng.get_value()
+    first = f()
+    assert not np.array_equal(first, f())
+    variable.rng.set_value(state)
+    np.testing.assert_array_equal(f(), first)
+    assert variable.update[0] is variable.rng
+
+
 def test_others_are_drawn():
     streams = RandomStreams(1)
     assert sorted(draw(streams.permutation(n=5))) == list(range(5))
+    permutations = draw(streams.permutation((2, 3), n=5))
+    assert permutations.shape == (2, 3, 5) and (np.sort(permutations) == np.arange(5)).all()
     counts = draw(streams.multinomial(n=1, pvals=np.full((3, 4), 0.25)))
     assert counts.shape == (3, 4) and (counts.sum(axis=1) == 1).all()
     shuffled = draw(streams.shuffle_row_elements(pt.as_tensor_variable(np.arange(6.0).reshape(2, 3))))
