@@ -7,6 +7,14 @@ Lasagne 0.1 misses (`gaps`).  Where it is not, PyTensor does: the modules ``thea
 from `tree`, by an import hook (`hook`).  The environment variable ``SYNKHRONOS_THEANO`` asks for one of the two:
 ``theano`` or ``pytensor``.
 
+What this room and the others know of each other, so that it could be a distribution of its own:
+
+- It imports ``synkhronos.graphs.lengths``, ``sums`` and ``xla_shapes``: how PyTensor's functions become JAX'.
+- The modules that start programs of others (``__main__``, ``launch``) import it, and no other one.
+- Others read four attributes: ``theano.__served_on__`` says that a module of that name is not Theano, ``In.default``
+  is the value of an input that is not passed, in a list, and an Op's ``multiplies`` and ``elementwise`` tell
+  ``graphs.precision`` what may be computed in bfloat16.
+
 `install`
     What importing this module does; returns the library that was chosen.
 `chosen`

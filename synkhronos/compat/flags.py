@@ -176,8 +176,6 @@ class Config:
         full = self._section + name
         if name.startswith("__"):
             raise AttributeError(name)
-        if full == "change_flags":
-            return self._change_flags
         if hasattr(self._config, full):
             return getattr(self._config, full)
         theano_name = full.replace("__", ".")
@@ -199,7 +197,7 @@ class Config:
         else:
             raise AttributeError(missing(f"theano.config.{theano_name}"))
 
-    def _change_flags(self, **flags: Any) -> Any:
-        return self._config.change_flags(
-            **{name: value for name, value in flags.items() if hasattr(self._config, name)}
-        )
+    def change_flags(self, **flags: Any) -> Any:
+        """Return a context manager, or a decorator, within which flags have other values; PyTensor's alone change."""
+        named = {_pytensors(name): value for name, value in flags.items()}
+        return self._config.change_flags(**{n: v for n, v in named.items() if hasattr(self._config, n)})

@@ -86,6 +86,17 @@ def test_a_filled_array_does_not_look_at_all_that_its_lengths_come_from(monkeypa
     assert sizes and max(sizes) <= 1
 
 
+def test_functions_keep_their_names_beside_modules_of_the_same():
+    import theano.tensor as T
+    import theano.tensor.sort  # noqa: F401 - after it the name is the function's still
+    from theano.tensor.basic import as_tensor_variable, largest
+    from theano.tensor.var import TensorVariable
+
+    x = as_tensor_variable([3.0, 1.0])
+    assert isinstance(largest(x, 2.0) + T.dvector(), TensorVariable)
+    assert T.var(x).eval(mode="FAST_COMPILE") == 1 and T.sort(x).eval(mode="FAST_COMPILE").tolist() == [1, 3]
+
+
 def test_a_folder_of_that_name_is_not_theano(tmp_path):
     (tmp_path / "theano").mkdir()
     code = "import sys; sys.path.insert(0, sys.argv[1]); import synkhronos.compat as c; print(c.chosen)"
@@ -181,6 +192,22 @@ def test_graphs_are_pytensors_for_the_library():
     x = T.nnet.softmax(T.nnet.conv2d(T.tensor4(), T.tensor4(), border_mode="half").flatten(2))
     assert [library.name for library in loaded_libraries()] == ["pytensor"]
     assert library_of(x).name == "pytensor"
+
+
+def test_losses_come_with_the_likeliest_class():
+    import theano
+    import theano.tensor as T
+
+    x, b, y = T.dmatrix("x"), T.dvector("b"), T.ivector("y")
+    of_both = T.nnet.crossentropy_softmax_argmax_1hot_with_bias(x, b, y)
+    of_all = T.nnet.crossentropy_softmax_max_and_argmax_1hot_with_bias(x, b, y)
+    f = theano.function([x, b, y], [*of_both, *of_all], mode="FAST_COMPILE")
+    # As Theano 1.0.5 computed them.
+    p = [[0.1, 0.9], [0.5, 0.5]]
+    expected = [[np.log(10), np.log(2)], p, [1, 0], [np.log(10), np.log(2)], p, [0.9, 0.5], [1, 0]]
+    for result, value in zip(f([[0, 0], [np.log(9), 0]], [0, np.log(9)], [0, 1]), expected, strict=True):
+        np.testing.assert_allclose(result, value)
+    assert of_both[2].dtype == "int32"
 
 
 def test_graphs_are_pickled():
@@ -461,6 +488,11 @@ def test_loops_return_updates():
     np.testing.assert_array_equal(f([1.0, 2, 3]), [1, 3, 6])
     total, _ = theano.reduce(lambda a, total: total + a, x, T.zeros(()))
     assert theano.function([x], total, mode="FAST_COMPILE")([1.0, 2, 3]) == 6
+    a, b = theano.shared(0.0), theano.shared(0.0)
+    _, updates = theano.scan(lambda: {a: a + 1}, n_steps=3)
+    theano.function([], updates=updates + [(b, b + 2)], mode="FAST_COMPILE")()
+    assert a.get_value() == 3 and b.get_value() == 2
+    assert list([(b, b + 2)] + updates) == [b, a]
 
 
 def test_branches_are_lazy():
@@ -589,8 +621,12 @@ def test_the_configuration_is_read_and_set():
     with pytest.raises(AttributeError, match="theano.config.warn.nothing"):
         config.warn.nothing  # noqa: B018
     before = pytensor.config.floatX
-    with config.change_flags(floatX="float32"):
+    from theano import change_flags
+
+    with change_flags(floatX="float32"):
         assert config.floatX == pytensor.config.floatX == "float32"
+    with config.change_flags(**{"profiling.n_apply": 7, "warn.round": True}):
+        assert config.profiling.n_apply == 7 and config.warn.round is False
     assert pytensor.config.floatX == before
     config.floatX = before
 

@@ -144,6 +144,10 @@ def test_known_lengths_are_told_by_the_type():
         pt.tensor("w", dtype="float32", shape=(4, 3, 3, 3)),
     )
     assert Conv(2, "half", (2, 1))(x, w).type.shape == (None, 4, 4, None)
+    empty = np.zeros((1, 3, 0, 1), "float32")
+    assert (
+        Conv(2, "full")(empty, w).type.shape == (1, 4, 2, 3) == Conv(2, "full").output_shape(empty.shape, (4, 3, 3, 3))
+    )
     assert Pool((2, 2), (2, 2), (0, 0), "max", False)(x).type.shape == (None, 3, 4, None)
     scale = pt.tensor("scale", dtype="float32", shape=(1, None, 1, 1))
     normalised = BatchNormTrain((0, 2, 3), 1e-4)(x, scale, scale)

@@ -102,7 +102,7 @@ def _times(g: Any, p: Any) -> Any:
     if g.owner is not None and g.type.ndim == p.type.ndim:
         op, inputs = g.owner.op, g.owner.inputs
         if isinstance(op, OneHotCrossentropyGrad) and inputs[1] is p:
-            return op.times_probabilities(*inputs)
+            return _minus_at_classes(*inputs)
         if isinstance(op, Elemwise):
             if op == pt.true_div and inputs[1] is p:
                 return inputs[0] + pt.zeros_like(p) if inputs[0].type.ndim != p.type.ndim else inputs[0]
@@ -141,6 +141,11 @@ class OneHot(NumpyOp):
 
 
 _one_hot = OneHot()
+
+
+def _minus_at_classes(g: Any, p: Any, classes: Any) -> Any:
+    """Return minus ``g`` at each row's class: the gradient by logarithms, and by probabilities times these."""
+    return pt.switch(_one_hot(classes, p), -g[:, None], np.zeros((), p.dtype))
 
 
 class OneHotCrossentropy(NumpyOp):
@@ -186,9 +191,8 @@ class OneHotCrossentropy(NumpyOp):
         """Return the gradient with respect to the probabilities."""
         p, classes = inputs
         (g,) = output_grads
-        if self.of_logarithms:
-            return [pt.switch(_one_hot(classes, p), -g[:, None], np.zeros((), p.dtype)), disconnected_type()]
-        return [OneHotCrossentropyGrad()(g, p, classes), disconnected_type()]
+        gradient = _minus_at_classes if self.of_logarithms else OneHotCrossentropyGrad()
+        return [gradient(g, p, classes), disconnected_type()]
 
 
 class OneHotCrossentropyGrad(NumpyOp):
@@ -213,10 +217,6 @@ class OneHotCrossentropyGrad(NumpyOp):
             result[rows, classes] = -g / p[rows, classes]
         return result
 
-    def times_probabilities(self, g: Any, p: Any, classes: Any) -> Any:
-        """Return the gradient times the probabilities, not divided by them before."""
-        return pt.switch(_one_hot(classes, p), -g[:, None], np.zeros((), p.dtype))
-
     def connection_pattern(self, node: Any) -> list[list[bool]]:
         """Classes have no gradient."""
         return [[True], [True], [False]]
@@ -236,9 +236,8 @@ class OneHotCrossentropyGrad(NumpyOp):
 def crossentropy_of_softmax(fgraph: Any, node: Any) -> Any:
     """Compute the crossentropy of softmax from the scores."""
     p, classes = node.inputs
-    if p.owner is None or not isinstance(p.owner.op, special.Softmax) or p.owner.op.axis not in ((1,), (-1,)):
-        return None
-    if node.op.of_logarithms:
+    op = p.owner and p.owner.op
+    if node.op.of_logarithms or not isinstance(op, special.Softmax) or op.axis not in ((1,), (-1,)):
         return None
     return [OneHotCrossentropy(of_logarithms=True)(special.log_softmax(p.owner.inputs[0], axis=-1), classes)]
 

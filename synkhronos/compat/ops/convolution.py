@@ -1,4 +1,4 @@
-"""Convolution over any number of axes, and its two gradients.
+"""Convolution over one to three axes, and its two gradients.
 
 `Conv`
     Images and filters to an output.
@@ -124,9 +124,10 @@ class _Conv(NumpyOp):
         return pads(self.padding, kernel, self.dilation)
 
     def out_spatial(self, image: Sequence[Any], kernel: Sequence[Any]) -> list[Any]:
-        """Return the output's spatial lengths for numbers or variables."""
-        sizes = zip(image, kernel, self.pads(kernel), self.stride, self.dilation, strict=True)
-        return [output_length(*size) for size in sizes]
+        """Return the output's spatial lengths for numbers or variables; None where one of the two is None."""
+        around = self.pads([1 if k is None else k for k in kernel])
+        sizes = zip(image, kernel, around, self.stride, self.dilation, strict=True)
+        return [None if s is None or k is None else output_length(s, k, a, n, d) for s, k, a, n, d in sizes]
 
     def _columns(self, padded: np.ndarray, kernel: Sequence[int], out: Sequence[int]) -> np.ndarray:
         """Return (batch, groups, channels of a group * kernel, *out)."""
@@ -134,10 +135,13 @@ class _Conv(NumpyOp):
         batch, channels = columns.shape[:2]
         return columns.reshape(batch, self.groups, channels // self.groups * int(np.prod(kernel)), int(np.prod(out)))
 
+    def _turned(self, weights: np.ndarray) -> np.ndarray:
+        """Return filters as they are multiplied, or what is computed so as filters."""
+        return np.flip(weights, tuple(range(2, self.n + 2))) if self.flip else weights
+
     def _matrix(self, weights: np.ndarray) -> np.ndarray:
         """Return the filters as (groups, outputs of a group, channels of a group * kernel)."""
-        if self.flip:
-            weights = weights[(slice(None), slice(None)) + (slice(None, None, -1),) * self.n]
+        weights = self._turned(weights)
         return weights.reshape(self.groups, weights.shape[0] // self.groups, -1)
 
     def _batches(self, images: np.ndarray, kernel: Sequence[int], out: Sequence[int]) -> list[slice]:
@@ -170,13 +174,7 @@ class Conv(_Conv):
     def make_node(self, images: Any, weights: Any) -> Apply:
         """Take images and filters."""
         x, w = self._arguments(images, weights)
-        known = [None if None in pair else 1 for pair in zip(x.type.shape[2:], w.type.shape[2:], strict=True)]
-        spatial = [None] * self.n
-        for axis in range(self.n):
-            if known[axis]:
-                # A pattern of one axis, so that lengths known on some axes only are used.
-                kernel = [k or 1 for k in w.type.shape[2:]]
-                spatial[axis] = self.out_spatial([s or 1 for s in x.type.shape[2:]], kernel)[axis]
+        spatial = self.out_spatial(x.type.shape[2:], w.type.shape[2:])
         return Apply(self, [x, w], [self._output(x, x.type.shape[0], w.type.shape[0], *spatial)])
 
     def output_shape(self, x: Any, w: Any) -> tuple[Any, ...]:
@@ -204,21 +202,25 @@ class Conv(_Conv):
         return [self._like(ConvGradInputs)(w, g, x), self._like(ConvGradWeights)(x, g, w)]
 
 
-class ConvGradWeights(_Conv):
-    """The gradient with respect to the filters; the third input tells their shape."""
+class _ConvGrad(_Conv):
+    """What the two gradients have in common: of the third input they need the shape alone."""
 
-    def make_node(self, images: Any, output_grad: Any, like: Any) -> Apply:
-        """Take images, the output's gradient, and filters."""
-        x, g, like = self._arguments(images, output_grad, like)
-        return Apply(self, [x, g, like], [self._output(x, *like.type.shape)])
+    def make_node(self, factor: Any, output_grad: Any, like: Any) -> Apply:
+        """Take images or filters, the output's gradient, and what the result is the gradient of."""
+        factor, g, like = self._arguments(factor, output_grad, like)
+        return Apply(self, [factor, g, like], [self._output(factor, *like.type.shape)])
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
         """Only the shape of the third input matters."""
         return [[True], [True], [False]]
 
-    def output_shape(self, x: Any, g: Any, like: Any) -> tuple[Any, ...]:
-        """Return the filters' shape."""
+    def output_shape(self, factor: Any, g: Any, like: Any) -> tuple[Any, ...]:
+        """Return the third input's shape."""
         return tuple(like)
+
+
+class ConvGradWeights(_ConvGrad):
+    """The gradient with respect to the filters, of images; the third input tells the filters' shape."""
 
     def compute(self, x: np.ndarray, g: np.ndarray, like: np.ndarray) -> np.ndarray:
         """Multiply the gradient by the columns, and sum over the batch."""
@@ -232,8 +234,7 @@ class ConvGradWeights(_Conv):
             by_filter = rows.transpose(1, 2, 0, 3).reshape(*matrix.shape[:2], -1)
             by_weight = columns.transpose(1, 2, 0, 3).reshape(self.groups, matrix.shape[2], -1)
             matrix += np.matmul(by_filter, by_weight.swapaxes(-1, -2))
-        weights = matrix.reshape(like.shape)
-        return weights[(slice(None), slice(None)) + (slice(None, None, -1),) * self.n] if self.flip else weights
+        return self._turned(matrix.reshape(like.shape))
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradients with respect to images and the output's gradient."""
@@ -242,21 +243,8 @@ class ConvGradWeights(_Conv):
         return [self._like(ConvGradInputs)(d, g, x), self._like(Conv)(x, d), disconnected_type()]
 
 
-class ConvGradInputs(_Conv):
+class ConvGradInputs(_ConvGrad):
     """The gradient with respect to the images, or transposed convolution; the third input tells the images' shape."""
-
-    def make_node(self, weights: Any, output_grad: Any, like: Any) -> Apply:
-        """Take filters, the output's gradient, and images."""
-        w, g, like = self._arguments(weights, output_grad, like)
-        return Apply(self, [w, g, like], [self._output(w, *like.type.shape)])
-
-    def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """Only the shape of the third input matters."""
-        return [[True], [True], [False]]
-
-    def output_shape(self, w: Any, g: Any, like: Any) -> tuple[Any, ...]:
-        """Return the images' shape."""
-        return tuple(like)
 
     def compute(self, w: np.ndarray, g: np.ndarray, like: np.ndarray) -> np.ndarray:
         """Multiply the filters, transposed, by the gradient, and add up the windows."""
@@ -289,7 +277,7 @@ def _xla_conv(op: _Conv, x: Any, w: Any) -> Any:
     """One convolution of XLA's; shapes are numbers when a function is traced, so that paddings are too."""
     from jax import lax
 
-    letters = "DHW"[-op.n :] if op.n <= 3 else "".join(map(str, range(op.n)))
+    letters = "DHW"[-op.n :]
     return lax.conv_general_dilated(
         x,
         w,

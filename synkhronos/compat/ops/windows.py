@@ -4,6 +4,8 @@
     Copies each window's elements side by side.
 `fold`
     Adds windows up where they lie over each other: `unfold` transposed.
+`integer`
+    A number of windows' settings.
 `offsets`
     The elements at one place of all windows, as a slice, for each place.
 
@@ -17,8 +19,24 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pytensor.tensor as pt
+from pytensor.tensor.exceptions import NotScalarConstantError
 
-__all__ = ["fold", "offsets", "unfold"]
+__all__ = ["fold", "integer", "offsets", "unfold"]
+
+
+def integer(value: Any) -> int:
+    """Return an integer, also of a constant variable: a graph is built for one window.
+
+    Examples
+    --------
+    >>> integer(pt.constant(3))
+    3
+    """
+    try:
+        return int(pt.get_scalar_constant_value(value))
+    except NotScalarConstantError:
+        raise TypeError(f"windows, strides, paddings and dilations have to be numbers, not {value}") from None
 
 
 def offsets(

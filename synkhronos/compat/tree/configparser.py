@@ -1,7 +1,3 @@
 """The module ``theano.configparser``, on PyTensor."""
 
-from theano import config
-
-__all__ = ["change_flags"]
-
-change_flags = config.change_flags
+from theano import change_flags

@@ -2,56 +2,8 @@
 
 from typing import Any
 
-from pytensor.gradient import (
-    DisconnectedInputError,
-    DisconnectedType,
-    GradientError,
-    Lop,
-    NullTypeGradError,
-    Rop,
-    disconnected_grad,
-    grad,
-    grad_clip,
-    grad_not_implemented,
-    grad_scale,
-    grad_undefined,
-    hessian,
-    jacobian,
-    numeric_grad,
-    subgraph_grad,
-    undefined_grad,
-    verify_grad,
-    zero_grad,
-)
-from pytensor.gradient import (
-    as_list_or_tuple as _as_list_or_tuple,  # noqa: F401
-)
-
-__all__ = [
-    "DisconnectedInputError",
-    "DisconnectedType",
-    "GradientError",
-    "Lop",
-    "NullTypeGradError",
-    "Rop",
-    "consider_constant",
-    "disconnected_grad",
-    "format_as",
-    "grad",
-    "grad_clip",
-    "grad_not_implemented",
-    "grad_scale",
-    "grad_undefined",
-    "hessian",
-    "jacobian",
-    "numeric_grad",
-    "subgraph_grad",
-    "undefined_grad",
-    "verify_grad",
-    "zero_grad",
-]
-
-consider_constant = zero_grad
+from pytensor.gradient import *
+from pytensor.gradient import zero_grad as consider_constant
 
 
 def format_as(use_list: bool, use_tuple: bool, outputs: Any) -> Any:

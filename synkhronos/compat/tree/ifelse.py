@@ -1,5 +1,3 @@
 """The module ``theano.ifelse``, on PyTensor."""
 
-from pytensor import ifelse
-
-__all__ = ["ifelse"]
+from pytensor.ifelse import IfElse, ifelse

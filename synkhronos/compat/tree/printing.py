@@ -1,5 +1,3 @@
 """The module ``theano.printing``, on PyTensor."""
 
-from pytensor.printing import Print, debugprint, pp, pprint, pydotprint
-
-__all__ = ["Print", "debugprint", "pp", "pprint", "pydotprint"]
+from pytensor.printing import *

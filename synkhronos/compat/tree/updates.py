@@ -1,9 +1,14 @@
 """The module ``theano.updates``: a dict of updates in the order in which they were added."""
 
 from collections import OrderedDict
-
-__all__ = ["OrderedUpdates"]
+from typing import Any
 
 
 class OrderedUpdates(OrderedDict):
-    """Updates of shared variables, as `theano.scan` returns them."""
+    """Updates of shared variables, as `theano.scan` returns them; more are added by ``+``, too."""
+
+    def __add__(self, other: Any) -> Any:
+        return OrderedUpdates([*self.items(), *dict(other).items()])
+
+    def __radd__(self, other: Any) -> Any:
+        return OrderedUpdates([*dict(other).items(), *self.items()])

@@ -31,42 +31,12 @@ from pytensor.compile import (
 from pytensor.compile.builders import OpFromGraph
 
 from synkhronos.compat.functions import In, in_numpy, install, made
-from synkhronos.graphs import sums  # noqa: F401 - bounds a rewrite of PyTensor's
-
-__all__ = [
-    "FAST_COMPILE",
-    "FAST_RUN",
-    "DeepCopyOp",
-    "FunctionMaker",
-    "In",
-    "Mode",
-    "OpFromGraph",
-    "Out",
-    "Param",
-    "ProfileStats",
-    "SharedVariable",
-    "UnusedInputError",
-    "ViewOp",
-    "as_op",
-    "deep_copy_op",
-    "function",
-    "get_default_mode",
-    "get_mode",
-    "optdb",
-    "predefined_linkers",
-    "predefined_modes",
-    "predefined_optimizers",
-    "register_linker",
-    "register_mode",
-    "register_optimizer",
-    "shared",
-    "shared_constructor",
-    "view_op",
-]
+from synkhronos.graphs import sums
 
 install()
 
-from theano.compile.mode import FAST_RUN  # noqa: E402
+from theano.compile import io, ops, sharedvalue
+from theano.compile.mode import FAST_RUN
 
 Param = In
 
@@ -145,7 +115,3 @@ def shared(value: Any, name: str | None = None, strict: bool = False, allow_down
     if pattern is not None:
         kwargs["shape"] = tuple(1 if b else None for b in pattern)
     return pytensor.shared(value, name=name, strict=strict, allow_downcast=allow_downcast, **kwargs)
-
-
-from theano.compile import io, ops, sharedvalue  # noqa: E402, F401
-from theano.compile import mode as _mode  # noqa: E402, F401

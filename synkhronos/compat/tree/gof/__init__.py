@@ -12,24 +12,6 @@ from pytensor.graph.utils import InconsistencyError, MethodNotDefined, MissingIn
 from pytensor.link.c.params_type import ParamsType
 from pytensor.link.c.type import EnumList, Generic, generic
 
-__all__ = [
-    "Apply",
-    "Constant",
-    "EnumList",
-    "Feature",
-    "FunctionGraph",
-    "Generic",
-    "InconsistencyError",
-    "MethodNotDefined",
-    "MissingInputError",
-    "Op",
-    "ParamsType",
-    "Type",
-    "Variable",
-    "generic",
-    "graph",
-]
-
 
 class Op(pytensor.graph.op.Op):
     """The base class of a program's own Ops, with methods as Theano called them.
@@ -50,4 +32,4 @@ class Op(pytensor.graph.op.Op):
         super().__init_subclass__(**kwargs)
 
 
-from theano.gof import graph  # noqa: E402
+from theano.gof import graph

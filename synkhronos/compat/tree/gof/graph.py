@@ -7,21 +7,6 @@ from pytensor.graph.basic import Apply, Constant, Variable, clone, clone_get_equ
 from pytensor.graph.traversal import ancestors, io_toposort, variable_depends_on
 from pytensor.graph.traversal import graph_inputs as _graph_inputs
 
-__all__ = [
-    "Apply",
-    "Constant",
-    "Variable",
-    "ancestors",
-    "clone",
-    "clone_get_equiv",
-    "inputs",
-    "io_toposort",
-    "is_same_graph",
-    "ops",
-    "variable_depends_on",
-    "variables",
-]
-
 
 def inputs(variable_list: Iterable[Any], blockers: Any = None) -> list[Any]:
     """Return the variables that no Op has computed, above some variables."""

@@ -1,7 +1,13 @@
 """The module ``theano.gpuarray.basic_ops``, on PyTensor: arrays need not be moved."""
 
-from synkhronos.compat.gpu import same as as_gpuarray_variable
-from synkhronos.compat.gpu import same as gpu_contiguous
-from synkhronos.compat.gpu import same as host_from_gpu
+from typing import Any
 
-__all__ = ["as_gpuarray_variable", "gpu_contiguous", "host_from_gpu"]
+import pytensor.tensor as pt
+
+
+def as_gpuarray_variable(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the array itself, as a variable."""
+    return pt.as_tensor_variable(x)
+
+
+gpu_contiguous = host_from_gpu = as_gpuarray_variable

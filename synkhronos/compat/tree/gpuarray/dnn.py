@@ -1,6 +1,12 @@
-"""The module ``theano.gpuarray.dnn``, on PyTensor: it says that it is not available."""
+"""The module ``theano.gpuarray.dnn``, on PyTensor: it says that Theano's own code for cuDNN is not available."""
 
-from synkhronos.compat.gpu import dnn_available
-from synkhronos.compat.gpu import dnn_available as dnn_present
+from typing import Any
 
-__all__ = ["dnn_available", "dnn_present"]
+
+def dnn_available(*args: Any) -> bool:
+    """Return False."""
+    return False
+
+
+dnn_available.msg = "PyTensor's JAX mode uses cuDNN by itself"  # type: ignore[attr-defined]
+dnn_present = dnn_available

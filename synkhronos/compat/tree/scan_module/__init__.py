@@ -1,26 +1,23 @@
 """The module ``theano.scan_module``, on PyTensor: loops."""
 
-import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 from pytensor.scan import basic, views
 from pytensor.scan.utils import until
-
-__all__ = ["foldl", "foldr", "map", "reduce", "scan", "scan_utils", "until"]
+from theano.updates import OrderedUpdates
 
 
 def _with_updates(function: Callable[..., Any]) -> Callable[..., Any]:
     """Have a loop return its updates beside its outputs, as Theano's loops do."""
 
     def loop(*args: Any, **kwargs: Any) -> Any:
-        if "return_updates" in inspect.signature(function).parameters:
-            kwargs.setdefault("return_updates", True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=DeprecationWarning, module="pytensor")
             warnings.filterwarnings("ignore", ".*return_updates", DeprecationWarning)
-            return function(*args, **kwargs)
+            outputs, updates = function(*args, return_updates=True, **kwargs)
+        return outputs, OrderedUpdates(updates)
 
     loop.__name__ = loop.__qualname__ = function.__name__
     loop.__doc__ = f"Call `pytensor.scan.{function.__name__}`; returns the outputs and the updates."
@@ -33,4 +30,4 @@ reduce = _with_updates(views.reduce)
 foldl = _with_updates(views.foldl)
 foldr = _with_updates(views.foldr)
 
-from theano.scan_module import scan_utils  # noqa: E402
+from theano.scan_module import scan_utils

@@ -6,8 +6,6 @@ from pytensor.graph.basic import equal_computations
 from pytensor.graph.replace import clone_replace
 from pytensor.scan.utils import expand_empty, until
 
-__all__ = ["clone", "equal_computations", "expand_empty", "until"]
-
 
 def clone(
     output: Any, replace: Any = None, strict: bool = True, share_inputs: bool = True, copy_inputs: Any = None

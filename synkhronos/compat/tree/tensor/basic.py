@@ -1,17 +1,15 @@
 """The module ``theano.tensor.basic``, on PyTensor: functions whose arguments or names have changed since Theano.
 
-Each takes what Theano's took, and hands it to PyTensor's; what PyTensor's has in addition may be given too.
+Each takes what Theano's took, and hands it to PyTensor's.  All other names are those of ``pytensor.tensor``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pytensor
 import pytensor.tensor as pt
-from pytensor.gradient import DisconnectedType, grad_undefined  # noqa: F401
-from pytensor.gradient import zero_grad as consider_constant  # noqa: F401
-from pytensor.graph.basic import Apply, Variable
+from pytensor.graph.basic import Apply, Constant, Variable
 from pytensor.tensor.basic import (
     Alloc,
     AllocEmpty,
@@ -24,66 +22,39 @@ from pytensor.tensor.basic import (
     TensorFromScalar,
     get_scalar_constant_value,
 )
-from pytensor.tensor.exceptions import NotScalarConstantError
+from pytensor.tensor.exceptions import NotScalarConstantError, ShapeError
 from pytensor.tensor.math import Argmax, Dot, Sum
 from pytensor.tensor.shape import Reshape, Shape, SpecifyShape
-from pytensor.tensor.type import TensorType
+from pytensor.tensor.type import (
+    TensorType,
+    all_dtypes,
+    complex_dtypes,
+    continuous_dtypes,
+    discrete_dtypes,
+    float_dtypes,
+    int_dtypes,
+    integer_dtypes,
+    uint_dtypes,
+)
+from theano.gradient import (
+    DisconnectedType,
+    Lop,
+    Rop,
+    consider_constant,
+    grad,
+    grad_not_implemented,
+    grad_undefined,
+    hessian,
+    jacobian,
+    numeric_grad,
+    verify_grad,
+)
 from theano.tensor.var import TensorConstant, TensorVariable
 
-__all__ = [
-    "ARange",
-    "Alloc",
-    "AllocEmpty",
-    "Argmax",
-    "Dot",
-    "Eye",
-    "Join",
-    "MakeVector",
-    "NotScalarConstantError",
-    "Reshape",
-    "ScalarFromTensor",
-    "Shape",
-    "SpecifyShape",
-    "Split",
-    "Sum",
-    "TensorConstant",
-    "TensorFromScalar",
-    "TensorType",
-    "TensorVariable",
-    "abs_",
-    "addbroadcast",
-    "alloc",
-    "argtopk",
-    "batched_dot",
-    "batched_tensordot",
-    "choose",
-    "dot",
-    "extract_constant",
-    "flatten",
-    "get_scalar_constant_value",
-    "inv",
-    "isinf_",
-    "isnan_",
-    "join_",
-    "makeKeepDims",
-    "mean",
-    "ones",
-    "ones_like",
-    "patternbroadcast",
-    "repeat",
-    "reshape",
-    "shape_i",
-    "sort",
-    "split",
-    "squeeze",
-    "stack",
-    "tile",
-    "topk",
-    "topk_and_argtopk",
-    "unbroadcast",
-    "zeros",
-    "zeros_like",
-]
+
+def __getattr__(name: str) -> Any:
+    return getattr(pt, name)
+
 
 # -- names that have changed -----------------------------------------------------------------------------------------
 
@@ -165,17 +136,57 @@ def makeKeepDims(x: Any, y: Any, axis: Any) -> Any:  # noqa: N802 - Theano's nam
     return pt.expand_dims(y, [a % x.ndim for a in axes])
 
 
+# -- symbolic variables ----------------------------------------------------------------------------------------------
+
+
+def _constructor(name: str) -> Callable[..., Any]:
+    """Return a function that makes variables; unlike PyTensor's it takes a dtype without its keyword."""
+    make = getattr(pt, name)
+
+    def construct(name: str | None = None, dtype: Any = None, **kwargs: Any) -> Any:
+        return make(name, dtype=dtype, **kwargs)
+
+    construct.__name__ = construct.__qualname__ = name
+    construct.__doc__ = f"Return a symbolic {name}: a name and a dtype, floatX by default."
+    return construct
+
+
+scalar, vector, matrix, row, col = map(_constructor, ("scalar", "vector", "matrix", "row", "col"))
+tensor3, tensor4, tensor5, tensor6, tensor7 = (_constructor(f"tensor{n}") for n in range(3, 8))
+
+
+def tensor(dtype: Any = None, broadcastable: Iterable[bool] | None = None, name: Any = None, **kwargs: Any) -> Any:
+    """Return a symbolic variable.
+
+    Parameters
+    ----------
+    dtype : str
+        Or the name, with the dtype as the keyword that is left, as PyTensor has it.
+    broadcastable : sequence of bool
+        A dimension for each: whether its length is one and stands for any.
+    name : str, optional
+    **kwargs
+        ``shape``, as PyTensor has it.
+
+    Returns
+    -------
+    variable
+
+    Examples
+    --------
+    >>> T.tensor("float32", (False, True), "x").type.shape
+    (None, 1)
+    """
+    if broadcastable is None:
+        return pt.tensor(name, dtype=dtype, **kwargs)
+    return TensorType(dtype, shape=tuple(1 if b else None for b in broadcastable))(name)
+
+
 # -- arguments that have changed -------------------------------------------------------------------------------------
 
 
 def dot(a: Any, b: Any) -> Any:
-    """Multiply vectors and matrices; with more dimensions the last of the first and the last but one of the second.
-
-    Examples
-    --------
-    >>> T.dot(T.matrix(), T.vector()).ndim
-    1
-    """
+    """Multiply vectors and matrices; with more dimensions the last of the first and the last but one of the second."""
     return pt.dot(a, b)
 
 
@@ -224,29 +235,9 @@ def split(x: Any, splits_size: Any, n_splits: int, axis: int = 0) -> Any:
     return pt.split(x, splits_size, n_splits=n_splits, axis=axis)
 
 
-def squeeze(x: Any, axis: Any = None) -> Any:
-    """Drop the dimensions whose length is known to be one."""
-    return pt.squeeze(x, axis=axis)
-
-
 def choose(a: Any, choices: Any, out: Any = None, mode: str = "raise") -> Any:
     """Pick elements from a list of arrays."""
     return pt.choose(a, choices, mode=mode)
-
-
-def sort(a: Any, axis: int | None = -1, kind: Any = "quicksort", order: Any = None) -> Any:
-    """Sort along an axis."""
-    return pt.sort(a, axis=axis, kind=kind)
-
-
-def zeros_like(model: Any, dtype: Any = None, opt: bool = False) -> Any:
-    """Return zeros in the shape of another array."""
-    return pt.zeros_like(model, dtype=dtype)
-
-
-def ones_like(model: Any, dtype: Any = None, opt: bool = False) -> Any:
-    """Return ones in the shape of another array."""
-    return pt.ones_like(model, dtype=dtype)
 
 
 # -- functions that PyTensor has dropped -----------------------------------------------------------------------------

@@ -1,13 +1,3 @@
 """The module ``theano.tensor.elemwise``, on PyTensor."""
 
-from pytensor.tensor.elemwise import (
-    CAReduce,
-    DimShuffle,
-    Elemwise,
-)
-
-__all__ = [
-    "CAReduce",
-    "DimShuffle",
-    "Elemwise",
-]
+from pytensor.tensor.elemwise import *

@@ -1,11 +1,3 @@
 """The module ``theano.tensor.fft``, on PyTensor."""
 
-from pytensor.tensor.fft import (
-    irfft,
-    rfft,
-)
-
-__all__ = [
-    "irfft",
-    "rfft",
-]
+from pytensor.tensor.fft import irfft, rfft

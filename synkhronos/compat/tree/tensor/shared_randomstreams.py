@@ -1,5 +1,3 @@
 """The module ``theano.tensor.shared_randomstreams``, on PyTensor."""
 
 from synkhronos.compat.streams import RandomStreams
-
-__all__ = ["RandomStreams"]

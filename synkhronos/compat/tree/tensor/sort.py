@@ -1,15 +1,4 @@
 """The module ``theano.tensor.sort``, on PyTensor."""
 
-from theano.tensor.basic import (
-    argtopk,
-    sort,
-    topk,
-    topk_and_argtopk,
-)
-
-__all__ = [
-    "argtopk",
-    "sort",
-    "topk",
-    "topk_and_argtopk",
-]
+from pytensor.tensor.sort import argsort, sort
+from theano.tensor.basic import argtopk, topk, topk_and_argtopk

@@ -14,8 +14,6 @@ from pytensor.scalar.basic import GE, GT, LE, LT
 from pytensor.tensor.variable import TensorConstant, _tensor_py_operators
 from pytensor.tensor.variable import TensorVariable as _TensorVariable
 
-__all__ = ["TensorConstant", "TensorVariable"]
-
 
 class _SymbolicOnly(type):
     """In PyTensor shared variables and constants are tensor variables too; programs tell them apart by their class."""

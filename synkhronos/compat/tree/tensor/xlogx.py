@@ -4,8 +4,6 @@ from typing import Any
 
 from pytensor.tensor.special import xlogy
 
-__all__ = ["xlogx", "xlogy0"]
-
 
 def xlogx(x: Any) -> Any:
     """Return ``x * log(x)``.

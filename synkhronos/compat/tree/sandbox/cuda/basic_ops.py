@@ -1,8 +1,6 @@
 """The module ``theano.sandbox.cuda.basic_ops``, on PyTensor: arrays need not be moved."""
 
-from synkhronos.compat.gpu import same as as_cuda_ndarray_variable
-from synkhronos.compat.gpu import same as gpu_contiguous
-from synkhronos.compat.gpu import same as gpu_from_host
-from synkhronos.compat.gpu import same as host_from_gpu
+from theano.gpuarray.basic_ops import as_gpuarray_variable as as_cuda_ndarray_variable
+from theano.gpuarray.basic_ops import gpu_contiguous, host_from_gpu
 
-__all__ = ["as_cuda_ndarray_variable", "gpu_contiguous", "gpu_from_host", "host_from_gpu"]
+gpu_from_host = as_cuda_ndarray_variable

@@ -1,5 +1,3 @@
-"""The module ``theano.sandbox.cuda.dnn``, on PyTensor: it says that it is not available."""
+"""The module ``theano.sandbox.cuda.dnn``, on PyTensor: it says that Theano's own code for cuDNN is not available."""
 
-from synkhronos.compat.gpu import dnn_available
-
-__all__ = ["dnn_available"]
+from theano.gpuarray.dnn import dnn_available

@@ -4,6 +4,7 @@ The shapes that may be given beside inputs and filters were hints to Theano; onl
 have a meaning here.
 """
 
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -12,43 +13,8 @@ import numpy as np
 import pytensor
 import pytensor.tensor as pt
 
-from synkhronos.compat.ops.convolution import Conv, ConvGradInputs, ConvGradWeights, Padding, output_length, pads
-
-__all__ = [
-    "AbstractConv",
-    "AbstractConv2d",
-    "AbstractConv2d_gradInputs",
-    "AbstractConv2d_gradWeights",
-    "AbstractConv3d",
-    "AbstractConv3d_gradInputs",
-    "AbstractConv3d_gradWeights",
-    "AbstractConv_gradInputs",
-    "AbstractConv_gradWeights",
-    "bilinear_kernel_1D",
-    "bilinear_kernel_2D",
-    "bilinear_upsampling",
-    "causal_conv1d",
-    "conv2d",
-    "conv2d_grad_wrt_inputs",
-    "conv2d_grad_wrt_weights",
-    "conv2d_transpose",
-    "conv3d",
-    "conv3d_grad_wrt_inputs",
-    "conv3d_grad_wrt_weights",
-    "get_conv_output_shape",
-    "separable_conv2d",
-    "separable_conv3d",
-]
-
-# -- arguments -------------------------------------------------------------------------------------------------------
-
-
-def _integer(value: Any) -> int:
-    """Return an integer, also of a constant variable: strides and paddings are fixed when a graph is built."""
-    try:
-        return int(pt.get_scalar_constant_value(value))
-    except pt.exceptions.NotScalarConstantError:
-        raise TypeError(f"strides, dilations and paddings of a convolution have to be numbers, not {value}") from None
+from synkhronos.compat.ops.convolution import Conv, ConvGradInputs, ConvGradWeights, Padding
+from synkhronos.compat.ops.windows import integer
 
 
 def padding_of(border_mode: Any, n: int) -> Padding:
@@ -70,7 +36,7 @@ def padding_of(border_mode: Any, n: int) -> Padding:
     if len(modes) != n:
         raise ValueError(f"invalid border_mode {border_mode} which must be a tuple of length {n}")
     pairs = [mode if isinstance(mode, tuple | list) else (mode, mode) for mode in modes]
-    padding = tuple((_integer(before), _integer(behind)) for before, behind in pairs)
+    padding = tuple((integer(before), integer(behind)) for before, behind in pairs)
     if min(map(min, padding)) < 0:
         raise ValueError(f"invalid border_mode {border_mode}: a padding must be at least 0")
     return padding
@@ -86,16 +52,11 @@ def _op(
     groups: Any,
     unshared: Any,
 ) -> Any:
+    """Return one of the Ops over n axes, with Theano's settings."""
     if unshared:
         raise NotImplementedError("convolutions with filters of their own for each place (unshared) are not available")
-    return op(
-        n,
-        padding_of(border_mode, n),
-        [_integer(s) for s in subsample],
-        [_integer(d) for d in filter_dilation],
-        filter_flip,
-        _integer(groups),
-    )
+    stride, dilation = ((1,) * n if s is None else [integer(k) for k in s] for s in (subsample, filter_dilation))
+    return op(n, padding_of(border_mode, n), stride, dilation, filter_flip, integer(groups))
 
 
 def _of_shape(shape: Sequence[Any], known: Sequence[Any], dtype: str) -> Any:
@@ -104,18 +65,19 @@ def _of_shape(shape: Sequence[Any], known: Sequence[Any], dtype: str) -> Any:
     return pt.alloc(np.zeros((), dtype), *lengths)
 
 
-# -- two dimensions --------------------------------------------------------------------------------------------------
+# -- any number of dimensions ----------------------------------------------------------------------------------------
 
 
-def conv2d(
+def _conv(
+    n: int,
     input: Any,
     filters: Any,
     input_shape: Any = None,
     filter_shape: Any = None,
     border_mode: Any = "valid",
-    subsample: Any = (1, 1),
+    subsample: Any = None,
     filter_flip: bool = True,
-    filter_dilation: Any = (1, 1),
+    filter_dilation: Any = None,
     num_groups: int = 1,
     unshared: bool = False,
     image_shape: Any = None,
@@ -125,21 +87,23 @@ def conv2d(
 
     Parameters
     ----------
-    input : tensor4
-        (batch, input channels, rows, columns).
-    filters : tensor4
-        (output channels, input channels / ``num_groups``, rows, columns).
+    n : int
+        Over how many axes: 2 for images, 3 for volumes.
+    input : variable
+        (batch, input channels, *spatial).
+    filters : variable
+        (output channels, input channels / ``num_groups``, *spatial).
     input_shape, filter_shape, image_shape : optional
         Not needed.
     border_mode : 'valid', 'full', 'half', int or tuple
         What is put around the images: nothing; all that a filter can reach; half of that; or this many zeros, by
         axis, or by axis and side.
-    subsample : (int, int)
-        Rows and columns from one window to the next.
+    subsample : sequence of int, optional
+        From one window to the next, by axis; 1 by default.
     filter_flip : bool
         Whether filters are turned around.
-    filter_dilation : (int, int)
-        Rows and columns from one of a filter's elements to the next.
+    filter_dilation : sequence of int, optional
+        From one of a filter's elements to the next, by axis; 1 by default.
     num_groups : int
         Into how many parts the channels are split.
     unshared : bool
@@ -149,7 +113,7 @@ def conv2d(
 
     Returns
     -------
-    tensor4
+    variable
 
     Examples
     --------
@@ -158,24 +122,24 @@ def conv2d(
            [4., 4.]])
     """
     if kwargs:
-        warnings.warn(f"conv2d has no use for {', '.join(kwargs)}", stacklevel=2)
-    op = _op(Conv, 2, border_mode, subsample, filter_flip, filter_dilation, num_groups, unshared)
-    return op(input, filters)
+        warnings.warn(f"conv{n}d has no use for {', '.join(kwargs)}", stacklevel=2)
+    return _op(Conv, n, border_mode, subsample, filter_flip, filter_dilation, num_groups, unshared)(input, filters)
 
 
-def conv2d_grad_wrt_inputs(
+def _conv_grad_wrt_inputs(
+    n: int,
     output_grad: Any,
     filters: Any,
     input_shape: Any,
     filter_shape: Any = None,
     border_mode: Any = "valid",
-    subsample: Any = (1, 1),
+    subsample: Any = None,
     filter_flip: bool = True,
-    filter_dilation: Any = (1, 1),
+    filter_dilation: Any = None,
     num_groups: int = 1,
     unshared: bool = False,
 ) -> Any:
-    """Return the gradient of `conv2d` with respect to its input, whose spatial shape has to be given.
+    """Return the gradient of a convolution with respect to its input, whose spatial shape has to be given.
 
     Examples
     --------
@@ -183,7 +147,7 @@ def conv2d_grad_wrt_inputs(
     array([[1., 1.],
            [1., 1.]])
     """
-    op = _op(ConvGradInputs, 2, border_mode, subsample, filter_flip, filter_dilation, num_groups, unshared)
+    op = _op(ConvGradInputs, n, border_mode, subsample, filter_flip, filter_dilation, num_groups, unshared)
     return _grad_inputs(op, output_grad, filters, input_shape)
 
 
@@ -193,20 +157,21 @@ def _grad_inputs(op: Any, output_grad: Any, filters: Any, input_shape: Any) -> A
     return op(w, g, _of_shape(input_shape, known, w.dtype))
 
 
-def conv2d_grad_wrt_weights(
+def _conv_grad_wrt_weights(
+    n: int,
     input: Any,
     output_grad: Any,
     filter_shape: Any,
     input_shape: Any = None,
     border_mode: Any = "valid",
-    subsample: Any = (1, 1),
+    subsample: Any = None,
     filter_flip: bool = True,
-    filter_dilation: Any = (1, 1),
+    filter_dilation: Any = None,
     num_groups: int = 1,
     unshared: bool = False,
 ) -> Any:
-    """Return the gradient of `conv2d` with respect to its filters, whose spatial shape has to be given."""
-    op = _op(ConvGradWeights, 2, border_mode, subsample, filter_flip, filter_dilation, num_groups, unshared)
+    """Return the gradient of a convolution with respect to its filters, whose spatial shape has to be given."""
+    op = _op(ConvGradWeights, n, border_mode, subsample, filter_flip, filter_dilation, num_groups, unshared)
     return _grad_weights(op, input, output_grad, filter_shape)
 
 
@@ -216,34 +181,8 @@ def _grad_weights(op: Any, input: Any, output_grad: Any, filter_shape: Any) -> A
     return op(x, g, _of_shape(filter_shape, known, x.dtype))
 
 
-def conv2d_transpose(
-    input: Any,
-    filters: Any,
-    output_shape: Any,
-    filter_shape: Any = None,
-    border_mode: Any = "valid",
-    input_dilation: Any = (1, 1),
-    filter_flip: bool = True,
-    filter_dilation: Any = (1, 1),
-    num_groups: int = 1,
-    unshared: bool = False,
-) -> Any:
-    """Return the transposed convolution: the gradient of a `conv2d` with strides ``input_dilation``."""
-    return conv2d_grad_wrt_inputs(
-        input,
-        filters,
-        output_shape,
-        filter_shape,
-        border_mode,
-        input_dilation,
-        filter_flip,
-        filter_dilation,
-        num_groups,
-        unshared,
-    )
-
-
-def separable_conv2d(
+def _separable_conv(
+    n: int,
     input: Any,
     depthwise_filters: Any,
     pointwise_filters: Any,
@@ -252,24 +191,36 @@ def separable_conv2d(
     depthwise_filter_shape: Any = None,
     pointwise_filter_shape: Any = None,
     border_mode: Any = "valid",
-    subsample: Any = (1, 1),
+    subsample: Any = None,
     filter_flip: bool = True,
-    filter_dilation: Any = (1, 1),
+    filter_dilation: Any = None,
 ) -> Any:
     """Convolve each channel by itself, and then mix the channels."""
-    by_channel = conv2d(
-        input,
-        depthwise_filters,
-        border_mode=border_mode,
-        subsample=subsample,
-        filter_flip=filter_flip,
-        filter_dilation=filter_dilation,
-        num_groups=num_channels,
-    )
-    return conv2d(by_channel, pointwise_filters)
+    op = _op(Conv, n, border_mode, subsample, filter_flip, filter_dilation, num_channels, False)
+    return _conv(n, op(input, depthwise_filters), pointwise_filters)
 
 
-# -- one and three dimensions ----------------------------------------------------------------------------------------
+conv2d, conv3d = (functools.partial(_conv, n) for n in (2, 3))
+conv2d_grad_wrt_inputs, conv3d_grad_wrt_inputs = (functools.partial(_conv_grad_wrt_inputs, n) for n in (2, 3))
+conv2d_grad_wrt_weights, conv3d_grad_wrt_weights = (functools.partial(_conv_grad_wrt_weights, n) for n in (2, 3))
+separable_conv2d, separable_conv3d = (functools.partial(_separable_conv, n) for n in (2, 3))
+
+
+def conv2d_transpose(
+    input: Any,
+    filters: Any,
+    output_shape: Any,
+    filter_shape: Any = None,
+    border_mode: Any = "valid",
+    input_dilation: Any = None,
+    filter_flip: bool = True,
+    filter_dilation: Any = None,
+    num_groups: int = 1,
+    unshared: bool = False,
+) -> Any:
+    """Return the transposed convolution: the gradient of a `conv2d` with strides ``input_dilation``."""
+    op = _op(ConvGradInputs, 2, border_mode, input_dilation, filter_flip, filter_dilation, num_groups, unshared)
+    return _grad_inputs(op, input, filters, output_shape)
 
 
 def causal_conv1d(
@@ -284,83 +235,9 @@ def causal_conv1d(
     unshared: bool = False,
 ) -> Any:
     """Convolve (batch, channels, length) so that each output depends on what comes before (arXiv:1609.03499)."""
-    before = filter_dilation * (_integer(filter_shape[2]) - 1)
+    before = filter_dilation * (integer(filter_shape[2]) - 1)
     op = _op(Conv, 1, ((before, 0),), (subsample,), filter_flip, (filter_dilation,), num_groups, unshared)
     return op(input, filters)
-
-
-def conv3d(
-    input: Any,
-    filters: Any,
-    input_shape: Any = None,
-    filter_shape: Any = None,
-    border_mode: Any = "valid",
-    subsample: Any = (1, 1, 1),
-    filter_flip: bool = True,
-    filter_dilation: Any = (1, 1, 1),
-    num_groups: int = 1,
-) -> Any:
-    """Convolve (batch, channels, depth, rows, columns); the arguments are those of `conv2d`."""
-    op = _op(Conv, 3, border_mode, subsample, filter_flip, filter_dilation, num_groups, False)
-    return op(input, filters)
-
-
-def conv3d_grad_wrt_inputs(
-    output_grad: Any,
-    filters: Any,
-    input_shape: Any,
-    filter_shape: Any = None,
-    border_mode: Any = "valid",
-    subsample: Any = (1, 1, 1),
-    filter_flip: bool = True,
-    filter_dilation: Any = (1, 1, 1),
-    num_groups: int = 1,
-) -> Any:
-    """Return the gradient of `conv3d` with respect to its input."""
-    op = _op(ConvGradInputs, 3, border_mode, subsample, filter_flip, filter_dilation, num_groups, False)
-    return _grad_inputs(op, output_grad, filters, input_shape)
-
-
-def conv3d_grad_wrt_weights(
-    input: Any,
-    output_grad: Any,
-    filter_shape: Any,
-    input_shape: Any = None,
-    border_mode: Any = "valid",
-    subsample: Any = (1, 1, 1),
-    filter_flip: bool = True,
-    filter_dilation: Any = (1, 1, 1),
-    num_groups: int = 1,
-) -> Any:
-    """Return the gradient of `conv3d` with respect to its filters."""
-    op = _op(ConvGradWeights, 3, border_mode, subsample, filter_flip, filter_dilation, num_groups, False)
-    return _grad_weights(op, input, output_grad, filter_shape)
-
-
-def separable_conv3d(
-    input: Any,
-    depthwise_filters: Any,
-    pointwise_filters: Any,
-    num_channels: int,
-    input_shape: Any = None,
-    depthwise_filter_shape: Any = None,
-    pointwise_filter_shape: Any = None,
-    border_mode: Any = "valid",
-    subsample: Any = (1, 1, 1),
-    filter_flip: bool = True,
-    filter_dilation: Any = (1, 1, 1),
-) -> Any:
-    """Convolve each channel by itself in three dimensions, and then mix the channels."""
-    by_channel = conv3d(
-        input,
-        depthwise_filters,
-        border_mode=border_mode,
-        subsample=subsample,
-        filter_flip=filter_flip,
-        filter_dilation=filter_dilation,
-        num_groups=num_channels,
-    )
-    return conv3d(by_channel, pointwise_filters)
 
 
 # -- as Ops ----------------------------------------------------------------------------------------------------------
@@ -400,9 +277,8 @@ class AbstractConv:
         num_groups: int = 1,
         unshared: bool = False,
     ):
-        steps, dilation = subsample or (1,) * convdim, filter_dilation or (1,) * convdim
         self.convdim, self.imshp, self.kshp = convdim, imshp, kshp
-        self.op = _op(self._op, convdim, border_mode, steps, filter_flip, dilation, num_groups, unshared)
+        self.op = _op(self._op, convdim, border_mode, subsample, filter_flip, filter_dilation, num_groups, unshared)
 
     def __call__(self, img: Any, kern: Any) -> Any:
         """Convolve images with filters."""
@@ -492,12 +368,8 @@ def get_conv_output_shape(
     (8, 4, 4, None)
     """
     n = len(image_shape) - 2
-    dilation = list(filter_dilation or [1] * n)
-    kernel = kernel_shape[-n:]
-    around = pads(padding_of(border_mode, n), [k or 1 for k in kernel], dilation)
-    sizes = zip(image_shape[2:], kernel, around, subsample, dilation, strict=True)
-    spatial = [None if s is None or k is None else output_length(s, k, a, step, d) for s, k, a, step, d in sizes]
-    return (image_shape[0], kernel_shape[0], *spatial)
+    op = Conv(n, padding_of(border_mode, n), subsample, filter_dilation)
+    return (image_shape[0], kernel_shape[0], *op.out_spatial(image_shape[2:], kernel_shape[-n:]))
 
 
 # -- upsampling ------------------------------------------------------------------------------------------------------
@@ -511,7 +383,7 @@ def bilinear_kernel_1D(ratio: int, normalize: bool = True) -> Any:  # noqa: N802
     >>> T.nnet.abstract_conv.bilinear_kernel_1D(2).eval()
     array([0.5, 1. , 0.5])
     """
-    half = np.arange(1, _integer(ratio) + 1, dtype=pytensor.config.floatX)
+    half = np.arange(1, integer(ratio) + 1, dtype=pytensor.config.floatX)
     kernel = np.concatenate([half, half[-2::-1]])
     return pt.as_tensor_variable(kernel / np.asarray(ratio, kernel.dtype) if normalize else kernel)
 
@@ -554,7 +426,7 @@ def bilinear_upsampling(
         raise NotImplementedError("bilinear_upsampling by fractions is not available")
     if ratio is None:
         raise ValueError("No ratio (or frac_ratio) provided")
-    ratio = _integer(ratio)
+    ratio = integer(ratio)
     x = pt.as_tensor_variable(input)
     batch, channels, rows, columns = (x.shape[i] for i in range(4))
     # Each image's edge counts twice, and each channel is an image of its own.

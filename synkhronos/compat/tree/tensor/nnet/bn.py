@@ -9,8 +9,6 @@ import pytensor.tensor as pt
 
 from synkhronos.compat.ops.normalization import BatchNormTrain
 
-__all__ = ["batch_normalization", "batch_normalization_test", "batch_normalization_train"]
-
 
 def batch_normalization(inputs: Any, gamma: Any, beta: Any, mean: Any, std: Any, mode: str = "low_mem") -> Any:
     """Normalise with a mean and a standard deviation that are given, and scale and shift."""

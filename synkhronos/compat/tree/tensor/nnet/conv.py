@@ -4,8 +4,6 @@ from typing import Any
 
 from theano.tensor.nnet.abstract_conv import conv2d as _conv2d
 
-__all__ = ["conv2d"]
-
 
 def conv2d(
     input: Any,

@@ -6,7 +6,7 @@ import numpy as np
 import pytensor.tensor as pt
 from pytensor.raise_op import Assert
 
-__all__ = ["images2neibs", "neibs2images"]
+from synkhronos.compat.ops.windows import integer
 
 
 def images2neibs(ten4: Any, neib_shape: Any, neib_step: Any = None, mode: str = "valid") -> Any:
@@ -98,5 +98,4 @@ def neibs2images(neibs: Any, neib_shape: Any, original_shape: Any, mode: str = "
 
 
 def _numbers(pair: Any) -> tuple[int, int]:
-    first, second = (int(pt.get_scalar_constant_value(pair[i])) for i in range(2))
-    return first, second
+    return integer(pair[0]), integer(pair[1])

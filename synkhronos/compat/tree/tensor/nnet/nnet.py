@@ -6,47 +6,11 @@ import numpy as np
 import pytensor.tensor as pt
 from pytensor.tensor import sigmoid, softplus
 
-from synkhronos.compat.ops.classification import (
-    OneHotCrossentropy as CrossentropyCategorical1Hot,
-)
-from synkhronos.compat.ops.classification import (
-    OneHotCrossentropyGrad as CrossentropyCategorical1HotGrad,
-)
-from synkhronos.compat.ops.classification import (
-    Softmax,
-    crossentropy,
-    log_softmax,
-)
-from synkhronos.compat.ops.classification import (
-    softmax as _softmax,
-)
+from synkhronos.compat.ops.classification import OneHotCrossentropy as CrossentropyCategorical1Hot
+from synkhronos.compat.ops.classification import OneHotCrossentropyGrad as CrossentropyCategorical1HotGrad
+from synkhronos.compat.ops.classification import Softmax, crossentropy, log_softmax
+from synkhronos.compat.ops.classification import softmax as _softmax
 from synkhronos.compat.ops.rectifier import rectifier
-
-__all__ = [
-    "CrossentropyCategorical1Hot",
-    "CrossentropyCategorical1HotGrad",
-    "Softmax",
-    "binary_crossentropy",
-    "categorical_crossentropy",
-    "confusion_matrix",
-    "crossentropy_categorical_1hot",
-    "crossentropy_softmax_1hot",
-    "crossentropy_softmax_1hot_with_bias",
-    "elu",
-    "h_softmax",
-    "logsoftmax",
-    "prepend_0_to_each_row",
-    "prepend_1_to_each_row",
-    "relu",
-    "selu",
-    "sigmoid",
-    "sigmoid_binary_crossentropy",
-    "softmax",
-    "softmax_graph",
-    "softmax_with_bias",
-    "softplus",
-    "softsign",
-]
 
 # -- nonlinearities --------------------------------------------------------------------------------------------------
 
@@ -164,6 +128,23 @@ def crossentropy_softmax_1hot(x: Any, y_idx: Any, **kwargs: Any) -> Any:
 def crossentropy_softmax_1hot_with_bias(x: Any, b: Any, y_idx: Any, **kwargs: Any) -> Any:
     """Return the crossentropy of softmax of rows plus a vector, and the probabilities."""
     return crossentropy_softmax_1hot(x + b, y_idx)
+
+
+def crossentropy_softmax_argmax_1hot_with_bias(x: Any, b: Any, y_idx: Any, **kwargs: Any) -> Any:
+    """Return the crossentropy of softmax of rows plus a vector, the probabilities, and the likeliest class."""
+    losses, p = crossentropy_softmax_1hot(x + b, y_idx)
+    return losses, p, pt.argmax(p, axis=1).astype(y_idx.dtype)
+
+
+def crossentropy_softmax_max_and_argmax_1hot(x: Any, y_idx: Any, **kwargs: Any) -> Any:
+    """Return the crossentropy of softmax, the probabilities, the largest one of each row, and its class."""
+    losses, p = crossentropy_softmax_1hot(x, y_idx)
+    return losses, p, pt.max(p, axis=1), pt.argmax(p, axis=1)
+
+
+def crossentropy_softmax_max_and_argmax_1hot_with_bias(x: Any, b: Any, y_idx: Any, **kwargs: Any) -> Any:
+    """Return what `crossentropy_softmax_max_and_argmax_1hot` does, of rows plus a vector."""
+    return crossentropy_softmax_max_and_argmax_1hot(x + b, y_idx)
 
 
 def confusion_matrix(actual: Any, pred: Any) -> list[Any]:

@@ -6,8 +6,6 @@ import numpy as np
 import pytensor.tensor as pt
 from pytensor.tensor import sigmoid, softplus
 
-__all__ = ["hard_sigmoid", "sigmoid", "softplus", "ultra_fast_sigmoid"]
-
 
 def _float(x: Any) -> Any:
     """Return a variable of floats: the narrowest in which Theano computed with it."""

@@ -1,1 +1,3 @@
 """The module ``theano.tensor.signal``, on PyTensor."""
+
+from theano.tensor.signal import pool

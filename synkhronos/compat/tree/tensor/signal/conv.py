@@ -6,8 +6,6 @@ import pytensor.tensor as pt
 
 from synkhronos.compat.ops.convolution import Conv
 
-__all__ = ["conv2d"]
-
 
 def conv2d(
     input: Any,

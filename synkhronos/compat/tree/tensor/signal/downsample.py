@@ -8,8 +8,6 @@ from typing import Any
 
 from theano.tensor.signal import pool
 
-__all__ = ["max_pool_2d", "max_pool_2d_same_size"]
-
 max_pool_2d_same_size = pool.max_pool_2d_same_size
 
 
