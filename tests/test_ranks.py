@@ -237,6 +237,19 @@ def test_a_command_longer_than_the_mailbox(two):
     assert two.run(Long(payload)) == (len(payload), [len(payload)] * 2)
 
 
+def test_a_long_command_that_can_not_be_sent_leaves_no_memory_behind(two, monkeypatch):
+    before = two.run(CountSegments())
+
+    def no_channel():
+        raise OSError("no channel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(two.memory, "announce", no_channel)
+        with pytest.raises(OSError, match="no channel"):
+            two.run(Long(os.urandom(3 * MAILBOX)))
+    assert two.run(CountSegments()) == before
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT])
 @pytest.mark.parametrize("met", [True, False])
 def test_a_worker_that_is_killed_is_named_within_two_seconds(number, met):

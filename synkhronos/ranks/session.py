@@ -315,15 +315,22 @@ class Session:
         return f"{effect} on ranks {applied}, and not on ranks {others}: broadcast() makes them equal again."
 
     def _post(self, number: int, command: Command) -> None:
-        control, words = self._control, self._control.words
-        parcel = location = None
         message = self._pickle(command)
         # Half of it is for the plan, where there is one.
-        if len(message) > (MAILBOX if self.hosts is None else MAILBOX // 2):
-            parcel = self.memory.create(len(message), in_command=True)
+        if len(message) <= (MAILBOX if self.hosts is None else MAILBOX // 2):
+            self._send(number, command, message, None)
+            return
+        parcel = self.memory.create(len(message), in_command=True)
+        try:
             memoryview(parcel.buffer).cast("B")[: len(message)] = message
             location = SharedArray(parcel.key, "u1", (len(message),))
-            message = pickle.dumps(worker.Parcel(location), pickle.HIGHEST_PROTOCOL)
+            self._send(number, command, pickle.dumps(worker.Parcel(location), pickle.HIGHEST_PROTOCOL), location)
+        finally:
+            self.memory.release("segment", parcel.key)
+
+    def _send(self, number: int, command: Command, message: bytes, location: SharedArray | None) -> None:
+        """Put a message into the mailbox and ring; the command itself may lie in a parcel."""
+        control, words = self._control, self._control.words
         self.memory.announce()
         control.mailbox[: len(message)] = message
         words[Control.LENGTH] = len(message)
@@ -341,8 +348,6 @@ class Session:
         control.fence()
         for r in self.workers.pids:
             control.ring(r, FOR_COMMAND)
-        if parcel is not None:
-            self.memory.release("segment", parcel.key)
 
     def _pickle(self, command: Command) -> bytes:
         """Return the command as bytes: a training loop sends the same few again and again."""

@@ -20,9 +20,9 @@ Whether all have come is for the ranks to agree on (`synkhronos.ranks.meeting`):
 up or none does.  Who looks: the rank that waits (`meet`), the next command (`give_up`), and a thread, since a rank may
 be waiting for its GPU, where it hears of nothing.
 
-What some of the ranks do alone is begun when nothing else is under way, and waited for: of the connections that a rank
-has, one at most is under way.  That one is given up first.  To give up another frees memory on the GPU, for which CUDA
-waits until all that is under way there is done.
+What is waited for is begun when nothing else is under way: collectives but ``all_reduce``, and all that some of the
+ranks do alone.  So of the connections that a rank has, one at most is under way.  That one is given up first.  To give
+up another frees memory on the GPU, for which CUDA waits until all that is under way there is done.
 """
 
 from __future__ import annotations
