@@ -169,7 +169,7 @@ def varying_slopes():
 def ordered():
     transform = pm.distributions.transforms.ordered
     cuts = pm.Normal("cuts", shape=2, sigma=3, transform=transform, initval=[-0.5, 0.7])
-    pm.OrderedProbit("y", cutpoints=cuts, eta=X @ pm.Normal("b", shape=3), observed=GROUP % 3)
+    pm.OrderedLogistic("y", cutpoints=cuts, eta=X @ pm.Normal("b", shape=3), observed=GROUP % 3)
 
 
 def imputed():
