@@ -491,6 +491,12 @@ def test_an_iterable_that_raises(load):
     assert found == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("how", [{"whole": True}, {"row": 9}])
+def test_an_iterable_that_raises_is_heard_of_where_rows_are_left_out(load, how):
+    with pytest.raises(loading.LoadError, match="row 7 of Endless can't be read .*: OSError: the archive ends here"):
+        list(load(Endless(10, fails_at=7)).arrays(0, 3, **how))
+
+
 def test_arrays_are_there_once_however_many_loaders_there_are(load):
     x = np.random.default_rng(0).normal(size=(64, 1 << 14))
     loader = load([x, np.arange(64)], processes=3)

@@ -345,10 +345,6 @@ class _Run:
             contract.called(self.model.adjust_hyperp, epoch)
         storing.restore(worker, _KEPT, self.groups, self.rule, stored, self.shared, False, 0)
         self.state = worker.kept(_KEPT)["state"]
-        if stored is not None:
-            for name, array in self.state.shared.items():
-                there = stored.arrays[f"shared.{name}"]
-                array[...] = there if there.shape == array.shape else 0
         self.recorder.total = meta["totals"][worker.number % len(meta["totals"])]
         if worker.number < len(meta["generators"]):
             _set_generators(meta["generators"][worker.number])

@@ -211,10 +211,9 @@ class _Loader:
         """Yield the units of a stream: the one in which it ends is shorter than the others, or empty."""
         unit = self.ring.layout.unit
         while True:
-            rows = self._read_on()
-            if plan.row:
-                next(itertools.islice(rows, plan.row - 1, None), None)
-            numbered = enumerate(rows, plan.row)
+            # An error is not passed over, nor left out with the last rows: nobody would hear of it.
+            passed = plan.row
+            numbered = (each for each in enumerate(self._read_on()) if each[0] >= passed or _is_error(each))
             ended = False
             while not ended:
                 mine: list[Any] = []
@@ -225,7 +224,7 @@ class _Loader:
                         break
                 ended = len(batch) < unit
                 if ended and plan.whole:
-                    mine = []
+                    mine = list(filter(_is_error, mine))
                 yield plan.epoch, mine
                 if ended and len(mine) == unit:
                     yield plan.epoch, []
@@ -306,3 +305,7 @@ class _Raised:
 
     def __init__(self, error: Exception):
         self.error = error
+
+
+def _is_error(numbered: tuple[int, Any]) -> bool:
+    return isinstance(numbered[1], _Raised)

@@ -17,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,17 +157,24 @@ class Checkpoint:
 def load(path: str | os.PathLike[str]) -> Stored:
     """Return a checkpoint."""
     path = Path(path)
-    safetensors = _safetensors()
+    return Stored(path, _read(path, _STATE, _safetensors().load), load_meta(path))
+
+
+def load_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what a checkpoint has besides arrays."""
+    meta: dict[str, Any] = _read(Path(path), _META, json.loads)
+    return meta
+
+
+def _read(path: Path, name: str, parse: Callable[[bytes], Any]) -> Any:
     try:
-        meta = json.loads((path / _META).read_text())
-        arrays = safetensors.load((path / _STATE).read_bytes())
+        return parse((path / name).read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: expected a checkpoint, with {_STATE} and {_META} in it: {error}") from error
     except Exception as error:  # safetensors has an exception of its own
         raise CheckpointError(
             f"{path} is damaged: {error}; take an older one, resume='{path.parent}/rows-...'"
         ) from error
-    return Stored(path, arrays, meta)
 
 
 def _safetensors() -> Any:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from synkhronos.rules import Rule, shared_memory
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import run
 from synkhronos.training import schedules, storing
-from synkhronos.training.checkpoint import Checkpoint, CheckpointError, Stored
+from synkhronos.training.checkpoint import Checkpoint, CheckpointError, load_meta
 from synkhronos.training.course import Course
 from synkhronos.training.schedules import Schedule
 
@@ -90,38 +91,35 @@ class OnRanks:
         }
         checkpoint.save(seen, arrays, meta)
 
-    def restore(self, stored: Stored, course: Course, schedule: Schedule) -> Place:
-        """Take what a checkpoint has, on as many ranks as there are now; return the place where it goes on."""
-        meta = stored.meta
+    def restore(self, path: str | os.PathLike[str], course: Course, schedule: Schedule) -> tuple[Place, int]:
+        """Take what a checkpoint has, on as many ranks as there are now; return where it goes on, and the rows seen.
+
+        The arrays are read by the rank that is the master.
+        """
+        meta = load_meta(path)
         if meta.get("model") != self._model_shapes():
             raise CheckpointError(
-                f"{stored.path} is of another model: it has {meta.get('model')}, expected {self._model_shapes()}"
+                f"{path} is of another model: it has {meta.get('model')}, expected {self._model_shapes()}"
             )
         if meta["rule"] != type(self.rule).__name__:
-            raise CheckpointError(f"{stored.path} is of the rule {meta['rule']}, got {type(self.rule).__name__}")
+            raise CheckpointError(f"{path} is of the rule {meta['rule']}, got {type(self.rule).__name__}")
         if meta["count"] != course.length or meta["seed"] != course.seed:
             raise CheckpointError(
-                f"{stored.path} is of {meta['count']} rows and seed {meta['seed']}, got {course.length} and "
+                f"{path} is of {meta['count']} rows and seed {meta['seed']}, got {course.length} and "
                 f"{course.seed}: the order of rows would be another"
             )
         if meta["row"] and meta.get("parts") != course.parts():
             raise CheckpointError(
-                f"{stored.path} was written within an epoch over data_parts, of {_said(meta.get('parts'))}, got "
+                f"{path} was written within an epoch over data_parts, of {_said(meta.get('parts'))}, got "
                 f"{_said(course.parts())}: the order of rows would be another; a checkpoint of an epoch's end will do"
             )
-        schedules.set_state(schedule, meta["schedule"])
         if self.memory:
             self._renew_memory()  # so that on no host there is anything else in it
-        for name, data in self.memory.items():
-            array = stored.arrays[f"shared.{name}"]
-            if array.shape == data.shape:
-                data[...] = array
-            else:  # one for each rank, which is empty at a report
-                data[...] = 0
         root = ranks.session().rank.number
-        run(storing.restore_file, self.name, self.groups, self.rule, str(stored.path), self.memory, self.alike, root)
+        run(storing.restore_file, self.name, self.groups, self.rule, str(path), self.memory, self.alike, root)
+        schedules.set_state(schedule, meta["schedule"])
         best = math.inf if meta["best"] is None else meta["best"]
-        return Place(meta["epoch"], meta["row"], best, meta["since"], meta["steps_taken"])
+        return Place(meta["epoch"], meta["row"], best, meta["since"], meta["steps_taken"]), meta["seen"]
 
     def _model_shapes(self) -> dict[str, Any]:
         """Return what tells a model from another: each parameter's shape and dtype, in order."""

@@ -146,6 +146,9 @@ def restore(
         for r, share in enumerate(shares):
             if r != root:
                 worker.send(share, r)
+        for key, rows in shared.items():
+            array = stored.arrays[f"shared.{key}"]
+            rows.array[...] = array if array.shape == rows.shape else 0  # one for each rank is empty at a report
     mine, there, streams = worker.receive(root) if stored is None else shares[root]
     Vector(groups.params).set(mine["params"])
     Vector(groups.optimizer).set(mine["optimizer"])

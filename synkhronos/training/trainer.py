@@ -27,7 +27,7 @@ from synkhronos.ranks import WorkerError
 from synkhronos.rules import BSP, EAMSGD, Rule
 from synkhronos.tasks import run
 from synkhronos.training import storing
-from synkhronos.training.checkpoint import Checkpoint, load
+from synkhronos.training.checkpoint import Checkpoint
 from synkhronos.training.course import Course, pools_of
 from synkhronos.training.interval import Plan, Source
 from synkhronos.training.loop import TogetherLoop, train
@@ -328,11 +328,10 @@ class Trainer:
             assert checkpoint is not None
             resume = next(reversed(checkpoint.paths()), None)
         if resume is not None:
-            stored = load(resume)
-            self._place = self._on_ranks.restore(stored, course, self.schedule)
+            self._place, seen = self._on_ranks.restore(resume, course, self.schedule)
             for one in recorders:
                 if isinstance(one, Recorder):
-                    one.cut(stored.meta["seen"])
+                    one.cut(seen)
         elif checkpoint is not None:
             checkpoint.refuse_others(self._place.epoch * course.count + self._place.row)
 
