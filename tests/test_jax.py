@@ -36,7 +36,7 @@ from synkhronos.engines.base import Exchange
 from synkhronos.engines.lazy import _MOST_CALLS, Result, Results, _unread
 from synkhronos.engines.xla import Combination, Executable, Xla
 from synkhronos.extensions.train import make_train_function, make_train_function_serial
-from synkhronos.extensions.updates import adam, sgd
+from synkhronos.extensions.updates import adam, momentum, sgd
 from synkhronos.function.program import PLAIN
 from synkhronos.graphs import library_of
 from synkhronos.launch.contract import Variables
@@ -528,6 +528,29 @@ def test_a_vector_that_travels_in_pieces_or_in_another_dtype_is_combined_all_the
     if times == 1 and dtype is None:
         # The last part first: the piece that is waited for at once is of what is computed last.
         assert standing_in.calls == {100: [[5]], 2000: [[305]], 10**6: [1006]}[piece]
+
+
+@on_host
+def test_variables_keep_their_memory_from_launch_to_launch(fork):
+    fork(1)
+    rng = np.random.default_rng(0)
+    ws = [shared(rng.normal(size=(64, 64)), f"w{i}") for i in range(3)]
+    x = T.dmatrix("x")
+    h = x
+    for w in ws:
+        h = T.tanh(h.dot(w))
+    train = make_train_function((h**2).mean(), ws, x, [], momentum, learning_rate=0.1)
+    held = [*ws, *train.optimizer_state, train.grad_shared]
+
+    def addresses():
+        return [library_of(each).get(each).unsafe_buffer_pointer() for each in held]
+
+    for _ in range(2):
+        train(np.ones((5, 64)), [])
+    before = addresses()
+    for _ in range(3):
+        train(np.ones((5, 64)), [])
+        assert addresses() == before
 
 
 @on_host

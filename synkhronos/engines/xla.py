@@ -92,10 +92,12 @@ class Executable(Runner):
         self._shapes: set[Any] = set()
         self._n_inputs = sum(piece.n_inputs for piece in traced)
         self._storages = _each_once([storage for piece in traced for storage in piece.storages])
-        of_storages = {id(storage) for storage in self._storages}
         #: Where the results of a launch go: first what is returned, then the containers' new values.
         self._outputs = [cell for piece in traced for cell in piece.cells[: piece.n_outputs]]
-        self._updated = _each_once([cell for piece in traced for cell in piece.cells if id(cell) in of_storages])
+        # In the variables' order: JAX gives each new value the memory of the first variable of its shape that is left.
+        # With another's than its own, XLA would copy one of the two, and addresses would change from launch to launch.
+        updated = {id(cell) for piece in traced for cell in piece.cells}
+        self._updated = [storage for storage in self._storages if id(storage) in updated]
         self._donated = _each_once([storage for piece in traced for storage in piece.donated])
         self._copy = jnp.copy
         self._log: Log | None = None
