@@ -32,7 +32,6 @@ from synkhronos import ranks
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.foreign import combining
 from synkhronos.devices.jax.log import LAUNCHES, Log
-from synkhronos.engines.base import Exchange
 from synkhronos.engines.lazy import _MOST_CALLS, Result, Results, _unread
 from synkhronos.engines.xla import Combination, Executable, Xla
 from synkhronos.extensions.train import make_train_function, make_train_function_serial
@@ -506,12 +505,12 @@ def test_a_vector_that_travels_in_pieces_or_in_another_dtype_is_combined_all_the
     x = T.fmatrix("x")
     g, w = shared(np.zeros(sum(SIZES), "float32"), "g"), shared(np.ones(sum(SIZES) - 1, "float32"), "w")
     bounds = np.cumsum((0, *SIZES[:-1]))
-    parts = [(x[0, :-1] * w)[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [x[0, a:b] * w[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
     first = synk.function([x], (x.sum(), "sum"), updates=[(g, T.join(0, *parts, x[0, -1:]))])
     second = synk.function([], updates=[(w, w - g[:-1] / g[-1])])
     synk.distribute()
     runs = [f._program.compile(PLAIN).run for f in (first, second)]
-    launch = runs[0].chain(Combination(g.container.storage, Exchange(dtype, SIZES), 2), runs[1], times=times)
+    launch = runs[0].chain(Combination(g.container.storage, dtype, 2), runs[1], times=times)
     rows = rng.uniform(1, 2, (times, sum(SIZES))).astype("float32")
     rows[:, -1] = 67  # not to be told from 66 by eight bits of mantissa after a division by 3
     standing_in = Doubling()
@@ -528,6 +527,54 @@ def test_a_vector_that_travels_in_pieces_or_in_another_dtype_is_combined_all_the
     if times == 1 and dtype is None:
         # The last part first: the piece that is waited for at once is of what is computed last.
         assert standing_in.calls == {100: [[5]], 2000: [[305]], 10**6: [1006]}[piece]
+
+
+def needs(jaxpr, variables):
+    """Return the equations that variables are computed from."""
+    source = {id(v): i for i, equation in enumerate(jaxpr.eqns) for v in equation.outvars}
+    found, left = set(), [*variables]
+    while left:
+        i = source.get(id(left.pop()))
+        if i is not None and i not in found:
+            found.add(i)
+            left += jaxpr.eqns[i].invars
+    return [jaxpr.eqns[i] for i in sorted(found)]
+
+
+@on_host
+def test_a_piece_is_begun_with_before_the_backward_pass_goes_on(fork, monkeypatch):
+    import jax
+
+    monkeypatch.setattr("synkhronos.engines.xla._PIECE", 100)
+    fork(1)
+    x = T.fmatrix("x")
+    rng = np.random.default_rng(0)
+    ws = [shared(rng.normal(size=(8, 8)).astype("float32"), f"w{i}") for i in range(3)]
+    h = x
+    for w in ws:
+        h = T.tanh(h.dot(w))
+    grad_updates, _, g = sgd((h**2).mean(), ws, learning_rate=0.1, weight=x.shape[0])
+    first = synk.function([x], ((h**2).mean(), "mean"), updates=grad_updates)
+    synk.distribute()
+    run = first._program.compile(PLAIN).run
+    chain = run.chain(Combination(g.container.storage))
+    chain._log = Log(chain._dtypes)
+    jaxpr = jax.make_jaxpr(chain._run)(*chain._arguments([np.ones((5, 8), "float32")])).jaxpr.eqns[0].params["jaxpr"]
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    calls = [equation for equation in jaxpr.eqns if equation.primitive.name == "ffi_call"]
+    assert [call.params["target_name"] for call in calls] == ["synkhronos_start"] * 2 + ["synkhronos_combine"]
+    products = [
+        [equation for equation in needs(jaxpr, call.invars) if equation.primitive.name == "dot_general"]
+        for call in calls
+    ]
+    # Three of the forward pass; then each layer's gradient, and what flows on to the layer below.
+    assert [len(each) for each in products] == [4, 6, 8]
+    for call, before, behind in zip(calls, products, products[1:], strict=False):
+        for product in behind[len(before) :]:
+            assert call in needs(jaxpr, product.invars)
+    # The forward pass waits for nothing.
+    (loss,) = [equation for equation in jaxpr.eqns if equation.primitive.name == "reduce_sum"][:1]
+    assert not any(call in needs(jaxpr, loss.invars) for call in calls)
 
 
 @on_host
@@ -562,7 +609,7 @@ def test_an_error_behind_what_was_begun_waits_for_it_and_counts_for_nothing(fork
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
     runs = [f._program.compile(PLAIN).run for f in (first, second)]
-    launch = runs[0].chain(Combination(g.container.storage, Exchange(None, (30, 30))), runs[1])
+    launch = runs[0].chain(Combination(g.container.storage), runs[1])
 
     class Fails(Doubling):
         def start(self, spans, stream):

@@ -23,10 +23,10 @@ from pkgutil import iter_modules
 from typing import Any
 
 from synkhronos.engines import host
-from synkhronos.engines.base import Combined, Engine, Exchange, Runner
+from synkhronos.engines.base import Combined, Engine, Runner
 from synkhronos.graphs import GraphLibrary
 
-__all__ = ["Combined", "Engine", "Exchange", "Runner", "engine_of", "kinds"]
+__all__ = ["Combined", "Engine", "Runner", "engine_of", "kinds"]
 
 
 @cache

@@ -4,14 +4,14 @@
     Runs compiled functions of one kind.
 `Runner`
     One compiled function, as ranks run it.
-`Combined`, `Exchange`
+`Combined`
     What the ranks combine between two functions in one launch, and how it travels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -82,28 +82,12 @@ class Runner:
         return self if times == 1 else None
 
 
-class Exchange(NamedTuple):
-    """How a vector is combined.
-
-    Attributes
-    ----------
-    dtype : str or None
-        In which it travels, all but its last item; None for its own.
-    sizes : tuple of int
-        Lengths of its parts, as they are computed one after another, the last of them first; it is cut between these
-        alone.  Empty if it is not to be cut.
-    """
-
-    dtype: str | None = None
-    sizes: tuple[int, ...] = ()
-
-
 class Combined(Protocol):
     """A variable whose values on the ranks are combined between two functions of one launch."""
 
     @property
-    def exchange(self) -> Exchange:
-        """How it travels."""
+    def exchange(self) -> str | None:
+        """In which dtype it travels, all but its last item; None for its own."""
 
     @property
     def op(self) -> str:

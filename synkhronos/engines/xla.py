@@ -24,7 +24,8 @@ import numpy as np
 from synkhronos.devices import JAX, Device
 from synkhronos.devices.jax.foreign import all_reduced, combining, started
 from synkhronos.devices.jax.log import LAUNCHES, Log
-from synkhronos.engines.base import Combined, Exchange, Runner
+from synkhronos.engines.base import Combined, Runner
+from synkhronos.engines.gradual import Gradual
 from synkhronos.engines.lazy import LazyEngine
 from synkhronos.graphs import GraphLibrary
 from synkhronos.graphs.family import is_referenced
@@ -48,13 +49,14 @@ class Combination(NamedTuple):
     ----------
     storage : list of one array
         The variable's container.
-    exchange : Exchange
+    exchange : str or None
+        In which dtype it travels, all but its last item; None for its own.
     n_ranks : int
         By how many to divide what travels in another dtype; what travels in its own isn't divided here.
     """
 
     storage: list[Any]
-    exchange: Exchange = Exchange()
+    exchange: str | None = None
     n_ranks: int = 1
 
 
@@ -152,8 +154,9 @@ class Executable(Runner):
         chained = self._chains.pop(key, None)
         if chained is None:
             combined = [one.storage for one in others if isinstance(one, Combination)]
+            computed = self._pieces[-1].cells if isinstance(self._pieces[-1], Traced) else []
             executables = [self, *[one for one in others if isinstance(one, Executable)]]
-            can = all(any(storage is cell for cell in self._updated) for storage in combined)
+            can = all(any(storage is cell for cell in computed) for storage in combined)
             can = can and not any(one._is_steered for one in executables)
             if times > 1:
                 can = can and times <= LAUNCHES and not any(one._outputs for one in executables)
@@ -260,15 +263,17 @@ def _compute(
     present, combined = dict(before), set()
     outputs: list[Any] = []
     counts: Any = None
-    for piece in pieces:
+    for piece, behind in zip(pieces, [*pieces[1:], None], strict=True):
         if isinstance(piece, Combination):
-            assert counts is None, "more than one combination in a launch"
-            turn = logs[0] if in_loop else None
-            present[id(piece.storage)], counts = _combined(present[id(piece.storage)], piece, turn)
-            combined.add(id(piece.storage))
-            continue
+            continue  # with the function before it
+        given = [*islice(inputs, piece.n_inputs), *[present[id(s)] for s in piece.storages], *lengths]
         try:
-            results = piece.run(*islice(inputs, piece.n_inputs), *[present[id(s)] for s in piece.storages], *lengths)
+            if isinstance(behind, Combination):
+                assert counts is None, "more than one combination in a launch"
+                results, counts = _combined(piece, given, behind, logs[0] if in_loop else None)
+                combined.add(id(behind.storage))
+            else:
+                results = piece.run(*given)
         except Exception:
             piece.explain()
             raise
@@ -288,40 +293,49 @@ def _of_lengths(run: Callable[..., tuple[Any, ...]], lengths: tuple[int, ...], *
     return run(*arguments, lengths=lengths)
 
 
-def _combined(vector: Any, piece: Combination, turn: Any) -> tuple[Any, Any]:
-    """Return a vector as all ranks' will have been combined, and whether that counts."""
+def _combined(piece: Traced, given: Sequence[Any], combination: Combination, turn: Any) -> tuple[list[Any], Any]:
+    """Return a function's results, a vector among them as all ranks' will have been combined; and whether that counts.
+
+    ``turn`` is another number each time, in a loop.
+    """
     import jax.numpy as jnp
 
-    dtype, sizes = piece.exchange
-    if vector.ndim != 1 or vector.size != sum(sizes):
-        sizes = (vector.size,) if dtype is not None and vector.ndim == 1 else ()
-    if not sizes or dtype is None and vector.nbytes <= _PIECE:
-        (combined,), counts = all_reduced([vector], turn=turn)
-        return combined, counts
-    # XLA makes the parts of one piece one after the other, each from what computes it: these slices are never made.
-    ends = np.cumsum(sizes)
-    parts = [vector[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-    exact: list[Any] = []
-    if dtype is not None:
-        # How many rows there were, which eight bits can't tell from a few more, goes as it is.
-        parts, exact = [*parts[:-1], parts[-1][:-1]], [parts[-1][-1:] / piece.n_ranks]
-        parts = [(part / piece.n_ranks).astype(dtype) for part in parts]
-    pieces = _pieces(parts) if turn is None else [parts]
+    at = next(i for i, cell in enumerate(piece.cells) if cell is combination.storage)
+    gradual = Gradual(piece.run, given, piece.n_outputs, at)
+    parts = gradual.parts
+    own = parts[0].aval.dtype
+    dtype = combination.exchange if parts[0].aval.ndim == 1 else None
+    pieces = _pieces(parts, jnp.dtype(dtype or own).itemsize) if turn is None else [parts]
+
+    def sent(some: list[Any]) -> Any:
+        """Return what travels of some parts."""
+        values = gradual.values(some)
+        if dtype is not None:
+            values = [*values[:-1], values[-1][:-1]] if some is pieces[0] else values
+            values = [(value / combination.n_ranks).astype(dtype) for value in values]
+        return values[0] if len(values) == 1 else jnp.concatenate(values)
+
     begun: list[Any] = []
     last: Any = None
     for some in pieces[:-1]:
-        array, last = started(jnp.concatenate(some), np.int32(0) if last is None else last)
+        array, last = started(sent(some), np.int32(0) if last is None else last)
+        last = gradual.hold(last)
         begun.append(array)
-    combined, counts = all_reduced([jnp.concatenate(pieces[-1]), *exact], begun, last, turn)
-    tail = [combined.pop() for _ in exact]
-    return jnp.concatenate([*[array.astype(vector.dtype) for array in reversed(combined)], *tail]), counts
+    rest = [sent(pieces[-1])]
+    if dtype is not None:
+        # How many rows there were, which eight bits can't tell from a few more, goes as it is.
+        rest.append(gradual.values(parts[-1:])[0][-1:] / combination.n_ranks)
+    arrays, counts = all_reduced(rest, begun, last, turn)
+    tail = [arrays.pop()] if dtype is not None else []
+    arrays = [*[array.astype(own) for array in reversed(arrays)], *tail]
+    return gradual.results(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)), counts
 
 
-def _pieces(parts: Sequence[Any]) -> list[list[Any]]:
+def _pieces(parts: Sequence[Any], itemsize: int) -> list[list[Any]]:
     """Return runs of parts, the last run first, of at least `_PIECE` bytes but for the last that is returned."""
     pieces: list[list[Any]] = [[]]
     for part in reversed(parts):
-        if sum(other.nbytes for other in pieces[-1]) >= _PIECE:
+        if sum(other.aval.size for other in pieces[-1]) * itemsize >= _PIECE:
             pieces.append([])
         pieces[-1].insert(0, part)
     return pieces
@@ -383,7 +397,7 @@ class _Together(Runner):
         """Launch, and meet the others behind it."""
         communicator, shape = self._combined.agree(self._rank)
         # What is exchanged in another dtype has been divided before.
-        op = "sum" if self._combined.exchange.dtype else self._combined.op
+        op = "sum" if self._combined.exchange else self._combined.op
         combine = _Combine(self._rank, communicator, op, shape, self.times > 1)
 
         # Nothing may be raised in what XLA calls; and when this rank has launched, all will have in a moment, so that

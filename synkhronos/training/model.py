@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,6 @@ import synkhronos as synk
 from synkhronos.checks import listed
 from synkhronos.graphs import library_of
 from synkhronos.training.updates import RuleUpdates
-from synkhronos.training.updates.flat import shape_of
 
 #: An array or Data object for one variable, a list of them for a list of variables.
 Rows = npt.ArrayLike | synk.Data | Sequence[npt.ArrayLike | synk.Data]
@@ -56,8 +54,6 @@ class Model:
     optimizer_state: list[Any]
     #: Pairs of a shared variable and an expression.
     extra_updates: list[tuple[Any, Any]]
-    #: Lengths of the parameters' gradients in the rule's vector, and of what comes behind them; empty if not known.
-    sizes: tuple[int, ...]
 
     @classmethod
     def build(
@@ -95,7 +91,7 @@ class Model:
         lists = isinstance(x, list | tuple), isinstance(y, list | tuple)
         state = [shared for shared in rule.param_updates if not any(shared is p for p in params)]
         extra = _extra(extra_updates, rule)
-        return cls(loss, xs, ys, *lists, sliceable, rule, state, extra, _sizes(params, rule))
+        return cls(loss, xs, ys, *lists, sliceable, rule, state, extra)
 
     def arrays(
         self,
@@ -182,15 +178,6 @@ def by_own_gradient(rule: RuleUpdates) -> dict[Any, Any]:
 def is_averaged(shared: Any) -> bool:
     """Whether slices' values for a variable are averaged: an average of integers is none, nor one of generators."""
     return hasattr(shared.type, "dtype") and np.dtype(shared.type.dtype).kind not in "biu"
-
-
-def _sizes(params: Any, rule: RuleUpdates) -> tuple[int, ...]:
-    """Return the lengths of the vector's parts, where the rule has laid it out as this library's do."""
-    if not isinstance(params, list | tuple):
-        return ()
-    sizes = [math.prod(shape_of(p)) for p in params]
-    (length,) = shape_of(rule.grad_shared) if rule.grad_shared.type.ndim == 1 else (0,)
-    return (*sizes, 1) if length == sum(sizes) + 1 else ()
 
 
 def _extra(updates: Updates | None, rule: RuleUpdates) -> list[tuple[Any, Any]]:

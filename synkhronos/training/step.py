@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from synkhronos.collectives.commands import Agreed, Reduce
-from synkhronos.engines import Exchange, Runner
+from synkhronos.engines import Runner
 from synkhronos.function.call import Call, Part
 from synkhronos.graphs.family import AT_FIRST_CALL
 from synkhronos.graphs.mirror import object_of
@@ -25,8 +25,8 @@ class Step(NamedTuple):
     reduce: Reduce
     #: Of what moves the parameters by it; without inputs and outputs.
     update: Call
-    #: How the gradients travel where all of it is one launch.
-    exchange: Exchange
+    #: In which dtype the gradients travel where all of it is one launch; None for their own.
+    exchange: str | None
     #: How many steps to take in the one launch; each rank's rows are those of the first, then those of the second, ...
     times: int = 1
 

@@ -20,7 +20,6 @@ from synkhronos import ranks
 from synkhronos.collectives.arguments import mirrored
 from synkhronos.collectives.calls import all_reduce_command
 from synkhronos.collectives.commands import GetShapes
-from synkhronos.engines import Exchange
 from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
 from synkhronos.training.batches import StepRows, rows_of_ranks, runs, sliceable_rows_of_ranks
@@ -77,7 +76,7 @@ class TrainFunction:
         self.grad_shared = grad_shared
         self.optimizer_state = model.optimizer_state
         self._model = model
-        self._exchange = Exchange(exchange, model.sizes)
+        self._exchange = exchange
 
     def __call__(
         self,
