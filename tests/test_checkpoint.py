@@ -133,3 +133,12 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
         checkpoint.load()
     with pytest.raises(ValueError, match="keep: expected at least 1, got 0"):
         Checkpoint(tmp_path, keep=0)
+
+
+def test_one_of_as_many_rows_is_no_later_one(tmp_path):
+    checkpoint = Checkpoint(tmp_path)
+    path = checkpoint.save(1000, {"w": np.ones(1)}, {})
+    os.rename(path, f"{path}.old")  # as a kill leaves it, between two renames
+    checkpoint.refuse_others(1000)
+    with pytest.raises(CheckpointError, match="another training"):
+        checkpoint.refuse_others(999)

@@ -50,6 +50,16 @@ def test_lines_are_appended_and_cut(tmp_path):
     }  # fmt: skip
 
 
+def test_a_half_line_takes_no_other_along(tmp_path):
+    recorder = Recorder(tmp_path)
+    recorder.write({"seen": 1})
+    with open(tmp_path / "reports.jsonl", "a") as file:
+        file.write('{"seen": 2, "lo')  # as a kill leaves it
+    for seen in (3, 4):
+        recorder.write({"seen": seen})
+    assert [line["seen"] for line in read(tmp_path)["reports"]] == [1, 3, 4]
+
+
 def test_what_json_can_not_say_is_null(tmp_path):
     Recorder(tmp_path).write({"loss": math.nan, "validation": {"x": np.float64(math.inf)}, "seen": np.int64(3)})
     line = read(tmp_path)["reports"][0]

@@ -130,7 +130,7 @@ class Checkpoint:
         CheckpointError
         """
         for later in self.paths()[-1:]:
-            if later.name > self._path(seen).name:
+            if later.name.removesuffix(_OLD) > self._path(seen).name:
                 raise CheckpointError(
                     f"checkpoint: {later} is of another training: go on from there with resume='latest', or name "
                     "another folder"

@@ -66,8 +66,12 @@ class Recorder:
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         line = line_of(record)
         # Opened anew each time, for a line every so many steps: no rank has a file open when it is ended.
-        with open(self.folder / name, "a") as file:
-            file.write(line + "\n")
+        with open(self.folder / name, "ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # half a line, of a process that was killed: it would take this one along
+                    line = "\n" + line
+            file.write(f"{line}\n".encode())
 
     def cut(self, seen: int) -> None:
         """Leave out all lines of more rows than these: training goes on from there."""
