@@ -114,7 +114,7 @@ RUN = {
 @pytest.fixture
 def places(tmp_path):
     (tmp_path / "broken.py").write_text("class MLP:\n    def\n")
-    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "checkpoints" / "rows-of-mine").mkdir(parents=True)  # no checkpoint's name
     (tmp_path / "used" / "settings.json").write_text("{}")
     return {"broken": tmp_path / "broken.py", "used": tmp_path / "used", "new": tmp_path / "new"}
 

@@ -26,7 +26,7 @@ from synkhronos.ranks import WorkerError, session
 from synkhronos.ranks.worker import end_with
 from synkhronos.rules import shared_memory
 from synkhronos.tasks import run
-from synkhronos.training.checkpoint import Checkpoint
+from synkhronos.training.checkpoint import paths_in
 
 
 def main(folder: str, plan: dict[str, Any]) -> int:
@@ -85,7 +85,7 @@ def _checkpoint(settings: Settings) -> str | None:
     """Return the checkpoint from which to go on."""
     if settings.resume != "latest":
         return settings.resume
-    return str(Checkpoint(Path(settings.folder) / "checkpoints").paths()[-1])
+    return str(paths_in(Path(settings.folder) / "checkpoints")[-1])
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts import Host, hosts_of
 from synkhronos.launch import modelfile
 from synkhronos.ranks import available_cores
+from synkhronos.training.checkpoint import paths_in
 
 #: What begins the name of an environment variable that is a setting.
 PREFIX = "SYNKHRONOS_"
@@ -330,7 +331,7 @@ def _with_a_folder(settings: Settings) -> Settings:
             raise SettingsError(f"folder: expected a folder, or nothing yet, got the file {folder}")
         return settings
     if settings.resume == "latest":
-        if not list(folder.glob("checkpoints/rows-*")):
+        if not paths_in(folder / "checkpoints"):
             raise SettingsError(
                 f"resume: expected a checkpoint in {folder / 'checkpoints'}, found none: folder says which run goes on"
             )

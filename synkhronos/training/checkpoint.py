@@ -119,8 +119,7 @@ class Checkpoint:
 
     def paths(self) -> list[Path]:
         """Return the checkpoints that there are, the oldest first."""
-        found = [path for path in self.folder.iterdir() if _NAME.match(path.name)]
-        return sorted(found, key=lambda path: (path.name.removesuffix(_OLD), not path.name.endswith(_OLD)))
+        return paths_in(self.folder)
 
     def refuse_others(self, seen: int) -> None:
         """Refuse to begin a training after so many rows where there are checkpoints of more: another's.
@@ -152,6 +151,12 @@ class Checkpoint:
                 raise FileNotFoundError(f"{self.folder}: expected a checkpoint, found none")
             path = known[-1]
         return load(path)
+
+
+def paths_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, which need not be there, the oldest first."""
+    found = [path for path in folder.glob("*") if _NAME.match(path.name)]
+    return sorted(found, key=lambda path: (path.name.removesuffix(_OLD), not path.name.endswith(_OLD)))
 
 
 def load(path: str | os.PathLike[str]) -> Stored:
