@@ -156,6 +156,54 @@ def test_after_an_error_each_rank_goes_on_with_what_it_has(fork):
     assert w.get_value().tolist() == [15.0] * 4  # 6 + 3 + 6
 
 
+def come_to_different_steps(worker, name):
+    kept = worker.kept(name)
+    kept["state"].step += worker.number
+    kept["state"].since = worker.number
+    del kept["own"]
+
+
+def where(worker, name):
+    state = worker.kept(name)["state"]
+    return state.step, state.since
+
+
+@pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
+@pytest.mark.parametrize("rule", [rules.LocalSGD(3), rules.SlowMo(3)], ids=lambda rule: type(rule).__name__)
+def test_ranks_that_an_interrupt_found_at_different_steps_begin_all_anew(fork, rule):
+    fork(2)
+    x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
+    trainer = make_trainer(((tensor.dot(x, w) - 1) ** 2).mean(), [w], x, [], sgd, rule, 0.1)
+    reports = trainer.epochs(X, [], 5, 3)
+    next(reports)
+    before = synk.run(where, trainer._name)[0][0]
+    synk.run(come_to_different_steps, trainer._name)
+    next(reports)  # SlowMo's exchanges did not pair up, and LocalSGD's were of different steps
+    places = synk.run(where, trainer._name)
+    assert places[0] == places[1] and places[0][0] == 2 * before + 1
+
+
+def test_a_checkpoint_of_ranks_that_exchange_one_by_one_is_none_of_those_that_do_together(fork, tmp_path):
+    fork(2)
+    x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
+
+    def trainer(asynchronous):
+        rule = rules.EASGD(asynchronous=asynchronous)
+        return make_trainer(((tensor.dot(x, w) - 1) ** 2).mean(), [w], x, [], sgd, rule, 0.1)
+
+    list(trainer(False).epochs(X, [], 5, 1, checkpoint=Checkpoint(tmp_path)))
+    with pytest.raises(CheckpointError, match="of EASGD with asynchronous=False, got asynchronous=True: ranks that"):
+        list(trainer(True).epochs(X, [], 5, 2, resume=Checkpoint(tmp_path).paths()[0]))
+
+
+def test_early_stop_goes_by_validation_alone(fork, tmp_path):
+    fork(2)
+    keep = {"checkpoint": Checkpoint(tmp_path)}
+    assert len(list(Model("BSP", rate=1e-300).epochs(5, 3, **keep))) == 3  # without validation, and none is better
+    stops = {"valid": (X, Y), "patience": 1, "resume": "latest"}
+    assert len(list(Model("BSP", rate=1e-300).epochs(5, 9, **keep, **stops))) == 2
+
+
 class FailsToBegin(rules.EASGD):
     """On one rank, the first time: on rank 0 in the beginning itself, on rank 1 before that."""
 

@@ -324,6 +324,7 @@ class _Run:
                 "shapes": [list(shape) for shape in self.state.params.shapes],
                 "ranks": self.worker.size,
                 "rule": self.settings.rule,
+                "asynchronous": self.rule.asynchronous,
                 "streams": streams,
                 "generators": [each for _, each, _ in gathered],
                 "totals": [each for _, _, each in gathered],
@@ -339,8 +340,7 @@ class _Run:
         shapes = [list(shape) for shape in self.state.params.shapes]
         if meta.get("shapes") != shapes:
             raise CheckpointError(f"{path} has parameters of shapes {meta.get('shapes')}, expected {shapes}")
-        if meta["rule"] != self.settings.rule:
-            raise CheckpointError(f"{path} is of the rule {meta['rule']}, got {self.settings.rule}")
+        storing.check_rule(path, meta, self.settings.rule, self.rule)
         for epoch in range(meta["epochs"]):  # learning rates that are no shared variables
             contract.called(self.model.adjust_hyperp, epoch)
         storing.restore(worker, _KEPT, self.groups, self.rule, stored, self.shared, False, 0)

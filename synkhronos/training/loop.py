@@ -324,14 +324,19 @@ def train(
     """
     kept = worker.kept(plan.name)
     state: State | None = kept.get("state")
-    have_begun = worker.exchange(state is not None)
-    if state is None or not all(have_begun):  # an interrupt may have come when some had: then all begin anew
+    if "own" in kept:  # not after an interrupt: then each goes on with what it has
+        assert state is not None
+        state.vector = kept.pop("own")  # in whose place there was what the last report was about
+    places = worker.exchange(None if state is None else (state.step, state.since))
+    begun = [place for place in places if place is not None]
+    if state is None or len(begun) < len(places) or not rule.asynchronous and len(set(places)) > 1:
+        # The first time; or after an interrupt at which ranks had come to different places: then all begin anew.
         state = State(*variables, shared)
+        state.step = max([step for step, _ in begun], default=0)
+        if begun:
+            state.vector = worker.all_reduce(state.vector)
         rule.setup(worker, state)
         kept["state"] = state
-    elif "own" in kept:  # not after an interrupt: then each goes on with what it has
-        state.vector = kept["own"]  # in whose place there was what the last report was about
-        del kept["own"]
     loop = RankLoop(worker, plan, rule, state, step, rate, source, taken)
     loop.run()
     loop.release()

@@ -83,6 +83,7 @@ class OnRanks:
             "batch_size": course.batch,
             "ranks": ranks.session().size,
             "rule": type(self.rule).__name__,
+            "asynchronous": self.rule.asynchronous,
             "rule_options": {name: value for name, value in self.rule.options().items() if _is_plain(value)},
             "schedule": schedules.state_of(schedule),
             "steps_taken": place.steps,
@@ -101,8 +102,7 @@ class OnRanks:
             raise CheckpointError(
                 f"{path} is of another model: it has {meta.get('model')}, expected {self._model_shapes()}"
             )
-        if meta["rule"] != type(self.rule).__name__:
-            raise CheckpointError(f"{path} is of the rule {meta['rule']}, got {type(self.rule).__name__}")
+        storing.check_rule(path, meta, type(self.rule).__name__, self.rule)
         if meta["count"] != course.length or meta["seed"] != course.seed:
             raise CheckpointError(
                 f"{path} is of {meta['count']} rows and seed {meta['seed']}, got {course.length} and "

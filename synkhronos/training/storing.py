@@ -6,6 +6,8 @@
     Programs of all ranks.
 `packed`
     The ranks' arrays under one set of names.
+`check_rule`
+    Refuses a checkpoint of another rule.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from synkhronos.graphs import library_of
 from synkhronos.rules import Rule, State
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker
-from synkhronos.training.checkpoint import Stored, load
+from synkhronos.training.checkpoint import CheckpointError, Stored, load
 from synkhronos.training.model import Model
 
 
@@ -105,6 +107,17 @@ def _unpacked(arrays: dict[str, np.ndarray]) -> list[dict[str, Any]]:
         else:
             found[key] = int(array) if key in ("step", "since") else array
     return [by_rank[r] for r in sorted(by_rank)]
+
+
+def check_rule(path: Any, meta: dict[str, Any], name: str, rule: Rule) -> None:
+    """Refuse a checkpoint of another rule, or of one whose ranks exchanged in the other way."""
+    if meta["rule"] != name:
+        raise CheckpointError(f"{path} is of the rule {meta['rule']}, got {name}")
+    if meta["asynchronous"] != rule.asynchronous:
+        raise CheckpointError(
+            f"{path} is of {name} with asynchronous={meta['asynchronous']}, got asynchronous={rule.asynchronous}: "
+            "ranks that exchange one by one keep other things than those that do together"
+        )
 
 
 def restore_file(

@@ -234,8 +234,9 @@ class Trainer:
         if observe is not None:
             observe(value)
         place = self._place
-        place.since = 0 if value < place.best else place.since + 1
-        place.best = min(place.best, value)
+        if report.validation:  # `patience` goes by nothing else
+            place.since = 0 if value < place.best else place.since + 1
+            place.best = min(place.best, value)
 
     # -- one interval ----------------------------------------------------------------------------------------
 
