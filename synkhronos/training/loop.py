@@ -326,7 +326,8 @@ def train(
     state: State | None = kept.get("state")
     if "own" in kept:  # not after an interrupt: then each goes on with what it has
         assert state is not None
-        state.vector = kept.pop("own")  # in whose place there was what the last report was about
+        state.vector = kept["own"]  # in whose place there was what the last report was about
+        del kept["own"]  # not before: an interrupt between the two must not lose it
     places = worker.exchange(None if state is None else (state.step, state.since))
     begun = [place for place in places if place is not None]
     if state is None or len(begun) < len(places) or not rule.asynchronous and len(set(places)) > 1:
