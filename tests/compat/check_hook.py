@@ -605,6 +605,13 @@ def test_flags_for_theano_reach_pytensor():
     assert run(code, THEANO_FLAGS="floatX=float32", PYTENSOR_FLAGS="floatX=float64") == "float64 float64"
 
 
+def test_the_configuration_is_where_programs_import_it_from():
+    import theano
+    from theano.configparser import change_flags, config
+
+    assert config is theano.config and change_flags is theano.change_flags
+
+
 def test_the_configuration_is_read_and_set():
     config = Config(pytensor.config)
     assert config.device == "cpu" and config.dnn.enabled == "False" and config.compute_test_value == "off"

@@ -1,3 +1,3 @@
 """The module ``theano.configparser``, on PyTensor."""
 
-from theano import change_flags
+from theano import change_flags, config
