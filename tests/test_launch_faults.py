@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -49,6 +50,36 @@ def test_the_failure_is_told_on_a_full_disk(tmp_path, capsys):
     with pytest.raises(ValueError):  # noqa: PT011 - JSON's
         run._end()
     assert "rank 0 (process 1234) was killed by SIGKILL" in capsys.readouterr().err
+
+
+def test_ctrl_c_over_and_over_while_ranks_take_long_to_end(tmp_path, monkeypatch):
+    (tmp_path / "run.json").write_text("{}")
+    run = supervisor.Supervisor(Settings("module", "Class", ".", ("cpu",), folder=str(tmp_path)))
+
+    def start(consoles):
+        run._master = subprocess.Popen(
+            ["sh", "-c", "trap '' INT; exec sleep 60"], stdout=consoles[0], start_new_session=True
+        )
+
+    def press():
+        for _ in range(4):
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    kill, killers = os.killpg, []
+
+    def killed(pid, number):
+        """Memory that is given back takes its time."""
+        if not killers:
+            killers.append(threading.Timer(1.0, kill, (pid, number)))
+            killers[0].start()
+
+    monkeypatch.setattr(run, "_start", start)
+    monkeypatch.setattr(os, "killpg", killed)
+    thread = threading.Thread(target=press)
+    thread.start()
+    assert run.run() == 128 + signal.SIGINT
+    thread.join()
 
 
 def family(pid):

@@ -41,8 +41,8 @@ from synkhronos.launch import binding, elsewhere
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings, SettingsError
 from synkhronos.ranks.errors import cause_of_death
 
-#: Seconds that ranks get to end after Ctrl-C, and their last words to arrive when the master has ended.
-_GRACE, _LAST_WORDS = 10.0, 1.0
+#: Seconds that ranks get to end after Ctrl-C.
+_GRACE = 10.0
 _PACKAGES = ("synkhronos", "numpy", "pytensor", "Theano", "jax", "Lasagne", "safetensors")
 
 
@@ -113,6 +113,8 @@ class Supervisor:
             return self._end()
         finally:
             self._kill()
+            if self._master is not None:
+                self._master.wait()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -194,16 +196,12 @@ class Supervisor:
                     self._kill()
             for key in list(selector.get_map().values()):
                 key.data.take(b"")
-        deadline = time.monotonic() + (_LAST_WORDS if self._deadline == float("inf") else 0.0)
-        while self._master.poll() is None and time.monotonic() < max(deadline, min(self._deadline, deadline + _GRACE)):
-            time.sleep(0.01)
 
     def _kill(self) -> None:
-        """End the ranks, and what they have started."""
+        """End the ranks, and what they have started; wait for nobody: a signal may have come in the middle of that."""
         if self._master is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._master.pid, signal.SIGKILL)
-            self._master.wait()
 
     def _end(self) -> int:
         """Say how the run has ended; return its exit status."""
