@@ -112,6 +112,25 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path, rule):
 
 
 @pytest.mark.any_library
+def test_ranks_report_once_an_epoch(tmp_path):
+    (tmp_path / "counted.py").write_text(
+        textwrap.dedent("""
+        from launch_models.mlp import MLP
+        from synkhronos.rules import LocalSGD
+
+        def report(self, worker, state, report=LocalSGD.report):
+            print("a report")
+            return report(self, worker, state)
+
+        LocalSGD.report = report
+        """)
+    )
+    sets = ["--set=model='counted.py:MLP'", "--set=rule=LocalSGD", "--set=epochs=2"]
+    run("train", *sets, "--devices=cpu,cpu", "--folder=run", cwd=tmp_path)
+    assert (tmp_path / "run" / "rank-1.log").read_text().count("a report") == 2
+
+
+@pytest.mark.any_library
 def test_a_run_goes_on_behind_a_line_that_was_cut_short(tmp_path):
     pytest.importorskip("safetensors")
     train(tmp_path, "MLP", epochs=1, checkpoint=1)

@@ -178,8 +178,10 @@ class _Run:
             last = epoch + 1 == epochs
             if self.settings.checkpoint and ((epoch + 1) % self.settings.checkpoint == 0 or last):
                 self.save(epoch + 1, own)
-            self.state.vector = own
-        self.stand_for_all()  # also where nothing was left to train: a run may end between its checkpoint and this
+            if not last:
+                self.state.vector = own
+        if first >= epochs:  # a run may end between its last checkpoint and what comes now
+            self.stand_for_all()
         self.save_params()
         return max(first, int(epochs))
 
