@@ -631,11 +631,11 @@ def test_launches_that_were_used_last_are_kept(fork):
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
     runs = [each._program.compile(PLAIN).run for each in (f, g)]
-    made = {times: runs[0].chain(runs[1], times=times) for times in range(1, 17)}
-    assert made[1] is runs[0].chain(runs[1], times=1)
-    runs[0].chain(runs[1], times=17)
-    assert made[1] is runs[0].chain(runs[1], times=1)
-    assert made[2] is not runs[0].chain(runs[1], times=2)
+    made = {times: runs[0].chain(then=runs[1], times=times) for times in range(1, 17)}
+    assert made[1] is runs[0].chain(then=runs[1], times=1)
+    runs[0].chain(then=runs[1], times=17)
+    assert made[1] is runs[0].chain(then=runs[1], times=1)
+    assert made[2] is not runs[0].chain(then=runs[1], times=2)
 
 
 LENGTHS_AND_CONSTANTS = {
@@ -667,7 +667,7 @@ def test_updates_by_lengths_and_constants_are_compiled_once(fork, at_once, which
         assert np.asarray(shared_.get_value()).dtype == np.asarray(expected.get_value()).dtype
     runs = [f._program.compile(PLAIN).run for f in (train.gradient, train.update)]
     for times in (1, 3):
-        assert runs[0].chain(runs[1], times=times)._run._cache_size() == 1
+        assert runs[0].chain(then=runs[1], times=times)._run._cache_size() == 1
 
 
 def test_only_numbers_are_returned_again_and_again(fork):
@@ -675,7 +675,7 @@ def test_only_numbers_are_returned_again_and_again(fork):
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x * 2, "gather")), synk.function([], updates=[(w, w + 1)])
     runs = [each._program.compile(PLAIN).run for each in (f, g)]
-    assert runs[0].chain(runs[1], times=2) is None
+    assert runs[0].chain(then=runs[1], times=2) is None
 
 
 def test_a_log_is_long_enough_for_a_launch(fork):
@@ -683,7 +683,7 @@ def test_a_log_is_long_enough_for_a_launch(fork):
     x, w = T.dvector("x"), shared(np.zeros(()), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
     runs = [each._program.compile(PLAIN).run for each in (f, g)]
-    launch = runs[0].chain(runs[1], times=100)
+    launch = runs[0].chain(then=runs[1], times=100)
     rows = JAX.from_host(np.arange(200.0))
     expected = np.arange(200.0).reshape(100, 2).sum(axis=1)
     launches = [launch(rows) for _ in range(5)]
@@ -738,7 +738,7 @@ def test_what_was_launched_is_freed_with_its_function(fork):
     f, g = synk.function([x], (x.sum(), "sum"), updates=[(w, w + x)]), synk.function([], updates=[(w, 2 * w)])
     f(np.ones(3)), g()
     runs = [each._program.compile(PLAIN).run for each in (f, g)]
-    runs.append(runs[0].chain(runs[1]))
+    runs.append(runs[0].chain(then=runs[1]))
     runs[-1](JAX.from_host(np.ones(3)))
     references = [weakref.ref(run) for run in runs]
     gc.collect()

@@ -43,7 +43,7 @@ _PIECE = 25_000_000
 
 
 class Combination(NamedTuple):
-    """The ranks' values of a variable are combined; if that turns out not to count, no other variable is updated.
+    """Has the ranks' new values of a variable combined; if that turns out not to count, no other variable is updated.
 
     Attributes
     ----------
@@ -72,15 +72,19 @@ class Executable(Runner):
 
     Parameters
     ----------
-    pieces : list of Traced and Combination
+    pieces : list of Traced
         What is computed, in this order, in one launch.
+    combination : Combination, optional
+        Of a variable that the first of them updates; the others see what has been combined.
     log : bool
         Whether to return outputs that are numbers as a log's entries.
     times : int
         As in `Runner`; if it is many, all outputs have to be numbers in the log.
     """
 
-    def __init__(self, pieces: Sequence[Traced | Combination], log: bool = False, times: int = 1):
+    def __init__(
+        self, pieces: Sequence[Traced], combination: Combination | None = None, log: bool = False, times: int = 1
+    ):
         import jax
         import jax.numpy as jnp
 
@@ -89,28 +93,27 @@ class Executable(Runner):
         jax.config.update("jax_enable_x64", True)
         self._pieces = list(pieces)
         self._logs_numbers, self.times = log, times
-        traced = [piece for piece in pieces if isinstance(piece, Traced)]
         self._chains: dict[Any, Executable] = {}
         self._shapes: set[Any] = set()
-        self._n_inputs = sum(piece.n_inputs for piece in traced)
-        self._storages = _each_once([storage for piece in traced for storage in piece.storages])
+        self._n_inputs = sum(piece.n_inputs for piece in pieces)
+        self._storages = _each_once([storage for piece in pieces for storage in piece.storages])
         #: Where the results of a launch go: first what is returned, then the containers' new values.
-        self._outputs = [cell for piece in traced for cell in piece.cells[: piece.n_outputs]]
+        self._outputs = [cell for piece in pieces for cell in piece.cells[: piece.n_outputs]]
         # In the variables' order: JAX gives each new value the memory of the first variable of its shape that is left.
         # With another's than its own, XLA would copy one of the two, and addresses would change from launch to launch.
-        updated = {id(cell) for piece in traced for cell in piece.cells}
+        updated = {id(cell) for piece in pieces for cell in piece.cells}
         self._updated = [storage for storage in self._storages if id(storage) in updated]
-        self._donated = _each_once([storage for piece in traced for storage in piece.donated])
+        self._donated = _each_once([storage for piece in pieces for storage in piece.donated])
         self._copy = jnp.copy
         self._log: Log | None = None
         self._is_interrupted = False
         #: Which inputs' values are looked at, as lengths follow from them.
         self.on_host = frozenset(
-            position for piece in traced[:1] if piece.steered is not None for position in piece.steered.positions
+            position for piece in pieces[:1] if piece.steered is not None for position in piece.steered.positions
         )
-        self._is_steered = any(piece.steered is not None for piece in traced)
-        assert len(traced) == 1 or not self._is_steered
-        types = [kind for piece in traced for kind in piece.types]
+        self._is_steered = any(piece.steered is not None for piece in pieces)
+        assert len(pieces) == 1 or not self._is_steered
+        types = [kind for piece in pieces for kind in piece.types]
         self._logged = [i for i, kind in enumerate(types) if log and getattr(kind, "ndim", None) == 0]
         self._dtypes = [np.dtype(types[i].dtype) for i in self._logged]
         self._outputs = [cell for i, cell in enumerate(self._outputs) if i not in self._logged]
@@ -127,7 +130,7 @@ class Executable(Runner):
         # addresses stay the same from launch to launch, as the launches that XLA records need them.
         options = COMPILER_OPTIONS if bfloat16() else None
         # Without a reference to this, or only the garbage collector would free what it holds.
-        run = partial(_compute, self._pieces, self._storages, self._updated, self._logged)
+        run = partial(_compute, self._pieces, combination, self._storages, self._updated, self._logged)
         if times > 1:
             at = {id(storage): i for i, storage in enumerate(self._storages)}
             logs = range(len(at), len(at) + 1 + len(self._logged))
@@ -142,38 +145,35 @@ class Executable(Runner):
         else:
             self._run = jax.jit(run, donate_argnums=tuple(positions), keep_unused=True, compiler_options=options)
 
-    def chain(self, *others: Combination | Executable, times: int = 1) -> Executable | None:
-        """Return what does in one launch what this one does and then the others, all of it so many times.
+    def chain(
+        self, combination: Combination | None = None, then: Executable | None = None, times: int = 1
+    ) -> Executable | None:
+        """Return what does in one launch what this one does, combines, and does what another one does; so many times.
 
         The same one each time; None where inputs decide shapes, where what is combined isn't computed here, and for
         many times where outputs are no numbers.
         """
-        if not others and times == 1:
-            return self
-        key = *[(id(one.storage), *one[1:]) if isinstance(one, Combination) else one for one in others], times
+        key = combination and (id(combination.storage), *combination[1:]), then, times
         chained = self._chains.pop(key, None)
         if chained is None:
-            combined = [one.storage for one in others if isinstance(one, Combination)]
-            computed = self._pieces[-1].cells if isinstance(self._pieces[-1], Traced) else []
-            executables = [self, *[one for one in others if isinstance(one, Executable)]]
-            can = all(any(storage is cell for cell in computed) for storage in combined)
+            executables = [self] if then is None else [self, then]
+            can = combination is None or any(cell is combination.storage for cell in self._pieces[0].cells)
             can = can and not any(one._is_steered for one in executables)
             if times > 1:
                 can = can and times <= LAUNCHES and not any(one._outputs for one in executables)
             if not can:
                 return None
-            pieces = [*self._pieces]
-            for one in others:
-                pieces += [one] if isinstance(one, Combination) else one._pieces
+            pieces = [piece for one in executables for piece in one._pieces]
+            assert len(pieces) == len(executables)  # of a chain the combination would be lost
             while len(self._chains) >= _CHAINS:
                 del self._chains[next(iter(self._chains))]
-            chained = Executable(pieces, self._logs_numbers, times)
+            chained = Executable(pieces, combination, self._logs_numbers, times)
         self._chains[key] = chained  # behind all others
         return chained
 
     def repeated(self, times: int) -> Executable | None:
         """Return what does it many times in one launch."""
-        return self.chain(times=times)
+        return self if times == 1 else self.chain(times=times)
 
     def is_new(self, inputs: Sequence[Any]) -> bool:
         """Whether XLA compiles for inputs of these shapes."""
@@ -234,7 +234,6 @@ class Executable(Runner):
         lengths = []
         if self._is_steered:
             (piece,) = self._pieces
-            assert isinstance(piece, Traced)
             # A copy, as the program may write into its own before this has been computed.
             inputs = [np.array(v) if i in self.on_host else v for i, v in enumerate(inputs)]
             lengths = [piece.lengths(inputs)]
@@ -242,7 +241,8 @@ class Executable(Runner):
 
 
 def _compute(
-    pieces: Sequence[Traced | Combination],
+    pieces: Sequence[Traced],
+    combination: Combination | None,
     storages: Sequence[list[Any]],
     updated: Sequence[list[Any]],
     logged: Sequence[int],
@@ -255,23 +255,19 @@ def _compute(
     ``logged`` are the positions of the outputs that go into the log, and nowhere else.  ``lengths`` are what the only
     piece takes behind its storages.
     """
-    n_inputs = sum(piece.n_inputs for piece in pieces if isinstance(piece, Traced))
+    n_inputs = sum(piece.n_inputs for piece in pieces)
     n_arguments = n_inputs + len(storages)
     inputs = iter(arguments[:n_inputs])
     logs = arguments[n_arguments:]
     before = {id(s): a for s, a in zip(storages, arguments[n_inputs:n_arguments], strict=True)}
-    present, combined = dict(before), set()
+    present = dict(before)
     outputs: list[Any] = []
     counts: Any = None
-    for piece, behind in zip(pieces, [*pieces[1:], None], strict=True):
-        if isinstance(piece, Combination):
-            continue  # with the function before it
+    for piece in pieces:
         given = [*islice(inputs, piece.n_inputs), *[present[id(s)] for s in piece.storages], *lengths]
         try:
-            if isinstance(behind, Combination):
-                assert counts is None, "more than one combination in a launch"
-                results, counts = _combined(piece, given, behind, logs[0] if in_loop else None)
-                combined.add(id(behind.storage))
+            if combination is not None and piece is pieces[0]:
+                results, counts = _combined(piece, given, combination, logs[0] if in_loop else None)
             else:
                 results = piece.run(*given)
         except Exception:
@@ -280,8 +276,8 @@ def _compute(
         outputs += results[: piece.n_outputs]
         for cell, result in zip(piece.cells[piece.n_outputs :], results[piece.n_outputs :], strict=True):
             present[id(cell)] = result
-    if counts is not None:
-        for key in before.keys() - combined:
+    if combination is not None:
+        for key in before.keys() - {id(combination.storage)}:
             present[key] = _if(counts, present[key], before[key])
     # What is in the log is returned nowhere else: each output that is kept would have an address of its own.
     others = [output for i, output in enumerate(outputs) if i not in logged]
@@ -455,7 +451,7 @@ class Xla(LazyEngine):
 
     def runner(self, library: GraphLibrary, function: Any, n_inputs: int, fetched: bool) -> Runner:
         """Return a function that takes and returns JAX arrays; numbers as a log's entries, which `fetch` reads."""
-        return Executable([Traced(function, n_inputs, JAX)], fetched)
+        return Executable([Traced(function, n_inputs, JAX)], log=fetched)
 
     def chain(self, rank: Rank, first: Runner, combined: Combined, second: Runner, times: int) -> Runner | None:
         """Return both in one launch, with NCCL's work in between.
@@ -465,7 +461,7 @@ class Xla(LazyEngine):
         """
         assert isinstance(first, Executable) and isinstance(second, Executable)
         if rank.size == 1:
-            return first.chain(second, times=times)
+            return first.chain(then=second, times=times)
         shared = combined.shared(rank)
         value = shared.container.storage[0]
         # What the user may have put there is moved, or cast, on the long way.
