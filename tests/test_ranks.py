@@ -1,6 +1,7 @@
 """ranks/: commands, steps, errors, liveness, segments -- without any graph library."""
 
 import gc
+import mmap
 import os
 import signal
 import time
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from synkhronos import ranks
-from synkhronos.ranks.control import MAILBOX, SLOT
+from synkhronos.ranks.control import MAILBOX, SLOT, Bell
 from synkhronos.ranks.errors import Cancelled, cause_of_death
 from synkhronos.ranks.interrupts import put_back, undisturbed
 
@@ -50,6 +51,14 @@ def test_what_is_noted_of_an_object_goes_with_it():
     del noted  # before its keys
     gc.collect()
     del second
+
+
+def test_a_wait_is_as_long_as_it_is_to_be_whatever_becomes_of_the_wall_clock(monkeypatch):
+    bell = Bell(mmap.mmap(-1, mmap.PAGESIZE), 0, False)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    began = time.monotonic()
+    assert not bell.wait(0.1)
+    assert 0.1 <= time.monotonic() - began < 5
 
 
 @dataclass(frozen=True)

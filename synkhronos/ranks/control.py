@@ -225,7 +225,9 @@ class Control:
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_sem_post, _sem_timedwait = _libc.sem_post, _libc.sem_timedwait
+_sem_wait, _CLOCK = getattr(_libc, "sem_clockwait", None), time.CLOCK_MONOTONIC
+if _sem_wait is None:  # glibc before 2.30 knows the wall clock alone: where that is set back, a wait is so much longer
+    _sem_wait, _CLOCK = lambda semaphore, clock, until: _libc.sem_timedwait(semaphore, until), time.CLOCK_REALTIME
 _getcpu = getattr(_libc, "sched_getcpu", None)  # only Linux says
 
 
@@ -255,7 +257,7 @@ class Bell:
 
     def ring(self) -> None:
         """Wake who waits, or the next who does."""
-        _sem_post(self._semaphore)
+        _libc.sem_post(self._semaphore)
 
     def wait(self, seconds: float) -> bool:
         """Return when the bell rings, or a signal's handler has run; False if neither does in time."""
@@ -263,10 +265,10 @@ class Bell:
 
     def _wait(self, seconds: float) -> int:
         """Return 0 when the semaphore could be lowered."""
-        deadline, until = self._deadline, time.time() + seconds
+        deadline, until = self._deadline, time.clock_gettime(_CLOCK) + seconds
         deadline.seconds = whole = int(until)
         deadline.ns = int((until - whole) * 1e9)
-        return int(_sem_timedwait(self._semaphore, self._until))
+        return int(_sem_wait(self._semaphore, _CLOCK, self._until))
 
 
 class Mutex(Bell):
