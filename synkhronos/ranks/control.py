@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from synkhronos.ranks.interrupts import undisturbed
 from synkhronos.ranks.segments import create_unlinked, map_file
@@ -225,9 +225,9 @@ class Control:
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_sem_wait, _CLOCK = getattr(_libc, "sem_clockwait", None), time.CLOCK_MONOTONIC
+_CLOCK, _sem_wait = time.CLOCK_MONOTONIC, cast(Any, getattr(_libc, "sem_clockwait", None))
 if _sem_wait is None:  # glibc before 2.30 knows the wall clock alone: where that is set back, a wait is so much longer
-    _sem_wait, _CLOCK = lambda semaphore, clock, until: _libc.sem_timedwait(semaphore, until), time.CLOCK_REALTIME
+    _CLOCK, _sem_wait = time.CLOCK_REALTIME, lambda semaphore, clock, until: _libc.sem_timedwait(semaphore, until)
 _getcpu = getattr(_libc, "sched_getcpu", None)  # only Linux says
 
 
