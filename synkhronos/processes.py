@@ -173,6 +173,7 @@ def _started(
         choose(True, None)  # where this host has none, or lacks something, no other is asked
     hosts = Hosts(named, float(host_timeout), said)
     try:
+        hosts.start()
         yield hosts
     except BaseException:
         hosts.kill()

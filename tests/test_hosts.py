@@ -1,6 +1,7 @@
 """Ranks on several hosts: the same results as on one."""
 
 import os
+import signal
 import sys
 import time
 
@@ -10,11 +11,14 @@ import pytest
 from hosts import are_simulated, has_mpi, launch, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from system import children_of
 
 import synkhronos as synk
+from synkhronos import processes
+from synkhronos.hosts import start
 from synkhronos.hosts.agent import Agent
 from synkhronos.hosts.contents import PAGE, Contents, Rows, pages_of, put_pages, take_pages
-from synkhronos.hosts.names import hosts_of
+from synkhronos.hosts.names import Host, hosts_of
 from synkhronos.hosts.pipes import FRAMES, Layout, frame_for
 from synkhronos.hosts.start import _check_names, _lost
 from synkhronos.ranks.control import Control
@@ -129,6 +133,49 @@ def test_without_mpirun(monkeypatch):
             synk.fork(hosts=["a", "b"], use_gpu=False)
     assert synk.fork(2, use_gpu=False) == 2
     synk.close()
+
+
+def test_what_mpirun_leaves_behind_holds_up_nobody(monkeypatch):
+    leaves = ["sh", "-c", "sleep 20 & echo no route to host b >&2; exit 255"]
+    monkeypatch.setattr(start, "_command", lambda names, address: leaves)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="hosts a, b could not be reached: no route to host b$"):
+        synk.fork(hosts=["a", "b"], use_gpu=False)
+    assert time.monotonic() - began < 10
+
+
+def started(press):
+    """Start hosts, with Ctrl-C before the instruction of this number; return the number of instructions."""
+    codes = {start.Hosts.start.__code__, start.Hosts.__init__.__code__, processes._started.__wrapped__.__code__}
+    before, count = sys.gettrace(), 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        frame.f_trace_opcodes = frame.f_code in codes
+        count += event == "opcode" and frame.f_trace_opcodes
+        if count == press:
+            sys.settrace(before)
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with processes._started([Host("a", 1), Host("b", 1)], False) as hosts:
+            sys.settrace(before)
+        hosts.kill()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_ctrl_c_at_any_moment_leaves_no_mpirun(monkeypatch):
+    said = [{"name": name, "mpi": "MPICH", "cores": 1, "gpus": 0, "machine": 1, "versions": {}} for name in "ab"]
+    monkeypatch.setattr(start, "_command", lambda names, address: ["sleep", "60"])
+    monkeypatch.setattr(start.Hosts, "_meet", lambda self, listener: said)
+    for press in range(1, 1 + started(-1)):
+        with pytest.raises(KeyboardInterrupt):
+            started(press)
+        assert children_of(os.getpid()) == [], press
 
 
 def test_frames_suit_the_mpi():

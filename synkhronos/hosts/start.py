@@ -37,6 +37,7 @@ from synkhronos.hosts.pipes import Layout, frame_for
 from synkhronos.ranks import Command, SharedArray
 from synkhronos.ranks.control import Control
 from synkhronos.ranks.errors import cause_of_death
+from synkhronos.ranks.interrupts import undisturbed
 from synkhronos.ranks.memory import Release
 from synkhronos.ranks.reads import Read, reads
 from synkhronos.ranks.segments import SegmentTable, is_closed
@@ -62,6 +63,8 @@ def serve() -> NoReturn:
 class Hosts:
     """The hosts of a session: the master's own and the others.
 
+    `start` starts them, and `kill` ends them, whatever has become of that.
+
     Parameters
     ----------
     hosts : sequence of Host, or None
@@ -79,49 +82,54 @@ class Hosts:
         Those of this one.
     extra : int
         Bytes of control memory that its agent and its ranks need besides.
-
-    Raises
-    ------
-    RuntimeError
-        If the agents don't start, or the hosts don't have the same versions.
     """
 
     def __init__(self, hosts: Sequence[Host] | None, timeout: float, said: IO[str] | None = None):
-        self.names = [] if hosts is None else [host.name for host in hosts]
+        self._named = hosts
+        self.names = [host.name for host in hosts or ()]
         self._timeout, self._takes = timeout, said
         self._said: deque[str] = deque(maxlen=50)
         self._readers: list[threading.Thread] = []
-        self._is_launched = hosts is None
         self._channel: socket.socket | None = None
-        if hosts is None:
-            _start_once()
+        self._launcher: Any = None
         self._control: Control | None = None
         self._layout: Layout | None = None
+
+    def start(self) -> None:
+        """Start the agents.
+
+        Raises
+        ------
+        RuntimeError
+            If they don't start, or the hosts don't have the same versions.
+        """
+        hosts = self._named
+        if hosts is None:
+            _start_once()
         address = f"synkhronos-{secrets.token_hex(16)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("\0" + address)
             listener.listen(1)
-            self._launcher = subprocess.Popen(
-                _agent(address) if hosts is None else _command(self.names, address),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="backslashreplace",
-                env={"UCX_LOG_LEVEL": "error", **os.environ},  # Open MPI's UCX warns of what every agent's end leaves
-                start_new_session=True,  # Ctrl-C at the terminal is the master's to handle
-                close_fds=hosts is not None,  # mpirun talks to its processes over files that they inherit
-            )
-            try:
-                hellos = self._meet(listener)
-                if hosts is None:
-                    hosts = [Host(hello["name"], None) for hello in hellos]
-                    self.names = [host.name for host in hosts]
-                    _check_shape(hellos)
-                _check_versions(self.names, [hello["versions"] for hello in hellos])
-            except BaseException:
-                self.kill()
-                raise
+            command = _agent(address) if hosts is None else _command(self.names, address)
+            with undisturbed():
+                self._launcher = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    errors="backslashreplace",
+                    # Open MPI's UCX warns of what every agent's end leaves.
+                    env={"UCX_LOG_LEVEL": "error", **os.environ},
+                    start_new_session=True,  # Ctrl-C at the terminal is the master's to handle
+                    close_fds=hosts is not None,  # mpirun talks to its processes over files that they inherit
+                )
+            hellos = self._meet(listener)
+        if hosts is None:
+            hosts = [Host(hello["name"], None) for hello in hellos]
+            self.names = [host.name for host in hosts]
+            _check_shape(hellos)
+        _check_versions(self.names, [hello["versions"] for hello in hellos])
         self._known_as = [(name, hello["name"]) for name, hello in zip(self.names, hellos, strict=True)]
         self._frame = frame_for(hellos[0]["mpi"])
         self._asked = [host.n_ranks for host in hosts]
@@ -194,8 +202,11 @@ class Hosts:
 
     def _read(self) -> str:
         """Return what ``mpirun`` has said, when it has ended."""
-        output, errors = self._launcher.communicate()
-        lines = [line.strip(" =-") for line in [*errors.splitlines(), *output.splitlines()]]
+        try:
+            said = self._launcher.communicate(timeout=_LAST)
+        except subprocess.TimeoutExpired as error:  # an ssh that others are to use, too, stays and has the pipes open
+            said = [(text or b"").decode(errors="backslashreplace") for text in (error.output, error.stderr)]
+        lines = [line.strip(" =-") for text in reversed(said) for line in text.splitlines()]
         return "; ".join(line for line in lines if line) or f"mpirun ended with code {self._launcher.returncode}"
 
     # -- what the session calls ------------------------------------------------------------------------------
@@ -212,7 +223,7 @@ class Hosts:
             "root": root,
             "profile": profile,
             "timeout": self._timeout,
-            "launched": self._is_launched,
+            "launched": self._named is None,
             "environment": {name: value for name, value in os.environ.items() if _VARIABLES.match(name)},
             "path": [os.path.abspath(folder) for folder in sys.path],
             "folder": os.getcwd(),
@@ -269,7 +280,7 @@ class Hosts:
             reader.join(0.2)
         code = self._launcher.poll()
         if code is not None and code < 0:
-            what = "the agent of this host" if self._is_launched else "mpirun, which connects the hosts,"
+            what = "the agent of this host" if self._named is None else "mpirun, which connects the hosts,"
             return f"{what} (process {self._launcher.pid}) {cause_of_death(code)}", 0
         lost = _lost(" ".join(list(self._said)), self._known_as)
         names = [host_and_ranks(self.names[i], self.ranks[i]) for i in lost]
@@ -289,6 +300,8 @@ class Hosts:
 
     def kill(self) -> None:
         """End ``mpirun``, which ends the agents, who end their workers."""
+        if self._launcher is None:
+            return
         if self._channel is not None:
             self._channel.close()  # the agents end when they see that
             with contextlib.suppress(subprocess.TimeoutExpired):
