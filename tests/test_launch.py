@@ -8,12 +8,13 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from launch_runs import ENVIRONMENT, TESTS, lines, run, train
 
-from synkhronos.launch import binding, modelfile
+from synkhronos.launch import binding, doctor, modelfile
 from synkhronos.ranks import available_cores
 
 
@@ -232,6 +233,41 @@ def test_ranks_are_next_to_their_gpus_within_the_mask(tmp_path):
     assert found[2] == [0, 1, 2, 12] and "next to cuda2 are not among those" in why
     assert binding.masks(devices, [0, 5, 6], near)[1] == "not bound: cores 0 are next to the GPUs of 2 ranks"
     assert binding.cores_of("0000:ff:00.0", tmp_path) == []
+
+
+@pytest.mark.any_library
+def test_cuda_counts_gpus_in_another_order_than_nvml(tmp_path, monkeypatch):
+    # On the bus the slow one comes first; CUDA begins with the fast one.
+    names = {"GPU-slow": "0000:1b:00.0", "GPU-fast": "0000:9d:00.0"}
+    for address, cores in zip(names.values(), ("0-3", "4-7"), strict=True):
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "local_cpulist").write_text(cores)
+    memory = SimpleNamespace(total=80 << 30)
+    nvml = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetHandleByIndex": [*names].__getitem__,
+        "nvmlDeviceGetHandleByUUID": bytes.decode,
+        "nvmlDeviceGetName": lambda name: f"a {name}",
+        "nvmlDeviceGetMemoryInfo": lambda name: memory,
+        "nvmlDeviceGetPciInfo": lambda name: SimpleNamespace(busId=names[name].encode()),
+        "nvmlDeviceGetP2PStatus": lambda one, other, index: 0,
+        "NVML_P2P_CAPS_INDEX_NVLINK": 2,
+        "NVML_P2P_STATUS_OK": 0,
+        "NVMLError": OSError,
+    }
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**nvml))
+    cuda = SimpleNamespace(Device=lambda number: SimpleNamespace(uuid=["fast", "slow"][number]))
+    monkeypatch.setitem(sys.modules, "cuda.core", cuda)
+    monkeypatch.setattr(binding.gpu_cores, "__defaults__", (tmp_path,))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert binding.gpu_cores(["cuda0", "cuda1"]) == {"cuda0": [4, 5, 6, 7], "cuda1": [0, 1, 2, 3]}
+    assert doctor._of_nvml(2) == [
+        "  cuda0: a GPU-fast, 80 GiB, next to cores 4-7, NVLink to 1",
+        "  cuda1: a GPU-slow, 80 GiB, next to cores 0-3, NVLink to 0",
+    ]
+    del cuda.Device
+    assert binding.gpu_cores(["cuda0", "cuda1"]) == {}
 
 
 @pytest.mark.any_library

@@ -4,6 +4,8 @@
     Cores for each rank: those next to its GPU, or a share of all.
 `gpu_cores`
     The cores next to each GPU, as the system says.
+`gpu`
+    What NVML knows a GPU by.
 `parse_cores`
     Linux' lists of cores.
 `said`
@@ -15,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 _PCI = Path("/sys/bus/pci/devices")
 
@@ -52,34 +55,26 @@ def masks(devices: Sequence[str], allowed: Sequence[int], near: dict[str, list[i
 
 
 def gpu_cores(devices: Sequence[str], pci: Path = _PCI) -> dict[str, list[int]]:
-    """Return the cores next to each GPU, as far as NVML and the system say."""
-    found = {}
+    """Return the cores next to each GPU, as far as CUDA, NVML and the system say."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # NVML's package or library is not there, or finds no driver
-        return {}
-    try:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = None if visible is None else [name.strip() for name in visible.split(",")]
+        found = {}
         for device in {each for each in devices if each != "cpu"}:
-            number = int(device.removeprefix("cuda"))
-            name = str(number) if names is None else names[number]
-            if name.isdecimal():
-                handle = pynvml.nvmlDeviceGetHandleByIndex(int(name))
-            else:
-                handle = pynvml.nvmlDeviceGetHandleByUUID(name.encode())
-            address = pynvml.nvmlDeviceGetPciInfo(handle).busId
-            address = address.decode() if isinstance(address, bytes) else address
-            cores = cores_of(address, pci)
-            if cores:
-                found[device] = cores
-    except pynvml.NVMLError:
+            address = pynvml.nvmlDeviceGetPciInfo(gpu(int(device.removeprefix("cuda")))).busId
+            found[device] = cores_of(address.decode() if isinstance(address, bytes) else address, pci)
+    except Exception:  # a package or library of theirs is not there, or finds no driver
         return {}
-    finally:
-        pynvml.nvmlShutdown()
-    return found
+    return {device: cores for device, cores in found.items() if cores}
+
+
+def gpu(number: int) -> Any:
+    """Return NVML's handle of a GPU, by CUDA's number: CUDA counts unlike ones by their speed, NVML by their places."""
+    import pynvml
+    from cuda.core import Device
+
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{Device(number).uuid}".encode())
 
 
 def cores_of(address: str, pci: Path = _PCI) -> list[int]:

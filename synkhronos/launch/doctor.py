@@ -84,7 +84,7 @@ def _gpus(lines: list[str], missing: list[str]) -> None:
         lacking = device.missing()
         if lacking:
             missing.append(f"{words}: {', '.join(lacking)}: {device.install}")
-    with contextlib.suppress(Exception):  # NVML's answers differ by driver; what it doesn't say is left out
+    with contextlib.suppress(Exception):  # answers differ by driver; what isn't said is left out
         lines.extend(_of_nvml(count))
 
 
@@ -96,7 +96,7 @@ def _of_nvml(count: int) -> list[str]:
     pynvml.nvmlInit()
     try:
         near = binding.gpu_cores([f"cuda{i}" for i in range(count)])
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+        handles = [binding.gpu(i) for i in range(count)]
         for i, handle in enumerate(handles):
             name: Any = pynvml.nvmlDeviceGetName(handle)
             name = name.decode() if isinstance(name, bytes) else name

@@ -15,9 +15,5 @@ def nvmlShutdown():  # noqa: N802 - NVIDIA's name
     pass
 
 
-def nvmlDeviceGetHandleByIndex(number):  # noqa: N802 - NVIDIA's name
-    raise NVMLError("nobody knows which cores are next to it")
-
-
 def nvmlDeviceGetCount():  # noqa: N802 - NVIDIA's name
     return int(os.environ["PRETENDED_GPUS"])
