@@ -204,6 +204,23 @@ def test_early_stop_goes_by_validation_alone(fork, tmp_path):
     assert len(list(Model("BSP", rate=1e-300).epochs(5, 9, **keep, **stops))) == 2
 
 
+def test_what_is_validated_by_another_name_is_compared_with_nothing_from_before(fork, tmp_path):
+    fork(2)
+    x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
+    loss = ((tensor.dot(x, w) - 1) ** 2).mean()
+
+    def reports(validate, epochs, **options):
+        schedule = schedules.plateau(1e-300, factor=0.5, patience=3)
+        trainer = make_trainer(loss, [w], x, [], sgd, rules.BSP(), schedule, validate=validate)
+        options = {"checkpoint": Checkpoint(tmp_path), "patience": 1, "valid": (X, []), **options}
+        return len(list(trainer.epochs(X, [], 5, epochs, **options))), schedule.best
+
+    assert reports({"low": 0 * loss}, 9) == (2, 0.0)
+    assert reports({"low": 0 * loss}, 9, resume="latest") == (0, 0.0)
+    count, best = reports({"high": loss, "low": 0 * loss}, 9, resume="latest")
+    assert count == 2 and best > 0
+
+
 class FailsToBegin(rules.EASGD):
     """On one rank, the first time: on rank 0 in the beginning itself, on rank 1 before that."""
 

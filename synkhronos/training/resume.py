@@ -33,6 +33,8 @@ class Place:
     #: The next row is at this place of this epoch's order.
     epoch: int = 0
     row: int = 0
+    #: What is to get lower: the loss, or what of validation; "" before the first report.
+    measure: str = ""
     #: The best value of validation so far.
     best: float = math.inf
     #: The reports since then.
@@ -75,6 +77,7 @@ class OnRanks:
             "seen": seen,
             "epoch": place.epoch,
             "row": place.row,
+            "measure": place.measure,
             "best": None if math.isinf(place.best) else place.best,
             "since": place.since,
             "seed": course.seed,
@@ -119,7 +122,8 @@ class OnRanks:
         run(storing.restore_file, self.name, self.groups, self.rule, str(path), self.memory, self.alike, root)
         schedules.set_state(schedule, meta["schedule"])
         best = math.inf if meta["best"] is None else meta["best"]
-        return Place(meta["epoch"], meta["row"], best, meta["since"], meta["steps_taken"]), meta["seen"]
+        place = Place(meta["epoch"], meta["row"], meta["measure"], best, meta["since"], meta["steps_taken"])
+        return place, meta["seen"]
 
     def _model_shapes(self) -> dict[str, Any]:
         """Return what tells a model from another: each parameter's shape and dtype, in order."""

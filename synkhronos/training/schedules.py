@@ -47,6 +47,12 @@ def set_state(schedule: Any, state: Mapping[str, Any]) -> None:
     _learnt(schedule).update(state)
 
 
+def forget(schedule: Any) -> None:
+    """Have a schedule compare with nothing from before, as it will observe something else; its rate stays."""
+    found = _learnt(schedule)
+    found.update({name: start for name, start in (("best", math.inf), ("since", 0)) if name in found})
+
+
 def _learnt(schedule: Any) -> dict[str, Any]:
     """Return the attributes of a schedule that observes validation, to be changed; none of another."""
     while hasattr(schedule, "schedule"):

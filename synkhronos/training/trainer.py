@@ -26,7 +26,7 @@ from synkhronos.loading.loader import Feed
 from synkhronos.ranks import WorkerError
 from synkhronos.rules import BSP, EAMSGD, Rule
 from synkhronos.tasks import run
-from synkhronos.training import storing
+from synkhronos.training import schedules, storing
 from synkhronos.training.checkpoint import Checkpoint
 from synkhronos.training.course import Course, pools_of
 from synkhronos.training.interval import Plan, Source
@@ -126,7 +126,8 @@ class Trainer:
         every : int, optional
             The steps of each rank between two reports; by default an epoch's.
         patience : int, optional
-            Stop when the first value of `validate` has not got lower for so many reports.
+            Stop when the first value of `validate` has not got lower for so many reports.  What has another name than
+            before `resume` is compared with nothing from before.
         recorder : Recorder, or anything with ``write(dict)``, or a list of these, optional
             What gets the reports.
         checkpoint : Checkpoint, optional
@@ -201,6 +202,11 @@ class Trainer:
     ) -> Iterator[Report]:
         self._begin(course, resume, checkpoint, recorders)
         place, reports = self._place, 0
+        measure = "loss" if valid is None else f"validation {next(iter(self._validate))}"
+        if place.measure not in ("", measure):  # the best until now is of something else
+            place.best, place.since = math.inf, 0
+            schedules.forget(self.schedule)
+        place.measure = measure
         while not self._is_over(course, patience):
             first, last = place.row, course.end(place.row, ranks.session().size)
             report = self._interval(course, place.epoch, first, last, recorders)
