@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -259,6 +260,45 @@ def test_ranks_of_which_one_could_not_begin_begin_all_anew(fork, monkeypatch, ra
     (report,) = trainer.epochs(X[:, :3], [], 5, 1)
     assert report.seen == ROWS
     assert w.get_value().tolist() == [5.0] * 3  # the centre begins where the ranks are
+
+
+class Interrupted(rules.GoSGD):
+    """On rank 1, the first time, where it begins or where it waits for a lock."""
+
+    failed = False
+
+    def __init__(self, place):
+        super().__init__(1.0)
+        self.place = place
+
+    def setup(self, worker, state):
+        if self.place == "setup" and worker.number == 1:
+            self.fail()
+        super().setup(worker, state)
+
+    def send(self, worker, state, to):
+        if self.place == "lock" and worker.number == 1 and not Interrupted.failed:
+            worker = SimpleNamespace(lock=self.fail)
+        super().send(worker, state, to)
+
+    def fail(self, *_):
+        if not Interrupted.failed:
+            Interrupted.failed = True
+            time.sleep(0.2)  # the other has sent something meanwhile
+            raise RuntimeError("not now")
+
+
+@pytest.mark.skipif(XLA, reason="how ranks begin does not depend on the device, and XLA takes seconds to compile")
+@pytest.mark.parametrize("place", ["setup", "lock"])
+def test_an_interrupt_of_gossip_leaves_a_mean(fork, monkeypatch, place):
+    monkeypatch.setattr(Interrupted, "failed", False)
+    fork(2)
+    x, w = tensor.dmatrix("x"), shared(np.full(3, 5.0), "w")
+    trainer = make_trainer(tensor.dot(x, w).mean() * 0.0, [w], x, [], sgd, Interrupted(place))
+    with pytest.raises(RuntimeError, match="not now"):
+        next(trainer.epochs(X[:, :3], [], 5, 1))
+    (_,) = trainer.epochs(X[:, :3], [], 5, 1)
+    np.testing.assert_allclose(w.get_value(), [5.0] * 3, rtol=1e-14)
 
 
 # -- schedules, stops, records -------------------------------------------------------------------------------

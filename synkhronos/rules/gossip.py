@@ -66,7 +66,7 @@ class GoSGD(Rule):
         """Put half of this rank's weight, with its parameters, into another's mailbox."""
         runs, vector = state.opened()
         mail, weights = state.shared["mail"][to], state.shared["weights"]
-        state.own["weight"] = weight = state.own["weight"] / 2
+        weight = state.own["weight"] / 2
         its_mail, its_weight = state.rows["mail"][to : to + 1], state.rows["weights"][to : to + 1]
         with worker.lock(1 + to) as lock:
             lock.read(its_weight)
@@ -78,6 +78,7 @@ class GoSGD(Rule):
             else:
                 for x, place in state.params.blocks(runs):
                     _draw(mail[place], x, share, state.scratch("distance", BLOCK))
+            state.own["weight"] = weight
             weights[to] += weight
             lock.write(its_mail, its_weight)
 
@@ -104,7 +105,9 @@ class GoSGD(Rule):
         """Return the weighted mean, with nothing left in a mailbox."""
         worker.barrier("all have sent")
         self.drain(worker, state)
-        return worker.all_reduce(state.own["weight"] * state.vector, "sum")
+        # They add up to something else once an interrupt has come between the two ends of what one rank sent another.
+        share = state.own["weight"] / sum(worker.exchange(state.own["weight"]))
+        return worker.all_reduce(share * state.vector, "sum")
 
     def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """Merge those that leave into those that stay; new ones take half of another's weight.  The mean is kept."""
