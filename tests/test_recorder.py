@@ -90,6 +90,23 @@ def test_runs_are_drawn_and_written_as_a_table(tmp_path):
     assert "expected a recorder's folder" in wrong.stderr
 
 
+def test_a_table_on_the_screen_is_a_table_alone(tmp_path, capfd):
+    write(tmp_path)
+    show.main([str(tmp_path), "--csv", "-"])
+    shown = capfd.readouterr()
+    assert len(list(csv.DictReader(shown.out.splitlines()))) == 3 * 4
+    assert shown.out.startswith("run,file,time") and "4 reports" in shown.err
+
+
+def test_records_of_a_users_own_are_shown(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    for record in ({"epoch": 1, "loss": 0.5}, {"epoch": 2, "loss": None, "rows_per_second": math.inf}):
+        Recorder(tmp_path).write(record)
+    show.main([str(tmp_path)])
+    assert capsys.readouterr().out.splitlines()[0] == f"{tmp_path}: 2 reports, epoch 2, 0 rows/s, batch ?"
+    assert (tmp_path / "show.png").exists()
+
+
 @pytest.mark.parametrize(("losses", "labels"), [((0.6, 0.4), ["0.4", "0.5", "0.6"]), ((6.0, 0.02), ["0.1", "1"])])
 def test_losses_are_labelled_as_people_write_them(tmp_path, monkeypatch, losses, labels):
     pyplot = pytest.importorskip("matplotlib.pyplot")

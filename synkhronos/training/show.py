@@ -17,20 +17,8 @@ from typing import Any
 
 from synkhronos.training.recorder import read
 
-_COLUMNS = [
-    "run",
-    "file",
-    "time",
-    "seconds",
-    "epoch",
-    "step",
-    "seen",
-    "rows",
-    "loss",
-    "learning_rate",
-    "rows_per_second",
-]
-_COLUMNS += ["compute", "exchange", "wait", "load"]
+_COLUMNS = ["run", "file", "time", "seconds", "epoch", "step", "seen", "rows"]
+_COLUMNS += ["loss", "learning_rate", "rows_per_second", "compute", "exchange", "wait", "load"]
 
 
 def main(arguments: list[str]) -> None:
@@ -45,7 +33,7 @@ def main(arguments: list[str]) -> None:
     except OSError as error:
         parser.exit(2, f"{error}\n")
     for name, files in runs.items():
-        sys.stdout.write(summary(name, files))
+        (sys.stderr if options.csv == "-" else sys.stdout).write(summary(name, files))
     if options.csv:
         with open(os.dup(1) if options.csv == "-" else options.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore", restval="")
@@ -76,11 +64,10 @@ def summary(name: str, files: dict[str, list[dict[str, Any]]]) -> str:
         return f"{name}: no report yet\n"
     last = reports[-1]
     numbers = {"loss": last.get("loss"), **(last.get("validation") or {})}
-    shown = ", ".join(f"{key} {value:.4g}" for key, value in numbers.items() if value is not None)
-    return (
-        f"{name}: {len(reports)} reports, epoch {last.get('epoch', 0):g}, {shown}, "
-        f"{last.get('rows_per_second', 0):,.0f} rows/s, batch {last.get('batch', '?')}\n"
-    )
+    shown = [f"{key} {value:.4g}" for key, value in numbers.items() if value is not None]
+    rate = f"{last.get('rows_per_second') or 0:,.0f} rows/s"
+    words = f"{len(reports)} reports", f"epoch {last.get('epoch') or 0:g}", *shown, rate
+    return f"{name}: {', '.join(words)}, batch {last.get('batch', '?')}\n"
 
 
 def draw(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> None:
@@ -98,10 +85,10 @@ def draw(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> Non
         reports = [record for record in files.get("reports", []) if record.get("loss") is not None]
         first = min((record["time"] for records in files.values() for record in records), default=0.0)
         label = Path(run).name
-        seconds, seen = [r["time"] - first for r in reports], [r["seen"] for r in reports]
+        seconds, seen = [r["time"] - first for r in reports], [r.get("seen") for r in reports]
         (line,) = axes[0].plot(seconds, [r["loss"] for r in reports], label=label)
         axes[1].plot(seen, [r["loss"] for r in reports], color=line.get_color(), label=label)
-        axes[2].plot(seen, [r["rows_per_second"] for r in reports], color=line.get_color(), label=label)
+        axes[2].plot(seen, [r.get("rows_per_second") for r in reports], color=line.get_color(), label=label)
     for axis, x, y in zip(axes, ("seconds", "rows", "rows"), ("loss", "loss", "rows a second"), strict=True):
         axis.set_xlabel(x)
         axis.set_ylabel(y)
