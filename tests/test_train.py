@@ -321,7 +321,7 @@ def test_plain_arrays_do_for_data(n_ranks):
 def test_minibatches_stand_for_their_rows_of_the_whole(n_ranks):
     together, train, alone, train_alone = pair()
     x_data, y_data = synk.data(X[5:9], minibatch=True), synk.data(Y[5:9], minibatch=True)
-    for rows in [slice(5, 9), slice(5, 6), [8, 5, 6], None]:
+    for rows in [slice(5, 9), slice(5, 6), slice(8, 4, -1), [8, 5, 6], None]:
         if isinstance(rows, list):  # whose rows come in the list's order
             train(*[synk.data(whole[rows], minibatch=True) for whole in (X, Y)], batch=rows)
         else:

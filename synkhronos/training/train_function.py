@@ -117,8 +117,6 @@ class TrainFunction:
         Exact, to rounding, for any number of ranks, rows and slices.
         """
         arrays = self._model.arrays(x_data, y_data, batch, batch_s)
-        if not self._model.sliceable and _count(batch, arrays) == 0:
-            raise ValueError(f"batch: expected at least one row, got {batch!r}")
         return self._take(arrays, batch, batch_s, num_slices)[0]
 
     def steps(
@@ -244,7 +242,7 @@ class TrainFunction:
         with session.turn:
             session.settle()
             gradient = self.gradient.prepare(session, arrays, {}, batch, batch_s, num_slices, None)
-            if self._some_have_no_rows(session, gradient):
+            if self._some_have_no_rows(session, gradient, batch):
                 # They sit out, and would contribute what is left of an earlier step.
                 self._clear.run(session)
             update = self.update.prepare(session, (), {}, None, None, 1, None)
@@ -256,10 +254,12 @@ class TrainFunction:
             self.update.results(session, update, updated)
             return self.gradient.outputs(session, gradient, loss)
 
-    def _some_have_no_rows(self, session: ranks.Session, gradient: Call) -> bool:
+    def _some_have_no_rows(self, session: ranks.Session, gradient: Call, batch: Any) -> bool:
         """Whether a rank has no rows to compute; refuse to take a step if none has any."""
         n_ranks = session.size
         if gradient.n_rows is not None:
+            if not gradient.n_rows:
+                raise ValueError(f"batch: expected at least one row, got {batch!r}")
             return gradient.n_rows < n_ranks
         chosen = gradient.chosen or (slice(None),) * n_ranks
         lengths = [0] * n_ranks
@@ -365,18 +365,3 @@ def _common_length(arrays: list[Any]) -> int | None:
         return None  # lists that are no array: a single step says which
     lengths = {len(array) for array in arrays}
     return lengths.pop() if len(lengths) == 1 else None
-
-
-def _count(batch: Any, arrays: list[Any]) -> int:
-    """Count the rows of a batch; whether the data has so many, the gradient function itself checks."""
-    if isinstance(batch, int | np.integer):
-        return int(batch)
-    if batch is not None and not isinstance(batch, slice):
-        index = np.asarray(batch)
-        return int(np.count_nonzero(index) if index.dtype == bool else index.size)
-    with_rows = [a for a in arrays if np.ndim(a)]
-    whole = [np.shape(a)[0] for a in with_rows if not getattr(a, "minibatch", False)]
-    if batch is None:
-        return min(whole or [len(a) for a in with_rows], default=1)
-    # Rows of a minibatch are numbered as in the whole data, whose length the minibatch doesn't tell.
-    return len(range(min(whole or [batch.stop or 1]))[batch])
