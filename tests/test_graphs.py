@@ -145,6 +145,13 @@ def test_shared_variables_in_default_updates_are_found():
 
 
 @pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
+def test_a_shared_variable_that_is_a_default_update_is_found():
+    first, second = shared(1.0, "first"), shared(2.0, "second")
+    first.default_update, second.default_update = second, first
+    assert LIBRARY.shareds([first + 1]) == [first, second]
+
+
+@pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
 def test_default_updates_that_lead_in_a_circle_are_walked_once():
     a, b = shared(1.0, "a"), shared(2.0, "b")
     a.default_update, b.default_update = a + b, b - a

@@ -220,8 +220,9 @@ class GraphLibrary:
         for node in self.nodes(variables):
             leaves.extend(node.inputs)
         for variable in leaves:
-            if self.is_shared(variable):
-                found.setdefault(id(variable), variable)
+            if self.is_shared(variable) and id(variable) not in found:
+                found[id(variable)] = variable
+                leaves.append(getattr(variable, "default_update", None))  # may be another shared variable itself
         return list(found.values())
 
     # -- values ----------------------------------------------------------------------------------------------
