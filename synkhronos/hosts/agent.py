@@ -114,8 +114,7 @@ class Mail:
 
     def come(self) -> Iterator[tuple[int, int, tuple[Any, ...]]]:
         """Yield what has come: from which host, the kind, the content; from each host in the order it was sent."""
-        if self._sending:
-            self._sending = [each for each in self._sending if not each[0].Test()]
+        self.is_sending(0)  # lets go of what has gone
         self.hear(UNDER_WAY)
         for source, waiting in enumerate(self._coming):
             while waiting and waiting[0][0].Test():
@@ -149,54 +148,53 @@ class Frames:
             *([(UP_OUT, DOWN_IN, me + 1)] if me < last else []),
             *([(DOWN_OUT, UP_IN, me - 1)] if me > 0 else []),
         ]
-        self._sending: dict[int, deque[tuple[int, Any]]] = {UP_OUT: deque(), DOWN_OUT: deque()}
-        self._next = dict.fromkeys((UP_OUT, DOWN_OUT, UP_IN, DOWN_IN), 0)
-        self._coming: dict[int, deque[tuple[int, Any]]] = {UP_IN: deque(), DOWN_IN: deque()}
-        self._command = 0
+        pipes = UP_OUT, DOWN_OUT, UP_IN, DOWN_IN
+        self._next = dict.fromkeys(pipes, 0)
+        #: For each pipe, the requests of frames on their way, each behind how many have moved then.
+        self._moving: dict[int, deque[tuple[int, Any]]] = {pipe: deque() for pipe in pipes}
+        self._command = self._base = 0
         self._status = mpi.Status()
 
     def move(self) -> bool:
         """Begin and end what can be; return whether a rank has something new to see."""
         command = self._control.words[Control.POSTED]
         if command != self._command:
-            self._command = command
+            self._command, self._base = command, command << COUNT_BITS
             self._next = dict.fromkeys(self._next, 0)
         news = False
         for out, into, peer in self._ends:
-            news |= self._send(out, peer)
-            news |= self._receive(into, peer)
+            news |= self._end(out) | self._end(into)
+            self._send(out, peer)
+            self._receive(into, peer)
         return news
 
     @property
     def are_moving(self) -> bool:
         """Whether some are on their way, which go on only while an agent looks at them."""
-        return any(self._sending.values()) or any(self._coming.values())
+        return any(self._moving.values())
 
-    def _send(self, pipe: int, peer: int) -> bool:
-        layout, sending, base = self._layout, self._sending[pipe], self._command << COUNT_BITS
-        news = False
-        while sending and sending[0][1].Test():
-            moved = sending.popleft()[0]
-            if moved > base:
-                layout.moved[pipe] = moved
+    def _end(self, pipe: int) -> bool:
+        """Let go of what has moved; return whether some of it was the present command's."""
+        moving, news = self._moving[pipe], False
+        while moving and moving[0][1].Test():
+            moved = moving.popleft()[0]
+            if moved > self._base:
+                self._layout.moved[pipe] = moved
                 news = True
+        return news
+
+    def _send(self, pipe: int, peer: int) -> None:
+        layout, base = self._layout, self._base
         filled = min(layout.done[pipe])
         while base + self._next[pipe] < filled:
             count = self._next[pipe]
             frame = layout.frame(pipe, count)[: layout.lengths[pipe * FRAMES + count % FRAMES]]
             tag = self._command % self._TAGS
-            sending.append((base + count + 1, self._world.Isend([frame, self._mpi.BYTE], peer, tag)))
+            self._moving[pipe].append((base + count + 1, self._world.Isend([frame, self._mpi.BYTE], peer, tag)))
             self._next[pipe] = count + 1
-        return news
 
-    def _receive(self, pipe: int, peer: int) -> bool:
-        layout, coming, base = self._layout, self._coming[pipe], self._command << COUNT_BITS
-        news = False
-        while coming and coming[0][1].Test():
-            moved = coming.popleft()[0]
-            if moved > base:
-                layout.moved[pipe] = moved
-                news = True
+    def _receive(self, pipe: int, peer: int) -> None:
+        layout, coming, base = self._layout, self._moving[pipe], self._base
         # Content of a failed command may be on its way into a frame that the new one needs.
         while (
             len(coming) < FRAMES
@@ -217,7 +215,6 @@ class Frames:
             else:  # of one that has failed
                 room, moved = bytearray(nbytes), 0
             coming.append((moved, self._world.Irecv([room, self._mpi.BYTE], peer, tag)))
-        return news
 
 
 class Agent:

@@ -93,11 +93,9 @@ class Contents:
         """Note which pages are not any more what was sent last."""
         memory, last, has = self.memory[key], self._last[key], self._has[key]
         known = pages[has[:, pages].any(axis=0)]
-        now = take_pages(memory, known)
-        changed = known[_differ(now, take_pages(last, known))]
-        has[:, changed] = False
-        for new in (changed, pages[~has[:, pages].any(axis=0)]):
-            put_pages(last, new, take_pages(memory, new))
+        has[:, known[_differ(take_pages(memory, known), take_pages(last, known))]] = False
+        new = pages[~has[:, pages].any(axis=0)]
+        put_pages(last, new, take_pages(memory, new))
 
 
 def _differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
