@@ -178,6 +178,21 @@ def test_ctrl_c_at_any_moment_leaves_no_mpirun(monkeypatch):
         assert children_of(os.getpid()) == [], press
 
 
+def test_a_process_that_is_bound_to_a_core_is_warned_of_where_it_calls_fork(monkeypatch):
+    versions = iter([{"Python": "3.11"}, {"Python": "3.12"}])
+    said = [{"name": each, "mpi": "", "cores": 1, "gpus": 0, "machine": 4, "versions": next(versions)} for each in "ab"]
+    monkeypatch.setattr(processes, "launched", lambda: 0)
+    monkeypatch.setattr(start, "_has_started", False)
+    monkeypatch.setattr(start, "_agent", lambda address: ["sleep", "60"])
+    monkeypatch.setattr(start.Hosts, "_meet", lambda self, listener: said)
+    with (
+        pytest.warns(UserWarning, match="may use 1 of 4 cores") as found,
+        pytest.raises(RuntimeError, match="3.12 on b"),
+    ):
+        synk.fork(use_gpu=False)
+    assert {each.filename for each in found} == {__file__}
+
+
 def test_frames_suit_the_mpi():
     frames = [frame_for(name) for name in ("MPICH Ve", "Open MPI")]
     assert frames[0] < frames[1]

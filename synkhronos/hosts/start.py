@@ -395,7 +395,7 @@ def _check_shape(hellos: Sequence[dict[str, Any]]) -> None:
             warnings.warn(
                 f"the process on {hello['name']} may use 1 of {hello['machine']} cores: mpirun --bind-to none lets it "
                 "use them all",
-                stacklevel=5,
+                stacklevel=6,
             )
 
 
