@@ -82,6 +82,20 @@ def test_ctrl_c_over_and_over_while_ranks_take_long_to_end(tmp_path, monkeypatch
     thread.join()
 
 
+def test_ctrl_c_before_ranks_are_started(tmp_path, monkeypatch):
+    (tmp_path / "run.json").write_text("{}")
+    run = supervisor.Supervisor(Settings("module", "Class", ".", ("cpu",), folder=str(tmp_path)))
+
+    def start(consoles):
+        signal.raise_signal(signal.SIGINT)
+        run._master = subprocess.Popen(["sleep", "60"], stdout=consoles[0], start_new_session=True)
+
+    monkeypatch.setattr(run, "_start", start)
+    began = time.monotonic()
+    assert run.run() == 128 + signal.SIGINT
+    assert time.monotonic() - began < 5
+
+
 def family(pid):
     found = [pid]
     for child in children_of(pid):

@@ -163,15 +163,16 @@ class Supervisor:
             binding.bind(allowed)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on to the ranks; the second time, end them."""
+        """Pass a signal on to the ranks; the second time, or where they have hardly been started, end them."""
+        self._deadline = time.monotonic()
         if self._master is not None and self._master.poll() is None:
             if self.came or number != signal.SIGINT:
                 self._kill()
             else:
                 self._master.send_signal(number)
+                self._deadline += _GRACE
                 os.write(2, b"the ranks are asked to stop; Ctrl-C once more ends them at once\n")
         self.came = self.came or number
-        self._deadline = time.monotonic() + _GRACE
 
     def _read(self, pipes: list[int]) -> None:
         """Copy what ranks print into their logs and, with their number before it, to the console."""
