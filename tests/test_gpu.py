@@ -484,7 +484,10 @@ class Leaving(InCollective):
 
 
 class InWaited(InCollective):
-    """A command: a collective that is waited for, into which one rank does not come, as it fails or waits."""
+    """A command: a collective that is waited for, into which one rank does not come, as it fails or waits.
+
+    The other one needs it there; but of "sent" and "given" it is the one that sends, and may be done without.
+    """
 
     def __init__(self, collective, deed):
         super().__init__(deed, 1)
@@ -502,8 +505,11 @@ class InWaited(InCollective):
             DEEDS[self.deed]()
         elif self.deed == "wait":
             threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
-        if self.collective == "broadcast":
-            communicator.broadcast(array, rank.root)
+        if self.collective in ("broadcast", "sent"):
+            communicator.broadcast(array, self.culprit if self.collective == "broadcast" else 1 - self.culprit)
+        elif self.collective == "given":
+            out = room if rank.number == self.culprit else None
+            communicator.reduce(array, "sum", self.culprit, out, layout, range(rank.size))
         elif self.collective == "reduce":
             communicator.reduce(array, "sum", rank.root, room if rank.is_master else None, layout, range(rank.size))
         else:
@@ -616,8 +622,17 @@ def test_an_exception_in_what_is_waited_for_gives_it_up(fork, collective, deed):
     check_works()
 
 
+@pytest.mark.parametrize("collective", ["sent", "given"])
+def test_what_one_rank_has_sent_before_another_failed_comes_into_no_later_collective(fork, collective):
+    fork(2)
+    check_works()
+    with pytest.raises(synk.WorkerError):
+        ranks.session().run(InWaited(collective, "raise"))
+    check_works()
+
+
 @pytest.mark.new_ranks
-@pytest.mark.parametrize("collective", ["broadcast", "reduce", "gather"])
+@pytest.mark.parametrize("collective", ["broadcast", "reduce", "gather", "sent", "given"])
 def test_a_rank_that_dies_in_what_is_waited_for_is_noticed_soon(fork, collective):
     fork(2)
     check_works()

@@ -76,6 +76,8 @@ class Guard(UnderWay):
         self._thread: threading.Thread | None = None
         self._asking: threading.Thread | None = None
         self._ended = threading.Event()
+        #: The last command in which this rank was done with a collective to which others may not have come.
+        self._done_here = 0
         self.forget()
 
     def forget(self) -> None:
@@ -103,6 +105,16 @@ class Guard(UnderWay):
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, daemon=True)
             self._thread.start()
+
+    def done_here(self, connection: Connection) -> None:
+        """Note that what this rank has started and waited for is done, as far as it goes.
+
+        Who sends, as the root of a broadcast does, need not wait for who receives: NCCL has room for what is on its
+        way.  A rank that fails before it comes to it would meet it in the next collective.
+        """
+        self.forget()
+        if connection is self.connections[0]:
+            self._done_here = self._rank.command
 
     def meet(self, look: Callable[[], None] | None = None) -> None:
         """Wait until every rank has started what this one has: from then on only a death can keep it from its end.
@@ -143,6 +155,8 @@ class Guard(UnderWay):
 
         Groups part: on all ranks, so that two of them need not ask each other whether they are connected.
         """
+        if self._done_here == command != self._under_way:
+            self.abort(self.connections[0])
         self._give_up(command)
         for connection in self.connections[1:]:
             connection.abort()

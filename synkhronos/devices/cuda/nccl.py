@@ -256,7 +256,7 @@ class NcclCommunicator:
         except BaseException:
             self._guard.abort(self._connection)
             raise
-        self._guard.forget()
+        self._guard.done_here(self._connection)
 
     def _await_others(self) -> None:
         """Wait until what was put on the stream before is done; it is not given up here."""

@@ -143,6 +143,8 @@ class Link:
 
     def __init__(self, size, rank, address, port):
         self.size, self.rank, self.is_aborted = size, rank, False
+        #: How many answers are on their way for which this rank has not waited.
+        self._unread = 0
         if rank:
             interface()
         deadline = time.monotonic() + _TRIES
@@ -159,11 +161,20 @@ class Link:
         _send(self._socket, (size, rank))
         _receive(self._socket)
 
-    def ask(self, kind, how, content):
-        """Send what this rank has, and return what it gets; nothing if it was aborted."""
+    def ask(self, kind, how, content, gets_something=True):
+        """Send what this rank has, and return what it gets; nothing if it was aborted.
+
+        Who only sends does not wait for the others: NCCL has some room for what is on its way.
+        """
         _busy[0] += 1
         try:
             _send(self._socket, (kind, how, content))
+            if not gets_something:
+                self._unread += 1
+                return None
+            while self._unread:
+                _receive(self._socket)
+                self._unread -= 1
             return _receive(self._socket)
         except (ConnectionError, OSError, EOFError):
             while not self.is_aborted:  # a peer has gone

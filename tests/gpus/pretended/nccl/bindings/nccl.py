@@ -21,9 +21,11 @@ def _nbytes(count, dtype):
     return count * np.dtype(wire.DTYPES[dtype]).itemsize
 
 
-def _collective(kind, how, source, target, count, dtype, handle):
-    nbytes = _nbytes(count, dtype)
-    result = _links[handle - 1].ask(kind, how, ctypes.string_at(source, nbytes))
+def _collective(kind, how, source, target, count, dtype, handle, takers=None):
+    """Call a collective; ``takers`` says who gets something, None for everyone."""
+    nbytes, link = _nbytes(count, dtype), _links[handle - 1]
+    content = ctypes.string_at(source, nbytes)
+    result = link.ask(kind, how, content, takers is None or link.rank in takers)
     if result is not None:
         ctypes.memmove(target, result, nbytes)
 
@@ -33,11 +35,14 @@ def all_reduce(source, target, count, dtype, op, handle, stream):
 
 
 def reduce(source, target, count, dtype, op, root, handle, stream):
-    _collective("reduce", (dtype, op, root), source, target, count, dtype, handle)
+    _collective("reduce", (dtype, op, root), source, target, count, dtype, handle, [root])
 
 
 def broadcast(source, target, count, dtype, root, handle, stream):
-    _collective("broadcast", root, source, target, count, dtype, handle)
+    others = set(range(_links[handle - 1].size)) - {root}
+    _collective("broadcast", root, source, target, count, dtype, handle, others)
+    if _links[handle - 1].rank == root:
+        ctypes.memmove(target, source, _nbytes(count, dtype))
 
 
 def group_start():
