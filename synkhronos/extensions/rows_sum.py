@@ -239,7 +239,7 @@ class RowsSum:
     ) -> list[np.ndarray]:
         """Call a function, and return its results, of the shapes and dtypes of other arrays."""
         try:
-            joined = np.ravel(function(*arguments, num_slices=self._num_slices))
+            joined = np.ravel(function.read(*arguments, num_slices=self._num_slices))
         except synk.WorkerError as error:
             session = None if self._session is None else self._session()
             if not self.deaths_interrupt or session is not None and session.closed is None:

@@ -86,6 +86,8 @@ class Call(NamedTuple):
     slices: int
     #: Whether the program has any.
     updates: bool
+    #: Whether the master gets the outputs now, where an engine would have the ranks keep them until they are read.
+    reads: bool = False
 
     @property
     def effect(self) -> str | None:
@@ -112,7 +114,12 @@ class Call(NamedTuple):
             rank.barrier()
         if self.compile:
             rank.threads.limit()  # what was compiled may have brought a BLAS with it
-        return program.engine.collect(rank, part.outputs()) if part.compiled.kinds.ops else []
+        if not part.compiled.kinds.ops:
+            return []
+        if self.reads:
+            outputs = part.outputs().detached(rank)
+            return outputs.of(program.engine.fetch(outputs.values)).combined(rank)
+        return program.engine.collect(rank, part.outputs())
 
     def _fills_the_cache(self, part: Part) -> bool:
         """Whether this call compiles for what is on disk afterwards."""
