@@ -87,7 +87,7 @@ class Call(NamedTuple):
     #: Whether the program has any.
     updates: bool
     #: Whether the master gets the outputs now, where an engine would have the ranks keep them until they are read.
-    reads: bool = False
+    read_at_once: bool = False
 
     @property
     def effect(self) -> str | None:
@@ -116,7 +116,7 @@ class Call(NamedTuple):
             rank.threads.limit()  # what was compiled may have brought a BLAS with it
         if not part.compiled.kinds.ops:
             return []
-        if self.reads:
+        if self.read_at_once:
             outputs = part.outputs().detached(rank)
             return outputs.of(program.engine.fetch(outputs.values)).combined(rank)
         return program.engine.collect(rank, part.outputs())

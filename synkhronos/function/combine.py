@@ -244,7 +244,7 @@ def _combine(mine: Outputs, contributions: Sequence[tuple[int, list[Any] | None]
 def _reduce_arrays(rank: Rank, mine: Outputs) -> Any:
     """Reduce outputs of any shape: every rank learns of all shapes, and large arrays are streamed."""
     host = [None if op.name is None else np.asarray(v) for v, op in zip(mine.values, mine.kinds.ops, strict=False)]
-    own = (mine.rows, [_show(value) for value in host]) if mine.active else (0, None)
+    own: Any = (mine.rows, [_show(value) for value in host]) if mine.active else (0, None)
     shown = rank.exchange(own) if rank.size > 1 else [own]
     contributors = [r for r, (_, values) in enumerate(shown) if values is not None]
     if not contributors:

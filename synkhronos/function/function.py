@@ -168,7 +168,7 @@ class Function:
         session = ranks.session()
         with session.turn:
             session.settle()
-            call = self.prepare(session, inputs, {}, None, None, num_slices, None)._replace(reads=True)
+            call = self.prepare(session, inputs, {}, None, None, num_slices, None)._replace(read_at_once=True)
             return self.results(session, call, session.run(call))
 
     def run(self, session: Session) -> Any:
@@ -210,7 +210,7 @@ class Function:
     def outputs(self, session: Session, call: Call, collected: Any) -> list[Any]:
         """Return each output, as often as it was computed, from what the command of `prepare` has returned."""
         self._ready.add(call.variant)
-        results = collected if call.reads or not collected else self._program.engine.results(session, collected)
+        results = collected if call.read_at_once or not collected else self._program.engine.results(session, collected)
         return [np.asarray(result) if isinstance(result, np.generic) else result for result in results]
 
     def results(self, session: Session, call: Call, collected: Any) -> Any:
