@@ -314,6 +314,9 @@ def test_doctor_says_what_there_is_and_what_is_missing(monkeypatch):
     text = doctor.report()
     for words in (
         "anything: no graph library is installed: pip install 'synkhronos[pytensor]'",
+        # NumPy 2, which comes along, would be Theano's end.
+        "PyTensor's functions, in an environment of its own: pytensor is not installed: pip install 'synkhronos[pyt",
+        "PyTensor's JAX mode, in that environment: jax is not installed",
         "checkpoints, and train --resume: safetensors is not installed: pip install 'synkhronos[training]'",
         "ranks on several hosts: mpi4py is not installed: pip install 'synkhronos[hosts]'",
         "large data: /dev/shm has 64 MiB: mount -o remount,size=8G /dev/shm",

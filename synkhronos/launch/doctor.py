@@ -20,15 +20,15 @@ from synkhronos.gpus import get_n_gpu
 from synkhronos.launch import binding
 from synkhronos.ranks import available_cores
 
-#: Modules, the packages that they come in, what they are for, and how to get them.
+#: Modules, the packages that they come in, what they are for, and the extra that brings them.
 _PACKAGES = (
-    ("pytensor", "pytensor", "PyTensor's functions", "pip install 'synkhronos[pytensor]'"),
-    ("theano", "Theano", "Theano's functions, in an environment of its own", "pip install 'synkhronos[theano]'"),
-    ("jax", "jax", "PyTensor's JAX mode", "pip install 'synkhronos[jax]'"),
-    ("lasagne", "Lasagne", "Lasagne's layers", "pip install 'synkhronos[lasagne]'"),
-    ("safetensors", "safetensors", "checkpoints, and train --resume", "pip install 'synkhronos[training]'"),
-    ("mpi4py", "mpi4py", "ranks on several hosts", "pip install 'synkhronos[hosts]'"),
-    ("matplotlib", "matplotlib", "python -m synkhronos show", "pip install 'synkhronos[demos]'"),
+    ("pytensor", "pytensor", "PyTensor's functions, in an environment of its own", "pytensor"),
+    ("theano", "Theano", "Theano's functions, in an environment of its own", "theano"),
+    ("jax", "jax", "PyTensor's JAX mode, in that environment", "jax"),
+    ("lasagne", "Lasagne", "Lasagne's layers", "lasagne"),
+    ("safetensors", "safetensors", "checkpoints, and train --resume", "training"),
+    ("mpi4py", "mpi4py", "ranks on several hosts", "hosts"),
+    ("matplotlib", "matplotlib", "python -m synkhronos show", "demos"),
 )
 #: Bytes in /dev/shm under which data and parameters hardly have room.
 _LITTLE = 1 << 30
@@ -39,9 +39,9 @@ def report() -> str:
     lines = [f"Python {platform.python_version()}, {sys.executable}"]
     missing: list[str] = []
     lines.append(f"cores: {available_cores()} for this process, {os.cpu_count()} in all")
-    for module, package, use, command in _PACKAGES:
+    for module, package, use, extra in _PACKAGES:
         if find_spec(module) is None:
-            missing.append(f"{use}: {package} is not installed: {command}")
+            missing.append(f"{use}: {package} is not installed: pip install 'synkhronos[{extra}]'")
         else:
             lines.append(f"{package} {_version(package)}")
     if find_spec("pytensor") is None and find_spec("theano") is None:
