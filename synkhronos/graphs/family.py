@@ -56,6 +56,10 @@ class GraphLibrary:
     name: str
     #: ``pytensor.tensor`` or ``theano.tensor``.
     tensor: ModuleType
+    #: The classes of all variables, of shared ones, and of constants.
+    variable_class: type
+    shared_class: type
+    constant_class: type
 
     def __init__(self, package: ModuleType):
         self.name = package.__name__
@@ -72,21 +76,6 @@ class GraphLibrary:
         return self.package.config.floatX
 
     # -- what is what ----------------------------------------------------------------------------------------
-
-    @property
-    def variable_class(self) -> type:
-        """The class of all variables."""
-        raise NotImplementedError
-
-    @property
-    def shared_class(self) -> type:
-        """The class of shared variables."""
-        raise NotImplementedError
-
-    @property
-    def constant_class(self) -> type:
-        """The class of all constants."""
-        raise NotImplementedError
 
     def is_variable(self, value: Any) -> bool:
         """Whether the value is a variable of this library."""

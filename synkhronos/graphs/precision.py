@@ -71,7 +71,7 @@ def _is_factor(variable: Any, graph: Any) -> bool:
     """Return whether a float32 array is multiplied by an Op of which it is the first or second input."""
     if getattr(variable.type, "dtype", None) != "float32" or variable in graph.outputs:
         return False
-    return any(not isinstance(c, str) and _multiplies(c.op) and i < 2 for c, i in graph.clients[variable])
+    return any(_multiplies(c.op) and i < 2 for c, i in graph.clients[variable])
 
 
 def _product(run: Callable[..., Any], node: Any) -> Callable[..., Any]:

@@ -1,7 +1,6 @@
 """How far does PyTensor write out sums and products?
 
-`bound`
-    Bounds it, for all functions that PyTensor compiles in this process; done when this module is imported.
+No further than helps, once this module is imported, in all functions that PyTensor compiles in this process.
 
 Its canonical form of a sum of sums is one sum of all terms.  A variable that occurs twice is written out twice, so that
 sums of sums of the same variables double, or worse, with each level.  The lengths that PyTensor computes for stacked
@@ -51,10 +50,5 @@ class _Bounded:
         return counts[node]
 
 
-def bound(canonizer: AlgebraicCanonizer) -> None:
-    """Have a canonizer leave sums as they are where they would grow."""
-    canonizer.get_num_denum = _Bounded(copy.copy(canonizer)).get_num_denum
-
-
 for _canonizer in (local_add_canonizer, local_mul_canonizer):
-    bound(_canonizer)
+    _canonizer.get_num_denum = _Bounded(copy.copy(_canonizer)).get_num_denum
