@@ -107,6 +107,18 @@ def test_records_of_a_users_own_are_shown(tmp_path, capsys):
     assert (tmp_path / "show.png").exists()
 
 
+def test_runs_are_told_apart(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/logs", "b/logs", "."):
+        write(tmp_path / name)
+    show.main(["a/logs", "b/logs", "."])
+    texts = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    assert texts == ["a/logs", "b/logs", "."]
+
+
 @pytest.mark.parametrize(("losses", "labels"), [((0.6, 0.4), ["0.4", "0.5", "0.6"]), ((6.0, 0.02), ["0.1", "1"])])
 def test_losses_are_labelled_as_people_write_them(tmp_path, monkeypatch, losses, labels):
     pyplot = pytest.importorskip("matplotlib.pyplot")

@@ -84,11 +84,10 @@ def draw(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> Non
     for run, files in runs.items():
         reports = [record for record in files.get("reports", []) if record.get("loss") is not None]
         first = min((record["time"] for records in files.values() for record in records), default=0.0)
-        label = Path(run).name
-        seconds, seen = [r["time"] - first for r in reports], [r.get("seen") for r in reports]
-        (line,) = axes[0].plot(seconds, [r["loss"] for r in reports], label=label)
-        axes[1].plot(seen, [r["loss"] for r in reports], color=line.get_color(), label=label)
-        axes[2].plot(seen, [r.get("rows_per_second") for r in reports], color=line.get_color(), label=label)
+        seen, losses = [r.get("seen") for r in reports], [r["loss"] for r in reports]
+        axes[0].plot([r["time"] - first for r in reports], losses, label=run)
+        axes[1].plot(seen, losses)
+        axes[2].plot(seen, [r.get("rows_per_second") for r in reports])
     for axis, x, y in zip(axes, ("seconds", "rows", "rows"), ("loss", "loss", "rows a second"), strict=True):
         axis.set_xlabel(x)
         axis.set_ylabel(y)
