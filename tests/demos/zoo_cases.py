@@ -16,12 +16,13 @@ sys.path[1:1] = [str(DEMOS / folder) for folder in ("", "zoo")]
 
 import lasagne  # noqa: E402
 
-#: Module; parameters, as published or counted from its layers; and what makes the network small.  Two are whole, and
-#: take minutes: XLA compiles the first for half a minute in any size, and Python's linker of PyTensor can't run it.
+#: Module; parameters, as published or counted from its layers; and what makes the network small.  Two have all layers
+#: and filters, and take long: XLA compiles the first for half a minute in any size, and Python's linker of PyTensor
+#: can't run it.  VGG16 gets small images, of 2 by 2 pixels behind its last pool.
 NETWORKS = {
     "AlexNet": ("alexnet", 60_965_224, {"side": 67, "stored": 70, "classes": 5, "units": 16, "rate": 1e-3}),
     "GoogLeNet": ("googlenet", 13_378_280, {"batch_size": 1, "rate": 1e-4}),
-    "VGG16": ("vgg16", 138_357_544, {"batch_size": 1, "rate": 1e-4}),
+    "VGG16": ("vgg16", 138_357_544, {"side": 64, "stored": 64, "batch_size": 1, "rate": 1e-4}),
     "ResNet50": (
         "resnet50",
         25_557_032,
