@@ -11,6 +11,7 @@ import pytest
 from hosts import are_simulated, has_mpi, launch, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from library import NAME
 from system import children_of
 
 import synkhronos as synk
@@ -30,18 +31,22 @@ SHAPES = [["a:2", "b:2"], ["a:3", "b:1"], ["a:1", "b:1", "c:1", "d:1"]]
 
 @needs_mpi
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("program", ["train", "collectives", "trainer"])
+@pytest.mark.parametrize(
+    "program", ["train", *(pytest.param(name, marks=pytest.mark.any_library) for name in ("collectives", "trainer"))]
+)
 def test_the_same_bits_as_on_one_host(program):
     if program == "trainer":
         pytest.importorskip("safetensors")
     print("hosts are simulated" if are_simulated() else "no namespaces here: one machine pretends to be several")
     of_one = run(["a:4"], program)
     assert of_one
-    for hosts in SHAPES if program == "train" else SHAPES[:1]:
+    # How ranks lie on hosts is nothing to a graph library: with Theano one way will do.
+    for hosts in SHAPES if program == "train" and NAME == "pytensor" else SHAPES[:1]:
         assert run(hosts, program) == of_one, hosts
 
 
 @needs_mpi
+@pytest.mark.any_library
 def test_programs_at_their_own_pace():
     for hosts, sums in ((["a:2", "b:1"], [2, 1, 2]), (["a:1", "b:2", "c:1"], [2, 4, 2, 4])):
         line = str([(r, float(each)) for r, each in enumerate(sums)]).replace(")", "").replace("(", "")
@@ -50,8 +55,7 @@ def test_programs_at_their_own_pace():
 
 
 @needs_mpi
-@pytest.mark.parametrize("kind", ["simulated", "pretended"])
-@pytest.mark.parametrize("named", SHAPES[:2], ids=" ".join)
+@pytest.mark.parametrize(("named", "kind"), [(SHAPES[0], "simulated"), (SHAPES[1], "pretended")], ids=str)
 @pytest.mark.any_library
 def test_rules_by_which_ranks_exchange_one_by_one(named, kind, monkeypatch):
     if kind == "pretended":

@@ -44,7 +44,9 @@ def ended(process, status):
 
 
 @needs_mpi
-@pytest.mark.parametrize("hosts", [["a:2", "b:2"], ["a:3", "b:1"]], ids="+".join)
+@pytest.mark.parametrize(
+    "hosts", [["a:2", "b:2"], pytest.param(["a:3", "b:1"], marks=pytest.mark.any_library)], ids="+".join
+)
 def test_a_run_is_that_of_one_host(tmp_path, hosts):
     said, _ = ended(start(hosts, tmp_path / "hosts", every=4), 0)
     train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=4", epochs=2, every=4)
@@ -88,9 +90,9 @@ def test_a_run_goes_on_where_hosts_share_no_folder(tmp_path, rule):
     done = subprocess.run(command, env=environment, cwd=TESTS, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line["epoch"] for line in lines(tmp_path / "run", "reports")] == [1, 2, 3]
-    train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=3", epochs=3, rule=f"'{rule}'")
-    one, other = (np.load(tmp_path / each / "params.npz") for each in ("one", "run"))
     if rule == "BSP":  # under the other the ranks exchange as they come
+        train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=3", epochs=3, rule=f"'{rule}'")
+        one, other = (np.load(tmp_path / each / "params.npz") for each in ("one", "run"))
         assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
