@@ -3,7 +3,7 @@
 `UserCode`
     The classes and functions of the user's in a pickle, and whether they have changed since.
 `outdated`
-    Which of them this process has otherwise, or not at all.
+    Which of them differ in this process, or are missing.
 
 A pickle says of a class or function where it is to be imported from.  A worker has what was there at the fork: the old
 version of a class that was edited since (a notebook's cell that ran again, a module that was reloaded), or none.  So a
@@ -82,7 +82,7 @@ class UserCode:
 
 
 def outdated(digests: Iterable[tuple[Name, bytes]]) -> tuple[str, ...]:
-    """Return the modules whose code this process has otherwise than these digests say, or not at all."""
+    """Return the modules whose code differs in this process from what these digests say, or is missing."""
     modules = set()
     for (module, qualname), expected in digests:
         try:

@@ -69,7 +69,7 @@ class Mirror:
         self._session = weakref.ref(session)
         self._keys: WeakKeys[Any, tuple[str, int]] = WeakKeys()
         self._last = 0
-        #: The user's modules that a worker has otherwise than the master, or not at all: their code is sent.
+        #: The user's modules that differ on a worker from the master's, or are missing there: their code is sent.
         self._by_value: set[str] = set()
 
     @classmethod
@@ -209,7 +209,7 @@ class Receive:
         Returns
         -------
         set of str
-            The modules whose code some rank has otherwise; if there are any, no rank has kept anything.
+            The modules whose code differs on some rank; if there are any, no rank has kept anything.
         """
         if not rank.is_master:
             sys.setrecursionlimit(max(self.recursion_limit, sys.getrecursionlimit()))

@@ -16,9 +16,9 @@ An agent looks at its host's control memory and at what has come by MPI, in turn
     a rank uses a lock of another host            <->          ASK, ANSWER, CONTENT: see `synkhronos.hosts.locks`
     the master ends the ranks                     ->           END;  answered by GONE
 
-The master's agent and each other one send each other BEAT a few times a second.  From whom nothing comes for
-`host_timeout` seconds is lost: the master's agent tells the master, another ends its workers and itself.  A rank that
-computes for minutes is no loss, since beats come from agents.
+The master's agent and each other one send each other BEAT a few times a second.  A host from which nothing comes for
+`host_timeout` seconds is lost.  The master's agent tells the master so; another one, which has lost that agent, ends
+its workers and itself.  A rank that computes for minutes is no loss, since beats come from agents.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ _LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDRA_")
 _WHILE_BUSY = 10_000
 #: Seconds between two beats, and between two looks at the workers' lives.
 _BEAT, _LOOK = 0.2, 0.02
-#: Seconds that a host may take to its first beat, besides the time after which it is lost.
+#: Seconds that a host has until its first beat, besides `host_timeout`.
 _FIRST_BEAT = 10.0
 #: Seconds of quiet up to which an agent looks without a pause, and up to which its pauses are short.
 _AWAKE, _DOZING = 1e-3, 0.05
 _SHORT, _LONG = 50e-6, 2e-3
 #: Seconds that workers get to end by themselves.
 _GRACE = 2.0
-#: Seconds that the others get to end when the master has.
+#: Seconds that the other hosts get to end once the master has ended.
 _ENOUGH = 0.5
-#: Seconds until an agent ends that has not met the others.
+#: Seconds after which an agent ends that has not met the others.
 _START = 90
 
 POST, ANNOUNCE, PAGES, DROP, STEP, FAILED, DONE, LOST, BEAT, END, GONE, PART, STOP, ASK, ANSWER, CONTENT = range(16)
@@ -122,7 +122,7 @@ class Mail:
                 yield source, kind, what
 
     def hear(self, most: int) -> None:
-        """Take in what has come, without a look at it: so many messages at most."""
+        """Take in what has come, up to so many messages, without looking at them."""
         status = self._status
         while sum(map(len, self._coming)) < most and self._world.Iprobe(self._mpi.ANY_SOURCE, 0, status):
             source = status.source
@@ -570,7 +570,7 @@ class Agent:
     # -- parts -----------------------------------------------------------------------------------------------
 
     def _begin_task(self, number: int, task: TaskMemory | None) -> None:
-        """See to what ranks do in a task, if a command is one."""
+        """Begin to carry the messages and locks of a command that is a task."""
         self._bridge = None
         if task is not None and task.key in self._segments:  # there may have been no room for its memory
             if not self._is_first:

@@ -126,7 +126,7 @@ def pages_of(reads: Iterable[Rows], memory: dict[int, np.ndarray]) -> dict[int, 
             else:
                 pages = _of_rows(read, np.arange(*read.rows))
             found.setdefault(read.key, []).append(pages)
-    # What is not there is a file, which each host has.
+    # A segment that is not in `memory` is a file, which each host has.
     return {key: np.unique(np.concatenate(parts)) for key, parts in found.items() if key in memory}
 
 

@@ -52,7 +52,7 @@ class Locks:
         self._lines: dict[int, deque[tuple[int, int]]] = {}
         #: What is being sent.
         self._going: deque[Iterator[None]] = deque()
-        #: From each host what has not all come, and what came behind it.
+        #: From each host the content that is still coming, and the messages behind it.
         self._coming: list[deque[tuple[Any, int, Callable[[Bridge], object]]]] = [deque() for _ in range(mail.size)]
 
     def begin(self, number: int, bridge: Bridge | None, segments: dict[int, Segment]) -> None:

@@ -488,8 +488,8 @@ def _lost(said: str, known_as: Sequence[Sequence[str]]) -> list[int]:
     for pattern in (of_mpich, r"Remote daemon: \S+ on node (\S+)", r"on node (\S+) exited on signal"):
         if lost := named(pattern):
             return lost[:1]
-    # Who complains that a connection was closed was there, and whom MPICH has crashed (signal 11): it does so at times
-    # where the other end goes in the middle of a message.
+    # A host that complains of a closed connection is still there.  So is one whose agent MPICH has crashed (signal 11),
+    # as it does at times where the other end goes in the middle of a message.
     complaining = named(r"\[([^\s:]+):\d+\] \*\*\* An error occurred in Socket closed")
     complaining = complaining or named(r"RUNNING AT (\S+) = EXIT CODE: 11\b") or [0]
     return [i for i in range(len(known_as)) if i not in complaining]

@@ -166,8 +166,9 @@ class TrainFunction:
         on a rank, and as much again, where the next launch's rows come while this one computes.  That memory is kept
         for the next call.
 
-        Each number of steps in a launch is compiled anew, as each number of rows is, and the 16 used last are kept:
-        take always as many, ten or twenty, say.  A launch can't give a variable a new shape.
+        XLA compiles anew for each number of steps in a launch, as it does for each number of rows, and the 16 used last
+        are kept: so always take the same number of steps, ten or twenty, say.  A launch can't give a variable a new
+        shape.
 
         Which rows there are is checked before the first step, but for ``batches_s``, whose range only the ranks know.
         An error that comes later says how many steps had been taken; their losses are lost.  If a rank fails in the
