@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import hosts as made
 import numpy as np
@@ -16,6 +17,7 @@ from system import children_of
 
 import synkhronos as synk
 from synkhronos import processes
+from synkhronos.hosts import agent as agents
 from synkhronos.hosts import start
 from synkhronos.hosts.agent import Agent
 from synkhronos.hosts.contents import PAGE, Contents, Rows, pages_of, put_pages, take_pages
@@ -319,6 +321,19 @@ def test_an_agent_that_sends_for_long_hears_the_others_before_it_judges():
     agent._beat = lambda now: silences.append(now - agent._mail.heard[1])
     agent._go_on(16)
     assert len(silences) == 3 and max(silences) < 60, silences
+
+
+def test_an_agent_says_what_it_has_no_room_for(monkeypatch):
+    def unmapped(key, fd, nbytes, is_file):
+        raise MemoryError(f"{nbytes} bytes of shared memory can't be mapped")
+
+    monkeypatch.setattr(agents, "Segment", unmapped)
+    agent, said = object.__new__(Agent), []
+    agent._names, agent._me, agent._here, agent._segments, agent._mapped = "ab", 1, range(2, 3), {}, 0
+    agent._mail = SimpleNamespace(send=lambda *message: said.append(message))
+    agent._take_announce(0, 1, 4096, None)
+    assert said == [(0, agents.LOST, "host b (rank 2): 4096 bytes of shared memory can't be mapped", 2)]
+    assert agent._segments == {}
 
 
 def test_the_pages_of_a_long_run_are_known_at_once():

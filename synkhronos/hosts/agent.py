@@ -481,15 +481,15 @@ class Agent:
 
     def _take_announce(self, source: int, key: int, nbytes: int, path: str | None) -> None:
         try:
-            file = create_unlinked(nbytes) if path is None else _open(path, nbytes)
+            with create_unlinked(nbytes) if path is None else _open(path, nbytes) as file:
+                segment = Segment(key, file.fileno(), nbytes, path is not None)
+                for channel in self._workers.channels.values():
+                    announce(channel, segment, file.fileno())
         except (MemoryError, OSError) as error:
             name = host_and_ranks(self._names[self._me], self._here)
             self._mail.send(0, LOST, f"{name}: {error}", self._here.start)
             return
-        with file:
-            segment = self._segments[key] = Segment(key, file.fileno(), nbytes, path is not None)
-            for channel in self._workers.channels.values():
-                announce(channel, segment, file.fileno())
+        self._segments[key] = segment
         self._mapped = key
 
     def _take_pages(self, source: int, key: int, pages: np.ndarray, content: np.ndarray) -> None:
