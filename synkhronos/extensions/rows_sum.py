@@ -17,13 +17,17 @@ command, and gets the ranks' sums.  Needs PyTensor; nothing here knows of PyMC.
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import itertools
 import math
 import os
+import textwrap
 import threading
+import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -55,6 +59,9 @@ _SMALL = 1000
 #: Bytes of rows that a rank of the host computes at once.  They fit into a core's caches, with what is computed from
 #: them: the gradient finds there what the value was computed from, and memory is read once.
 _BLOCK = 4 << 20
+
+#: Seconds in which a sampler stops its threads.
+_TO_STOP = 1.0
 
 _numbers = itertools.count()
 #: The sums of this process by number: a pickle made here finds the same one again.
@@ -214,12 +221,12 @@ class RowsSum:
 
     def products(self, params: Sequence[np.ndarray], directions: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return how the gradients change in a direction."""
-        with self._lock:
+        with _errors_said(), self._lock:
             self._share_out()
             return self._call(self._product_function, [*params, *directions], directions)
 
     def _at(self, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
-        with self._lock:
+        with _errors_said(), self._lock:
             self._share_out()
             point = [(param.shape, param.tobytes()) for param in map(np.asarray, params)]
             if point != self._point or gradient and len(self._results) == 1:
@@ -245,7 +252,17 @@ class RowsSum:
             if not self.deaths_interrupt or session is not None and session.closed is None:
                 raise
             warnings.warn(f"interrupted, with what was computed so far: {error}", RuntimeWarning, stacklevel=2)
+            if _is_foreign():
+                # Who waits for the threads in Python gets the interrupt, and stops them.  Until then they wait here
+                # for their turn: a draw without a density would be a wrong one.
+                _thread.interrupt_main()
+                time.sleep(_TO_STOP)
             raise DeathInterrupt(str(error), error.rank, error.worker_traceback, error.failures) from error
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"{self.name}: the ranks lack an operation of it: {textwrap.shorten(str(error), 150)}. JAX mode, which "
+                "GPUs need, has not all that the cores have: synkhronos.fork(use_gpu=False)"
+            ) from error
         pieces = np.split(joined, np.cumsum([like.size for like in likes])[:-1])
         return [piece.reshape(like.shape).astype(like.dtype) for piece, like in zip(pieces, likes, strict=True)]
 
@@ -276,6 +293,22 @@ class RowsSum:
             if os.getpid() == self._key[0]:
                 raise
             raise RuntimeError(_NOT_HERE) from error
+
+
+def _is_foreign() -> bool:
+    """Whether Python did not start this thread, as those of nutpie, which is Rust."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+@contextlib.contextmanager
+def _errors_said() -> Iterator[None]:
+    """Say what went wrong where nobody else would: to nutpie any error is a point without a density."""
+    try:
+        yield
+    except Exception as error:
+        if _is_foreign() and not isinstance(error, DeathInterrupt):
+            warnings.warn(f"no density: {error}", RuntimeWarning, stacklevel=3)
+        raise
 
 
 def _found(key: tuple[int, int], name: str) -> Any:
