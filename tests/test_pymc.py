@@ -1,6 +1,8 @@
 """PyMC models on all ranks: the model itself, in one process, is what they have to agree with."""
 
+import _thread
 import copy
+import importlib.util
 import os
 import re
 import signal
@@ -8,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -30,6 +33,7 @@ RNG = np.random.default_rng(3)
 X, GROUP = RNG.normal(size=(N, 3)), RNG.integers(0, 4, N)
 SUCCESS = RNG.integers(0, 2, N)
 COUNTS = RNG.poisson(3, N)
+KIND, HOURS = RNG.integers(0, 3, N), RNG.uniform(0.5, 3, N)
 HERE = {"mode": INTERPRETED}  # PyTensor's default is JAX where ranks are tested in JAX mode
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -205,7 +209,70 @@ def part_of_the_rows():
     pm.Normal("y", center[np.arange(0, N, 2)], 1, observed=X[::2, 0])
 
 
+def several_groupings_of_data():
+    pm.modelcontext(None).add_coords({"row": np.arange(N), "group": list("abcd"), "kind": list("vwx")})
+    group, kind = pm.Data("group_of", GROUP, dims="row"), pm.Data("kind_of", KIND, dims="row")
+    x = pm.Data("x", X, dims=("row", "column"))
+    a, b = pm.Normal("a", dims="group"), pm.ZeroSumNormal("b", dims="kind")
+    both = pm.Normal("both", dims=("group", "kind"))
+    eta = a[group] + b[kind] + pm.HalfNormal("s") * both[group, kind] + x @ pm.Normal("slopes", shape=3)
+    p = pm.Deterministic("p", pm.math.invlogit(eta), dims="row")
+    pm.Bernoulli("y", p=p, observed=pm.Data("observed", SUCCESS, dims="row"), dims="row")
+
+
+def counts_with_offset():
+    mu = pm.math.exp(pm.Data("log_hours", np.log(HOURS)) + X @ pm.Normal("b", shape=3))
+    pm.NegativeBinomial("y", mu=mu, alpha=pm.Exponential("alpha", 1), observed=COUNTS)
+    pm.Truncated("t", pm.Poisson.dist(mu), lower=1, observed=COUNTS + 1)
+
+
+def survival():
+    scale, shape = pm.math.exp(X @ pm.Normal("b", shape=3)), pm.HalfNormal("shape")
+    died = SUCCESS > 0
+    pm.Weibull("died", shape, scale[died], observed=HOURS[died])
+    pm.Potential("alive", -((HOURS[~died] / scale[~died]) ** shape))
+    pm.Potential("again", pm.logp(pm.Weibull.dist(shape, scale), HOURS).sum())
+    pm.Censored("y", pm.Weibull.dist(shape, scale), None, np.where(died, np.inf, HOURS), observed=HOURS)
+    pm.Potential("prior", -(shape**2))  # of parameters alone
+
+
+def softmax_with_a_reference():
+    b = pm.Normal("b", shape=(3, 3))
+    pm.Categorical("y", logit_p=pt.concatenate([pt.zeros((N, 1)), X @ b], axis=1), observed=GROUP)
+
+
+def smooth_by_basis():
+    cov = pm.HalfNormal("size") ** 2 * pm.gp.cov.Matern52(1, ls=pm.LogNormal("length"))
+    pm.Normal("y", pm.gp.HSGP(m=[5], L=[4.0], cov_func=cov).prior("f", X=X[:, :1]), 1, observed=X[:, 1])
+
+
+def mixture_of_regressions():
+    weights = pm.math.softmax(X @ pm.Normal("w", shape=(3, 2)), axis=-1)
+    parts = [pm.Normal.dist(X @ pm.Normal("b", shape=3), 1), pm.StudentT.dist(nu=3, mu=0, sigma=pm.HalfNormal("s"))]
+    pm.Mixture("y", w=weights, comp_dists=parts, observed=X[:, 0])
+
+
+def rows_of_correlated_columns():
+    chol = pt.diag(pm.HalfNormal("s", shape=3)) + np.tril(np.ones((3, 3)), -1)
+    pm.MvNormal("y", mu=X[:, ::-1] @ pm.Normal("b", shape=(3, 3)), chol=chol, observed=X)
+
+
+def slices_of_rows():
+    eta, rho = X @ pm.Normal("b", shape=3), pm.Normal("rho")
+    pm.Normal("first", eta[:20], 1, observed=X[:20, 0])
+    pm.Normal("rest", eta[20:], 2, observed=X[20:, 0])
+    pm.Normal("next", eta[1:] + rho * X[:-1, 0], 1, observed=X[1:, 0])
+
+
 MODELS = [
+    several_groupings_of_data,
+    counts_with_offset,
+    survival,
+    softmax_with_a_reference,
+    smooth_by_basis,
+    mixture_of_regressions,
+    rows_of_correlated_columns,
+    slices_of_rows,
     varying_slopes,
     ordered,
     imputed,
@@ -225,6 +292,7 @@ def test_models_as_in_pymcs_documentation(two, build):
     parallel = data_parallel(model)
     assert not parallel.reasons
     check_equal(parallel, model)
+    assert set(parallel.split_RVs) == {*model.observed_RVs, *model.potentials} - {model.named_vars.get("prior")}
     for param in sent(parallel):
         assert not {N, N // 2, (np.arange(N) % 9 != 0).sum()} & set(param.type.shape)
 
@@ -269,16 +337,27 @@ def test_what_cannot_be_split_is_named(two):
         pm.GaussianRandomWalk("walk", mu=b[0], init_dist=pm.Normal.dist(), observed=X[:, 1])
         pm.Normal("latent", effect, 1, observed=X[:, 2])
         pm.Normal("single", b[0], 1, observed=1.5)
+        pm.Potential("curve", -pt.sqrt(((X @ b) ** 2).sum()))
+        pm.Potential("prior", -(b**2))
     with pytest.warns(UserWarning) as caught:
         parallel = data_parallel(model)
     messages = [str(one.message) for one in caught if "not split" in str(one.message)]
-    assert len(messages) == 3
+    assert len(messages) == 4
     assert re.search("walk is not split by rows, and is computed by this process alone: .* rows", messages[0])
     assert "latent is not" in messages[1] and "'effect' has an element for each row, and is no data" in messages[1]
     assert "single is not" in messages[2] and "it has shape (), and so no rows to share out" in messages[2]
+    assert "curve is not" in messages[3] and "one number, and not the sum" in messages[3]
     assert names(parallel.split_RVs) == ["y"]
-    assert list(parallel.reasons) == ["walk", "latent", "single"]
+    assert list(parallel.reasons) == ["walk", "latent", "single", "curve"]
     check_equal(parallel, model)
+
+
+def test_rows_that_are_drawn_are_refused():
+    x, y = pm.Minibatch(X, X[:, 0], batch_size=5)
+    with pm.Model() as model:
+        pm.Normal("y", x @ pm.Normal("b", shape=3), 1, observed=y, total_size=N)
+    with pytest.raises(ValueError, match="split by rows: y: pm.Minibatch draws other rows at each evaluation"):
+        data_parallel(model)
 
 
 @pytest.mark.parametrize("what", ["nothing", "no observed", "no model"])
@@ -288,8 +367,8 @@ def test_what_is_refused(what):
         if what == "nothing":
             pm.Normal("y", b, 1, observed=0.5)
     error, message = {
-        "nothing": (ValueError, r"model: no observed variable can be split by rows: y: it has shape \(\)"),
-        "no observed": (ValueError, "model: it has no observed variables"),
+        "nothing": (ValueError, r"model: none of its variables can be split by rows: y: it has shape \(\)"),
+        "no observed": (ValueError, "model: it has no observed variables, nor potentials that are computed from data"),
         "no model": (TypeError, "model: expected a pymc.Model, got 'y'"),
     }[what]
     with pytest.raises(error, match=message):
@@ -465,6 +544,88 @@ def test_a_death_returns_the_draws_so_far_and_is_said(fork):
         parallel.compile_logp(**HERE)(model.initial_point())
     fork_ranks(2)
     check_equal(parallel, model)
+
+
+@pytest.mark.new_ranks
+def test_a_death_interrupts_who_waits_for_other_threads(fork):
+    """As nutpie waits for its own, which are no threads of Python's."""
+    fork(2)
+    parallel, waits, seen = data_parallel(small()), threading.Event(), []
+    density, point = parallel.compile_logp(**HERE), parallel.initial_point()
+    density(point)
+    (pid,) = synk.ranks.session().workers.pids.values()
+
+    def sampler():
+        waits.wait()
+        for shift in range(10**6):
+            try:
+                density({"b": point["b"] + shift})
+            except BaseException as error:
+                seen.append((time.monotonic(), error))
+                if len(seen) == 2:
+                    return
+
+    with pytest.warns(RuntimeWarning) as caught:
+        _thread.start_new_thread(sampler, ())
+        with pytest.raises(KeyboardInterrupt):
+            waits.set()
+            time.sleep(0.1)
+            os.kill(pid, signal.SIGKILL)
+            for _ in range(200):
+                time.sleep(0.05)
+        interrupted = time.monotonic()
+        while len(seen) < 2:
+            time.sleep(0.05)
+    # Only then does the sampler hear of it, which by then is being stopped.
+    assert interrupted < seen[0][0] and isinstance(seen[0][1], KeyboardInterrupt)
+    assert isinstance(seen[1][1], RuntimeError) and "fork" in str(seen[1][1])
+    messages = [str(one.message) for one in caught]
+    assert any("interrupted, with what was computed so far: rank 1" in one for one in messages)
+    assert any("no density: rank 1" in one and "Call synkhronos.fork" in one for one in messages)
+
+
+@pytest.mark.skipif(not XLA, reason="needs PyTensor's JAX mode")
+def test_what_jax_lacks_is_named(two):
+    with pm.Model() as model:
+        shape = pm.HalfNormal("shape")
+        pm.Truncated("y", pm.Gamma.dist(shape, 1), lower=0.1, observed=HOURS)
+    with pytest.raises(NotImplementedError, match=r"(?s)y: .* ScalarLoop.* JAX .*fork\(use_gpu=False\)"):
+        data_parallel(model).compile_dlogp(**HERE)(model.initial_point())
+
+
+NUTPIE = pytest.mark.skipif(importlib.util.find_spec("nutpie") is None, reason="nutpie is not installed")
+
+
+@NUTPIE
+@pytest.mark.skipif(XLA, reason="nutpie compiles by Numba")
+@pytest.mark.parametrize("cores", [1, 2])
+def test_nutpie(two, cores):
+    import nutpie
+
+    model = small()
+    drawn = [
+        nutpie.sample(
+            nutpie.compile_pymc_model(one), draws=20, tune=50, chains=2, cores=cores, seed=1, progress_bar=False
+        )
+        for one in (data_parallel(model), model)
+    ]
+    np.testing.assert_allclose(*[one.posterior["b"].values[:, 0] for one in drawn], rtol=1e-3)
+
+
+@NUTPIE
+@pytest.mark.skipif(XLA, reason="nutpie compiles by Numba")
+@pytest.mark.new_ranks
+def test_a_death_within_nutpie_returns_the_draws_so_far(fork):
+    import nutpie
+
+    fork(2)
+    compiled = nutpie.compile_pymc_model(data_parallel(small()))
+    (pid,) = synk.ranks.session().workers.pids.values()
+    with pytest.warns(RuntimeWarning, match="interrupted, with what was computed so far: rank 1 .* SIGKILL"):
+        threading.Timer(5, lambda: os.kill(pid, signal.SIGKILL)).start()
+        drawn = nutpie.sample(compiled, draws=1_000_000, tune=5, chains=2, cores=2, seed=1, progress_bar=False)
+    assert 10 <= drawn.posterior.sizes["draw"] < 1_000_000
+    assert drawn.sample_stats["diverging"].sum() <= 2
 
 
 @pytest.mark.skipif(XLA, reason="PyMC forks beside JAX' threads")

@@ -33,7 +33,7 @@ from pytensor.tensor.extra_ops import CumOp
 from pytensor.tensor.math import All, Dot
 from pytensor.tensor.shape import Reshape, Shape, Shape_i, SpecifyShape
 from pytensor.tensor.special import LogSoftmax, Softmax
-from pytensor.tensor.subtensor import AdvancedSubtensor, Subtensor, indices_from_subtensor
+from pytensor.tensor.subtensor import AdvancedSubtensor, IncSubtensor, Subtensor, indices_from_subtensor
 from pytensor.tensor.type_other import MakeSlice
 
 from synkhronos.extensions.rows_sum import rebuilt
@@ -382,9 +382,34 @@ def _subtensor(search: Search, node: Any, axis: int) -> Any:
     index = list(indices_from_subtensor(operands, node.op.idx_list))
     index += [slice(None)] * (values.type.ndim - len(index))
     kept = [i for i, one in enumerate(index) if isinstance(one, slice)]
-    if index[kept[axis]] != slice(None):
-        raise Mixed(f"{node.op} of {_named(values)} picks rows")
-    return node.op(search.rows(values, kept[axis]), *operands)
+    own = kept[axis]
+    if index[own] != slice(None):
+        picks = _constant_picks(index[own], values.type.shape[own])
+        picked = None if picks is None else search.picked(values, own, picks)
+        if picked is None:
+            raise Mixed(f"{node.op} of {_named(values)} picks rows")
+        return picked[tuple(slice(None) if i == own else one for i, one in enumerate(index))]
+    return node.op(search.rows(values, own), *operands)
+
+
+def _constant_picks(some: slice, length: int | None) -> Any:
+    """Return the indexes that a slice picks of so many, as a constant; None if they may change."""
+    ends = [some.start, some.stop, some.step]
+    if length is None or not all(end is None or isinstance(end, Constant) for end in ends):
+        return None
+    return pt.constant(np.arange(length)[slice(*[None if end is None else end.data for end in ends])])
+
+
+def _set_part(search: Search, node: Any, axis: int) -> Any:
+    """Return rows of ``set_subtensor(values[:, k], part)``."""
+    values, part, *operands = node.inputs
+    index = list(indices_from_subtensor(operands, node.op.idx_list))
+    index += [slice(None)] * (values.type.ndim - len(index))
+    if index[axis] != slice(None):
+        raise _mixes(node)
+    kept = [i for i, one in enumerate(index) if isinstance(one, slice)]
+    own = kept.index(axis) - (len(kept) - part.type.ndim)
+    return node.op(search.rows(values, axis), search.part(part, own) if own >= 0 else part, *operands)
 
 
 def _reduction(search: Search, node: Any, axis: int) -> Any:
@@ -469,6 +494,7 @@ _RULES: dict[type, Rule] = {
     Blockwise: _blockwise,
     AdvancedSubtensor: _advanced,
     Subtensor: _subtensor,
+    IncSubtensor: _set_part,
     CAReduce: _reduction,
     CumOp: _cumulative,
     Softmax: _softmax,

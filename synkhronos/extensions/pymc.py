@@ -36,8 +36,8 @@ def data_parallel(model: pymc.Model) -> DataParallelModel:
     -------
     pymc.Model
         It has the same variables, coordinates and data: ``pm.set_data`` in one holds for both.  Beside what every model
-        has there are ``split_RVs``, the observed variables that are split, and ``reasons``, a dict that says why the
-        others are not.
+        has there are ``split_RVs``, the observed variables and potentials that are split, and ``reasons``, a dict that
+        says why the others are not.
 
     Raises
     ------
@@ -49,7 +49,8 @@ def data_parallel(model: pymc.Model) -> DataParallelModel:
     Warns
     -----
     UserWarning
-        For each observed variable that stays in this process because it can't be split; it says why.
+        For each observed variable, and each potential that is computed from arrays, that stays in this process because
+        it can't be split; it says why.
 
     Notes
     -----
@@ -77,11 +78,13 @@ def data_parallel(model: pymc.Model) -> DataParallelModel:
     if not isinstance(model, pm.Model):
         raise TypeError(f"model: expected a pymc.Model, got {model!r}")
     made = DataParallelModel(model)
-    if not model.observed_RVs:
-        raise ValueError("model: it has no observed variables")
     if not made.split_RVs:
         each = "; ".join(f"{name}: {reason}" for name, reason in made.reasons.items())
-        raise ValueError(f"model: no observed variable can be split by rows: {each}")
+        raise ValueError(
+            f"model: none of its variables can be split by rows: {each}"
+            if each
+            else "model: it has no observed variables, nor potentials that are computed from data"
+        )
     for name, reason in made.reasons.items():
         warnings.warn(f"{name} is not split by rows, and is computed by this process alone: {reason}", stacklevel=2)
     return made

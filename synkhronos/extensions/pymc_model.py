@@ -14,8 +14,15 @@ from typing import Any
 
 import numpy as np
 import pymc as pm
+import pytensor
 import pytensor.tensor as pt
+from pymc.data import MinibatchOp
 from pymc.logprob.utils import CheckParameterValue
+from pytensor.compile import SharedVariable
+from pytensor.graph.basic import Constant
+from pytensor.graph.traversal import ancestors
+from pytensor.tensor import TensorType
+from pytensor.tensor.math import Sum
 
 from synkhronos.extensions.by_rows import Mixed, Search, by_rows
 from synkhronos.extensions.rows_sum import sum_over_rows
@@ -32,14 +39,14 @@ class DataParallelModel(pm.Model):
     Attributes
     ----------
     reasons : dict of str to str
-        Why an observed variable is not split, by the variables' names.
+        Why an observed variable or a potential is not split, by their names.
     """
 
     def __init__(self, model: pm.Model):
         self.__dict__.update(model.__dict__)
         self._sums: dict[Any, Any] = {}
         self.reasons: dict[str, str] = {}
-        for variable in model.observed_RVs:
+        for variable in [*model.observed_RVs, *filter(_reads_data, model.potentials)]:
             try:
                 self._sums[variable] = _sum_over_rows(model, variable)
             except Mixed as error:
@@ -47,7 +54,7 @@ class DataParallelModel(pm.Model):
 
     @property
     def split_RVs(self) -> list[Any]:
-        """The observed variables that are split."""
+        """The observed variables and potentials that are split."""
         return list(self._sums)
 
     def logp(self, vars: Any = None, jacobian: bool = True, sum: bool = True) -> Any:
@@ -70,8 +77,19 @@ class DataParallelModel(pm.Model):
 
 
 def _sum_over_rows(model: pm.Model, variable: Any) -> Any:
-    """Return the sum of an observed variable's log-density over its rows; raise `Mixed` if that can't be."""
-    shape = model.rvs_to_values[variable].shape.eval()
+    """Return the sum of an observed variable's or a potential's rows; raise `Mixed` if that can't be."""
+    try:
+        (terms,) = model.logp([variable], sum=False)
+    except NotImplementedError as error:
+        raise Mixed(f"PyMC has no log-density of it: {error}") from error
+    if variable in model.potentials:
+        terms = _added_up(terms)
+        if not terms.type.ndim:
+            raise Mixed("it is one number, and not the sum of an element for each row")
+        find = pytensor.function(model.value_vars, terms.shape, mode="FAST_COMPILE", on_unused_input="ignore")
+        shape = find(**model.initial_point())
+    else:
+        shape = model.rvs_to_values[variable].shape.eval()
     if not len(shape) or shape[0] < 2:
         raise Mixed(f"it has shape {tuple(map(int, shape))}, and so no rows to share out")
 
@@ -84,12 +102,30 @@ def _sum_over_rows(model: pm.Model, variable: Any) -> Any:
             return node.op(value, *conditions)
         return pt.switch(reduce(pt.and_, conditions), value, -np.inf) if model.check_bounds else value
 
-    try:
-        (terms,) = model.logp([variable], sum=False)
-    except NotImplementedError as error:
-        raise Mixed(f"PyMC has no log-density of it: {error}") from error
-    terms, rows = by_rows(terms, int(shape[0]), {CheckParameterValue: checked})
+    terms, rows = by_rows(terms, int(shape[0]), {CheckParameterValue: checked, MinibatchOp: _drawn})
     total = sum_over_rows(terms, rows, name=variable.name)
     # As Ctrl-C is: a sampler returns the draws so far.
     total.owner.op.rows.deaths_interrupt = True
     return total
+
+
+def _added_up(terms: Any) -> Any:
+    """Return what a sum adds up, to the last number; else the terms."""
+    node = terms.owner
+    return node.inputs[0] if terms.type.ndim == 0 and node is not None and isinstance(node.op, Sum) else terms
+
+
+def _reads_data(potential: Any) -> bool:
+    """Whether a potential is computed from arrays, and may be a likelihood; else it weighs parameters alone."""
+    data = (v for v in ancestors([potential]) if isinstance(v.type, TensorType))
+    return any(
+        isinstance(v, Constant)
+        and v.data.size > 1
+        or isinstance(v, SharedVariable)
+        and v.get_value(borrow=True).size > 1
+        for v in data
+    )
+
+
+def _drawn(search: Search, node: Any, axis: int) -> Any:
+    raise Mixed("pm.Minibatch draws other rows at each evaluation; give all rows to a model that is to be split")
