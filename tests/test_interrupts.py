@@ -125,7 +125,7 @@ def test_an_interrupt_while_closing_ends_the_workers_at_once(where):
 #: Actions, and every which of the moments of each is tried: the same ones each time, so that what fails fails again.
 #: Before a change of how ranks are interrupted lands, try all of them: FAULTS=all and --timeout=6000.
 ACTIONS = {
-    "call": 11, "slices": 23, "rows": 17, "first call": 83, "collective": 17, "data": 7, "fork": 13, "close": 7,
+    "call": 11, "slices": 23, "rows": 17, "first call": 251, "collective": 17, "data": 7, "fork": 13, "close": 7,
     "call again": 1, "collective again": 1,
 }  # fmt: skip
 

@@ -99,14 +99,13 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("name", USES)
-def test_a_result_is_used_as_its_array(double, name):
-    use = USES[name]
-    result = double(VALUE)[1]
-    assert type(result) is Result
-    actual, expected = use(result), use(VALUE * 2)
-    np.testing.assert_array_equal(actual, expected)
-    assert type(actual) is type(expected)
+def test_a_result_is_used_as_its_array(double):
+    for name, use in USES.items():
+        result = double(VALUE)[1]
+        assert type(result) is Result
+        actual, expected = use(result), use(VALUE * 2)
+        np.testing.assert_array_equal(actual, expected, err_msg=name)
+        assert type(actual) is type(expected), name
 
 
 SCALAR_USES = {
@@ -124,10 +123,9 @@ SCALAR_USES = {
 }
 
 
-@pytest.mark.parametrize("name", SCALAR_USES)
-def test_a_result_of_no_dimensions_is_used_as_a_number(double, name):
-    actual = SCALAR_USES[name](double(VALUE)[0])
-    assert actual == SCALAR_USES[name](np.asarray(6.0))
+def test_a_result_of_no_dimensions_is_used_as_a_number(double):
+    for name, use in SCALAR_USES.items():
+        assert use(double(VALUE)[0]) == use(np.asarray(6.0)), name
 
 
 def test_an_integer_result_may_be_an_index(fork):
