@@ -8,7 +8,8 @@ beside this file are small stand-ins for those that the library calls:
 ``cuda``
     Host memory for the GPU's.  What is put on a stream is done at once.
 ``pygpu``
-    Theano's arrays.  Theano itself computes on NumPy's, since what it has for GPUs needs the real pygpu.
+    Theano's arrays.  Theano keeps shared variables and inputs in them, and computes on copies in host memory: what it
+    has for GPUs needs the real pygpu.
 ``nccl``
     Really combines, over TCP, between processes of one host or of several.  As NCCL does, it waits for ever for a rank
     that does not come, until it is aborted; and it says in its log which network interface it takes.
@@ -31,12 +32,18 @@ def install():
         self._jax().devices()
 
     def start_pygpu(self, place):
+        import theano.compile
+        import theano.gpuarray.type
+        from pygpu.gpuarray import GpuContext
+
         cuda.core.PLACE = place
+        theano.config.cxx = ""  # for what is between GPU and host there is a version in Python
+        theano.gpuarray.type.reg_context(None, GpuContext())
+        theano.compile.shared_constructor(theano.gpuarray.type.gpuarray_shared_constructor)
 
     Pygpu.needed = {}
     Pygpu.start = start_pygpu
     Pygpu.stream = cuda.core.COMPUTE
-    Pygpu._context = None
 
     Jax.needed = {}
     Jax.start = start

@@ -1,17 +1,5 @@
-"""Stands for pygpu's arrays: host memory for the GPU's."""
+"""Stands for pygpu: Theano's arrays on GPUs, without what computes with them there."""
 
-import numpy as np
+from pygpu.gpuarray import array, concatenate, empty
 
-from pygpu._array import ndgpuarray
-
-
-def empty(shape, dtype, context):
-    return np.empty(shape, dtype).view(ndgpuarray)
-
-
-def array(value, context):
-    return np.array(value, order="C").view(ndgpuarray)
-
-
-def concatenate(parts, context):
-    return np.concatenate(parts).view(ndgpuarray)
+__all__ = ["array", "concatenate", "empty"]

@@ -1,16 +1,14 @@
-"""The array."""
+"""The array with NumPy's operators."""
 
 import numpy as np
 
+from pygpu.gpuarray import GpuArray
 
-class ndgpuarray(np.ndarray):  # noqa: N801 - pygpu's name
-    @property
-    def gpudata(self):
-        return self.ctypes.data
 
-    @property
-    def nbytes(self):
-        raise AttributeError("pygpu's arrays have no nbytes")
-
-    def sync(self):
-        pass
+class ndgpuarray(np.lib.mixins.NDArrayOperatorsMixin, GpuArray):  # noqa: N801 - pygpu's name
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None):
+        values = [one._memory if isinstance(one, GpuArray) else one for one in inputs]
+        if out is None:
+            return ndgpuarray(np.asarray(getattr(ufunc, method)(*values)), self.context)
+        ufunc(*values, out=out[0]._memory)
+        return out[0]
