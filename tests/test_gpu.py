@@ -1218,6 +1218,24 @@ def test_products_of_float32_use_tf32_unless_jax_is_told_otherwise():
 
 
 @of_jax
+@pytest.mark.parametrize("width", [None, 3])
+def test_what_many_rows_add_to_few_effects_arrives(fork, width):
+    fork(2)
+    places, rows = 50, 300_000
+    effects = (T.dvector if width is None else T.dmatrix)("effects")
+    weights, index = (T.dvector if width is None else T.dmatrix)("weights"), T.ivector("index")
+    f = synk.function(
+        [index, weights], (T.grad((effects[index] ** 2 * weights).sum(), effects), "sum"), bcast_inputs=[effects]
+    )
+    shape = () if width is None else (width,)
+    picked, weight = RNG.integers(0, places, rows).astype("int32"), RNG.random((rows, *shape))
+    at = RNG.random((places, *shape))
+    expected = np.zeros_like(at)
+    np.add.at(expected, picked, 2 * at[picked] * weight)
+    np.testing.assert_allclose(f(picked, weight, at), expected, rtol=1e-9)
+
+
+@of_jax
 def test_a_result_is_read_from_the_gpu_once(fork):
     fork(2)
     x = T.dvector("x")

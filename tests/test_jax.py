@@ -19,11 +19,14 @@ import textwrap
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from faults.harness import code_run_by
-from library import DEVICE, INTERPRETED, XLA, grad, read, shared
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from library import DEVICE, INTERPRETED, XLA, function, grad, read, shared
 from library import tensor as T
 from system import lives
 
@@ -37,7 +40,7 @@ from synkhronos.engines.xla import Combination, Executable, Xla
 from synkhronos.extensions.train import make_train_function, make_train_function_serial
 from synkhronos.extensions.updates import adam, momentum, sgd
 from synkhronos.function.program import PLAIN
-from synkhronos.graphs import library_of
+from synkhronos.graphs import library_of, scatter
 from synkhronos.launch.contract import Variables
 from synkhronos.ranks.interrupts import undisturbed
 
@@ -1364,3 +1367,36 @@ def test_what_was_written_in_place_is_another_array_in_the_same_memory():
         written = JAX.written(array, is_there)
         # What JAX has read of the old one it would not read again.
         assert written is not array and JAX.pointer(written) == at
+
+
+# -- many numbers into few places ------------------------------------------------------------------------------
+
+
+@settings(max_examples=8, deadline=None)  # XLA compiles for each
+@given(
+    st.integers(1, 9), st.lists(st.integers(1, 3), max_size=2), st.integers(0, 60), st.integers(2, 40), st.integers(0)
+)
+def test_adding_into_copies_of_places_is_adding_into_places(places, rest, rows, n_copies, seed):
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(places, *rest)), rng.normal(size=(rows, *rest))
+    index = rng.integers(-places, places, rows).astype(rng.choice(["int8", "int32", "int64"]))
+    expected = x.copy()
+    np.add.at(expected, index, y)
+    np.testing.assert_allclose(scatter.added(x, y, index, n_copies), expected, atol=1e-9)
+    # As JAX does, and no other way: out of bounds is nowhere.
+    np.testing.assert_array_equal(scatter.added(x, y, np.full(rows, places), n_copies), x)
+
+
+def test_what_many_rows_add_to_few_effects_is_added_into_copies_on_a_gpu(fork, monkeypatch):
+    fork(1)
+    rng = np.random.default_rng(0)
+    effects, index, weights = T.dvector("effects"), T.lvector("index"), T.dvector("weights")
+    gradient = grad((T.exp(effects[index]) * weights).sum(), effects)
+    inputs = [rng.normal(size=5), rng.integers(-5, 5, 20_000), rng.normal(size=20_000)]
+    expected = function([effects, index, weights], gradient)(*inputs)
+    added, taken = scatter.added, []
+    monkeypatch.setattr(scatter, "JAX", SimpleNamespace(on_gpu=True))
+    monkeypatch.setattr(scatter, "added", lambda *given: (taken.append(given[-1]), added(*given))[1])
+    result = synk.function([index, weights], (gradient, "sum"), bcast_inputs=[effects])(*inputs[1:], inputs[0])
+    np.testing.assert_allclose(result, expected, rtol=1e-9)
+    assert taken == [15]

@@ -15,6 +15,7 @@ import numpy as np
 
 from synkhronos.devices import Device
 from synkhronos.graphs.precision import bfloat16, in_bfloat16
+from synkhronos.graphs.scatter import in_copies
 from synkhronos.ranks import WeakKeys
 
 if TYPE_CHECKING:  # it needs PyTensor, and training functions with Theano come by here
@@ -182,6 +183,7 @@ def _converted(graph: Any, storage_map: Any) -> Callable[..., Any]:
         run = jax_funcify(op, node=node, **kwargs)
         if node is None or not callable(run):
             return run
+        run = in_copies(run, node)
         if reduced:
             run = in_bfloat16(run, node, graph)
         dtypes = [getattr(output.type, "dtype", None) for output in node.outputs]
