@@ -48,16 +48,22 @@ def set_state(schedule: Any, state: Mapping[str, Any]) -> None:
 
 
 def forget(schedule: Any) -> None:
-    """Have a schedule compare with nothing from before, as it will observe something else; its rate stays."""
-    found = _learnt(schedule)
-    found.update({name: start for name, start in (("best", math.inf), ("since", 0)) if name in found})
+    """Have `plateau` compare with nothing from before, as it will observe something else; its rate stays."""
+    schedule = _innermost(schedule)
+    if isinstance(schedule, plateau):
+        schedule.best, schedule.since = math.inf, 0
 
 
 def _learnt(schedule: Any) -> dict[str, Any]:
     """Return the attributes of a schedule that observes validation, to be changed; none of another."""
+    schedule = _innermost(schedule)
+    return vars(schedule) if hasattr(schedule, "observe") else {}
+
+
+def _innermost(schedule: Any) -> Any:
     while hasattr(schedule, "schedule"):
         schedule = schedule.schedule
-    return vars(schedule) if hasattr(schedule, "observe") else {}
+    return schedule
 
 
 def as_schedule(value: Schedule | float) -> Schedule:
