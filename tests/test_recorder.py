@@ -4,13 +4,14 @@ import csv
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from synkhronos.training import Recorder, TensorBoard, schedules, show
 from synkhronos.training.recorder import read
-from synkhronos.training.schedules import set_state, state_of
+from synkhronos.training.schedules import forget, set_state, state_of
 
 pytestmark = pytest.mark.any_library
 
@@ -166,6 +167,11 @@ def test_schedules_go_together():
         each.observe(5.0)
         each.observe(5.0)
     assert other(3) == schedule(3) == pytest.approx(0.1)
+    forget(other)
+    assert state_of(other) == {"rate": pytest.approx(0.025), "since": 0}
+    own = SimpleNamespace(best=-math.inf, observe=None)  # for which more is better
+    forget(SimpleNamespace(schedule=own))
+    assert own.best == -math.inf
     # What follows from the epoch alone is as it was made, and learns nothing from another's checkpoint.
     for old in (schedules.constant(0.1), schedules.steps(0.1, {5: 0.1}), schedules.warmup(0.1, 5), schedule):
         for new in (schedules.constant(0.01), schedules.warmup(schedules.cosine(0.01, 9), 5)):
