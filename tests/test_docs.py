@@ -146,7 +146,7 @@ def test_a_model_of_your_own(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "synkhronos", "check", f"{tmp_path}/digits.py:Digits"],
         cwd=ROOT,
-        env={**os.environ, "PYTENSOR_FLAGS": "mode=FAST_COMPILE", "THEANO_FLAGS": "blas.ldflags=,mode=FAST_COMPILE"},
+        env={**os.environ, "PYTENSOR_FLAGS": "mode=FAST_COMPILE"},
         capture_output=True,
         text=True,
         timeout=100,
