@@ -4,8 +4,8 @@
     Has a GPU add into copies of the places.
 
 A GPU adds by atomic instructions, of which those on one place take turns.  10 million float64 into 100 places took an
-H200 4.1 ms, longer than all that a logistic regression computes beside; into a thousand copies of the places, which are
-added up afterwards, 0.3 ms.
+H200 1.9 ms; into 390 copies of the places, which are added up afterwards, 0.15 ms.  The gradient of a logistic
+regression with such effects took 7.2 ms before, and 4.4 since.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ _ROWS = 256
 
 def in_copies(run: Callable[..., Any], node: Any) -> Callable[..., Any]:
     """Return the JAX function of an Op, a node of a graph, that adds rows by index, if this is one; else ``run``."""
-    from pytensor.tensor.subtensor import AdvancedIncSubtensor, AdvancedIncSubtensor1
+    from pytensor.tensor import subtensor
 
     op = node.op
-    if not isinstance(op, AdvancedIncSubtensor | AdvancedIncSubtensor1) or op.set_instead_of_inc:
+    # PyTensor had another Op for a single index.
+    kinds = subtensor.AdvancedIncSubtensor, getattr(subtensor, "AdvancedIncSubtensor1", subtensor.AdvancedIncSubtensor)
+    if not isinstance(op, kinds) or op.set_instead_of_inc:
         return run
     if len(node.inputs) != 3 or node.inputs[2].type.ndim != 1 or "int" not in node.inputs[2].type.dtype:
         return run
