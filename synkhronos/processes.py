@@ -24,7 +24,7 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.checks import flag, index, integer, number
 from synkhronos.devices import HOST, choose, device_named, is_on_gpus, keep_off_gpus, needs_fresh_processes
-from synkhronos.hosts import MOST, Host, Hosts, hosts_of, launched, serve
+from synkhronos.hosts import MOST, Host, Hosts, hosts_of, is_this_machine, launched, serve
 from synkhronos.ranks import Rank
 
 __all__ = ["bytes_sent", "close", "fork"]
@@ -136,10 +136,13 @@ def fork(
     if not number(host_timeout, "host_timeout", "a number of seconds") >= 1:
         raise ValueError(f"host_timeout: expected a number of seconds, at least 1, got {host_timeout!r}")
     named = hosts_of(hosts)
-    number_of_process = launched() if hosts is None else None
-    if not named and number_of_process:
+    if len(named) == 1:
+        _check_is_here(named[0])
+        return _fork(named[0].n_ranks or n_parallel, use_gpu, master_rank, profile_workers, timeout)
+    process = launched() if hosts is None else None
+    if not named and process is not None and process[0] > 0:
         serve()
-    if named or number_of_process == 0:
+    if named or process is not None:
         with _started(named or None, use_gpu, host_timeout) as others:
             return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout, hosts=others)
     return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout)
@@ -157,10 +160,22 @@ def fork_bound(
     What other hosts print goes to the file ``said``.
     """
     bound = tuple(map(tuple, cores))
-    if hosts:
-        with _started(hosts_of(hosts), use_gpu, said=said) as others:
+    named = hosts_of(hosts)
+    if len(named) > 1:
+        with _started(named, use_gpu, said=said) as others:
             return _fork(None, use_gpu, cores=bound, hosts=others)
+    for host in named:
+        _check_is_here(host)
     return _fork(n_parallel, use_gpu, cores=bound)
+
+
+def _check_is_here(host: Host) -> None:
+    """Refuse another machine: where one host is named there are no agents, and nothing else to find it out."""
+    if not is_this_machine(host.name):
+        raise RuntimeError(
+            f"the hosts {host.name} could not be reached: the first host has to be the machine that calls fork(), and "
+            f"{host.name} is not"
+        )
 
 
 @contextlib.contextmanager

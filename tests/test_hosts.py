@@ -141,6 +141,29 @@ def test_without_mpirun(monkeypatch):
     synk.close()
 
 
+def test_one_host_needs_no_mpirun(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", "/nowhere/python")
+        patched.setenv("PATH", "/nowhere")
+        with pytest.raises(RuntimeError, match="the machine that calls fork.., and nowhere.invalid is not"):
+            synk.fork(hosts=["nowhere.invalid"], use_gpu=False)
+    assert synk.fork(1, hosts=["localhost:2"], use_gpu=False) == 2
+    synk.close()
+
+
+def test_processes_that_mpi_does_not_connect_are_refused(monkeypatch):
+    said = [{"name": "a", "mpi": "", "cores": 2, "gpus": 0, "machine": 2, "versions": {"Python": "3.11"}}]
+    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_STEP_ID", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(start, "_has_started", False)
+    monkeypatch.setattr(start, "_agent", lambda address: ["sleep", "60"])
+    monkeypatch.setattr(start.Hosts, "_meet", lambda self, listener: said)
+    with pytest.raises(RuntimeError, match="2 processes were started, and MPI connects 1 of them.*srun --ntasks-per"):
+        synk.fork(use_gpu=False)
+
+
 def test_what_mpirun_leaves_behind_holds_up_nobody(monkeypatch):
     leaves = ["sh", "-c", "sleep 20 & echo no route to host b >&2; exit 255"]
     monkeypatch.setattr(start, "_command", lambda names, address: leaves)
@@ -187,7 +210,7 @@ def test_ctrl_c_at_any_moment_leaves_no_mpirun(monkeypatch):
 def test_a_process_that_is_bound_to_a_core_is_warned_of_where_it_calls_fork(monkeypatch):
     versions = iter([{"Python": "3.11"}, {"Python": "3.12"}])
     said = [{"name": each, "mpi": "", "cores": 1, "gpus": 0, "machine": 4, "versions": next(versions)} for each in "ab"]
-    monkeypatch.setattr(processes, "launched", lambda: 0)
+    monkeypatch.setattr(processes, "launched", lambda: (0, 2))
     monkeypatch.setattr(start, "_has_started", False)
     monkeypatch.setattr(start, "_agent", lambda address: ["sleep", "60"])
     monkeypatch.setattr(start.Hosts, "_meet", lambda self, listener: said)

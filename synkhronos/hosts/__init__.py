@@ -9,7 +9,7 @@ for words in its own host's memory wherever the others are, and the rooms above 
 
 `Hosts`, `serve`
     Starts the agents by ``mpirun``, and is what the master's session knows of the other hosts (`start`).
-`Host`, `MOST`, `hosts_of`, `launched`
+`Host`, `MOST`, `hosts_of`, `is_this_machine`, `launched`
     The hosts that a user names, or that ``mpirun`` has started the script on (`names`).
 `agent`
     What an agent does, from its start to its end.
@@ -21,7 +21,7 @@ for words in its own host's memory wherever the others are, and the rooms above 
     Locks of other hosts, and the rows that are used under them.
 """
 
-from synkhronos.hosts.names import MOST, Host, hosts_of, launched
+from synkhronos.hosts.names import MOST, Host, hosts_of, is_this_machine, launched
 from synkhronos.hosts.start import Hosts, serve
 
-__all__ = ["MOST", "Host", "Hosts", "hosts_of", "launched", "serve"]
+__all__ = ["MOST", "Host", "Hosts", "hosts_of", "is_this_machine", "launched", "serve"]

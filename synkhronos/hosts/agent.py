@@ -29,6 +29,7 @@ import json
 import os
 import pickle
 import platform
+import re
 import signal
 import socket
 import struct
@@ -621,6 +622,8 @@ def main(address: str) -> None:
 
     _unlink_shared_memory()
     world = MPI.COMM_WORLD
+    if not address and world.rank == 0:  # the first process says what to do
+        raise SystemExit(f"MPI does not connect the process on {platform.node()} with the others that were started")
     hellos = world.gather(_hello(MPI.Get_library_version()[:8]))
     channel, file, config = None, None, None
     if world.rank == 0:
@@ -668,12 +671,13 @@ def _control_memory(mpi: Any, config: dict[str, Any], here: range, extra: int) -
 
 
 def _unlink_shared_memory() -> None:
-    """Take the names from the files in /dev/shm that MPICH would leave there if this process were killed.
+    """Take the names from the files in /dev/shm that MPI would leave there if this process were killed.
 
-    They are for processes of the same host, and on each there is one agent.
+    They are for processes of the same host, and on each there is one agent.  Open MPI has some where srun starts it.
     """
+    ours = re.compile(r"/dev/shm/(mpich|sm_segment)\S*$")
     with open("/proc/self/maps") as maps:
-        names = {line.split()[5] for line in maps if "/dev/shm/mpich" in line and "(deleted)" not in line}
+        names = {found[0] for line in maps if (found := ours.search(line))}
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)

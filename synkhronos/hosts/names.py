@@ -11,13 +11,17 @@
 `MOST`
     More ranks than this on one host is taken for a mistake.
 `launched`
-    Which of several processes this is that ``mpirun`` or ``srun`` has started.
+    Which of several processes this is that ``mpirun`` or ``srun`` has started, and of how many.
+`is_this_machine`
+    Whether a name is this machine's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Sequence
 from itertools import accumulate
@@ -40,12 +44,25 @@ _LAUNCHED = [
 ]
 
 
-def launched() -> int | None:
-    """Return the number of this process among several that ``mpirun`` or ``srun`` has started; None if it is alone."""
+def launched() -> tuple[int, int] | None:
+    """Return the number of this process among several that ``mpirun`` or ``srun`` has started, and how many they are.
+
+    None if it is alone.
+    """
     for rank, size in _LAUNCHED:
         if os.environ.get(rank, "").isdecimal() and os.environ.get(size, "").isdecimal() and int(os.environ[size]) > 1:
-            return int(os.environ[rank])
+            return int(os.environ[rank]), int(os.environ[size])
     return None
+
+
+def is_this_machine(name: str) -> bool:
+    """Whether this machine has an address that a name stands for."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as one:
+                one.bind(address)
+                return True
+    return name == socket.gethostname()
 
 
 def hosts_of(hosts: str | Sequence[str] | None) -> list[Host]:

@@ -32,7 +32,7 @@ from typing import IO, Any, NoReturn
 import numpy as np
 
 from synkhronos.hosts.contents import Rows
-from synkhronos.hosts.names import Host, host_and_ranks, host_of, ranks_of
+from synkhronos.hosts.names import Host, host_and_ranks, host_of, launched, ranks_of
 from synkhronos.hosts.pipes import Layout, frame_for
 from synkhronos.ranks import Command, SharedArray
 from synkhronos.ranks.control import Control
@@ -119,8 +119,9 @@ class Hosts:
                     stderr=subprocess.PIPE,
                     text=True,
                     errors="backslashreplace",
-                    # Open MPI's UCX warns of what every agent's end leaves.
-                    env={"UCX_LOG_LEVEL": "error", **os.environ},
+                    # Open MPI's UCX warns of what every agent's end leaves.  In a step of Slurm the agents' step, which
+                    # mpirun has srun start, would wait without end for cores that the script's own step has.
+                    env={"UCX_LOG_LEVEL": "error", "SLURM_OVERLAP": "1", **os.environ},
                     start_new_session=True,  # Ctrl-C at the terminal is the master's to handle
                     close_fds=hosts is not None,  # mpirun talks to its processes over files that they inherit
                 )
@@ -178,6 +179,11 @@ class Hosts:
                 channel, _ = listener.accept()
             except TimeoutError:
                 if self._launcher.poll() is not None:
+                    if self._named is None:
+                        raise RuntimeError(
+                            "MPI did not connect the processes that mpirun or srun has started: "
+                            f"{self._read()}{_under_srun()}"
+                        ) from None
                     raise RuntimeError(
                         f"the hosts {', '.join(self.names)} could not be reached: {self._read()}"
                     ) from None
@@ -381,7 +387,13 @@ def _agent(address: str) -> list[str]:
 
 
 def _check_shape(hellos: Sequence[dict[str, Any]]) -> None:
-    """Refuse several processes on one host; warn of one that is bound to a core."""
+    """Refuse processes that MPI doesn't connect, and several on one host; warn of one that is bound to a core."""
+    _, count = launched() or (0, len(hellos))
+    if len(hellos) != count:
+        raise RuntimeError(
+            f"{count} processes were started, and MPI connects {len(hellos)} of them: start one on each host, by the "
+            f"mpirun of the MPI that mpi4py uses{_under_srun()}; independent processes call fork(hosts=[])"
+        )
     names = [hello["name"] for hello in hellos]
     for name in names:
         if names.count(name) > 1:
@@ -397,6 +409,16 @@ def _check_shape(hellos: Sequence[dict[str, Any]]) -> None:
                 "use them all",
                 stacklevel=6,
             )
+
+
+def _under_srun() -> str:
+    """Say how ``srun`` starts scripts, where it has started this one."""
+    if "SLURM_STEP_ID" not in os.environ:
+        return ""
+    return (
+        "; srun --ntasks-per-node=1 --mpi=pmix python ... connects Open MPI (srun --mpi=list: what there is); with any "
+        "MPI, start the script once: SYNKHRONOS_HOSTS=all srun --nodes=1 --ntasks=1 python ..."
+    )
 
 
 def _command(names: Sequence[str], address: str) -> list[str]:
