@@ -416,8 +416,8 @@ def _under_srun() -> str:
     if "SLURM_STEP_ID" not in os.environ:
         return ""
     return (
-        "; srun --ntasks-per-node=1 --mpi=pmix python ... connects Open MPI (srun --mpi=list: what there is); with any "
-        "MPI, start the script once: SYNKHRONOS_HOSTS=all srun --nodes=1 --ntasks=1 python ..."
+        "; srun --ntasks-per-node=1 --mpi=pmix python ... connects Open MPI (srun --mpi=list says what there is); with "
+        "MPICH start the script once: SYNKHRONOS_HOSTS=all srun --nodes=1 --ntasks=1 python ..."
     )
 
 
