@@ -78,7 +78,7 @@ def fresh_guard(rank):
     """Make a guard without its thread and without a GPU: `give_up` needs neither."""
     guard = object.__new__(Guard)
     guard._rank, guard.in_use = rank, Connection()
-    guard.connections = [guard.in_use]
+    guard.connections, guard._done_here = [guard.in_use], 0
     guard.forget()
     return guard
 
