@@ -30,6 +30,7 @@ from synkhronos.extensions.train import make_train_function, make_train_function
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE != "gpu", reason="needs GPUs")]
 
+of_real_gpus = pytest.mark.skipif("PRETENDED_GPUS" in os.environ, reason="about what pretended GPUs lack")
 of_jax = pytest.mark.skipif(NAME != "pytensor", reason="about JAX arrays")
 
 RNG = np.random.default_rng(11)
@@ -276,6 +277,7 @@ def test_slices_and_rows_of_shared_variables(fork):
     np.testing.assert_array_equal(f(data, batch=[1, 2, 3, 4], batch_s=[[3, 0], [1, 1]], num_slices=2), [3, 0, 15, 20])
 
 
+@of_real_gpus  # there the next call begins when the last one has computed
 def test_memory_that_the_gpu_still_reads_is_not_filled_again(fork):
     # Each call takes the GPU longer than the next one takes to be prepared.
     fork(2)
@@ -559,6 +561,7 @@ def test_a_rank_that_dies_inside_a_collective_is_noticed_soon(fork, deed, words)
     check_works()
 
 
+@of_real_gpus  # nothing is under way there when a command has ended
 @pytest.mark.new_ranks
 def test_a_rank_that_dies_while_the_master_waits_for_its_gpu(fork):
     fork(2)
@@ -573,6 +576,7 @@ def test_a_rank_that_dies_while_the_master_waits_for_its_gpu(fork):
     check_works()
 
 
+@of_real_gpus
 @pytest.mark.new_ranks
 def test_what_is_under_way_comes_to_its_end_when_the_ranks_are_closed(fork):
     fork(2)
@@ -1147,7 +1151,8 @@ class InUse:
         if NAME == "pytensor":  # pygpu doesn't tell what it has given out of what it holds
             import jax
 
-            on_gpu = jax.devices()[0].memory_stats()["bytes_in_use"]
+            stats = jax.devices()[0].memory_stats()  # None for the CPU, which pretended GPUs are
+            on_gpu = stats["bytes_in_use"] if stats else sum(array.nbytes for array in jax.live_arrays())
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
         return rank.exchange((on_gpu, resident))
 
@@ -1200,6 +1205,7 @@ def test_closed_ranks_leave_no_page_locked_memory(fork):
 
 
 @of_jax
+@of_real_gpus
 def test_products_of_float32_use_tf32_unless_jax_is_told_otherwise():
     code = """
         synk.fork(2)

@@ -23,6 +23,7 @@ def install():
     """Have the library take JAX arrays on the CPU for arrays on GPUs."""
     import cuda.core
 
+    import synkhronos.devices.cuda
     from synkhronos.devices.jax import Jax
     from synkhronos.devices.jax.foreign import ComputeStream
     from synkhronos.devices.pygpu import Pygpu
@@ -40,6 +41,8 @@ def install():
         theano.config.cxx = ""  # for what is between GPU and host there is a version in Python
         theano.gpuarray.type.reg_context(None, GpuContext())
         theano.compile.shared_constructor(theano.gpuarray.type.gpuarray_shared_constructor)
+
+    synkhronos.devices.cuda.is_started = lambda: cuda.core.Device.is_started
 
     Pygpu.needed = {}
     Pygpu.start = start_pygpu

@@ -1,6 +1,7 @@
 """Stands for NVIDIA's library that counts GPUs."""
 
 import os
+import types
 
 
 class NVMLError(Exception):
@@ -17,3 +18,11 @@ def nvmlShutdown():  # noqa: N802 - NVIDIA's name
 
 def nvmlDeviceGetCount():  # noqa: N802 - NVIDIA's name
     return int(os.environ["PRETENDED_GPUS"])
+
+
+def nvmlDeviceGetHandleByIndex(index):  # noqa: N802 - NVIDIA's name
+    return index
+
+
+def nvmlDeviceGetPciInfo(handle):  # noqa: N802 - NVIDIA's name
+    return types.SimpleNamespace(busId=f"0000:{handle}")

@@ -70,12 +70,13 @@ def _send(connection, value):
 
 def _receive(connection):
     def exactly(n):
-        content = b""
-        while len(content) < n:
-            part = connection.recv(n - len(content))
-            if not part:
+        content = bytearray(n)
+        rest = memoryview(content)
+        while rest:
+            came = connection.recv_into(rest)
+            if not came:
                 raise ConnectionError
-            content += part
+            rest = rest[came:]
         return content
 
     return pickle.loads(exactly(_HEAD.unpack(exactly(_HEAD.size))[0]))
@@ -119,8 +120,8 @@ class Server(threading.Thread):
 
 def _answers(kind, how, contents):
     """Return what each rank gets."""
-    if kind == "broadcast":
-        return [contents[how]] * len(contents)
+    if kind == "broadcast":  # the root waits for nothing: what it doesn't read may be more than its socket has room for
+        return [None if r == how else contents[how] for r in range(len(contents))]
     if kind == "group":
         return [
             [(source, content) for source, sent in enumerate(contents) for to, content in sent if to == r]
