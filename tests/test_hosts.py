@@ -1,6 +1,7 @@
 """Ranks on several hosts: the same results as on one."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -125,7 +126,7 @@ def test_two_processes_on_a_host_are_refused():
     ],
 )
 def test_wrong_hosts(hosts, error, words, monkeypatch):
-    for name in ("SLURM_JOB_NODELIST", "PBS_NODEFILE", "LSB_HOSTS"):
+    for name in ("SLURM_JOB_NODELIST", "PBS_NODEFILE", "LSB_MCPU_HOSTS"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(error, match=words):
         hosts_of(hosts)
@@ -171,6 +172,14 @@ def test_what_mpirun_leaves_behind_holds_up_nobody(monkeypatch):
     with pytest.raises(RuntimeError, match="hosts a, b could not be reached: no route to host b$"):
         synk.fork(hosts=["a", "b"], use_gpu=False)
     assert time.monotonic() - began < 10
+
+
+def test_what_an_agent_says_comes_without_what_mpirun_says_besides(monkeypatch):
+    reason = "the first host has to be the machine that calls fork(), and a is not"
+    said = f"Traceback:\n  in _connect\nRuntimeError: {reason}\n[proxy:1@b] main (pmip.c:123): demux engine error"
+    monkeypatch.setattr(start, "_command", lambda names, address: ["sh", "-c", f"echo '{said}' >&2; exit 7"])
+    with pytest.raises(RuntimeError, match=f"^the hosts a, b could not be reached: {re.escape(reason)}$"):
+        synk.fork(hosts=["a", "b"], use_gpu=False)
 
 
 def started(press):
@@ -279,14 +288,42 @@ def test_hosts_of_the_environment_and_of_allocations(monkeypatch, tmp_path):
     assert hosts_of(None) == hosts_of([]) == []
     monkeypatch.setenv("SYNKHRONOS_HOSTS", "a, b:3")
     assert hosts_of(None) == [("a", None), ("b", 3)]
+    # What scontrol of Slurm 22.05 makes of such a list.
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames a[08-10,7],login1,r[1-2]n[1,3]" ] && printf %s "$NAMES"\n')
+    scontrol.chmod(0o700)
     nodes = tmp_path / "nodes"
-    nodes.write_text("n1\nn1\nn2\n")
-    monkeypatch.setenv("PBS_NODEFILE", str(nodes))
-    assert hosts_of("all") == [("n1", None), ("n2", None)]
-    monkeypatch.delenv("PBS_NODEFILE")
-    monkeypatch.setenv("LSB_HOSTS", "m1 m1 m2")
+    nodes.write_text("n1.cluster\n" * 2 + "n2.cluster\n")  # a line for each process
+    batch_systems = [
+        ({"SLURM_JOB_NODELIST": "a[08-10,7],login1,r[1-2]n[1,3]"}, "a08 a09 a10 a7 login1 r1n1 r1n3 r2n1 r2n3".split()),
+        ({"PBS_NODEFILE": str(nodes)}, ["n1.cluster", "n2.cluster"]),
+        ({"LSB_MCPU_HOSTS": "m1 16 m2 16 m11 4 "}, ["m1", "m2", "m11"]),  # LSB_HOSTS is left out for many processes
+        ({"LSB_MCPU_HOSTS": "m1 1"}, ["m1"]),
+    ]
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("SYNKHRONOS_HOSTS", "all")
-    assert hosts_of(None) == [("m1", None), ("m2", None)]
+    for variables, names in batch_systems:
+        with monkeypatch.context() as patched:
+            for name, value in {**variables, "NAMES": "\n".join(names)}.items():
+                patched.setenv(name, value)
+            assert hosts_of("all") == hosts_of(None) == [(name, None) for name in names]
+
+
+def test_mpirun_in_a_step_of_slurm_has_what_the_job_has(monkeypatch):
+    # As srun --nodes=1 --ntasks=1 --mpi=pmix, or pmi2, says it in a job of two hosts.
+    of_step = {"SLURM_NODELIST": "a", "SLURM_TASKS_PER_NODE": "1", "SLURM_MPI_TYPE": "pmix", "SLURM_STEP_ID": "0"}
+    of_mpi = {"PMIX_NAMESPACE": "slurm.pmix.5.0", "PMIX_SECURITY_MODE": "munge,native", "PMI_RANK": "0", "PMI_FD": "11"}
+    of_user = {"PMIX_MCA_psec": "native", "SLURM_CONF": "/etc/slurm/slurm.conf", "UCX_LOG_LEVEL": "info"}
+    of_job = {"SLURM_JOB_NODELIST": "a,b", "SLURM_JOB_NUM_NODES": "2"}
+    monkeypatch.setattr(os, "environ", {**of_step, **of_mpi, **of_user, **of_job})
+    expected = {
+        "SLURM_NODELIST": "a,b",
+        "SLURM_TASKS_PER_NODE": "1(x2)",
+        "SLURM_MPI_TYPE": "none",
+        "SLURM_OVERLAP": "1",
+    }
+    assert start._environment(False) == {**expected, "SLURM_STEP_ID": "0", **of_user, **of_job}
+    assert start._environment(True) == os.environ  # what this host's agent finds the others by
 
 
 ROWS = st.one_of(

@@ -17,7 +17,7 @@ from hosts import are_simulated, has_mpi, words
 from launch_runs import TESTS, lines, train
 from system import lives
 
-from synkhronos.launch.settings import from_environment, resolve
+from synkhronos.launch.settings import SettingsError, from_environment, resolve
 from synkhronos.ranks import available_cores
 
 MODEL = {"model": f"{TESTS}/launch_models/mlp.py:MLP", "devices": "cpu"}
@@ -203,3 +203,17 @@ def test_what_names_hosts(tmp_path, asked, hosts, n_here):
     assert settings.hosts == hosts and settings.devices == ("cpu",) * n_here
     settings.save(tmp_path / "settings.json")
     assert type(settings).load(tmp_path / "settings.json") == settings
+
+
+@pytest.mark.any_library
+def test_several_commands_that_srun_has_started_are_refused(tmp_path, monkeypatch):
+    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    asked = {**MODEL, "folder": str(tmp_path / "run")}
+    with pytest.raises(SettingsError, match="2 of these commands were started.*srun --nodes=1 --ntasks=1"):
+        resolve([{**asked, "hosts": "a,b"}])
+    assert resolve([asked]).hosts == ()  # runs that are independent of each other
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert resolve([{**asked, "hosts": "a:1,b"}]).hosts == ("a:1", "b")

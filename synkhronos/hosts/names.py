@@ -134,8 +134,8 @@ def _of_allocation(called: str) -> list[str]:
     elif path := os.environ.get("PBS_NODEFILE"):
         with open(path) as file:
             names = file.read().split()
-    elif listed := os.environ.get("LSB_HOSTS"):
-        names = listed.split()
+    elif listed := os.environ.get("LSB_MCPU_HOSTS"):  # "a 16 b 16"; LSB_HOSTS, "a a b b", large jobs don't have
+        names = listed.split()[::2]
     else:
         raise ValueError(
             f'{called}: "all" are the hosts of an allocation of Slurm, PBS or LSF, and this process is in none: '

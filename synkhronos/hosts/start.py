@@ -119,9 +119,7 @@ class Hosts:
                     stderr=subprocess.PIPE,
                     text=True,
                     errors="backslashreplace",
-                    # Open MPI's UCX warns of what every agent's end leaves.  In a step of Slurm the agents' step, which
-                    # mpirun has srun start, would wait without end for cores that the script's own step has.
-                    env={"UCX_LOG_LEVEL": "error", "SLURM_OVERLAP": "1", **os.environ},
+                    env=_environment(hosts is None),
                     start_new_session=True,  # Ctrl-C at the terminal is the master's to handle
                     close_fds=hosts is not None,  # mpirun talks to its processes over files that they inherit
                 )
@@ -213,6 +211,9 @@ class Hosts:
         except subprocess.TimeoutExpired as error:  # an ssh that others are to use, too, stays and has the pipes open
             said = [(text or b"").decode(errors="backslashreplace") for text in (error.output, error.stderr)]
         lines = [line.strip(" =-") for text in reversed(said) for line in text.splitlines()]
+        for line in lines:  # an agent's reason, among what mpirun says of its end
+            if line.startswith("RuntimeError: "):
+                return line.removeprefix("RuntimeError: ")
         return "; ".join(line for line in lines if line) or f"mpirun ended with code {self._launcher.returncode}"
 
     # -- what the session calls ------------------------------------------------------------------------------
@@ -417,7 +418,7 @@ def _under_srun() -> str:
         return ""
     return (
         "; srun --ntasks-per-node=1 --mpi=pmix python ... connects Open MPI (srun --mpi=list says what there is); with "
-        "MPICH start the script once: SYNKHRONOS_HOSTS=all srun --nodes=1 --ntasks=1 python ..."
+        "every MPI the script can be started once: SYNKHRONOS_HOSTS=all srun --nodes=1 --ntasks=1 python ..."
     )
 
 
@@ -431,6 +432,22 @@ def _command(names: Sequence[str], address: str) -> list[str]:
         _check_names(names)
         how = ["-H", each, "--bind-to", "none"]
     return [mpirun, *how, "-n", str(len(names)), *_agent(address)]
+
+
+def _environment(is_started: bool) -> dict[str, str]:
+    """Return the environment of ``mpirun``; of this host's agent alone, where ``mpirun`` has started this script."""
+    found = {"UCX_LOG_LEVEL": "error", **os.environ}  # Open MPI's UCX warns of what every agent's end leaves
+    if is_started:
+        return found
+    # In a step of Slurm, what srun has told this process of MPI is for that step, of one task.
+    found = {name: value for name, value in found.items() if not name.startswith("PMI") or name.startswith("PMIX_MCA_")}
+    if nodes := found.get("SLURM_JOB_NODELIST"):
+        # Open MPI takes hosts and places from these, which a step has of its own.
+        found |= {"SLURM_NODELIST": nodes, "SLURM_TASKS_PER_NODE": f"1(x{found.get('SLURM_JOB_NUM_NODES', 1)})"}
+        # mpirun has srun start a step.  It would wait without end for cores that the script's own step has; and where
+        # srun connects MPI by PMIx unless it is told not to, MPICH gets two answers, and ends.
+        found |= {"SLURM_OVERLAP": "1", "SLURM_MPI_TYPE": "none"}
+    return found
 
 
 def _mpirun() -> str:

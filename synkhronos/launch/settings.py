@@ -31,7 +31,7 @@ from typing import Any
 from synkhronos import rules
 from synkhronos.checks import at_least
 from synkhronos.gpus import get_n_gpu
-from synkhronos.hosts import Host, hosts_of
+from synkhronos.hosts import Host, hosts_of, launched
 from synkhronos.launch import modelfile
 from synkhronos.ranks import available_cores
 from synkhronos.training.checkpoint import paths_in
@@ -480,6 +480,11 @@ def _hosts(hosts: Any, ranks: Any) -> list[Host]:
         found = hosts_of([] if hosts is None else hosts)
     except (TypeError, ValueError, OSError) as error:
         raise SettingsError(str(error)) from None
+    if found and (process := launched()) is not None:
+        raise SettingsError(
+            f"hosts: {process[1]} of these commands were started, and one starts the ranks of all hosts: start it once "
+            "(srun --nodes=1 --ntasks=1, or without srun or mpirun)"
+        )
     count = None if ranks is None else _integer(ranks, "ranks", 1)
     return [Host(each.name, each.n_ranks or count) for each in found]
 
