@@ -13,7 +13,7 @@ value ``"bfloat16"``, which JAX itself follows on TPUs alone, is given its meani
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 __all__ = ["COMPILER_OPTIONS", "bfloat16", "in_bfloat16"]
@@ -35,18 +35,21 @@ def in_bfloat16(run: Callable[..., Any], node: Any, graph: Any) -> Callable[...,
     Factors are rounded to bfloat16; products of matrices come out in float32, convolutions rounded to bfloat16.  Sums
     inside both are float32.  So outputs may be of another dtype than the graph says.
 
-    A factor that an elementwise Op computed is rounded where it is computed, for all that use it.  XLA then writes it
-    to memory once, in bfloat16, where it would write it in float32 as well for the others; and what limits
-    convolutional networks is memory.  What a graph returns is not rounded: new values of parameters keep their digits.
+    What an elementwise Op computes for one that rounds it is rounded where it is computed, for all that use it.  XLA
+    then writes it to memory once, in bfloat16, where it would write it in float32 as well for the others; and what
+    limits convolutional networks is memory.  So Ops that don't multiply may say that they round, too: those that do
+    little but read.  What a graph returns is not rounded: new values of parameters keep their digits.
     """
     if _multiplies(node.op):
         return _product(run, node)
-    if _is_elementwise(node.op):
-        factors = [_is_factor(output, graph) for output in node.outputs]
-        if factors == [True]:
-            return lambda *inputs: _rounded(run(*inputs))
-        if any(factors):
-            return lambda *inputs: [_rounded(x) if f else x for x, f in zip(run(*inputs), factors, strict=True)]
+    taken = [i for i, x in enumerate(node.inputs) if i in _rounding(node.op) and _is_rounded(x, graph)]
+    if taken:
+        run = _taking(run, taken)
+    made = [_is_rounded(output, graph) for output in node.outputs]
+    if made == [True]:
+        return lambda *inputs: _rounded(run(*inputs))
+    if any(made):
+        return lambda *inputs: [_rounded(x) if m else x for x, m in zip(run(*inputs), made, strict=True)]
     return run
 
 
@@ -67,11 +70,25 @@ def _is_elementwise(op: Any) -> bool:
     return isinstance(op, Elemwise) or getattr(op, "elementwise", False)
 
 
-def _is_factor(variable: Any, graph: Any) -> bool:
-    """Return whether a float32 array is multiplied by an Op of which it is the first or second input."""
+def _rounding(op: Any) -> Sequence[int]:
+    """Return which inputs of an Op are rounded to bfloat16; one of our own says so."""
+    return (0, 1) if _multiplies(op) else getattr(op, "rounded", ())
+
+
+def _is_rounded(variable: Any, graph: Any) -> bool:
+    """Return whether a float32 array is rounded where it is computed."""
     if getattr(variable.type, "dtype", None) != "float32" or variable in graph.outputs:
         return False
-    return any(_multiplies(c.op) and i < 2 for c, i in graph.clients[variable])
+    if variable.owner is None or not _is_elementwise(variable.owner.op):
+        return False
+    return any(i in _rounding(client.op) for client, i in graph.clients[variable])
+
+
+def _taking(run: Callable[..., Any], taken: Sequence[int]) -> Callable[..., Any]:
+    """Return an Op's function that is handed some of its inputs in bfloat16, as which they were rounded."""
+    import jax.numpy as jnp
+
+    return lambda *inputs: run(*[x.astype(jnp.bfloat16) if i in taken else x for i, x in enumerate(inputs)])
 
 
 def _product(run: Callable[..., Any], node: Any) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pytensor.compile.mode import Mode, get_mode
 from pytensor.gradient import verify_grad
 
+from synkhronos.compat.ops import convolution
 from synkhronos.compat.ops.classification import OneHotCrossentropy, Softmax, crossentropy, log_softmax, softmax
 from synkhronos.compat.ops.convolution import Conv, ConvGradInputs, ConvGradWeights, output_length, pads
 from synkhronos.compat.ops.normalization import BatchNormTrain, BatchNormTrainGrad
@@ -507,6 +508,49 @@ def test_xla_gives_what_numpy_gives(case):
         for value, other in zip(values, by_xla[kind], strict=True):
             assert np.asarray(other).dtype == value.dtype
             np.testing.assert_allclose(other, value, rtol=1e-7, atol=1e-9, err_msg=kind)
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_xla_finds_each_maximum_in_all_of_its_windows(data):
+    window, stride = (data.draw(st.tuples(st.integers(1, 4), st.integers(1, 4)), label=n) for n in ("window", "stride"))
+    ignore = data.draw(st.booleans())
+    pad = tuple(data.draw(st.integers(0, w - 1)) if ignore else 0 for w in window)
+    shape = (1, 2, *(data.draw(st.integers(w, 9)) for w in window))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    x = pt.dtensor4("x")
+    y = Pool(window, stride, pad, "max", ignore)(x)
+    gradient = pytensor.grad((y**2).sum(), x)
+    values = rng.integers(-1, 2, size=shape).astype("float64")  # so few that windows have several maxima
+    np.testing.assert_allclose(in_mode("JAX", [x], gradient, values), in_mode("FAST_COMPILE", [x], gradient, values))
+
+
+STRIDES = [
+    (Conv(2, "half", (2, 2)), (2, 3, 9, 8), (4, 3, 7, 5)),
+    (Conv(2, ((0, 2), (1, 0)), (4, 3), flip=False), (2, 1, 12, 11), (3, 1, 4, 5)),
+    (Conv(1, "valid", (3,)), (2, 4, 14), (3, 4, 3)),
+    (Conv(3, "half", (2, 2, 2)), (1, 2, 5, 6, 7), (3, 2, 3, 3, 3)),
+]
+
+
+@pytest.mark.parametrize("op, x, w", STRIDES)
+def test_a_gpu_convolves_few_channels_by_strides_as_blocks(op, x, w, monkeypatch):
+    import jax
+
+    kinds = [pt.TensorType("float64", (None,) * len(shape))() for shape in (x, w)]
+    y = op(*kinds)
+    outputs = [y, pytensor.grad((y**2).sum(), kinds[1])]
+    values = draw(*x), draw(*w)
+    expected = in_mode("FAST_COMPILE", kinds, outputs, *values)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    given_to_xla, convolve = [], convolution._xla_conv
+    monkeypatch.setattr(
+        convolution, "_xla_conv", lambda op, x, w: given_to_xla.append((op.stride, x.shape[1])) or convolve(op, x, w)
+    )
+    for actual, value in zip(in_mode("JAX", kinds, outputs, *values), expected, strict=True):
+        np.testing.assert_allclose(actual, value, atol=1e-10)
+    assert len(given_to_xla) == 2
+    assert all(set(strides) == {1} and channels % 8 == 0 for strides, channels in given_to_xla)
 
 
 def test_numba_calls_the_ops_without_a_warning(recwarn):

@@ -21,6 +21,7 @@ import pytensor.tensor as pt
 
 from synkhronos.compat.ops.convolution import Conv
 from synkhronos.compat.ops.normalization import BatchNormTrain
+from synkhronos.compat.ops.pooling import Pool
 from synkhronos.compat.ops.rectifier import rectifier
 from synkhronos.devices import JAX
 from synkhronos.engines.xla import Executable
@@ -191,6 +192,31 @@ def test_what_batch_normalisation_gives_convolutions_is_rounded_where_it_is_comp
         np.testing.assert_allclose(actual, expected, rtol=0.05, atol=0.05 * np.abs(expected).max())
     for actual in coarse[3:]:  # sums and statistics keep their digits
         assert actual.dtype == np.float32
+        assert not np.array_equal(actual, rounded(actual))
+
+
+def test_what_normalisation_and_pools_read_is_rounded_where_it_is_computed():
+    x, scale = pt.ftensor4("x"), pt.TensorType("float32", (1, None, 1, 1))("scale")
+    inputs = [x, pt.ftensor4("w"), scale, scale.type("shift")]
+    values = [draw(*shape) for shape in [(2, 4, 8, 8), (4, 4, 3, 3), *[(1, 4, 1, 1)] * 2]]
+    h, *_ = BatchNormTrain((0, 2, 3), 1e-4)(Conv(2, "half")(x, inputs[1]), *inputs[2:])
+    y = Pool((3, 3), (2, 2), (1, 1), "max", True)(rectifier(h))
+    outputs = pytensor.grad((y**2).sum(), inputs)
+    text = lowered(inputs, outputs, values)
+    definitions = dict(re.findall(r"(%\w+) = (.*)", text))
+    # The rectifier's output, which is kept for the gradient of the pool, which is then the rectifier's.
+    (kept,) = (line for line in definitions.values() if line.startswith("stablehlo.optimization_barrier"))
+    assert kept.endswith("xbf16>")
+    whole = r"stablehlo\.maximum .*<2x4x8x8x"  # and not that of the variances
+    (maximum,) = (name for name, line in definitions.items() if re.match(whole, line))
+    (user,) = {line for line in definitions.values() if re.search(rf"{maximum}\b", line)}
+    assert user.startswith("stablehlo.convert") and user.endswith("xbf16>")
+
+    exact, coarse = (in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
+    for actual, expected in zip(coarse, exact, strict=True):
+        close = np.isclose(actual, expected, rtol=0.05, atol=0.05 * np.abs(expected).max())
+        assert np.mean(close) > 0.97  # where two numbers of a window round to one, both have its gradient
+    for actual in coarse[2:]:  # sums keep their digits
         assert not np.array_equal(actual, rounded(actual))
 
 

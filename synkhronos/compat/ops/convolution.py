@@ -12,6 +12,7 @@ Arrays are laid out as Theano has them: (batch, channel, *spatial) and (output c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ Padding = str | tuple[tuple[int, int], ...]
 
 #: Columns of at most this many bytes are made at a time.
 _COLUMN_BYTES = 2**25
+#: How many channels are few for a GPU.
+_FEW = 4
 
 
 def pads(padding: Padding, kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[Any, Any]]:
@@ -289,6 +292,40 @@ def _xla_conv(op: _Conv, x: Any, w: Any) -> Any:
     )
 
 
+def _conv_of_few(op: _Conv, x: Any, w: Any) -> Any:
+    """Return the convolution; on GPUs one of few channels by strides as one of more channels without strides.
+
+    Each block of an image that a stride passes over becomes one place with a channel for each of its numbers, and so do
+    the filters.  GPUs multiply channels in eights: of three, five would be zeros.  Networks begin with such a layer.
+    """
+    import jax
+
+    kernel = w.shape[2:]
+    by_strides = min(op.stride) > 1 and all(k >= s for k, s in zip(kernel, op.stride, strict=True))
+    is_other = not by_strides or w.shape[1] > _FEW or op.groups > 1 or max(op.dilation) > 1
+    if is_other or jax.default_backend() != "gpu":
+        return _xla_conv(op, x, w)
+    places = [-(-k // s) for k, s in zip(kernel, op.stride, strict=True)]
+    out = op.out_spatial(x.shape[2:], kernel)
+    before = [a for a, _ in op.pads(kernel)]
+    images = _blocks(x, before, [n + p - 1 for n, p in zip(out, places, strict=True)], op.stride)
+    return _xla_conv(Conv(op.n), images, _blocks(w, [0] * op.n, places, op.stride))
+
+
+def _blocks(array: Any, before: Sequence[int], counts: Sequence[int], block: Sequence[int]) -> Any:
+    """Return images or filters as blocks, ``counts`` on each axis: with zeros around, and channels a multiple of 8."""
+    from jax import lax
+
+    zero = np.zeros((), array.dtype)
+    lengths = zip(before, counts, block, array.shape[2:], strict=True)
+    gaps = [(a, n * b - a - length, 0) for a, n, b, length in lengths]
+    array = lax.pad(array, zero, [(0, 0, 0)] * 2 + gaps)
+    array = array.reshape(*array.shape[:2], *itertools.chain(*zip(counts, block, strict=True)))
+    counted, within = range(2, array.ndim, 2), range(3, array.ndim, 2)
+    array = array.transpose(0, 1, *within, *counted).reshape(array.shape[0], -1, *counts)
+    return lax.pad(array, zero, [(0, 0, 0), (0, -array.shape[1] % 8, 0)] + [(0, 0, 0)] * len(counts))
+
+
 def _turned(op: _Conv, w: Any) -> Any:
     """Return filters as XLA takes them, or what XLA returns as filters."""
     from jax import lax
@@ -298,7 +335,7 @@ def _turned(op: _Conv, w: Any) -> Any:
 
 @lowers(Conv)
 def _conv_xla(op: Conv, x: Any, w: Any) -> Any:
-    return _xla_conv(op, x, _turned(op, w))
+    return _conv_of_few(op, x, _turned(op, w))
 
 
 @lowers(ConvGradWeights)
@@ -306,7 +343,7 @@ def _grad_weights_xla(op: ConvGradWeights, x: Any, g: Any, like: Any) -> Any:
     import jax
 
     shape = jax.ShapeDtypeStruct(like.shape, x.dtype)
-    (result,) = jax.linear_transpose(lambda w: _xla_conv(op, x, w), shape)(g)
+    (result,) = jax.linear_transpose(lambda w: _conv_of_few(op, x, w), shape)(g)
     return _turned(op, result)
 
 

@@ -33,6 +33,8 @@ class _BatchNorm(NumpyOp):
 
     #: The first output is written by an elementwise kernel; `synkhronos.graphs.precision` asks.
     elementwise = True
+    #: Which inputs may be rounded; it asks that too.
+    rounded: tuple[int, ...]
     axes: tuple[int, ...]
 
     def kept(self, shape: Sequence[Any]) -> tuple[Any, ...]:
@@ -78,6 +80,7 @@ class BatchNormTrain(_BatchNorm):
     """
 
     __props__ = ("axes", "epsilon")
+    rounded = (0,)
 
     def __init__(self, axes: Sequence[int], epsilon: float):
         self.axes = tuple(sorted(int(a) for a in axes))
@@ -153,6 +156,7 @@ class BatchNormTrainGrad(_BatchNorm):
     """
 
     __props__ = ("axes",)
+    rounded = (0, 1)
 
     def __init__(self, axes: Sequence[int]):
         self.axes = tuple(sorted(int(a) for a in axes))
@@ -206,6 +210,13 @@ def _wide(*arrays: Any) -> Any:
     return jnp.float64 if any(a.dtype == jnp.float64 for a in arrays) else jnp.float32
 
 
+def _dtype(array: Any) -> Any:
+    """Return an array's dtype in the graph; `synkhronos.graphs.precision` hands float32 over in bfloat16."""
+    import jax.numpy as jnp
+
+    return jnp.float32 if array.dtype == jnp.bfloat16 else array.dtype
+
+
 @lowers(BatchNormTrain)
 def _batch_norm_xla(op: BatchNormTrain, x: Any, scale: Any, shift: Any) -> Any:
     import jax.numpy as jnp
@@ -219,7 +230,7 @@ def _batch_norm_xla(op: BatchNormTrain, x: Any, scale: Any, shift: Any) -> Any:
     var = jnp.maximum(jnp.square(distance).mean(axis=op.axes, keepdims=True) - jnp.square(offset), 0)
     mean, invstd = offset + first, 1 / jnp.sqrt(var + op.epsilon)
     y = (wide - mean) * (scale * invstd) + shift
-    return y.astype(scale.dtype), mean.astype(x.dtype), invstd.astype(x.dtype)
+    return y.astype(scale.dtype), mean.astype(_dtype(x)), invstd.astype(_dtype(x))
 
 
 @lowers(BatchNormTrainGrad)
@@ -234,4 +245,4 @@ def _batch_norm_grad_xla(op: BatchNormTrainGrad, *inputs: Any) -> Any:
     of_centred = -of_dy * invstd * dscale / op.count(x.shape)
     constant = -of_dy * dshift / op.count(x.shape)
     dx = of_dy * dy + of_centred * centred + constant
-    return dx.astype(inputs[0].dtype), dscale.astype(inputs[2].dtype), dshift.astype(inputs[2].dtype)
+    return dx.astype(_dtype(inputs[0])), dscale.astype(inputs[2].dtype), dshift.astype(inputs[2].dtype)

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -128,6 +129,11 @@ class Pool(_Pool):
     4
     """
 
+    @property
+    def rounded(self) -> tuple[int, ...]:
+        """Which inputs may be rounded; `synkhronos.graphs.precision` asks."""
+        return (0,) if self.mode == "max" else ()
+
     def make_node(self, x: Any) -> Apply:
         """Take an array."""
         (x,) = self._inputs(x)
@@ -189,6 +195,9 @@ class SumPoolGrad(_Pool):
 class MaxPoolGrad(_Pool):
     """The gradient of the maximum: each window's goes to all of its elements that equal the maximum."""
 
+    #: Which inputs may be rounded; `synkhronos.graphs.precision` asks.
+    rounded = (0, 2)
+
     def make_node(self, x: Any, y: Any, g: Any) -> Apply:
         """Take the array, the maxima, and their gradient."""
         x, y, g = self._inputs(x, y, g)
@@ -239,7 +248,7 @@ class MaxPoolPick(_Pool):
 
 
 def _lowest(dtype: Any) -> Any:
-    return -np.inf if np.issubdtype(dtype, np.floating) else np.iinfo(dtype).min
+    return np.iinfo(dtype).min if np.dtype(dtype).kind in "iub" else -np.inf  # of JAX's bfloat16 the kind is V
 
 
 # -- XLA -----------------------------------------------------------------------------------------------------------
@@ -283,19 +292,16 @@ def _sum_grad_xla(op: SumPoolGrad, g: Any, like: Any) -> Any:
     return result
 
 
-def _equal_places(op: _Pool, x: Any) -> tuple[Any, Any, list[Any]]:
-    """Return the padded array, its windows' maxima, and the slices of all places.
+def _maxima(op: _Pool, x: Any) -> tuple[Any, Any]:
+    """Return the array, and its windows' maxima.
 
     The maxima are computed anew from an array that XLA may not compute twice: it could round the two differently, and
     no element would equal the maximum.
     """
-    import jax.numpy as jnp
     from jax import lax
 
     x = lax.optimization_barrier(x)
-    lead = x.ndim - op.n
-    padded = jnp.pad(x, [(0, 0)] * lead + op.around(x.shape[lead:]), constant_values=_lowest(x.dtype))
-    return padded, _xla_max(op, x), list(op.places(x.shape[lead:]))
+    return x, _xla_max(op, x)
 
 
 @lowers(MaxPoolGrad)
@@ -303,24 +309,44 @@ def _max_grad_xla(op: MaxPoolGrad, x: Any, y: Any, g: Any) -> Any:
     import jax.numpy as jnp
     from jax import lax
 
-    padded, top, places = _equal_places(op, x)
+    spatial = x.shape[-op.n :]
     lead = x.ndim - op.n
-    result: Any = 0
-    zero = np.zeros((), g.dtype)
-    for window in places:
-        share = jnp.where(padded[window] == top, g, zero)
-        gaps = [(0, 0, 0)] * lead
-        for axis, part in enumerate(window[1:]):
-            gaps.append((part.start, padded.shape[lead + axis] - part.stop, part.step - 1))
-        result = result + lax.pad(share, zero, gaps)
-    return result[op.inside(x.shape[lead:])]
+    x, top = _maxima(op, x)
+    g = g.astype(jnp.promote_types(g.dtype, jnp.float32))  # an element's sum is rounded once
+    # The array in blocks of a stride: all elements at one place of their blocks are in equally many windows, which
+    # begin in the same block or in one of those before.
+    blocks = [(pad + n - 1) // s + 1 for n, s, pad in zip(spatial, op.stride, op.pad, strict=True)]
+    before = [(w - 1) // s for w, s in zip(op.window, op.stride, strict=True)]
+
+    def around(array: Any, first: Sequence[int], lengths: Sequence[int]) -> Any:
+        gaps = [(a, n - a - m, 0) for a, n, m in zip(first, lengths, array.shape[lead:], strict=True)]
+        return lax.pad(array, np.zeros((), array.dtype), [(0, 0, 0)] * lead + gaps)
+
+    x = around(x, op.pad, [n * s for n, s in zip(blocks, op.stride, strict=True)])
+    top, g = (around(v, before, [n + b for n, b in zip(blocks, before, strict=True)]) for v in (top, g))
+
+    def at(place: tuple[int, ...]) -> Any:
+        """Return the gradient at one place of all blocks; on axes that the place leaves open, at all places."""
+        axis = len(place)
+        if axis < op.n:
+            parts = jnp.stack([at((*place, i)) for i in range(op.stride[axis])], lead + axis + 1)
+            return parts.reshape(*parts.shape[: lead + axis], -1, *parts.shape[lead + axis + 2 :])
+        here = x[(Ellipsis, *(slice(i, None, s) for i, s in zip(place, op.stride, strict=True)))]
+        total = jnp.zeros(here.shape, g.dtype)
+        reach = [range(-(-(w - i) // s)) for i, w, s in zip(place, op.window, op.stride, strict=True)]
+        for back in itertools.product(*reach):
+            window = (Ellipsis, *(slice(b - k, b - k + n) for b, k, n in zip(before, back, blocks, strict=True)))
+            total = total + jnp.where(here == top[window], g[window], 0)
+        return total
+
+    return at(())[(Ellipsis, *(slice(p, p + n) for p, n in zip(op.pad, spatial, strict=True)))]
 
 
 @lowers(MaxPoolPick)
 def _max_pick_xla(op: MaxPoolPick, x: Any, y: Any, d: Any) -> Any:
     import jax.numpy as jnp
 
-    padded, top, places = _equal_places(op, x)
-    lead = x.ndim - op.n
-    picked = jnp.pad(d, [(0, 0)] * lead + op.around(x.shape[lead:]))
-    return sum(jnp.where(padded[window] == top, picked[window], 0) for window in places)
+    x, top = _maxima(op, x)
+    around = [(0, 0)] * (x.ndim - op.n) + op.around(x.shape[-op.n :])
+    padded, picked = jnp.pad(x, around, constant_values=_lowest(x.dtype)), jnp.pad(d, around)
+    return sum(jnp.where(padded[window] == top, picked[window], 0) for window in op.places(x.shape[-op.n :]))
