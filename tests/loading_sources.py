@@ -1,4 +1,7 @@
-"""Sources that loaders import."""
+"""Sources that loaders import.
+
+They are here, and not beside their tests: a loader would import pytest and the graph library with those.
+"""
 
 import os
 import signal
@@ -58,6 +61,19 @@ class Slow(Numbers):
         return super().__getitem__(row)
 
 
+class Wider:
+    """Its first row has smaller numbers than the others."""
+
+    def __init__(self, first, others):
+        self.rows = [first, others, others]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, row):
+        return self.rows[row]
+
+
 class Endless:
     """An iterable without a length."""
 
@@ -75,3 +91,68 @@ def add_noise(row, random):
     """Augment a row."""
     image, label = row
     return image + random.integers(1000, size=image.shape), label
+
+
+#: What is to be learned from `Rows`: y = x @ [1, 2, 3].
+ROWS = np.random.default_rng(0).normal(size=(103, 3))
+TARGETS = ROWS @ [1.0, 2.0, 3.0]
+
+
+class Rows:
+    """The same rows, one by one."""
+
+    def __len__(self):
+        return 103
+
+    def __getitem__(self, row):
+        return ROWS[row], TARGETS[row]
+
+
+class SlowRows(Rows):
+    """Rows that take their time."""
+
+    def __init__(self, count, seconds):
+        self.count, self.seconds = count, seconds
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, row):
+        time.sleep(self.seconds)
+        return super().__getitem__(row)
+
+
+BAD = {4, 5, 50, 77}
+
+
+class SomeBad(Rows):
+    """Some rows can't be read."""
+
+    def __getitem__(self, row):
+        if row in BAD:
+            raise OSError("damaged")
+        return super().__getitem__(row)
+
+
+class SomeGood(Rows):
+    """Most rows can't be read: whole batches of a rank, one after the other."""
+
+    def __getitem__(self, row):
+        if row % 8:
+            raise OSError("damaged")
+        return super().__getitem__(row)
+
+
+class OnlyHere(Rows):
+    """Rows that no loader can read."""
+
+    def __init__(self):
+        self.here = os.getpid()
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, row):
+        if os.getpid() != self.here:
+            raise OSError("damaged")
+        return super().__getitem__(row)

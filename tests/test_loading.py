@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from library import few
-from loading_sources import Damaged, Endless, Numbers, Slow, add_noise, picture
+from loading_sources import Damaged, Endless, Numbers, Slow, Wider, add_noise, picture
 from system import until_state
 
 from synkhronos import loading
@@ -253,19 +253,6 @@ def test_waiting_is_counted(load):
 
 
 # -- what rows are like ---------------------------------------------------------------------------------------
-
-
-class Wider:
-    """Its first row has smaller numbers than the others."""
-
-    def __init__(self, first, others):
-        self.rows = [first, others, others]
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, row):
-        return self.rows[row]
 
 
 @pytest.mark.parametrize(

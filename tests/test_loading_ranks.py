@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 from library import same, shared, tensor
-from loading_sources import Numbers, picture
+from loading_sources import BAD, ROWS, TARGETS, Numbers, OnlyHere, Rows, SlowRows, SomeBad, SomeGood, picture
 from system import children_of, lives
 
 import synkhronos as synk
@@ -77,9 +77,6 @@ def test_loaders_end_with_the_ranks(fork):
 
 # -- the trainer ---------------------------------------------------------------------------------------------
 
-ROWS = np.random.default_rng(0).normal(size=(103, 3))
-TARGETS = ROWS @ [1.0, 2.0, 3.0]
-
 
 def trainer(rule, **kwargs):
     x, y = tensor.dmatrix("x"), tensor.dvector("y")
@@ -135,22 +132,6 @@ def test_waiting_for_rows_is_in_the_recorder(fork, load, tmp_path):
             assert sum(line["load"] for line in lines[f"rank-{rank}"]) > 0.1
 
 
-class SlowRows:
-    """Rows that take their time."""
-
-    def __init__(self, count, seconds):
-        self.count, self.seconds = count, seconds
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, row):
-        import time
-
-        time.sleep(self.seconds)
-        return ROWS[row], TARGETS[row]
-
-
 @pytest.mark.any_library
 @pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2)], ids=repr)
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 3)])
@@ -159,9 +140,7 @@ def test_going_on_in_the_middle_of_an_epoch(fork, load, tmp_path, rule, before, 
     seen = []
     fork(before)
     first = trainer(rule)
-    epochs = first.epochs(
-        load(Watched(tmp_path / "seen"), processes=2), None, 5, 2, seed=3, every=3, checkpoint=Checkpoint(tmp_path)
-    )
+    epochs = first.epochs(load(Rows(), processes=2), None, 5, 2, seed=3, every=3, checkpoint=Checkpoint(tmp_path))
     report = next(epochs)
     epochs.close()
     w = first.params[0].get_value()
@@ -178,34 +157,6 @@ def test_going_on_in_the_middle_of_an_epoch(fork, load, tmp_path, rule, before, 
     assert seen[0][1:] == seen[1][1:] and report.seen == 15 * before and not np.array_equal(seen[0][0], w)
 
 
-class Watched:
-    """The rows of all tests, which are arrays elsewhere."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __len__(self):
-        return 103
-
-    def __getitem__(self, row):
-        return ROWS[row], TARGETS[row]
-
-
-BAD = {4, 5, 50, 77}
-
-
-class SomeBad:
-    """Some rows can't be read."""
-
-    def __len__(self):
-        return 103
-
-    def __getitem__(self, row):
-        if row in BAD:
-            raise OSError("damaged")
-        return ROWS[row], TARGETS[row]
-
-
 @pytest.mark.any_library
 def test_rows_that_are_left_out_are_counted_in_training(fork, load):
     fork(2)
@@ -217,15 +168,6 @@ def test_rows_that_are_left_out_are_counted_in_training(fork, load):
         assert reports[-1].loss < reports[0].loss
 
 
-class SomeGood(SomeBad):
-    """Most rows can't be read: whole batches of a rank, one after the other."""
-
-    def __getitem__(self, row):
-        if row % 8:
-            raise OSError("damaged")
-        return ROWS[row], TARGETS[row]
-
-
 @pytest.mark.any_library
 def test_batches_of_which_no_row_can_be_read_make_room_for_others(fork, load):
     fork(2)
@@ -233,21 +175,6 @@ def test_batches_of_which_no_row_can_be_read_make_room_for_others(fork, load):
         loader = load(SomeGood(), on_error="skip")
         _, reports = trained(rule, (loader, None), batch_size=2, epochs=2, every=None)
         assert loader.skipped == 2 * (103 - 13) and len(reports) == 2
-
-
-class OnlyHere:
-    """Rows that no loader can read."""
-
-    def __init__(self):
-        self.here = os.getpid()
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, row):
-        if os.getpid() != self.here:
-            raise OSError("damaged")
-        return ROWS[row], TARGETS[row]
 
 
 def test_validation_without_a_row_that_can_be_read(fork, load):
