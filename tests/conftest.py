@@ -11,11 +11,17 @@ gpu   GPUs, one a rank: JAX arrays for PyTensor, GpuArrays for Theano; tests for
 
 import importlib.util
 import os
+import sys
 import tempfile
 from pathlib import Path
 
 DEVICE = os.environ.get("SYNKHRONOS_TEST_DEVICE", "host")
 assert DEVICE in ("host", "jax", "gpu"), DEVICE
+
+# Containers often forbid Python to keep what it compiles.  Tests start thousands of processes, and each would compile the
+# library anew: up to half of its start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # The libraries read these when they are imported.  Python's linkers compile in milliseconds; tests that are about a
 # compiler ask for its mode.  PyTensor's rewrites take as long as all that comes after them: its functions are computed
@@ -61,7 +67,6 @@ if DEVICE == "gpu":
 import contextlib
 import gc
 import signal
-import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
