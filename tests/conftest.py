@@ -228,6 +228,14 @@ def no_template():
 
 
 @pytest.fixture(autouse=True, scope="module")
+def no_hosts():
+    """End the hosts that a module's tests have kept."""
+    yield
+    if "hosts" in sys.modules:
+        sys.modules["hosts"].end()
+
+
+@pytest.fixture(autouse=True, scope="module")
 def no_threads_of_xla(request):
     """Check that on the host no test starts XLA: workers would be no copies of this process any more, and start slowly.
 

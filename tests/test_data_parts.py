@@ -149,8 +149,13 @@ def test_no_file_stays_open(fork):
     assert os.listdir("/proc/self/fd") == before
 
 
+@pytest.fixture(scope="module", params=[["a:4"], ["a:3", "b:1"], ["a:2", "b:2"]], ids="+".join)
+def hosts(request):
+    """Give hosts, on which all tests that want them run one after the other."""
+    return request.param
+
+
 @needs_mpi
-@pytest.mark.parametrize("hosts", [["a:4"], ["a:2", "b:2"], ["a:3", "b:1"]], ids="+".join)
 @pytest.mark.any_library
 def test_each_host_has_its_own_rows(hosts):
     said = run(hosts, "parts")
@@ -158,7 +163,6 @@ def test_each_host_has_its_own_rows(hosts):
 
 
 @needs_mpi
-@pytest.mark.parametrize("hosts", [["a:4"], ["a:2", "b:2"], ["a:3", "b:1"]], ids="+".join)
 @pytest.mark.any_library
 def test_programs_get_rows_of_their_own_host(hosts):
     assert run(hosts, "parts_tasks") == "right 4\n"
@@ -166,7 +170,7 @@ def test_programs_get_rows_of_their_own_host(hosts):
 
 @needs_mpi
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("counts", ["2+2", "3+1"])
+@pytest.mark.parametrize("counts", ["2+2", "3+1"])  # the first as the hosts before
 @pytest.mark.any_library
 def test_the_trainer_takes_each_host_s_own_rows(counts):
     pytest.importorskip("safetensors")

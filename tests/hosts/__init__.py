@@ -2,16 +2,20 @@
 
 `run`
     Runs a program on simulated hosts, as ``mpirun`` would see them on a network.
-`RUNS`
-    The same for tests: how the hosts are made here.
+`end`
+    Ends the ranks that `run` has kept for the next program.
+`launch`
+    Has ``mpirun`` start a program on all hosts.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -47,19 +51,74 @@ def words(hosts: list[str], *command: object) -> tuple[list[str], dict[str, str]
     return python, environment | {"HYDRA_LAUNCHER": "fork"}
 
 
-def run(hosts: list[str], *program: object, timeout: float = 200, **variables: str) -> str:
-    """Run one of `PROGRAMS` on the first of some hosts, and return what it prints."""
-    command, environment = words(hosts, PROGRAMS, *program)
-    done = subprocess.run(
-        command,
-        env={**environment, **variables},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=HERE.parent.parent,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+class Kept:
+    """A process on the first of some hosts, which runs one program after the other on the same ranks."""
+
+    def __init__(self, hosts: list[str]):
+        command, environment = words(hosts, PROGRAMS, "serve")
+        self.hosts, self.failed = (hosts, are_simulated()), False
+        self._errors = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            bufsize=1,
+            cwd=HERE.parent.parent,
+        )
+
+    def run(self, *program: object) -> str:
+        """Run a program, and return what it prints."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        said: list[str] = []
+        try:
+            print(json.dumps([str(word) for word in program]), file=self._process.stdin)
+            for line in iter(self._process.stdout.readline, "ended\n"):
+                said.append(line)
+                assert line, self._read()
+        except BaseException:  # a test's limit of time, too
+            self.failed = True
+            self._process.kill()
+            raise
+        return "".join(said)
+
+    def end(self) -> None:
+        """End it, and check that its end is right unless it has failed."""
+        with self._process as process, self._errors:
+            if not self.failed:
+                process.communicate(timeout=60)
+                assert process.returncode == 0, self._read()
+
+    def _read(self) -> str:
+        self._process.wait(60)
+        self._errors.seek(0)
+        return self._errors.read()
+
+
+#: At most one of one host, and one of several, whose agents look for messages all the time.
+_kept: dict[bool, Kept] = {}
+
+
+def run(hosts: list[str], *program: object) -> str:
+    """Run one of `PROGRAMS` on the first of some hosts, and return what it prints.
+
+    The ranks stay for the next program on the same hosts, until `end` ends them.
+    """
+    several = len(hosts) > 1
+    kept = _kept.get(several)
+    if kept is None or kept.hosts != (hosts, are_simulated()) or kept.failed:
+        end(several)
+        kept = _kept[several] = Kept(hosts)
+    return kept.run(*program)
+
+
+def end(*which: bool) -> None:
+    """End what `run` has kept."""
+    for several in which or (False, True):
+        if several in _kept:
+            _kept.pop(several).end()
 
 
 def launch(hosts: list[str], *program: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:

@@ -1,10 +1,15 @@
-"""Programs that run on the first of several hosts: ``programs.py NAME`` runs one, on the hosts that HOSTS names."""
+"""Programs that run on the first of several hosts: ``programs.py NAME`` runs one, on the hosts that HOSTS names.
+
+``programs.py serve`` runs many, on the same ranks.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,8 +25,9 @@ from synkhronos.extensions.train import make_train_function
 HOSTS = os.environ.get("HOSTS", "").split(",")  # Open MPI's does not pass it on to the ranks of other hosts
 
 
+@cache
 def fork() -> int:
-    """Start the ranks: on several hosts, or, where one is named, on this machine alone."""
+    """Start the ranks, if no program has: on several hosts, or, where one is named, on this machine alone."""
     if len(HOSTS) == 1:
         return synk.fork(int(HOSTS[0].partition(":")[2]), use_gpu=False)
     return synk.fork(hosts=HOSTS, use_gpu=False)
@@ -57,7 +63,6 @@ def train() -> None:
     copies = [np.asarray(synk.get_value(r, weights[1])) for r in range(n)]
     assert all(np.array_equal(copy, copies[0]) for copy in copies)
     print(digest(*(w.get_value() for w in weights), *losses))
-    synk.close()
 
 
 def show(s: Any, values: list[np.ndarray]) -> None:
@@ -100,7 +105,6 @@ def collectives() -> None:
     synk.scatter(t, parts)
     assert np.array_equal(synk.gather(t, nd_up=0), np.asarray(parts)), synk.gather(t)
     print(synk.get_lengths(t))
-    synk.close()
 
 
 def functions() -> None:
@@ -135,7 +139,6 @@ def functions() -> None:
         f(np.ones((4, 7)), batch=[9])
     except IndexError:
         print("right")
-    synk.close()
 
 
 def files(path: str, other: str) -> None:
@@ -156,7 +159,6 @@ def files(path: str, other: str) -> None:
     except synk.WorkerError as error:
         assert "host b" in str(error) and "No such file" in str(error), error
         print("told")
-    synk.close()
 
 
 def triples(start: int, stop: int) -> np.ndarray:
@@ -222,7 +224,6 @@ def parts() -> None:
         refused(synk.WorkerError, words, lambda: synk.data_parts(load, 1001))
     np.testing.assert_array_equal(f(data)[0], 2 * whole)
     print("right")
-    synk.close()
 
 
 def own_rows(worker: synk.Worker, rows: Any, f: Any) -> Any:
@@ -259,7 +260,6 @@ def parts_tasks() -> None:
                 assert len(said) == 3 and all(words in each for each in said), said
     assert sum(len(results[of_host[0]][0]) for of_host in ranks.session().ranks_by_host) == 101
     print("right", n)
-    synk.close()
 
 
 def parts_trainer(counts: str) -> None:
@@ -276,8 +276,10 @@ def parts_trainer(counts: str) -> None:
 
     n, sizes, length = fork(), list(map(int, counts.split("+"))), 59
     by_host = [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+    session = type(ranks.session())
+    kept = session.ranks_by_host
     if len(HOSTS) == 1:
-        type(ranks.session()).ranks_by_host = by_host  # type: ignore[assignment]
+        session.ranks_by_host = by_host  # type: ignore[assignment]
     assert ranks.session().ranks_by_host == by_host
     held = [
         range(length)[share(length, n, of_host[0]).start : share(length, n, of_host[-1]).stop] for of_host in by_host
@@ -312,7 +314,7 @@ def parts_trainer(counts: str) -> None:
             )
         if len(HOSTS) > 1:  # functions, indexes, and rules' memory; not the rows
             print(name, "sent", synk.bytes_sent() - before, file=sys.stderr)
-    synk.close()
+    session.ranks_by_host = kept  # type: ignore[method-assign]
 
 
 def parts_memory() -> None:
@@ -322,7 +324,6 @@ def parts_memory() -> None:
     data = synk.data_parts(lambda start, stop: np.zeros((stop - start, 1 << 10)), 1 << 12)
     print((before.f_bfree - os.statvfs("/dev/shm").f_bfree) * before.f_frsize)
     data.free_memory()
-    synk.close()
 
 
 def talk(worker: synk.Worker) -> Any:
@@ -377,7 +378,6 @@ def tasks() -> None:
     assert np.asarray(counter).tolist() == [50.0 * n] * 100
     assert sorted(turn for each in turns for turn in each) == list(range(50 * n))
     print(synk.run(programs.talk))
-    synk.close()
 
 
 def by_chance(worker: synk.Worker, rows: Any, seed: int, who: int, times: int) -> list[float]:
@@ -427,7 +427,6 @@ def locks() -> None:
             assert all(result == results[0] for result in results) and sum(results[0]) == 10 * n, results
     assert synk.bytes_sent() - before > 6_000_000  # a row of the first host at least
     print("right")
-    synk.close()
 
 
 def rules() -> None:
@@ -448,7 +447,6 @@ def rules() -> None:
     for replace in (False, True):
         tests.test_swaps(n, replace)
     print("right")
-    synk.close()
 
 
 def trainer() -> None:
@@ -467,7 +465,6 @@ def trainer() -> None:
             again = Model(name)
             rest = [r.loss for r in again.epochs(5, 3, checkpoint=Checkpoint(folder), resume="latest")]
         print(name, digest(model.values(), losses, again.values(), rest))
-    synk.close()
 
 
 def apart() -> None:
@@ -495,7 +492,6 @@ def apart() -> None:
             assert again.used().tolist() == [16.0] * len(X), name
             assert rest.validation["mse"] < last.validation["mse"], (name, last, rest)
     print("right")
-    synk.close()
 
 
 def launched() -> None:
@@ -513,5 +509,14 @@ def launched() -> None:
         print(error)
 
 
+def serve() -> None:
+    """Run the programs that are named on standard input, each with its arguments, and say when each has ended."""
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        globals()[name](*arguments)
+        print("ended", flush=True)
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]](*sys.argv[2:])
+    synk.close()
