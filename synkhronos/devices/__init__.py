@@ -4,8 +4,8 @@ A device knows one kind of array: how to bind a rank to it, how to move arrays t
 combine arrays of its kind (its communicator).  A new kind is one new module here: `through_host` says what has to be in
 it.
 
-`Device`, `Communicator`
-    The protocols.
+`Device`
+    What a kind of array can do; NumPy's, from which the others derive.
 `HOST`, `JAX`, `PYGPU`
     The kinds that others speak of by name.
 `kinds`
@@ -24,26 +24,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import iter_modules
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from synkhronos.devices import cuda, host, jax, pygpu
-from synkhronos.devices.host import Layout, Selection, take
-from synkhronos.devices.reductions import Reduction
+from synkhronos.devices.host import Device, Layout, Selection, take
 from synkhronos.gpus import get_n_gpu
-from synkhronos.ranks import Rank, SharedArray, available_cores
+from synkhronos.ranks import available_cores
 
 __all__ = [
     "HOST",
     "JAX",
     "PYGPU",
-    "Communicator",
     "Device",
     "Layout",
     "Selection",
@@ -57,138 +52,6 @@ __all__ = [
     "needs_fresh_processes",
     "take",
 ]
-
-
-class Communicator(Protocol):
-    """How ranks combine arrays of one kind.  Every method is called on every rank, with arguments that agree.
-
-    Arrays are contiguous.  ``root`` is a rank; shapes are known to all ranks beforehand.  Nothing that calls a
-    communicator may assume that ranks share memory.
-    """
-
-    #: Counts the connections that this rank has made; 0 while it has none.
-    epoch: int
-
-    def connect(self, epochs: Sequence[int]) -> None:
-        """Connect the ranks unless they are; ``epochs`` has each rank's."""
-
-    def broadcast(self, array: Any, root: int) -> None:
-        """Copy the root's array into every other rank's, in place."""
-
-    def all_reduce(self, array: Any, op: str) -> bool:
-        """Replace every rank's array by the reduction of all ranks', and return whether it is there.
-
-        It may come later than this returns: `Device.written` gives the array that tells when.
-        """
-
-    def meet(self, look: Callable[[], None] | None = None) -> None:
-        """Wait until every rank has started what this one has; ``look`` is called now and then, and may raise."""
-
-    def come(self) -> None:
-        """Tell the others that this rank has started what it has: at the end of a command, in the place of `meet`."""
-
-    def reduce(
-        self, array: Any | None, op: str, root: int, out: Any | None, layout: Layout, contributors: Sequence[int]
-    ) -> None:
-        """Write the reduction of the contributors' arrays into the root's ``out``."""
-
-    def gather(
-        self, array: Any | None, root: int | None, layouts: Sequence[Layout | None], out: Sequence[Any | None] | None
-    ) -> None:
-        """Copy rank r's array into ``out[r]`` on the root, or on every rank if ``root`` is None.
-
-        ``layouts`` has None for a rank that gives nothing, ``out`` is None on ranks that take nothing.
-        """
-
-
-class Device(Protocol):
-    """One kind of array."""
-
-    name: str
-    #: Whether shared variables' values are moved here before a function is called; where not, they come by themselves.
-    takes_shareds: bool
-
-    def places(self, size: int, root: int) -> list[str]:
-        """Return for each rank a word for its own device; called in the master."""
-
-    def bind(self, rank: Rank, place: str) -> None:
-        """Make this process use its own device; runs once on every rank, after the fork."""
-
-    def communicator(self, rank: Rank) -> Any:
-        """Return the rank's `Communicator` for arrays of this kind."""
-
-    def communicates(self, dtype: np.dtype) -> bool:
-        """Whether it combines arrays of this dtype; if not, they go through host memory."""
-
-    def group(self, rank: Rank, members: Iterable[int]) -> Any:
-        """Return what combines and sends arrays among some ranks (`cuda.group`); None: they go through host memory."""
-
-    def combines_within(self, dtype: np.dtype) -> bool:
-        """Whether the communicator has `all_reduce_within`, for launches that combine arrays of this dtype."""
-
-    def holds(self, value: Any) -> bool:
-        """Whether a value is an array of this kind."""
-
-    def writable(self, value: Any, is_referenced: bool) -> Any:
-        """Return a container's value as a contiguous array that may be written in place: itself, or else a copy.
-
-        ``is_referenced`` says whether anybody else than the container has the value.
-        """
-
-    def written(self, value: Any, is_there: bool = False) -> Any:
-        """Return an array that a communicator has written in place, or will have, for its container."""
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """Return a new array of this kind."""
-
-    def part(self, array: Any, start: int, shape: tuple[int, ...]) -> Any:
-        """Return a run of an array's items, from item ``start`` on, as `Communicator.gather` takes it."""
-
-    def contiguous(self, value: Any) -> Any:
-        """Return the value, or else a contiguous copy."""
-
-    def to_host(self, value: Any) -> np.ndarray:
-        """Return the value as a NumPy array, without a copy where there can be one."""
-
-    def fetch(self, values: Sequence[Any]) -> list[Any]:
-        """Return values as NumPy arrays, all at once; what is no array of this kind stays."""
-
-    def from_host(self, array: np.ndarray) -> Any:
-        """Return a NumPy array as one of this kind, which nobody else holds."""
-
-    def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> Any:
-        """Return rows of an array in shared memory, or all of it, as a new array."""
-
-    def array(self, value: Any) -> Any:
-        """Return the value as an array of this kind."""
-
-    def combine(self, op: Reduction, one: Any, other: Any) -> Any:
-        """Return what a reduction makes of two arrays of one shape; it may be written into the first."""
-
-    def join(self, parts: Sequence[Any]) -> Any:
-        """Return arrays joined along axis 0."""
-
-    def input(
-        self, rank: Rank, kept: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
-    ) -> Any:
-        """Return rows of an array in shared memory, or all of it, as an input of the next launch.
-
-        ``kept`` is where memory may be kept from call to call, under ``key``; ``copy`` says that the function may
-        overwrite what it gets.
-        """
-
-    def indexes(self, rank: Rank, kept: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
-        """Return a vector of indexes as an input of the next launch."""
-
-    def launching(self) -> None:
-        """Have the function that is launched next wait for its inputs."""
-
-    def launched(self, results: Any) -> None:
-        """Note that the function launched last, which gives these results, reads the inputs until it has computed."""
-
-    def wait(self, values: Sequence[Any]) -> None:
-        """Wait until values have been computed."""
-
 
 #: Host memory, which every rank has.
 HOST = host.DEVICE

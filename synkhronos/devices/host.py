@@ -1,7 +1,7 @@
 """Host memory: NumPy arrays, combined through memory that all ranks share.
 
-`Host`
-    The device.
+`Device`
+    What a kind of array can do; NumPy's, from which the others derive.
 `take`
     The selected rows of an array.
 `HostCommunicator`
@@ -29,98 +29,98 @@ Layout = tuple[tuple[int, ...], np.dtype]
 Selection = range | np.ndarray
 
 
-class Host:
-    """Arrays in host memory.  Holds whatever NumPy can read."""
+class Device:
+    """One kind of array.  This one's are NumPy's, and it holds whatever NumPy can read; the others derive from it."""
 
     name = "host"
+    #: Whether shared variables' values are moved here before a function is called; where not, they come by themselves.
     takes_shareds = False
 
     def places(self, size: int, root: int) -> list[str]:
-        """Any core will do for each rank."""
+        """Return for each rank a word for its own device; called in the master.  Here any core will do."""
         return [""] * size
 
     def bind(self, rank: Rank, place: str) -> None:
-        """Nothing to bind."""
+        """Make this process use its own device; runs once on every rank, after the fork."""
 
     def communicator(self, rank: Rank) -> Any:
-        """Return the rank's communicator, the same one each time: the host's."""
+        """Return what combines the ranks' arrays of this kind (see `HostCommunicator`), the same one each time."""
         return host_communicator(rank)
 
     def communicates(self, dtype: np.dtype) -> bool:
-        """Whether ranks can combine arrays of a dtype: of any."""
+        """Whether it combines arrays of this dtype; if not, they go through host memory."""
         return True
 
     def group(self, rank: Rank, members: Iterable[int]) -> Any:
-        """Among some ranks they go as messages."""
+        """Return what combines and sends arrays among some ranks (`cuda.group`); None: they go through host memory."""
         return None
 
-    def combines_within(self, dtype: np.dtype) -> bool:
-        """Whether the communicator combines arrays in the middle of a launch: there are none."""
-        return False
-
     def holds(self, value: Any) -> bool:
-        """Whether NumPy can read the value as an array."""
+        """Whether a value is an array of this kind."""
         return isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array__")
 
-    def writable(self, value: Any, is_referenced: bool) -> np.ndarray:
-        """Return the value itself, if it is a NumPy array to write in, else a copy."""
+    def writable(self, value: Any, is_referenced: bool) -> Any:
+        """Return a container's value as a contiguous array that may be written in place: itself, or else a copy.
+
+        ``is_referenced`` says whether anybody else than the container has the value.
+        """
         if isinstance(value, np.ndarray) and value.flags.c_contiguous and value.flags.writeable:
             return value
         return np.array(value, order="C")
 
     def written(self, value: Any, is_there: bool = False) -> Any:
-        """Return an array that was written in place."""
+        """Return an array that a communicator has written in place, or will have, for its container."""
         return value
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return a new array."""
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """Return a new array of this kind."""
         return np.empty(shape, dtype)
 
     def part(self, array: Any, start: int, shape: tuple[int, ...]) -> Any:
-        """Return a run of an array's items, as a view of the given shape."""
+        """Return a run of an array's items, from item ``start`` on, as the communicator's `gather` takes it."""
         return array.reshape(-1)[start : start + math.prod(shape)].reshape(shape)
 
-    def contiguous(self, value: Any) -> np.ndarray:
+    def contiguous(self, value: Any) -> Any:
         """Return the value, or else a contiguous copy."""
         return np.ascontiguousarray(value)
 
     def to_host(self, value: Any) -> np.ndarray:
-        """Return the value as NumPy sees it."""
+        """Return the value as a NumPy array, without a copy where there can be one."""
         return np.asarray(value)
 
     def fetch(self, values: Sequence[Any]) -> list[Any]:
-        """Return values on the host: there they are."""
+        """Return values as NumPy arrays, all at once; what is no array of this kind stays."""
         return list(values)
 
-    def from_host(self, array: np.ndarray) -> np.ndarray:
-        """Return a copy."""
+    def from_host(self, array: np.ndarray) -> Any:
+        """Return a NumPy array as one of this kind, which nobody else holds."""
         return np.array(array, order="C")
 
-    def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> np.ndarray:
-        """Return rows of an array in shared memory (None: all of it) as a new array."""
+    def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> Any:
+        """Return rows of an array in shared memory, or all of it, as a new array."""
         view = location.view(rank.segments)
         return self.from_host(view if rows is None else take(view, rows))
 
-    def combine(self, op: Reduction, one: np.ndarray, other: Any) -> np.ndarray:
-        """Return what a reduction makes of two arrays, in the first one's memory."""
+    def combine(self, op: Reduction, one: Any, other: Any) -> Any:
+        """Return what a reduction makes of two arrays of one shape; it may be written into the first."""
         assert op.combine is not None
-        result: np.ndarray = op.combine(one, other, out=one)
-        return result
+        return op.combine(one, other, out=one)
 
-    def join(self, parts: Sequence[Any]) -> np.ndarray:
+    def join(self, parts: Sequence[Any]) -> Any:
         """Return arrays joined along axis 0."""
         return np.concatenate(parts)
 
-    def array(self, value: Any) -> np.ndarray:
-        """Return the value as a NumPy array."""
+    def array(self, value: Any) -> Any:
+        """Return the value as an array of this kind."""
         return np.asarray(value)
 
     def input(
         self, rank: Rank, kept: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
-    ) -> np.ndarray:
-        """Return rows of an array in shared memory as an input: the memory itself, unless ``copy``.
+    ) -> Any:
+        """Return rows of an array in shared memory, or all of it, as an input of the next launch.
 
-        Rows by index come in memory that is kept for them.
+        ``kept`` is where memory may be kept from call to call, under ``key``; ``copy`` says that the function may
+        overwrite what it gets.
         """
         array = location.view(rank.segments)
         if rows is None:
@@ -137,21 +137,15 @@ class Host:
             buffer = kept[key] = np.empty(size, array.dtype)
         return take(array, rows, buffer[:size].reshape(shape))
 
-    def indexes(self, rank: Rank, kept: dict[Any, Any], key: Any, values: np.ndarray) -> np.ndarray:
-        """Return a rank's own vector of indexes as an input."""
+    def indexes(self, rank: Rank, kept: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
+        """Return a vector of indexes as an input of the next launch."""
         return values
 
-    def launching(self) -> None:
-        """Nothing is on its way."""
-
-    def launched(self, results: Any) -> None:
-        """Nothing is launched: functions return when they have computed."""
-
     def wait(self, values: Sequence[Any]) -> None:
-        """Nothing has to be waited for."""
+        """Wait until values have been computed."""
 
 
-DEVICE = Host()
+DEVICE = Device()
 
 
 def take(array: np.ndarray, rows: Selection, out: np.ndarray | None = None) -> np.ndarray:
@@ -186,6 +180,9 @@ def take(array: np.ndarray, rows: Selection, out: np.ndarray | None = None) -> n
 class HostCommunicator:
     """Collectives over NumPy arrays in shared memory.
 
+    Another device's communicator has the same methods.  Each is called on every rank, with arguments that agree: arrays
+    are contiguous, and shapes are known to all ranks beforehand.
+
     Each rank has scratch memory in two halves that every rank sees.  Arrays of any size go through it in chunks, the
     halves in turn, so that nothing is allocated and what ranks hand to each other stays in the processors' caches.
     The turns also save waiting: a half is written again only two chunks later, and by then everybody has passed the
@@ -196,7 +193,7 @@ class HostCommunicator:
     rank order.
     """
 
-    #: Counts connections: this one is made by the fork.
+    #: Counts the connections that this rank has made: none here, as the fork connects the ranks.
     epoch = 0
 
     def __init__(self, rank: Rank):
@@ -207,7 +204,7 @@ class HostCommunicator:
         self._command = self._turn = 0
 
     def connect(self, epochs: Sequence[int]) -> None:
-        """Nothing to do: ranks are connected as long as they live."""
+        """Connect the ranks unless they are; ``epochs`` has each rank's."""
 
     def _next_halves(self) -> list[np.ndarray]:
         """Return every rank's half for the next chunk of this command.
@@ -234,16 +231,19 @@ class HostCommunicator:
                 part[:] = shared
 
     def all_reduce(self, array: np.ndarray, op: str) -> bool:
-        """Replace every rank's array by the reduction of all ranks', which is there then."""
+        """Replace every rank's array by the reduction of all ranks', and return whether it is there.
+
+        Where it may come later than this returns, `Device.written` gives the array that tells when.
+        """
         flat = array.reshape(-1)
         self._reduce(flat, flat, op, flat.size, flat.dtype, range(self._rank.size))
         return True
 
     def meet(self, look: Callable[[], None] | None = None) -> None:
-        """Nothing is under way when a collective returns."""
+        """Wait until every rank has started what this one has; ``look`` is called now and then, and may raise."""
 
     def come(self) -> None:
-        """Nor does anybody wait."""
+        """Tell the others that this rank has started what it has: at the end of a command, in the place of `meet`."""
 
     def reduce(
         self,
@@ -267,7 +267,10 @@ class HostCommunicator:
         layouts: Sequence[Layout | None],
         out: Sequence[np.ndarray | None] | None,
     ) -> None:
-        """Copy rank r's array into ``out[r]`` on the root, or on every rank if ``root`` is None."""
+        """Copy rank r's array into ``out[r]`` on the root, or on every rank if ``root`` is None.
+
+        ``layouts`` has None for a rank that gives nothing, ``out`` is None on ranks that take nothing.
+        """
         rank = self._rank
         sizes = [0 if layout is None else nbytes(layout) for layout in layouts]
         mine = None if array is None else _bytes(array)

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices.host import Host, Selection
+from synkhronos.devices.host import Device, Selection
 from synkhronos.devices.reductions import Reduction
 from synkhronos.ranks import Rank, SharedArray
 
 
-class ThroughHost(Host):
+class ThroughHost(Device):
     """Arrays that NumPy's become and that become NumPy's.  They have a shape and a dtype of NumPy's.
 
     What is not said here is as for NumPy's arrays themselves.
@@ -65,10 +65,6 @@ class ThroughHost(Host):
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Return a new array."""
         return self.from_host(np.empty(shape, dtype))
-
-    def part(self, array: Any, start: int, shape: tuple[int, ...]) -> Any:
-        """Return a run of an array's items: needed by a communicator alone."""
-        raise NotImplementedError
 
     def fetch(self, values: Sequence[Any]) -> list[Any]:
         """Return values on the host."""

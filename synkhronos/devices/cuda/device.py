@@ -16,7 +16,7 @@ import numpy as np
 from synkhronos.devices import cuda
 from synkhronos.devices.cuda.group import NcclGroup
 from synkhronos.devices.cuda.nccl import NcclCommunicator, number_of
-from synkhronos.devices.cuda.staging import Items, Staging
+from synkhronos.devices.cuda.staging import Arrays, Items, Staging
 from synkhronos.devices.host import Selection
 from synkhronos.devices.through_host import ThroughHost
 from synkhronos.ranks import Rank, SharedArray
@@ -26,7 +26,7 @@ class _Groups(dict[frozenset[int], NcclGroup]):
     """The groups of a rank, by their members."""
 
 
-class CudaDevice(ThroughHost):
+class CudaDevice(ThroughHost, Arrays):
     """A kind of array on a GPU; what brings arrays there is for processes that are bound to one.
 
     Attributes
@@ -67,25 +67,6 @@ class CudaDevice(ThroughHost):
 
     def start(self, place: str) -> None:
         """Start to compute on the only GPU that is visible; ``place`` is for messages."""
-        raise NotImplementedError
-
-    # -- the arrays' own -------------------------------------------------------------------------------------
-
-    @property
-    def stream(self) -> int | None:
-        """The stream on which these arrays are computed; None if it is not known."""
-        raise NotImplementedError
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """Return a new array, which is there."""
-        raise NotImplementedError
-
-    def pointer(self, array: Any) -> int:
-        """Return an array's address."""
-        raise NotImplementedError
-
-    def wait_for(self, array: Any) -> None:
-        """Wait until an array has been computed."""
         raise NotImplementedError
 
     # -- collectives -----------------------------------------------------------------------------------------
@@ -135,12 +116,12 @@ class CudaDevice(ThroughHost):
         return self.staging.vector(rank, kept, key, values) if self.on_gpu else values
 
     def launching(self) -> None:
-        """Have the launch that comes now wait for its inputs."""
+        """Have the function that is launched next wait for its inputs."""
         if self.on_gpu:
             self.staging.arrive()
 
     def launched(self, results: Any) -> None:
-        """Note that the last launch reads its inputs until it has computed."""
+        """Note that the function launched last, which gives these results, reads its inputs until it has computed."""
         if not self.on_gpu:
             return
         if self.stream is None:
