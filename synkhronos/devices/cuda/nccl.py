@@ -25,30 +25,28 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices.cuda.connection import LOOK, Connection
+from synkhronos.devices.cuda.connection import BYTES, LOOK, Connection
 from synkhronos.devices.cuda.guard import PAUSE, Guard
 from synkhronos.devices.cuda.staging import Items, Staging, check
 from synkhronos.devices.host import Layout
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.ranks import Rank
 
-#: NCCL's numbers for dtypes (ncclDataType_t).
-DTYPES = {
-    np.dtype(np.int8): 0,
-    np.dtype(np.uint8): 1,
-    np.dtype(np.int32): 2,
-    np.dtype(np.uint32): 3,
-    np.dtype(np.int64): 4,
-    np.dtype(np.uint64): 5,
-    np.dtype(np.float16): 6,
-    np.dtype(np.float32): 7,
-    np.dtype(np.float64): 8,
+#: NCCL's numbers for dtypes (ncclDataType_t), by NumPy's and JAX's names.
+NUMBERS = {
+    "int8": 0,
+    "uint8": 1,
+    "int32": 2,
+    "uint32": 3,
+    "int64": 4,
+    "uint64": 5,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
 }
-#: The same by names, and of what NumPy alone doesn't know.
-NUMBERS = {"bfloat16": 9, **{str(dtype): number for dtype, number in DTYPES.items()}}
 #: NCCL's numbers for reductions; the others don't come here.
 OPS = {name: row.nccl for name, row in REDUCTIONS.items() if row.nccl is not None}
-_BYTES = DTYPES[np.dtype(np.uint8)]
 #: Bytes up to which an all_reduce takes no longer than a launch, and the seconds in which it is there.
 _SMALL, _SOON = 1 << 16, 50e-6
 #: Items on the GPU: where they are, where their combination goes (maybe there too), how many, and their dtype's name.
@@ -235,10 +233,10 @@ class NcclCommunicator:
             try:
                 for r in takers:
                     if r != here and size:
-                        self._nccl.send(at, size, _BYTES, r, handle, self._stream)
+                        self._nccl.send(at, size, BYTES, r, handle, self._stream)
                 for r, part in enumerate(parts):
                     if part is not None and r != here and part.nbytes:
-                        self._nccl.recv(part.pointer, part.nbytes, _BYTES, r, handle, self._stream)
+                        self._nccl.recv(part.pointer, part.nbytes, BYTES, r, handle, self._stream)
             finally:
                 self._nccl.group_end()
 
