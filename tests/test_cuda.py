@@ -21,7 +21,7 @@ from synkhronos.devices.cuda.group import NcclGroup
 from synkhronos.devices.cuda.nccl import NcclCommunicator
 from synkhronos.devices.cuda.staging import Staging, _Pinned
 from synkhronos.devices.jax.foreign import Span
-from synkhronos.engines.xla import _Combine
+from synkhronos.engines.xla import Combine
 from synkhronos.ranks import Cancelled
 
 # -- which GPU, and what to install ----------------------------------------------------------------------------
@@ -418,7 +418,7 @@ def test_what_is_begun_in_a_launch_is_beside_it_and_waited_for_before_the_end(st
 
 def test_within_a_launch_nothing_is_combined_that_the_ranks_have_not_agreed_on(streams):
     communicator, told = streams
-    combine = _Combine(types.SimpleNamespace(), communicator, "sum", (5,), many=False)
+    combine = Combine(types.SimpleNamespace(), communicator, "sum", (5,), many=False)
     combine.start([Span(64, 64, 3, "float32")], 7)
     told.clear()
     with pytest.raises(ValueError, match=r"expected shape \(5,\), as before the launch, got 4 items"):

@@ -394,7 +394,7 @@ class _Together(Runner):
         communicator, shape = self._combined.agree(self._rank)
         # What is exchanged in another dtype has been divided before.
         op = "sum" if self._combined.exchange else self._combined.op
-        combine = _Combine(self._rank, communicator, op, shape, self.times > 1)
+        combine = Combine(self._rank, communicator, op, shape, self.times > 1)
 
         # Nothing may be raised in what XLA calls; and when this rank has launched, all will have in a moment, so that
         # the updates are applied on all ranks, or, if one of them fails, on none.
@@ -407,8 +407,11 @@ class _Together(Runner):
         return results
 
 
-class _Combine:
-    """Combines the ranks' gradients in the middle of a launch; see `synkhronos.devices.jax.foreign.Combine`."""
+class Combine:
+    """Combines the ranks' gradients in the middle of a launch: what XLA calls comes here (see `devices.jax.foreign`).
+
+    Each call brings the stream on which its work has its place; None where XLA knows of none.
+    """
 
     def __init__(self, rank: Rank, communicator: Any, op: str, shape: tuple[int, ...], many: bool):
         self._rank, self._communicator, self._op, self._many = rank, communicator, op, many
@@ -416,12 +419,15 @@ class _Combine:
         self._begun = 0
 
     def start(self, spans: Sequence[Any], stream: int | None) -> None:
-        """Begin with a part of the vector."""
+        """Begin to combine what the stream has computed, a part of the vector, beside what it computes next."""
         self._communicator.start_within(spans, self._op, stream)
         self._begun += sum(span.n_items for span in spans)
 
     def finish(self, spans: Sequence[Any], counts: int, stream: int | None) -> None:
-        """Combine the rest, if the ranks have agreed on so many items."""
+        """Combine the rest, if the ranks have agreed on so many items, and have the stream wait for all of it.
+
+        At ``counts`` there is an int32 of 0; when what has been combined counts, it is to become 1.
+        """
         if self._many:
             self._rank.commit()  # the first of them may count though a later one fails
         count, self._begun = self._begun + sum(span.n_items for span in spans), 0
@@ -431,7 +437,7 @@ class _Combine:
         self._communicator.all_reduce_within(spans, self._op, counts, stream)
 
     def wait(self, stream: int | None) -> None:
-        """Have what the stream does next come after what was begun."""
+        """Have the stream wait for what was started, which does not count: something went wrong since."""
         self._communicator.wait_within(stream)
 
 

@@ -21,7 +21,7 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,13 +33,14 @@ _METADATA = 1  # XLA_FFI_Extension_Metadata
 _EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
 
 
-class _Version(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extension", ctypes.c_void_p),
-        ("major", ctypes.c_int),
-        ("minor", ctypes.c_int),
-    ]
+class _Struct(ctypes.Structure):
+    """What most of XLA's structures begin with."""
+
+    _fields_ = [("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p)]
+
+
+class _Version(_Struct):
+    _fields_ = [("major", ctypes.c_int), ("minor", ctypes.c_int)]
 
 
 class _Metadata(ctypes.Structure):
@@ -55,22 +56,15 @@ class _Extension(ctypes.Structure):
     ]
 
 
-class _StreamGet(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extension", ctypes.c_void_p),
-        ("context", ctypes.c_void_p),
-        ("stream", ctypes.c_void_p),
-    ]
+class _StreamGet(_Struct):
+    _fields_ = [("context", ctypes.c_void_p), ("stream", ctypes.c_void_p)]
 
 
 _Function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 
-class _Api(ctypes.Structure):
+class _Api(_Struct):
     _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extension", ctypes.c_void_p),
         ("version", _Version),
         ("internal", ctypes.c_void_p),
         ("error_create", ctypes.c_void_p),
@@ -81,10 +75,8 @@ class _Api(ctypes.Structure):
     ]
 
 
-class _Buffer(ctypes.Structure):
+class _Buffer(_Struct):
     _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extension", ctypes.c_void_p),
         ("dtype", ctypes.c_int),
         ("data", ctypes.c_void_p),
         ("rank", ctypes.c_int64),
@@ -92,22 +84,18 @@ class _Buffer(ctypes.Structure):
     ]
 
 
-class _Buffers(ctypes.Structure):
+class _Buffers(_Struct):
     """Arguments, or results: their layouts are alike."""
 
     _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extension", ctypes.c_void_p),
         ("size", ctypes.c_int64),
         ("types", ctypes.c_void_p),
         ("buffers", ctypes.POINTER(ctypes.POINTER(_Buffer))),
     ]
 
 
-class _CallFrame(ctypes.Structure):
+class _CallFrame(_Struct):
     _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extension", ctypes.POINTER(_Extension)),
         ("api", ctypes.POINTER(_Api)),
         ("context", ctypes.c_void_p),
         ("stage", ctypes.c_int),
@@ -116,14 +104,15 @@ class _CallFrame(ctypes.Structure):
     ]
 
 
-class _ErrorDestroy(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("error", ctypes.c_void_p)]
+class _ErrorDestroy(_Struct):
+    _fields_ = [("error", ctypes.c_void_p)]
 
 
 def _is_launch(frame: Any) -> bool:
     """Whether a call is one of a launch; tell XLA which version of its interface this speaks if it wants to know."""
-    if frame.extension and frame.extension.contents.type == _METADATA:
-        metadata, version = frame.extension.contents.metadata.contents, frame.api.contents.version
+    extension = _Extension.from_address(frame.extension) if frame.extension else None
+    if extension is not None and extension.type == _METADATA:
+        metadata, version = extension.metadata.contents, frame.api.contents.version
         metadata.version.major, metadata.version.minor = version.major, version.minor
         metadata.traits = 0
         return False
@@ -237,80 +226,65 @@ class Span(NamedTuple):
     dtype: str
 
 
-class Combine(Protocol):
-    """Combines the ranks' arrays during a launch."""
-
-    def start(self, spans: Sequence[Span], stream: int | None) -> None:
-        """Begin to combine what the stream has computed, beside what it computes next."""
-
-    def finish(self, spans: Sequence[Span], counts: int, stream: int | None) -> None:
-        """Combine some more, and have the stream wait for all of it.
-
-        At ``counts`` there is an int32 of 0; when what has been combined counts, it is to become 1.
-        """
-
-    def wait(self, stream: int | None) -> None:
-        """Have the stream wait for what was started, which does not count: something went wrong since."""
-
-
 class _Launch:
-    """Who combines during a launch, how often that was, and what went wrong."""
+    """A launch: who combines during it (`combining`), how often that was, and what went wrong."""
 
-    def __init__(self, combine: Combine | None):
-        self.combine = combine
-        self.started = 0
+    def __init__(self, combine: Any):
+        self._combine = combine
+        self._started = 0
         self.count = 0
         self.error: BaseException | None = None
 
+    def start(self, frame: Any) -> None:
+        """Have what a call brings be started."""
+        spans = _spans(frame, 0, frame.results.size - 1)
+        self._started += len(spans)
+        if self.error is None:
+            self._combine.start(spans, _stream_of(frame))
 
-#: The present launch; at other times there is nobody to combine.
-_present = _Launch(None)
+    def finish(self, frame: Any) -> None:
+        """Have what a call brings be combined, and what was started before."""
+        self.count += 1
+        started, self._started = self._started, 0
+        n_arrays = frame.results.size - 1
+        # What has been started is among the arguments, for XLA to know when it may be read.
+        spans = _spans(frame, started, n_arrays)
+        counts = frame.results.buffers[n_arrays].contents.data
+        if self.error is None:
+            self._combine.finish(spans, counts, _stream_of(frame))
+        else:
+            self._combine.wait(_stream_of(frame))
 
 
-def _passed_on(address: int, pass_on: Callable[[_Launch, Combine, Any], None]) -> None:
-    """Pass a call of XLA's on."""
+#: The present launch; None when there is nobody to combine.
+_present: _Launch | None = None
+
+
+def _pass_on(address: int, what: Callable[[_Launch, Any], None]) -> None:
+    """Pass a call of XLA's on to the present launch."""
     launch = _present
     try:
         frame = _CallFrame.from_address(address)
         if not _is_launch(frame):
             return
-        if launch.combine is None:
+        if launch is None:
             _log.error("XLA launched what combines the ranks' arrays at a time when nobody could: it does not count")
-            return
-        pass_on(launch, launch.combine, frame)
+        else:
+            what(launch, frame)
     except BaseException as error:  # nothing can be raised through XLA, which would take garbage for what is returned
         # Behind it nothing counts any more, and the first error is the one that says why.
-        launch.error = launch.error or error
+        if launch is not None:
+            launch.error = launch.error or error
 
 
 @_Function
 def _start(address: int) -> None:
-    _passed_on(address, _pass_on_start)
-
-
-def _pass_on_start(launch: _Launch, combine: Combine, frame: Any) -> None:
-    spans = _spans(frame, 0, frame.results.size - 1)
-    launch.started += len(spans)
-    if launch.error is None:
-        combine.start(spans, _stream_of(frame))
+    _pass_on(address, _Launch.start)
 
 
 @_Function
 def _combine(address: int) -> None:
-    _passed_on(address, _pass_on_finish)
-
-
-def _pass_on_finish(launch: _Launch, combine: Combine, frame: Any) -> None:
-    launch.count += 1
-    started, launch.started = launch.started, 0
-    n_arrays = frame.results.size - 1
-    # What has been started is among the arguments, for XLA to know when it may be read.
-    spans = _spans(frame, started, n_arrays)
-    counts = frame.results.buffers[n_arrays].contents.data
-    if launch.error is None:
-        combine.finish(spans, counts, _stream_of(frame))
-    else:
-        combine.wait(_stream_of(frame))
+    _pass_on(address, _Launch.finish)
 
 
 def _spans(frame: Any, first: int, stop: int) -> list[Span]:
@@ -384,10 +358,11 @@ def _known(name: str, function: Any) -> None:
 
 
 @contextlib.contextmanager
-def combining(combine: Combine, times: int = 1) -> Iterator[None]:
+def combining(combine: Any, times: int = 1) -> Iterator[None]:
     """Have somebody combine in the one launch of the ``with`` block, and raise what it raised at the end.
 
-    It is an error if the launch combines more or less than so many times.
+    ``combine`` is what `engines.xla.Combine` is.  It is an error if the launch combines more or less than so many
+    times.
 
     No signal may raise anything meanwhile (see `ranks.interrupts.undisturbed`): that would happen at the first
     instruction of what XLA calls, where nothing can catch it.
@@ -401,4 +376,4 @@ def combining(combine: Combine, times: int = 1) -> Iterator[None]:
         if launch.count != times:
             raise RuntimeError(f"XLA had the ranks' arrays combined {launch.count} times in one launch, not {times}")
     finally:
-        _present = _Launch(None)
+        _present = None
