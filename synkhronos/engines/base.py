@@ -21,30 +21,6 @@ from synkhronos.graphs import GraphLibrary
 from synkhronos.ranks import Rank, Session
 
 
-class Outputs(Protocol):
-    """What one rank has computed in a call: `synkhronos.function.combine.Outputs`, of which an engine asks this."""
-
-    @property
-    def values(self) -> list[Any]:
-        """What the runner has returned; maybe nothing on a rank without rows."""
-
-    @property
-    def n_outputs(self) -> int:
-        """How many there are on ranks with rows."""
-
-    def of(self, values: list[Any]) -> Outputs:
-        """Return the same with other values: those that were fetched."""
-
-    def detached(self, rank: Rank) -> Outputs:
-        """Return what may be kept when the call is over."""
-
-    def combined(self, rank: Rank) -> Any:
-        """Return, in the master, the reductions of all ranks' outputs, which are NumPy's arrays."""
-
-    def combined_together(self, rank: Rank, calls: Any) -> list[Any]:
-        """Return what `combined` returns for each of many calls."""
-
-
 class Runner:
     """A compiled function, as ranks run it: called with arrays of the engine's device, it returns a list of outputs.
 
@@ -144,8 +120,11 @@ class Engine:
         """Return outputs on the host, once they are computed."""
         return self.device.fetch(values)
 
-    def collect(self, rank: Rank, outputs: Outputs) -> Any:
-        """Return, in the master, what `results` makes the outputs of: here, the reductions of all ranks' outputs."""
+    def collect(self, rank: Rank, outputs: Any) -> Any:
+        """Return, in the master, what `results` makes the outputs of: here, the reductions of all ranks' outputs.
+
+        ``outputs`` is what this rank has computed in a call (`synkhronos.function.combine.Outputs`).
+        """
         return outputs.combined(rank)
 
     # -- in the master ---------------------------------------------------------------------------------------

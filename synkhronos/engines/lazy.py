@@ -27,14 +27,14 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos import ranks
-from synkhronos.engines.base import Engine, Outputs
+from synkhronos.engines.base import Engine
 from synkhronos.ranks import Rank, Session, UnderWay
 
 #: Calls whose outputs nobody will read, and their bytes on a rank, up to which they are kept on the ranks.
 _MOST_CALLS, _MOST_BYTES = 256, 1 << 24
 
 
-class _UnreadOutputs(dict[int, tuple[Engine, Outputs]], UnderWay):
+class _UnreadOutputs(dict[int, tuple[Engine, Any]], UnderWay):
     """One rank's outputs until then, and what fetches them, by the number of the command."""
 
     def give_up(self, command: int) -> None:
@@ -60,7 +60,7 @@ class Read:
     def run(self, rank: Rank) -> Any:
         """Return, in the master, each call's outputs."""
         unread = [_unread(rank)[call] for call in self.calls]
-        outputs: list[Outputs] = []
+        outputs: list[Any] = []
         for engine, run in groupby(unread, itemgetter(0)):
             kept = [mine for _, mine in run]
             fetched = iter(engine.fetch([value for each in kept for value in each.values]))
@@ -302,7 +302,7 @@ class LazyEngine(Engine):
         """Have the ranks drop what nobody will read."""
         Results.of(session).tidy(session)
 
-    def collect(self, rank: Rank, outputs: Outputs) -> tuple[int, int, int]:
+    def collect(self, rank: Rank, outputs: Any) -> tuple[int, int, int]:
         """Keep the outputs until they are read; return the number of the command, their size and their count."""
         outputs = outputs.detached(rank)
         unread = _unread(rank)
