@@ -108,6 +108,8 @@ class Rule:
 
     def setup(self, worker: Worker, state: State) -> None:
         """Begin: all ranks have the same parameters."""
+        if self.precision not in (None, "float32"):
+            state.own["anchor"] = state.vector
 
     def exchange(self, worker: Worker, state: State) -> Any:
         """Exchange parameters, after the steps that `period` says."""
@@ -187,15 +189,10 @@ class Rule:
             return average(worker, state.vector, self.precision)
         anchor = state.own.get("anchor")
         if anchor is None:
-            raise RuntimeError("a rule that exchanges in 16 bits has to call keep_anchor() in setup()")
+            raise RuntimeError("a rule that exchanges in 16 bits has to call super().setup() in its own setup()")
         mean = anchor + average(worker, state.vector - anchor, self.precision)
         state.own["anchor"] = mean
         return mean
-
-    def keep_anchor(self, state: State) -> None:
-        """Remember the parameters that all ranks have now."""
-        if self.precision not in (None, "float32"):
-            state.own["anchor"] = state.vector
 
 
 def shared_memory(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, Data]:

@@ -52,10 +52,6 @@ class BSP(Rule):
             raise ValueError(f"precision: expected None or 'bfloat16' for gradients, got {precision!r}")
         self.average = average
 
-    def setup(self, worker: Worker, state: State) -> None:
-        """Begin."""
-        self.keep_anchor(state)
-
     def exchange(self, worker: Worker, state: State) -> None:
         """Average."""
         state.vector = self.mean(worker, state)
@@ -89,10 +85,6 @@ class LocalSGD(Rule):
         if state not in ("keep", "average", "reset"):
             raise ValueError(f"state: expected 'keep', 'average' or 'reset', got {state!r}")
         self.state = state
-
-    def setup(self, worker: Worker, state: State) -> None:
-        """Begin."""
-        self.keep_anchor(state)
 
     def exchange(self, worker: Worker, state: State) -> None:
         """Average."""
