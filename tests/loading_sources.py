@@ -49,6 +49,21 @@ class Damaged(Numbers):
         return super().__getitem__(row)
 
 
+class Deep(Numbers):
+    """What goes wrong does so far down."""
+
+    def __getitem__(self, row):
+        return self.one_way(50) if row else super().__getitem__(row)
+
+    def one_way(self, depth):
+        return self.or_another(depth - 1)
+
+    def or_another(self, depth):
+        if depth < 0:
+            raise OSError("the bottom")
+        return self.one_way(depth - 1)
+
+
 class Slow(Numbers):
     """Each row takes its time."""
 

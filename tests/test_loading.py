@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from library import few
-from loading_sources import Damaged, Endless, Numbers, Slow, Wider, add_noise, picture
+from loading_sources import Damaged, Deep, Endless, Numbers, Slow, Wider, add_noise, picture
 from system import until_state
 
 from synkhronos import loading
@@ -310,6 +310,13 @@ def test_a_row_that_cant_be_read_is_named_and_nothing_is_lost(load, processes, t
     loader.close()
     found += sum(read(loader.arrays(0, 3, row=caught.value.row)), [])
     assert found == order(20, 0, 0).tolist()
+
+
+def test_of_a_long_traceback_the_end_is_shown_which_says_where_it_went_wrong(load):
+    with pytest.raises(loading.LoadError) as caught:
+        list(load(Deep(2)).arrays(0, 2))
+    assert str(caught.value).startswith("/pictures/1.jpg can't be read")
+    assert 'raise OSError("the bottom")' in str(caught.value)
 
 
 def test_an_epoch_that_has_a_damaged_row_can_be_passed(load):

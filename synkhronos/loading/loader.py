@@ -470,10 +470,6 @@ class _Reader:
                 self._session.settle()
         self.ring.begin(plan)
 
-    def session_closed(self) -> None:
-        """End the loaders with the ranks."""
-        self.close()
-
     def close(self) -> None:
         """End the loaders, and free their memory."""
         _end(self.pids)
@@ -481,6 +477,8 @@ class _Reader:
         for data in self.data:
             if isinstance(data, Data):
                 data.free_memory()
+
+    session_closed = close  # they end with the ranks
 
 
 def _end(pids: list[int]) -> None:

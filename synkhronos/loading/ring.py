@@ -38,7 +38,7 @@ import numpy as np
 
 from synkhronos.devices import Selection
 from synkhronos.ranks.control import POLL, Bell
-from synkhronos.ranks.errors import UNKNOWN, cause_of_death
+from synkhronos.ranks.errors import UNKNOWN, cause_of_death, cut
 
 #: What a byte says of a row: it has been left out, because it can't be read, or it is there.
 SKIPPED, THERE = 0, 1
@@ -307,7 +307,8 @@ class Ring:
     def fail(self, loader: int, message: str, unit: int = 0, generation: int = -1) -> None:
         """Say that a loader can't write its share of a unit; or without one, nothing at all."""
         at = self.layout.reports_at + loader * _REPORT
-        text = json.dumps(message[: _REPORT // 16]).encode()
+        # A character takes six bytes at most.
+        text = json.dumps(cut(message, _REPORT // 6 - 16), ensure_ascii=False).encode(errors="backslashreplace")
         self._memory[at : at + _REPORT] = np.frombuffer(text.ljust(_REPORT, b"\0"), np.uint8)
         self._fence()
         self._failed[loader] = _NEVER if generation < 0 else generation << _UNITS | unit + 1

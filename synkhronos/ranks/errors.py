@@ -6,6 +6,8 @@
     Another rank failed; what unwinds a rank's part of a command.  Never leaves the library.
 `Report`
     What one rank has to say of its failure.
+`cut`
+    Shortens what is too long to be said.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Report:
         except Exception as another:
             message = f"<no message: its __str__ raised {type(another).__qualname__}>"
         text = "".join(traceback.format_exception(error))
-        return cls(rank, type(error).__qualname__, _cut(message, limit), _cut(text, limit))
+        return cls(rank, type(error).__qualname__, cut(message, limit), cut(text, limit))
 
     @property
     def who(self) -> str:
@@ -46,7 +48,7 @@ class Report:
         return f"{self.who}: {self.kind}: {(self.message.splitlines() or [''])[0]}"
 
 
-def _cut(text: str, limit: int) -> str:
+def cut(text: str, limit: int) -> str:
     """Leave out the middle of what is too long: its beginning and its end say most."""
     return text if len(text) <= limit else f"{text[: limit // 2]}\n[...]\n{text[-limit // 2 :]}"
 
