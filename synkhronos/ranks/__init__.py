@@ -12,7 +12,7 @@ meaning, graphs or devices.
 `Read`
     What a command reads of such an array (`reads`).
 `UnderWay`
-    What may outlast the command that started it (`under_way`).
+    What may outlast the command that started it (`kept`).
 `WorkerError`, `Cancelled`
     What went wrong (`errors`).
 `available_cores`
@@ -22,12 +22,12 @@ meaning, graphs or devices.
 """
 
 from synkhronos.ranks.errors import Cancelled, WorkerError
+from synkhronos.ranks.kept import UnderWay
 from synkhronos.ranks.rank import ROOM, Command, Rank
 from synkhronos.ranks.reads import Read
 from synkhronos.ranks.segments import Segment, SharedArray
 from synkhronos.ranks.session import Session, check_free, close, fork, session
 from synkhronos.ranks.threads import available_cores
-from synkhronos.ranks.under_way import UnderWay
 from synkhronos.ranks.weak import WeakKeys
 
 __all__ = [

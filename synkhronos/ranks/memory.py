@@ -58,7 +58,7 @@ class Memory:
     channels : dict of int to socket
         The master's ends of the workers' socket pairs, by rank.
     run : callable
-        Runs a command on all ranks.
+        Runs a command on all ranks, if none is running.
     """
 
     def __init__(self, rank: Rank, channels: Mapping[int, socket], run: Callable[[Command], Any]):
@@ -97,7 +97,7 @@ class Memory:
             useful = self._garbage if isinstance(error, MemoryError) else error.errno == errno.EMFILE
             if not useful or in_command:
                 raise
-            self._run(Release([]))  # frees what was let go, and closes the files that wait to be announced
+            self.flush(in_any_case=True)  # closes the files that wait to be announced, too
             return create_unlinked(nbytes)
 
     def enter(self, file: io.FileIO, nbytes: int, in_command: bool = False) -> Segment:
@@ -127,7 +127,7 @@ class Memory:
             if self._channels:
                 self._unannounced.append((segment, file, set(self._channels)))
         if len(self._unannounced) > _UNANNOUNCED and not in_command:
-            self._run(Release([]))
+            self.flush(in_any_case=True)
         return segment
 
     def announce(self) -> None:
@@ -166,17 +166,12 @@ class Memory:
             self.release(*self._orphaned[0].key)
             del self._orphaned[0]
 
-    def collect(self) -> Release | None:
-        """Return the command that has the workers let go of what was released; None if there is nothing.
-
-        To be followed by `collected` once it has run: interrupts come at any moment, and nothing is forgotten before it
-        is done.
-        """
-        return Release(self._garbage[:]) if self._garbage else None
-
-    def collected(self, release: Release) -> None:
-        """Forget what a command has let go."""
-        del self._garbage[: len(release.let_go)]
+    def flush(self, in_any_case: bool = False) -> None:
+        """Have the workers let go of what was released; ``in_any_case`` announces segments though nothing was."""
+        if self._garbage or in_any_case:
+            release = Release(self._garbage[:])
+            self._run(release)
+            del self._garbage[: len(release.let_go)]  # not before: an interrupt comes at any moment
 
     def free(self) -> None:
         """Let go of everything in this process: the ranks have ended."""

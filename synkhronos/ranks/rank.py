@@ -19,11 +19,10 @@ from typing import Any, Protocol
 
 from synkhronos.ranks.control import FOR_STEP, POLL, SLOT, Control
 from synkhronos.ranks.errors import Cancelled
-from synkhronos.ranks.kept import Kept
+from synkhronos.ranks.kept import Kept, UnderWay
 from synkhronos.ranks.meeting import STEP_BITS, close, how_far
 from synkhronos.ranks.segments import SegmentTable
 from synkhronos.ranks.threads import ThreadShare
-from synkhronos.ranks.under_way import UnderWay
 
 _log = logging.getLogger("synkhronos")
 
@@ -276,16 +275,19 @@ class Rank:
         return all(slot(r, which)[:n] == mine for r in range(self.size) if r != self.number)
 
     def exchange_bytes(self, payload: bytes) -> list[bytes]:
-        """Show bytes to all ranks, and return theirs, in rank order."""
-        lengths_and_parts = self._exchange_part(payload, 0)
-        longest = max(length for length, _ in lengths_and_parts)
-        parts = [[part] for _, part in lengths_and_parts]
-        at = ROOM
-        while at < longest:
-            for whole, (_, part) in zip(parts, self._exchange_part(payload, at), strict=True):
-                whole.append(part)
+        """Show bytes to all ranks, and return theirs, in rank order: as many at a time as a slot has room for."""
+        parts: list[list[bytes]] = [[] for _ in range(self.size)]
+        at = longest = 0
+        while not at or at < longest:
+            step = self._open_slot(memoryview(payload)[at : at + ROOM], len(payload))
+            self.barrier()
+            for r, some in enumerate(parts):
+                slot = self.control.slot(r, step & 1)
+                length, _ = HEAD.unpack_from(slot)
+                some.append(bytes(slot[HEAD.size : HEAD.size + max(0, min(length - at, ROOM))]))
+                longest = max(longest, length)
             at += ROOM
-        return [b"".join(whole) for whole in parts]
+        return [b"".join(some) for some in parts]
 
     def gather(self, value: bytes) -> list[bytes] | None:
         """Show at most `ROOM` bytes to the master alone, without waiting for anyone.
@@ -387,16 +389,6 @@ class Rank:
         slot = self.control.slot(rank, step & 1)
         length, _ = HEAD.unpack_from(slot)
         return bytes(slot[HEAD.size : HEAD.size + length])
-
-    def _exchange_part(self, payload: bytes, at: int) -> list[tuple[int, bytes]]:
-        step = self._open_slot(memoryview(payload)[at : at + ROOM], len(payload))
-        self.barrier()
-        parts = []
-        for r in range(self.size):
-            slot = self.control.slot(r, step & 1)
-            length, _ = HEAD.unpack_from(slot)
-            parts.append((length, bytes(slot[HEAD.size : HEAD.size + max(0, min(length - at, ROOM))])))
-        return parts
 
 
 def nobody_has_died() -> bool:

@@ -141,7 +141,7 @@ class Session:
         self._control = Control(size, spin, -1 if self._file is None else self._file.fileno(), here=here, extra=extra)
         self.rank = Rank(root, size, root, self._control, self._watch, ThreadShare(len(here), environment=False))
         self.workers = Workers(root, self._control, self._file if fresh else None)
-        self.memory = Memory(self.rank, self.workers.channels, self.run)
+        self.memory = Memory(self.rank, self.workers.channels, self._run_when_idle)
         self.rank.bereft = self._is_bereft
 
     def start(self, profile: bool) -> None:
@@ -226,8 +226,9 @@ class Session:
         self.memory.notice_orphans()
         self._join()
 
-    def _busy(self) -> bool:
-        return min(self._control.done) < self._control.words[Control.POSTED]
+    def _run_when_idle(self, command: Command) -> Any:
+        self._wait_until_idle()
+        return self._run(command)
 
     def _run(self, command: Command) -> Any:
         control, rank, deaths = self._control, self.rank, self._deaths
@@ -485,7 +486,7 @@ class Session:
                     one.finish()
                 # Workers busy with what an interrupt left get their time, and no more.
                 self._join(GRACE)
-                kill = self._busy()
+                kill = min(self._control.done) < self._control.words[Control.POSTED]
         except (WorkerError, Cancelled) as error:
             kill = True
             _log.debug("a worker can't end by itself: %s", error)
@@ -547,10 +548,7 @@ class Session:
     def flush(self) -> None:
         """Have the workers let go, now, of what was released; the turn has to be held."""
         self._wait_until_idle()
-        release = self.memory.collect()
-        if release is not None:
-            self._run(release)
-            self.memory.collected(release)
+        self.memory.flush()
 
 
 def _leave() -> None:

@@ -61,13 +61,10 @@ class Parcel:
 
     location: SharedArray
 
-    def open(self, rank: Rank) -> Command:
-        """Return the command."""
-        return pickle.loads(self.location.view(rank.segments).data)
-
     def run(self, rank: Rank) -> object:
-        """Run the command within."""
-        return self.open(rank).run(rank)
+        """Run it."""
+        command: Command = pickle.loads(self.location.view(rank.segments).data)
+        return command.run(rank)
 
 
 def main(
