@@ -13,8 +13,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from launch_runs import ENVIRONMENT, TESTS, lines, run, train
+from loading_sources import Damaged
 
 from synkhronos.launch import binding, doctor, modelfile
+from synkhronos.launch.recorder import ClassRecorder
 from synkhronos.ranks import available_cores
 
 
@@ -341,6 +343,36 @@ def test_a_model_of_the_base_class_says_what_is_wrong():
         TooFew(config)
     with pytest.raises(NotImplementedError, match=r"Model.load\(\)"):
         Model(config)
+
+
+@pytest.mark.any_library
+def test_a_model_goes_on_where_a_loader_has_left_out_whole_batches():
+    from synkhronos.launch import Model
+    from synkhronos.loading import Loader
+
+    class Read(Model):
+        batch_size = 2
+
+        def build(self):
+            kind = SimpleNamespace(type=SimpleNamespace(dtype="int64"))
+            self.inputs, self.params = [kind, kind], []
+            self.val_fn = lambda pictures, numbers: [numbers.mean()]
+
+        def load(self):
+            train, valid = Damaged(8, bad=(2, 3)), Damaged(5, bad=(4,))
+            return [Loader(source, shuffle=False, on_error="skip") for source in (train, valid)]
+
+    model, recorder = Read({"rank": 0, "size": 1, "seed": 0}), ClassRecorder(0)
+    try:
+        assert (model.data.n_batch_train, model.data.n_batch_val) == (4, 3)
+        numbers = [model.next_batch(recorder)[1].tolist() for _ in range(4)]
+        assert numbers == [[0, 1], [4, 5], [6, 7], [0, 1]]
+        model.reset_iter("val")
+        for i in range(3):
+            model.val_iter(i, recorder)
+        assert recorder.validation_sums() == (4, {"cost": 2 * 0.5 + 2 * 2.5})
+    finally:
+        model.cleanup()
 
 
 @pytest.mark.any_library

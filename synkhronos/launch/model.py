@@ -164,7 +164,11 @@ class Model:
         recorder.start()
         if self._at != self.epoch:
             self._batches, self._at = self._epoch(), self.epoch
-        batch = self._prepared(next(self._batches), True)
+        arrays = next(self._batches, None)
+        if arrays is None:  # a loader has left out whole batches, of which it could read nothing
+            self._batches = self._epoch()
+            arrays = next(self._batches)
+        batch = self._prepared(arrays, True)
         recorder.end("wait")
         return batch
 
@@ -197,8 +201,10 @@ class Model:
 
     def val_iter(self, count: int, recorder: Any) -> None:
         """Validate the next batch of this rank's share."""
-        batch = self._prepared(next(self._val_batches), False)
-        recorder.val_error(count, *self.val_fn(*batch), rows=len(batch[0]))
+        arrays = next(self._val_batches, None)
+        if arrays is not None:  # else a loader has left out a whole batch
+            batch = self._prepared(arrays, False)
+            recorder.val_error(count, *self.val_fn(*batch), rows=len(batch[0]))
 
     def adjust_hyperp(self, epoch: int) -> None:
         """Leave the learning rate as it is."""

@@ -80,7 +80,7 @@ class Settings:
     root: str
     #: For each rank of this machine ``"cpu"``, or ``"cuda0"`` and so on.
     devices: tuple[str, ...]
-    #: The machines with ranks, this one first, each perhaps with how many: ``"b:3"``.  None for this one alone.
+    #: The machines with ranks, this one first, each perhaps with how many: ``"b:3"``.  Empty for this one alone.
     hosts: tuple[str, ...] = ()
     rule: str = "BSP"
     rule_options: dict[str, Any] = field(default_factory=dict)
