@@ -1,6 +1,7 @@
 """Loaders: which rows come in which order, and what is in them, for any number of ranks and loaders."""
 
 import os
+import subprocess
 import tempfile
 import time
 
@@ -14,7 +15,7 @@ from system import until_state
 
 from synkhronos import loading
 from synkhronos.loading import CropMirror, Loader
-from synkhronos.loading.ring import Plan
+from synkhronos.loading.ring import Plan, has_ended
 
 pytestmark = pytest.mark.any_library
 
@@ -273,6 +274,17 @@ def test_rows_come_in_the_byte_order_of_this_machine(load):
     x = np.arange(4, dtype=">f4").reshape(2, 2)
     ((rows,),) = load([x], shuffle=False).arrays(0, 2)
     assert rows.dtype.isnative and rows.tolist() == [[0, 1], [2, 3]]
+
+
+def test_whether_a_process_has_ended_is_known_where_python_has_no_pidfd(monkeypatch):
+    """Python that was built on an old system, as conda's, has none."""
+    monkeypatch.delattr(os, "pidfd_open")
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert not has_ended(process.pid)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert has_ended(process.pid)  # and is still there, as nobody has taken its exit code
+    assert has_ended(process.pid)
 
 
 # -- rows that can't be read ---------------------------------------------------------------------------------
