@@ -320,7 +320,9 @@ def test_a_sum_in_float16_would_overflow_an_average_does_not(n):
 
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
-@pytest.mark.parametrize("make", [rules.LocalSGD, rules.SlowMo, rules.DiLoCo, programs.Averaged], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "make", [rules.LocalSGD, rules.SlowMo, rules.DiLoCo, programs.Averaged], ids=lambda m: m.__name__
+)
 def test_rules_in_16_bits_stay_near(n, make, precision):
     way, report, _, _ = trained(make(3, precision=precision))
     exact = trained(make(3))[0]

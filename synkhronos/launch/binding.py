@@ -104,7 +104,7 @@ def parse_cores(text: str) -> list[int]:
 
 def bind(cores: Sequence[int]) -> None:
     """Bind this thread, and those that it starts."""
-    if cores and hasattr(os, "sched_setaffinity"):
+    if cores:
         os.sched_setaffinity(0, cores)
 
 

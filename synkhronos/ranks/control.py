@@ -213,7 +213,7 @@ class Control:
         """
         core = self.core[me] = current_core()
         taken = {self.core[r] for r in range(self.size) if r != me and self.sleeping[r] == AWAKE}
-        if core not in taken or not hasattr(os, "sched_setaffinity"):
+        if core not in taken:
             return
         allowed = os.sched_getaffinity(0)
         free = {number for number in allowed if number + 1 not in taken}

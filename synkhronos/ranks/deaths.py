@@ -10,8 +10,8 @@
 A master that waits looks at its workers' lives every few milliseconds.  One that computes or compiles does not look,
 and would hear of a death only when it has done its own part.  So the kernel tells it, by a signal when the other end of
 a worker's socket pair closes.  The signal is SIGURG, which does nothing to a process that has no handler for it: a late
-one can't hurt.  Where something is in the way (another handler, another system, a fork in a thread) nothing else
-changes: the death is noticed when the master waits next.
+one can't hurt.  Where something is in the way (another handler, a fork in a thread) nothing else changes: the death is
+noticed when the master waits next.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import select
 import signal
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -70,11 +69,7 @@ class DeathWatch:
 
     def start(self, workers: Mapping[int, socket.socket], agent: socket.socket | None = None) -> None:
         """Watch processes, each with this end of its socket pair, and this host's agent, if there is one."""
-        if (
-            not (workers or agent)
-            or sys.platform != "linux"
-            or threading.current_thread() is not threading.main_thread()
-        ):
+        if not (workers or agent) or threading.current_thread() is not threading.main_thread():
             return
         before = handler_of(signal.SIGURG)
         if isinstance(getattr(before, "__self__", None), DeathWatch):

@@ -32,7 +32,6 @@ import resource
 import secrets
 import socket
 import struct
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
@@ -44,8 +43,6 @@ import posix_ipc
 from synkhronos.ranks.interrupts import undisturbed
 
 _ANNOUNCEMENT = struct.Struct("=QQ?")  # key, bytes, whether it is a file
-#: The user may have given SIGPIPE its deadly meaning back.
-_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
 
 def create_unlinked(nbytes: int, runs: Iterable[range] | None = None) -> io.FileIO:
@@ -59,7 +56,7 @@ def create_unlinked(nbytes: int, runs: Iterable[range] | None = None) -> io.File
         file = io.FileIO(_open_unlinked(), "r+")  # closed with the last reference, whatever happens
     try:
         os.ftruncate(file.fileno(), nbytes)
-        for run in runs if hasattr(os, "posix_fallocate") else []:
+        for run in runs:
             os.posix_fallocate(file.fileno(), run.start, len(run))
     except (OSError, OverflowError) as error:  # the latter for more than the kernel can count
         file.close()
@@ -243,9 +240,11 @@ def map_file(fd: int, nbytes: int, private: bool = False) -> mmap.mmap:
 def announce(channel: socket.socket, segment: Segment, fd: int) -> None:
     """Send a segment to the worker at the other end of ``channel``; to one that has died, nothing."""
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))
-    # Whoever waits for the worker next notices its death, and can say more of it than this.
+    # Whoever waits for the worker next notices its death, and can say more of it than this.  And the user may have
+    # given SIGPIPE its deadly meaning back.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        channel.sendmsg([_ANNOUNCEMENT.pack(segment.key, segment.nbytes, segment.is_file)], [rights], _NO_SIGNAL)
+        message = _ANNOUNCEMENT.pack(segment.key, segment.nbytes, segment.is_file)
+        channel.sendmsg([message], [rights], socket.MSG_NOSIGNAL)
 
 
 def is_closed(channel: socket.socket) -> bool:
@@ -288,7 +287,7 @@ class Receiver:
             if not fds:
                 return Unmapped(key, None, nbytes, is_file)
             file = io.FileIO(fds[0], "r+")
-            if is_file and sys.platform == "linux":
+            if is_file:
                 self.path = os.readlink(f"/proc/self/fd/{fds[0]}")
             try:
                 segment = Segment(key, file.fileno(), nbytes, is_file)

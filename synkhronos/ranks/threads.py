@@ -29,10 +29,8 @@ ONE_THREAD = dict.fromkeys(_VARIABLES, "1")
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may run on (its affinity mask, where the system has one)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return the number of cores that this process may run on: its affinity mask."""
+    return len(os.sched_getaffinity(0))
 
 
 class ThreadShare:

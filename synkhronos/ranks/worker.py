@@ -151,7 +151,7 @@ def spawn(
     """
     path = json.dumps([os.path.abspath(folder) for folder in sys.path])
     code = "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    if sys.platform == "linux" and in_main_thread:  # the master may go before the imports are done, which take long
+    if in_main_thread:  # the master may go before the imports are done, which take long
         code += f"import ctypes; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {signal.SIGKILL:d}, 0, 0, 0); "
     code += f"os.getppid() == {os.getpid()} or os._exit(1); "
     code += f"from {module} import {function}; {function}()"
@@ -244,7 +244,7 @@ def _leave_the_masters_things(channel: socket.socket, master: int) -> None:
     # An inherited socket (a notebook's, a database's) would stay open beyond the master's end.  The descriptor is
     # put to /dev/null rather than closed, since an object of the master's may still believe that it owns the number.
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in _open_files():
+    for fd in map(int, os.listdir("/proc/self/fd")):
         if fd > 2 and fd not in (null, channel.fileno()):
             try:
                 if stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -279,9 +279,9 @@ def end_with(master: int, in_main_thread: bool) -> None:
     The kernel does so when the thread ends that called fork, which is too early if that is not the master's main
     thread.  Then a thread of this process watches, which can't do anything while compiled code holds Python's lock.
     """
-    if sys.platform == "linux" and in_main_thread:
+    if in_main_thread:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    elif hasattr(os, "pidfd_open"):
+    elif hasattr(os, "pidfd_open"):  # not where Python was built on an old system
         with contextlib.suppress(ProcessLookupError):
             threading.Thread(target=_kill_at_the_end_of, args=(os.pidfd_open(master),), daemon=True).start()
     if os.getppid() != master:  # it died before that
@@ -291,10 +291,3 @@ def end_with(master: int, in_main_thread: bool) -> None:
 def _kill_at_the_end_of(process: int) -> None:
     select.select([process], [], [])
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _open_files() -> list[int]:
-    for folder in ("/proc/self/fd", "/dev/fd"):
-        if os.path.isdir(folder):
-            return [int(name) for name in os.listdir(folder)]
-    return list(range(3, 256))

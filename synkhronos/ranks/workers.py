@@ -45,9 +45,7 @@ class Workers:
                 self._start_one(number, profile)
 
     def _start_one(self, number: int, profile: bool) -> None:
-        ours, theirs = socket.socketpair(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_STREAM
-        )
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Where the user closed standard streams, their numbers are free, but a worker uses them as what they are.
         ours, theirs = _above_standard_streams(ours), _above_standard_streams(theirs)
         self.channels[number] = ours

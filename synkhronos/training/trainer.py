@@ -248,16 +248,7 @@ class Trainer:
 
     def _interval(self, course: Course, epoch: int, first: int, last: int, recorders: list[Any]) -> Report:
         """Train between two places of an epoch, and say what came of it."""
-        try:
-            return self._trained(course, epoch, first, last, recorders)
-        except (LoadError, WorkerError):
-            if course.loader is not None:
-                course.loader.close()  # one may have died
-            raise
-
-    def _trained(self, course: Course, epoch: int, first: int, last: int, recorders: list[Any]) -> Report:
         session, together = ranks.session(), self._together is not None
-        source = course.source(epoch, first, together)
         plan = Plan(
             self._name,
             first,
@@ -270,11 +261,21 @@ class Trainer:
             course.progress,
             course.pools or [range(session.size)],
         )
-        outcomes = [self._train_together(plan, source)] if together else self._train_apart(plan, source, course.taken)
-        if course.loader is not None and isinstance(source, Feed):
-            course.loader.passed(source, last)
-        if not any(outcome.rows for outcome in outcomes):
-            raise LoadError(f"none of the rows from {first:,} to {last:,} of epoch {epoch} could be read", epoch, last)
+        try:
+            source = course.source(epoch, first, together)
+            if together:
+                outcomes = [self._train_together(plan, source)]
+            else:
+                outcomes = self._train_apart(plan, source, course.taken)
+            if course.loader is not None and isinstance(source, Feed):
+                course.loader.passed(source, last)
+            if not any(outcome.rows for outcome in outcomes):
+                said = f"none of the rows from {first:,} to {last:,} of epoch {epoch} could be read"
+                raise LoadError(said, epoch, last)
+        except (LoadError, WorkerError):
+            if course.loader is not None:
+                course.loader.close()  # one may have died
+            raise
         return Report.of(outcomes, plan, session.size)
 
     def _train_apart(self, plan: Plan, source: Source, taken: Data) -> list[Outcome]:

@@ -64,7 +64,7 @@ def only(place: str) -> Iterator[None]:
 
 def is_started() -> bool:
     """Whether this process has a CUDA context: then it holds the device of CUDA's unified memory open."""
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
+    for name in os.listdir("/proc/self/fd"):
         try:
             if os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia-uvm"):
                 return True
