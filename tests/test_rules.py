@@ -401,3 +401,15 @@ WRONG = [
 def test_wrong_options(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()
+
+
+def test_a_rule_says_how_to_make_another_one_like_it():
+    made = [
+        rules.ASGD(3), rules.BSP("params"), rules.DiLoCo(momentum=0.9999999), rules.Downpour(2, 4), rules.EAMSGD(),
+        rules.EASGD(alpha=0.5), rules.GoSGD(), rules.LocalSGD(5), rules.PostLocal(), rules.SlowMo(), rules.Swap(),
+        programs.Halfway(),
+    ]  # fmt: skip
+    for rule in made:
+        again = eval(repr(rule), {**vars(rules), "Halfway": programs.Halfway})
+        assert again.options() == rule.options() and repr(again) == repr(rule)
+    assert repr(made[0]) == "ASGD(period=3)"

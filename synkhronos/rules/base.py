@@ -6,12 +6,13 @@
     What a rule asks for that all ranks see.
 `average`
     The mean of all ranks' vectors, in one precision or another.
-`check_number`, `check_period`
+`check_number`, `check_momentum`, `check_period`
     Refuse wrong options.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,12 +90,9 @@ class Rule:
         return f"{type(self).__name__}({options})"
 
     def options(self) -> dict[str, Any]:
-        """Return what the rule was made with, for records."""
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name != "_run" and value is not None and not callable(value)
-        }
+        """Return what the rule was made with, for records; functions are left out."""
+        found = {name: getattr(self, name, None) for name in inspect.signature(type(self)).parameters}
+        return {name: value for name, value in found.items() if value is not None and not callable(value)}
 
     # -- what a rule of your own may override ----------------------------------------------------------------
 
@@ -240,6 +238,14 @@ def check_number(value: Any, name: str, low: float, high: float, words: str) -> 
     checked = number(value, name)
     if not low < checked <= high:
         raise ValueError(f"{name}: expected {words}, got {value!r}")
+    return checked
+
+
+def check_momentum(value: Any) -> float:
+    """Refuse what is no number from 0 up to, but not including, 1."""
+    checked = number(value, "momentum")
+    if not 0 <= checked < 1:
+        raise ValueError(f"momentum: expected a number from 0, below 1, got {value!r}")
     return checked
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import JAX
-from synkhronos.rules.base import Rule, check_number
+from synkhronos.rules.base import Rule, check_momentum, check_number
 from synkhronos.rules.state import BLOCK, State
 from synkhronos.tasks import Worker
 
@@ -159,7 +159,7 @@ class EAMSGD(EASGD):
         exclude: Callable[[Any], bool] | None = None,
     ):
         super().__init__(beta, period, alpha, asynchronous, exclude)
-        self.momentum = check_number(momentum, "momentum", -1e-300, 0.999999, "a number from 0, below 1")
+        self.momentum = check_momentum(momentum)
 
     def elastic(self, state: State, alpha: float) -> None:
         """Exchange where the rank is, not where it looks ahead to."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from synkhronos.rules.base import Rule, check_number
+from synkhronos.rules.base import Rule, check_momentum, check_number
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
 
@@ -71,7 +71,7 @@ class SlowMo(_Outer):
     ):
         super().__init__(period, exclude, precision)
         self.lr = check_number(lr, "lr", 0, _INFINITE, "a positive number")
-        self.momentum = check_number(momentum, "momentum", -1e-300, 0.999999, "a number from 0, below 1")
+        self.momentum = check_momentum(momentum)
 
     def outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
         """Return the new velocity, and the new common point."""
@@ -110,7 +110,7 @@ class DiLoCo(_Outer):
     ):
         super().__init__(period, exclude, precision)
         self.lr = check_number(lr, "lr", 0, _INFINITE, "a positive number")
-        self.momentum = check_number(momentum, "momentum", -1e-300, 0.999999, "a number from 0, below 1")
+        self.momentum = check_momentum(momentum)
         self.nesterov = bool(nesterov)
 
     def outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
