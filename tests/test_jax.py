@@ -41,7 +41,7 @@ from synkhronos.extensions.train import make_train_function, make_train_function
 from synkhronos.extensions.updates import adam, momentum, sgd
 from synkhronos.function.program import PLAIN
 from synkhronos.graphs import library_of, scatter
-from synkhronos.launch.contract import Variables
+from synkhronos.launch.contract import groups
 from synkhronos.ranks.interrupts import undisturbed
 
 pytestmark = pytest.mark.skipif(not XLA, reason="these are about JAX arrays")
@@ -1346,7 +1346,7 @@ class Draws:
 
 def test_streams_in_a_classs_own_functions_are_set_and_saved():
     plain, model = Draws(), Draws()
-    found = Variables.of(model)
+    found = groups(model)
     assert found.generators == [model.rng]
     library = library_of(model.rng)
     library.set_stream(model.rng, library.moved(library.stream(model.rng), 1))

@@ -263,7 +263,10 @@ class GraphLibrary:
         self.put(shared, value)
 
     def moved(self, value: Any, distance: int) -> Any:
-        """Return a place ``distance`` jumps ahead in its stream: streams so moved apart never meet."""
+        """Return a place ``distance`` jumps ahead in its stream: streams so moved apart never meet.
+
+        NumPy's jumps (``jumped`` in its documentation) are 2**127 draws long for PCG64, 2**128 for MT19937 and Philox.
+        """
         raise NotImplementedError
 
 
@@ -274,12 +277,3 @@ def check_jumps(bit_generator: Any) -> None:
             f"random numbers of {type(bit_generator).__name__} can't be moved apart by rank: it has no jumps; "
             "use numpy.random.PCG64 (the default), Philox or MT19937"
         )
-
-
-def jump(bit_generator: Any, distance: int) -> Any:
-    """Return a NumPy bit generator ``distance`` jumps ahead.
-
-    A jump is a distance known for each kind (``jumped`` in NumPy's documentation): 2**127 draws for PCG64, 2**128
-    for MT19937 and Philox.
-    """
-    return bit_generator.jumped(distance)

@@ -19,7 +19,7 @@ from pytensor.link.numba.linker import NumbaLinker
 
 from synkhronos.devices import JAX, Device
 from synkhronos.graphs import sums  # noqa: F401 - bounds a rewrite
-from synkhronos.graphs.family import AT_FIRST_CALL, AT_ONCE, IN_TURN, GraphLibrary, Input, check_jumps, jump
+from synkhronos.graphs.family import AT_FIRST_CALL, AT_ONCE, IN_TURN, GraphLibrary, Input, check_jumps
 from synkhronos.graphs.lengths import in_jax_mode
 from synkhronos.graphs.traced import check_key, follow_streams, set_stream_of, stream_of
 
@@ -60,7 +60,7 @@ class PyTensor(GraphLibrary):
 
     def moved(self, value: Any, distance: int) -> Any:
         """Jump a Generator."""
-        return type(value)(jump(value.bit_generator, distance))
+        return type(value)(value.bit_generator.jumped(distance))
 
     def input(self, value: Any) -> Input:
         """Describe a variable, or an ``In``."""

@@ -13,7 +13,7 @@ from theano.compile.sharedvalue import SharedVariable
 from theano.gof.graph import Constant, Variable
 
 from synkhronos.devices import HOST, PYGPU, Device
-from synkhronos.graphs.family import GraphLibrary, Input, jump
+from synkhronos.graphs.family import GraphLibrary, Input
 
 # MRG31k3p: two recurrences of order 3 modulo these primes (L'Ecuyer and Touzin, "Fast combined multiple recursive
 # generators with multipliers of the form a = 2^q +- 2^r", WSC 2000).  One step of each is a product with its matrix.
@@ -66,7 +66,7 @@ class Theano(GraphLibrary):
             return _jump_mrg(np.asarray(value), distance)
         source = np.random.MT19937()
         source.state = cast(Any, value.get_state(legacy=False))
-        return np.random.RandomState(jump(source, distance))
+        return np.random.RandomState(source.jumped(distance))
 
     def input(self, value: Any) -> Input:
         """Describe a variable, or an ``In``."""

@@ -12,7 +12,7 @@ The contract is Theano-MPI's.
     Call a method with as many arguments as it takes.
 `rows`
     How many rows a batch has.
-`Variables`
+`groups`
     The shared variables that its compiled functions change.
 `ContractError`
     The class is not what it should be.
@@ -21,7 +21,6 @@ The contract is Theano-MPI's.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -120,50 +119,35 @@ def rows(model: Any) -> int:
     return int(found) if isinstance(found, int | np.integer) else 1
 
 
-@dataclass
-class Variables:
-    """What a model's compiled functions change, beside its parameters."""
+def groups(model: Any) -> Groups:
+    """Return what a model's compiled functions change, as checkpoints take it.
 
-    #: Floats that are updated: velocities, running averages.
-    optimizer: list[Any]
-    #: Whole numbers that are updated, and numbers that are read: a learning rate.
-    others: list[Any]
-    #: Random streams.
-    generators: list[Any]
-
-    @classmethod
-    def of(cls, model: Any) -> Variables:
-        """Look through the functions that are attributes of a model, in the order of their names.
-
-        What `Model.shown` has is no state: a step's cost, and its error.
-        """
-        params = {id(param) for param in (*model.params, *getattr(model, "shown", ()))}
-        found = cls([], [], [])
-        seen: set[int] = set()
-        for _, function in sorted(vars(model).items()):
-            for entry in getattr(getattr(function, "maker", None), "inputs", ()):
-                shared = entry.variable
-                if not getattr(entry, "implicit", False):
-                    continue
-                library = library_of(shared)
-                if library.is_generator(shared):
-                    library.follow_streams(function)
-                if id(shared) in params | seen:
-                    continue
-                seen.add(id(shared))
-                if library.is_generator(shared):
-                    found.generators.append(shared)
-                elif not library.is_array(shared):
-                    continue
-                elif entry.update is not None and np.dtype(shared.type.dtype).kind == "f":
-                    found.optimizer.append(shared)
-                elif entry.update is not None or shared.type.ndim == 0:
-                    found.others.append(shared)
-        return found
-
-    def groups(self, params: list[Any]) -> Groups:
-        """Return them as checkpoints take them."""
-        return Groups(params, self.optimizer, [], self.others, self.generators)
+    Looks through the functions that are attributes of the model, in the order of their names.  Of what they update,
+    floats are the optimizer's: velocities, running averages.  Whole numbers are others, and so are numbers that are
+    read: a learning rate.  What `Model.shown` has is no state: a step's cost, and its error.
+    """
+    found = Groups(list(model.params), [], [], [], [])
+    seen = {id(param) for param in (*model.params, *getattr(model, "shown", ()))}
+    for _, function in sorted(vars(model).items()):
+        for entry in getattr(getattr(function, "maker", None), "inputs", ()):
+            shared = entry.variable
+            if not getattr(entry, "implicit", False):
+                continue
+            library = library_of(shared)
+            if library.is_generator(shared):
+                library.follow_streams(function)
+            if id(shared) in seen:
+                continue
+            seen.add(id(shared))
+            if library.is_generator(shared):
+                found.generators.append(shared)
+            elif not library.is_array(shared):
+                continue
+            elif entry.update is not None and np.dtype(shared.type.dtype).kind == "f":
+                found.optimizer.append(shared)
+            elif entry.update is not None or shared.type.ndim == 0:
+                found.others.append(shared)
+    return found
 
 
 def learning_rate(model: Any) -> float | None:

@@ -108,19 +108,19 @@ def build(worker: Worker, settings: Settings) -> tuple[int, str]:
         if other != all_shapes[0]:
             raise contract.ContractError(f"params: of shapes {all_shapes[0]} on rank 0, and of {other} on rank {r}")
     vector.set(worker.decide(np.asarray(vector.get()) if worker.number == 0 else None))
-    variables = contract.Variables.of(model)
-    for shared in variables.generators:  # a class that gives all ranks one seed
+    groups = contract.groups(model)
+    for shared in groups.generators:  # a class that gives all ranks one seed
         library = library_of(shared)
         stream = library.stream(shared)
         library.set_stream(shared, library.moved(stream, worker.number) if worker.number else stream)
-    worker.kept(_KEPT).update(model=model, variables=variables)
+    worker.kept(_KEPT).update(model=model, groups=groups)
     return vector.size, vector.dtype.name
 
 
 def train(worker: Worker, settings: Settings, rule: Rule, shared: dict[str, LocalRows], path: str | None) -> int:
     """Train; return the number of epochs that the model has been trained for."""
     kept = worker.kept(_KEPT)
-    run = _Run(worker, settings, rule, kept["model"], kept["variables"], shared)
+    run = _Run(worker, settings, rule, kept["model"], kept["groups"], shared)
     try:
         return run.all_epochs(path)
     finally:
@@ -140,11 +140,11 @@ class _Run:
         settings: Settings,
         rule: Rule,
         model: Any,
-        variables: contract.Variables,
+        groups: storing.Groups,
         shared: dict[str, LocalRows],
     ):
         self.worker, self.settings, self.rule, self.model = worker, settings, rule, model
-        self.groups = variables.groups(list(model.params))
+        self.groups = groups
         self.shared = shared
         self.folder = Path(settings.folder)
         self.rows = contract.rows(model)

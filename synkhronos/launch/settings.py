@@ -106,8 +106,26 @@ class Settings:
     resume: str | None = None
 
     def make_rule(self) -> rules.Rule:
-        """Return the exchange rule."""
-        return make_rule(self.rule, self.rule_options)
+        """Return the exchange rule, for a class of whose steps only what becomes of the parameters is known."""
+        kind, options = RULES[self.rule.lower()], self.rule_options
+        if kind is rules.EAMSGD:
+            raise SettingsError("rule: EAMSGD needs the velocities, which a class doesn't name: take EASGD")
+        known = [each for each in inspect.signature(kind).parameters if each != "exclude"]
+        for option in options:
+            if option not in known:
+                expected = ", ".join(known) or "none"
+                raise SettingsError(f"rule_options: {self.rule} has no {option!r}: expected one of {expected}")
+        if kind is rules.BSP:
+            if options.get("average", "params") != "params":
+                raise SettingsError(
+                    f"rule_options.average: expected 'params', got {options['average']!r}: of a class' step only what "
+                    "becomes of its parameters is known"
+                )
+            options = {**options, "average": "params"}
+        try:
+            return kind(**options)
+        except (TypeError, ValueError) as error:
+            raise SettingsError(f"rule_options: {error}") from None
 
     @property
     def on_gpu(self) -> bool:
@@ -348,28 +366,6 @@ def rule_name(text: str) -> str:
         names = ", ".join(sorted(each.__name__ for each in RULES.values()))
         raise SettingsError(f"rule: expected one of {names}, got {text!r}")
     return RULES[text.lower()].__name__
-
-
-def make_rule(name: str, options: Mapping[str, Any]) -> rules.Rule:
-    """Make a rule for a class, of whose steps only what becomes of the parameters is known."""
-    kind = RULES[name.lower()]
-    if kind is rules.EAMSGD:
-        raise SettingsError("rule: EAMSGD needs the velocities, which a class doesn't name: take EASGD")
-    known = [each for each in inspect.signature(kind).parameters if each != "exclude"]
-    for option in options:
-        if option not in known:
-            raise SettingsError(f"rule_options: {name} has no {option!r}: expected one of {', '.join(known) or 'none'}")
-    if kind is rules.BSP:
-        if options.get("average", "params") != "params":
-            raise SettingsError(
-                f"rule_options.average: expected 'params', got {options['average']!r}: of a class' step only what "
-                "becomes of its parameters is known"
-            )
-        options = {**options, "average": "params"}
-    try:
-        return kind(**options)
-    except (TypeError, ValueError) as error:
-        raise SettingsError(f"rule_options: {error}") from None
 
 
 def options_of(rule: rules.Rule) -> dict[str, Any]:

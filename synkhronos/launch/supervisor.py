@@ -125,8 +125,8 @@ class Supervisor:
         why = "not bound, as asked"
         if settings.bind:
             masks, why = binding.masks(settings.devices, allowed, binding.gpu_cores(settings.devices))
-        n = len(settings.devices)
-        where = f"{n} {'rank' if n == 1 else 'ranks'} on {', '.join(settings.devices)}"
+        n_here = len(settings.devices)
+        where = f"{n_here} {'rank' if n_here == 1 else 'ranks'} on {', '.join(settings.devices)}"
         if settings.hosts:
             where = f"ranks on hosts {', '.join(settings.hosts)}"
         sys.stdout.write(f"{where}; {why}; in {self.folder}\n")
@@ -138,7 +138,6 @@ class Supervisor:
             names = [str(n) for n in numbers] if visible is None else [visible.split(",")[n].strip() for n in numbers]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
         environment["PYTHONPATH"] = python_path()
-        n_here = len(settings.devices)
         plan = {
             "supervisor": os.getpid(),
             "consoles": consoles[:n_here],

@@ -34,7 +34,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import accumulate
 from time import perf_counter
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,14 +61,6 @@ TAKE, READ, WRITE, GIVE = range(4)
 
 #: A run of bytes in shared memory: the segment's key, where it begins, how long it is.
 Span = tuple[int, int, int]
-
-
-class Run(Protocol):
-    """Rows of an array in shared memory, one after the other."""
-
-    @property
-    def span(self) -> Span:
-        """Where they lie."""
 
 
 class TaskMemory(NamedTuple):
@@ -515,7 +507,7 @@ class Lock:
         else:
             self._task._let_go(self._number, self._mutex)
 
-    def read(self, *rows: Run) -> None:
+    def read(self, *rows: Any) -> None:
         """Have rows be here as they are on the lock's host; within the ``with`` statement.
 
         Parameters
@@ -530,11 +522,11 @@ class Lock:
         """
         self._move(READ, rows)
 
-    def write(self, *rows: Run) -> None:
+    def write(self, *rows: Any) -> None:
         """Have rows be on the lock's host as they are here; as `read`."""
         self._move(WRITE, rows)
 
-    def _move(self, what: int, rows: Sequence[Run]) -> None:
+    def _move(self, what: int, rows: Sequence[Any]) -> None:
         spans = [each.span for each in rows]
         if self._mutex is None:
             self._task._ask(what, self._number, spans)
