@@ -207,6 +207,10 @@ def test_new_values_of_shared_rows_are_shared_out(two):
         f(np.ones(3))
     xs.set_value(X[:4])
     check(X[:4], Y[:4])
+    for shared in (xs, ys):
+        shared.set_value(shared.get_value()[:0])
+    with pytest.raises(ValueError, match="rows: expected at least one, got none"):
+        f(np.ones(3))
 
 
 def test_data_objects(two):

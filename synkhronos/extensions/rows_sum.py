@@ -27,7 +27,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -273,9 +273,7 @@ class RowsSum:
         there = self._session is not None and self._session() is session
         if there and all(new is old for new, old in zip(now, self._shared_out, strict=True)):
             return
-        lengths = {called(v): len(values) for v, values in zip(self._variables, now, strict=True)}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"rows: expected equally many of each, got {lengths}")
+        _check_lengths(self._variables, now)
         self._point = None
         self._session = None
         _ = self._value_function  # or the ranks would not know the variables
@@ -358,6 +356,10 @@ class _OverRows(Op):
         """Return the gradients, under the name that PyTensor before 3.0 calls."""
         return self.pullback(inputs, outputs, output_grads)
 
+    def infer_shape(self, *arguments: Any) -> list[Any]:
+        """Return the outputs' shapes: those of the parameters."""
+        return [arguments[-1][i] for i in self.rows.floats]
+
     def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
         """Return the gradients with respect to the inputs."""
         raise NotImplementedError
@@ -408,10 +410,6 @@ class Gradient(_OverRows):
         for storage, gradient in zip(output_storage, self.rows.gradients(inputs), strict=True):
             storage[0] = gradient
 
-    def infer_shape(self, *arguments: Any) -> list[Any]:
-        """Return the outputs' shapes: those of the parameters."""
-        return [arguments[-1][i] for i in self.rows.floats]
-
     def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
         """Return the products of the second derivatives with a direction."""
         directions = [
@@ -435,10 +433,6 @@ class HessianProduct(_OverRows):
         n = len(self.rows.params)
         for storage, product in zip(output_storage, self.rows.products(inputs[:n], inputs[n:]), strict=True):
             storage[0] = product
-
-    def infer_shape(self, *arguments: Any) -> list[Any]:
-        """Return the outputs' shapes: those of the parameters."""
-        return [arguments[-1][i] for i in self.rows.floats]
 
     def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
         """Refuse: third derivatives are not computed."""
@@ -470,11 +464,7 @@ def _checked_rows(rows: Any) -> tuple[list[Any], list[Any]]:
         if variable.ndim == 0 or variable.type.shape[0] is not None:
             raise ValueError(f"rows: {called(variable)} of type {variable.type} has no rows to share out")
         sources.append(_checked_source(variable, value))
-    lengths = {called(v): len(_now(source)) for v, source in zip(rows, sources, strict=True)}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"rows: expected equally many of each, got {lengths}")
-    if not min(lengths.values()):
-        raise ValueError("rows: expected at least one, got none")
+    _check_lengths(rows, [_now(source) for source in sources])
     return list(rows), sources
 
 
@@ -491,6 +481,15 @@ def _checked_source(variable: Any, value: Any) -> Any:
         return variable.type.filter(value, allow_downcast=None)
     except (TypeError, ValueError) as error:
         raise type(error)(f"rows: {called(variable)} of type {variable.type} can't take the values: {error}") from None
+
+
+def _check_lengths(variables: Iterable[Any], values: Sequence[Any]) -> None:
+    """Refuse values of different lengths, and none."""
+    lengths = {called(variable): len(each) for variable, each in zip(variables, values, strict=True)}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"rows: expected equally many of each, got {lengths}")
+    if not min(lengths.values()):
+        raise ValueError("rows: expected at least one, got none")
 
 
 def _now(source: Any) -> Any:

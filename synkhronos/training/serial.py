@@ -58,13 +58,8 @@ class SerialTrainFunction:
 
         Parameters
         ----------
-        x_data, y_data : array_like, or list of these
-            One for each variable of `x` and of `y`; a list where those were lists.  Left out where the data are in
-            `sliceable_shareds`.
-        batch : int, slice, list of int, or array of int or bool, optional
-            Which rows to use: the first that many, a slice, indexes, or a mask.  By default all.
-        num_slices : int, optional
-            In how many pieces to compute the rows, to save memory.
+        x_data, y_data, batch, num_slices
+            As for `synkhronos.extensions.train.TrainFunction`.
         batch_s : slice or list of int, optional
             Which rows of the `sliceable_shareds` to use.  By default all.
 
