@@ -45,7 +45,11 @@ class Device:
 
     def communicator(self, rank: Rank) -> Any:
         """Return what combines the ranks' arrays of this kind (see `HostCommunicator`), the same one each time."""
-        return host_communicator(rank)
+        if len(rank.control.here) == rank.size:
+            return rank.kept(HostCommunicator, lambda: HostCommunicator(rank))
+        from synkhronos.devices.chain import ChainCommunicator
+
+        return rank.kept(ChainCommunicator, lambda: ChainCommunicator(rank))
 
     def communicates(self, dtype: np.dtype) -> bool:
         """Whether it combines arrays of this dtype; if not, they go through host memory."""
@@ -347,15 +351,6 @@ def combine(inputs: Sequence[np.ndarray], row: Reduction, out: np.ndarray) -> No
         row.combine(inputs[0], inputs[1], out=out, dtype=out.dtype.type)
         for values in inputs[2:]:
             row.combine(out, values, out=out)
-
-
-def host_communicator(rank: Rank) -> HostCommunicator:
-    """Return the communicator of a rank's NumPy arrays, the same one each time."""
-    if len(rank.control.here) == rank.size:
-        return rank.kept(HostCommunicator, lambda: HostCommunicator(rank))
-    from synkhronos.devices.chain import ChainCommunicator
-
-    return rank.kept(ChainCommunicator, lambda: ChainCommunicator(rank))
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

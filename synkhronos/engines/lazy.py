@@ -169,9 +169,7 @@ class Results(UnderWay):
             self._drop(self._unread[call.number])
         self.tidy(session)
 
-    def finish(self) -> None:
-        """Read all that is unread: the ranks that have it are about to end."""
-        self.read()
+    finish = read  # the ranks that have it are about to end
 
     def _drop(self, reference: _Reference) -> None:
         """Note that nobody will ask the ranks for a call's outputs any more: they have them still."""

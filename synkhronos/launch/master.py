@@ -53,14 +53,8 @@ def main(folder: str, plan: dict[str, Any]) -> int:
 
 def _run(settings: Settings, plan: dict[str, Any]) -> None:
     if settings.on_gpu:
-        # A class compiles its functions itself.
-        flags = os.environ.get("PYTENSOR_FLAGS", "")
-        if "mode=" not in flags:
-            os.environ["PYTENSOR_FLAGS"] = ",".join(filter(None, [flags, "mode=JAX"]))
-
-    flags = os.environ.get("THEANO_FLAGS", "")
-    if "compile.wait" not in flags:  # seconds between two looks at the compiler's lock, not 5 to 10
-        os.environ["THEANO_FLAGS"] = ",".join(filter(None, [flags, "compile.wait=1"]))
+        _set_flag("PYTENSOR_FLAGS", "mode", "JAX")  # a class compiles its functions itself
+    _set_flag("THEANO_FLAGS", "compile.wait", "1")  # seconds between two looks at the compiler's lock, not 5 to 10
 
     import synkhronos.compat  # noqa: F401 - classes import theano
 
@@ -79,6 +73,13 @@ def _run(settings: Settings, plan: dict[str, Any]) -> None:
     size, dtype = run(program.build, settings)[0]
     memory = shared_memory(rule, session().size, size, np.dtype(dtype))
     run(program.train, settings, rule, memory, _checkpoint(settings))
+
+
+def _set_flag(variable: str, name: str, value: str) -> None:
+    """Set a flag of the graph library's, unless the user has."""
+    flags = os.environ.get(variable, "")
+    if f"{name}=" not in flags:
+        os.environ[variable] = ",".join(filter(None, [flags, f"{name}={value}"]))
 
 
 def _checkpoint(settings: Settings) -> str | None:

@@ -22,7 +22,7 @@ import numpy as np
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.devices.host import host_communicator
+from synkhronos.devices import HOST
 from synkhronos.hosts.pipes import Pipe
 from synkhronos.ranks.segments import SharedArray
 
@@ -96,7 +96,7 @@ class Part:
         if self.place == "step":
             rank.exchange(rank.number)
         array = np.full(LARGE, 1.0 + rank.number)
-        host_communicator(rank).all_reduce(array, "sum")
+        HOST.communicator(rank).all_reduce(array, "sum")
         rank.barrier()
         return bool((array == sum(range(1, rank.size + 1))).all())
 
