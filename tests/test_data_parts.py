@@ -1,6 +1,7 @@
 """Data of which each rank loads its own rows: the rows as they were loaded, on ranks of one host and of several."""
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from library import HOSTS, few, tensor
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.data.parts import batches
+from synkhronos.data.parts import PartsData, batches
 from synkhronos.data.rows import share
 
 needs_mpi = pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]")
@@ -28,6 +29,16 @@ def rows(start, stop):
 def doubled():
     x = tensor.dmatrix("x")
     return synk.function([x], [(x * 2, "gather"), (x.sum(), "sum")])
+
+
+def test_some_of_very_many_rows_are_read_without_counting_all():
+    """As on the first of several hosts: rows' numbers would take 8 TB here."""
+    x = PartsData.__new__(PartsData)
+    x._session, x._ndim, x.origin, x.here = SimpleNamespace(closed=None), 1, "x", range(10)
+    x._array = np.broadcast_to(7.0, 10**12)
+    assert x[5:8].tolist() == [7, 7, 7] and not len(x[5:5])
+    with pytest.raises(IndexError, match="x: this host has rows 0 to 9 of 1,000,000,000,000; others have the rest"):
+        x[5:11]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

@@ -24,7 +24,7 @@ from synkhronos import ranks
 from synkhronos.checks import at_least
 from synkhronos.data.array import numbers
 from synkhronos.data.fixed import FixedData
-from synkhronos.data.rows import share
+from synkhronos.data.rows import highest, lowest, share
 from synkhronos.graphs.mirror import Mirror, object_of
 from synkhronos.ranks import Cancelled, Rank, Segment, Session, SharedArray
 from synkhronos.ranks.segments import create_unlinked
@@ -68,8 +68,10 @@ class PartsData(FixedData):
         """Return the array, if what the key picks lies here."""
         self._check()
         if len(self.here) < len(self):
-            rows = np.arange(len(self))[key[0] if isinstance(key, tuple) and key else key]
-            if rows.size and not (rows.min() >= self.here.start and rows.max() < self.here.stop):
+            first = key[0] if isinstance(key, tuple) and key else key
+            # There may be too many rows to count them all.
+            rows: Any = range(len(self))[first] if isinstance(first, slice) else np.arange(len(self))[first]
+            if highest(rows) >= 0 and not (lowest(rows) >= self.here.start and highest(rows) < self.here.stop):
                 raise IndexError(
                     f"{self.origin}: this host has rows {self.here.start:,} to {self.here.stop - 1:,} of "
                     f"{len(self):,}; others have the rest"
