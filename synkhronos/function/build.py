@@ -14,7 +14,7 @@ from synkhronos.checks import called
 from synkhronos.devices import Device
 from synkhronos.function.program import Program
 from synkhronos.function.reduce import Op
-from synkhronos.graphs import GraphLibrary, library_of, loaded_libraries
+from synkhronos.graphs import GraphLibrary, is_variable, library_of, loaded_libraries
 from synkhronos.graphs.family import Input
 
 _numbers = itertools.count()
@@ -120,10 +120,6 @@ def _check_sliceable(library: GraphLibrary, sliceable: list[Any]) -> None:
         raise ValueError("sliceable_shareds: a shared variable comes twice")
 
 
-def _is_variable(value: Any) -> bool:
-    return any(library.is_variable(value) for library in loaded_libraries())
-
-
 def _list(values: Any, name: str) -> list[Any]:
     if values is None:
         return []
@@ -136,7 +132,7 @@ def _pairs(values: Any, name: str) -> list[tuple[Any, Any]]:
     if values is None:
         return []
     items = values.items() if isinstance(values, Mapping) else values
-    if not isinstance(items, Iterable) or isinstance(items, str) or _is_variable(items):
+    if not isinstance(items, Iterable) or isinstance(items, str) or is_variable(items):
         raise TypeError(f"{name}: expected a dict, or a list of pairs, got {values!r}")
     pairs = []
     for item in items:
@@ -182,7 +178,7 @@ def _split_updates(updates: Any) -> list[tuple[Any, Any, Any]]:
     items: Any = updates
     if isinstance(updates, Mapping):
         items = [(shared, *new) if isinstance(new, tuple) else (shared, new) for shared, new in updates.items()]
-    if isinstance(items, str) or not isinstance(items, Iterable) or _is_variable(items):
+    if isinstance(items, str) or not isinstance(items, Iterable) or is_variable(items):
         raise TypeError(f"updates: expected a dict, or a list of (shared, expression[, op]), got {updates!r}")
     triples = []
     for item in items:

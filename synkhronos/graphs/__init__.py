@@ -20,7 +20,7 @@ from typing import Any
 
 from synkhronos.graphs.family import GraphLibrary
 
-__all__ = ["GraphLibrary", "library_named", "library_of", "loaded_libraries"]
+__all__ = ["GraphLibrary", "is_variable", "library_named", "library_of", "loaded_libraries"]
 
 #: Import name of each library, and the module here that describes it.
 _LIBRARIES = {"pytensor": "synkhronos.graphs.pytensor", "theano": "synkhronos.graphs.theano"}
@@ -38,6 +38,11 @@ def loaded_libraries() -> list[GraphLibrary]:
         if name not in _known and not served and hasattr(sys.modules.get(name), "shared"):
             _known[name] = importlib.import_module(module).LIBRARY
     return list(_known.values())
+
+
+def is_variable(value: Any) -> bool:
+    """Whether a value is a variable of a graph library."""
+    return any(library.is_variable(value) for library in loaded_libraries())
 
 
 def library_named(name: str) -> GraphLibrary:

@@ -48,14 +48,7 @@ RULES: dict[str, type[rules.Rule]] = {
     if isinstance(getattr(rules, name), type) and issubclass(getattr(rules, name), rules.Rule) and name != "Rule"
 }
 #: The keys of Theano-MPI's files, without "_", and ours.
-_OLD_KEYS = {
-    "rule": "rule",
-    "modelfile": "modelfile",
-    "modelclass": "modelclass",
-    "devices": "devices",
-    "bind": "bind",
-    "session": "folder",
-}
+_OLD_KEYS = {"session": "folder", **{key: key for key in ("rule", "modelfile", "modelclass", "devices", "bind")}}
 #: Its ways to combine: all are ``BSP``, but for the pairs.
 _OLD_SYNC = {"avg": "BSP", "cdd": "BSP", "swap": "Swap"}
 #: Its ways to move, and the precision of what is moved.

@@ -335,7 +335,9 @@ class Loader:
             self.close()
             raise LoadError(f"{death}{NOTHING_LOST.format(plan.epoch, plan.row)}", plan.epoch, plan.row)
         if self._reader is None:
-            self._reader = _Reader(self._task(layout), in_session)
+            fields = [(shape, dtype.str) for shape, dtype in zip(self._shapes, self._dtypes, strict=True)]
+            task = Task(self.source, self.augment, self.shuffle, self._skips, layout, fields)
+            self._reader = _Reader(task, in_session)
         if self._next is None or self._next[0] != plan:
             self._reader.begin(plan)
             self._taken, self._next = None, (plan, 0)
@@ -343,10 +345,6 @@ class Loader:
             self._reader.ring.free(self._taken)
             self._taken = None
         return self._reader, self._next[1]
-
-    def _task(self, layout: Layout) -> Task:
-        fields = [(shape, dtype.str) for shape, dtype in zip(self._shapes, self._dtypes, strict=True)]
-        return Task(self.source, self.augment, self.shuffle, self._skips, layout, fields)
 
     def feed(self, epoch: int, row: int, batch_size: int, seed: int, takers: int) -> Feed:
         """Return what the trainer takes rows from, from a place on: see `Feed`."""

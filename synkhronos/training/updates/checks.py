@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from synkhronos.checks import is_number
-from synkhronos.graphs import GraphLibrary, library_of
+from synkhronos.graphs import GraphLibrary, is_variable, library_of
 
 
 def check_params(params: Iterable[Any]) -> list[Any]:
@@ -27,7 +27,7 @@ def check_params(params: Iterable[Any]) -> list[Any]:
     """
     expected = "params: expected a list of shared variables of floats"
     # A variable could be iterated over too, and would give its rows.
-    if not isinstance(params, Iterable) or isinstance(params, str) or _is_variable(params):
+    if not isinstance(params, Iterable) or isinstance(params, str) or is_variable(params):
         raise TypeError(f"{expected}, got {_described(params)}")
     listed = list(params)
     if not listed:
@@ -92,14 +92,6 @@ def _library(expected: str, *variables: Any) -> GraphLibrary:
         return library_of(*variables)
     except TypeError as error:
         raise TypeError(f"{expected}; {error}") from None
-
-
-def _is_variable(value: Any) -> bool:
-    try:
-        library_of(value)
-    except TypeError:
-        return False
-    return True
 
 
 def _described(value: Any) -> str:
