@@ -23,7 +23,7 @@ from synkhronos.hosts import start
 from synkhronos.hosts.agent import Agent
 from synkhronos.hosts.contents import PAGE, Contents, Rows, pages_of, put_pages, take_pages
 from synkhronos.hosts.names import Host, hosts_of
-from synkhronos.hosts.pipes import FRAMES, Layout, frame_for
+from synkhronos.hosts.pipes import FRAME, FRAMES, Layout
 from synkhronos.hosts.start import _check_names, _lost
 from synkhronos.ranks.control import Control
 
@@ -155,7 +155,7 @@ def test_one_host_needs_no_mpirun(monkeypatch):
 
 
 def test_processes_that_mpi_does_not_connect_are_refused(monkeypatch):
-    said = [{"name": "a", "mpi": "", "cores": 2, "gpus": 0, "machine": 2, "versions": {"Python": "3.11"}}]
+    said = [{"name": "a", "cores": 2, "gpus": 0, "machine": 2, "versions": {"Python": "3.11"}}]
     for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in (("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_STEP_ID", "0")):
@@ -210,7 +210,7 @@ def started(press):
 
 def test_ctrl_c_at_any_moment_leaves_no_mpirun(monkeypatch):
     made.end()  # those are children of this process, too
-    said = [{"name": name, "mpi": "MPICH", "cores": 1, "gpus": 0, "machine": 1, "versions": {}} for name in "ab"]
+    said = [{"name": name, "cores": 1, "gpus": 0, "machine": 1, "versions": {}} for name in "ab"]
     monkeypatch.setattr(start, "_command", lambda names, address: ["sleep", "60"])
     monkeypatch.setattr(start.Hosts, "_meet", lambda self, listener: said)
     for press in range(1, 1 + started(-1)):
@@ -221,7 +221,7 @@ def test_ctrl_c_at_any_moment_leaves_no_mpirun(monkeypatch):
 
 def test_a_process_that_is_bound_to_a_core_is_warned_of_where_it_calls_fork(monkeypatch):
     versions = iter([{"Python": "3.11"}, {"Python": "3.12"}])
-    said = [{"name": each, "mpi": "", "cores": 1, "gpus": 0, "machine": 4, "versions": next(versions)} for each in "ab"]
+    said = [{"name": each, "cores": 1, "gpus": 0, "machine": 4, "versions": next(versions)} for each in "ab"]
     monkeypatch.setattr(processes, "launched", lambda: (0, 2))
     monkeypatch.setattr(start, "_has_started", False)
     monkeypatch.setattr(start, "_agent", lambda address: ["sleep", "60"])
@@ -234,15 +234,12 @@ def test_a_process_that_is_bound_to_a_core_is_warned_of_where_it_calls_fork(monk
     assert {each.filename for each in found} == {__file__}
 
 
-def test_frames_suit_the_mpi():
-    frames = [frame_for(name) for name in ("MPICH Ve", "Open MPI")]
-    assert frames[0] < frames[1]
-    for frame in frames:
-        control = Control(3, 0.0, here=range(2), extra=Layout.nbytes(2, frame))
-        layout = Layout(control, frame)
-        assert Layout(control).frame_bytes == len(layout.frame(3, FRAMES - 1)) == frame
-        layout.frame(3, FRAMES - 1)[-1] = 1
-        assert control.extra[-1] == 1  # no more memory than is needed
+def test_frames_have_no_more_memory_than_they_need():
+    control = Control(3, 0.0, here=range(2), extra=Layout.nbytes(2))
+    frame = Layout(control).frame(3, FRAMES - 1)
+    assert len(frame) == FRAME
+    frame[-1] = 1
+    assert control.extra[-1] == 1
 
 
 def test_ranks_elsewhere_take_little_control_memory():

@@ -19,7 +19,7 @@ import numpy as np
 
 from synkhronos.devices.host import HostCommunicator, Layout, _bytes, combine, nbytes
 from synkhronos.devices.reductions import REDUCTIONS
-from synkhronos.hosts.pipes import DOWN_IN, DOWN_OUT, FRAMES, HERE, UP_IN, UP_OUT, Pipe
+from synkhronos.hosts.pipes import DOWN_IN, DOWN_OUT, FRAME, FRAMES, HERE, UP_IN, UP_OUT, Pipe
 from synkhronos.hosts.pipes import Layout as PipeLayout
 from synkhronos.ranks import Rank
 
@@ -33,7 +33,7 @@ class ChainCommunicator(HostCommunicator):
     def __init__(self, rank: Rank):
         super().__init__(rank)
         layout, self._here = PipeLayout(rank.control), rank.control.here
-        self._beyond, self._frame = layout.beyond, layout.frame_bytes
+        self._beyond = layout.beyond
         self._up_out, self._up_in, self._down_out, self._down_in, self._local = (
             Pipe(rank, layout, pipe) for pipe in (UP_OUT, UP_IN, DOWN_OUT, DOWN_IN, HERE)
         )
@@ -81,8 +81,8 @@ class ChainCommunicator(HostCommunicator):
             outs.append(self._up_out)
         if not self._is_first and not from_below and to.start < here.start:
             outs.append(self._down_out)
-        for at in range(0, size, self._frame):
-            n = min(self._frame, size - at)
+        for at in range(0, size, FRAME):
+            n = min(FRAME, size - at)
             if into is self._local:
                 content = self._next_halves()[root - here.start][:n]
                 if me == root and source is not None:
@@ -113,7 +113,7 @@ class ChainCommunicator(HostCommunicator):
         """Reduce ``source`` over the contributors into every rank's ``target``, where there is one."""
         rank, here, row = self._rank, self._here, REDUCTIONS[op]
         wide = row.working(dtype)
-        each = self._frame // wide.itemsize
+        each = FRAME // wide.itemsize
         waiting: list[tuple[int, int]] = []  # chunks whose results have not come yet
         place = rank.number - here.start
         for at in range(0, size, each):

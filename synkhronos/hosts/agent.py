@@ -47,7 +47,7 @@ from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts.contents import PAGE, Contents, pages_of, put_pages, take_pages
 from synkhronos.hosts.locks import PIECE, UNDER_WAY, Locks
 from synkhronos.hosts.names import host_and_ranks, host_of, ranks_of
-from synkhronos.hosts.pipes import COUNT_BITS, DOWN_IN, DOWN_OUT, FRAMES, NEWS, UP_IN, UP_OUT, Layout
+from synkhronos.hosts.pipes import COUNT_BITS, DOWN_IN, DOWN_OUT, FRAME, FRAMES, NEWS, UP_IN, UP_OUT, Layout
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, FOR_STEP, FOR_TASK, SLOT, SPIN, Control
 from synkhronos.ranks.errors import cause_of_death
 from synkhronos.ranks.meeting import Tally, close
@@ -251,7 +251,7 @@ class Agent:
         self._me, self._names = world.rank, config["names"]
         self._ranks = ranks_of(config["counts"])
         self._here = control.here
-        self._layout = Layout(control, config["frame"])
+        self._layout = Layout(control)
         self._layout.beyond[0] = world.size - 1 - world.rank
         self._mail = Mail(mpi, world)
         self._frames = Frames(mpi, frames, control, self._layout)
@@ -299,7 +299,8 @@ class Agent:
             quiet = now - last_news
             if news:
                 continue
-            if quiet < _AWAKE and (has_cores or self._frames.are_moving):
+            # Frames that move wait for a pause without loss: others are under way, and ranks may need the core.
+            if quiet < _AWAKE and has_cores and not self._frames.are_moving:
                 os.sched_yield()
             else:
                 time.sleep(_SHORT if quiet < _DOZING or self._locks.are_waited_for else _LONG)
@@ -616,6 +617,8 @@ def main(address: str) -> None:
 
     mpi4py.rc.finalize = False
     mpi4py.rc.thread_level = "single"
+    # MPICH's UCX would take a frame in parts, and copy each once more.
+    os.environ.setdefault("UCX_RNDV_THRESH", str(FRAME // 4))
     if address:  # else the master calls fork() when it likes
         signal.alarm(_START)  # until all have met, MPI waits without end: for a host that went dark, say
     from mpi4py import MPI
@@ -624,7 +627,7 @@ def main(address: str) -> None:
     world = MPI.COMM_WORLD
     if not address and world.rank == 0:  # the first process says what to do
         raise SystemExit(f"MPI does not connect the process on {platform.node()} with the others that were started")
-    hellos = world.gather(_hello(MPI.Get_library_version()[:8]))
+    hellos = world.gather(_hello())
     channel, file, config = None, None, None
     if world.rank == 0:
         channel, config, file = _connect(address, hellos)
@@ -635,7 +638,7 @@ def main(address: str) -> None:
     frames = world.Dup()
     signal.alarm(0)
     here = ranks_of(config["counts"])[world.rank]
-    made, extra = file is not None, Layout.nbytes(len(here), config["frame"])
+    made, extra = file is not None, Layout.nbytes(len(here))
     if file is None:
         file = _control_memory(MPI, config, here, extra)
         os.environ.update(config["environment"])
@@ -683,11 +686,10 @@ def _unlink_shared_memory() -> None:
             os.unlink(name)
 
 
-def _hello(mpi: str) -> dict[str, Any]:
+def _hello() -> dict[str, Any]:
     """Say what this host is."""
     return {
         "name": platform.node(),
-        "mpi": mpi,
         "cores": available_cores(),
         "gpus": get_n_gpu(),
         "machine": os.cpu_count() or 1,

@@ -1,7 +1,5 @@
 """Memory through which collectives stream arrays from a host to the next.
 
-`frame_for`
-    How large a frame is best.
 `Layout`
     Where everything lies in the part of the control memory that this room has.
 `Pipe`
@@ -22,7 +20,9 @@ import numpy as np
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control import SCRATCH, Control
 
-#: Frames that a pipe holds: few enough for a processor's caches.
+#: Bytes of a frame, at most: what ranks of a host hand each other at once.  Each costs ranks and agents some turns.
+FRAME = SCRATCH
+#: Frames that a pipe holds.
 FRAMES = 8
 #: Bytes of the text in which an agent tells of a loss.
 NEWS = 4096
@@ -35,21 +35,10 @@ UP_OUT, UP_IN, DOWN_OUT, DOWN_IN = range(4)
 HERE = 4
 
 
-def frame_for(mpi: str) -> int:
-    """Return the bytes of a frame, at most, with an MPI of this name.
-
-    Open MPI takes longer over each message, and MPICH is faster with frames that stay in a processor's caches.
-    """
-    return SCRATCH // 2 if mpi.startswith("Open MPI") else SCRATCH // 4
-
-
 class Layout:
-    """What lies where in the extra memory of a `Control`.
+    """What lies where in the extra memory of a `Control`."""
 
-    The size of a ``frame`` in bytes is said once on each host, before anybody else looks.
-    """
-
-    def __init__(self, control: Control, frame: int | None = None):
+    def __init__(self, control: Control):
         n_here = len(control.here)
         memory = control.extra
         words = memory[NEWS : NEWS + _words_bytes(n_here)].cast("Q")
@@ -61,28 +50,25 @@ class Layout:
         self.moved = words[1:5]
         #: For each pipe, the bytes in each of its frames.
         self.lengths = words[5 : 5 + 4 * FRAMES]
-        if frame is not None:
-            words[5 + 4 * FRAMES] = frame
-        self.frame_bytes = words[5 + 4 * FRAMES]
-        done = words[6 + 4 * FRAMES :]
+        done = words[5 + 4 * FRAMES :]
         #: For each pipe, and the host itself, the frames that each of its ranks is done with.
         self.done = [done[i * n_here : (i + 1) * n_here] for i in range(5)]
         self._memory = memory
         self._frames_at = NEWS + _words_bytes(n_here)
 
     @staticmethod
-    def nbytes(n_here: int, frame: int) -> int:
-        """Return the size of the memory for a host with so many ranks, and frames of so many bytes."""
-        return NEWS + _words_bytes(n_here) + 4 * FRAMES * frame
+    def nbytes(n_here: int) -> int:
+        """Return the size of the memory for a host with so many ranks."""
+        return NEWS + _words_bytes(n_here) + 4 * FRAMES * FRAME
 
     def frame(self, pipe: int, count: int) -> memoryview:
         """Return the memory of the frame with this count."""
-        at = self._frames_at + (pipe * FRAMES + count % FRAMES) * self.frame_bytes
-        return self._memory[at : at + self.frame_bytes]
+        at = self._frames_at + (pipe * FRAMES + count % FRAMES) * FRAME
+        return self._memory[at : at + FRAME]
 
 
 def _words_bytes(n_here: int) -> int:
-    return 8 * (6 + 4 * FRAMES + 5 * n_here)
+    return 8 * (5 + 4 * FRAMES + 5 * n_here)
 
 
 class Pipe:

@@ -33,7 +33,7 @@ import numpy as np
 
 from synkhronos.hosts.contents import Rows
 from synkhronos.hosts.names import Host, host_and_ranks, host_of, launched, ranks_of
-from synkhronos.hosts.pipes import Layout, frame_for
+from synkhronos.hosts.pipes import Layout
 from synkhronos.ranks import Command, SharedArray
 from synkhronos.ranks.control import Control
 from synkhronos.ranks.errors import cause_of_death
@@ -130,7 +130,6 @@ class Hosts:
             _check_shape(hellos)
         _check_versions(self.names, [hello["versions"] for hello in hellos])
         self._known_as = [(name, hello["name"]) for name, hello in zip(self.names, hellos, strict=True)]
-        self._frame = frame_for(hellos[0]["mpi"])
         self._asked = [host.n_ranks for host in hosts]
         self._cores, self._gpus = ([hello[what] for hello in hellos] for what in ("cores", "gpus"))
 
@@ -166,7 +165,7 @@ class Hosts:
         self.ranks = ranks_of(each)
         self.size = sum(each)
         self.here = self.ranks[0]
-        self.extra = Layout.nbytes(each[0], self._frame)
+        self.extra = Layout.nbytes(each[0])
 
     def _meet(self, listener: socket.socket) -> list[dict[str, Any]]:
         """Return what each host says of itself, when the first agent has come."""
@@ -221,12 +220,11 @@ class Hosts:
     def begin(self, control: Control, file: io.FileIO, root: int, profile: bool) -> socket.socket:
         """Have the other hosts' workers started; return the channel to this host's agent."""
         assert self._channel is not None
-        self._control, self._layout = control, Layout(control, self._frame)
+        self._control, self._layout = control, Layout(control)
         config = {
             "names": self.names,
             "counts": list(map(len, self.ranks)),
             "size": self.size,
-            "frame": self._frame,
             "root": root,
             "profile": profile,
             "timeout": self._timeout,
