@@ -107,10 +107,12 @@ class Call(NamedTuple):
         """Compute this rank's part; the master returns what the engine makes of all ranks' outputs."""
         program = part.program
         if part.active or (self.n_rows == 0 and rank.is_master):
-            with self._first_call(rank, part):
+            if self.compile:
+                self._first_call(rank, part)
+            else:
                 part.compute()
             rank.commit()
-        elif self._fills_the_cache(part):
+        elif self.compile and self._fills_the_cache(part):
             rank.barrier()
         if self.compile:
             rank.threads.limit()  # what was compiled may have brought a BLAS with it
@@ -122,19 +124,17 @@ class Call(NamedTuple):
         return program.engine.collect(rank, part.outputs())
 
     def _fills_the_cache(self, part: Part) -> bool:
-        """Whether this call compiles for what is on disk afterwards."""
-        first = self.compile and part.program.compiles == AT_FIRST_CALL
-        return first and part.program.library.leaves_on_disk(part.compiled.function)
+        """Whether a first call compiles for what is on disk afterwards."""
+        return part.program.compiles == AT_FIRST_CALL and part.program.library.leaves_on_disk(part.compiled.function)
 
-    @contextlib.contextmanager
-    def _first_call(self, rank: Rank, part: Part) -> Iterator[None]:
-        """Have the master run the block before the others if these find on disk then what is compiled in there."""
+    def _first_call(self, rank: Rank, part: Part) -> None:
+        """Compute; the master before the others if these find on disk then what is compiled with it."""
         fills = self._fills_the_cache(part)
         if fills and not rank.is_master:
             rank.barrier()
-        takes_long = rank.is_master and self.compile and part.program.compiles == AT_FIRST_CALL
+        takes_long = rank.is_master and part.program.compiles == AT_FIRST_CALL
         with notice(f"compiling {part.program.name}") if takes_long else contextlib.nullcontext():
-            yield
+            part.compute()
         if fills and rank.is_master:
             rank.barrier()
 

@@ -87,7 +87,11 @@ class Rank:
         self.number = number
         self.size = size
         self.root = root
+        #: Whether this process is the user's own.
+        self.is_master = number == root
         self.control = control
+        #: Whether there are ranks on other machines.
+        self.spans_hosts = len(control.here) < size
         self.watch = watch
         self.threads = threads
         self.segments = SegmentTable()
@@ -107,11 +111,6 @@ class Rank:
         self.under_way: list[UnderWay] = []
         #: Says whether a peer has died, without doing anything about it: the master's alone knows.
         self.bereft: Callable[[], bool] = nobody_has_died
-
-    @property
-    def is_master(self) -> bool:
-        """Whether this process is the user's own."""
-        return self.number == self.root
 
     @property
     def command(self) -> int:
@@ -145,11 +144,6 @@ class Rank:
         elif self.is_master and failed == command and min(control.done) >= command:
             close(words, command, min(control.arrived))
         return failed == command or how_far(words, command) is not None
-
-    @property
-    def spans_hosts(self) -> bool:
-        """Whether there are ranks on other machines."""
-        return len(self.control.here) < self.size
 
     def has_failed(self, command: int) -> bool:
         """Whether a command has failed on some rank, and none since."""
