@@ -67,7 +67,8 @@ _BEAT, _LOOK = 0.2, 0.02
 _FIRST_BEAT = 10.0
 #: Seconds of quiet up to which an agent looks without a pause, and up to which its pauses are short.
 _AWAKE, _DOZING = 1e-3, 0.05
-_SHORT, _LONG = 50e-6, 2e-3
+#: The short pauses, and the longest; between them a pause is a hundredth of the quiet before it.
+_SHORT, _LONG = 50e-6, 10e-3
 #: Seconds that workers get to end by themselves.
 _GRACE = 2.0
 #: Seconds that the other hosts get to end once the master has ended.
@@ -303,7 +304,7 @@ class Agent:
             if quiet < _AWAKE and has_cores and not self._frames.are_moving:
                 os.sched_yield()
             else:
-                time.sleep(_SHORT if quiet < _DOZING or self._locks.are_waited_for else _LONG)
+                time.sleep(_SHORT if quiet < _DOZING or self._locks.are_waited_for else min(quiet / 100, _LONG))
 
     def _is_over(self) -> bool:
         return self._is_ending and self._gone.issuperset(self._mail.others if self._is_first else [])

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -23,10 +23,10 @@ class Kept:
 
     def __call__(self, kind: type[T], make: Callable[[], T]) -> T:
         """Return the object of a class; ``make`` makes it if there is none."""
-        found = self._by_class.get(kind)
+        found: T | None = self._by_class.get(kind)
         if found is None:
             found = self._by_class[kind] = make()
-        return cast(T, found)
+        return found
 
     def clear(self) -> None:
         """Forget all of them."""

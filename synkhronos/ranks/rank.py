@@ -138,9 +138,10 @@ class Rank:
         """Whether a command that this rank is done with has failed; wait, on several hosts, until it is closed."""
         control, words = self.control, self.control.words
         failed = words[Control.FAILED]
-        if self.spans_hosts:
-            if failed >= command:  # the next one may have failed already, which is closed after this one
-                control.wait(self.number, lambda: how_far(words, failed) is not None, FOR_STEP, self.watch, POLL)
+        if failed < command:
+            return False
+        if self.spans_hosts:  # the next one may have failed already, which is closed after this one
+            control.wait(self.number, lambda: how_far(words, failed) is not None, FOR_STEP, self.watch, POLL)
         elif self.is_master and failed == command and min(control.done) >= command:
             close(words, command, min(control.arrived))
         return failed == command or how_far(words, command) is not None
