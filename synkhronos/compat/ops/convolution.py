@@ -23,7 +23,7 @@ from pytensor.graph.basic import Apply
 from pytensor.tensor.type import TensorType
 
 from synkhronos.compat.ops.base import NumpyOp, lowers
-from synkhronos.compat.ops.windows import fold, unfold
+from synkhronos.compat.ops.windows import fold, unfold, zeros_around
 
 __all__ = ["Conv", "ConvGradInputs", "ConvGradWeights", "Padding", "output_length", "pads"]
 
@@ -314,16 +314,12 @@ def _conv_of_few(op: _Conv, x: Any, w: Any) -> Any:
 
 def _blocks(array: Any, before: Sequence[int], counts: Sequence[int], block: Sequence[int]) -> Any:
     """Return images or filters as blocks, ``counts`` on each axis: with zeros around, and channels a multiple of 8."""
-    from jax import lax
-
-    zero = np.zeros((), array.dtype)
-    lengths = zip(before, counts, block, array.shape[2:], strict=True)
-    gaps = [(a, n * b - a - length, 0) for a, n, b, length in lengths]
-    array = lax.pad(array, zero, [(0, 0, 0)] * 2 + gaps)
+    array = zeros_around(array, before, [n * b for n, b in zip(counts, block, strict=True)])
     array = array.reshape(*array.shape[:2], *itertools.chain(*zip(counts, block, strict=True)))
     counted, within = range(2, array.ndim, 2), range(3, array.ndim, 2)
     array = array.transpose(0, 1, *within, *counted).reshape(array.shape[0], -1, *counts)
-    return lax.pad(array, zero, [(0, 0, 0), (0, -array.shape[1] % 8, 0)] + [(0, 0, 0)] * len(counts))
+    channels = array.shape[1]
+    return zeros_around(array, [0] * array.ndim, [array.shape[0], channels + -channels % 8, *counts])
 
 
 def _turned(op: _Conv, w: Any) -> Any:

@@ -22,7 +22,7 @@ from pytensor.graph.basic import Apply
 from pytensor.tensor.type import TensorType
 
 from synkhronos.compat.ops.base import NumpyOp, lowers
-from synkhronos.compat.ops.windows import offsets
+from synkhronos.compat.ops.windows import offsets, zeros_around
 
 __all__ = ["MODES", "MaxPoolGrad", "MaxPoolPick", "Pool", "SumPoolGrad"]
 
@@ -307,7 +307,6 @@ def _maxima(op: _Pool, x: Any) -> tuple[Any, Any]:
 @lowers(MaxPoolGrad)
 def _max_grad_xla(op: MaxPoolGrad, x: Any, y: Any, g: Any) -> Any:
     import jax.numpy as jnp
-    from jax import lax
 
     spatial = x.shape[-op.n :]
     lead = x.ndim - op.n
@@ -318,12 +317,8 @@ def _max_grad_xla(op: MaxPoolGrad, x: Any, y: Any, g: Any) -> Any:
     blocks = [(pad + n - 1) // s + 1 for n, s, pad in zip(spatial, op.stride, op.pad, strict=True)]
     before = [(w - 1) // s for w, s in zip(op.window, op.stride, strict=True)]
 
-    def around(array: Any, first: Sequence[int], lengths: Sequence[int]) -> Any:
-        gaps = [(a, n - a - m, 0) for a, n, m in zip(first, lengths, array.shape[lead:], strict=True)]
-        return lax.pad(array, np.zeros((), array.dtype), [(0, 0, 0)] * lead + gaps)
-
-    x = around(x, op.pad, [n * s for n, s in zip(blocks, op.stride, strict=True)])
-    top, g = (around(v, before, [n + b for n, b in zip(blocks, before, strict=True)]) for v in (top, g))
+    x = zeros_around(x, op.pad, [n * s for n, s in zip(blocks, op.stride, strict=True)])
+    top, g = (zeros_around(v, before, [n + b for n, b in zip(blocks, before, strict=True)]) for v in (top, g))
 
     def at(place: tuple[int, ...]) -> Any:
         """Return the gradient at one place of all blocks; on axes that the place leaves open, at all places."""

@@ -8,6 +8,8 @@
     A number of windows' settings.
 `offsets`
     The elements at one place of all windows, as a slice, for each place.
+`zeros_around`
+    XLA's zeros around an array.
 
 Loops run over the few places in a window, never over the windows.
 """
@@ -22,7 +24,7 @@ import numpy as np
 import pytensor.tensor as pt
 from pytensor.tensor.exceptions import NotScalarConstantError
 
-__all__ = ["fold", "integer", "offsets", "unfold"]
+__all__ = ["fold", "integer", "offsets", "unfold", "zeros_around"]
 
 
 def integer(value: Any) -> int:
@@ -85,3 +87,12 @@ def fold(columns: Any, spatial: Sequence[int], stride: Sequence[int], dilation: 
     for place, window in offsets(kernel, out, stride, dilation):
         array[(slice(None), slice(None), *window)] += columns[(slice(None), slice(None), *place)]
     return array
+
+
+def zeros_around(array: Any, before: Sequence[int], lengths: Sequence[int]) -> Any:
+    """Return an array of JAX's with so many zeros ``before`` its last axes, and behind them up to these lengths."""
+    from jax import lax
+
+    lead = array.ndim - len(lengths)
+    gaps = [(a, n - a - m, 0) for a, n, m in zip(before, lengths, array.shape[lead:], strict=True)]
+    return lax.pad(array, np.zeros((), array.dtype), [(0, 0, 0)] * lead + gaps)
