@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import subprocess
 import sys
 import textwrap
@@ -45,6 +46,24 @@ class Stores:
     def run(self, rank):
         gc.collect()
         return rank.exchange((len(rank.objects), len(rank.segments)))
+
+
+class Faults:
+    """How many pages the kernel had to bring to each rank while it made and freed temporary arrays, as a graph does."""
+
+    def run(self, rank):
+        for turn in range(40):
+            if turn == 20:
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            temporaries = [np.full(100_000, float(turn)) for _ in range(4)]
+            del temporaries
+        return rank.exchange(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+
+@pytest.mark.any_library
+def test_ranks_keep_the_memory_of_freed_arrays(fork):
+    fork(3)
+    assert max(ranks.session().run(Faults())) < 400  # each turn takes 780 pages
 
 
 def settled():
