@@ -3,6 +3,7 @@
 Each entry has what is typed, the exit status, and a part of what is said.
 """
 
+import json
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from synkhronos import rules
 from synkhronos.gpus import get_n_gpu
 from synkhronos.launch import SettingsError
 from synkhronos.launch.recorder import ClassRecorder
-from synkhronos.launch.settings import from_environment, merged, parse_set, read, resolve
+from synkhronos.launch.settings import from_environment, joined, parse_set, read, resolve
 
 pytestmark = pytest.mark.any_library
 
@@ -226,6 +227,13 @@ def test_in_python_wrong_settings_are_refused_at_once(monkeypatch, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_what_init_is_not_told_the_environment_may_say(monkeypatch, tmp_path):
+    monkeypatch.chdir(TESTS)
+    monkeypatch.setenv("SYNKHRONOS_MODEL", "launch_models/mlp.py:Nobody")
+    with pytest.raises(SettingsError, match="modelclass: .*mlp.py has no 'Nobody'"):
+        rules.BSP().init(["cpu"], folder=str(tmp_path / "run"))
+
+
 # -- what comes before what ----------------------------------------------------------------------------------
 
 
@@ -258,6 +266,19 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_file(
     assert resolve([{"ranks": 2}, file]).devices == ("cpu", "cpu")
     assert resolve([{"devices": "cpu"}, {"ranks": 4}, file]).devices == ("cpu",)
     assert resolve([{"modelfile": "launch_models.mlp", "modelclass": "MLP"}, file]).modelclass == "MLP"
+    with pytest.raises(SettingsError, match="modelclass: .*mlp.py has no 'Other'"):  # the file's class stays
+        resolve([{"modelfile": "launch_models.mlp"}, file])
+
+
+def test_the_order_of_words_on_the_command_line_says_nothing():
+    for words in (
+        ["--set=ranks=2", "--devices=cpu"],
+        ["--set=devices=cpu", "--ranks=2"],
+        ["--set=ranks=2", "--set=devices=cpu"],
+        ["--set=devices=cpu", "--set=ranks=2"],
+    ):
+        said = run("train", "--set=model=launch_models/mlp.py:MLP", "--dry-run", *words, cwd=TESTS).stdout
+        assert json.loads(said)["devices"] == ["cpu", "cpu"], words
 
 
 def test_files_of_theano_mpi_are_read_as_they_are(tmp_path):
@@ -335,6 +356,6 @@ def test_options_go_with_their_rule(tmp_path, monkeypatch):
         (["rule=easgd"], {"period": 10, "beta": 0.5}),
         (["rule_options.period=3"], {"period": 3, "beta": 0.5}),
     ):
-        assert resolve([merged([parse_set(text) for text in reversed(sets)]), file]).rule_options == options
+        assert resolve([joined(map(parse_set, sets)), file]).rule_options == options
     without = {**MODEL, "folder": str(tmp_path), "rule_options": {"period": 4}}
     assert resolve([parse_set("rule=LocalSGD"), without]).rule_options == {"period": 4}

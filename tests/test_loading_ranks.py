@@ -206,9 +206,11 @@ def test_a_model_of_the_launcher_reads_from_loaders(tmp_path):
         "--set=model='launch_models/loaded.py:Loaded'",
         "--set=ranks=2",
         "--devices=cpu",
+        "--set=epochs=8",
         f"--folder={tmp_path}",
         cwd=TESTS,
     )
     reports = lines(tmp_path, "reports")
-    assert len(reports) == 4 and reports[-1]["validation"]["cost"] < reports[0]["validation"]["cost"] / 2
+    assert len(reports) == 8 and reports[-1]["validation"]["cost"] < reports[0]["validation"]["cost"] / 2
+    assert reports[-1]["batch"] == "2 x 10"
     assert reports[-1]["seconds"]["load"] > 0

@@ -68,18 +68,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _sets(options: argparse.Namespace) -> dict[str, Any]:
-    from synkhronos.launch.settings import merged, parse_set
+    from synkhronos.launch.settings import joined, parse_set
 
-    return merged([parse_set(text) for text in reversed(options.set)])
+    return joined(map(parse_set, options.set))
 
 
 def _train(options: argparse.Namespace, arguments: list[str]) -> int:
-    from synkhronos.launch.settings import from_environment, merged, read, resolve
+    from synkhronos.launch.settings import from_environment, joined, read, resolve
     from synkhronos.launch.supervisor import Supervisor, prepare, versions
 
     named = ("ranks", "devices", "hosts", "folder", "bind", "resume")
     given = {name: getattr(options, name) for name in named if getattr(options, name) is not None}
-    sources = [merged([given, _sets(options)]), from_environment(os.environ)]
+    sources = [joined([_sets(options), given]), from_environment(os.environ)]
     if options.session is not None:
         sources.append(read(options.session))
     settings = resolve(sources, options.session)

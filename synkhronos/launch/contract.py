@@ -42,13 +42,10 @@ class ContractError(TypeError):
     """A class lacks something of the contract."""
 
 
-def lacking(model: Any, compiled: bool = True) -> list[str]:
-    """Return a line for each thing that an instance lacks; a class is asked for methods alone.
-
-    What `compile_iter_fns` makes may be missing before it has run: before the class is ``compiled``.
-    """
+def lacking(model: Any) -> list[str]:
+    """Return a line for each thing that an instance lacks; a class is asked for methods alone."""
     found = [f"method {name}(): {use}" for name, use in METHODS.items() if not callable(getattr(model, name, None))]
-    if isinstance(model, type) or not compiled:
+    if isinstance(model, type):
         return found
     params = getattr(model, "params", None)
     if not isinstance(params, list | tuple) or not params:
@@ -72,9 +69,9 @@ def lacking(model: Any, compiled: bool = True) -> list[str]:
     return found
 
 
-def check(model: Any, name: str, compiled: bool = True) -> None:
+def check(model: Any, name: str) -> None:
     """Raise `ContractError` if an instance, or a class, lacks something."""
-    lines = lacking(model, compiled)
+    lines = lacking(model)
     if lines:
         raise ContractError(f"{name} lacks:\n" + "\n".join(f"  {line}" for line in lines))
 

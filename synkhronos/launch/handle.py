@@ -24,15 +24,10 @@ class Run:
     """A run in processes of its own."""
 
     def __init__(self, rule: Rule, devices: Sequence[str] | str | None, modelfile: str, modelclass: str, **others: Any):
-        asked = {
-            "rule": type(rule).__name__,
-            "rule_options": options_of(rule),
-            "modelfile": modelfile,
-            "modelclass": modelclass,
-            **others,
-        }
-        if devices is not None:
-            asked["devices"] = devices
+        asked = {"rule": type(rule).__name__, "rule_options": options_of(rule), **others}
+        for name, value in (("devices", devices), ("modelfile", modelfile), ("modelclass", modelclass)):
+            if value not in (None, ""):  # else the environment may say it
+                asked[name] = value
         script = sys.argv[0] if sys.argv and os.path.exists(sys.argv[0]) else None
         self.settings: Settings = resolve([asked, from_environment(os.environ)], beside=script)
         self.folder = Path(self.settings.folder)

@@ -4,10 +4,10 @@
     All of it, checked.
 `read`
     A session file: TOML, JSON, or Theano-MPI's KEY=VALUE.
+`parse_set`, `joined`
+    One ``key=value`` of the command line, and all that is said there.
 `resolve`
     Settings from the command line, the environment and a file, in this order of precedence.
-`parse_set`
-    One ``key=value`` of the command line.
 `SettingsError`
     Something in them is wrong; no rank has started then.
 """
@@ -22,7 +22,7 @@ import re
 import shlex
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -246,29 +246,40 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def merged(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join settings, the first source before the others; tables entry by entry, but options are those of their rule."""
+def joined(pieces: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join what is said in one place: a later piece replaces what an earlier one says, in tables entry by entry."""
     found: dict[str, Any] = {}
-    for source in reversed(sources):
-        if "model" in source:  # the one name for both of these
-            found = {key: value for key, value in found.items() if key not in ("modelfile", "modelclass")}
-        elif "modelfile" in source or "modelclass" in source:
-            found.pop("model", None)
-        if "rule" in source and str(source["rule"]).lower() != str(found.get("rule", source["rule"])).lower():
-            found.pop("rule_options", None)
-        if "ranks" in source and "devices" not in source:
-            devices = found.get("devices")
-            if devices is not None and set(_names(devices)) != {"cpu"}:
-                found.pop("devices")
-            elif devices is not None:
-                found["devices"] = ["cpu"]
-        elif "devices" in source and "ranks" not in source:
-            found.pop("ranks", None)
-        for key, value in source.items():
+    for piece in pieces:
+        for key, value in piece.items():
             if isinstance(value, Mapping) and isinstance(found.get(key), Mapping):
                 value = {**found[key], **value}
             found[key] = value
     return found
+
+
+def merged(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join settings of several places, the first before the others; what doesn't go with what comes before it goes."""
+    found: dict[str, Any] = {}
+    for source in map(_with_model_split, reversed(sources)):
+        rule = found.get("rule")
+        if rule is not None and "rule" in source and str(source["rule"]).lower() != str(rule).lower():
+            found.pop("rule_options", None)  # these are the other rule's
+        if "devices" in source:
+            found.pop("ranks", None)
+        elif "ranks" in source and found.get("devices") is not None:  # as many of the same kind
+            found["devices"] = "cpu" if set(_names(found["devices"])) == {"cpu"} else None
+        found = joined([found, source])
+    return found
+
+
+def _with_model_split(source: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return settings with ``modelfile`` and ``modelclass`` in the place of ``model``, which is both."""
+    if "model" not in source:
+        return source
+    name, _, class_name = str(source["model"]).rpartition(":")
+    if not name:
+        raise SettingsError(f"model: expected FILE:CLASS, got {source['model']!r}")
+    return {**source, "modelfile": name, "modelclass": class_name}
 
 
 def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str] | None = None) -> Settings:
@@ -282,17 +293,11 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
         If something is missing or wrong.
     """
     found = merged(sources)
-    name = _text(found, "modelfile")
-    class_name = _text(found, "modelclass")
-    if "model" in found:
-        name, colon, class_name = str(found["model"]).rpartition(":")
-        if not colon or not name:
-            raise SettingsError(f"model: expected FILE:CLASS, got {found['model']!r}")
-    if not name or not class_name:
-        lacking = "modelfile" if not name else "modelclass"
-        raise SettingsError(
-            f"{lacking}: expected the {lacking[5:]} to train; name a session file, or model = 'FILE:CLASS'"
-        )
+    name, class_name = _text(found, "modelfile"), _text(found, "modelclass")
+    if not name:
+        raise SettingsError("modelfile: expected the file to train; name a session file, or model = 'FILE:CLASS'")
+    if not class_name:
+        raise SettingsError("modelclass: expected the class to train; name a session file, or model = 'FILE:CLASS'")
     folders = [found["root"]] if "root" in found else []
     folders += [os.getcwd()] + ([os.path.dirname(os.path.abspath(beside))] if beside is not None else [])
     try:
@@ -463,8 +468,6 @@ def _hosts(hosts: Any, ranks: Any) -> list[Host]:
     """Return the hosts, and how many ranks each is to have, if that is said; none for this machine alone."""
     if isinstance(hosts, str) and hosts != "all":
         hosts = [each for each in hosts.split(",") if each.strip()]
-    if isinstance(hosts, tuple):
-        hosts = list(hosts)
     try:
         found = hosts_of([] if hosts is None else hosts)
     except (TypeError, ValueError, OSError) as error:
@@ -480,8 +483,8 @@ def _hosts(hosts: Any, ranks: Any) -> list[Host]:
 
 def _devices_on(first: Host, devices: Any) -> tuple[str, ...]:
     """Return a device for each rank of the first of several hosts: the others have the same, as many as they have."""
-    if devices is None or _names(devices) == ["cpu"]:
-        return _devices(devices, available_cores() if devices and first.n_ranks is None else first.n_ranks)
+    if devices is not None and _names(devices) == ["cpu"]:
+        return ("cpu",) * (first.n_ranks or available_cores())
     found = _devices(devices, first.n_ranks)
     if set(found) != {"cpu"} and found != tuple(f"cuda{i}" for i in range(len(found))):
         raise SettingsError(
