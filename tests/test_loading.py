@@ -1,5 +1,6 @@
 """Loaders: which rows come in which order, and what is in them, for any number of ranks and loaders."""
 
+import contextlib
 import os
 import subprocess
 import tempfile
@@ -245,6 +246,21 @@ def test_loaders_that_nobody_has_any_more_end(load):
     next(load(Numbers(5)).arrays(0, 2))  # who starts others waits for it
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
+
+
+def test_a_copy_of_a_process_leaves_it_its_loaders(load):
+    loader = load(Numbers(12))
+    next(loader.arrays(0, 3))
+    pid = os.fork()
+    if not pid:
+        code = 1
+        with contextlib.suppress(BaseException):
+            code = int(read(loader.arrays(0, 3, row=3)) != [order(12, 0, 0)[i : i + 3].tolist() for i in (3, 6, 9)])
+            loader.close()
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert sum(read(loader.arrays(0, 3, row=3)), []) == order(12, 0, 0)[3:].tolist()
+    assert loader._reader.ring.generation == 1
 
 
 def test_waiting_is_counted(load):

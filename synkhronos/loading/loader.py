@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.checks import at_least, flag, one_of
+from synkhronos.checks import at_least, flag, index, one_of
 from synkhronos.data import Data
 from synkhronos.devices import Selection
 from synkhronos.graphs import library_of
@@ -129,13 +129,8 @@ class Loader:
             if dtype.kind not in "biufc":
                 raise TypeError(f"source: expected rows of numbers, got {dtype} as array {i}")
         self._reader: _Reader | None = None
-        self._owner = os.getpid()
-        #: Where the loaders go on by themselves, and the number of that unit.
+        #: Where the loaders go on by themselves, and the number of that unit: a new tuple after each batch.
         self._next: tuple[Plan, int] | None = None
-        #: The unit that was handed out last.
-        self._taken: int | None = None
-        #: The loop over batches that may go on: the last that has begun.
-        self._loop: object = None
         self._natural = self._dtypes = dtypes
         if vars is not None:
             self.cast_to(vars)
@@ -235,8 +230,8 @@ class Loader:
             If there is no room for the batches in shared memory.
         """
         ranks.session()
-        plan, size = self._plan(epoch, batch_size, seed, row, whole)
-        return (rows for rows, _ in self._batches(plan, Layout(1, self.processes, self.depth, size), True))
+        plan, unit = self._plan(epoch, batch_size, seed, row, whole)
+        return (rows for rows, _ in self._batches(plan, unit, True))
 
     def arrays(
         self,
@@ -263,12 +258,9 @@ class Loader:
         tuple of ndarray
             Views of the ring's memory, which hold until the next batch is asked for.
         """
-        at_least(size, "size", 1)
-        if not 0 <= at_least(rank, "rank", 0) < size:
-            raise ValueError(f"rank: expected 0 to {size - 1}, got {rank}")
-        plan, length = self._plan(epoch, batch_size, seed, row, whole, rank, size)
-        layout = Layout(1, self.processes, self.depth, length)
-        return (tuple(a[rows] for a in arrays) for rows, arrays in self._batches(plan, layout, False))
+        index(rank, "rank", at_least(size, "size", 1), ValueError)
+        plan, unit = self._plan(epoch, batch_size, seed, row, whole, rank, size)
+        return (tuple(a[rows] for a in arrays) for rows, arrays in self._batches(plan, unit, False))
 
     def _plan(self, epoch: Any, batch_size: Any, seed: Any, row: Any, whole: Any, rank: int = 0, size: int = 1) -> Any:
         """Check what users say."""
@@ -285,72 +277,66 @@ class Loader:
                 raise ValueError(f"row: expected at most the {len(self)} rows of the source, got {row}")
         return Plan(int(epoch), int(row), int(seed), rank, size, int(flag(whole, "whole"))), unit
 
-    def _batches(self, plan: Plan, layout: Layout, in_session: bool) -> Iterator[tuple[Any, Any]]:
+    def _batches(self, plan: Plan, batch_size: int, in_session: bool) -> Iterator[tuple[Any, Any]]:
+        layout = Layout(1, self.processes, self.depth, batch_size)
         reader, unit = self._read(plan, layout, in_session)
-        self._loop = loop = object()
-        ring, together = reader.ring, plan.size * layout.unit
-        starts: Any = None if isinstance(self.source, Stream) else plan.starts(len(self), layout.unit)
-        place = plan.row + plan.rank * layout.unit
-        while starts is None or place in starts:
+        ring, count = reader.ring, None if isinstance(self.source, Stream) else len(self)
+        is_over = count is not None and not plan.starts(count, batch_size)
+        if is_over:  # the loaders, too, go on with the next epoch
+            self._next = plan.next(), unit
+        while not is_over:
             self._next = None  # what fails begins anew
             began = time.perf_counter()
             try:
-                ring.wait(unit, (plan.epoch, place - plan.rank * layout.unit))
+                ring.wait(unit, (plan.epoch, plan.row))
             except LoadError:
-                if reader.ring.death():
+                if ring.death():
                     self.close()
                 raise
             finally:
                 self.waited += time.perf_counter() - began
             length = ring.lengths[unit % layout.slots]
             rows = ring.rows(unit, length)
-            place += together
-            is_last = length < layout.unit if starts is None else place not in starts
-            following = plan.next() if is_last else plan._replace(row=place - plan.rank * layout.unit)
+            plan = plan._replace(row=plan.row + plan.size * batch_size)
+            is_over = length < batch_size if count is None else not plan.starts(count, batch_size)
+            plan, unit = plan.next() if is_over else plan, unit + 1
             # Whoever goes on from there has the loaders read on, also without a look at the end of this loop.
-            self._taken, unit = unit, unit + 1
-            self._next = following, unit
+            self._next = here = plan, unit
             if len(rows):
                 found = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
                 yield found, [np.asarray(data) for data in reader.data]
-                if self._loop is not loop or not reader.pids:
+                if self._next is not here or not reader.pids:
                     raise RuntimeError(
                         "this loop over a loader's batches can't go on: another one has begun since, or the loader or "
                         "the ranks were closed"
                     )
             ring.free(unit - 1)
-            if starts is None and is_last:
-                break
-        self._next = plan.next(), unit
 
     # -- the loaders -----------------------------------------------------------------------------------------
 
     def _read(self, plan: Plan, layout: Layout, in_session: bool) -> tuple[_Reader, int]:
         """Have the loaders follow a plan, if they don't already; return also the number of its first unit."""
-        if self._owner != os.getpid():  # a copy of the process that made it
-            self._reader, self._next, self._owner = None, None, os.getpid()
-        if self._reader is not None and not self._reader.serves(layout, in_session):
+        if self._reader is None or not self._reader.serves(layout, in_session):
             self.close()
-        elif self._reader is not None and (death := self._reader.ring.death()):
-            self.close()
-            raise LoadError(f"{death}{NOTHING_LOST.format(plan.epoch, plan.row)}", plan.epoch, plan.row)
-        if self._reader is None:
             fields = [(shape, dtype.str) for shape, dtype in zip(self._shapes, self._dtypes, strict=True)]
             task = Task(self.source, self.augment, self.shuffle, self._skips, layout, fields)
             self._reader = _Reader(task, in_session)
+        elif death := self._reader.ring.death():
+            self.close()
+            raise LoadError(f"{death}{NOTHING_LOST.format(plan.epoch, plan.row)}", plan.epoch, plan.row)
         if self._next is None or self._next[0] != plan:
             self._reader.begin(plan)
-            self._taken, self._next = None, (plan, 0)
-        elif self._taken is not None:
-            self._reader.ring.free(self._taken)
-            self._taken = None
-        return self._reader, self._next[1]
+            self._next = plan, 0
+        unit = self._next[1]
+        if unit:
+            self._reader.ring.free(unit - 1)  # a loop that was left has not
+        return self._reader, unit
 
     def feed(self, epoch: int, row: int, batch_size: int, seed: int, takers: int) -> Feed:
         """Return what the trainer takes rows from, from a place on: see `Feed`."""
-        slots, self._loop = self.depth * takers, None
         plan = Plan(epoch, row, seed)
-        reader, unit = self._read(plan, Layout(takers, self.processes, slots, batch_size), True)
+        layout = Layout(takers, self.processes, self.depth * takers, batch_size)
+        reader, unit = self._read(plan, layout, True)
         self._next = None  # until all of it has been taken
         return Feed(reader, unit, plan, len(self))
 
@@ -361,11 +347,10 @@ class Loader:
 
     def close(self) -> None:
         """End the loaders, and free their memory.  They start anew with the next batch."""
-        reader, self._next = self._reader, None
-        if reader is not None and self._owner == os.getpid():
+        reader, self._reader, self._next = self._reader, None, None
+        if reader is not None:
             self._skipped += reader.ring.skipped
             reader.close()
-        self._reader = None
 
 
 class Feed:
@@ -418,6 +403,7 @@ class _Reader:
         self.layout = task.layout
         self.data: list[Any] = []
         self.pids: list[int] = []
+        self._owner = os.getpid()
         self._session = ranks.session() if in_session else None
         layout = task.layout
         shapes = [((layout.slots * layout.unit, *shape), np.dtype(dtype)) for shape, dtype in task.fields]
@@ -440,7 +426,7 @@ class _Reader:
         self.ring = Ring(layout, np.asarray(self.words), 0, self.pids, made=False)
         self._ours, theirs = socket.socketpair()
         _wait_for_dropped()
-        _made.append((weakref.ref(self), os.getpid(), self.pids))
+        _made.append((weakref.ref(self), self._owner, self.pids))
         try:
             with undisturbed():
                 for number in range(layout.loaders):
@@ -457,9 +443,8 @@ class _Reader:
 
     def serves(self, layout: Layout, in_session: bool) -> bool:
         """Whether it is a ring as is needed, and still there."""
-        if self.layout != layout or (self._session is not None) != in_session:
-            return False
-        return self._session is None or self._session.closed is None and self._session is ranks.session()
+        is_open = bool(self.pids) and self._owner == os.getpid()
+        return is_open and self.layout == layout and (self._session is not None) == in_session
 
     def begin(self, plan: Plan) -> None:
         """Have the loaders follow a plan, once no rank reads what they are to overwrite."""
@@ -470,6 +455,8 @@ class _Reader:
 
     def close(self) -> None:
         """End the loaders, and free their memory."""
+        if self._owner != os.getpid():
+            return  # this process is a copy of theirs
         _end(self.pids)
         self._ours.close()
         for data in self.data:
