@@ -110,94 +110,71 @@ class _Length(NamedTuple):
 class Steered:
     """A graph in which lengths are inputs of their own, behind its other inputs.
 
-    ``inputs`` are those of the graph that it was made of, and ``wanted`` says what the lengths are in that one.
+    ``inputs`` are those of the graph that it was made of, and ``wanted`` says what the lengths are in that one.  The
+    host computes them step by step, in a list that has a slot for each number.
     """
 
     def __init__(self, graph: FunctionGraph, inputs: Sequence[Any], wanted: Sequence[Any]):
         self.graph, self.n_lengths = graph, len(wanted)
+        #: The inputs, without dimensions, whose values decide lengths.
+        self.positions: list[int] = []
+        self._at = {variable: position for position, variable in enumerate(inputs)}
+        #: What is in each slot as a call begins: constants.  The first takes the inputs' values.
+        self._start: list[Any] = [None]
+        #: What is computed, from which slots, into which.
+        self._steps: list[tuple[Callable[..., Any], list[int], int | slice]] = []
+        slots: dict[Any, int] = {}
         parts = [part for want in wanted for part in (want if isinstance(want, _Length) else (want,))]
-        slots: dict[Any, int] = {}  # where in the list of values each variable's is
-        self._start: list[Any] = []
-        self._values: list[tuple[int, int]] = []
-        self._shapes: list[tuple[int, int, int | None]] = []
-        self._steps: list[tuple[Callable[..., Any], list[int], list[int]]] = []
-        at = {variable: position for position, variable in enumerate(inputs)}
+        for node in io_toposort(list(inputs), [part for part in parts if hasattr(part, "type")]):
+            self._add(node, slots)
+        self._wanted = [self._slot(want, slots) for want in wanted]
 
-        def slot(variable: Any, value: Any = None) -> int:
-            if variable not in slots:
-                slots[variable] = len(self._start)
-                self._start.append(value)
-            return slots[variable]
+    def _add(self, node: Any, slots: dict[Any, int]) -> None:
+        """Add what a node computes; ``slots`` are those of the variables in its graph."""
+        op = _scalar_op(node)
+        if isinstance(op, Shape | Shape_i):
+            slots[node.outputs[0]] = self._step(_shape_of(self._at[node.inputs[0]], op), [0])
+        elif isinstance(op, TensorFromScalar | ScalarFromTensor | CheckAndRaise):
+            slots[node.outputs[0]] = self._slot(node.inputs[0], slots)
+        elif isinstance(op, Composite):
+            # Its own way to compute takes ten times as long.
+            inner = op.fgraph
+            inside = {into: self._slot(outer, slots) for into, outer in zip(inner.inputs, node.inputs, strict=True)}
+            for part in inner.toposort():
+                self._add(part, inside)
+            slots |= {o: self._slot(found, inside) for found, o in zip(inner.outputs, node.outputs, strict=True)}
+        else:
+            sources = [self._slot(variable, slots) for variable in node.inputs]
+            first = self._step(_on_host(node), sources, len(node.outputs))
+            slots |= {variable: first + i for i, variable in enumerate(node.outputs)}
 
-        def add_constants(variables: Sequence[Any], slots: dict[Any, int]) -> None:
-            for variable in variables:
-                if isinstance(variable, Constant) and variable not in slots:
-                    slots[variable] = len(self._start)
-                    self._start.append(_plain(variable.data))
+    def _slot(self, what: Any, slots: dict[Any, int]) -> int:
+        """Return the slot of a variable, of a slice's length, or of a plain number; a new one where there is none."""
+        if isinstance(what, _Length):
+            return self._step(_slice_length, [self._slot(part, slots) for part in what])
+        if what in slots:
+            return slots[what]
+        if what in self._at:
+            position = self._at[what]
+            self.positions.append(position)
+            slots[what] = self._step(lambda values: np.asarray(values[position]).item(), [0])
+            return slots[what]
+        self._start.append(_plain(what.data) if isinstance(what, Constant) else what)
+        return len(self._start) - 1
 
-        def add(node: Any, slots: dict[Any, int]) -> None:
-            add_constants(node.inputs, slots)
-            op = _scalar_op(node)
-            if isinstance(op, TensorFromScalar | ScalarFromTensor | CheckAndRaise):
-                slots[node.outputs[0]] = slots[node.inputs[0]]
-            elif isinstance(op, Composite):
-                # Its own way to compute takes ten times as long.
-                inside = {inner: slots[outer] for inner, outer in zip(op.fgraph.inputs, node.inputs, strict=True)}
-                for part in op.fgraph.toposort():
-                    add(part, inside)
-                add_constants(op.fgraph.outputs, inside)
-                for inner, outer in zip(op.fgraph.outputs, node.outputs, strict=True):
-                    slots[outer] = inside[inner]
-            else:
-                sources = [slots[variable] for variable in node.inputs]
-                outputs = list(range(len(self._start), len(self._start) + len(node.outputs)))
-                slots.update(zip(node.outputs, outputs, strict=True))
-                self._start += [None] * len(outputs)
-                self._steps.append((_on_host(node), sources, outputs))
-
-        variables = [part for part in parts if hasattr(part, "type")]
-        for node in io_toposort(list(inputs), variables):
-            if isinstance(node.op, Shape | Shape_i):
-                self._shapes.append((slot(node.outputs[0]), at[node.inputs[0]], getattr(node.op, "i", None)))
-                continue
-            for variable in node.inputs:
-                if variable in at and variable not in slots:
-                    self._values.append((slot(variable), at[variable]))
-            add(node, slots)
-        add_constants(variables, slots)
-        for variable in variables:
-            if variable in at and variable not in slots:
-                self._values.append((slot(variable), at[variable]))
-        self._wanted = [
-            _Length(*(slot(p) if hasattr(p, "type") else slot(("number", p), p) for p in want))
-            if isinstance(want, _Length)
-            else slot(want)
-            for want in wanted
-        ]
-        #: Of the inputs without dimensions whose values decide lengths.
-        self.positions = tuple(position for _, position in self._values)
+    def _step(self, compute: Callable[..., Any], sources: list[int], n_results: int = 1) -> int:
+        """Add a step; return the slot of its result, or of the first of several."""
+        first = len(self._start)
+        self._start += [None] * n_results
+        self._steps.append((compute, sources, first if n_results == 1 else slice(first, first + n_results)))
+        return first
 
     def lengths(self, values: Sequence[Any]) -> tuple[int, ...]:
         """Return the lengths for values of all inputs of the graph."""
-        known = list(self._start)
-        for slot, position in self._values:
-            known[slot] = np.asarray(values[position]).item()
-        for slot, position, axis in self._shapes:
-            shape = np.shape(values[position])
-            known[slot] = np.array(shape) if axis is None else shape[axis]
-        for compute, sources, slots in self._steps:
-            results = compute(*[known[source] for source in sources])
-            if len(slots) == 1:
-                known[slots[0]] = results
-            else:
-                for slot, result in zip(slots, results, strict=True):
-                    known[slot] = result
-        return tuple(
-            [
-                _slice_length(*(known[slot] for slot in want)) if isinstance(want, _Length) else int(known[want])
-                for want in self._wanted
-            ]
-        )
+        known = [values, *self._start[1:]]
+        for compute, sources, into in self._steps:
+            known[into] = compute(*[known[source] for source in sources])
+        return tuple([int(known[slot]) for slot in self._wanted])
 
 
 def steered(graph: FunctionGraph) -> Steered | None:
@@ -233,7 +210,11 @@ def steered(graph: FunctionGraph) -> Steered | None:
 
 
 class _Known:
-    """Which variables of a graph follow from its integer inputs and from shapes."""
+    """Which variables of a graph are numbers before it is computed.
+
+    The host knows what follows from integer inputs and from the inputs' shapes; only the former varies with an input's
+    value.  JAX also knows what follows from other shapes, when it traces the graph.
+    """
 
     def __init__(self, graph: FunctionGraph):
         self._inputs = list(graph.inputs)
@@ -363,6 +344,14 @@ def indices_of(op: Op, flat: Sequence[Any]) -> tuple[Any, ...]:
 def _plain(value: Any) -> Any:
     """Return a number as Python's, which are faster."""
     return np.asarray(value).item() if np.ndim(value) == 0 and value is not None else value
+
+
+def _shape_of(position: int, op: Shape | Shape_i) -> Callable[..., Any]:
+    """Return what takes an input's shape, or one length of it, from the values of all."""
+    if isinstance(op, Shape):
+        return lambda values: np.array(np.shape(values[position]))
+    axis = op.i
+    return lambda values: np.shape(values[position])[axis]
 
 
 def _slice_length(start: Any, stop: Any, step: Any, of: int) -> int:
