@@ -2,8 +2,8 @@
 
 `integer`, `at_least`, `index`
     Integers: any, from some number on, and numbers of ranks.
-`number`, `is_number`
-    Real numbers.
+`number`, `positive`, `is_number`
+    Real numbers: any, and those above 0.
 `flag`
     True or False.
 `one_of`
@@ -75,6 +75,14 @@ def number(value: Any, name: str, expected: str = "a number") -> float:
     if not is_number(value):
         raise TypeError(f"{name}: expected {expected}, got {value!r}")
     return float(value)
+
+
+def positive(value: Any, name: str) -> float:
+    """Return a real number above 0; raise TypeError or ValueError."""
+    checked = number(value, name, "a positive number")
+    if not checked > 0:
+        raise ValueError(f"{name}: expected a positive number, got {value!r}")
+    return checked
 
 
 def flag(value: Any, name: str) -> bool:

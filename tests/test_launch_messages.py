@@ -53,6 +53,7 @@ SETTINGS = {
     "gradients": ({"rule_options": {"average": "gradient"}}, r"rule_options.average: expected 'params', got 'gradient'"),
     "an option": ({"rule": "EASGD", "rule_options": {"tau": 3}}, r"rule_options: EASGD has no 'tau': expected one of beta, period, alpha, asynchronous"),
     "an option's value": ({"rule": "EASGD", "rule_options": {"beta": 2}}, r"rule_options: beta: expected a number above 0, up to 1, got 2"),
+    "an option, yes or no": ({"rule": "EASGD", "rule_options": {"asynchronous": "False"}}, r"rule_options: asynchronous: expected True or False, got 'False'"),
     "options, no table": ({"rule_options": "period"}, r"rule_options: expected a table of names and values, got 'period'"),
     "config, no table": ({"config": [1]}, r"config: expected a table of names and values, got \[1\]"),
     "epochs": ({"epochs": 0}, r"epochs: expected at least 1, got 0"),

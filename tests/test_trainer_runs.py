@@ -420,6 +420,8 @@ def test_wrong_arguments(fork, tmp_path):
     for kwargs, error, words in [
         ({"batch_size": 31}, ValueError, "batch_size: 2 ranks times 31 rows are more than the 60 rows of the data"),
         ({"batch_size": 0}, ValueError, "batch_size: expected at least 1, got 0"),
+        ({"seed": -1}, ValueError, "seed: expected no negative number, got -1"),
+        ({"seed": 1.5}, TypeError, "seed: expected an integer, got 1.5"),
         ({"epochs": 1.5}, TypeError, "epochs: expected an integer, got 1.5"),
         ({"valid": (X, Y)}, ValueError, "valid: make_trainer"),
         ({"valid": X}, TypeError, "valid: expected inputs and targets in a pair, or a Loader, got ndarray"),

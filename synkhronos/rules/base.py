@@ -6,7 +6,7 @@
     What a rule asks for that all ranks see.
 `average`
     The mean of all ranks' vectors, in one precision or another.
-`check_number`, `check_momentum`, `check_period`
+`check_share`, `check_momentum`, `check_period`
     Refuse wrong options.
 """
 
@@ -233,11 +233,11 @@ def as_bfloat16(vector: np.ndarray) -> np.ndarray:
     return rounded.view(np.float32)
 
 
-def check_number(value: Any, name: str, low: float, high: float, words: str) -> float:
-    """Refuse what is no number within bounds: above the low one, up to the high one."""
+def check_share(value: Any, name: str) -> float:
+    """Refuse what is no number above 0, up to 1."""
     checked = number(value, name)
-    if not low < checked <= high:
-        raise ValueError(f"{name}: expected {words}, got {value!r}")
+    if not 0 < checked <= 1:
+        raise ValueError(f"{name}: expected a number above 0, up to 1, got {value!r}")
     return checked
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.checks import flag
 from synkhronos.devices import JAX
 from synkhronos.rules.base import Rule, check_period
 from synkhronos.rules.elastic import CENTRE, centre_of
@@ -48,7 +49,7 @@ class Downpour(Rule):
     ):
         self.push, self.fetch = check_period(push, "push"), check_period(fetch, "fetch")
         super().__init__(math.gcd(self.push, self.fetch), exclude)
-        self.asynchronous = bool(asynchronous)
+        self.asynchronous = flag(asynchronous, "asynchronous")
         if not self.asynchronous and self.push != self.fetch:
             raise ValueError(f"push, fetch: expected the same for all ranks together, got {push} and {fetch}")
 

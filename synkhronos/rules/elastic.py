@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.checks import flag
 from synkhronos.devices import JAX
-from synkhronos.rules.base import Rule, check_momentum, check_number
+from synkhronos.rules.base import Rule, check_momentum, check_share
 from synkhronos.rules.state import BLOCK, State
 from synkhronos.tasks import Worker
 
@@ -60,9 +61,9 @@ class EASGD(Rule):
         exclude: Callable[[Any], bool] | None = None,
     ):
         super().__init__(period, exclude)
-        self.beta = check_number(beta, "beta", 0, 1, "a number above 0, up to 1")
-        self.alpha = None if alpha is None else check_number(alpha, "alpha", 0, 1, "a number above 0, up to 1")
-        self.asynchronous = bool(asynchronous)
+        self.beta = check_share(beta, "beta")
+        self.alpha = None if alpha is None else check_share(alpha, "alpha")
+        self.asynchronous = flag(asynchronous, "asynchronous")
 
     def strength(self, n_ranks: int) -> float:
         """Return α for a number of ranks."""

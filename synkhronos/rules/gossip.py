@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.checks import at_least
 from synkhronos.devices import JAX
-from synkhronos.rules.base import Rule, check_number
+from synkhronos.rules.base import Rule, check_share
 from synkhronos.rules.state import BLOCK, State
 from synkhronos.tasks import Worker
 
@@ -40,8 +41,8 @@ class GoSGD(Rule):
 
     def __init__(self, probability: float = 0.01, seed: int = 0, exclude: Callable[[Any], bool] | None = None):
         super().__init__(1, exclude)
-        self.probability = check_number(probability, "probability", 0, 1, "a number above 0, up to 1")
-        self.seed = int(seed)
+        self.probability = check_share(probability, "probability")
+        self.seed = at_least(seed, "seed", 0)
 
     def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Return a mailbox for each rank, and the weight of what is in it."""

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from synkhronos.checks import one_of
 from synkhronos.rules.base import Rule, check_period
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
@@ -44,13 +45,11 @@ class BSP(Rule):
         precision: str | None = None,
     ):
         super().__init__(1, exclude, precision)
-        if average not in ("gradient", "params"):
-            raise ValueError(f"average: expected 'gradient' or 'params', got {average!r}")
+        self.average = one_of(average, "average", ("gradient", "params"))
         if average == "gradient" and exclude is not None:
             raise ValueError("exclude: expected average='params', for which it is")
         if average == "gradient" and precision not in (None, "bfloat16"):
             raise ValueError(f"precision: expected None or 'bfloat16' for gradients, got {precision!r}")
-        self.average = average
 
     def exchange(self, worker: Worker, state: State) -> None:
         """Average."""
@@ -82,9 +81,7 @@ class LocalSGD(Rule):
         precision: str | None = None,
     ):
         super().__init__(period, exclude, precision)
-        if state not in ("keep", "average", "reset"):
-            raise ValueError(f"state: expected 'keep', 'average' or 'reset', got {state!r}")
-        self.state = state
+        self.state = one_of(state, "state", ("keep", "average", "reset"))
 
     def exchange(self, worker: Worker, state: State) -> None:
         """Average."""
@@ -103,7 +100,7 @@ class PostLocal(LocalSGD):
 
     Parameters
     ----------
-    period : int
+    period : int or callable
         Steps between two averages, later.
     start : int
         The number of steps after which that begins.
@@ -113,15 +110,15 @@ class PostLocal(LocalSGD):
 
     def __init__(
         self,
-        period: int = 10,
+        period: int | Callable[[int], int] = 10,
         start: int = 1000,
         state: Literal["keep", "average", "reset"] = "keep",
         exclude: Callable[[Any], bool] | None = None,
         precision: str | None = None,
     ):
         super().__init__(period, state, exclude, precision)
-        self.later, self.start = check_period(period, "period"), check_period(start, "start")
+        self.start = check_period(start, "start")
 
     def left(self, state: State) -> int:
         """Return how many steps there are until the next average."""
-        return 1 if state.step < self.start else max(1, self.later - state.since)
+        return 1 if state.step < self.start else super().left(state)

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from synkhronos.rules.base import Rule, check_momentum, check_number
+from synkhronos.checks import flag, positive
+from synkhronos.rules.base import Rule, check_momentum
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
-
-_INFINITE = float("inf")
 
 
 class _Outer(Rule):
@@ -70,7 +69,7 @@ class SlowMo(_Outer):
         precision: str | None = None,
     ):
         super().__init__(period, exclude, precision)
-        self.lr = check_number(lr, "lr", 0, _INFINITE, "a positive number")
+        self.lr = positive(lr, "lr")
         self.momentum = check_momentum(momentum)
 
     def outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
@@ -109,9 +108,9 @@ class DiLoCo(_Outer):
         precision: str | None = None,
     ):
         super().__init__(period, exclude, precision)
-        self.lr = check_number(lr, "lr", 0, _INFINITE, "a positive number")
+        self.lr = positive(lr, "lr")
         self.momentum = check_momentum(momentum)
-        self.nesterov = bool(nesterov)
+        self.nesterov = flag(nesterov, "nesterov")
 
     def outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
         """Return the new velocity, and the new common point."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.checks import at_least, flag
 from synkhronos.rules.base import Rule
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
@@ -43,7 +44,7 @@ class Swap(Rule):
         exclude: Callable[[Any], bool] | None = None,
     ):
         super().__init__(period, exclude)
-        self.replace, self.seed = bool(replace), int(seed)
+        self.replace, self.seed = flag(replace, "replace"), at_least(seed, "seed", 0)
 
     def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Return room for all ranks' parameters."""

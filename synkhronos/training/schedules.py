@@ -24,16 +24,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from synkhronos.checks import number
+from synkhronos.checks import positive
 
 Schedule = Callable[[float], float]
-
-
-def _positive(value: Any, name: str) -> float:
-    checked = number(value, name, "a positive number")
-    if not checked > 0:
-        raise ValueError(f"{name}: expected a positive number, got {value!r}")
-    return checked
 
 
 def state_of(schedule: Any) -> dict[str, Any]:
@@ -78,7 +71,7 @@ class constant:  # noqa: N801 - these read as functions do
     rate: float
 
     def __post_init__(self) -> None:
-        self.rate = _positive(self.rate, "learning_rate")
+        self.rate = positive(self.rate, "learning_rate")
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
@@ -107,10 +100,10 @@ class steps:  # noqa: N801
     factors: Mapping[float, float]
 
     def __post_init__(self) -> None:
-        self.rate = _positive(self.rate, "rate")
+        self.rate = positive(self.rate, "rate")
         if not isinstance(self.factors, Mapping):
             raise TypeError(f"factors: expected a dict, from which epoch on to multiply by what, got {self.factors!r}")
-        self.factors = {float(at): _positive(factor, "factors") for at, factor in dict(self.factors).items()}
+        self.factors = {float(at): positive(factor, "factors") for at, factor in dict(self.factors).items()}
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
@@ -133,7 +126,7 @@ class cosine:  # noqa: N801
     least: float = 0.0
 
     def __post_init__(self) -> None:
-        self.rate, self.epochs = _positive(self.rate, "rate"), _positive(self.epochs, "epochs")
+        self.rate, self.epochs = positive(self.rate, "rate"), positive(self.epochs, "epochs")
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
@@ -172,7 +165,7 @@ class warmup(_Around):  # noqa: N801 - as above
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.epochs = _positive(self.epochs, "epochs")
+        self.epochs = positive(self.epochs, "epochs")
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
@@ -232,7 +225,7 @@ class plateau:  # noqa: N801
     since: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.rate, self.factor = _positive(self.rate, "rate"), _positive(self.factor, "factor")
+        self.rate, self.factor = positive(self.rate, "rate"), positive(self.factor, "factor")
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""

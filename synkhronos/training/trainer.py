@@ -154,8 +154,10 @@ class Trainer:
         """
         loader = self._loader(x_data, y_data)
         data, count = ([], len(loader)) if loader else self._data(x_data, y_data, "x_data, y_data")
-        for name, value in (("batch_size", batch_size), ("epochs", epochs), ("every", every), ("patience", patience)):
-            if value is not None or name not in ("every", "patience"):
+        batch_size, epochs = at_least(batch_size, "batch_size", 1), at_least(epochs, "epochs", 1)
+        seed = at_least(seed, "seed", 0)
+        for name, value in (("every", every), ("patience", patience)):
+            if value is not None:
                 at_least(value, name, 1)
         session = ranks.session()
         if batch_size * session.size > count:
@@ -180,10 +182,10 @@ class Trainer:
                 )
         if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
             raise TypeError(f"checkpoint: expected a Checkpoint, got {checkpoint!r}")
-        if resume is not None and checkpoint is None and resume == "latest":
+        if resume == "latest" and checkpoint is None:
             raise ValueError("resume: expected a path, or checkpoint=... whose latest is meant")
         return self._epochs(
-            Course(data, count, int(batch_size), int(epochs), int(seed), every, progress, loader, pools_of(data)),
+            Course(data, count, batch_size, epochs, seed, every, progress, loader, pools_of(data)),
             valid_data,
             patience,
             recorders,
