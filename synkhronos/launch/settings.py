@@ -43,9 +43,9 @@ SETTINGS, FAILURE, PROCESSES = "settings.json", "failure.txt", "processes.json"
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 #: The rules, by their names in small letters.
 RULES: dict[str, type[rules.Rule]] = {
-    name.lower(): getattr(rules, name)
-    for name in rules.__all__
-    if isinstance(getattr(rules, name), type) and issubclass(getattr(rules, name), rules.Rule) and name != "Rule"
+    name.lower(): kind
+    for name, kind in vars(rules).items()
+    if isinstance(kind, type) and issubclass(kind, rules.Rule) and kind is not rules.Rule
 }
 #: The keys of Theano-MPI's files, without "_", and ours.
 _OLD_KEYS = {"session": "folder", **{key: key for key in ("rule", "modelfile", "modelclass", "devices", "bind")}}

@@ -18,6 +18,7 @@ import mmap
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,11 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 class Rows:
     """Rows of arrays in files, those of each file behind those of the one before.
 
-    Files are opened when rows of theirs are asked for, in each process anew: ``opened(path, name)`` returns the array
-    of a name in a file, whatever has ``shape``, ``dtype`` and rows.
+    Files are opened when rows of theirs are asked for, in each process anew: ``opened(path)`` returns the array in a
+    file, whatever has ``shape``, ``dtype`` and rows; errors call it by its ``name``, if it has one there.
     """
 
-    def __init__(self, paths: Sequence[str], opened: Callable[[str, Any], Any], name: Any = None):
+    def __init__(self, paths: Sequence[str], opened: Callable[[str], Any], name: str | None = None):
         self.paths, self._opened, self._name = list(paths), opened, name
         self._arrays: dict[int, Any] = {}
         arrays = [self._array(i) for i in range(len(self.paths))]
@@ -88,7 +89,7 @@ class Rows:
         if array is None:
             while len(self._arrays) >= _OPEN:
                 del self._arrays[next(iter(self._arrays))]
-            array = self._arrays[file] = self._opened(self.paths[file], self._name)
+            array = self._arrays[file] = self._opened(self.paths[file])
         return array
 
 
@@ -137,7 +138,7 @@ def npz(paths: Paths, name: str) -> Rows:
     ValueError
         If a file is compressed: its rows can't be read one by one.
     """
-    return Rows(_listed(paths), _open_npz, name)
+    return Rows(_listed(paths), partial(_open_npz, name=name), name)
 
 
 def hdf5(paths: Paths, name: str) -> Rows:
@@ -150,7 +151,7 @@ def hdf5(paths: Paths, name: str) -> Rows:
         Of the data set in each file.  Rows are read one by one: chunks of one row, or none, are fastest.
     """
     _h5py()
-    return Rows(_listed(paths), _open_hdf5, name)
+    return Rows(_listed(paths), partial(_open_hdf5, name=name), name)
 
 
 def _listed(paths: Any) -> list[str]:
@@ -163,7 +164,7 @@ def _listed(paths: Any) -> list[str]:
     return [os.path.abspath(path) for path in paths]
 
 
-def _open_npy(path: str, name: None) -> np.ndarray:
+def _open_npy(path: str) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -217,22 +218,6 @@ def _h5py() -> Any:
     except ImportError:
         raise ImportError("HDF5 files need h5py: pip install 'synkhronos[hdf5]'") from None
     return h5py
-
-
-def _open_mapped(path: str, layout: tuple[Any, ...]) -> np.ndarray:
-    dtype, offset, shape, order = layout
-    return np.memmap(path, dtype, "r", offset, shape, order)
-
-
-class _Mapped(Rows):
-    """The rows of a numpy.memmap, which each process maps for itself."""
-
-    def __init__(self, array: np.memmap):
-        order = "C" if array.flags.c_contiguous else "F"
-        super().__init__([str(array.filename)], _open_mapped, (array.dtype.str, array.offset, array.shape, order))
-
-    def _called(self, path: str) -> str:
-        return path
 
 
 class Images:
@@ -403,7 +388,9 @@ def _array(array: Any, name: str) -> Any:
         return array
     base: Any = getattr(array, "base", None)
     if isinstance(array, np.memmap) and isinstance(base, mmap.mmap) and array.filename is not None:
-        return _Mapped(array)
+        order: Any = "C" if array.flags.c_contiguous else "F"
+        layout = {"dtype": array.dtype, "offset": array.offset, "shape": array.shape, "order": order}
+        return Rows([str(array.filename)], partial(np.memmap, mode="r", **layout))  # each process maps it for itself
     check_dense(array, name)
     plain = np.asarray(array)
     if plain.dtype.kind not in "biufc":
