@@ -3,6 +3,7 @@
 Each entry has what is typed, the exit status, and a part of what is said.
 """
 
+import datetime
 import json
 import re
 import subprocess
@@ -55,6 +56,7 @@ SETTINGS = {
     "an option's value": ({"rule": "EASGD", "rule_options": {"beta": 2}}, r"rule_options: beta: expected a number above 0, up to 1, got 2"),
     "an option, yes or no": ({"rule": "EASGD", "rule_options": {"asynchronous": "False"}}, r"rule_options: asynchronous: expected True or False, got 'False'"),
     "options, no table": ({"rule_options": "period"}, r"rule_options: expected a table of names and values, got 'period'"),
+    "config, a date": ({"config": {"days": [datetime.date(2024, 1, 1)]}}, r"config: expected numbers, texts, lists and tables: .* date is not JSON"),
     "config, no table": ({"config": [1]}, r"config: expected a table of names and values, got \[1\]"),
     "epochs": ({"epochs": 0}, r"epochs: expected at least 1, got 0"),
     "seed": ({"seed": "x"}, r"seed: expected an integer, got 'x'"),

@@ -398,6 +398,10 @@ def _table(found: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = found.get(key, {})
     if not isinstance(value, Mapping):
         raise SettingsError(f"{key}: expected a table of names and values, got {value!r}")
+    try:
+        json.dumps(value)  # as which ranks are given it
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"{key}: expected numbers, texts, lists and tables: {error}") from None
     return dict(value)
 
 

@@ -79,7 +79,7 @@ class EASGD(Rule):
             state.own["centre"] = state.vector
             return
         if worker.number == 0:
-            state.shared["centre"][...] = np.asarray(state.vector)
+            state.rows["centre"].write(state.vector)
         worker.barrier("the centre is set")
 
     def exchange(self, worker: Worker, state: State) -> int | None:
