@@ -4,6 +4,8 @@ import gc
 import mmap
 import os
 import signal
+import sys
+import threading
 import time
 from dataclasses import dataclass
 
@@ -358,6 +360,40 @@ def test_close_is_quick_after_an_interrupt(two):
     start = time.monotonic()
     ranks.close()
     assert time.monotonic() - start < 5
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+@dataclass(frozen=True)
+class WaitForWorkers:
+    meet: bool
+
+    def run(self, rank):
+        if not rank.is_master:
+            time.sleep(60)
+        if self.meet:
+            rank.barrier()
+
+
+@pytest.mark.parametrize("by", ["a handler", "another thread"])
+@pytest.mark.parametrize("what", ["a step", "their end", "a command that was interrupted"])
+def test_a_call_that_waits_for_workers_ends_when_the_ranks_are_closed(two, monkeypatch, what, by):
+    monkeypatch.setattr(sys.modules["synkhronos.ranks.session"], "GRACE", 0.2)
+    if what == "a command that was interrupted":
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            two.run(WaitForWorkers(False))
+    if by == "a handler":
+        signal.signal(signal.SIGALRM, lambda *_: ranks.close())
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    else:
+        threading.Timer(0.2, ranks.close).start()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="the ranks were closed: call synkhronos.fork"), two.turn:
+        two.settle()
+        two.run(WaitForWorkers(what == "a step"))
+    assert time.monotonic() - start < 10
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
 

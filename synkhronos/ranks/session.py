@@ -18,9 +18,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from synkhronos.ranks import worker
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN, Control
@@ -219,12 +219,13 @@ class Session:
         self._wait_until_idle()
 
     def _wait_until_idle(self) -> None:
-        if self.closed is not None:
-            raise RuntimeError(self.closed)
         if self._running:
             raise RuntimeError(_ANOTHER)
-        self.memory.notice_orphans()
-        self._join()
+        if self.closed is None:
+            self.memory.notice_orphans()
+            self._join()
+        if self.closed is not None:  # perhaps meanwhile
+            raise RuntimeError(self.closed)
 
     def _run_when_idle(self, command: Command) -> Any:
         self._wait_until_idle()
@@ -232,9 +233,9 @@ class Session:
 
     def _run(self, command: Command) -> Any:
         control, rank, deaths = self._control, self.rank, self._deaths
+        result, mine = None, None
         try:
             self._running = True
-            result, mine = None, None
             self._command = number = self._command + 1
             if self.timeout is not None:
                 self._began = time.monotonic()
@@ -250,13 +251,6 @@ class Session:
                 deaths.at_work = 0
             except BaseException as error:
                 deaths.at_work = 0
-                if self.closed is not None:  # there is nobody left to tell
-                    if isinstance(error, WorkerError) or not isinstance(error, Exception):
-                        raise
-                    because = None if isinstance(error, Cancelled) else error
-                    if self._death is not None:  # of which something else has heard first: a guard, in its thread
-                        raise WorkerError(*self._death) from because
-                    raise RuntimeError(f"while this call ran, {self.closed}") from because
                 if rank.command == number:  # else nobody has heard of it
                     rank.fail()
                 mine = error
@@ -266,28 +260,45 @@ class Session:
             # A worker that is deep in compiled code may take long to notice an interrupt, or the exit that a signal's
             # handler asks for: `settle` waits for it, or `close` ends it.
             self._join(None if mine is None or isinstance(mine, Exception) else GRACE / 4)
-            if control.words[Control.FAILED] == number and self.hosts is not None:
-                self._look_for_deaths()  # a host that had no room for memory says so besides
-            reports = self._reports() if control.words[Control.FAILED] == number else []
-            if reports and self._has_lost():  # what ranks say may only follow from that
-                self._look_for_deaths()
+            has_failed = control.words[Control.FAILED] == number
+            reports = self._reports() if has_failed else []
+            if has_failed and self.hosts is not None:
+                self._look_for_deaths()  # what ranks say may only follow from the loss of a host
             rank.look_back()
         finally:
             self._running = False
-        if mine is None and not reports:
+        if mine is None and not reports and self.closed is None:
             return result
+        try:
+            raise self._error(command, number, mine, reports)
+        finally:
+            del mine  # or the error would hold this frame, and this frame the error, with all the memory they know of
+
+    def _error(
+        self, command: Command, number: int, mine: BaseException | None, reports: Sequence[Report]
+    ) -> BaseException:
+        """Return what a call ends with: by the master's own error, others' reports, or as the ranks were closed."""
+        error: Exception
+        if self.closed is not None:  # nobody is left who could say more
+            if isinstance(mine, WorkerError) or not isinstance(mine, Exception | None):
+                return mine
+            if self._death is not None:  # of which something else has heard first: a guard, in its thread
+                error = WorkerError(*self._death)
+            else:
+                error = RuntimeError(f"while this call ran, {self.closed}")
+            error.__cause__ = None if isinstance(mine, Cancelled) else mine
+            return error
         effect, busy = self._effect(command, number), self._still_busy(number)
         if reports and (mine is None or isinstance(mine, Cancelled)):
-            raise WorkerError.of(reports, effect) from None
+            error = WorkerError.of(reports, effect)
+            error.__cause__ = None
+            return error
         assert mine is not None
         waits = f"The next call waits for ranks {busy}, which are still busy with this one; close() ends them."
         for note in [*(report.summary() for report in reports), effect, waits if busy else ""]:
             if note:
                 mine.add_note(note)
-        try:
-            raise mine
-        finally:
-            del mine  # or the error would hold this frame, and this frame the error, with all the memory they know of
+        return mine
 
     def _still_busy(self, number: int) -> list[int]:
         """Return the ranks that have not ended a command, if it was posted: an interrupt doesn't wait for them."""
@@ -451,8 +462,10 @@ class Session:
             self._fail(f"{lost[0]}; the workers were ended.", lost[1])
         deaths.at_work = at_work
 
-    def _fail(self, message: str, number: int) -> NoReturn:
+    def _fail(self, message: str, number: int) -> None:
         """End all workers, and say why."""
+        if self.closed is not None:
+            return  # they were being ended: in another thread, or in this one, by a handler
         if self.rank.unfinished():
             message += (
                 " A collective was under way on the GPUs, and was given up: what it wrote, and what was computed from "
@@ -534,6 +547,12 @@ class Session:
 
     def _free(self) -> None:
         self._deaths.stop()
+        # A call may wait for the workers: another thread's, or the one in whose middle a handler closes.
+        words, done = self._control.words, self._control.done
+        words[Control.FAILED] = self.rank.command
+        for r in range(self.size):
+            done[r] = words[Control.POSTED]
+        self._control.ring_all()
         for owner in list(self._at_close):
             owner.session_closed()
         self.workers.close()
@@ -541,7 +560,7 @@ class Session:
         self.rank.kept.clear()
         self.kept.clear()
         # This session's own methods: cycles that would keep the memory a while.
-        self.rank.watch = _leave
+        self.rank.watch = lambda: None
         self.rank.bereft = nobody_has_died
         self.rank.threads.restore()
 
@@ -549,11 +568,6 @@ class Session:
         """Have the workers let go, now, of what was released; the turn has to be held."""
         self._wait_until_idle()
         self.memory.flush()
-
-
-def _leave() -> None:
-    """End what still waits in a session that is closed: another thread's call, or the one that a handler closed in."""
-    raise Cancelled
 
 
 _ANOTHER = (

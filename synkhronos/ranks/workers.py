@@ -76,7 +76,7 @@ class Workers:
 
     def first_dead(self) -> tuple[int, int, int] | None:
         """Return rank, process id and exit code of one that has ended, None if all live."""
-        for number, pid in self.pids.items():
+        for number, pid in list(self.pids.items()):  # another thread may be ending them
             code = _exit_code(pid)
             if code is not None:
                 return number, pid, code
