@@ -49,6 +49,10 @@ if DEVICE == "host" and importlib.util.find_spec("theano") and "compiledir" not 
 if DEVICE != "gpu":
     # What LLVM makes of XLA's code is not looked at on the CPU, and takes a third of its compiling.
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    # What XLA has compiled is kept for the other ranks, programs and runs, which ask for the same: half of JAX' tests.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "synkhronos-tests"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # Theano imports mpi4py where that is installed, and this process would map MPI's memory and open its sockets.
 os.environ.setdefault("MPI4PY_RC_INITIALIZE", "0")

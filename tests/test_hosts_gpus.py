@@ -2,11 +2,11 @@
 
 import os
 import subprocess
-from pathlib import Path
 
+import hosts as made
 import numpy as np
 import pytest
-from hosts import are_simulated, has_mpi, words
+from hosts import GPUS, are_simulated, has_mpi, words
 from library import DEVICE, NAME
 
 from synkhronos.hosts import agent, start
@@ -14,43 +14,29 @@ from synkhronos.hosts import agent, start
 pytestmark = [pytest.mark.skipif(DEVICE != "host", reason="pretended GPUs are JAX' CPU"), pytest.mark.timeout(300)]
 of_jax = pytest.mark.skipif(NAME != "pytensor", reason="pretended GPUs are JAX' CPU")
 needs_mpi = pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]")
-FOLDER = Path(__file__).parent / "gpus"
-PROGRAMS = FOLDER / "programs.py"
+#: Most programs run on these, one after the other: `run` keeps the ranks.
+TWO = ["a:1", "b:1"]
 
 
-def run(hosts, *program, status=0, **variables):
-    """Run a program on hosts with two GPUs each, and return what it prints."""
-    command, environment = words(hosts, *program)
-    # Not on this process' path: there are no GPUs for other tests.
-    environment["PYTHONPATH"] += os.pathsep + str(FOLDER / "pretended")
-    environment |= {"PRETENDED_GPUS": "2", "JAX_PLATFORMS": "cpu", "PYTENSOR_FLAGS": "mode=JAX", **variables}
-    environment.pop("SYNKHRONOS_HOSTS", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=FOLDER.parent)
-    assert done.returncode == status, done.stdout + done.stderr
-    return (done.stderr if status else done.stdout).splitlines()
+def run(hosts, program):
+    """Run a program on hosts with GPUs, and return the lines that it prints."""
+    return made.run(hosts, program, gpus=True).splitlines()
 
 
 @needs_mpi
 @of_jax
 @pytest.mark.parametrize("program", ["train", "collectives", "groups"])
 def test_the_same_as_on_one_host(program):
-    expected = run(["a:2"], PROGRAMS, program)
+    expected = run(["a:2"], program)
     assert len(expected) == {"train": 1, "collectives": 12, "groups": 2}[program]
-    assert run(["a:1", "b:1"], PROGRAMS, program) == expected
-
-
-@needs_mpi
-@of_jax
-def test_a_rank_that_fails_in_a_collective_or_dies_there():
-    heard, size = run(["a:1", "b:2"], PROGRAMS, "faults")
-    assert (heard, size) == ("rank 2 on host b was heard of True", "3")
+    assert run(TWO, program) == expected
 
 
 @needs_mpi
 @of_jax
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts share /dev/shm")
 def test_of_parts_each_host_locks_its_own_pages_alone():
-    sums, used = run(["a:1", "b:1"], PROGRAMS, "parts")
+    sums, used = run(TWO, "parts")
     assert sums == "1.0 1.0 1.0"
     assert 15 <= int(used) <= 18, used  # half of 32 MB
 
@@ -59,7 +45,7 @@ def test_of_parts_each_host_locks_its_own_pages_alone():
 @of_jax
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts have one loopback")
 def test_who_can_t_connect_hears_which_interface_nccl_took():
-    (line,) = run(["a:1", "b:1"], PROGRAMS, "interface", NCCL_SOCKET_IFNAME="lo")
+    (line,) = run(TWO, "interface")
     assert line.startswith(
         "rank 1 on host b raised RuntimeError: NCCL did not connect the ranks' GPUs: RuntimeError: ncclSystemError. "
         "NCCL took the network interface lo:127.0.0.1 here, and lo:127.0.0.1 on rank 0, which all ranks have to reach; "
@@ -70,8 +56,15 @@ def test_who_can_t_connect_hears_which_interface_nccl_took():
 
 @needs_mpi
 @of_jax
+def test_a_rank_that_fails_in_a_collective_or_dies_there():
+    heard, size = run(["a:1", "b:2"], "faults")
+    assert (heard, size) == ("rank 2 on host b was heard of True", "3")
+
+
+@needs_mpi
+@of_jax
 def test_more_ranks_than_gpus_are_refused():
-    assert run(["a", "b"], PROGRAMS, "refused") == [
+    assert run(["a", "b"], "refused") == [
         "hosts: b has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False, or in a session "
         "devices = 'cpu', to compute on CPU cores",
         "hosts: a has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False, or in a session "
@@ -81,10 +74,14 @@ def test_more_ranks_than_gpus_are_refused():
     ]
 
 
-def train(hosts, folder, *arguments, status=0):
+def train(hosts, folder, *arguments, status=0, **variables):
     """Train a class in a session, and return what it prints."""
     model = ["--set", "model='launch_models/mlp.py:MLP'", "--folder", folder, "--set=epochs=2"]
-    return run(hosts, "-m", "synkhronos", "train", *model, *arguments, status=status)
+    command, environment = words(hosts, "-m", "synkhronos", "train", *model, *arguments, gpus=True)
+    environment |= variables
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=GPUS.parent)
+    assert done.returncode == status, done.stdout + done.stderr
+    return (done.stderr if status else done.stdout).splitlines()
 
 
 @needs_mpi
@@ -110,7 +107,9 @@ def test_a_session_takes_all_gpus_of_each_host_or_cores_if_told_to(tmp_path):
     assert said[0].startswith("ranks on hosts a:2, b; ")
     where = [(tmp_path / "gpus" / f"rank-{rank}.log").read_text().splitlines()[0] for rank in range(4)]
     assert [line.split()[3].rstrip(",") for line in where] == ["cuda0", "cuda1", "cuda0", "cuda1"]
-    said = train(["a", "b"], tmp_path / "cores", "--hosts=a:1,b:1", "--devices=cpu")
+    # In the mode of other tests: this is about where, and XLA compiles for seconds.
+    mode = {"PYTENSOR_FLAGS": os.environ["PYTENSOR_FLAGS"]}
+    said = train(["a", "b"], tmp_path / "cores", "--hosts=a:1,b:1", "--devices=cpu", **mode)
     assert "on cpu of host" in (tmp_path / "cores" / "rank-1.log").read_text().splitlines()[0]
     errors = train(["a", "b"], tmp_path / "refused", "--hosts=a:1,b:3", status=1)
     assert errors[-1].endswith(
@@ -125,13 +124,13 @@ def test_a_session_takes_all_gpus_of_each_host_or_cores_if_told_to(tmp_path):
 @pytest.mark.skipif(NAME != "theano", reason="pygpu's arrays are Theano's")
 def test_theano_s_arrays_are_combined_on_two_hosts():
     expected = ["sum (3.0, 2997.0)", "max (2.0, 1998.0)", "[7.0, 8.0, 15.0] [8.0, 7.0, 15.0]"]
-    assert run(["a:1", "b:1"], PROGRAMS, "theano") == expected
+    assert run(TWO, "theano") == expected
 
 
 @pytest.mark.any_library
 def test_a_host_without_pygpu_is_refused_before_any_rank_starts(monkeypatch):
     found = agent._versions()
     assert "pygpu" not in found
-    monkeypatch.syspath_prepend(FOLDER / "pretended")
+    monkeypatch.syspath_prepend(GPUS / "pretended")
     with pytest.raises(RuntimeError, match="hosts need the same versions: pygpu is installed on a and missing on b"):
         start._check_versions(["a", "b"], [agent._versions(), found])

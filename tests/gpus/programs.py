@@ -1,11 +1,13 @@
 """Programs on the GPUs of one host or of several: ``programs.py NAME`` runs one, on the hosts that HOSTS names.
 
-GPUs may be pretended or real: nothing here knows.
+``programs.py serve`` runs many, on the same ranks.  GPUs may be pretended or real: nothing here knows.
 """
 
+import json
 import os
 import sys
 import time
+from unittest import mock
 
 import numpy as np
 from commands import InCollective, Reduced, between, digest, in_groups
@@ -17,7 +19,11 @@ HOSTS = os.environ["HOSTS"].split(",")
 
 
 def fork():
-    """Start the ranks, each on a GPU: on several hosts, or, where one is named, on this machine alone."""
+    """Start the ranks, each on a GPU, if none run: on several hosts, or, where one is named, on this machine alone."""
+    try:
+        return ranks.session().size
+    except RuntimeError:
+        pass
     if len(HOSTS) == 1:
         return synk.fork(int(HOSTS[0].partition(":")[2]), use_gpu=True)
     return synk.fork(hosts=HOSTS, use_gpu=True)
@@ -46,7 +52,6 @@ def train():
     copies = [np.asarray(synk.get_value(r, w)) for r in range(n)]
     assert all(np.array_equal(copy, copies[0]) for copy in copies)
     print(digest(w.get_value(), v.get_value(), np.array(losses)))
-    synk.close()
 
 
 def collectives():
@@ -72,7 +77,6 @@ def collectives():
         np.testing.assert_array_equal(synk.gather(s), [values[-1]] * n)
         synk.all_gather(s)
         assert synk.get_shapes(s) == [(1001 * n,)] * n
-    synk.close()
 
 
 def groups():
@@ -80,7 +84,6 @@ def groups():
     fork()
     for results in synk.run(in_groups):
         print(*results)
-    synk.close()
 
 
 def _reduced(values, op):
@@ -115,13 +118,14 @@ def faults():
     except synk.WorkerError as error:
         print(str(error).partition(" (process")[0], "was heard of", time.monotonic() - begin < 5)
     print(fork())
-    synk.close()
 
 
+@mock.patch.dict(os.environ, NCCL_SOCKET_IFNAME="lo")
 def interface():
-    """Say why NCCL does not connect."""
+    """Start new ranks, for which NCCL takes the loopback; say why it does not connect."""
     import pytensor
 
+    synk.close()
     fork()
     s = pytensor.shared(np.ones(5, "float32"), "s")
     synk.function([], (s.sum(), None))()
@@ -140,7 +144,6 @@ def refused():
             print(error)
     print(synk.fork(hosts=["a", "b"]))  # by default one for each GPU
     print(ranks.session().rank.device.name)
-    synk.close()
 
 
 def parts():
@@ -156,7 +159,6 @@ def parts():
     print(float(f(data)) / (1 << 23), *(float(f(data, batch=rows)) / (1 << 22) for rows in data.batches(1 << 12, 0)))
     print((before.f_bfree - os.statvfs("/dev/shm").f_bfree) * before.f_frsize >> 20)
     data.free_memory()
-    synk.close()
 
 
 def theano():
@@ -172,8 +174,16 @@ def theano():
             assert results == results[:1] * n
             print(op, results[0])
     print(*synk.run(between))
-    synk.close()
+
+
+def serve():
+    """Run the programs that are named on standard input, each with its arguments, and say when each has ended."""
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        globals()[name](*arguments)
+        print("ended", flush=True)
 
 
 if __name__ == "__main__":
     globals()[sys.argv[1]]()
+    synk.close()

@@ -22,6 +22,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SIMULATED, RSH = HERE / "simulated.py", HERE / "rsh.sh"
 PROGRAMS = HERE / "programs.py"
+#: Programs on pretended GPUs, two a host; the folder that pretends them is on no other process' path.
+GPUS = HERE.parent / "gpus"
+GPU_PROGRAMS = GPUS / "programs.py"
 #: One thread a rank, whatever the host's share of the cores: so bits don't depend on which host a rank is on.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 
@@ -36,14 +39,18 @@ def are_simulated() -> bool:
     return done.returncode == 0
 
 
-def words(hosts: list[str], *command: object) -> tuple[list[str], dict[str, str]]:
-    """Return a command line, and its environment, that runs a command on the first of some hosts."""
+def words(hosts: list[str], *command: object, gpus: bool = False) -> tuple[list[str], dict[str, str]]:
+    """Return a command line, and its environment, that runs a command on the first of some hosts, or of some with GPUs."""
     python = [sys.executable, *map(str, command)]
     path = os.pathsep.join([str(HERE.parent.parent), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     # With a compiler Theano would fold constants by C++, each rank after a look at all modules that it has ever compiled.
     flags = {"THEANO_FLAGS": f"{os.environ.get('THEANO_FLAGS', '')},cxx=".lstrip(",")}
     flags["PYTHONWARNINGS"] = "ignore::UserWarning:theano.configdefaults"  # which says that there is none
     environment = {**os.environ, **ONE_THREAD, **flags, "PYTHONPATH": path, "HOSTS": ",".join(hosts)}
+    if gpus:
+        environment["PYTHONPATH"] += os.pathsep + str(GPUS / "pretended")
+        environment |= {"PRETENDED_GPUS": "2", "JAX_PLATFORMS": "cpu", "PYTENSOR_FLAGS": "mode=JAX"}
+        environment.pop("SYNKHRONOS_HOSTS", None)
     names = ",".join(host.partition(":")[0] for host in hosts)
     if are_simulated():
         environment |= {"HYDRA_LAUNCHER": "rsh", "HYDRA_LAUNCHER_EXEC": str(RSH), "PRTE_MCA_plm_ssh_agent": str(RSH)}
@@ -54,9 +61,9 @@ def words(hosts: list[str], *command: object) -> tuple[list[str], dict[str, str]
 class Kept:
     """A process on the first of some hosts, which runs one program after the other on the same ranks."""
 
-    def __init__(self, hosts: list[str]):
-        command, environment = words(hosts, PROGRAMS, "serve")
-        self.hosts, self.failed = (hosts, are_simulated()), False
+    def __init__(self, hosts: list[str], gpus: bool):
+        command, environment = words(hosts, GPU_PROGRAMS if gpus else PROGRAMS, "serve", gpus=gpus)
+        self.hosts, self.failed = (hosts, gpus, are_simulated()), False
         self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             command,
@@ -101,16 +108,16 @@ class Kept:
 _kept: dict[bool, Kept] = {}
 
 
-def run(hosts: list[str], *program: object) -> str:
-    """Run one of `PROGRAMS` on the first of some hosts, and return what it prints.
+def run(hosts: list[str], *program: object, gpus: bool = False) -> str:
+    """Run one of `PROGRAMS` on the first of some hosts, or of `GPU_PROGRAMS`, and return what it prints.
 
     The ranks stay for the next program on the same hosts, until `end` ends them.
     """
     several = len(hosts) > 1
     kept = _kept.get(several)
-    if kept is None or kept.hosts != (hosts, are_simulated()) or kept.failed:
+    if kept is None or kept.hosts != (hosts, gpus, are_simulated()) or kept.failed:
         end(several)
-        kept = _kept[several] = Kept(hosts)
+        kept = _kept[several] = Kept(hosts, gpus)
     return kept.run(*program)
 
 
