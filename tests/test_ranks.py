@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import pytest
 
 from synkhronos import ranks
-from synkhronos.ranks.control import MAILBOX, SLOT, Bell
+from synkhronos.ranks.control import MAILBOX, SLOT, Bell, Control
 from synkhronos.ranks.errors import Cancelled, cause_of_death
 from synkhronos.ranks.interrupts import put_back, undisturbed
+from synkhronos.ranks.rank import Rank
 
 pytestmark = pytest.mark.any_library
 
@@ -657,7 +658,7 @@ def test_a_handler_can_be_taken_away_while_signals_are_held_back():
 
 
 class Leave:
-    """A command: ranks meet, but rank 0 leaves before rank 2 has come, or after; each says whether it found all there.
+    """A command: ranks meet, but rank 0 leaves before rank 2 has come, or after; the others say whether all had come.
 
     ``all_come`` says which.
     """
@@ -677,8 +678,11 @@ class Leave:
             rank.barrier(leave if rank.is_master else None)
             if rank.is_master:
                 leave()
-        except BaseException as error:
-            rank.objects["found"] = rank.leave(step, error)
+        except Cancelled:
+            rank.objects["found"] = rank.had_all_come(step)
+            raise
+        except Left:
+            rank.objects["found"] = self.all_come
             raise
         rank.objects["found"] = True
         rank.barrier()
@@ -703,6 +707,44 @@ def test_all_ranks_find_that_all_have_come_or_none_does(all_come):
             assert session.run(Found()) == [all_come] * 3
     finally:
         ranks.close()
+
+
+def test_ranks_that_fail_at_once_find_what_another_has_found(monkeypatch):
+    control = Control(3, 0.0)
+    first, second, third = (Rank(r, 3, 0, control, lambda: None, None) for r in range(3))
+    fence, failing = control.fence, [second]
+
+    def meanwhile():
+        fence()
+        if failing:
+            failing.pop().fail()
+
+    for rank in (first, second, third):
+        rank.begin(1)
+    step = first.coming_step
+    for rank in (first, second, third):
+        rank.arrive()
+    third.wait(lambda: min(control.arrived) >= step)  # all are there, and none has failed
+    monkeypatch.setattr(control, "fence", meanwhile)
+    first.fail()
+    assert not failing
+    assert [rank.had_all_come(step) for rank in (first, second, third)] == [True] * 3
+
+
+@pytest.mark.parametrize("all_come", [False, True])
+def test_ranks_that_fail_one_after_the_other_find_the_same(all_come):
+    control = Control(3, 0.0)
+    first, second, third = (Rank(r, 3, 0, control, lambda: None, None) for r in range(3))
+    for rank in (first, second, third):
+        rank.begin(1)
+    step = first.coming_step
+    for rank in (first, second, third) if all_come else (first, second):
+        rank.arrive()
+    first.fail()
+    if not all_come:
+        third.arrive()  # too late: it may not have heard
+    second.fail()
+    assert [rank.had_all_come(step) for rank in (first, second, third)] == [all_come] * 3
 
 
 def test_who_waits_looks_around_however_many_signals_come():

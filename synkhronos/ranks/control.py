@@ -57,7 +57,7 @@ def _places(size: int, n_here: int, extra: int) -> tuple[int, int, int, int, int
     mailbox_at = _paged((_FIXED + 7 * size) * 8)
     scratch_at = mailbox_at + MAILBOX
     bells_at = scratch_at + 2 * n_here * SCRATCH
-    extra_at = bells_at + size * _BELL
+    extra_at = bells_at + (size + 1) * _BELL
     return mailbox_at, scratch_at, bells_at, extra_at, _paged(extra_at + extra)
 
 
@@ -120,6 +120,10 @@ class Control:
         self.mailbox = memoryview(self._memory)[mailbox_at : mailbox_at + MAILBOX]
         self.extra = memoryview(self._memory)[extra_at : extra_at + extra]
         self._bells = [Bell(self._memory, bells_at + rank * _BELL, made) for rank in range(size)]
+        #: Who has it may write down how far all ranks had come in a command that failed: see `meeting`.
+        self.closing = Mutex(self._memory, bells_at + size * _BELL, made)
+        if not made:
+            self.closing.ring()
         self._fence_lock = threading.Lock()
         # This machine's come first.
         starts = [self._slots_at + 3 * ((rank - self.here.start) % size) * SLOT for rank in range(size)]

@@ -1,14 +1,14 @@
-"""Have all ranks come to a step, or has one left the command before?  All ranks find the same.
+"""Had all ranks come to a step when a command failed?  All ranks find the same.
 
 A collective on GPUs that one rank does not start never ends for the others, and all must give it up; one that all have
 started comes to its end, and none may.  So when a command fails ranks have to agree how far all of them had come in it,
-though they hear of the failure at different times.
+though they hear of the failure at different times.  What they agree on is written down once: the command is *closed*.
 
-*On one machine* they see each other's counters.  A rank that leaves takes back that it has come, unless all have
-(`Rank.leave`), and before the next command the master writes down how far it was, since counters go on then.
+*On one machine* ranks see each other's counters.  A rank that fails says so, looks how far all have come, and writes
+that down; of several that fail, the first to look.
 
-*On several hosts* each sees the others' counters later than they are, and what was told can't be taken back.  So a host
-says for each command up to which step all of its ranks have come, and, if the command fails, that it says no more::
+*On several hosts* each sees the others' counters later than they are.  So a host says for each command up to which step
+all of its ranks have come, and, if the command fails, that it says no more::
 
     of each host, for one command                          by its agent, to all others
     open ──┬── all ranks here have come to a step ──────>  STEP, as often as they do
@@ -20,10 +20,11 @@ Messages from a host come in the order in which they were sent.  So when all hav
 last STEP of every host.  No rank has a part in it: one that computes for minutes holds nobody up.  A host that says
 nothing any more is lost, and all workers with it.
 
-Two things make it right.  An agent reads whether the command has failed *before* it reads how far the ranks have come;
-a rank writes that it has come before it reads whether the command has failed.  So who has found all others there, and
-no failure, is found by its own agent too: a rank that passes a step has come to it for all.  And the master's next
-command waits until the last one is closed on its host: every host has said FAILED before it hears of that command.
+Two things make it right.  Who closes (a rank that fails, an agent) looks at the counters *after* the word that the
+command has failed; a rank looks for that word *after* it has written that it came.  So what a rank has found, all there
+and no failure, is found by who closes, too: a rank that passes a step has come to it for all.  And the next command
+begins on a host when the last one is closed there: of several hosts, each has said FAILED before it hears of that
+command.
 
 `tests/test_meeting.py` goes through all orders in which this can happen.
 

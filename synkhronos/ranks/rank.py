@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from synkhronos.ranks.control import FOR_STEP, POLL, SLOT, Control
 from synkhronos.ranks.errors import Cancelled
+from synkhronos.ranks.interrupts import undisturbed
 from synkhronos.ranks.kept import Kept, UnderWay
 from synkhronos.ranks.meeting import STEP_BITS, close, how_far
 from synkhronos.ranks.segments import SegmentTable
@@ -101,8 +102,6 @@ class Rank:
         self.pid = os.getpid()
         self._command = 0
         self._step = 0
-        #: The step to which this rank has come in this command without waiting for the others.
-        self._left_word = 0
         self._known: dict[Any, Any] = {}
         self._commits = True
         #: Called when the command that runs has been run: what may be waited for as late as that.
@@ -123,28 +122,20 @@ class Rank:
         self._command = command
         self._commits = True
         self._step = command << STEP_BITS
-        self._left_word = 0
 
     def look_back(self) -> None:
         """Have what the last command started given up, if it has failed on some rank."""
-        if self._command and self._was_failure(self._command):
-            for one in self.under_way:
-                try:
-                    one.give_up(self._command)
-                except Exception as error:
-                    _log.warning("what a failed command had started could not be given up: %s", error)
-
-    def _was_failure(self, command: int) -> bool:
-        """Whether a command that this rank is done with has failed; wait, on several hosts, until it is closed."""
-        control, words = self.control, self.control.words
-        failed = words[Control.FAILED]
-        if failed < command:
-            return False
-        if self.spans_hosts:  # the next one may have failed already, which is closed after this one
-            control.wait(self.number, lambda: how_far(words, failed) is not None, FOR_STEP, self.watch, POLL)
-        elif self.is_master and failed == command and min(control.done) >= command:
-            close(words, command, min(control.arrived))
-        return failed == command or how_far(words, command) is not None
+        failed = self.control.words[Control.FAILED]
+        if not 0 < self._command <= failed:
+            return
+        self._wait_until_closed(failed)  # it may be the next one, which is closed after this one
+        if self.how_far(self._command) is None:
+            return
+        for one in self.under_way:
+            try:
+                one.give_up(self._command)
+            except Exception as error:
+                _log.warning("what a failed command had started could not be given up: %s", error)
 
     def has_failed(self, command: int) -> bool:
         """Whether a command has failed on some rank, and none since."""
@@ -169,6 +160,20 @@ class Rank:
         while self.at_finish:
             self.at_finish.pop()()
 
+    def arrive(self) -> None:
+        """Come to the next step, and wait for nobody; `how_far` says, of a command that failed, when all had come."""
+        control = self.control
+        self._step += 1
+        control.arrived[self.number] = self._step
+        control.fence()
+        # Ranks that come early have no news for anyone: the last to come wakes the others, and the last worker the
+        # master, who may be gathering and then comes after them.
+        if self._reached(self._step):
+            for r in range(self.size):
+                control.ring(r, FOR_STEP)
+        elif not self.is_master and self._reached(self._step, besides=self.root):
+            control.ring(self.root, FOR_STEP)
+
     def barrier(self, look: Callable[[], None] | None = None) -> None:
         """Return when every rank has come here; ``look()`` is called now and then while others are late, and may raise.
 
@@ -177,20 +182,21 @@ class Rank:
         Cancelled
             If a rank failed in this command: it will not come, or not to the next step.
         """
-        self._arrive()
+        self.arrive()
         self._wait_for_step(self._step, look=look)
 
-    def arrive(self) -> None:
-        """Come to the next step, and wait for nobody; `how_far` says when all have come."""
-        self._arrive()
-        self._left_word = self._step
-
     def fail(self) -> None:
-        """Say that the command has failed on this rank."""
-        if self._left_word and not self.spans_hosts:
-            self._withdraw(self._left_word)  # before the others look how far all have come
-        self.control.words[Control.FAILED] = self._command
-        self.control.ring_all()
+        """Say that the command has failed on this rank, and see to it that it is closed (see `meeting`)."""
+        control, words, command = self.control, self.control.words, self._command
+        with undisturbed():  # others wait for what comes behind the first line
+            words[Control.FAILED] = command
+            control.fence()
+            # Of ranks that fail at once one does it, and between hosts the agents.
+            if not self.spans_hosts and control.closing.take(0):
+                if how_far(words, command) is None:
+                    close(words, command, min(control.arrived))
+                control.closing.ring()
+            control.ring_all()
 
     @property
     def coming_step(self) -> int:
@@ -198,42 +204,17 @@ class Rank:
         return self._step + 1
 
     def how_far(self, command: int) -> int | None:
-        """Return up to which step all ranks have come in a command that failed; None while hosts still ask each other.
+        """Return up to which step all ranks had come in a command that failed; None until it is closed (`meeting`)."""
+        return how_far(self.control.words, command)
 
-        For good, and the same on all ranks: see `meeting`.
-        """
-        now = min(self.control.arrived)
-        closed = how_far(self.control.words, command)
-        # As long as it is not closed no rank is in the next command.
-        return now if closed is None and not self.spans_hosts else closed
+    def had_all_come(self, step: int) -> bool:
+        """Whether all ranks had come to a step of this command, which has failed; all ranks find the same."""
+        self._wait_until_closed(self._command)
+        return (self.how_far(self._command) or 0) >= step
 
-    def leave(self, step: int, error: BaseException) -> bool:
-        """Leave a command because of an error, `Cancelled` or its own; return whether all ranks have come to a step."""
-        if not self.spans_hosts:
-            return self._reached(step) if isinstance(error, Cancelled) else not self._withdraw(step)
-        control, words, command = self.control, self.control.words, self._command
-        if not isinstance(error, Cancelled):
-            self.fail()
-        control.wait(self.number, lambda: how_far(words, command) is not None, FOR_STEP, self.watch, POLL)
-        return (how_far(words, command) or 0) >= step
-
-    def _withdraw(self, step: int) -> bool:
-        """Take back that this rank has come to a step, if it has, unless all have: then others may be past it.
-
-        Return whether no rank will find all the others there.
-        """
-        if self._step < step:
-            return True
-        arrived = self.control.arrived
-        # Who comes last looks at this one when it has written that it came: one of the two sees the other.
-        arrived[self.number] = step - 1
-        self.control.fence()
-        if self._reached(step, besides=self.number):
-            arrived[self.number] = step
-            self.control.ring_all()
-            return False
-        self._step = step - 1
-        return True
+    def _wait_until_closed(self, command: int) -> None:
+        words = self.control.words
+        self.control.wait(self.number, lambda: how_far(words, command) is not None, FOR_STEP, self.watch, POLL)
 
     def exchange(self, value: Any) -> list[Any]:
         """Show a picklable value to all ranks, and return theirs, in rank order."""
@@ -291,11 +272,11 @@ class Rank:
         """
         step = self._open_slot(value)
         if not self.is_master:
-            self._arrive()
+            self.arrive()
             return None
         self._wait_for_step(step, besides=self.number)
         values = [value if r == self.number else self._read_slot(r, step) for r in range(self.size)]
-        self._arrive()
+        self.arrive()
         return values
 
     def unfinished(self) -> bool:
@@ -317,19 +298,6 @@ class Rank:
         self.watch()
 
     # -- the parts of a step ---------------------------------------------------------------------------------
-
-    def _arrive(self) -> None:
-        control = self.control
-        self._step += 1
-        control.arrived[self.number] = self._step
-        control.fence()
-        # Ranks that come early have no news for anyone: the last to come wakes the others, and the last worker the
-        # master, who may be gathering and then comes after them.
-        if self._reached(self._step):
-            for r in range(self.size):
-                control.ring(r, FOR_STEP)
-        elif not self.is_master and self._reached(self._step, besides=self.root):
-            control.ring(self.root, FOR_STEP)
 
     def _reached(self, step: int, besides: int | None = None) -> bool:
         """Whether all ranks, or all besides one, have come as far as this step."""

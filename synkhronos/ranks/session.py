@@ -381,8 +381,7 @@ class Session:
         control, me = self._control, self.rank.number
         done, number = control.done, control.words[Control.POSTED]
         if done[me] < number:  # interrupts have cut short the master's part, and then what it had to say of that
-            control.words[Control.FAILED] = number
-            control.ring_all()
+            self.rank.fail()
             done[me] = number
         if min(done) >= number:
             return
@@ -548,11 +547,10 @@ class Session:
     def _free(self) -> None:
         self._deaths.stop()
         # A call may wait for the workers: another thread's, or the one in whose middle a handler closes.
-        words, done = self._control.words, self._control.done
-        words[Control.FAILED] = self.rank.command
         for r in range(self.size):
-            done[r] = words[Control.POSTED]
-        self._control.ring_all()
+            self._control.done[r] = self._control.words[Control.POSTED]
+        self.rank.spans_hosts = False  # those of others have ended
+        self.rank.fail()
         for owner in list(self._at_close):
             owner.session_closed()
         self.workers.close()

@@ -27,6 +27,7 @@ up another frees memory on the GPU, for which CUDA waits until all that is under
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -84,10 +85,8 @@ class Guard(UnderWay):
         """Nothing is under way."""
         #: The last command that started a collective without waiting for it, 0 without.
         self._under_way = 0
-        #: That command, as long as some rank may fail in it before it comes to the collective.
-        self._exposed = 0
-        #: The step at which the ranks meet when all have come to the collective; 0 as long as this one hasn't.
-        self._meeting = 0
+        #: The step at which all ranks have started it; infinity as long as this one has not come to that step.
+        self._started_at: float = 0
 
     def abort(self, connection: Connection | None = None) -> None:
         """Give up a connection, by default the one in use, and what is on its way."""
@@ -100,8 +99,8 @@ class Guard(UnderWay):
     def started(self, connection: Connection) -> None:
         """Note that what a connection puts on the stream now is not waited for, or not by this thread alone."""
         self.in_use = connection
-        self._meeting = 0
-        self._under_way = self._exposed = self._rank.command
+        self._under_way = self._rank.command
+        self._started_at = math.inf
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, daemon=True)
             self._thread.start()
@@ -122,30 +121,24 @@ class Guard(UnderWay):
         Parameters
         ----------
         look : callable, optional
-            Called now and then while others are late; may raise, and this rank has not come then.
+            Called now and then while others are late; may raise.
         """
-        if self._exposed:
-            step = self._meeting = self._rank.coming_step
+        if self._started_at == math.inf:
+            step = self._started_at = self._rank.coming_step
             try:
                 self._rank.barrier(look)
-            except BaseException as error:
-                # A rank may fail when all have come: none must give up then what the others wait for.
-                have_all_come = self._rank.leave(step, error)
-                if have_all_come:
-                    self._exposed = 0
-                self._meeting = 0
-                if have_all_come and isinstance(error, Cancelled):
-                    return
-                raise
-            self._exposed = 0
+            except Cancelled:
+                # A rank may fail when all have come: what this one waits for comes to its end then.
+                if not self._rank.had_all_come(step):
+                    raise
 
     def come(self) -> None:
         """Tell the others that this rank has started what they wait for, and wait for nobody.
 
         As good as `meet` at the end of a command, whose end the master waits for.
         """
-        if self._exposed:
-            self._meeting = self._rank.coming_step
+        if self._started_at == math.inf:
+            self._started_at = self._rank.coming_step
             self._rank.arrive()
 
     # -- when it is over, one way or the other ---------------------------------------------------------------
@@ -162,9 +155,9 @@ class Guard(UnderWay):
             connection.abort()
 
     def _give_up(self, command: int) -> None:
-        if self._exposed == command:
+        if self._under_way == command:
             step = self._rank.how_far(command)  # before it is looked whether this rank has come
-            if step is not None and not (self._meeting and step >= self._meeting):
+            if step is not None and step < self._started_at:
                 self.abort()
 
     def is_done(self) -> bool:
