@@ -30,6 +30,8 @@ from importlib.util import find_spec
 from pkgutil import iter_modules
 from typing import Any
 
+import numpy as np
+
 from synkhronos.devices import cuda, host, jax, pygpu
 from synkhronos.devices.host import Device, Layout, Selection, take
 from synkhronos.gpus import get_n_gpu
@@ -61,6 +63,9 @@ JAX = jax.DEVICE
 PYGPU = pygpu.DEVICE
 
 
+_NUMPY = np.ndarray, np.generic
+
+
 @cache
 def kinds() -> tuple[Device, ...]:
     """Return the ``DEVICE`` of each module here that has one; last the host's, which holds whatever NumPy can read."""
@@ -76,6 +81,8 @@ def device_named(name: str) -> Device:
 
 def device_of(value: Any) -> Device:
     """Return the device that holds a value."""
+    if isinstance(value, _NUMPY):  # nearly always, and to ask each device takes longer than to add two numbers
+        return HOST
     for device in kinds():
         if device.holds(value):
             return device

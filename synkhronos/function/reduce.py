@@ -72,6 +72,7 @@ class Accumulator:
 
     def __init__(self, op: Op):
         self.op = op
+        self._row = None if op.name is None else op.row
         #: What holds the values.
         self._device: Device = HOST
         self.rows = 0
@@ -84,16 +85,17 @@ class Accumulator:
         """Take a value that came from so many rows."""
         self.rows += rows
         self.count += 1
-        if self.op.name is None:
+        row = self._row
+        if row is None:
             self._value = value
             return
         if self.count == 1:
             self._device = device_of(value)
         value = self._device.array(value)
-        if not self.op.elementwise:
+        if row.combine is None:
             self._parts.append(value if value.ndim else value.reshape((1,)))
             return
-        weighted = self._weigh(value, rows)
+        weighted = self._weigh(row, value, rows) if row.divides else value
         if self._value is None:
             # What came may be the caller's own, and this will be written in.
             self._value = np.array(weighted) if weighted is value and self._device is HOST else weighted
@@ -102,23 +104,22 @@ class Accumulator:
                 f"op {self.op.spelled!r} needs the same shape from all, got {self._value.shape} and {value.shape}"
             )
         else:
-            self._value = self._device.combine(self.op.row, self._value, weighted)
+            self._value = self._device.combine(row, self._value, weighted)
 
-    def _weigh(self, value: Any, rows: int) -> Any:
-        if not self.op.row.divides:
-            return value
+    def _weigh(self, row: Reduction, value: Any, rows: int) -> Any:
         self._dtype = value.dtype
         if value.dtype == np.float16:  # a sum over rows soon exceeds its range
             value = value.astype(np.float32)
-        return self._device.array(value * np.asarray(rows, value.dtype)) if self.op.row.by_rows else value
+        return self._device.array(value * np.asarray(rows, value.dtype)) if row.by_rows else value
 
     def result(self) -> Any:
         """Return the reduction of what was taken; at least one value."""
         if self._parts:
             return self._parts[0] if len(self._parts) == 1 else self._device.join(self._parts)
-        if self.op.name is None or not self.op.row.divides:
+        row = self._row
+        if row is None or not row.divides:
             return self._value
-        total = self.rows if self.op.row.by_rows else self.count
+        total = self.rows if row.by_rows else self.count
         # Nothing was computed from any row: the serial library's own word (0 / 0) stays.
         value = self._value if total == 0 and self.count else self._value / np.asarray(total, self._value.dtype)
         return self._device.array(value).astype(self._dtype, copy=False)
