@@ -234,6 +234,17 @@ def test_a_process_that_is_bound_to_a_core_is_warned_of_where_it_calls_fork(monk
     assert {each.filename for each in found} == {__file__}
 
 
+def test_an_mpirun_of_another_mpi_than_mpi4py_s_is_refused(monkeypatch):
+    made.end()  # those are children of this process, too
+    monkeypatch.setattr(start, "_command", lambda names, address: ["sleep", "60"])
+    monkeypatch.setattr(start, "_mpirun", lambda: "/opt/mpi/bin/mpirun")
+    # The process of the first host, which is alone to its MPI.
+    monkeypatch.setattr(start.Hosts, "_meet", lambda self, listener: [{"name": "a", "cores": 4, "gpus": 0}])
+    with pytest.raises(RuntimeError, match=r"^/opt/mpi/bin/mpirun started 2 processes, and MPI connects 1 of them"):
+        synk.fork(hosts=["a", "b"], use_gpu=False)
+    assert children_of(os.getpid()) == []
+
+
 def test_frames_have_no_more_memory_than_they_need():
     control = Control(3, 0.0, here=range(2), extra=Layout.nbytes(2))
     frame = Layout(control).frame(3, FRAMES - 1)

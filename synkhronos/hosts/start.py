@@ -128,6 +128,12 @@ class Hosts:
             hosts = [Host(hello["name"], None) for hello in hellos]
             self.names = [host.name for host in hosts]
             _check_shape(hellos)
+        elif len(hellos) < len(hosts):
+            raise RuntimeError(
+                f"{_mpirun()} started {len(hosts)} processes, and MPI connects {len(hellos)} of them: it is not of the "
+                "MPI that mpi4py uses, which python -c 'from mpi4py import MPI; print(MPI.Get_library_version())' "
+                "names; pip install synkhronos[hosts] brings one MPI for both"
+            )
         _check_versions(self.names, [hello["versions"] for hello in hellos])
         self._known_as = [(name, hello["name"]) for name, hello in zip(self.names, hellos, strict=True)]
         self._asked = [host.n_ranks for host in hosts]
