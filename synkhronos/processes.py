@@ -129,7 +129,8 @@ def fork(
     Notes
     -----
     A worker is a copy of this process as it is now: fork early, before data is loaded and before threads are started
-    that hold locks.  The cores are shared out: each rank's BLAS gets its part of them as threads.
+    that hold locks.  The cores are shared out: each rank's BLAS gets its part of them as threads.  From then on the C
+    library keeps up to 256 MB of freed arrays' memory in each rank, this process included: the next call uses it again.
 
     Workers on other hosts are no copies: they start anew, with this process' ``sys.path`` and working directory, and
     import what they need.  Python and its packages have to be at the same path there.  Hosts talk by MPI, which
