@@ -85,7 +85,11 @@ FILES = {
     ),
     "no key": ("a.cfg", "COLOUR=red", r"a.cfg, line 1: 'COLOUR' is no setting: expected RULE, "),
     "a quotation mark": ("a.cfg", "RULE='BSP", r"a.cfg, line 1: No closing quotation"),
-    "a way to exchange": ("a.cfg", "SYNC_TYPE=max", r"a.cfg, line 1: SYNC_TYPE: expected avg, cdd or swap, got 'max'"),
+    "a way to exchange": (
+        "a.cfg",
+        "SYNC_TYPE=max",
+        r"a.cfg, line 1: SYNC_TYPE: expected one of avg, cdd, swap, got 'max'",
+    ),
     "a strategy": ("a.cfg", "EXCH_STRATEGY=pigeon", r"a.cfg, line 1: EXCH_STRATEGY: expected one of .* got 'pigeon'"),
 }
 

@@ -30,8 +30,8 @@ _MOST = 4000
 _standard_output = -1
 _pump: subprocess.Popen[bytes] | None = None
 
-#: Puts the name before each line that a rank prints: a process of its own, which has the last words of one that is
-#: killed, too.
+#: Puts the name before each line that a rank prints: a process of its own, so that the last lines of a rank that is
+#: killed come, too.
 _CODE = f"""
 import os, sys
 name = sys.argv[1].encode()
@@ -56,7 +56,7 @@ def enter(rank: int) -> None:
 
 
 class Records:
-    """Has a rank's records come to the supervisor, who writes them as `synkhronos.training.Recorder` does."""
+    """Sends a rank's records to the supervisor, which writes them as `synkhronos.training.Recorder` does."""
 
     def write_rank(self, rank: int, record: Mapping[str, Any]) -> None:
         """Write a rank's record."""

@@ -164,7 +164,11 @@ class _Run:
                 f"{self.settings.modelclass} lacks:\n  attribute n_epochs: expected a number of epochs, got "
                 f"{epochs!r}; or give --set epochs=N"
             )
-        first = self.begin() if path is None else self.resume(path)
+        first = 0
+        if path is None:
+            self.rule.setup(self.worker, self.state)
+        else:
+            first = self.resume(path)
         for epoch in range(first, int(epochs)):
             self.model.epoch = epoch
             self.recorder.learning_rate = contract.learning_rate(self.model)
@@ -191,11 +195,6 @@ class _Run:
         own = self.state.vector  # behind the report, which may take what has come by mail
         self.state.vector = stands_for_all
         return own
-
-    def begin(self) -> int:
-        """Begin: all ranks have the same parameters."""
-        self.rule.setup(self.worker, self.state)
-        return 0
 
     # -- an epoch --------------------------------------------------------------------------------------------
 

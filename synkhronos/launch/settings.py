@@ -49,13 +49,18 @@ RULES: dict[str, type[rules.Rule]] = {
 }
 #: The keys of Theano-MPI's files, without "_", and ours.
 _OLD_KEYS = {"session": "folder", **{key: key for key in ("rule", "modelfile", "modelclass", "devices", "bind")}}
-#: Its ways to combine: all are ``BSP``, but for the pairs.
-_OLD_SYNC = {"avg": "BSP", "cdd": "BSP", "swap": "Swap"}
-#: Its ways to move, and the precision of what is moved.
-_OLD_STRATEGIES = {
-    **dict.fromkeys(("ar", "nccl32", "asa32", "copper"), None),
-    **dict.fromkeys(("nccl16", "asa16", "copper16"), "float16"),
+#: Its ways to combine, and to move, and what each is here.
+_OLD_SYNC: dict[str, dict[str, Any]] = {"avg": {}, "cdd": {}, "swap": {"rule": "Swap"}}
+_OLD_STRATEGIES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("ar", "nccl32", "asa32", "copper"), {}),
+    **dict.fromkeys(("nccl16", "asa16", "copper16"), {"rule_options": {"precision": "float16"}}),
 }
+_OLD_WAYS = {
+    **dict.fromkeys(("synctype", "syncrule"), _OLD_SYNC),
+    **dict.fromkeys(("exchstrategy", "exchstrat", "strategy"), _OLD_STRATEGIES),
+}
+#: The settings that are numbers, and how small each may be.
+_LEAST = {"epochs": 1, "seed": 0, "every": 1, "checkpoint": 0, "keep": 1}
 
 
 class SettingsError(ValueError):
@@ -174,7 +179,7 @@ def _check_keys(found: Mapping[str, Any], source: str) -> None:
 def _old(path: Path, text: str) -> dict[str, Any]:
     """Read Theano-MPI's KEY=VALUE lines."""
     found: dict[str, Any] = {}
-    options: dict[str, Any] = {}
+    ways: dict[str, Any] = {}
     for number, line in enumerate(text.splitlines(), 1):
         try:
             words = shlex.split(line, comments=True)
@@ -186,28 +191,19 @@ def _old(path: Path, text: str) -> dict[str, Any]:
         name = key.lower().replace("_", "")
         if not equals:
             raise SettingsError(f"{path}, line {number}: expected KEY=VALUE, or a .toml file, got {line!r}")
-        if name in ("synctype", "syncrule"):
-            if value.lower() not in _OLD_SYNC:
-                raise SettingsError(f"{path}, line {number}: {key}: expected avg, cdd or swap, got {value!r}")
-            if value.lower() == "swap":
-                found["rule"] = "Swap"
-        elif name in ("exchstrategy", "exchstrat", "strategy"):
-            if value.lower() not in _OLD_STRATEGIES:
-                words = list(_OLD_STRATEGIES)
-                raise SettingsError(f"{path}, line {number}: {key}: expected one of {words}, got {value!r}")
-            if _OLD_STRATEGIES[value.lower()]:
-                options["precision"] = _OLD_STRATEGIES[value.lower()]
+        if name in _OLD_WAYS:
+            known = _OLD_WAYS[name]
+            if value.lower() not in known:
+                raise SettingsError(f"{path}, line {number}: {key}: expected one of {', '.join(known)}, got {value!r}")
+            ways |= known[value.lower()]
         elif name in _OLD_KEYS:
-            if not (_OLD_KEYS[name] == "rule" and found.get("rule") == "Swap"):
-                found[_OLD_KEYS[name]] = value
+            found[_OLD_KEYS[name]] = value
         else:
             raise SettingsError(
                 f"{path}, line {number}: {key!r} is no setting: expected RULE, MODELFILE, MODELCLASS, DEVICES, BIND, "
                 "SESSION, SYNC_TYPE or EXCH_STRATEGY; take a .toml file for others"
             )
-    if options:
-        found["rule_options"] = options
-    return found
+    return found | ways
 
 
 def parse_set(text: str) -> dict[str, Any]:
@@ -258,7 +254,11 @@ def joined(pieces: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def merged(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join settings of several places, the first before the others; what doesn't go with what comes before it goes."""
+    """Join settings of several places, of which the first counts most.
+
+    Another rule than that of a later place leaves out the options there.  So do devices with the number of ranks there,
+    and a number of ranks with the devices; if these are ``cpu``, they stay so.
+    """
     found: dict[str, Any] = {}
     for source in map(_with_model_split, reversed(sources)):
         rule = found.get("rule")
@@ -310,7 +310,11 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
         hosts[0] = Host(hosts[0].name, len(devices))
     else:
         devices = _devices(found.get("devices"), found.get("ranks"))
-    rule = rule_name(_text(found, "rule") or "BSP")
+    rule = rule_name(_text(found, "rule") or Settings.rule)
+    others: dict[str, Any] = {
+        **{key: _integer(found[key], key, least) for key, least in _LEAST.items() if found.get(key) is not None},
+        **{key: _flag(found[key], key) for key in ("bind", "scale_lr") if found.get(key) is not None},
+    }
     settings = Settings(
         modelfile=module,
         modelclass=class_name,
@@ -320,15 +324,9 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
         rule=rule,
         rule_options=_table(found, "rule_options"),
         folder=os.path.abspath(_path(found, "folder") or _new_folder(class_name, rule)),
-        epochs=None if found.get("epochs") is None else _integer(found["epochs"], "epochs", 1),
-        seed=_integer(found.get("seed", 0), "seed", 0),
-        bind=_flag(found.get("bind", True), "bind"),
         config=_table(found, "config"),
-        every=_integer(found.get("every", 40), "every", 1),
-        checkpoint=_integer(found.get("checkpoint", 0), "checkpoint", 0),
-        keep=_integer(found.get("keep", 3), "keep", 1),
-        scale_lr=_flag(found.get("scale_lr", False), "scale_lr"),
         resume=_path(found, "resume"),
+        **others,
     )
     settings.make_rule()
     return _with_a_folder(settings)

@@ -3,7 +3,7 @@
 `Loader`
     What users make.
 `Feed`
-    A ring, as those see it who take rows from it by their places in an epoch: the trainer, and each rank.
+    What the trainer, and each rank, takes rows from by their places in an epoch.
 """
 
 from __future__ import annotations
@@ -354,7 +354,7 @@ class Loader:
 
 
 class Feed:
-    """A ring, as those see it who take rows from it by their places in an epoch: the trainer, or each rank.
+    """What the trainer, or each rank, takes rows from by their places in an epoch.
 
     It can be sent to the ranks as an argument of `synkhronos.run`; each calls `open` with its number.  There its
     ``data`` are LocalRows.  At most ``most`` units may be taken at once.
@@ -370,11 +370,11 @@ class Feed:
         return {**vars(self), "_ring": None}
 
     def open(self, taker: int) -> None:
-        """Be one of those who take units."""
+        """Take units as the taker of this number."""
         self._ring = Ring(self.layout, np.asarray(self._words), taker, self._pids)
 
     def unit_at(self, place: int) -> int:
-        """Return the number of the unit that begins at a place, or behind it."""
+        """Return the number of the first unit that begins at a place or behind it."""
         return self._unit - (self.plan.row - place) // self.layout.unit
 
     def is_ready(self, first: int, last: int) -> bool:

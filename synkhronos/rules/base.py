@@ -210,8 +210,9 @@ def shared_memory(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[
 
 
 def average(worker: Worker, vector: Any, precision: str | None) -> Any:
-    """Return the mean of all ranks' vectors, exchanged in a precision; each is divided before the sum, or summed wide.
+    """Return the mean of all ranks' vectors, exchanged in a precision.
 
+    No sum overflows: vectors are divided before they are added, or are added in a wider dtype.
     The vector's memory may be overwritten.  In host memory bfloat16 is a rounding of float32, which is what moves;
     between GPUs 16 bits move.
     """
@@ -227,7 +228,7 @@ def average(worker: Worker, vector: Any, precision: str | None) -> Any:
 
 
 def as_bfloat16(vector: np.ndarray) -> np.ndarray:
-    """Return float32 numbers of which the last 16 bits are 0: the nearest, of two the even one; of finite numbers."""
+    """Round finite numbers to float32 whose last 16 bits are 0: the nearest, or of two as near the even one."""
     bits = np.ascontiguousarray(vector, np.float32).view(np.uint32)
     rounded = (bits + (((bits >> 16) & 1) + 0x7FFF).astype(np.uint32)) & np.uint32(0xFFFF0000)
     return rounded.view(np.float32)

@@ -106,7 +106,7 @@ class GoSGD(Rule):
         """Return the weighted mean, with nothing left in a mailbox."""
         worker.barrier("all have sent")
         self.drain(worker, state)
-        # They add up to something else once an interrupt has come between the two ends of what one rank sent another.
+        # By the sum of the weights, which is not 1 any more after an interrupt in the middle of a message.
         share = state.own["weight"] / sum(worker.exchange(state.own["weight"]))
         return worker.all_reduce(share * state.vector, "sum")
 

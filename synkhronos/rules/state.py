@@ -167,7 +167,7 @@ class State:
         self.params.set(value)
 
     def opened(self) -> tuple[list[np.ndarray] | None, Any]:
-        """Return the parameters in host memory, to be written in place, and as what `vector` has to be set to then.
+        """Return the parameters' host memory, to be written in place, and what `vector` has to be set to afterwards.
 
         Returns
         -------

@@ -21,7 +21,7 @@ StepRows: TypeAlias = list[np.ndarray] | None
 
 
 def rows_of_ranks(batches: Sequence[Any], length: int, size: int) -> list[StepRows]:
-    """Return the rows of steps on scattered data; of None where ranks would have different numbers of them.
+    """Return the rows of steps on scattered data; None for a step in which ranks would not have equally many.
 
     Each of ``batches`` is as for ``batch``.  What is wrong with one is said by its number.
 
@@ -40,7 +40,7 @@ def rows_of_ranks(batches: Sequence[Any], length: int, size: int) -> list[StepRo
 
 
 def sliceable_rows_of_ranks(batches_s: Sequence[Any], size: int) -> list[StepRows]:
-    """Return the rows of steps on data that the ranks hold; None for slices, whose lengths only the ranks know.
+    """Return the rows of steps on data that the ranks hold; None for a step by slices.
 
     Each of ``batches_s`` is as for ``batch_s``.  What is wrong with one is said by its number.
 

@@ -50,7 +50,7 @@ class Plan:
 
 
 class InOrder:
-    """Rows by their places in an epoch's order, of data that are all there: what a loader's `Feed` is of others.
+    """Rows of data that are all in memory, by their places in an epoch's order; a loader's rows come by a `Feed`.
 
     ``order`` has the rows' numbers.  On a rank the data are LocalRows.
     """

@@ -46,8 +46,8 @@ class Place:
 class OnRanks:
     """What the ranks keep for a trainer, under its name.
 
-    By all its parameters, ``params``, a checkpoint's model is known.  Where ranks are ``alike`` all have the same
-    parameters after each step, and need no memory for exchanges.
+    ``params`` are all of the model's: a checkpoint is of this model if it has as many, of the same shapes.  Where ranks
+    are ``alike`` all have the same parameters after each step, and need no memory for exchanges.
     """
 
     def __init__(self, name: str, rule: Rule, params: list[Any], groups: storing.Groups, alike: bool):

@@ -123,18 +123,15 @@ class SerialTrainFunction:
         extra = [shared for shared, _ in self._model.extra_updates if hasattr(shared.type, "dtype")]
         before = [shared.get_value() for shared in extra]
         losses, rows, gradients, after = [], [], [], []
-        try:
-            for pieces in zip(*(np.array_split(a, num_slices) for a in arrays), strict=True):
+        for pieces in zip(*(np.array_split(a, num_slices) for a in arrays), strict=True):
+            try:
                 losses.append(self.gradient(*pieces))
                 rows.append(len(pieces[0]))
                 gradients.append(self.grad_shared.get_value())
                 after.append([shared.get_value() for shared in extra])
+            finally:
                 for shared, value in zip(extra, before, strict=True):
                     shared.set_value(value)
-        except BaseException:
-            for shared, value in zip(extra, before, strict=True):
-                shared.set_value(value)
-            raise
         self.grad_shared.set_value(np.sum(gradients, axis=0))
         for shared, value, values in zip(extra, before, zip(*after, strict=True), strict=True):
             new = np.average(values, axis=0, weights=rows).astype(value.dtype) if is_averaged(shared) else values[-1]
