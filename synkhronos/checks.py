@@ -12,10 +12,13 @@
     A list of a certain length.
 `called`
     What errors call a graph's variable.
+`package`
+    A package that not everybody has.
 """
 
 from __future__ import annotations
 
+import importlib
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -116,3 +119,11 @@ def listed(value: Any, name: str, length: int, of: str) -> list[Any]:
 def called(variable: Any) -> str:
     """Return what to call a variable of a graph in an error."""
     return repr(variable.name) if getattr(variable, "name", None) else str(variable)
+
+
+def package(module: str, needs: str, extra: str) -> Any:
+    """Return a module; where it is not installed, raise ImportError that says what needs it, and which extra has it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ImportError(f"{needs}: pip install 'synkhronos[{extra}]'") from None

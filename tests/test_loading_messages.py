@@ -158,7 +158,7 @@ CALLS = {
     "hdf5: another file": lambda: (hdf5_file(), loading.hdf5("notes.txt", "x")),
     "hdf5: another name": lambda: loading.hdf5(hdf5_file(), "z"),
     "hdf5: not installed": lambda: without("h5py", lambda: loading.hdf5("d.h5", "x")),
-    "pictures: not installed": lambda: without("PIL", lambda: Images(["x.jpg"], 5)),
+    "pictures: not installed": lambda: without("PIL.Image", lambda: Images(["x.jpg"], 5)),
     "pictures: no list": lambda: Images("x.jpg", 5),
     "pictures: none": lambda: Images([], 5),
     "pictures: labels": lambda: Images(["x.jpg", "y.jpg"], 5, [1, 2, 3]),

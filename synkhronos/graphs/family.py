@@ -60,6 +60,9 @@ class GraphLibrary:
     variable_class: type
     shared_class: type
     constant_class: type
+    #: Those in which users wrap inputs and outputs.
+    input_class: Any
+    output_class: Any
 
     def __init__(self, package: ModuleType):
         self.name = package.__name__
@@ -103,16 +106,25 @@ class GraphLibrary:
         raise NotImplementedError
 
     def input(self, value: Any) -> Input:
-        """Describe what the user passed as an input of a function."""
+        """Describe what the user passed as an input of a function: a variable, or an ``In``."""
+        if not isinstance(value, self.input_class):
+            return Input(value, value.name, False, False, None, (), value)
+        flags = bool(value.mutable), value.strict, value.allow_downcast
+        return Input(value.variable, value.name, *flags, self.default(value), value)
+
+    def default(self, wrapped: Any) -> tuple[Any, ...]:
+        """Return an ``In``'s default value in a tuple of one; an empty one if there is none."""
         raise NotImplementedError
 
     def output_variable(self, value: Any) -> Any:
         """Return the variable of an output: itself, or what the library's ``Out`` wraps."""
-        raise NotImplementedError
+        return value.variable if isinstance(value, self.output_class) else value
 
     def with_output_variable(self, output: Any, variable: Any) -> Any:
         """Return the output with another variable in it."""
-        raise NotImplementedError
+        if not isinstance(output, self.output_class):
+            return variable
+        return self.output_class(variable, borrow=output.borrow)
 
     # -- graphs ----------------------------------------------------------------------------------------------
 

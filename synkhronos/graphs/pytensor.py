@@ -19,7 +19,7 @@ from pytensor.link.numba.linker import NumbaLinker
 
 from synkhronos.devices import JAX, Device
 from synkhronos.graphs import sums  # noqa: F401 - bounds a rewrite
-from synkhronos.graphs.family import AT_FIRST_CALL, AT_ONCE, IN_TURN, GraphLibrary, Input, check_jumps
+from synkhronos.graphs.family import AT_FIRST_CALL, AT_ONCE, IN_TURN, GraphLibrary, check_jumps
 from synkhronos.graphs.lengths import in_jax_mode
 from synkhronos.graphs.traced import check_key, follow_streams, set_stream_of, stream_of
 
@@ -31,6 +31,8 @@ class PyTensor(GraphLibrary):
     variable_class = Variable
     shared_class = SharedVariable
     constant_class = Constant
+    input_class = In
+    output_class = Out
 
     def is_generator(self, shared: Any) -> bool:
         """Whether the variable holds a NumPy Generator."""
@@ -62,22 +64,9 @@ class PyTensor(GraphLibrary):
         """Jump a Generator."""
         return type(value)(value.bit_generator.jumped(distance))
 
-    def input(self, value: Any) -> Input:
-        """Describe a variable, or an ``In``."""
-        if isinstance(value, In):
-            default = tuple(getattr(value, "default", ()))  # PyTensor's own has none
-            return Input(
-                value.variable, value.name, bool(value.mutable), value.strict, value.allow_downcast, default, value
-            )
-        return Input(value, value.name, False, False, None, (), value)
-
-    def output_variable(self, value: Any) -> Any:
-        """Return the variable of an output, or of an ``Out``."""
-        return value.variable if isinstance(value, Out) else value
-
-    def with_output_variable(self, output: Any, variable: Any) -> Any:
-        """Put another variable in the place of an output's."""
-        return Out(variable, borrow=output.borrow) if isinstance(output, Out) else variable
+    def default(self, wrapped: Any) -> tuple[Any, ...]:
+        """Return the default value of `synkhronos.compat`'s ``In``; PyTensor's own has none."""
+        return tuple(getattr(wrapped, "default", ()))
 
     def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:
         """Return copies of the outputs' graphs with variables replaced."""

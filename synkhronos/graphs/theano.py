@@ -13,7 +13,7 @@ from theano.compile.sharedvalue import SharedVariable
 from theano.gof.graph import Constant, Variable
 
 from synkhronos.devices import HOST, PYGPU, Device
-from synkhronos.graphs.family import GraphLibrary, Input
+from synkhronos.graphs.family import GraphLibrary
 
 # MRG31k3p: two recurrences of order 3 modulo these primes (L'Ecuyer and Touzin, "Fast combined multiple recursive
 # generators with multipliers of the form a = 2^q +- 2^r", WSC 2000).  One step of each is a product with its matrix.
@@ -32,6 +32,8 @@ class Theano(GraphLibrary):
     variable_class = Variable
     shared_class = SharedVariable
     constant_class = Constant
+    input_class = SymbolicInput
+    output_class = SymbolicOutput
 
     def is_generator(self, shared: Any) -> bool:
         """Whether the variable holds a RandomState, or the state of an MRG stream."""
@@ -68,22 +70,9 @@ class Theano(GraphLibrary):
         source.state = cast(Any, value.get_state(legacy=False))
         return np.random.RandomState(source.jumped(distance))
 
-    def input(self, value: Any) -> Input:
-        """Describe a variable, or an ``In``."""
-        if isinstance(value, SymbolicInput):
-            default = (value.value,) if isinstance(value, In) and value.value is not None else ()
-            return Input(
-                value.variable, value.name, bool(value.mutable), value.strict, value.allow_downcast, default, value
-            )
-        return Input(value, value.name, False, False, None, (), value)
-
-    def output_variable(self, value: Any) -> Any:
-        """Return the variable of an output, or of an ``Out``."""
-        return value.variable if isinstance(value, SymbolicOutput) else value
-
-    def with_output_variable(self, output: Any, variable: Any) -> Any:
-        """Put another variable in the place of an output's."""
-        return SymbolicOutput(variable, borrow=output.borrow) if isinstance(output, SymbolicOutput) else variable
+    def default(self, wrapped: Any) -> tuple[Any, ...]:
+        """Return the default value of an ``In``, if it has one."""
+        return (wrapped.value,) if isinstance(wrapped, In) and wrapped.value is not None else ()
 
     def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Callable[..., Any]:
         """Compile; on a GPU into a function whose inputs are there already, where it wants them there."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.checks import at_least, one_of
+from synkhronos.checks import at_least, one_of, package
 from synkhronos.data import Data
 from synkhronos.data.dense import check_dense
 
@@ -213,11 +213,7 @@ def _open_hdf5(path: str, name: str) -> Any:
 
 
 def _h5py() -> Any:
-    try:
-        import h5py
-    except ImportError:
-        raise ImportError("HDF5 files need h5py: pip install 'synkhronos[hdf5]'") from None
-    return h5py
+    return package("h5py", "HDF5 files need h5py", "hdf5")
 
 
 class Images:
@@ -347,11 +343,7 @@ def _is_shown(entry: os.DirEntry[str]) -> bool:
 
 
 def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise ImportError("pictures need Pillow: pip install 'synkhronos[images]'") from None
-    return Image
+    return package("PIL.Image", "pictures need Pillow", "images")
 
 
 class Arrays:

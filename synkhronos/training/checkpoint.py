@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.checks import at_least
+from synkhronos.checks import at_least, package
 
 #: One that is about to be replaced by another of the same rows has the second name.
 _NAME, _OLD = re.compile(r"rows-\d{12}(\.old)?$"), ".old"
@@ -183,11 +183,7 @@ def _read(path: Path, name: str, parse: Callable[[bytes], Any]) -> Any:
 
 
 def _safetensors() -> Any:
-    try:
-        import safetensors.numpy
-    except ImportError:
-        raise ImportError("checkpoints need safetensors: pip install 'synkhronos[training]'") from None
-    return safetensors.numpy
+    return package("safetensors.numpy", "checkpoints need safetensors", "training")
 
 
 def _write(path: Path, content: bytes) -> None:

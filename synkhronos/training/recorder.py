@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from synkhronos.checks import at_least
+from synkhronos.checks import at_least, package
 
 #: Of what a rank writes down.
 RANK_FILE, REPORT_FILE = "rank-{}.jsonl", "reports.jsonl"
@@ -104,11 +104,10 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | os.PathLike[str], purge: int | None = None):
-        try:
-            from tensorboardX import event_file_writer, summary
-            from tensorboardX.proto import event_pb2
-        except ImportError:
-            raise ImportError("TensorBoard needs tensorboardX: pip install 'synkhronos[tensorboard]'") from None
+        package("tensorboardX", "TensorBoard needs tensorboardX", "tensorboard")
+        from tensorboardX import event_file_writer, summary
+        from tensorboardX.proto import event_pb2
+
         self._scalar, self._proto = summary.scalar, event_pb2
         os.makedirs(folder, exist_ok=True)
         # Not a SummaryWriter, by whose thread numbers come to the file at some time later, or not at all.
