@@ -47,6 +47,8 @@ SETTINGS = {
     "devices, not there": ({"devices": "cuda99"}, r"devices: cuda99 is not there: this machine shows (no GPU|cuda0 to cuda\d+); cpu,cpu computes on two of its cores"),
     "ranks and devices": ({"devices": "cpu,cpu", "ranks": 3}, r"ranks: expected 2, the number of devices, got 3"),
     "ranks, none": ({"ranks": 0}, r"ranks: expected at least 1, got 0"),
+    "ranks, too many": ({"ranks": 10**30}, r"ranks: expected at most 1024, got 1000"),
+    "root, a number": ({"root": 3}, r"root: expected a text, got 3"),
     "ranks, a word": ({"ranks": "all"}, r"ranks: expected an integer, got 'all'"),
     "a rule": ({"rule": "SSP"}, r"rule: expected one of ASGD, BSP, .* got 'SSP'"),
     "a rule, a number": ({"rule": 3}, r"rule: expected a text, got 3"),

@@ -31,7 +31,7 @@ from typing import Any
 from synkhronos import rules
 from synkhronos.checks import at_least
 from synkhronos.gpus import get_n_gpu
-from synkhronos.hosts import Host, hosts_of, launched
+from synkhronos.hosts import MOST, Host, hosts_of, launched
 from synkhronos.launch import modelfile
 from synkhronos.ranks import available_cores
 from synkhronos.training.checkpoint import paths_in
@@ -298,18 +298,20 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
         raise SettingsError("modelfile: expected the file to train; name a session file, or model = 'FILE:CLASS'")
     if not class_name:
         raise SettingsError("modelclass: expected the class to train; name a session file, or model = 'FILE:CLASS'")
-    folders = [found["root"]] if "root" in found else []
-    folders += [os.getcwd()] + ([os.path.dirname(os.path.abspath(beside))] if beside is not None else [])
+    folders = [_path(found, "root"), os.getcwd(), beside and os.path.dirname(os.path.abspath(beside))]
     try:
-        root, module = modelfile.find(name, class_name, folders)
+        root, module = modelfile.find(name, class_name, [os.fspath(each) for each in folders if each])
     except modelfile.ModelFileError as error:
         raise SettingsError(str(error)) from None
-    hosts = _hosts(found.get("hosts"), found.get("ranks"))
+    n_ranks = None if found.get("ranks") is None else _integer(found["ranks"], "ranks", 1)
+    if n_ranks is not None and n_ranks > MOST:
+        raise SettingsError(f"ranks: expected at most {MOST}, got {n_ranks}")
+    hosts = _hosts(found.get("hosts"), n_ranks)
     if hosts:
         devices = _devices_on(hosts[0], found.get("devices"))
         hosts[0] = Host(hosts[0].name, len(devices))
     else:
-        devices = _devices(found.get("devices"), found.get("ranks"))
+        devices = _devices(found.get("devices"), n_ranks)
     rule = rule_name(_text(found, "rule") or Settings.rule)
     others: dict[str, Any] = {
         **{key: _integer(found[key], key, least) for key, least in _LEAST.items() if found.get(key) is not None},
@@ -425,10 +427,9 @@ def _names(devices: Any) -> list[str]:
     return [each.strip() for each in devices if each.strip()]
 
 
-def _devices(devices: Any, ranks: Any) -> tuple[str, ...]:
-    """Return a device for each rank: by default all GPUs that are visible, or a rank for each core."""
+def _devices(devices: Any, count: int | None) -> tuple[str, ...]:
+    """Return a device for each of so many ranks: by default all GPUs that are visible, or a rank for each core."""
     n_gpu = get_n_gpu()
-    count = None if ranks is None else _integer(ranks, "ranks", 1)
     if devices is None:
         if count is None:
             return tuple(f"cuda{i}" for i in range(n_gpu)) or ("cpu",) * available_cores()
@@ -466,7 +467,7 @@ def _devices(devices: Any, ranks: Any) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def _hosts(hosts: Any, ranks: Any) -> list[Host]:
+def _hosts(hosts: Any, n_ranks: int | None) -> list[Host]:
     """Return the hosts, and how many ranks each is to have, if that is said; none for this machine alone."""
     if isinstance(hosts, str) and hosts != "all":
         hosts = [each for each in hosts.split(",") if each.strip()]
@@ -479,8 +480,7 @@ def _hosts(hosts: Any, ranks: Any) -> list[Host]:
             f"hosts: {process[1]} of these commands were started, and one starts the ranks of all hosts: start it once "
             "(srun --nodes=1 --ntasks=1, or without srun or mpirun)"
         )
-    count = None if ranks is None else _integer(ranks, "ranks", 1)
-    return [Host(each.name, each.n_ranks or count) for each in found]
+    return [Host(each.name, each.n_ranks or n_ranks) for each in found]
 
 
 def _devices_on(first: Host, devices: Any) -> tuple[str, ...]:
