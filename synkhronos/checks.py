@@ -12,13 +12,15 @@
     A list of a certain length.
 `called`
     What errors call a graph's variable.
-`package`
-    A package that not everybody has.
+`package`, `versions`
+    Packages that not everybody has.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.metadata
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -127,3 +129,12 @@ def package(module: str, needs: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         raise ImportError(f"{needs}: pip install 'synkhronos[{extra}]'") from None
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

@@ -37,12 +37,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import numpy as np
 
+from synkhronos.checks import versions
 from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts.contents import PAGE, Contents, pages_of, put_pages, take_pages
 from synkhronos.hosts.locks import PIECE, UNDER_WAY, Locks
@@ -699,10 +699,7 @@ def _hello() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("synkhronos", "numpy", "pytensor", "Theano", "jax", "nccl4py", "cuda-core"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
+    found = versions(("synkhronos", "numpy", "pytensor", "Theano", "jax", "nccl4py", "cuda-core"))
     if find_spec("pygpu") is not None:  # which is linked into environments, with no word of its version
         found["pygpu"] = "installed"
     return found

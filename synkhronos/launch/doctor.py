@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -15,6 +14,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
+from synkhronos.checks import versions
 from synkhronos.devices import JAX, PYGPU
 from synkhronos.gpus import get_n_gpu
 from synkhronos.launch import binding
@@ -43,7 +43,7 @@ def report() -> str:
         if find_spec(module) is None:
             missing.append(f"{use}: {package} is not installed: pip install 'synkhronos[{extra}]'")
         else:
-            lines.append(f"{package} {_version(package)}")
+            lines.append(f"{package} {versions([package]).get(package, '(of no known version)')}")
     if find_spec("pytensor") is None and find_spec("theano") is None:
         missing.insert(0, "anything: no graph library is installed: pip install 'synkhronos[pytensor]'")
     _shared_memory(lines, missing)
@@ -52,13 +52,6 @@ def report() -> str:
     _gpus(lines, missing)
     text = "".join(f"{line}\n" for line in lines)
     return text + ("missing for\n" + "".join(f"  {line}\n" for line in missing) if missing else "nothing is missing\n")
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "(of no known version)"
 
 
 def _shared_memory(lines: list[str], missing: list[str]) -> None:

@@ -33,7 +33,7 @@ from synkhronos.rules import Rule, State
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker
 from synkhronos.training import storing
-from synkhronos.training.checkpoint import Checkpoint, CheckpointError, load
+from synkhronos.training.checkpoint import Checkpoint, CheckpointError, load_meta
 from synkhronos.training.meter import timed
 from synkhronos.training.recorder import Recorder, cut
 
@@ -336,15 +336,14 @@ class _Run:
     def resume(self, path: str) -> int:
         """Go on from a checkpoint, which rank 0 reads for all; return how many epochs it has."""
         worker = self.worker
-        stored = load(path) if worker.number == 0 else None
-        meta = worker.decide(None if stored is None else stored.meta)
+        meta = worker.decide(load_meta(path) if worker.number == 0 else None)
         shapes = [list(shape) for shape in self.state.params.shapes]
         if meta.get("shapes") != shapes:
             raise CheckpointError(f"{path} has parameters of shapes {meta.get('shapes')}, expected {shapes}")
         storing.check_rule(path, meta, self.settings.rule, self.rule)
         for epoch in range(meta["epochs"]):  # learning rates that are no shared variables
             contract.called(self.model.adjust_hyperp, epoch)
-        storing.restore(worker, _KEPT, self.groups, self.rule, stored, self.shared, False, 0)
+        storing.restore(worker, _KEPT, self.groups, self.rule, path, self.shared, False, 0)
         self.state = worker.kept(_KEPT)["state"]
         self.recorder.total = meta["totals"][worker.number % len(meta["totals"])]
         if worker.number < len(meta["generators"]):

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.metadata
 import json
 import os
 import platform
@@ -37,6 +36,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from synkhronos import checks
 from synkhronos.launch import binding, elsewhere
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings, SettingsError
 from synkhronos.ranks.errors import cause_of_death
@@ -66,9 +66,7 @@ def prepare(settings: Settings, command: list[str]) -> IO[str]:
 def versions(root: str) -> dict[str, Any]:
     """Return the versions of what computes, and the commit of the model's folder."""
     found: dict[str, Any] = {"python": platform.python_version(), "host": platform.node()}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
+    found |= checks.versions(_PACKAGES)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         for name, words in (("commit", ["rev-parse", "HEAD"]), ("changed", ["status", "--porcelain", "-uno"])):
             done = subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, timeout=10)

@@ -119,7 +119,9 @@ class OnRanks:
         if self.memory:
             self._renew_memory()  # so that on no host there is anything else in it
         root = ranks.session().rank.number
-        run(storing.restore_file, self.name, self.groups, self.rule, str(path), self.memory, self.alike, root)
+        run(storing.restore, self.name, self.groups, self.rule, str(path), self.memory, self.alike, root)
+        if not self.alike:
+            run(storing.stand_for_all, self.name, self.rule)
         schedules.set_state(schedule, meta["schedule"])
         best = math.inf if meta["best"] is None else meta["best"]
         place = Place(meta["epoch"], meta["row"], meta["measure"], best, meta["since"], meta["steps_taken"])

@@ -2,7 +2,7 @@
 
 `Groups`
     The variables of a trainer, by what becomes of them on another number of ranks.
-`collect`, `restore`, `restore_file`
+`collect`, `restore`, `stand_for_all`
     Programs of all ranks.
 `packed`
     The ranks' arrays under one set of names.
@@ -120,7 +120,13 @@ def check_rule(path: Any, meta: dict[str, Any], name: str, rule: Rule) -> None:
         )
 
 
-def restore_file(
+def stand_for_all(worker: Worker, name: str, rule: Rule) -> None:
+    """Set the parameters to those that stand for all ranks', as after the report at which a checkpoint was written."""
+    state: State = worker.kept(name)["state"]
+    state.vector = rule.report(worker, state)
+
+
+def restore(
     worker: Worker,
     name: str,
     groups: Groups,
@@ -130,31 +136,12 @@ def restore_file(
     alike: bool,
     root: int,
 ) -> None:
-    """Take from a checkpoint, which rank ``root`` reads, what is this rank's: see `restore`.
-
-    The parameters are then those that stand for all ranks', as after the report at which it was written.
-    """
-    restore(worker, name, groups, rule, load(path) if worker.number == root else None, shared, alike, root)
-    if not alike:
-        state = worker.kept(name)["state"]
-        state.vector = rule.report(worker, state)
-
-
-def restore(
-    worker: Worker,
-    name: str,
-    groups: Groups,
-    rule: Rule,
-    stored: Stored | None,
-    shared: dict[str, LocalRows],
-    alike: bool,
-    root: int,
-) -> None:
     """Take from a checkpoint what is this rank's, or what the rule gives it where there were fewer ranks, or more.
 
-    Rank ``root`` has read it, and sends each rank what is its own: a rank of another host may not see the file.
+    Rank ``root`` reads it, and sends each rank what is its own: a rank of another host may not see the file.
     """
-    if stored is not None:
+    if worker.number == root:
+        stored = load(path)
         shares = _shares(stored, rule, worker.size, alike)
         for r, share in enumerate(shares):
             if r != root:
@@ -162,7 +149,9 @@ def restore(
         for key, rows in shared.items():
             array = stored.arrays[f"shared.{key}"]
             rows.array[...] = array if array.shape == rows.shape else 0  # one for each rank is empty at a report
-    mine, there, streams = worker.receive(root) if stored is None else shares[root]
+        mine, there, streams = shares[root]
+    else:
+        mine, there, streams = worker.receive(root)
     Vector(groups.params).set(mine["params"])
     Vector(groups.optimizer).set(mine["optimizer"])
     Vector(groups.excluded).set(mine["excluded"])
