@@ -348,7 +348,7 @@ def test_after_an_interrupt_the_next_command_works(two, who):
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, 0.2)
-        two.run(Sleep(4, who))
+        two.run(Sleep(2.5, who))
     assert time.monotonic() - start < 2.2
     assert two.run(Exchange((3,))) == 2
 
