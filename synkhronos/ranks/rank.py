@@ -310,8 +310,10 @@ class Rank:
         reached = self._reached
         self.wait(lambda: reached(step, besides), look)
 
-    def wait(self, come: Callable[[], bool], look: Callable[[], None] | None = None) -> None:
-        """Return when ``come()`` is true: something that other ranks, or other machines, write in the control memory.
+    def wait(self, come: Callable[[], bool], look: Callable[[], None] | None = None, reason: int = FOR_STEP) -> None:
+        """Return when ``come()`` is true: something that other ranks, or other machines, write in shared memory.
+
+        They ring those who wait for this ``reason``.  ``look()`` is called now and then meanwhile, and may raise.
 
         Raises
         ------
@@ -326,7 +328,7 @@ class Rank:
                 self.watch()
                 look()
 
-        self.control.wait(self.number, lambda: come() or words[failed] == command, FOR_STEP, watch, POLL)
+        self.control.wait(self.number, lambda: come() or words[failed] == command, reason, watch, POLL)
         if words[failed] == command:
             raise Cancelled
 

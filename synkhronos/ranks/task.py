@@ -70,7 +70,7 @@ class TaskMemory(NamedTuple):
     key: int
     #: The number of ranks.
     size: int
-    #: How many there are.
+    #: The number of locks.
     locks: int
 
     @property
@@ -80,10 +80,15 @@ class TaskMemory(NamedTuple):
 
     @property
     def _words(self) -> tuple[int, ...]:
-        # Whether to stop; for each rank what it waits for, up to what number, and how often it has begun or ended to
-        # wait; for each lock its owner, counted from 1, how often it was taken, and whether the agent wants it for a
-        # rank of another host; for each channel the parts sent and those received.
-        return 1, 3 * self.size, self.locks, self.locks, self.locks, self.size**2, self.size**2
+        return (
+            1,  # whether to stop
+            3 * self.size,  # of each rank: what it waits for, up to what number, how often it began or ended to wait
+            self.locks,  # the owner of each, counted from 1; 0 without
+            self.locks,  # how often each was taken
+            self.locks,  # whether the agent wants it for a rank of another host
+            self.size**2,  # parts sent from each rank to each
+            self.size**2,  # parts received
+        )
 
     @property
     def _texts_at(self) -> int:
@@ -161,7 +166,6 @@ class Task:
         #: Seconds for which this rank has waited for others.
         self.waited = 0.0
         self._next_look = 0.0
-        self._look_again = 0.0
 
     # -- going on --------------------------------------------------------------------------------------------
 
@@ -274,7 +278,8 @@ class Task:
         if not mutex.take(0):
             with _Waiting(self, LOCK, number, f"for lock {number}"):
                 while not mutex.take(POLL):
-                    self._look()
+                    self.rank.check()
+                    self._refuse_to_be_stuck()
         self._owners[number] = self.rank.number + 1
         turn = self._turns[number]
         self._turns[number] = turn + 1
@@ -307,29 +312,17 @@ class Task:
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def _wait(self, kind: int, until: int, text: str, ready: Callable[[], bool]) -> None:
-        control, command = self.rank.control, self.rank.command
-        words, failed = control.words, control.FAILED
-
-        def over() -> bool:
-            return ready() or words[failed] == command
-
         with _Waiting(self, kind, until, text):
-            control.wait(self.rank.number, over, FOR_TASK, self._look, POLL)
-        if words[failed] == command:
-            raise Cancelled
+            self.rank.wait(ready, self._refuse_to_be_stuck, FOR_TASK)
         self.progress()
 
-    def _look(self) -> None:
-        """Leave if a peer has failed or died, or if all ranks wait for each other."""
-        self.rank.check()
-        now = perf_counter()
-        if now > self._look_again:
-            self._look_again = now + POLL
-            if self._all_are_stuck():
-                raise RuntimeError(
-                    "the ranks wait for each other: "
-                    + ", ".join(f"rank {r} waits {self._said(r)}" for r in range(self.memory.size))
-                )
+    def _refuse_to_be_stuck(self) -> None:
+        """Leave if all ranks wait for each other."""
+        if self._all_are_stuck():
+            raise RuntimeError(
+                "the ranks wait for each other: "
+                + ", ".join(f"rank {r} waits {self._said(r)}" for r in range(self.memory.size))
+            )
 
     def _said(self, rank: int) -> str:
         return bytes(_content(self._texts[rank])).decode(errors="replace")
