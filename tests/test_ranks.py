@@ -1,6 +1,7 @@
 """ranks/: commands, steps, errors, liveness, segments -- without any graph library."""
 
 import gc
+import linecache
 import mmap
 import os
 import signal
@@ -297,6 +298,39 @@ def test_a_death_that_something_else_has_heard_of_first_is_named_all_the_same(tw
     with pytest.raises(ranks.WorkerError, match="rank 1 .* was killed by SIGKILL") as caught:
         two.run(HeardElsewhere())
     assert caught.value.rank == 1
+
+
+class FailHere:
+    def run(self, rank):
+        if rank.is_master:
+            raise KeyError
+        time.sleep(60)
+
+
+def test_a_death_that_is_heard_of_just_when_the_master_has_failed_is_named(two):
+    told = []
+
+    def trace(frame, event, arg):
+        if frame.f_code is ranks.Session._run.__code__:
+            return trace_lines
+        return None
+
+    def trace_lines(frame, event, arg):
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and line == "deaths.at_work = 0" and isinstance(sys.exception(), KeyError):
+            sys.settrace(None)
+            told.append(line)
+            os.kill(next(iter(two.workers.pids.values())), signal.SIGKILL)
+            time.sleep(1)  # cut short
+        return trace_lines
+
+    sys.settrace(trace)
+    try:
+        with pytest.raises(ranks.WorkerError, match="rank 1 .* was killed by SIGKILL"):
+            two.run(FailHere())
+    finally:
+        sys.settrace(None)
+    assert told
 
 
 def test_a_worker_that_exits_is_named_with_its_code(two):

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from synkhronos.ranks import worker
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN, Control
-from synkhronos.ranks.deaths import DeathWatch
+from synkhronos.ranks.deaths import Bereft, DeathWatch
 from synkhronos.ranks.errors import Cancelled, Report, WorkerError, cause_of_death
 from synkhronos.ranks.interrupts import undisturbed
 from synkhronos.ranks.kept import Kept
@@ -265,6 +265,9 @@ class Session:
             if has_failed and self.hosts is not None:
                 self._look_for_deaths()  # what ranks say may only follow from the loss of a host
             rank.look_back()
+        except Bereft:  # just when the master's part had failed
+            self._look_for_deaths()
+            raise
         finally:
             self._running = False
         if mine is None and not reports and self.closed is None:
