@@ -743,6 +743,26 @@ def test_all_ranks_find_that_all_have_come_or_none_does(all_come):
         ranks.close()
 
 
+class DieInBetween:
+    """A command: the worker says that it has failed, and dies before it says how far all had come."""
+
+    def run(self, rank):
+        step = rank.coming_step
+        if not rank.is_master:
+            rank.control.closing.take = lambda seconds: os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyError
+        try:
+            rank.barrier()
+        except Cancelled:
+            rank.had_all_come(step)
+            raise
+
+
+def test_a_death_before_it_is_said_how_far_all_had_come_is_named(two):
+    with pytest.raises(ranks.WorkerError, match="rank 1 .* was killed by SIGKILL"):
+        two.run(DieInBetween())
+
+
 def test_ranks_that_fail_at_once_find_what_another_has_found(monkeypatch):
     control = Control(3, 0.0)
     first, second, third = (Rank(r, 3, 0, control, lambda: None, None) for r in range(3))

@@ -5,7 +5,7 @@ started comes to its end, and none may.  So when a command fails ranks have to a
 though they hear of the failure at different times.  What they agree on is written down once: the command is *closed*.
 
 *On one machine* ranks see each other's counters.  A rank that fails says so, looks how far all have come, and writes
-that down; of several that fail, the first to look.
+that down, unless another one has.
 
 *On several hosts* each sees the others' counters later than they are.  So a host says for each command up to which step
 all of its ranks have come, and, if the command fails, that it says no more::
@@ -47,7 +47,7 @@ STEP_BITS = 24
 
 
 def close(words: Any, command: int, step: int) -> None:
-    """Write down up to which step all ranks have come in a command that failed.
+    """Write down up to which step all ranks had come in a command that failed.
 
     There is a word for this command and one for the next: a rank is done with that before a third one is posted.
     """
@@ -55,7 +55,7 @@ def close(words: Any, command: int, step: int) -> None:
 
 
 def how_far(words: Any, command: int) -> int | None:
-    """Return up to which step all ranks have come in a command that failed; None as long as it isn't closed."""
+    """Return up to which step all ranks had come in a command that failed; None as long as it isn't closed."""
     step: int = words[Control.CLOSED + (command & 1)]
     return step if step >> STEP_BITS == command else None
 

@@ -552,7 +552,8 @@ class Session:
         # A call may wait for the workers: another thread's, or the one in whose middle a handler closes.
         for r in range(self.size):
             self._control.done[r] = self._control.words[Control.POSTED]
-        self.rank.spans_hosts = False  # those of others have ended
+        self._control.closing.ring()  # whoever had it has ended, as those on other hosts have
+        self.rank.spans_hosts = False
         self.rank.fail()
         for owner in list(self._at_close):
             owner.session_closed()
