@@ -255,13 +255,13 @@ def _reduce_arrays(rank: Rank, mine: Outputs) -> Any:
             results.append(mine.values[i] if mine.active else None)
             continue
         entries = {r: shown[r][1][i] for r in contributors}
-        layouts = {r: _layout(entry) for r, entry in entries.items()}
+        layouts: dict[int, Layout] = {r: (shape, np.dtype(dtype)) for r, (shape, dtype, _) in entries.items()}
         _check_shapes(rank, i, op, layouts)
-        if all(isinstance(entry, np.ndarray) for entry in entries.values()):
+        if all(content is not None for _, _, content in entries.values()):
             if rank.is_master:
                 total = Accumulator(op)
                 for r in contributors:
-                    total.add(entries[r], shown[r][0])
+                    total.add(host[i] if r == rank.number else _array(*entries[r]), shown[r][0])
                 results.append(total.result())
         elif op.name == "gather":
             results.append(_gather(rank, host[i] if mine.active else None, layouts))
@@ -271,15 +271,16 @@ def _reduce_arrays(rank: Rank, mine: Outputs) -> Any:
     return results if rank.is_master else None
 
 
-def _show(value: np.ndarray | None) -> Any:
-    """Return a small array itself, of a large one its layout."""
-    if value is None or value.nbytes <= _SHOWN:
-        return value
-    return value.shape, value.dtype
+def _show(value: np.ndarray | None) -> tuple[tuple[int, ...], str, bytes | None] | None:
+    """Return an array's layout, and of a small one its content: as bytes, since to pickle an array takes longer."""
+    if value is None:
+        return None
+    return value.shape, value.dtype.str, value.tobytes() if value.nbytes <= _SHOWN else None
 
 
-def _layout(entry: Any) -> Layout:
-    return (entry.shape, entry.dtype) if isinstance(entry, np.ndarray) else entry
+def _array(shape: tuple[int, ...], dtype: str, content: bytes) -> np.ndarray:
+    """Return the array that `_show` has shown."""
+    return np.array(np.frombuffer(content, dtype).reshape(shape))
 
 
 def _check_shapes(rank: Rank, position: int, op: Op, layouts: dict[int, Layout]) -> None:
