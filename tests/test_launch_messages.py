@@ -203,6 +203,7 @@ def test_check_says_what_a_class_lacks(checked, name):
 
 def test_check_of_classes():
     run("check", "launch_models/others.py:NoData", status=1, cwd=TESTS)
+    run("check", "launch_models/others.py:NoEpochs", "--set", "epochs=2", cwd=TESTS)  # as it says itself
     said = run("check", "launch_models.mlp:MLP", cwd=TESTS).stdout
     assert re.search(r"^epoch 1, iteration 3, .*; [\d,]+ rows/s\n", said)
     assert said.endswith("MLP has all that a run asks for\n")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import sys
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,13 @@ from synkhronos.launch.settings import SettingsError, resolve
 _ITERATIONS = 3
 
 
-def check(model: str, config: dict[str, Any] | None = None) -> int:
+def check(model: str, asked: Mapping[str, Any] | None = None) -> int:
     """Print what a class lacks, and what running it shows; return 0 if that is nothing, 1 if something.
 
-    ``model`` is ``FILE:CLASS``, and ``config`` what the class gets.
+    ``model`` is ``FILE:CLASS``, and ``asked`` are settings of its runs, such as ``config``.
     """
     try:
-        settings = resolve([{"model": model, "devices": "cpu", "config": config or {}}])
+        settings = resolve([{"model": model, "devices": "cpu"}, asked or {}])
     except SettingsError as error:
         return _say(f"{error}\n", 2)
     import synkhronos.compat  # noqa: F401 - classes import theano
@@ -73,7 +74,7 @@ def check(model: str, config: dict[str, Any] | None = None) -> int:
     except Exception as error:
         sys.stdout.write("".join(traceback.format_exception(error)))
         return _say(f"{settings.modelclass} fails when {step}: {type(error).__name__}: {error}\n", 1)
-    if getattr(instance, "n_epochs", None) is None:
+    if settings.epochs is None and getattr(instance, "n_epochs", None) is None:
         words.append("it has no n_epochs: give --set epochs=N")
     for line in words:
         sys.stdout.write(f"{settings.modelclass}: {line}\n")

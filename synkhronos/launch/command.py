@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
         if options.command == "check":
             from synkhronos.launch.check import check
 
-            return check(options.model, _sets(options).get("config"))
+            return check(options.model, _sets(options))
         from synkhronos.launch.doctor import report
 
         sys.stdout.write(report())

@@ -148,21 +148,14 @@ class Ring:
         self.layout, self.me, self.pids, self._memory = layout, me, pids, memory
         words = memoryview(memory[: layout.words * 8].data).cast("Q")
         self._words, at = words, 1 + len(Plan._fields)
+        takers, loaders, slots, unit = layout
         parts = []
-        for n in (
-            layout.loaders,
-            layout.loaders,
-            layout.loaders + layout.takers,
-            layout.takers,
-            layout.slots,
-            layout.slots,
-        ):
+        for n in (loaders, loaders, loaders + takers, takers, slots, slots):
             parts.append(words[at : at + n])
             at += n
         self._filled, self._failed, self._sleeping, self._skipped, self._freed, self.lengths = parts
-        self.there = memory[layout.there_at : layout.nbytes].reshape(layout.slots, layout.unit)
-        at = layout.bells_at
-        self._bells = [Bell(memory, at + i * _BELL, made) for i in range(layout.takers + layout.loaders)]
+        self.there = memory[layout.there_at : layout.nbytes].reshape(slots, unit)
+        self._bells = [Bell(memory, layout.bells_at + i * _BELL, made) for i in range(takers + loaders)]
         self._fence_lock = threading.Lock()
 
     # -- all -------------------------------------------------------------------------------------------------

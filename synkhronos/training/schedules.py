@@ -138,7 +138,7 @@ class cosine:  # noqa: N801
 class _Around:
     """A schedule that changes what another one says."""
 
-    schedule: Schedule | float
+    schedule: Any  # a schedule, or a number that stays
 
     def __post_init__(self) -> None:
         self.schedule = as_schedule(self.schedule)
@@ -170,8 +170,7 @@ class warmup(_Around):  # noqa: N801 - as above
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
         part = min(1.0, self.start + (1 - self.start) * epoch / self.epochs)
-        assert callable(self.schedule)
-        return part * self.schedule(epoch)
+        return part * float(self.schedule(epoch))
 
 
 @dataclass
@@ -189,8 +188,7 @@ class scaled(_Around):  # noqa: N801 - as above
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
-        assert callable(self.schedule)
-        return self.n * self.schedule(epoch)
+        return self.n * float(self.schedule(epoch))
 
 
 @dataclass
