@@ -4,9 +4,11 @@ The tests share one set of hosts, on which the program of `hosts.hurt` forks ane
 """
 
 import os
+import re
 import signal
 import time
 from importlib.metadata import distribution
+from pathlib import Path
 
 import pytest
 from hosts import are_simulated, has_mpi
@@ -244,6 +246,14 @@ def test_wrong_hosts_are_named(hosts, named, words):
         check_error(tree.fork(named), moment, 10, "RuntimeError", words=[", ".join(named), *words])
         tree.nothing_left(but="mpich_shm")  # MPICH leaves one where it is ended within its start
         fork(hosts, tree)
+        tree.do("close")
+
+
+def test_an_agent_has_no_shared_memory_that_a_kill_in_its_start_would_leave(hosts):
+    with hosts as tree:
+        for agent in fork(hosts, tree)["agents"]:
+            found = re.findall(r"ucx_shm\S+|SYSV\S+", Path(f"/proc/{agent}/maps").read_text())
+            assert not found, found
         tree.do("close")
 
 

@@ -620,6 +620,9 @@ def main(address: str) -> None:
     mpi4py.rc.thread_level = "single"
     # MPICH's UCX would take a frame in parts, and copy each once more.
     os.environ.setdefault("UCX_RNDV_THRESH", str(FRAME // 4))
+    # It would make shared memory for processes of the same host, of which there are none, and leave it where this one
+    # is killed within its start.
+    os.environ.setdefault("UCX_TLS", "^sm")
     if address:  # else the master calls fork() when it likes
         signal.alarm(_START)  # until all have met, MPI waits without end: for a host that went dark, say
     from mpi4py import MPI

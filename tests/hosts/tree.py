@@ -228,7 +228,7 @@ class Tree:
                 yield host, nbytes
         shared_memory = self._shared_memory(self.hosts[0]) if are_simulated() else Path("/dev/shm")
         found = (path.name for path in shared_memory.iterdir())
-        yield from (name for name in found if re.match("synkhronos|mpich", name) and not name.startswith(but))
+        yield from (name for name in found if re.match("synkhronos|mpich|ucx", name) and not name.startswith(but))
 
     def _shared_memory(self, host: str) -> Path:
         return Path(f"/proc/{self._first[host]}/root/dev/shm")
