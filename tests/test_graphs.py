@@ -1,6 +1,8 @@
 """Whose variables are these, what is in a graph, and what the workers have of it."""
 
 import gc
+import importlib
+import pickle
 import threading
 
 import numpy as np
@@ -14,6 +16,36 @@ from synkhronos.graphs import library_named, library_of, loaded_libraries
 from synkhronos.graphs.mirror import Mirror, object_of
 
 LIBRARY = library_named(NAME)
+
+
+class Half:
+    """A key in whose middle another rank reads what is there of the file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        seen = pickle.loads(self.path.read_bytes()).keys
+        return tuple, (("seen", *seen),)
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise pickle.PicklingError("no")
+
+
+def test_the_keys_of_a_c_module_are_there_whole_while_others_are_written(tmp_path):
+    cmodule = importlib.import_module("pytensor.link.c.cmodule" if NAME == "pytensor" else "theano.gof.cmodule")
+    path = tmp_path / "key.pkl"
+    data = cmodule.KeyData(set(), "hash", str(path), "entry")
+    data.add_key((1, "first"))
+    data.add_key((1, Half(path)))
+    assert pickle.loads(path.read_bytes()).keys == {(1, "first"), (1, ("seen", (1, "first")))}
+    with pytest.raises(pickle.PicklingError):
+        data.add_key((1, Unpicklable()))
+    assert len(pickle.loads(path.read_bytes()).keys) == 2
+    assert [each.name for each in tmp_path.iterdir()] == ["key.pkl"]
+
 
 # -- library_of ------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,16 @@
     One input of a function, whatever the user wrapped it in.
 `is_referenced`
     Whether somebody has a value beside the container that it is in.
+`write_keys_at_once`
+    Lets ranks compile beside each other with a cache of C modules on disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from sys import getrefcount
@@ -48,6 +53,27 @@ class Input:
 def is_referenced(cell: list[Any]) -> bool:
     """Whether anybody has a reference to what is in a list of one beside the list: a container's storage."""
     return getrefcount(cell[0]) > 2  # the list's, and the one that this call is given
+
+
+def write_keys_at_once(key_data: Any) -> None:
+    """Have ``KeyData``, which knows a compiled C module's keys, replace the file that they are in.
+
+    The libraries' own writes into it. A rank that reads it meanwhile finds no end, takes the module for broken, and
+    deletes it; then the rank that writes fails, and so does whoever wants to load the module.
+    """
+
+    def save_pkl(self: Any) -> None:
+        part = f"{self.key_pkl}.{os.getpid()}"
+        try:
+            with open(part, "wb") as file:
+                pickle.dump(self, file, pickle.HIGHEST_PROTOCOL)
+            os.replace(part, self.key_pkl)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.remove(part)
+            raise
+
+    key_data.save_pkl = save_pkl
 
 
 class GraphLibrary:

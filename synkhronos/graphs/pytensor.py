@@ -14,12 +14,13 @@ from pytensor.compile.mode import get_mode
 from pytensor.graph.basic import Constant, Variable
 from pytensor.graph.replace import clone_replace
 from pytensor.link.basic import PerformLinker
+from pytensor.link.c.cmodule import KeyData
 from pytensor.link.jax.linker import JAXLinker
 from pytensor.link.numba.linker import NumbaLinker
 
 from synkhronos.devices import JAX, Device
 from synkhronos.graphs import sums  # noqa: F401 - bounds a rewrite
-from synkhronos.graphs.family import AT_FIRST_CALL, AT_ONCE, IN_TURN, GraphLibrary, check_jumps
+from synkhronos.graphs.family import AT_FIRST_CALL, AT_ONCE, IN_TURN, GraphLibrary, check_jumps, write_keys_at_once
 from synkhronos.graphs.lengths import in_jax_mode
 from synkhronos.graphs.traced import check_key, follow_streams, set_stream_of, stream_of
 
@@ -104,4 +105,5 @@ class PyTensor(GraphLibrary):
         return tuple(variable.type.shape)
 
 
+write_keys_at_once(KeyData)
 LIBRARY = PyTensor(pytensor)

@@ -10,10 +10,11 @@ import theano
 import theano.tensor
 from theano.compile.io import In, SymbolicInput, SymbolicOutput
 from theano.compile.sharedvalue import SharedVariable
+from theano.gof.cmodule import KeyData
 from theano.gof.graph import Constant, Variable
 
 from synkhronos.devices import HOST, PYGPU, Device
-from synkhronos.graphs.family import GraphLibrary
+from synkhronos.graphs.family import GraphLibrary, write_keys_at_once
 
 # MRG31k3p: two recurrences of order 3 modulo these primes (L'Ecuyer and Touzin, "Fast combined multiple recursive
 # generators with multipliers of the form a = 2^q +- 2^r", WSC 2000).  One step of each is a product with its matrix.
@@ -157,4 +158,5 @@ def _matrix_power(matrix: Sequence[Sequence[int]], power: int, modulus: int) -> 
     return result
 
 
+write_keys_at_once(KeyData)
 LIBRARY = Theano(theano)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import device_of
-from synkhronos.graphs import library_of
+from synkhronos.graphs import library_of, loaded_libraries
 from synkhronos.launch import binding, contract, elsewhere, modelfile
 from synkhronos.launch.recorder import ClassRecorder
 from synkhronos.launch.settings import Settings
@@ -86,6 +86,7 @@ def as_the_class_computes() -> Iterator[None]:
 def build(worker: Worker, settings: Settings) -> tuple[int, str]:
     """Make this rank's own instance; return the number of its parameters' elements, and their dtype."""
     kind = modelfile.load(settings.root, settings.modelfile, settings.modelclass)
+    loaded_libraries()  # before the class compiles anything: all ranks do so at once
     contract.check(kind, settings.modelclass)
     said = {"rank": worker.number, "size": worker.size, "verbose": worker.number == 0, "seed": settings.seed}
     model = contract.make(kind, {**said, **settings.config})
