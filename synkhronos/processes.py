@@ -22,9 +22,10 @@ from typing import IO
 
 import numpy as np
 
-from synkhronos import ranks
+from synkhronos import engines, ranks
 from synkhronos.checks import flag, index, integer, number
 from synkhronos.devices import HOST, choose, device_named, is_on_gpus, keep_off_gpus, needs_fresh_processes
+from synkhronos.graphs import loaded_libraries
 from synkhronos.hosts import MOST, Host, Hosts, hosts_of, is_this_machine, launched, serve
 from synkhronos.ranks import Rank
 
@@ -237,6 +238,9 @@ def _fork(
     # From the master's states, so that a run repeats from its seed.
     states = np.random.get_state(legacy=False), random.getstate()
     seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in states)
+    # Copies of this process have what it has imported.
+    loaded_libraries()
+    engines.kinds()
     first = _Bind(device.name, device.places(n_here, master_rank), seeds, cores)
     ranks.fork(size, master_rank, profile_workers, timeout, first, needs_fresh_processes(), hosts)
     return size
