@@ -63,9 +63,6 @@ JAX = jax.DEVICE
 PYGPU = pygpu.DEVICE
 
 
-_NUMPY = np.ndarray, np.generic
-
-
 @cache
 def kinds() -> tuple[Device, ...]:
     """Return the ``DEVICE`` of each module here that has one; last the host's, which holds whatever NumPy can read."""
@@ -81,7 +78,8 @@ def device_named(name: str) -> Device:
 
 def device_of(value: Any) -> Device:
     """Return the device that holds a value."""
-    if isinstance(value, _NUMPY):  # nearly always, and to ask each device takes longer than to add two numbers
+    # Nearly always, and to ask each device takes long.  A class derived from these arrays may be a device's.
+    if type(value) is np.ndarray or isinstance(value, np.generic):
         return HOST
     for device in kinds():
         if device.holds(value):

@@ -58,7 +58,7 @@ def is_referenced(cell: list[Any]) -> bool:
 def write_keys_at_once(key_data: Any) -> None:
     """Have ``KeyData``, which knows a compiled C module's keys, replace the file that they are in.
 
-    The libraries' own writes into it. A rank that reads it meanwhile finds no end, takes the module for broken, and
+    The libraries' own writes into it.  A rank that reads it meanwhile finds no end, takes the module for broken, and
     deletes it; then the rank that writes fails, and so does whoever wants to load the module.
     """
 
