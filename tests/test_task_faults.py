@@ -137,7 +137,7 @@ def test_what_can_not_be_sent_is_refused(two):
         synk.run(lambda worker: 0)
     with pytest.raises(TypeError, match="program: expected a function, got 3"):
         synk.run(3)
-    with pytest.raises(TypeError, match="can't be pickled"):
+    with pytest.raises((TypeError, synk.WorkerError), match="can't be pickled"):  # whichever rank comes first
         synk.run(programs.returns_a_lambda)
 
 

@@ -30,6 +30,8 @@ class _Told(dict[str, Any]):
 
 def follow(session: Session) -> None:
     """Tell the workers how the master treats floating-point errors, if that has changed."""
+    if session.size == 1:  # there is nobody to tell
+        return
     errors = np.geterr()
     told = session.kept(_Told, _Told)
     if told != errors:

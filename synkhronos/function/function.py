@@ -192,7 +192,7 @@ class Function:
         """
         variant = self._variant(batch_s, num_slices, output_subset)
         arrays, count = self._inputs.locate(session, inputs, named_inputs, batch)
-        chosen = self._inputs.choose(session, batch_s)
+        chosen = None if batch_s is None else self._inputs.choose(session, batch_s)
         has_updates = bool(self._program.updates)
         try:
             self._distribute(session)

@@ -65,6 +65,8 @@ class Inputs:
     ) -> tuple[tuple[Scattered | Whole, ...], int | None]:
         """Check the inputs, put arrays into shared memory, and say where each rank finds its rows."""
         program, n = self.program, self.program.n_scattered
+        if not program.inputs and not args and not named and batch is None:
+            return (), None
         values = self.values(args, named)
         checked = [self._checked(i, value, session) for i, value in enumerate(values)]
         if n == 0:
@@ -170,10 +172,8 @@ class Inputs:
         kept.resized(index.shape)[...] = index
         return kept.location()
 
-    def choose(self, session: Session, batch_s: Any) -> tuple[Any, ...] | None:
+    def choose(self, session: Session, batch_s: Any) -> tuple[Any, ...]:
         """Check ``batch_s`` as far as the master can, and return each rank's."""
-        if batch_s is None:
-            return None
         each = one_a_rank(batch_s, session.size)
         chosen: list[Any] = []
         for r, one in enumerate([batch_s] if each is None else each):

@@ -124,12 +124,15 @@ class Session:
         self.timeout = timeout
         self._began = 0.0
         self._pickled: dict[Any, bytes] = {}
-        self.owner = os.getpid()
+        #: Whether this process is a copy of the one whose ranks they are.
+        self.is_copy = False
         self._turn = threading.RLock()
         self.closed: str | None = None
         self._death: tuple[str, int] | None = None
         self._command = 0
         self._running = False
+        #: Whether all ranks are known to have ended the last command.
+        self._idle = True
         self.kept = Kept()
         self._at_close: WeakKeys[Any, bool] = WeakKeys()
         self._deaths = DeathWatch(self._is_unfinished, self._look_for_deaths, self._has_lost)
@@ -223,7 +226,8 @@ class Session:
             raise RuntimeError(_ANOTHER)
         if self.closed is None:
             self.memory.notice_orphans()
-            self._join()
+            if not self._idle:
+                self._join()
         if self.closed is not None:  # perhaps meanwhile
             raise RuntimeError(self.closed)
 
@@ -235,7 +239,7 @@ class Session:
         control, rank, deaths = self._control, self.rank, self._deaths
         result, mine = None, None
         try:
-            self._running = True
+            self._running, self._idle = True, False
             self._command = number = self._command + 1
             if self.timeout is not None:
                 self._began = time.monotonic()
@@ -386,7 +390,8 @@ class Session:
         if done[me] < number:  # interrupts have cut short the master's part, and then what it had to say of that
             self.rank.fail()
             done[me] = number
-        if min(done) >= number:
+        self._idle = min(done) >= number
+        if self._idle:
             return
         deadline = None if limit is None else time.monotonic() + limit
 
@@ -394,6 +399,7 @@ class Session:
             return min(done) >= number or (deadline is not None and time.monotonic() > deadline)
 
         control.wait(me, finished, FOR_JOIN, self._watch, POLL)
+        self._idle = min(done) >= number
 
     def _reports(self) -> list[Report]:
         control = self._control
@@ -485,7 +491,7 @@ class Session:
         """
         if self.closed is not None:
             return
-        if os.getpid() != self.owner:  # a process that the user forked from the master: the ranks aren't its own
+        if self.is_copy:  # the ranks aren't this process's own
             self.closed = (
                 "the ranks belong to the process that called synkhronos.fork(): call it here for ranks of its own"
             )
@@ -579,6 +585,15 @@ _ANOTHER = (
 _current: Session | None = None
 
 
+def _note_copy() -> None:
+    """Note, in a process that was forked from the master, that the ranks aren't its own."""
+    if _current is not None:
+        _current.is_copy = True
+
+
+os.register_at_fork(after_in_child=_note_copy)  # to ask for the process's number at each call takes longer
+
+
 def session() -> Session:
     """Return the running session.
 
@@ -591,7 +606,7 @@ def session() -> Session:
         raise RuntimeError("no ranks are running: call synkhronos.fork() first")
     if _current.closed is not None:
         raise RuntimeError(_current.closed)
-    if _current.owner != os.getpid():
+    if _current.is_copy:
         raise RuntimeError(
             "the ranks belong to the process that called synkhronos.fork(), of which this one is a copy: "
             "call synkhronos.fork() here for ranks of its own"
@@ -601,7 +616,7 @@ def session() -> Session:
 
 def check_free() -> None:
     """Refuse if ranks of this process are running."""
-    if _current is not None and _current.closed is None and _current.owner == os.getpid():
+    if _current is not None and _current.closed is None and not _current.is_copy:
         raise RuntimeError(
             f"{_current.size} ranks are running already: call synkhronos.close() before synkhronos.fork()"
         )
