@@ -6,7 +6,7 @@ On a machine with Python 3.11 nothing needs to be installed before:
     python3 run.py mnist     # train on MNIST, on all cores
     python3 run.py test      # the tests, with PyTensor and with Theano
 
-    python3 run.py test --all                 # and those that hurt processes, and Lasagne's, which compile for minutes
+    python3 run.py test --all                 # and those of PyMC, of several hosts, of faults, and Lasagne's
     python3 run.py test -m faults             # those that hurt processes alone
     python3 run.py test --device jax          # the tests on JAX arrays, compiled by XLA for the CPU
     python3 run.py test --device gpu --here   # on GPUs, with this Python and what is installed in it
@@ -318,6 +318,8 @@ QUICK = [
 ]
 #: What starts programs of its own and waits for them: half of the time of all tests, and run beside the others.
 PROGRAMS = [f"tests/test_{name}.py" for name in ("compat", "demos", "docs", "lasagne_demos")]
+#: What only `--all` runs, each by its marker; pyproject.toml says what these are.
+MARKERS = ("lasagne", "hosts", "faults")
 #: What it runs beside PyMC: what was made for it.
 WITH_PYMC = [
     *(f"tests/test_{name}.py" for name in ("by_rows", "pymc", "pymc_demos", "rows_sum")),
@@ -335,7 +337,7 @@ def mnist(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def test(options: argparse.Namespace, rest: list[str]) -> int:
-    """Run the tests in each environment; further arguments go to pytest. Without any, a few run on JAX and PyMC too."""
+    """Run the tests in each environment; further arguments go to pytest. Without any, a few run on JAX arrays too."""
     if options.quick:
         rest = [*QUICK, *rest]
         if not options.here and options.env is None:
@@ -354,7 +356,7 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         return call([sys.executable, "-m", "pytest", *rest], SYNKHRONOS_TEST_DEVICE=options.device, PYTHONPATH=path)
     require_compiler("the tests use Theano 1.0.5 and PyTensor's C mode")
-    names = [options.env] if options.env else [PYTENSOR.name, THEANO.name, *([] if rest else [PYMC.name])]
+    names = [options.env] if options.env else [PYTENSOR.name, THEANO.name, *([PYMC.name] if options.all else [])]
     left_out = []
     if options.env is None and sys.version_info[:2] > NEWEST_PYTHON_FOR_THEANO:
         names.remove(THEANO.name)
@@ -397,24 +399,28 @@ def jobs_of(environments: Sequence[Environment], options: argparse.Namespace, re
         what = "--quick" if options.quick else shlex.join(rest)
         part = ", ".join(filter(None, ["" if options.device == "host" else options.device, what]))
         return [Job(environment, part, rest, options.device) for environment in environments]
-    jobs = []
     # What no graph library has a part in is tested with one of them.
     own = {THEANO: " and not any_library"} if PYTENSOR in environments else {}
     both = [environment for environment in environments if environment is not PYMC]
-    if options.all:
-        jobs += [Job(environment, "lasagne", ["-m", f"lasagne{own.get(environment, '')}"]) for environment in both]
+
+    def marked(name: str, expression: str) -> list[Job]:
+        if not options.all:
+            return []
+        return [Job(environment, name, ["-m", f"{expression}{own.get(environment, '')}"]) for environment in both]
+
+    jobs = marked("lasagne", "lasagne")
     for environment in both:
-        usual = ["-m", f"not lasagne and not faults{own.get(environment, '')}"]
+        usual = ["-m", " and ".join(f"not {marker}" for marker in MARKERS) + own.get(environment, "")]
         jobs.append(Job(environment, "programs", [*usual, *PROGRAMS]))
         jobs.append(Job(environment, "", [*usual, *(f"--ignore={path}" for path in PROGRAMS)]))
-    faults = [Job(environment, "faults", ["-m", f"faults{own.get(environment, '')}"]) for environment in both]
-    jobs += faults[:1] if options.all else []
+    faults, hosts = marked("faults", "faults"), marked("hosts", "hosts and not faults")
+    jobs += [*faults[:1], *hosts[:1]]
     if PYMC in environments:
         jobs.append(Job(PYMC, "", WITH_PYMC))
     if PYTENSOR in environments:
         jobs.append(Job(PYTENSOR, "jax", IN_BRIEF, "jax"))
-    jobs += faults[1:] if options.all else []  # Theano's, the shortest: what no other runs beside at the end is short
-    return jobs
+    # Theano's, the shortest: what no other runs beside at the end is short.
+    return [*jobs, *faults[1:], *hosts[1:]]
 
 
 def suites_of(report: Path) -> list[xml.etree.ElementTree.Element]:
@@ -537,7 +543,9 @@ def parser() -> argparse.ArgumentParser:
         "--here", action="store_true", help="test with this Python and what is installed for it: nothing is fetched"
     )
     test_parser.add_argument(
-        "--all", action="store_true", help="also those that hurt processes, and Lasagne's, which compile for minutes"
+        "--all",
+        action="store_true",
+        help="also those of PyMC and of several hosts, those that hurt processes, and Lasagne's, which compile for minutes",
     )
     test_parser.add_argument(
         "--quick", action="store_true", help="a minute of them, with PyTensor unless --env says another: while you work"

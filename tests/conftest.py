@@ -116,6 +116,15 @@ settings.register_profile(
 settings.load_profile("synkhronos")
 
 
+def pytest_runtest_setup(item):
+    """Leave out tests of several hosts where MPI is missing."""
+    if item.get_closest_marker("hosts"):
+        from hosts import has_mpi
+
+        if not has_mpi():
+            pytest.skip("needs mpi4py and mpirun: pip install synkhronos[hosts]")
+
+
 class Kept:
     """Ranks that are kept for the next test that wants as many: where XLA was used, workers take a second to start."""
 

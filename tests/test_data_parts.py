@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hosts import are_simulated, has_mpi, run
+from hosts import are_simulated, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from library import HOSTS, few, tensor
@@ -15,7 +15,6 @@ from synkhronos import ranks
 from synkhronos.data.parts import PartsData, batches
 from synkhronos.data.rows import share
 
-needs_mpi = pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]")
 pytestmark = [
     pytest.mark.skipif(bool(HOSTS), reason="has hosts of its own"),
     pytest.mark.timeout(300),  # of programs that compile on all ranks
@@ -166,20 +165,20 @@ def hosts(request):
     return request.param
 
 
-@needs_mpi
+@pytest.mark.hosts
 @pytest.mark.any_library
 def test_each_host_has_its_own_rows(hosts):
     said = run(hosts, "parts")
     assert said.splitlines()[-1] == "right", said
 
 
-@needs_mpi
+@pytest.mark.hosts
 @pytest.mark.any_library
 def test_programs_get_rows_of_their_own_host(hosts):
     assert run(hosts, "parts_tasks") == "right 4\n"
 
 
-@needs_mpi
+@pytest.mark.hosts
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("counts", ["2+2", "3+1"])  # the first as the hosts before
 @pytest.mark.any_library
@@ -193,7 +192,7 @@ def test_the_trainer_takes_each_host_s_own_rows(counts):
     )
 
 
-@needs_mpi
+@pytest.mark.hosts
 @pytest.mark.any_library
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts share /dev/shm")
 def test_memory_is_needed_for_own_rows_alone():

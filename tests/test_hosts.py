@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import hosts as made
 import numpy as np
 import pytest
-from hosts import are_simulated, has_mpi, launch, run
+from hosts import are_simulated, launch, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from library import NAME
@@ -27,13 +27,12 @@ from synkhronos.hosts.pipes import FRAME, FRAMES, Layout
 from synkhronos.hosts.start import _check_names, _lost
 from synkhronos.ranks.control import Control
 
-needs_mpi = pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]")
 pytestmark = pytest.mark.timeout(300)  # programs that compile on all ranks
 #: The last is that of most programs, which follow each other: `run` keeps the ranks while the hosts are the same.
 SHAPES = [["a:3", "b:1"], ["a:1", "b:1", "c:1", "d:1"], ["a:2", "b:2"]]
 
 
-@needs_mpi
+@pytest.mark.hosts
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "program", ["train", *(pytest.param(name, marks=pytest.mark.any_library) for name in ("collectives", "trainer"))]
@@ -49,19 +48,19 @@ def test_the_same_bits_as_on_one_host(program):
         assert run(hosts, program) == of_one, hosts
 
 
-@needs_mpi
+@pytest.mark.hosts
 @pytest.mark.any_library
 def test_the_trainer_under_such_rules():
     pytest.importorskip("safetensors")
     assert run(SHAPES[-1], "apart") == "right\n"
 
 
-@needs_mpi
+@pytest.mark.hosts
 def test_functions_on_two_hosts():
     assert run(SHAPES[-1], "functions") == "right\n"
 
 
-@needs_mpi
+@pytest.mark.hosts
 @pytest.mark.parametrize(("named", "kind"), [(SHAPES[-1], "simulated"), (SHAPES[0], "pretended")], ids=str)
 @pytest.mark.any_library
 def test_rules_by_which_ranks_exchange_one_by_one(named, kind, monkeypatch):
@@ -72,13 +71,13 @@ def test_rules_by_which_ranks_exchange_one_by_one(named, kind, monkeypatch):
     assert run(named, "rules") == "right\n"
 
 
-@needs_mpi
+@pytest.mark.hosts
 @pytest.mark.any_library
 def test_locks_of_three_hosts():
     assert run(["a:1", "b:2", "c:1"], "locks") == "right\n"
 
 
-@needs_mpi
+@pytest.mark.hosts
 @pytest.mark.any_library
 def test_programs_at_their_own_pace():
     for hosts, sums in ((["a:1", "b:2", "c:1"], [2, 4, 2, 4]), (["a:2", "b:1"], [2, 1, 2])):
@@ -87,7 +86,7 @@ def test_programs_at_their_own_pace():
         assert said == [line] * 4
 
 
-@needs_mpi
+@pytest.mark.hosts
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts have all files")
 @pytest.mark.any_library
 def test_files_are_mapped_on_each_host(tmp_path):
@@ -95,7 +94,7 @@ def test_files_are_mapped_on_each_host(tmp_path):
     assert run(["a:2", "b:1"], "files", tmp_path / "x.npy", "/dev/shm/x.npy") == "told\n"
 
 
-@needs_mpi
+@pytest.mark.hosts
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts all have this one's name")
 @pytest.mark.any_library
 def test_a_script_that_mpirun_starts_on_all_hosts():
@@ -106,7 +105,7 @@ def test_a_script_that_mpirun_starts_on_all_hosts():
     assert again.startswith("fork() works once in a script that mpirun has started")
 
 
-@needs_mpi
+@pytest.mark.hosts
 @pytest.mark.any_library
 def test_two_processes_on_a_host_are_refused():
     done = launch(["a:2", "b:1"], "launched")
@@ -208,6 +207,8 @@ def started(press):
     return count
 
 
+@pytest.mark.faults
+@pytest.mark.any_library
 def test_ctrl_c_at_any_moment_leaves_no_mpirun(monkeypatch):
     made.end()  # those are children of this process, too
     said = [{"name": name, "cores": 1, "gpus": 0, "machine": 1, "versions": {}} for name in "ab"]

@@ -11,14 +11,10 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-from hosts import are_simulated, has_mpi
+from hosts import are_simulated
 from hosts.tree import Tree
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.any_library,
-    pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]"),
-]
+pytestmark = [pytest.mark.hosts, pytest.mark.faults, pytest.mark.any_library]
 needs_namespaces = pytest.mark.skipif(not are_simulated(), reason="no namespaces here, so that no host is lost alone")
 
 #: Seconds from a fault to its error, and of silence after which a host is lost.

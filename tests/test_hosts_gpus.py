@@ -6,14 +6,13 @@ import subprocess
 import hosts as made
 import numpy as np
 import pytest
-from hosts import GPUS, are_simulated, has_mpi, words
+from hosts import GPUS, are_simulated, words
 from library import DEVICE, NAME
 
 from synkhronos.hosts import agent, start
 
 pytestmark = [pytest.mark.skipif(DEVICE != "host", reason="pretended GPUs are JAX' CPU"), pytest.mark.timeout(300)]
 of_jax = pytest.mark.skipif(NAME != "pytensor", reason="pretended GPUs are JAX' CPU")
-needs_mpi = pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]")
 #: Most programs run on these, one after the other: `run` keeps the ranks.
 TWO = ["a:1", "b:1"]
 
@@ -23,7 +22,7 @@ def run(hosts, program):
     return made.run(hosts, program, gpus=True).splitlines()
 
 
-@needs_mpi
+@pytest.mark.hosts
 @of_jax
 @pytest.mark.parametrize("program", ["train", "collectives", "groups"])
 def test_the_same_as_on_one_host(program):
@@ -32,7 +31,7 @@ def test_the_same_as_on_one_host(program):
     assert run(TWO, program) == expected
 
 
-@needs_mpi
+@pytest.mark.hosts
 @of_jax
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts share /dev/shm")
 def test_of_parts_each_host_locks_its_own_pages_alone():
@@ -41,7 +40,7 @@ def test_of_parts_each_host_locks_its_own_pages_alone():
     assert 15 <= int(used) <= 18, used  # half of 32 MB
 
 
-@needs_mpi
+@pytest.mark.hosts
 @of_jax
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts have one loopback")
 def test_who_can_t_connect_hears_which_interface_nccl_took():
@@ -54,14 +53,14 @@ def test_who_can_t_connect_hears_which_interface_nccl_took():
     assert "Connection refused" in line
 
 
-@needs_mpi
+@pytest.mark.hosts
 @of_jax
 def test_a_rank_that_fails_in_a_collective_or_dies_there():
     heard, size = run(["a:1", "b:2"], "faults")
     assert (heard, size) == ("rank 2 on host b was heard of True", "3")
 
 
-@needs_mpi
+@pytest.mark.hosts
 @of_jax
 def test_more_ranks_than_gpus_are_refused():
     assert run(["a", "b"], "refused") == [
@@ -84,7 +83,7 @@ def train(hosts, folder, *arguments, status=0, **variables):
     return (done.stderr if status else done.stdout).splitlines()
 
 
-@needs_mpi
+@pytest.mark.hosts
 @of_jax
 @pytest.mark.parametrize("rule", ["BSP", "EASGD"])
 def test_a_session_of_the_launcher(tmp_path, rule):
@@ -100,7 +99,7 @@ def test_a_session_of_the_launcher(tmp_path, rule):
         assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
-@needs_mpi
+@pytest.mark.hosts
 @of_jax
 def test_a_session_takes_all_gpus_of_each_host_or_cores_if_told_to(tmp_path):
     said = train(["a", "b"], tmp_path / "gpus", "--hosts=a,b")
@@ -120,7 +119,7 @@ def test_a_session_takes_all_gpus_of_each_host_or_cores_if_told_to(tmp_path):
     assert "devices: expected cpu, or cuda0 to cuda0 in this order" in errors[-1]
 
 
-@needs_mpi
+@pytest.mark.hosts
 @pytest.mark.skipif(NAME != "theano", reason="pygpu's arrays are Theano's")
 def test_theano_s_arrays_are_combined_on_two_hosts():
     expected = ["sum (3.0, 2997.0)", "max (2.0, 1998.0)", "[7.0, 8.0, 15.0] [8.0, 7.0, 15.0]"]

@@ -52,6 +52,7 @@ def test_the_failure_is_told_on_a_full_disk(tmp_path, capsys):
     assert "rank 0 (process 1234) was killed by SIGKILL" in capsys.readouterr().err
 
 
+@pytest.mark.faults
 def test_ctrl_c_over_and_over_while_ranks_take_long_to_end(tmp_path, monkeypatch):
     (tmp_path / "run.json").write_text("{}")
     run = supervisor.Supervisor(Settings("module", "Class", ".", ("cpu",), folder=str(tmp_path)))
@@ -82,6 +83,7 @@ def test_ctrl_c_over_and_over_while_ranks_take_long_to_end(tmp_path, monkeypatch
     thread.join()
 
 
+@pytest.mark.faults
 def test_ctrl_c_before_ranks_are_started(tmp_path, monkeypatch):
     (tmp_path / "run.json").write_text("{}")
     run = supervisor.Supervisor(Settings("module", "Class", ".", ("cpu",), folder=str(tmp_path)))
@@ -112,6 +114,7 @@ def started(folder, process):
     return process.pid, *json.loads((folder / "processes.json").read_text())
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("who", "script"),
     [

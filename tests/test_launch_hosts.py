@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hosts import are_simulated, has_mpi, words
+from hosts import are_simulated, words
 from launch_runs import TESTS, lines, train
 from system import lives
 
@@ -23,7 +23,6 @@ from synkhronos.ranks import available_cores
 MODEL = {"model": f"{TESTS}/launch_models/mlp.py:MLP", "devices": "cpu"}
 LIMIT = 60
 pytestmark = pytest.mark.timeout(300)  # ranks compile, and mpirun starts
-needs_mpi = pytest.mark.skipif(not has_mpi(), reason="needs mpi4py and mpirun: pip install synkhronos[hosts]")
 
 
 def start(hosts, folder, model="mlp.py:MLP", **settings):
@@ -43,7 +42,7 @@ def ended(process, status):
     return said, errors
 
 
-@needs_mpi
+@pytest.mark.hosts
 @pytest.mark.parametrize(
     "hosts", [["a:2", "b:2"], pytest.param(["a:3", "b:1"], marks=pytest.mark.any_library)], ids="+".join
 )
@@ -76,7 +75,7 @@ shutil.move(folder, to)
 """
 
 
-@needs_mpi
+@pytest.mark.hosts
 @pytest.mark.parametrize("rule", ["BSP", "EASGD"])
 @pytest.mark.any_library
 def test_a_run_goes_on_where_hosts_share_no_folder(tmp_path, rule):
@@ -96,7 +95,7 @@ def test_a_run_goes_on_where_hosts_share_no_folder(tmp_path, rule):
         assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
-@needs_mpi
+@pytest.mark.hosts
 @pytest.mark.any_library
 def test_the_first_failure_of_another_host_comes_last(tmp_path):
     said, errors = ended(start(["a:1", "b:1"], tmp_path, "others.py:FailsOnOne"), 1)
@@ -130,7 +129,7 @@ def family(mark):
     return found
 
 
-@needs_mpi
+@pytest.mark.hosts
 @pytest.mark.faults
 @pytest.mark.any_library
 @pytest.mark.skipif(not are_simulated(), reason="no namespaces here, which tell the agents apart")

@@ -15,6 +15,7 @@ import synkhronos as synk
 from synkhronos import ranks
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(100)
 def test_a_short_soak_finds_nothing_wrong():
     script = pathlib.Path(__file__).with_name("soak.py")

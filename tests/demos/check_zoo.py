@@ -148,7 +148,9 @@ def test_a_wrong_setting_is_refused():
 
 def test_the_lstm_has_all_that_a_run_asks_for(capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert check.check(f"{DEMOS / 'zoo' / 'imdb.py'}:LSTM", NETWORKS["LSTM"][2]) == 0, capsys.readouterr().out
+    assert check.check(f"{DEMOS / 'zoo' / 'imdb.py'}:LSTM", {"config": NETWORKS["LSTM"][2]}) == 0, (
+        capsys.readouterr().out
+    )
 
 
 def images(n, side):
