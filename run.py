@@ -411,8 +411,8 @@ def jobs_of(environments: Sequence[Environment], options: argparse.Namespace, re
     jobs = marked("lasagne", "lasagne")
     for environment in both:
         usual = ["-m", " and ".join(f"not {marker}" for marker in MARKERS) + own.get(environment, "")]
-        jobs.append(Job(environment, "programs", [*usual, *PROGRAMS]))
         jobs.append(Job(environment, "", [*usual, *(f"--ignore={path}" for path in PROGRAMS)]))
+        jobs.append(Job(environment, "programs", [*usual, *PROGRAMS]))
     faults, hosts = marked("faults", "faults"), marked("hosts", "hosts and not faults")
     jobs += [*faults[:1], *hosts[:1]]
     if PYMC in environments:

@@ -28,8 +28,8 @@ def of_op(op):
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinities meet
 
 few = at_most(15)
-#: Numbers of ranks, and the master's.
-RANKS = [(1, 0), (2, 0), (3, 1), (4, 3)] if DEVICE != "jax" else [(2, 0), (3, 1)]
+#: Numbers of ranks, and the master's: the last, and one in the middle; other tests have the first.
+RANKS = {"host": [(1, 0), (2, 1), (3, 1)], "jax": [(2, 1), (3, 1)], "gpu": [(1, 0), (2, 0), (3, 1), (4, 3)]}[DEVICE]
 
 
 @pytest.fixture(scope="module", params=RANKS, ids=lambda p: f"{p[0]}ranks-master{p[1]}")

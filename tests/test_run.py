@@ -149,7 +149,7 @@ def test_each_environment_runs_each_file_once(module, capfd, all_of_them):
         both = 2 * [f"not lasagne and not hosts and not faults{else_}"]
         rest = [f"{what}{else_}" for what in ("lasagne", "faults", "hosts and not faults")]
         assert sorted(marks) == sorted(both + rest * all_of_them)
-        programs, others = (job.arguments[2:] for job in usual if job.arguments[1] == both[0])
+        others, programs = (job.arguments[2:] for job in usual if job.arguments[1] == both[0])
         assert others == [f"--ignore={path}" for path in programs]
     alone = module.jobs_of([module.THEANO], options(), [])
     assert alone and not any("any_library" in word for job in alone for word in job.arguments)
