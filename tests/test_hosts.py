@@ -19,12 +19,12 @@ from system import children_of
 import synkhronos as synk
 from synkhronos import processes
 from synkhronos.hosts import agent as agents
-from synkhronos.hosts import start
+from synkhronos.hosts import mpirun, start
 from synkhronos.hosts.agent import Agent
 from synkhronos.hosts.contents import PAGE, Contents, Rows, pages_of, put_pages, take_pages
+from synkhronos.hosts.mpirun import _check_names, lost_hosts
 from synkhronos.hosts.names import Host, hosts_of
 from synkhronos.hosts.pipes import FRAME, FRAMES, Layout
-from synkhronos.hosts.start import _check_names, _lost
 from synkhronos.ranks.control import Control
 
 pytestmark = pytest.mark.timeout(300)  # programs that compile on all ranks
@@ -160,7 +160,7 @@ def test_processes_that_mpi_does_not_connect_are_refused(monkeypatch):
     for name, value in (("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_STEP_ID", "0")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(start, "_has_started", False)
-    monkeypatch.setattr(start, "_agent", lambda address: ["sleep", "60"])
+    monkeypatch.setattr(mpirun, "agent_command", lambda address: ["sleep", "60"])
     monkeypatch.setattr(start.Hosts, "_meet", lambda self, listener: said)
     with pytest.raises(RuntimeError, match="2 processes were started, and MPI connects 1 of them.*srun --ntasks-per"):
         synk.fork(use_gpu=False)
@@ -168,7 +168,7 @@ def test_processes_that_mpi_does_not_connect_are_refused(monkeypatch):
 
 def test_what_mpirun_leaves_behind_holds_up_nobody(monkeypatch):
     leaves = ["sh", "-c", "sleep 20 & echo no route to host b >&2; exit 255"]
-    monkeypatch.setattr(start, "_command", lambda names, address: leaves)
+    monkeypatch.setattr(mpirun, "command", lambda names, address: leaves)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="hosts a, b could not be reached: no route to host b$"):
         synk.fork(hosts=["a", "b"], use_gpu=False)
@@ -178,7 +178,7 @@ def test_what_mpirun_leaves_behind_holds_up_nobody(monkeypatch):
 def test_what_an_agent_says_comes_without_what_mpirun_says_besides(monkeypatch):
     reason = "the first host has to be the machine that calls fork(), and a is not"
     said = f"Traceback:\n  in _connect\nRuntimeError: {reason}\n[proxy:1@b] main (pmip.c:123): demux engine error"
-    monkeypatch.setattr(start, "_command", lambda names, address: ["sh", "-c", f"echo '{said}' >&2; exit 7"])
+    monkeypatch.setattr(mpirun, "command", lambda names, address: ["sh", "-c", f"echo '{said}' >&2; exit 7"])
     with pytest.raises(RuntimeError, match=f"^the hosts a, b could not be reached: {re.escape(reason)}$"):
         synk.fork(hosts=["a", "b"], use_gpu=False)
 
@@ -212,7 +212,7 @@ def started(press):
 def test_ctrl_c_at_any_moment_leaves_no_mpirun(monkeypatch):
     made.end()  # those are children of this process, too
     said = [{"name": name, "cores": 1, "gpus": 0, "machine": 1, "versions": {}} for name in "ab"]
-    monkeypatch.setattr(start, "_command", lambda names, address: ["sleep", "60"])
+    monkeypatch.setattr(mpirun, "command", lambda names, address: ["sleep", "60"])
     monkeypatch.setattr(start.Hosts, "_meet", lambda self, listener: said)
     for press in range(1, 1 + started(-1)):
         with pytest.raises(KeyboardInterrupt):
@@ -225,7 +225,7 @@ def test_a_process_that_is_bound_to_a_core_is_warned_of_where_it_calls_fork(monk
     said = [{"name": each, "cores": 1, "gpus": 0, "machine": 4, "versions": next(versions)} for each in "ab"]
     monkeypatch.setattr(processes, "launched", lambda: (0, 2))
     monkeypatch.setattr(start, "_has_started", False)
-    monkeypatch.setattr(start, "_agent", lambda address: ["sleep", "60"])
+    monkeypatch.setattr(mpirun, "agent_command", lambda address: ["sleep", "60"])
     monkeypatch.setattr(start.Hosts, "_meet", lambda self, listener: said)
     with (
         pytest.warns(UserWarning, match="may use 1 of 4 cores") as found,
@@ -237,8 +237,8 @@ def test_a_process_that_is_bound_to_a_core_is_warned_of_where_it_calls_fork(monk
 
 def test_an_mpirun_of_another_mpi_than_mpi4py_s_is_refused(monkeypatch):
     made.end()  # those are children of this process, too
-    monkeypatch.setattr(start, "_command", lambda names, address: ["sleep", "60"])
-    monkeypatch.setattr(start, "_mpirun", lambda: "/opt/mpi/bin/mpirun")
+    monkeypatch.setattr(mpirun, "command", lambda names, address: ["sleep", "60"])
+    monkeypatch.setattr(mpirun, "path", lambda: "/opt/mpi/bin/mpirun")
     # The process of the first host, which is alone to its MPI.
     monkeypatch.setattr(start.Hosts, "_meet", lambda self, listener: [{"name": "a", "cores": 4, "gpus": 0}])
     with pytest.raises(RuntimeError, match=r"^/opt/mpi/bin/mpirun started 2 processes, and MPI connects 1 of them"):
@@ -285,13 +285,13 @@ def test_hosts_that_nobody_knows(monkeypatch, tmp_path):
 
 def test_what_mpirun_says_tells_which_host_is_lost():
     known_as = [("a", "node-a"), ("b", "node-b"), ("c", "node-c")]
-    assert _lost("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 9", known_as) == [1]
-    assert _lost("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 11\n=   CLEANING", known_as) == [0, 2]
-    assert _lost("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 110", known_as) == [1]
-    assert _lost("HNP daemon   : [p@0,0] on node a\n  Remote daemon: [p@0,1] on node b", known_as) == [1]
-    assert _lost("process rank 1 with PID 28 on\nnode c exited on\nsignal 9 (Killed)", known_as) == [2]
-    assert _lost("[b:00000] *** An error occurred in Socket closed", known_as) == [0, 2]
-    assert _lost("[mpiexec@a] control_cb: assert (!closed) failed", known_as) == [1, 2]
+    assert lost_hosts("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 9", known_as) == [1]
+    assert lost_hosts("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 11\n=   CLEANING", known_as) == [0, 2]
+    assert lost_hosts("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 110", known_as) == [1]
+    assert lost_hosts("HNP daemon   : [p@0,0] on node a\n  Remote daemon: [p@0,1] on node b", known_as) == [1]
+    assert lost_hosts("process rank 1 with PID 28 on\nnode c exited on\nsignal 9 (Killed)", known_as) == [2]
+    assert lost_hosts("[b:00000] *** An error occurred in Socket closed", known_as) == [0, 2]
+    assert lost_hosts("[mpiexec@a] control_cb: assert (!closed) failed", known_as) == [1, 2]
 
 
 def test_hosts_of_the_environment_and_of_allocations(monkeypatch, tmp_path):
@@ -334,8 +334,8 @@ def test_mpirun_in_a_step_of_slurm_has_what_the_job_has(monkeypatch):
         "SLURM_MPI_TYPE": "none",
         "SLURM_OVERLAP": "1",
     }
-    assert start._environment(False) == {**expected, "SLURM_STEP_ID": "0", **of_user, **of_job}
-    assert start._environment(True) == os.environ  # what this host's agent finds the others by
+    assert mpirun.environment(False) == {**expected, "SLURM_STEP_ID": "0", **of_user, **of_job}
+    assert mpirun.environment(True) == os.environ  # what this host's agent finds the others by
 
 
 ROWS = st.one_of(

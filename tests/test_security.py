@@ -232,7 +232,8 @@ def test_what_is_unpickled_comes_from_these_places():
         ("function/function.py", "loads"),  # a generator, pickled in the line itself: a deep copy's
         ("graphs/mirror.py", "Unpickler"),  # graphs, from a segment that the master filled
         ("graphs/mirror.py", "load"),
-        ("hosts/agent.py", "loads"),  # what agents send each other, over MPI; the master's plan, from the mailbox
+        ("hosts/agent.py", "loads"),  # the master's plan, from the mailbox
+        ("hosts/mail.py", "loads"),  # what agents send each other, over MPI
         ("loading/process.py", "loads"),  # what a loader is told once, from memory that its owner filled
         ("ranks/rank.py", "loads"),  # what ranks show each other, from the slots
         ("ranks/session.py", "loads"),  # a worker's report of a failure, from its slot

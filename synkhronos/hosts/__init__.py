@@ -11,14 +11,16 @@ for words in its own host's memory wherever the others are, and the rooms above 
     Starts the agents by ``mpirun``, and is what the master's session knows of the other hosts (`start`).
 `Host`, `MOST`, `hosts_of`, `is_this_machine`, `launched`
     The hosts that a user names, or that ``mpirun`` has started the script on (`names`).
-`agent`
-    What an agent does, from its start to its end.
+`mpirun`
+    What ``mpirun`` wants and says.
+`agent`, `mail`
+    What an agent does, from its start to its end; how agents tell each other.
 `contents`
     Which parts of shared memory the other hosts lack.
-`pipes`
-    Memory through which collectives stream arrays from a host to the next.
-`locks`
-    Locks of other hosts, and the rows that are used under them.
+`pipes`, `frames`
+    Memory through which collectives stream arrays from a host to the next, and the agent's part in that.
+`task`
+    What ranks of different hosts send each other, and share under a lock.
 """
 
 from synkhronos.hosts.names import MOST, Host, hosts_of, is_this_machine, launched

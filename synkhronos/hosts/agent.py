@@ -13,7 +13,7 @@ An agent looks at its host's control memory and at what has come by MPI, in turn
     a worker has ended                            ->           LOST, to the master's host
     a frame of a pipe is filled, or free          <->          frames, to and from the neighbours
     a rank has sent to one of another host        ->           PART, to that host; STOP, to all
-    a rank uses a lock of another host            <->          ASK, ANSWER, CONTENT: see `synkhronos.hosts.locks`
+    a rank uses a lock of another host            <->          ASK, ANSWER, CONTENT: see `synkhronos.hosts.task`
     the master ends the ranks                     ->           END;  answered by GONE
 
 The master's agent and each other one send each other BEAT a few times a second.  A host from which nothing comes for
@@ -35,8 +35,7 @@ import socket
 import struct
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
@@ -45,15 +44,32 @@ import numpy as np
 from synkhronos.checks import versions
 from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts.contents import PAGE, Contents, pages_of, put_pages, take_pages
-from synkhronos.hosts.locks import PIECE, UNDER_WAY, Locks
-from synkhronos.hosts.names import host_and_ranks, host_of, ranks_of
-from synkhronos.hosts.pipes import COUNT_BITS, DOWN_IN, DOWN_OUT, FRAME, FRAMES, NEWS, UP_IN, UP_OUT, Layout
-from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, FOR_STEP, FOR_TASK, SLOT, SPIN, Control
+from synkhronos.hosts.frames import Frames
+from synkhronos.hosts.mail import (
+    ANNOUNCE,
+    BEAT,
+    DONE,
+    DROP,
+    END,
+    FAILED,
+    GONE,
+    LOST,
+    PAGES,
+    PIECE,
+    POST,
+    STEP,
+    UNDER_WAY,
+    Mail,
+)
+from synkhronos.hosts.names import host_and_ranks, ranks_of
+from synkhronos.hosts.pipes import FRAME, NEWS, Layout
+from synkhronos.hosts.task import TaskAgent
+from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, FOR_STEP, SLOT, SPIN, Control
 from synkhronos.ranks.errors import cause_of_death
 from synkhronos.ranks.meeting import Tally, close
 from synkhronos.ranks.rank import HEAD
 from synkhronos.ranks.segments import Receiver, Segment, Unmapped, announce, create_unlinked, is_closed
-from synkhronos.ranks.task import Bridge, TaskMemory
+from synkhronos.ranks.task import TaskMemory
 from synkhronos.ranks.threads import available_cores
 from synkhronos.ranks.workers import Workers
 
@@ -63,8 +79,6 @@ _LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDRA_")
 _WHILE_BUSY = 10_000
 #: Seconds between two beats, and between two looks at the workers' lives.
 _BEAT, _LOOK = 0.2, 0.02
-#: Seconds that a host has until its first beat, besides `host_timeout`.
-_FIRST_BEAT = 10.0
 #: Seconds of quiet up to which an agent looks without a pause, and up to which its pauses are short.
 _AWAKE, _DOZING = 1e-3, 0.05
 #: The short pauses, and the longest; between them a pause is a hundredth of the quiet before it.
@@ -75,148 +89,6 @@ _GRACE = 2.0
 _ENOUGH = 0.5
 #: Seconds after which an agent ends that has not met the others.
 _START = 90
-
-POST, ANNOUNCE, PAGES, DROP, STEP, FAILED, DONE, LOST, BEAT, END, GONE, PART, STOP, ASK, ANSWER, CONTENT = range(16)
-
-
-class Mail:
-    """Messages between agents, over MPI's communicator ``world``: sent and received without ever waiting."""
-
-    def __init__(self, mpi: Any, world: Any):
-        self._mpi, self._world = mpi, world
-        self.me, self.size = world.rank, world.size
-        self._sending: list[Any] = []
-        self._coming: list[deque[tuple[Any, bytearray]]] = [deque() for _ in range(self.size)]
-        self._status = mpi.Status()
-        #: When a message of each other host came last, by the monotonic clock.
-        self.heard = dict.fromkeys(self.others, time.monotonic() + _FIRST_BEAT)
-
-    @property
-    def others(self) -> list[int]:
-        """All hosts but this."""
-        return [host for host in range(self.size) if host != self.me]
-
-    def send(self, to: int, kind: int, *what: Any) -> None:
-        """Send a message to a host."""
-        payload = pickle.dumps((kind, what), pickle.HIGHEST_PROTOCOL)
-        self._sending.append((self._world.Isend([payload, self._mpi.BYTE], to, 0), payload))
-
-    def send_bytes(self, to: int, content: memoryview) -> None:
-        """Send memory as it is, which has to stay so until it has gone; a message before it says what it is."""
-        self._sending.append((self._world.Isend([content, self._mpi.BYTE], to, 1), content))
-
-    def receive_bytes(self, source: int, room: Any) -> Any:
-        """Receive what `send_bytes` sends, in the order of the messages before; return MPI's request."""
-        return self._world.Irecv([room, self._mpi.BYTE], source, 1)
-
-    def is_sending(self, most: int) -> bool:
-        """Whether more than so many of the messages that were sent have not gone yet."""
-        self._sending = [each for each in self._sending if not each[0].Test()]
-        return len(self._sending) > most
-
-    def come(self) -> Iterator[tuple[int, int, tuple[Any, ...]]]:
-        """Yield what has come: from which host, the kind, the content; from each host in the order it was sent."""
-        self.is_sending(0)  # lets go of what has gone
-        self.hear(UNDER_WAY)
-        for source, waiting in enumerate(self._coming):
-            while waiting and waiting[0][0].Test():
-                kind, what = pickle.loads(waiting.popleft()[1])
-                yield source, kind, what
-
-    def hear(self, most: int) -> None:
-        """Take in what has come, up to so many messages, without looking at them."""
-        status = self._status
-        while sum(map(len, self._coming)) < most and self._world.Iprobe(self._mpi.ANY_SOURCE, 0, status):
-            source = status.source
-            room = bytearray(status.Get_count(self._mpi.BYTE))
-            self._coming[source].append((self._world.Irecv([room, self._mpi.BYTE], source, 0), room))
-            self.heard[source] = time.monotonic()
-
-
-class Frames:
-    """Moves the frames of this host's pipes to and from its neighbours.
-
-    A message's tag says to which command its frame belongs.  Frames come in order, so that both ends count them.
-    """
-
-    #: Commands that a tag tells apart: as many tags as every MPI has.
-    _TAGS = 1 << 15
-
-    def __init__(self, mpi: Any, world: Any, control: Control, layout: Layout):
-        self._mpi, self._world = mpi, world
-        self._control, self._layout = control, layout
-        me, last = world.rank, world.size - 1
-        self._ends = [
-            *([(UP_OUT, DOWN_IN, me + 1)] if me < last else []),
-            *([(DOWN_OUT, UP_IN, me - 1)] if me > 0 else []),
-        ]
-        pipes = UP_OUT, DOWN_OUT, UP_IN, DOWN_IN
-        self._next = dict.fromkeys(pipes, 0)
-        #: For each pipe, the requests of frames on their way, each behind how many have moved then.
-        self._moving: dict[int, deque[tuple[int, Any]]] = {pipe: deque() for pipe in pipes}
-        self._command = self._base = 0
-        self._status = mpi.Status()
-
-    def move(self) -> bool:
-        """Begin and end what can be; return whether a rank has something new to see."""
-        command = self._control.words[Control.POSTED]
-        if command != self._command:
-            self._command, self._base = command, command << COUNT_BITS
-            self._next = dict.fromkeys(self._next, 0)
-        news = False
-        for out, into, peer in self._ends:
-            news |= self._end(out) | self._end(into)
-            self._send(out, peer)
-            self._receive(into, peer)
-        return news
-
-    @property
-    def are_moving(self) -> bool:
-        """Whether some are on their way, which go on only while an agent looks at them."""
-        return any(self._moving.values())
-
-    def _end(self, pipe: int) -> bool:
-        """Let go of what has moved; return whether some of it was the present command's."""
-        moving, news = self._moving[pipe], False
-        while moving and moving[0][1].Test():
-            moved = moving.popleft()[0]
-            if moved > self._base:
-                self._layout.moved[pipe] = moved
-                news = True
-        return news
-
-    def _send(self, pipe: int, peer: int) -> None:
-        layout, base = self._layout, self._base
-        filled = min(layout.done[pipe])
-        while base + self._next[pipe] < filled:
-            count = self._next[pipe]
-            frame = layout.frame(pipe, count)[: layout.lengths[pipe * FRAMES + count % FRAMES]]
-            tag = self._command % self._TAGS
-            self._moving[pipe].append((base + count + 1, self._world.Isend([frame, self._mpi.BYTE], peer, tag)))
-            self._next[pipe] = count + 1
-
-    def _receive(self, pipe: int, peer: int) -> None:
-        layout, coming, base = self._layout, self._moving[pipe], self._base
-        # Content of a failed command may be on its way into a frame that the new one needs.
-        while (
-            len(coming) < FRAMES
-            and (not coming or coming[0][0] > base)
-            and self._world.Iprobe(peer, self._mpi.ANY_TAG, self._status)
-        ):
-            tag, nbytes = self._status.tag, self._status.Get_count(self._mpi.BYTE)
-            later = (tag - self._command) % self._TAGS
-            if later == 0:
-                count = self._next[pipe]
-                if count >= FRAMES and min(layout.done[pipe]) < base + count - FRAMES + 1:
-                    break  # its place is taken
-                room: Any = layout.frame(pipe, count)[:nbytes]
-                self._next[pipe] = count + 1
-                moved = base + count + 1
-            elif later < self._TAGS // 2:
-                break  # of a command that this host has not heard of yet
-            else:  # of one that has failed
-                room, moved = bytearray(nbytes), 0
-            coming.append((moved, self._world.Irecv([room, self._mpi.BYTE], peer, tag)))
 
 
 class Agent:
@@ -256,26 +128,24 @@ class Agent:
         self._layout.beyond[0] = world.size - 1 - world.rank
         self._mail = Mail(mpi, world)
         self._frames = Frames(mpi, frames, control, self._layout)
-        self._locks = Locks(self._mail, (ASK, ANSWER, CONTENT), control, lambda rank: host_of(self._ranks, rank))
         self._contents = Contents(world.size - 1, self._go_on)
         self._receiver = None if channel is None else Receiver(channel)
         self._segments: dict[int, Segment] = {}
+        self._task = TaskAgent(self._mail, control, self._ranks, self._segments)
         self._mapped = self._posted = self._step = 0
         self._tally = Tally(world.size, world.rank)
         self._done: tuple[int, ...] = ()
-        self._bridge: Bridge | None = None
-        self._early: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         # The others start their workers before they say anything.
         self._next_beat = self._next_look = 0.0
         self._deadline = 0.0
-        self._is_told = self._is_ending = False
+        self._is_ending = False
+        #: The hosts with which this one exchanges beats, and those of the others that have ended.
+        self._peers = self._mail.others if self._is_first else [0]
         self._gone: set[int] = set()
         self._takes: dict[int, Callable[..., None]] = {
             POST: self._take_post, ANNOUNCE: self._take_announce, PAGES: self._take_pages, DROP: self._take_drop,
             STEP: self._take_step, FAILED: self._take_failed, DONE: self._take_done, LOST: self._take_lost,
-            BEAT: self._take_beat, END: self._take_end, GONE: self._take_gone, PART: self._take_part,
-            STOP: self._take_stop, ASK: self._locks.take_ask, ANSWER: self._locks.take_answer,
-            CONTENT: self._locks.take_content,
+            BEAT: self._take_beat, END: self._take_end, GONE: self._take_gone, **self._task.takes,
         }  # fmt: skip
 
     @property
@@ -293,21 +163,21 @@ class Agent:
             if self._frames.move():
                 self._control.ring_here(FOR_STEP)
                 news = True
-            news |= self._locks.move()
+            news |= self._task.move()
             now = time.monotonic()
             self._beat(now)
-            last_news = now if news else last_news
-            quiet = now - last_news
             if news:
+                last_news = now
                 continue
+            quiet = now - last_news
             # Frames that move wait for a pause without loss: others are under way, and ranks may need the core.
             if quiet < _AWAKE and has_cores and not self._frames.are_moving:
                 os.sched_yield()
             else:
-                time.sleep(_SHORT if quiet < _DOZING or self._locks.are_waited_for else min(quiet / 100, _LONG))
+                time.sleep(_SHORT if quiet < _DOZING or self._task.is_waited_for else min(quiet / 100, _LONG))
 
     def _is_over(self) -> bool:
-        return self._is_ending and self._gone.issuperset(self._mail.others if self._is_first else [])
+        return self._is_ending and (not self._is_first or self._gone.issuperset(self._peers))
 
     # -- what happens here -----------------------------------------------------------------------------------
 
@@ -325,18 +195,14 @@ class Agent:
         if says_step:
             self._show(step)
         if says_failed:
-            for host in self._mail.others:
-                self._mail.send(host, FAILED, failed)
+            self._mail.send_all(self._mail.others, FAILED, failed)
             self._close()
         news |= says_step or says_failed
-        if self._bridge is not None:
-            news |= self._carry(self._bridge)
         if not self._is_first:
             news |= self._say_done(done)
         elif words[Control.ENDING] and not self._is_ending:
             self._is_ending = news = True
-            for host in self._mail.others:
-                self._mail.send(host, END, words[Control.ENDING] > 1)
+            self._mail.send_all(self._mail.others, END, words[Control.ENDING] > 1)
         return news
 
     def _post(self) -> None:
@@ -354,8 +220,7 @@ class Agent:
                 if not segment.is_file:
                     self._contents.add(segment.key, np.frombuffer(segment.buffer, np.uint8, segment.nbytes))
                 path = self._receiver.path if segment.is_file else None
-                for host in mail.others:
-                    mail.send(host, ANNOUNCE, segment.key, segment.nbytes, path)
+                mail.send_all(mail.others, ANNOUNCE, segment.key, segment.nbytes, path)
         length = words[Control.LENGTH]
         message = bytes(self._control.mailbox[:length])
         reads, dropped, task = pickle.loads(self._control.mailbox[length : length + words[Control.PLAN]])
@@ -375,7 +240,7 @@ class Agent:
         self._contents.drop(dropped)
         for key in dropped:
             self._segments.pop(key, None)
-        self._begin_task(self._posted, task)
+        self._task.begin(self._posted, task)
 
     def _go_on(self, most: int = 1 << 30) -> None:
         """Beat in the middle of long work, and wait until at most so many messages are on their way."""
@@ -399,20 +264,7 @@ class Agent:
                 if stamp == each:
                     shown.append((r, each & 1, bytes(slot[: min(HEAD.size + length, SLOT)])))
         self._step = step
-        for host in self._mail.others:
-            self._mail.send(host, STEP, step, shown)
-
-    def _carry(self, bridge: Bridge) -> bool:
-        """Send what ranks of this host have sent to others in a task."""
-        news = False
-        for source, target, turn, content in bridge.news():
-            to = target if content is not None else source
-            self._mail.send(host_of(self._ranks, to), PART, self._posted, source, target, turn, content)
-            news = True
-        if bridge.is_stopped_here():
-            for host in self._mail.others:
-                self._mail.send(host, STOP, self._posted)
-        return news
+        self._mail.send_all(self._mail.others, STEP, step, shown)
 
     def _say_done(self, done: tuple[int, ...]) -> bool:
         """Tell the master's host which ranks are done with the command: all at once, or, if it failed, as they come."""
@@ -429,23 +281,25 @@ class Agent:
         return True
 
     def _beat(self, now: float) -> None:
-        """Say that this host is there; see whether the others are, and the workers."""
+        """Say that this host is there, and see whether the others are."""
         if now >= self._next_beat and not self._is_ending:
             self._next_beat = now + _BEAT
             here, clock = self._here, time.monotonic_ns()
             going_on = [(p and clock - p) for p in self._control.progress[here.start : here.stop]]
             sleeping = list(self._control.sleeping[here.start : here.stop])
-            for host in self._mail.others if self._is_first else [0]:
-                self._mail.send(host, BEAT, going_on, sleeping)
-        if now < self._next_look:
-            return
-        self._next_look = now + _LOOK
+            self._mail.send_all(self._peers, BEAT, going_on, sleeping)
+        if now >= self._next_look:
+            self._next_look = now + _LOOK
+            self._look_for_losses(now)
+
+    def _look_for_losses(self, now: float) -> None:
+        """See whether the master, the other hosts and this one's workers are there."""
         if self._channel is not None and is_closed(self._channel):
             self._end_without_the_master(now)
         if self._is_ending:
             return
         timeout = self._config["timeout"]
-        for host in self._mail.others if self._is_first else [0]:
+        for host in self._peers:
             if now - self._mail.heard[host] > timeout:
                 if not self._is_first:
                     if not self._config["launched"] and os.getppid() > 1:
@@ -472,15 +326,12 @@ class Agent:
 
     def _take_post(self, source: int, number: int, message: bytes, task: TaskMemory | None) -> None:
         control, words = self._control, self._control.words
-        self._begin_task(number, task)
+        self._task.begin(number, task)
         control.mailbox[: len(message)] = message
         words[Control.LENGTH] = len(message)
         words[Control.ANNOUNCED] = self._mapped
         words[Control.POSTED] = self._posted = number
         self._control.ring_here(FOR_COMMAND)
-        early, self._early = self._early, []
-        for take, what in early:
-            take(*what)
 
     def _take_announce(self, source: int, key: int, nbytes: int, path: str | None) -> None:
         try:
@@ -548,20 +399,6 @@ class Agent:
             control.progress[r] = going_on[i] and clock - going_on[i]
             control.sleeping[r] = sleeping[i]
 
-    def _take_part(self, source: int, number: int, *part: Any) -> None:
-        if number > self._posted:  # this host has not heard of the task yet
-            self._early.append((self._take_part, (source, number, *part)))
-        elif number == self._posted and self._bridge is not None:  # else it has failed
-            rank = self._bridge.take(*part)
-            self._control.fence()
-            self._control.ring(rank, FOR_TASK)
-
-    def _take_stop(self, source: int, number: int) -> None:
-        if number > self._posted:
-            self._early.append((self._take_stop, (source, number)))
-        elif number == self._posted and self._bridge is not None:
-            self._bridge.stop()
-
     def _take_end(self, source: int, kill: bool) -> None:
         self._workers.end(0.0 if kill else _GRACE, lambda: False)
         self._is_ending = True
@@ -572,20 +409,10 @@ class Agent:
 
     # -- parts -----------------------------------------------------------------------------------------------
 
-    def _begin_task(self, number: int, task: TaskMemory | None) -> None:
-        """Begin to carry the messages and locks of a command that is a task."""
-        self._bridge = None
-        if task is not None and task.key in self._segments:  # there may have been no room for its memory
-            if not self._is_first:
-                task.prepare(self._segments[task.key])
-            self._bridge = Bridge(task, self._segments[task.key], self._here)
-        self._locks.begin(number, self._bridge, self._segments)
-
     def _tell(self, text: str, rank: int) -> None:
         """Tell the master of a loss: the first; what follows from it is no news."""
-        if self._is_told:
+        if self._control.words[Control.NEWS]:
             return
-        self._is_told = True
         content = json.dumps([text[: NEWS // 8], rank]).encode()
         self._layout.news[: len(content)] = content
         self._control.words[Control.NEWS] = len(content)

@@ -15,7 +15,6 @@ import os
 import pickle
 import re
 import secrets
-import shutil
 import signal
 import socket
 import struct
@@ -23,16 +22,15 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import numpy as np
 
+from synkhronos.hosts import mpirun
 from synkhronos.hosts.contents import Rows
-from synkhronos.hosts.names import Host, host_and_ranks, host_of, launched, ranks_of
+from synkhronos.hosts.names import Host, host_and_ranks, host_of, ranks_of
 from synkhronos.hosts.pipes import Layout
 from synkhronos.ranks import Command, SharedArray
 from synkhronos.ranks.control import Control
@@ -57,7 +55,7 @@ _VARIABLES = re.compile(
 
 def serve() -> NoReturn:
     """Be one of the other processes that ``mpirun`` has started: start this host's agent, and end with it."""
-    raise SystemExit(subprocess.call(_agent(""), stdin=subprocess.DEVNULL, close_fds=False))
+    raise SystemExit(subprocess.call(mpirun.agent_command(""), stdin=subprocess.DEVNULL, close_fds=False))
 
 
 class Hosts:
@@ -110,7 +108,7 @@ class Hosts:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("\0" + address)
             listener.listen(1)
-            command = _agent(address) if hosts is None else _command(self.names, address)
+            command = mpirun.agent_command(address) if hosts is None else mpirun.command(self.names, address)
             with undisturbed():
                 self._launcher = subprocess.Popen(
                     command,
@@ -119,7 +117,7 @@ class Hosts:
                     stderr=subprocess.PIPE,
                     text=True,
                     errors="backslashreplace",
-                    env=_environment(hosts is None),
+                    env=mpirun.environment(hosts is None),
                     start_new_session=True,  # Ctrl-C at the terminal is the master's to handle
                     close_fds=hosts is not None,  # mpirun talks to its processes over files that they inherit
                 )
@@ -127,11 +125,11 @@ class Hosts:
         if hosts is None:
             hosts = [Host(hello["name"], None) for hello in hellos]
             self.names = [host.name for host in hosts]
-            _check_shape(hellos)
+            mpirun.check_processes(hellos)
         elif len(hellos) < len(hosts):
             raise RuntimeError(
-                f"{_mpirun()} started {len(hosts)} processes, and MPI connects {len(hellos)} of them: it is not of the "
-                "MPI that mpi4py uses, which python -c 'from mpi4py import MPI; print(MPI.Get_library_version())' "
+                f"{mpirun.path()} started {len(hosts)} processes, and MPI connects {len(hellos)} of them: it is not of "
+                "the MPI that mpi4py uses, which python -c 'from mpi4py import MPI; print(MPI.Get_library_version())' "
                 "names; pip install synkhronos[hosts] brings one MPI for both"
             )
         _check_versions(self.names, [hello["versions"] for hello in hellos])
@@ -185,7 +183,7 @@ class Hosts:
                     if self._named is None:
                         raise RuntimeError(
                             "MPI did not connect the processes that mpirun or srun has started: "
-                            f"{self._read()}{_under_srun()}"
+                            f"{self._read()}{mpirun.under_srun()}"
                         ) from None
                     raise RuntimeError(
                         f"the hosts {', '.join(self.names)} could not be reached: {self._read()}"
@@ -293,7 +291,7 @@ class Hosts:
         if code is not None and code < 0:
             what = "the agent of this host" if self._named is None else "mpirun, which connects the hosts,"
             return f"{what} (process {self._launcher.pid}) {cause_of_death(code)}", 0
-        lost = _lost(" ".join(list(self._said)), self._known_as)
+        lost = mpirun.lost_hosts(" ".join(list(self._said)), self._known_as)
         names = [host_and_ranks(self.names[i], self.ranks[i]) for i in lost]
         which = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
         return f"{which} was lost: the host, or the agent there, has ended", self.ranks[lost[0]].start
@@ -320,7 +318,7 @@ class Hosts:
         last = _LAST
         if self._launcher.poll() is None:
             # And what it has started here: an ssh to a host that went dark would wait for it.
-            for pid in _tree(self._launcher.pid):
+            for pid in mpirun.tree(self._launcher.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._launcher.wait()
@@ -382,129 +380,6 @@ def _start_once() -> None:
 _has_started = False
 
 
-def _agent(address: str) -> list[str]:
-    """Return the command line of an agent."""
-    package = str(Path(__file__).resolve().parents[2])
-    # An agent that fails kills itself: the others wait for it, and mpirun may overlook an exit code.
-    code = "import os, sys; sys.excepthook = lambda *error: (sys.__excepthook__(*error), os.kill(os.getpid(), 9)); "
-    code += f"sys.path.insert(0, {package!r}); from synkhronos.hosts.agent import main; main({address!r})"
-    return [sys.executable, "-c", code]
-
-
-def _check_shape(hellos: Sequence[dict[str, Any]]) -> None:
-    """Refuse processes that MPI doesn't connect, and several on one host; warn of one that is bound to a core."""
-    _, count = launched() or (0, len(hellos))
-    if len(hellos) != count:
-        raise RuntimeError(
-            f"{count} processes were started, and MPI connects {len(hellos)} of them: start one on each host, by the "
-            f"mpirun of the MPI that mpi4py uses{_under_srun()}; independent processes call fork(hosts=[])"
-        )
-    names = [hello["name"] for hello in hellos]
-    for name in names:
-        if names.count(name) > 1:
-            raise RuntimeError(
-                f"mpirun has started {names.count(name)} processes on {name}: start one on each host, which forks the "
-                "ranks there (mpirun --map-by ppr:1:node, mpirun -ppn 1, srun --ntasks-per-node=1); independent "
-                "processes call fork(hosts=[])"
-            )
-    for hello in hellos:
-        if hello["cores"] == 1 < hello["machine"]:
-            warnings.warn(
-                f"the process on {hello['name']} may use 1 of {hello['machine']} cores: mpirun --bind-to none lets it "
-                "use them all",
-                stacklevel=6,
-            )
-
-
-def _under_srun() -> str:
-    """Say how ``srun`` starts scripts, where it has started this one."""
-    if "SLURM_STEP_ID" not in os.environ:
-        return ""
-    return (
-        "; srun --ntasks-per-node=1 --mpi=pmix python ... connects Open MPI (srun --mpi=list says what there is); with "
-        "every MPI the script can be started once: SYNKHRONOS_HOSTS=all srun --nodes=1 --ntasks=1 python ..."
-    )
-
-
-def _command(names: Sequence[str], address: str) -> list[str]:
-    """Return the command line that starts an agent on each host."""
-    mpirun = _mpirun()
-    each = ",".join(f"{name}:1" for name in names)
-    if _is_mpich(mpirun):
-        how = ["-hosts", each]
-    else:
-        _check_names(names)
-        how = ["-H", each, "--bind-to", "none"]
-    return [mpirun, *how, "-n", str(len(names)), *_agent(address)]
-
-
-def _environment(is_started: bool) -> dict[str, str]:
-    """Return the environment of ``mpirun``; of this host's agent alone, where ``mpirun`` has started this script."""
-    found = {"UCX_LOG_LEVEL": "error", **os.environ}  # Open MPI's UCX warns of what every agent's end leaves
-    if is_started:
-        return found
-    # In a step of Slurm, what srun has told this process of MPI is for that step, of one task.
-    found = {name: value for name, value in found.items() if not name.startswith("PMI") or name.startswith("PMIX_MCA_")}
-    if nodes := found.get("SLURM_JOB_NODELIST"):
-        # Open MPI takes hosts and places from these, which a step has of its own.
-        found |= {"SLURM_NODELIST": nodes, "SLURM_TASKS_PER_NODE": f"1(x{found.get('SLURM_JOB_NUM_NODES', 1)})"}
-        # mpirun has srun start a step.  It would wait without end for cores that the script's own step has; and where
-        # srun connects MPI by PMIx unless it is told not to, MPICH gets two answers, and ends.
-        found |= {"SLURM_OVERLAP": "1", "SLURM_MPI_TYPE": "none"}
-    return found
-
-
-def _mpirun() -> str:
-    """Return the ``mpirun`` of this environment, or else the first on the path."""
-    beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
-    if found is None:
-        raise RuntimeError(
-            "several hosts need MPI, and there is no mpirun: pip install synkhronos[hosts], or load the cluster's "
-            "own MPI and pip install mpi4py"
-        )
-    return found
-
-
-def _tree(pid: int) -> list[int]:
-    """Return a process, its children, their children, and so on."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:  # it has ended
-        children = []
-    return [pid, *(each for child in children for each in _tree(int(child)))]
-
-
-def _is_mpich(mpirun: str) -> bool:
-    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
-    return "HYDRA" in said.upper()
-
-
-def _check_names(names: Sequence[str]) -> None:
-    """Refuse hosts that nobody knows: Open MPI is silent about them for half a minute."""
-    unknown = [name for name in names if not _is_known(name) and not _is_known(_of_ssh(name))]
-    if unknown:
-        raise RuntimeError(
-            f"the hosts {', '.join(names)} could not be reached: this machine knows no address of {', '.join(unknown)}"
-        )
-
-
-def _is_known(name: str) -> bool:
-    try:
-        return bool(socket.getaddrinfo(name, None))
-    except OSError:
-        return False
-
-
-def _of_ssh(name: str) -> str:
-    """Return the name or address that a user's configuration of ssh has for a host."""
-    with contextlib.suppress(OSError):
-        said = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, check=False).stdout
-        if found := re.search(r"^hostname (\S+)$", said, re.MULTILINE):
-            return found[1]
-    return name
-
-
 def _check_versions(names: Sequence[str], versions: Sequence[dict[str, str]]) -> None:
     for name, here in versions[0].items():
         for host, there in zip(names, versions, strict=True):
@@ -513,26 +388,3 @@ def _check_versions(names: Sequence[str], versions: Sequence[dict[str, str]]) ->
                     f"hosts need the same versions: {name} is {here} on {names[0]} and {there.get(name, 'missing')} "
                     f"on {host}"
                 )
-
-
-def _lost(said: str, known_as: Sequence[Sequence[str]]) -> list[int]:
-    """Return which host is lost, by what ``mpirun`` has said; where it names none, those that may be.
-
-    ``known_as`` has the names of each host.
-    """
-    said = " ".join(said.split())  # it breaks lines where it likes
-
-    def named(pattern: str) -> list[int]:
-        found = re.findall(pattern, said)
-        return [i for i, names in enumerate(known_as) if any(name in found for name in names)]
-
-    # MPICH; then Open MPI: a host, a process.
-    of_mpich = r"RUNNING AT (\S+) = EXIT CODE: (?!11\b)"
-    for pattern in (of_mpich, r"Remote daemon: \S+ on node (\S+)", r"on node (\S+) exited on signal"):
-        if lost := named(pattern):
-            return lost[:1]
-    # A host that complains of a closed connection is still there.  So is one whose agent MPICH has crashed (signal 11),
-    # as it does at times where the other end goes in the middle of a message.
-    complaining = named(r"\[([^\s:]+):\d+\] \*\*\* An error occurred in Socket closed")
-    complaining = complaining or named(r"RUNNING AT (\S+) = EXIT CODE: 11\b") or [0]
-    return [i for i in range(len(known_as)) if i not in complaining]
