@@ -17,6 +17,17 @@ def together(worker, values):
     return [worker.all_reduce(array, op).tolist() for op in ("sum", "avg", "min", "max")]
 
 
+def as_arrays(worker, rows, number):
+    """Return what NumPy, and `len`, make of rows."""
+    made = [np.shares_memory(np.asarray(rows, dtype), rows.array) for dtype in (None, rows.dtype, "float32")]
+    for function in (lambda: rows.__array__(np.dtype("float32"), copy=False), lambda: len(number)):
+        try:
+            made.append(function())
+        except (TypeError, ValueError) as error:
+            made.append(type(error))
+    return [*made, np.asarray(rows[[1, 0]], "float32").tolist()]
+
+
 def float16_average(worker, value):
     return worker.all_reduce(np.full(3, value, np.float16)).tolist()
 

@@ -38,6 +38,10 @@ def test_some_of_very_many_rows_are_read_without_counting_all():
     assert x[5:8].tolist() == [7, 7, 7] and not len(x[5:5])
     with pytest.raises(IndexError, match="x: this host has rows 0 to 9 of 1,000,000,000,000; others have the rest"):
         x[5:11]
+    assert x[5] == x[5 - 10**12] == 7 and x[[3, 0, 5 - 10**12]].tolist() == [7, 7, 7] and not len(x[[]])
+    for key in (10, -1, [3, 10], (), ..., None):
+        with pytest.raises(IndexError, match="others have the rest"):
+            x[key]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

@@ -98,9 +98,7 @@ class World:
         self.host_of = [h for h, here in enumerate(self.hosts) for _ in here]
         self.memories = [Memory(here, self.size) for here in self.hosts]
         threads = SimpleNamespace()
-        self.ranks = [
-            Rank(r, self.size, 0, self.memories[self.host_of[r]], lambda: None, threads) for r in range(self.size)
-        ]
+        self.ranks = [Rank(r, 0, self.memories[self.host_of[r]], lambda: None, threads) for r in range(self.size)]
         self.guards = [fresh_guard(rank) for rank in self.ranks]
         for rank, guard in zip(self.ranks, self.guards, strict=True):
             rank.under_way.append(guard)
@@ -119,7 +117,7 @@ class World:
     def state(self):
         return (
             tuple(m.state() for m in self.memories),
-            tuple((r._command, r._step) for r in self.ranks),
+            tuple((r.command, r._step) for r in self.ranks),
             tuple((g._under_way, g._started_at, g.in_use.epoch) for g in self.guards),
             tuple((tuple(t.steps), tuple(map(tuple, t.failures)), t.failed) for t in self.tallies),
             tuple(self.pcs),
@@ -137,7 +135,7 @@ class World:
         for memory, of_memory in zip(self.memories, memories, strict=True):
             memory.put(of_memory)
         for rank, of_rank in zip(self.ranks, ranks, strict=True):
-            rank._command, rank._step = of_rank
+            rank.command, rank._step = of_rank
         for guard, of_guard in zip(self.guards, guards, strict=True):
             guard._under_way, guard._started_at, guard.in_use.epoch = of_guard
         for tally, (steps, failures, tally.failed) in zip(self.tallies, tallies, strict=True):

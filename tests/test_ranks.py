@@ -765,7 +765,7 @@ def test_a_death_before_it_is_said_how_far_all_had_come_is_named(two):
 
 def test_ranks_that_fail_at_once_find_what_another_has_found(monkeypatch):
     control = Control(3, 0.0)
-    first, second, third = (Rank(r, 3, 0, control, lambda: None, None) for r in range(3))
+    first, second, third = (Rank(r, 0, control, lambda: None, None) for r in range(3))
     fence, failing = control.fence, [second]
 
     def meanwhile():
@@ -788,7 +788,7 @@ def test_ranks_that_fail_at_once_find_what_another_has_found(monkeypatch):
 @pytest.mark.parametrize("all_come", [False, True])
 def test_ranks_that_fail_one_after_the_other_find_the_same(all_come):
     control = Control(3, 0.0)
-    first, second, third = (Rank(r, 3, 0, control, lambda: None, None) for r in range(3))
+    first, second, third = (Rank(r, 0, control, lambda: None, None) for r in range(3))
     for rank in (first, second, third):
         rank.begin(1)
     step = first.coming_step

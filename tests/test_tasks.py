@@ -93,6 +93,12 @@ def test_numbers_in_another_order_of_bytes(n_ranks, in_group):
             synk.run(programs.in_the_order_of_bytes, "<>" + "<" * (n_ranks - 2), in_group)
 
 
+def test_rows_become_arrays_as_data_do(n_ranks):
+    """They are copied where NumPy asks for a copy, or for another dtype."""
+    found = synk.run(programs.as_arrays, synk.data([1.0, 2.0]), synk.data(3.0))
+    assert found == [[True, True, False, ValueError, TypeError, [2.0, 1.0]]] * n_ranks
+
+
 def test_rows_of_a_file_are_not_written(n_ranks, tmp_path):
     np.save(tmp_path / "x.npy", np.ones((4, 2)))
     with pytest.raises((ValueError, synk.WorkerError), match="got rows of a file"):

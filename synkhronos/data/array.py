@@ -139,12 +139,7 @@ class Data:
         self.data[key] = np.asarray(value)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        array = self.data
-        if dtype is not None and np.dtype(dtype) != self._dtype:
-            if copy is False:
-                raise ValueError(f"a cast from {self._dtype} to {np.dtype(dtype)} needs a copy")
-            return array.astype(dtype)
-        return array.copy() if copy else array
+        return as_numpy(self.data, dtype, copy)
 
     def __copy__(self) -> Data:
         made = Data(self._dtype, self._ndim, self._minibatch, self._name)
@@ -168,7 +163,7 @@ class Data:
             file = session.memory.file(nbytes)
             kept = io.FileIO(os.dup(file.fileno()), "r+")  # the ranks' is closed when all of them have it
             made._lie_in(session.memory.enter(file, nbytes))
-            made._reshape(shape, 1, keep=False)
+            made._reshape(shape)
         return made, kept
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Data:
@@ -276,7 +271,7 @@ class Data:
         self._check()
         if self._segment is None:  # so that ranks have something to map, even for an array without items
             private = self._array
-            self._reshape(private.shape, 1, keep=False)
+            self._reshape(private.shape)
             self._array[...] = private
         assert self._segment is not None
         return SharedArray(self._segment.key, self._dtype.str, self._array.shape)
@@ -296,7 +291,7 @@ class Data:
         """Take a new shape, with whatever content, and return the array to be filled; in the turn of a call."""
         if self._segment is not None and shape == self._array.shape and self._session.closed is None:
             return self._array
-        self._reshape(shape, 1, keep=False)
+        self._reshape(shape)
         return self._array
 
     def session_closed(self) -> None:
@@ -335,14 +330,14 @@ class Data:
 
     def _reshape_in_turn(self, shape: tuple[int, ...], oversize: float, keep: bool) -> None:
         self._check()
+        if not 1 <= number(oversize, "oversize", "a number from 1 to 2") <= 2:
+            raise ValueError(f"oversize: expected a number from 1 to 2, got {oversize!r}")
         with self._session.turn:
             self._session.settle()  # no rank may be reading
             self._reshape(shape, oversize, keep)
 
-    def _reshape(self, shape: tuple[int, ...], oversize: float, keep: bool) -> None:
+    def _reshape(self, shape: tuple[int, ...], oversize: float = 1, keep: bool = False) -> None:
         self._check()
-        if not 1 <= number(oversize, "oversize", "a number from 1 to 2") <= 2:
-            raise ValueError(f"oversize: expected a number from 1 to 2, got {oversize!r}")
         old = self._array
         size = math.prod(shape)
         if size > self.alloc_size or self._segment is None:
@@ -456,6 +451,15 @@ def data(
     else:
         made.set_shape((0,) * ndim if shape is None else shape, oversize)
     return made
+
+
+def as_numpy(array: np.ndarray, dtype: npt.DTypeLike | None, copy: bool | None) -> np.ndarray:
+    """Return an array as a class's ``__array__`` has to: itself, unless a copy is asked for, or another dtype."""
+    if dtype is not None and np.dtype(dtype) != array.dtype:
+        if copy is False:
+            raise ValueError(f"a cast from {array.dtype} to {np.dtype(dtype)} needs a copy")
+        return array.astype(dtype)
+    return array.copy() if copy else array
 
 
 def numbers(value: Any, argument: str) -> np.ndarray:

@@ -23,8 +23,7 @@ class FixedData(Data):
 
     def _lie_fixed_in(self, segment: ranks.Segment, shape: tuple[int, ...], offset: int = 0) -> None:
         """Be the array of a segment that ranks know already, or hear of with the next command; in a turn."""
-        self._segment = segment
-        self._session.memory.release_with(self, "segment", segment.key)
+        self._lie_in(segment)
         self._array = segment.array(shape, self.dtype, offset)
         self._array.flags.writeable = False
 

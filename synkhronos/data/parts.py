@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from synkhronos import ranks
 from synkhronos.checks import at_least
 from synkhronos.data.array import numbers
 from synkhronos.data.fixed import FixedData
-from synkhronos.data.rows import highest, lowest, share
+from synkhronos.data.rows import highest, lowest, select, share
 from synkhronos.graphs.mirror import Mirror, object_of
 from synkhronos.ranks import Cancelled, Rank, Segment, Session, SharedArray
 from synkhronos.ranks.segments import create_unlinked
@@ -68,9 +69,10 @@ class PartsData(FixedData):
         """Return the array, if what the key picks lies here."""
         self._check()
         if len(self.here) < len(self):
-            first = key[0] if isinstance(key, tuple) and key else key
-            # There may be too many rows to count them all.
-            rows: Any = range(len(self))[first] if isinstance(first, slice) else np.arange(len(self))[first]
+            first = (*key, ...)[0] if isinstance(key, tuple) else key
+            if first is None or first is Ellipsis:
+                first = slice(None)
+            rows = select(first if isinstance(first, slice) else np.ravel(first), len(self), "key")
             if highest(rows) >= 0 and not (lowest(rows) >= self.here.start and highest(rows) < self.here.stop):
                 raise IndexError(
                     f"{self.origin}: this host has rows {self.here.start:,} to {self.here.stop - 1:,} of "
@@ -252,7 +254,7 @@ class _Load:
             place = None
             if rank.number == here.start:
                 file = files.enter_context(create_unlinked(nbytes, [held]))
-                place = rank.pid, file.fileno()
+                place = os.getpid(), file.fileno()
             pid, number = rank.exchange(place)[here.start]
             if rank.number != here.start:
                 file = files.enter_context(io.FileIO(f"/proc/{pid}/fd/{number}", "r+"))

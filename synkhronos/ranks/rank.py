@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import pickle
 import struct
 from collections.abc import Callable, Hashable, Iterator
@@ -55,8 +54,8 @@ class Rank:
 
     Parameters
     ----------
-    number, size, root : int
-        The rank of this process, how many there are, and the master's.
+    number, root : int
+        The rank of this process, and the master's.
     control : Control
         What they share.
     watch : callable
@@ -66,6 +65,8 @@ class Rank:
 
     Attributes
     ----------
+    command : int
+        The number of the command that this rank runs; no two commands of a session have the same.
     segments : SegmentTable
         The shared memory that this rank has mapped.
     objects : dict
@@ -79,28 +80,26 @@ class Rank:
     def __init__(
         self,
         number: int,
-        size: int,
         root: int,
         control: Control,
         watch: Callable[[], None],
         threads: ThreadShare,
     ):
         self.number = number
-        self.size = size
+        self.size = control.size
         self.root = root
         #: Whether this process is the user's own.
         self.is_master = number == root
         self.control = control
         #: Whether there are ranks on other machines.
-        self.spans_hosts = len(control.here) < size
+        self.spans_hosts = len(control.here) < control.size
         self.watch = watch
         self.threads = threads
         self.segments = SegmentTable()
         self.objects: dict[Any, Any] = {}
         self.kept = Kept()
         self.device: Any = None
-        self.pid = os.getpid()
-        self._command = 0
+        self.command = 0
         self._step = 0
         self._known: dict[Any, Any] = {}
         self._commits = True
@@ -109,31 +108,26 @@ class Rank:
         #: What commands have started and that may outlast them.
         self.under_way: list[UnderWay] = []
         #: Says whether a peer has died, without doing anything about it: the master's alone knows.
-        self.bereft: Callable[[], bool] = nobody_has_died
-
-    @property
-    def command(self) -> int:
-        """The number of the command that this rank runs; no two commands of a session have the same."""
-        return self._command
+        self.bereft: Callable[[], bool] = bool
 
     def begin(self, command: int) -> None:
         """Start counting the steps of a new command."""
         self.look_back()
-        self._command = command
+        self.command = command
         self._commits = True
         self._step = command << STEP_BITS
 
     def look_back(self) -> None:
         """Have what the last command started given up, if it has failed on some rank."""
         failed = self.control.words[Control.FAILED]
-        if not 0 < self._command <= failed:
+        if not 0 < self.command <= failed:
             return
         self._wait_until_closed(failed)  # it may be the next one, which is closed after this one
-        if self.how_far(self._command) is None:
+        if self.how_far(self.command) is None:
             return
         for one in self.under_way:
             try:
-                one.give_up(self._command)
+                one.give_up(self.command)
             except Exception as error:
                 _log.warning("what a failed command had started could not be given up: %s", error)
 
@@ -144,7 +138,7 @@ class Rank:
     def commit(self) -> None:
         """Note that the command's effects are applied on this rank, so that an error can say so."""
         if self._commits:
-            self.control.committed[self.number] = self._command
+            self.control.committed[self.number] = self.command
 
     @contextlib.contextmanager
     def uncommitted(self) -> Iterator[None]:
@@ -187,7 +181,7 @@ class Rank:
 
     def fail(self) -> None:
         """Say that the command has failed on this rank, and see to it that it is closed (see `meeting`)."""
-        control, words, command = self.control, self.control.words, self._command
+        control, words, command = self.control, self.control.words, self.command
         with undisturbed():  # others wait for what comes behind the first line
             words[Control.FAILED] = command
             control.fence()
@@ -209,8 +203,8 @@ class Rank:
 
     def had_all_come(self, step: int) -> bool:
         """Whether all ranks had come to a step of this command, which has failed; all ranks find the same."""
-        self._wait_until_closed(self._command)
-        return (self.how_far(self._command) or 0) >= step
+        self._wait_until_closed(self.command)
+        return (self.how_far(self.command) or 0) >= step
 
     def _wait_until_closed(self, command: int) -> None:
         words = self.control.words
@@ -293,7 +287,7 @@ class Rank:
 
     def check(self) -> None:
         """Raise if a peer has failed (`Cancelled`) or died: for whoever waits for something else than a step."""
-        if self.control.words[Control.FAILED] == self._command:
+        if self.control.words[Control.FAILED] == self.command:
             raise Cancelled
         self.watch()
 
@@ -320,7 +314,7 @@ class Rank:
         Cancelled
             If a rank failed in this command.
         """
-        words, failed, command = self.control.words, Control.FAILED, self._command
+        words, failed, command = self.control.words, Control.FAILED, self.command
         watch = self.watch
         if look is not None:
 
@@ -354,8 +348,3 @@ class Rank:
         slot = self.control.slot(rank, step & 1)
         length, _ = HEAD.unpack_from(slot)
         return bytes(slot[HEAD.size : HEAD.size + length])
-
-
-def nobody_has_died() -> bool:
-    """Say so, where there is nobody, or where others see to it."""
-    return False

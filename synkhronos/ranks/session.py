@@ -29,7 +29,7 @@ from synkhronos.ranks.errors import Cancelled, Report, WorkerError, cause_of_dea
 from synkhronos.ranks.interrupts import undisturbed
 from synkhronos.ranks.kept import Kept
 from synkhronos.ranks.memory import Memory
-from synkhronos.ranks.rank import Command, Rank, nobody_has_died
+from synkhronos.ranks.rank import Command, Rank
 from synkhronos.ranks.segments import SegmentTable, SharedArray
 from synkhronos.ranks.threads import ThreadShare, available_cores
 from synkhronos.ranks.weak import WeakKeys
@@ -142,7 +142,7 @@ class Session:
         self._file = Control.create(size, len(here), extra) if is_open else None
         spin = SPIN if len(here) <= available_cores() else 0.0
         self._control = Control(size, spin, -1 if self._file is None else self._file.fileno(), here=here, extra=extra)
-        self.rank = Rank(root, size, root, self._control, self._watch, ThreadShare(len(here), environment=False))
+        self.rank = Rank(root, root, self._control, self._watch, ThreadShare(len(here), environment=False))
         self.workers = Workers(root, self._control, self._file if fresh else None)
         self.memory = Memory(self.rank, self.workers.channels, self._run_when_idle)
         self.rank.bereft = self._is_bereft
@@ -569,7 +569,7 @@ class Session:
         self.kept.clear()
         # This session's own methods: cycles that would keep the memory a while.
         self.rank.watch = lambda: None
-        self.rank.bereft = nobody_has_died
+        self.rank.bereft = bool
         self.rank.threads.restore()
 
     def flush(self) -> None:

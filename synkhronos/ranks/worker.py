@@ -69,7 +69,6 @@ class Parcel:
 
 def main(
     number: int,
-    size: int,
     root: int,
     control: Control,
     channel: socket.socket,
@@ -92,7 +91,7 @@ def main(
             if os.getppid() != master:
                 os._exit(1)
 
-        rank = Rank(number, size, root, control, watch, ThreadShare(len(control.here), environment=True))
+        rank = Rank(number, root, control, watch, ThreadShare(len(control.here), environment=True))
         if profile:
             profiler = cProfile.Profile()
             profiler.runcall(_serve, rank, channel)
@@ -172,7 +171,7 @@ def started_anew() -> NoReturn:
     )
     control = Control(size, spin, memory, made, range(*here), extra)
     os.close(memory)
-    main(number, size, root, control, socket.socket(fileno=channel), profile, master, in_main_thread)
+    main(number, root, control, socket.socket(fileno=channel), profile, master, in_main_thread)
 
 
 def _serve(rank: Rank, channel: socket.socket) -> None:

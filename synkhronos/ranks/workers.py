@@ -65,9 +65,7 @@ class Workers:
                 return
             pid = os.fork()
             if pid == 0:
-                worker.main(
-                    number, self._control.size, self._root, self._control, theirs, profile, master, in_main_thread
-                )
+                worker.main(number, self._root, self._control, theirs, profile, master, in_main_thread)
         self.pids[number] = pid
 
     def has_any_ended(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from synkhronos.data.array import as_numpy
 from synkhronos.data.rows import highest, lowest, select
 from synkhronos.devices import HOST, JAX, Device, Selection, take
 from synkhronos.engines import Runner
@@ -64,7 +65,7 @@ class LocalRows:
         return self._array.ndim
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return len(self._array if self.selected is None else self.selected)
 
     def __getitem__(self, selection: Any) -> LocalRows:
         rows, known = select(selection, len(self), "rows"), self.selected
@@ -122,8 +123,7 @@ class LocalRows:
             target[...] = np.asarray(value)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        array = self.array if self.selected is None else take(self._array, self.selected)
-        return np.array(array, dtype) if copy or dtype is not None else array
+        return as_numpy(self.array if self.selected is None else take(self._array, self.selected), dtype, copy)
 
     def __repr__(self) -> str:
         return f"<synkhronos.LocalRows: {self.dtype}, shape {self.shape}>"
