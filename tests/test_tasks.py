@@ -1,5 +1,7 @@
 """Programs that run on every rank at its own pace: what they do together."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import task_programs as programs
@@ -153,7 +155,7 @@ def test_a_lock_that_a_rank_of_another_host_waits_for_is_handed_to_the_agent(n_r
     session = ranks.session()
     memory = TaskMemory(0, n_ranks, n_ranks + 1)
     segment = session.memory.create(memory.nbytes)
-    memory = memory._replace(key=segment.key)
+    memory = replace(memory, key=segment.key)
     memory.prepare(segment)
     task, bridge = Task(session.rank, memory), Bridge(memory, segment, range(n_ranks))
     with task.lock(0):

@@ -31,10 +31,12 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from time import perf_counter
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +65,8 @@ TAKE, READ, WRITE, GIVE = range(4)
 Span = tuple[int, int, int]
 
 
-class TaskMemory(NamedTuple):
+@dataclass(frozen=True)
+class TaskMemory:
     """Where in shared memory the ranks of a task find what they share."""
 
     #: The segment's.
@@ -73,12 +76,12 @@ class TaskMemory(NamedTuple):
     #: The number of locks.
     locks: int
 
-    @property
+    @cached_property
     def half(self) -> int:
         """Bytes of one half of a channel."""
         return int(min(1 << 16, max(1 << 12, _CHANNELS // (_HALVES * self.size * self.size) // 4096 * 4096)))
 
-    @property
+    @cached_property
     def _words(self) -> tuple[int, ...]:
         return (
             1,  # whether to stop
@@ -90,15 +93,15 @@ class TaskMemory(NamedTuple):
             self.size**2,  # parts received
         )
 
-    @property
+    @cached_property
     def _texts_at(self) -> int:
         return -(-sum(self._words) * _WORD // _LINE) * _LINE
 
-    @property
+    @cached_property
     def _locks_at(self) -> int:
         return -(-(self._texts_at + (_TEXT + _WORD) * self.size) // _LINE) * _LINE
 
-    @property
+    @cached_property
     def _channels_at(self) -> int:
         return -(-(self._locks_at + _LINE * self.locks) // 4096) * 4096
 

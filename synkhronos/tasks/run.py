@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,7 +88,7 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         payload = _pack(session, (program, args, kwargs), functions, arrays)
         memory = TaskMemory(0, session.size, session.size + _LOCKS)
         segment = session.memory.create(memory.nbytes)
-        memory = memory._replace(key=segment.key)
+        memory = replace(memory, key=segment.key)
         try:
             memory.prepare(segment)
             results: list[Any] = session.run(Program(memory, payload, tuple(functions), tuple(arrays)))
