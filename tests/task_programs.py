@@ -252,6 +252,7 @@ def wrong(worker, call):
     me = worker.number
     {
         "a lock": lambda: worker.lock(100),
+        "half a lock": lambda: worker.lock(0.5),
         "send beyond": lambda: worker.send(0, 5),
         "receive from oneself": lambda: worker.receive(me),
         "receive from a name": lambda: worker.receive("x"),

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -368,6 +369,20 @@ def test_segments_come_and_go_on_all_ranks(session):
         session.memory.release("segment", session.memory.create(100).key)
     session.flush()
     assert session.run(CountSegments()) == before
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_file_of_a_segment_is_left_open(size):
+    """Python warns of one: when the ranks are closed, and with one rank, which has nobody to send it to, at once."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", ResourceWarning)
+        session = ranks.fork(size, 0, False)
+        for _ in range(3):
+            session.memory.create(100)
+        session.close(kill=True)
+        del session
+        gc.collect()
+    assert [str(warning.message) for warning in told if "FileIO" in str(warning.message)] == []
 
 
 def test_no_room_for_a_segment_is_a_memory_error(two):

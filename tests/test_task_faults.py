@@ -145,6 +145,7 @@ def test_what_can_not_be_sent_is_refused(two):
     ("call", "error", "words"),
     [
         ("a lock", ValueError, "expected a lock from 0 to"),
+        ("half a lock", TypeError, "number: expected an integer, got 0.5"),
         ("send beyond", ValueError, "to: expected another rank than"),
         ("receive from oneself", ValueError, "source: expected another rank than"),
         ("receive from a name", TypeError, "source: expected a rank, got 'x'"),

@@ -87,7 +87,7 @@ class Copies:
         exchange = rank.exchange if differ else rank.exchange_known
         shown = tuple(exchange((mine, communicator.epoch)))
         # A training loop comes here at every step with the same.
-        known = rank.kept(_Plans, _Plans)
+        known = rank.kept(_Plans)
         found = known.get((shown, nccl))
         if found is None:
             if len(known) > _KNOWN:
@@ -170,9 +170,6 @@ class Broadcast:
     def run(self, rank: Rank) -> None:
         """Let each rank take what the root shows."""
         copies = Copies(rank, self.keys, self.nccl)
-        for i, layout in enumerate(copies.layouts[rank.root]):
-            for r in range(rank.size):
-                copies.check_fits(i, layout[0], f"broadcast to rank {r}")
         for i, (shape, dtype) in enumerate(copies.layouts[rank.root]):
             communicator = copies.communicator(i)
             if rank.is_master:
@@ -309,7 +306,7 @@ class Reduce:
 
         `Copies` where some variable doesn't travel as its device combines it.
         """
-        known = rank.kept(_KnownAgreements, _KnownAgreements)
+        known = rank.kept(_KnownAgreements)
         last, differ = known.get(self), False
         if last is not None and last.holds(rank):
             if rank.agree(last.digest):

@@ -21,11 +21,11 @@ class Kept:
     def __init__(self) -> None:
         self._by_class: dict[type, Any] = {}
 
-    def __call__(self, kind: type[T], make: Callable[[], T]) -> T:
-        """Return the object of a class; ``make`` makes it if there is none."""
+    def __call__(self, kind: type[T], make: Callable[[], T] | None = None) -> T:
+        """Return the object of a class; if there is none, ``make``, or the class itself, makes it."""
         found: T | None = self._by_class.get(kind)
         if found is None:
-            found = self._by_class[kind] = make()
+            found = self._by_class[kind] = (make or kind)()
         return found
 
     def clear(self) -> None:

@@ -126,6 +126,8 @@ class Memory:
             self._rank.segments.add(segment)
             if self._channels:
                 self._unannounced.append((segment, file, set(self._channels)))
+            else:
+                file.close()
         if len(self._unannounced) > _UNANNOUNCED and not in_command:
             self.flush(in_any_case=True)
         return segment
@@ -176,6 +178,8 @@ class Memory:
     def free(self) -> None:
         """Let go of everything in this process: the ranks have ended."""
         self._is_freed = True
+        for _, file, _ in self._unannounced:
+            file.close()
         self._unannounced.clear()
         self._rank.segments.clear()
         self._rank.objects.clear()

@@ -236,7 +236,7 @@ class Worker:
                     counter.array[...] += 1
                     lock.write(counter)
         """
-        return self._task.lock(number)
+        return self._task.lock(integer(number, "number"))
 
     def kept(self, name: str) -> dict[Any, Any]:
         """Return a dict of this rank's own, in which a program leaves what a later one of the same ranks finds."""

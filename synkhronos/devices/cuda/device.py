@@ -77,7 +77,7 @@ class CudaDevice(ThroughHost, Arrays):
 
     def group(self, rank: Rank, members: Iterable[int]) -> NcclGroup:
         """Return what some ranks do alone, for the same ranks the same each time."""
-        groups = rank.kept(_Groups, _Groups)
+        groups = rank.kept(_Groups)
         members = frozenset(members)
         if members not in groups:
             groups[members] = NcclGroup(self.communicator(rank))
