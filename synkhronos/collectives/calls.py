@@ -366,20 +366,16 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
         states = [(variable, value) for variable, value in pairs if is_state(variable)]
         for variable, value in states:
             check_stream(session, variable, value, moves=False)
-            if batch is not None:
+        for variable in variables if batch is not None else ():
+            if is_state(variable) or variable.type.ndim == 0:
                 raise ValueError(f"batch: the value for {called(variable)} has no rows to choose from")
         variables = [variable for variable in variables if not is_state(variable)]
         staged = [stage(session, variable, value) for variable, value in pairs if not is_state(variable)]
         kept: list[Data] = []
         rows: list[Any] = []
         for variable, value in zip(variables, staged, strict=True):
-            if not value.ndim:
-                if batch is not None:
-                    raise ValueError(f"batch: the value for {called(variable)} has no rows to choose from")
-                rows.append(everything(value))
-                continue
-            selection = select(batch, len(value))
-            check_shape(variable, (len(selection), *value.shape[1:]))
+            selection = everything(value) if batch is None else select(batch, len(value))
+            check_shape(variable, (len(selection), *value.shape[1:]) if value.ndim else ())
             rows.append(as_rows(selection, kept))
         if states:
             keys = mirrored(session, [variable for variable, _ in states])

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from synkhronos.devices.host import HostCommunicator, Layout, _bytes, combine, nbytes
+from synkhronos.devices.host import HostCommunicator, Layout, as_bytes, combine, nbytes
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.hosts.pipes import DOWN_IN, DOWN_OUT, FRAME, FRAMES, HERE, UP_IN, UP_OUT, Pipe
 from synkhronos.hosts.pipes import Layout as PipeLayout
@@ -41,7 +41,7 @@ class ChainCommunicator(HostCommunicator):
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
         """Copy the root's array into every other rank's, in place."""
-        mine = _bytes(array)
+        mine = as_bytes(array)
         self._flow(mine if self._rank.number == root else None, mine, mine.size, root, range(self._rank.size))
 
     def gather(
@@ -60,8 +60,8 @@ class ChainCommunicator(HostCommunicator):
                 target.reshape(-1)[:] = mine.reshape(-1)
             if layout is not None and r != root:
                 to = range(rank.size) if root is None else range(root, root + 1)
-                source = None if mine is None else _bytes(mine)
-                self._flow(source, None if target is None else _bytes(target), nbytes(layout), r, to)
+                source = None if mine is None else as_bytes(mine)
+                self._flow(source, None if target is None else as_bytes(target), nbytes(layout), r, to)
 
     def _flow(self, source: np.ndarray | None, target: np.ndarray | None, size: int, root: int, to: range) -> None:
         """Stream so many bytes from the root, through all hosts on the way, to a run of ranks.
@@ -175,7 +175,7 @@ class ChainCommunicator(HostCommunicator):
             if not self._is_first:
                 frame = self._down_out.free()
                 if self._rank.number == self._here.start:
-                    frame[: count * wide.itemsize] = _bytes(result)
+                    frame[: count * wide.itemsize] = as_bytes(result)
                 self._down_out.pass_on(count * wide.itemsize)
         if target is not None:
             target[at : at + count] = result

@@ -222,7 +222,7 @@ class HostCommunicator:
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
         """Copy the root's array into every other rank's, in place."""
-        rank, mine = self._rank, _bytes(array)
+        rank, mine = self._rank, as_bytes(array)
         if rank.size == 1:
             return
         for at in range(0, mine.size, SCRATCH):
@@ -277,8 +277,8 @@ class HostCommunicator:
         """
         rank = self._rank
         sizes = [0 if layout is None else nbytes(layout) for layout in layouts]
-        mine = None if array is None else _bytes(array)
-        targets = [None if a is None else _bytes(a) for a in out] if out is not None else [None] * rank.size
+        mine = None if array is None else as_bytes(array)
+        targets = [None if a is None else as_bytes(a) for a in out] if out is not None else [None] * rank.size
         own = targets[rank.number]
         if mine is not None and own is not None:
             own[:] = mine
@@ -353,7 +353,8 @@ def combine(inputs: Sequence[np.ndarray], row: Reduction, out: np.ndarray) -> No
             row.combine(out, values, out=out)
 
 
-def _bytes(array: np.ndarray) -> np.ndarray:
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """Return a contiguous array's memory as a vector of bytes."""
     return array.reshape(-1).view(np.uint8)
 
 

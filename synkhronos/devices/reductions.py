@@ -69,7 +69,7 @@ _ADD = "res = a + b"
 REDUCTIONS = {
     "avg": Reduction(np.add, 4, _ADD, divides=True, refuses="biu"),
     "mean": Reduction(np.add, None, _ADD, divides=True, by_rows=True, refuses="biu"),
-    # NumPy's sum of booleans is an or, which nobody means who counts.
+    # NumPy's sum of booleans is a logical or; whoever sums them means to count.
     "sum": Reduction(np.add, 0, _ADD, refuses="b"),
     "prod": Reduction(np.multiply, 1, "res = a * b"),
     # A NaN stays one.

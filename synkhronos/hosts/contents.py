@@ -90,7 +90,7 @@ class Contents:
         return lacking
 
     def _compare(self, key: int, pages: np.ndarray) -> None:
-        """Note which pages are not any more what was sent last."""
+        """Note which pages have changed since they were sent, and keep a copy of those that are sent now."""
         memory, last, has = self.memory[key], self._last[key], self._has[key]
         known = pages[has[:, pages].any(axis=0)]
         has[:, known[_differ(take_pages(memory, known), take_pages(last, known))]] = False

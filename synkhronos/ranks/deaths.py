@@ -52,10 +52,10 @@ class DeathWatch:
     fail : callable
         Raises what the user gets to see then.
     lost : callable
-        Says whether another host, or a rank there, is lost.
+        Says what has happened to another host, or to a rank there; None if nothing has.
     """
 
-    def __init__(self, unfinished: Callable[[], bool], fail: Callable[[], None], lost: Callable[[], bool]) -> None:
+    def __init__(self, unfinished: Callable[[], bool], fail: Callable[[], None], lost: Callable[[], object]) -> None:
         self._unfinished = unfinished
         self._fail = fail
         self._lost = lost
@@ -91,7 +91,7 @@ class DeathWatch:
         self._watched.clear()
         self._unfinished = bool  # and no reference to the session, which refers to this
         self._fail = lambda: None
-        self._lost = bool
+        self._lost = lambda: None
         if self._before is not None and threading.current_thread() is threading.main_thread():
             put_back(signal.SIGURG, self._hear, self._before)
             self._before = None
@@ -109,7 +109,7 @@ class DeathWatch:
 
     def _is_bereft(self) -> bool:
         """Whether a worker has ended: not one that has merely closed its files."""
-        if self._lost():
+        if self._lost() is not None:
             return True
         poll = select.poll()
         pids = {}

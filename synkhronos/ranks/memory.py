@@ -163,7 +163,7 @@ class Memory:
         self._owned[what, key] = weakref.KeyedRef(owner, self._orphaned.append, (what, key))
 
     def notice_orphans(self) -> None:
-        """Let go of that whose owner has been collected."""
+        """Let go of what belonged to owners that have been collected."""
         while self._orphaned:
             self.release(*self._orphaned[0].key)
             del self._orphaned[0]

@@ -118,7 +118,7 @@ class Rank:
         self._step = command << STEP_BITS
 
     def look_back(self) -> None:
-        """Have what the last command started given up, if it has failed on some rank."""
+        """Give up what the last command started, if that command failed on some rank."""
         failed = self.control.words[Control.FAILED]
         if not 0 < self.command <= failed:
             return

@@ -135,7 +135,7 @@ class Session:
         self._idle = True
         self.kept = Kept()
         self._at_close: WeakKeys[Any, bool] = WeakKeys()
-        self._deaths = DeathWatch(self._is_unfinished, self._look_for_deaths, self._has_lost)
+        self._deaths = DeathWatch(self._is_unfinished, self._look_for_deaths, self._lost)
         here, extra = (range(size), 0) if hosts is None else (hosts.here, hosts.extra)
         # Copies of this process inherit its memory; workers that start anew, and an agent, get it as an open file.
         is_open = size > 1 and (fresh or hosts is not None)
@@ -436,12 +436,9 @@ class Session:
         late = [r for r in busy if not control.sleeping[r]]
         if not late and len(silent) < self.size:
             return  # who waits for somebody that goes on is not late
-        message = (
-            f"rank {late[0]} did not finish within the {timeout:g} seconds that fork(timeout=...) allows"
-            if late
-            else f"the ranks did not finish within the {timeout:g} seconds that fork(timeout=...) allows"
-        )
-        self._fail(f"{message}; the workers were ended.", late[0] if late else self.rank.number)
+        who, number = (f"rank {late[0]}", late[0]) if late else ("the ranks", self.rank.number)
+        limit = f"the {timeout:g} seconds that fork(timeout=...) allows"
+        self._fail(f"{who} did not finish within {limit}; the workers were ended.", number)
 
     def _is_unfinished(self) -> bool:
         """Whether something is under way in which workers have a part, though no command runs."""
@@ -452,10 +449,11 @@ class Session:
 
     def _is_bereft(self) -> bool:
         """Whether a worker has ended, as far as this host has heard."""
-        return self.workers.has_any_ended() or self._has_lost()
+        return self.workers.has_any_ended() or self._lost() is not None
 
-    def _has_lost(self) -> bool:
-        return self.hosts is not None and self.hosts.lost() is not None
+    def _lost(self) -> tuple[str, int] | None:
+        """Say what has happened to another host, and to which rank; None if nothing has."""
+        return None if self.hosts is None else self.hosts.lost()
 
     def _look_for_deaths(self) -> None:
         deaths = self._deaths
@@ -465,7 +463,7 @@ class Session:
             number, pid, code = dead
             who = f"rank {number}" + (f" on host {self._host(number)}" if self.hosts else "")
             self._fail(f"{who} (process {pid}) {cause_of_death(code)}; the other workers were ended.", number)
-        lost = None if self.hosts is None else self.hosts.lost()
+        lost = self._lost()
         if lost is not None:
             self._fail(f"{lost[0]}; the workers were ended.", lost[1])
         deaths.at_work = at_work
