@@ -22,9 +22,11 @@ from synkhronos.hosts import agent as agents
 from synkhronos.hosts import mpirun, start
 from synkhronos.hosts.agent import Agent
 from synkhronos.hosts.contents import PAGE, Contents, Rows, pages_of, put_pages, take_pages
+from synkhronos.hosts.mail import PART
 from synkhronos.hosts.mpirun import _check_names, lost_hosts
 from synkhronos.hosts.names import Host, hosts_of
 from synkhronos.hosts.pipes import FRAME, FRAMES, Layout
+from synkhronos.hosts.task import TaskAgent
 from synkhronos.ranks.control import Control
 
 pytestmark = pytest.mark.timeout(300)  # programs that compile on all ranks
@@ -393,6 +395,25 @@ def test_an_agent_that_sends_for_long_hears_the_others_before_it_judges():
     agent._beat = lambda now: silences.append(now - agent._mail.heard[1])
     agent._go_on(16)
     assert len(silences) == 3 and max(silences) < 60, silences
+
+
+def test_what_comes_for_a_task_waits_until_its_host_has_heard_of_it():
+    taken = []
+    bridge = SimpleNamespace(
+        take=lambda *part: taken.append(part), news=list, asked=list, is_stopped_here=lambda: False
+    )
+    mail = SimpleNamespace(size=2, me=0, others=[1])
+    control = SimpleNamespace(here=range(1), fence=lambda: None, ring=lambda rank, reason: None)
+    agent = TaskAgent(mail, control, [range(1), range(1, 2)], {})
+    agent.begin(4, None)
+    agent.takes[PART](1, 5, 1, 0, 1, b"first")
+    assert not agent.move() and not taken
+    agent.begin(5, None)
+    agent._bridge = bridge
+    agent.takes[PART](1, 5, 1, 0, 2, b"second")
+    agent.takes[PART](1, 4, 1, 0, 1, b"of a command that has failed")
+    assert agent.move() and taken == [(1, 0, 1, b"first"), (1, 0, 2, b"second")]
+    assert not agent.is_waited_for
 
 
 def test_an_agent_says_what_it_has_no_room_for(monkeypatch):
