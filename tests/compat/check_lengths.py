@@ -72,6 +72,7 @@ SLICES = {
     "columns": lambda x, i, j: x[:, i:j],
     "both": lambda x, i, j: x[i : i + 2, i:j],
     "beside an integer": lambda x, i, j: x[i, i:j],
+    "beside a length": lambda x, i, j: x[x.shape[0] - 1, i:j],
     "beside indexes": lambda x, i, j: x[i:j, [0, 0, 4]],
     "behind indexes": lambda x, i, j: x[[0, 0, 4], i:j],
     "of a computed array": lambda x, i, j: T.concatenate([x, 2 * x])[i * 20 : j * 20],
