@@ -396,6 +396,16 @@ def test_files(files, load, kind):
     np.testing.assert_array_equal(np.concatenate([b for _, b in rows]), y[wanted])
 
 
+def test_rows_of_files_count_from_the_end_too(tmp_path):
+    for i in range(2):
+        np.save(tmp_path / f"{i}.npy", np.arange(4) + 4 * i)
+    rows = loading.npy([tmp_path / "0.npy", tmp_path / "1.npy"])
+    assert [int(rows[i]) for i in range(-8, 8)] == 2 * list(range(8))
+    for beyond in (-9, 8):
+        with pytest.raises(IndexError):
+            rows[beyond]
+
+
 def test_a_memmap_is_not_copied(tmp_path, load):
     array = np.lib.format.open_memmap(
         tmp_path / "big.npy", "w+", "uint8", (1 << 12, 1 << 20)

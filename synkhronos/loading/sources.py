@@ -81,6 +81,7 @@ class Rows:
         return path if self._name is None else f"{self._name!r} in {path}"
 
     def _place(self, row: int) -> tuple[int, int]:
+        row = range(len(self))[row]  # one from the end, too
         file = int(np.searchsorted(self._ends, row, side="right"))
         return file, row - (int(self._ends[file - 1]) if file else 0)
 
