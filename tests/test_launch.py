@@ -323,6 +323,24 @@ def test_a_model_of_the_base_class(tmp_path, rule):
 
 
 @pytest.mark.any_library
+def test_a_learning_rate_of_0_moves_nothing(tmp_path):
+    for epochs in (1, 2):
+        run(
+            "train",
+            "--set=model='launch_models/small.py:Frozen'",
+            "--devices=cpu,cpu",
+            "--set=rule=SlowMo",
+            "--set=rule_options.period=1",
+            f"--set=epochs={epochs}",
+            "--folder",
+            tmp_path / str(epochs),
+            cwd=TESTS,
+        )
+    first, second = (np.load(tmp_path / str(epochs) / "params.npz")["arr_0"] for epochs in (1, 2))
+    np.testing.assert_allclose(second, first, rtol=1e-12)
+
+
+@pytest.mark.any_library
 def test_a_model_of_the_base_class_says_what_is_wrong():
     from synkhronos.launch import Model
 

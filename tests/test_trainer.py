@@ -7,6 +7,7 @@ from trainer_model import ALL, ROWS, Model, X, Y
 
 from synkhronos.extensions.train import make_train_function_serial
 from synkhronos.extensions.updates import sgd
+from synkhronos.training import schedules
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -37,6 +38,13 @@ def test_every_row_is_used_once_an_epoch(n_ranks, name, rows, batch, every):
     assert model.used().tolist() == [2.0] * rows
     assert sum(report.seen == rows for report in reports) == 1
     assert reports[-1].seen == 2 * rows
+
+
+@pytest.mark.parametrize("name", ["BSP"] if XLA else ["BSP", "BSP of parameters", "PostLocal", "SlowMo"])
+def test_a_learning_rate_of_0_moves_nothing(n_ranks, name):
+    model = Model(name, rate=schedules.cosine(0.05, epochs=1))
+    first, second = (model.values() for _ in model.epochs(epochs=2))
+    np.testing.assert_allclose(second, first, rtol=1e-12)
 
 
 def test_bsp_is_what_one_process_computes(n_ranks):

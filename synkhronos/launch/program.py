@@ -173,7 +173,8 @@ class _Run:
         for epoch in range(first, int(epochs)):
             self.model.epoch = epoch
             self.recorder.learning_rate = contract.learning_rate(self.model)
-            self.state.learning_rate = self.recorder.learning_rate or 1.0
+            if self.recorder.learning_rate is not None:
+                self.state.learning_rate = self.recorder.learning_rate
             self.recorder.begin_epoch(epoch)
             self.iterate()
             loss = self.check_loss()

@@ -22,14 +22,14 @@ class _Outer(Rule):
 
     def setup(self, worker: Worker, state: State) -> None:
         """Begin, at the common point."""
-        state.own["anchor"] = state.own["start"] = state.vector
+        state.own["anchor"] = state.vector
         state.own["velocity"] = 0 * state.vector
 
     def exchange(self, worker: Worker, state: State) -> None:
         """Average, and take an outer step from where all have started."""
-        start = state.own["start"]
+        start = state.own["anchor"]
         velocity, new = self.outer(start, start - self.mean(worker, state), state.own["velocity"], state.learning_rate)
-        state.own["velocity"], state.own["start"], state.own["anchor"] = velocity, new, new
+        state.own["velocity"], state.own["anchor"] = velocity, new
         state.vector = new
 
     def outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
@@ -38,7 +38,7 @@ class _Outer(Rule):
 
     def report(self, worker: Worker, state: State) -> Any:
         """Return the common point, as the last outer step has left it, or the mean where ranks have gone on from it."""
-        return worker.all_reduce(state.vector) if state.since else state.own["start"]
+        return worker.all_reduce(state.vector) if state.since else state.own["anchor"]
 
 
 class SlowMo(_Outer):
@@ -74,8 +74,9 @@ class SlowMo(_Outer):
 
     def outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
         """Return the new velocity, and the new common point."""
-        velocity = self.momentum * velocity + distance / learning_rate
-        return velocity, start - self.lr * learning_rate * velocity
+        kept = self.momentum * velocity
+        step = learning_rate * kept + distance
+        return step / learning_rate if learning_rate else kept, start - self.lr * step
 
 
 class DiLoCo(_Outer):

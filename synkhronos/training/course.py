@@ -35,7 +35,7 @@ class Course:
     progress: bool
     loader: Loader | None
     #: The ranks of each host, where each rank takes rows of its own host.
-    pools: list[range] | None
+    pools: list[range] | None = field(init=False)
     #: The rows of an epoch.
     count: int = field(init=False)
     order: Data = field(init=False)
@@ -43,6 +43,7 @@ class Course:
     _shuffled: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
+        self.pools = pools_of(self.data)
         self.count = self.length if self.pools is None else sum(map(len, self._of_parts(0)))
 
     def make(self) -> None:

@@ -54,12 +54,12 @@ class Loop(ABC):
     """Goes through rows, turn by turn.
 
     A step has so many ``rows``.  The master shows a progress bar, if there is to be one, and ``rate`` is the learning
-    rate that is set already.
+    rate that is set already: by default none is, as no rate is equal to NaN.
     """
 
     watch: Any = None  # what is called from time to time while rows are waited for
 
-    def __init__(self, plan: Plan, source: Source, meter: Meter, rows: int, is_master: bool, rate: float):
+    def __init__(self, plan: Plan, source: Source, meter: Meter, rows: int, is_master: bool, rate: float = math.nan):
         self.plan, self.source, self.meter, self.rows, self.rate = plan, source, meter, rows, rate
         #: Places of rows that may still be read, by steps that have begun.
         self.reading: list[tuple[int, int]] = []
@@ -150,8 +150,7 @@ class Loop(ABC):
 class TogetherLoop(Loop):
     """Steps of all ranks at once, in the master: as many in one launch as have the same learning rate.
 
-    ``rows`` are those of all ranks together; ``rate`` is the value of ``learning_rate`` on all ranks, less than 0 if
-    that is not known.
+    ``rows`` are those of all ranks together; ``rate`` is the value of ``learning_rate`` on all ranks.
     """
 
     def __init__(
@@ -221,7 +220,7 @@ class RankLoop(Loop):
     ):
         kinds = worker.kept(plan.name).setdefault("kinds", set())
         meter = Meter(worker.number, plan, step.read, state.step, kinds, lambda: worker.waited)
-        super().__init__(plan, source, meter, plan.batch, worker.is_master, 0.0)
+        super().__init__(plan, source, meter, plan.batch, worker.is_master)
         self.worker, self.rule, self.state, self.watch = worker, rule, state, worker.progress
         self._step, self._rate, self._taken = step, rate, taken
         row = sum(math.prod(each.shape[1:]) * each.dtype.itemsize for each in source.data)

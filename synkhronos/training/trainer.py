@@ -84,7 +84,7 @@ class Trainer:
             self._step = _local_step(model)
         self._on_ranks = OnRanks(self._name, rule, params, groups, self._together is not None)
         self._session: Any = None
-        self._place, self._rate = Place(), -1.0
+        self._place, self._rate = Place(), math.nan
         self._kinds: set[Any] = set()
 
     # -- going through epochs --------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Trainer:
         if resume == "latest" and checkpoint is None:
             raise ValueError("resume: expected a path, or checkpoint=... whose latest is meant")
         return self._epochs(
-            Course(data, count, batch_size, epochs, seed, every, progress, loader, pools_of(data)),
+            Course(data, count, batch_size, epochs, seed, every, progress, loader),
             valid_data,
             patience,
             recorders,
@@ -332,7 +332,7 @@ class Trainer:
         session = ranks.session()
         if self._session is not session:
             self._on_ranks.begin(session, self)
-            self._session, self._place, self._rate = session, Place(), -1.0
+            self._session, self._place, self._rate = session, Place(), math.nan
         course.make()
         if resume == "latest":
             assert checkpoint is not None

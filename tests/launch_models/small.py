@@ -4,7 +4,9 @@ import numpy as np
 import theano
 import theano.tensor as T
 
+from synkhronos.extensions.updates import sgd
 from synkhronos.launch import Model
+from synkhronos.training.model import by_own_gradient
 
 
 class Line(Model):
@@ -21,3 +23,13 @@ class Line(Model):
         x = np.random.default_rng(0).normal(size=(165, 3))
         y = x @ [1.0, 2.0, 3.0]
         return [x[:120], y[:120]], [x[120:], y[120:]]
+
+
+class Frozen(Line):
+    """Learns nothing after its first epoch."""
+
+    def updates(self, loss, params, learning_rate):
+        return by_own_gradient(sgd(loss, params, learning_rate=learning_rate))
+
+    def adjust_hyperp(self, epoch):
+        self.shared_lr.set_value(0.0)
