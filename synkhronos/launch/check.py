@@ -92,8 +92,7 @@ def _judged(instance: Any, recorder: ClassRecorder, before: list[np.ndarray]) ->
     elif not np.isfinite(loss):
         words.append(f"the cost is {loss} after {recorder.total} iterations")
     after = [np.array(param.get_value()) for param in instance.params]
-    still = [i for i, (one, other) in enumerate(zip(before, after, strict=True)) if np.array_equal(one, other)]
-    if len(still) == len(before):
+    if all(map(np.array_equal, before, after)):
         words.append("train_iter() changes none of params")
     return words
 

@@ -431,11 +431,9 @@ def _devices(devices: Any, count: int | None) -> tuple[str, ...]:
     """Return a device for each of so many ranks: by default all GPUs that are visible, or a rank for each core."""
     n_gpu = get_n_gpu()
     if devices is None:
-        if count is None:
-            return tuple(f"cuda{i}" for i in range(n_gpu)) or ("cpu",) * available_cores()
-        if n_gpu and count > n_gpu:
+        if n_gpu and count is not None and count > n_gpu:
             raise SettingsError(f"ranks: expected at most {n_gpu}, one for each GPU, got {count}; or devices = 'cpu'")
-        return tuple(f"cuda{i}" for i in range(count)) if n_gpu else ("cpu",) * count
+        return tuple(f"cuda{i}" for i in range(n_gpu)[:count]) or ("cpu",) * (count or available_cores())
     names = _names(devices)
     if not names:
         raise SettingsError(f"devices: expected at least one name, such as cuda0 or cpu, got {devices!r}")

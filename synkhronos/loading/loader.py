@@ -262,20 +262,23 @@ class Loader:
         plan, unit = self._plan(epoch, batch_size, seed, row, whole, rank, size)
         return (tuple(a[rows] for a in arrays) for rows, arrays in self._batches(plan, unit, False))
 
-    def _plan(self, epoch: Any, batch_size: Any, seed: Any, row: Any, whole: Any, rank: int = 0, size: int = 1) -> Any:
-        """Check what users say."""
+    def _plan(
+        self, epoch: Any, batch_size: Any, seed: Any, row: Any, whole: Any, rank: int = 0, size: int = 1
+    ) -> tuple[Plan, int]:
+        """Check what users say; return the plan, and the rows of a batch."""
         unit = at_least(batch_size, "batch_size", 1)
         for name, value in (("epoch", epoch), ("seed", seed), ("row", row)):
             if at_least(value, name, 0) >= 1 << 63:
                 raise ValueError(f"{name}: expected less than 2**63, got {value}")
+        whole = flag(whole, "whole")
         if not isinstance(self.source, Stream):
-            if flag(whole, "whole") and unit * size > len(self):
+            if whole and unit * size > len(self):
                 raise ValueError(
                     f"batch_size: expected at most the {len(self)} rows of the source, got {size} x {unit}"
                 )
             if row > len(self):
                 raise ValueError(f"row: expected at most the {len(self)} rows of the source, got {row}")
-        return Plan(int(epoch), int(row), int(seed), rank, size, int(flag(whole, "whole"))), unit
+        return Plan(int(epoch), int(row), int(seed), rank, size, int(whole)), unit
 
     def _batches(self, plan: Plan, batch_size: int, in_session: bool) -> Iterator[tuple[Any, Any]]:
         layout = Layout(1, self.processes, self.depth, batch_size)

@@ -200,7 +200,7 @@ class _Loader:
         """Yield the epoch and the rows of each unit: their numbers, or of a stream (number, row) or (number, error)."""
         task, unit = self.task, self.ring.layout.unit
         if isinstance(task.source, Stream):
-            yield from self._stream(plan)
+            yield from self._stream(plan)  # for ever
         count, known = len(task.source), -1
         for epoch, start, length in units_of(plan, count, unit):
             if epoch != known:
