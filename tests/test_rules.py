@@ -1,5 +1,7 @@
 """Exchange rules: what each computes, beside its formula in NumPy, and what holds for it exactly."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import oracle
 import pytest
@@ -174,6 +176,14 @@ def test_alpha_of_one_swaps_and_of_a_half_meets_in_the_middle(n):
     xs, new = once(n, 0.5, vectors, centre)
     np.testing.assert_array_equal(xs[-1], new)
     np.testing.assert_array_equal(xs[0], (vectors[0] + centre) / 2)
+
+
+@pytest.mark.parametrize(("push", "fetch"), [(2, 2), (4, 6)])
+def test_downpour_exchanges_again_after_an_interrupt_that_came_before_an_exchange(push, fetch):
+    rule = rules.Downpour(push, fetch)
+    state = SimpleNamespace(step=push, since=2)  # the steps have been counted, and nothing was exchanged
+    state.step += rule.left(state)
+    assert state.step % 2 == 0  # only at such steps there is anything to push or to fetch
 
 
 ELASTIC = [rules.EASGD(period=3), rules.EAMSGD(period=3, momentum=0.9), rules.EAMSGD(period=3, momentum=0)]

@@ -57,6 +57,11 @@ class Downpour(Rule):
         """Return the centre, and how often it was written."""
         return {"centre": ((size,), dtype), "sequence": ((1,), np.int64)} if self.asynchronous else {}
 
+    def left(self, state: State) -> int:
+        """Return how many steps there are until the next exchange, also if an interrupt has kept one from its place."""
+        period = math.gcd(self.push, self.fetch)
+        return period - state.step % period
+
     def setup(self, worker: Worker, state: State) -> None:
         """Begin, with the centre where all are."""
         state.own["base"] = state.vector
