@@ -350,7 +350,8 @@ def _at(
     cuts = []
     for position, length in zip(positions, lengths, strict=True):
         before = indices[:position]
-        axis = sum(np.ndim(i) if getattr(i, "dtype", None) == bool else 1 for i in before)  # a mask takes all its axes
+        # A mask takes as many axes as it has.
+        axis = sum(np.ndim(i) if str(getattr(i, "dtype", "")) == "bool" else 1 for i in before)
         cuts.append((axis, indices[position], int(length)))
     rest = tuple(slice(None) if i in positions else index for i, index in enumerate(indices))
 
