@@ -25,6 +25,7 @@ from pytensor.compile import SharedVariable
 from pytensor.compile.builders import OpFromGraph
 from pytensor.compile.ops import ViewOp
 from pytensor.graph.basic import Constant
+from pytensor.graph.traversal import walk
 from pytensor.tensor import TensorType, subtensor
 from pytensor.tensor.basic import Alloc, ARange, Join, MakeVector, ScalarFromTensor, TensorFromScalar
 from pytensor.tensor.blockwise import Blockwise
@@ -190,23 +191,10 @@ class Search:
                 inside.update(node.outputs)
         whole = {v for node in nodes if not inside.isdisjoint(node.outputs) for v in node.inputs} - inside
         for variable in whole:
-            from_data, from_others, stack, seen = False, False, [variable], set()
-            while stack:
-                one = stack.pop()
-                if one in seen:
-                    continue
-                seen.add(one)
-                if one.owner is not None:
-                    if not isinstance(one.owner.op, Shape | Shape_i):
-                        stack.extend(one.owner.inputs)
-                elif isinstance(one, Constant | SharedVariable):
-                    from_data |= self.length in _shape_of(one)
-                    from_others |= isinstance(one, SharedVariable) and not isinstance(
-                        one.type, TensorType
-                    )  # generators
-                else:
-                    from_others = True
-            if from_data and from_others:
+            read = [one for one in walk([variable], _inputs_but_for_shapes) if one.owner is None]
+            # Not parameters, nor generators.
+            data = [one for one in read if isinstance(one, Constant) or _is_shared_array(one)]
+            if len(data) < len(read) and any(self.length in _shape_of(one) for one in data):
                 raise Mixed(f"{_named(variable)} needs all rows at once")
 
     def _folded(self, variable: Any) -> Any:
@@ -264,6 +252,16 @@ class Search:
 
 def _named(variable: Any) -> str:
     return repr(variable.name) if variable.name else str(variable)
+
+
+def _is_shared_array(variable: Any) -> bool:
+    return isinstance(variable, SharedVariable) and isinstance(variable.type, TensorType)
+
+
+def _inputs_but_for_shapes(variable: Any) -> list[Any]:
+    """Return what a variable is computed from; nothing if that is a shape, which is known without its elements."""
+    node = variable.owner
+    return [] if node is None or isinstance(node.op, Shape | Shape_i) else node.inputs
 
 
 def _shape_of(data: Any) -> tuple[int, ...]:
