@@ -95,10 +95,10 @@ def fork(
     Parameters
     ----------
     n_parallel : int, optional
-        The number of ranks; with ``hosts`` that of each host.  By default one for each core that this process may use
-        (on GPUs, one for each).
+        The number of ranks; with ``hosts`` the number on each host.  By default one for each core that this process may
+        use, or one for each GPU.
     use_gpu : bool, optional
-        By default GPUs where there are some, on all hosts, and something installed can drive them, else the CPU.
+        By default GPUs are used if all hosts have some and the packages that they need, else the CPU.
     master_rank : int
         The rank of this process.
     profile_workers : bool
@@ -107,10 +107,10 @@ def fork(
         Seconds that a call waits for the workers before it ends them and raises `WorkerError`.  By default it waits as
         long as they live, and Ctrl-C interrupts it.
     hosts : list of str, or "all", optional
-        The machines on which there are to be ranks, this one first; ``"a:3"`` for three ranks on ``a``.  ``"all"`` are
-        the hosts of a Slurm, PBS or LSF allocation.  By default those that the variable ``SYNKHRONOS_HOSTS`` names
-        (``a,b:3``), or those on which ``mpirun`` or ``srun`` has started this script, one process on each: there `fork`
-        returns on the first host alone.  An empty list is this machine alone.
+        The machines with ranks, this one first; ``"a:3"`` means three ranks on ``a``.  ``"all"`` means the hosts of a
+        Slurm, PBS or LSF allocation.  By default those that the variable ``SYNKHRONOS_HOSTS`` names (``a,b:3``), or
+        those on which ``mpirun`` or ``srun`` has started this script, one process on each: there `fork` returns on the
+        first host only.  An empty list means this machine alone.
     host_timeout : float
         Seconds of silence after which a host is taken for lost.
 
@@ -129,13 +129,14 @@ def fork(
 
     Notes
     -----
-    A worker is a copy of this process as it is now: fork early, before data is loaded and before threads are started
-    that hold locks.  The cores are shared out: each rank's BLAS gets its part of them as threads.  From then on the C
-    library keeps up to 256 MB of freed arrays' memory in each rank, this process included: the next call uses it again.
+    A worker is a copy of this process as it is now: fork early, before you load data, and before you start threads,
+    which may hold locks.  Each rank's BLAS gets as many threads as its share of the cores.  From then on the C
+    library keeps up to 256 MB of freed arrays' memory in each rank, this process included, and the next call uses it
+    again.
 
-    Workers on other hosts are no copies: they start anew, with this process' ``sys.path`` and working directory, and
-    import what they need.  Python and its packages have to be at the same path there.  Hosts talk by MPI, which
-    ``pip install synkhronos[hosts]`` brings, over a network that has to be trusted: what goes there are pickles.
+    Workers on other hosts are not copies but new processes, with this process' ``sys.path`` and working directory; they
+    import what they need.  Python and its packages have to be at the same path there.  Hosts talk by MPI, which ``pip
+    install synkhronos[hosts]`` installs.  They send each other pickles, so use a network that you trust.
 
     Examples
     --------
@@ -247,10 +248,10 @@ def _fork(
 
 
 def bytes_sent() -> int:
-    """Return how many bytes of shared memory other hosts have been sent since `fork`: rows of Data objects, functions.
+    """Return how many bytes of Data objects and functions other hosts have been sent since `fork`.
 
-    What has not changed is not sent again.  Of rows under a lock those count that the first host sends; what
-    collectives exchange is not counted.
+    Unchanged pages of memory are not sent again.  Of the rows that a lock brings, only those that the first host sends
+    are counted.  Values that collectives exchange are not counted.
 
     Raises
     ------
@@ -273,7 +274,7 @@ def close() -> None:
     """End the workers and free every shared segment.
 
     Runs by itself at exit, and does nothing when no ranks are running.  `fork` works again after it; functions made
-    before are sent to the new ranks when they are called, Data objects made before are empty.
+    before are sent to the new ranks when they are called; Data objects made before are empty.
 
     Examples
     --------

@@ -47,7 +47,7 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
     ----------
     shared_vars : shared variable, or list of them
     values : array_like or Data, or list of these, optional
-        What to give; the master's own value by default.  For a random generator what its variable holds
+        The value to give; by default the master's own.  For a random generator what its variable holds
         (`numpy.random.Generator`, or with Theano a `numpy.random.RandomState` or the state of MRG streams): the master
         goes on from there, and the workers from places that are moved apart from it.
     nccl : bool
@@ -102,7 +102,7 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
 
 
 def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
-    """Share the rows of values out among ranks.
+    """Split the rows of values, and give each rank its part.
 
     Parameters
     ----------
@@ -110,7 +110,8 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
     values : array_like or Data, or list of these
         Of at least one dimension.
     batch : int, slice, list of int, or array of int or bool, optional
-        Which rows, before they are split: into contiguous runs in rank order, as evenly as possible.
+        Which rows to use.  They are picked before the split, which gives each rank a run of neighbouring rows, in rank
+        order and as evenly as possible.
 
     Raises
     ------
@@ -163,8 +164,8 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
     Returns
     -------
     ndarray, or list of ndarray
-        In rank order.  Where the shapes don't allow what ``nd_up`` asks, a list with one array a rank.  Of a random
-        generator a list with one `numpy.random.Generator` or `numpy.random.RandomState` a rank.  For a list of
+        In rank order.  If the shapes don't allow one array, a list with an array for each rank.  For a random
+        generator, a list with a `numpy.random.Generator` or `numpy.random.RandomState` for each rank.  For a list of
         variables, a list of these.
 
     Examples
@@ -245,7 +246,7 @@ def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool 
     Returns
     -------
     None, or ndarray, or list of ndarray
-        None if in place.
+        None with ``in_place``.
 
     Raises
     ------
@@ -337,7 +338,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
     rank : int
     shared_vars : shared variable, or list of them
     values : array_like or Data, or list of these
-        For a random generator what its variable holds; see `broadcast`.  The rank goes on from there.
+        For a random generator a value as its variable holds it (see `broadcast`), from which the rank goes on.
     batch : int, slice, list of int, or array of int or bool, optional
         Which rows of the values.
 
@@ -404,7 +405,7 @@ def get_value(rank: int, shared_vars: Any) -> Any:
     Returns
     -------
     ndarray, or list of ndarray
-        Of a random generator a `numpy.random.Generator` or `numpy.random.RandomState`.
+        For a random generator, a `numpy.random.Generator` or `numpy.random.RandomState`.
 
     Examples
     --------

@@ -82,12 +82,12 @@ class Data:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype, which stays."""
+        """The dtype, which never changes."""
         return self._dtype
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions, which stays."""
+        """The number of dimensions, which never changes."""
         return self._ndim
 
     @property
@@ -102,20 +102,20 @@ class Data:
 
     @property
     def alloc_size(self) -> int:
-        """The number of items that there is memory for."""
+        """The number of items for which there is memory."""
         return 0 if self._segment is None else self._segment.nbytes // max(1, self._dtype.itemsize)
 
     @property
     def name(self) -> str | None:
-        """What it is called in errors."""
+        """Its name in errors."""
         return self._name
 
     @property
     def minibatch(self) -> bool:
-        """Whether it holds the rows of a call's ``batch`` alone, in the place of all rows.
+        """Whether it holds only the rows of a call's ``batch``, and not all rows.
 
-        Where ``batch`` is an int or a slice, row 0 stands for the lowest index in it; where it is a list or array of
-        indexes or a mask, row k goes with the k-th index.
+        If ``batch`` is an int or a slice, row 0 goes with the lowest index that it picks.  If it is a list or array of
+        indexes, or a mask, row k goes with the k-th index.
         """
         return self._minibatch
 
@@ -188,12 +188,12 @@ class Data:
         force_cast : bool
             Cast even where values may change.
         oversize : float
-            From 1 to 2: if memory has to be allocated, how much more than is needed now.
+            From 1 to 2: if memory has to be allocated, by which factor more than is needed now.
 
         Raises
         ------
         TypeError
-            If the dtype can't be cast up safely and ``force_cast`` is False.
+            If the value can't be cast safely and ``force_cast`` is False.
         ValueError
             For another number of dimensions, or ``oversize`` out of range.
         MemoryError
@@ -218,8 +218,8 @@ class Data:
     def set_shape(self, shape: int | Sequence[int], oversize: float = 1) -> None:
         """Change the shape.
 
-        Rows that remain are kept, new ones are zero.  If lengths along other axes change, there are no old rows to
-        speak of, and all is zero.
+        Rows that remain are kept, and new ones are zero.  If a length along another axis changes, no row is kept: all
+        is zero.
 
         Parameters
         ----------
@@ -234,7 +234,7 @@ class Data:
         self._reshape_in_turn(lengths, oversize, keep=True)
 
     def condition_data(self, x: npt.ArrayLike, force_cast: bool = False) -> np.ndarray:
-        """Return a value as this object would take it, without taking it.
+        """Return a value as an array that this object can take, without changing the object.
 
         Parameters
         ----------
@@ -252,7 +252,7 @@ class Data:
     def free_memory(self) -> None:
         """Give the shared memory back, on all ranks, and become empty.
 
-        Arrays that were taken from `data` before keep theirs until they are gone.
+        Arrays that were taken from `data` before keep their memory as long as they exist.
         """
         if self._session.closed is not None:
             return
@@ -382,19 +382,19 @@ def data(
     value : array_like, optional
         The first content.
     var : variable, optional
-        A PyTensor or Theano variable, which says dtype and number of dimensions (and the name, if none is given).
+        A PyTensor or Theano variable that gives dtype and number of dimensions (and the name, if none is given).
     dtype : dtype_like, optional
-        If there is no ``var``; without it, ``value`` says.
+        Used if there is no ``var``.  Without it ``value`` gives the dtype.
     ndim : int, optional
-        The same; ``shape`` may say it too.
+        Used if there is no ``var``.  Without it ``value`` or ``shape`` gives the number.
     shape : sequence of int, optional
         The first shape, filled with zeros, if there is no ``value``.
     minibatch : bool
-        Whether it holds the rows of a call's ``batch`` alone: see `Data.minibatch`.
+        Whether it holds only the rows of a call's ``batch``: see `Data.minibatch`.
     force_cast : bool
         Cast ``value`` even where values may change.
     oversize : float
-        From 1 to 2: how much more memory to allocate than is needed now.
+        From 1 to 2: by which factor more memory is allocated than is needed now.
     name : str, optional
 
     Returns

@@ -42,19 +42,19 @@ class FileData(FixedData):
 
 
 def data_file(path: str | os.PathLike[str], minibatch: bool = False, name: str | None = None) -> FileData:
-    """Have all ranks map an array in a file, as ``numpy.save`` writes it.
+    """Have all ranks map an array in a file that ``numpy.save`` has written.
 
-    Nothing is copied: the system's cache of the file is the memory that ranks share.  Rows are read from the disk when
-    a rank needs them.  On several hosts each maps its own file of that path, and no rows are sent.
+    Nothing is copied: the ranks share the system's cache of the file.  Rows are read from the disk when a rank needs
+    them.  On several hosts each host maps its own file at this path, and no rows are sent.
 
     Parameters
     ----------
     path : str or path
-        Of a ``.npy`` file; on several hosts of the same file on each, as on a shared file system.
+        The path of a ``.npy`` file.  On several hosts each needs the same file there, as on a shared file system.
     minibatch : bool
         As in `data`.
     name : str, optional
-        What it is called in errors; by default the file's.
+        Its name in errors; by default the file's name.
 
     Returns
     -------
@@ -64,9 +64,9 @@ def data_file(path: str | os.PathLike[str], minibatch: bool = False, name: str |
     Raises
     ------
     OSError
-        If there is no such file, or it may not be read.
+        If there is no such file, or this user may not read it.
     ValueError
-        If it isn't an array in NumPy's format, of numbers, in C's order.
+        If the file has no array of numbers in NumPy's format and in C's order.
     WorkerError
         In the first call that uses it, if a host has no such file, or one of another size.
 

@@ -32,7 +32,7 @@ from synkhronos.ranks.segments import create_unlinked
 
 
 class PartsData(FixedData):
-    """A `Data` object of which each host has the rows of its own ranks alone; made by `data_parts`.
+    """A `Data` object of which each host has only the rows of its own ranks; made by `data_parts`.
 
     Its content and shape stay as they are.
 
@@ -56,7 +56,7 @@ class PartsData(FixedData):
 
     @property
     def data(self) -> np.ndarray:
-        """The array itself, read-only; where there are several hosts, take ``data[here.start : here.stop]``."""
+        """The array itself, read-only.  On several hosts take ``data[here.start : here.stop]``."""
         return self._checked(slice(None))
 
     def __getitem__(self, key: Any) -> Any:
@@ -85,24 +85,24 @@ class PartsData(FixedData):
         return _PartsArray(self._key(), self.dtype.str, self.shape)
 
     def batches(self, size: int, seed: Any = None) -> Iterator[np.ndarray]:
-        """Yield shuffled rows for calls, of which each rank finds its share on its own host.
+        """Yield batches of shuffled rows; each rank finds its share of a batch on its own host.
 
         Parameters
         ----------
         size : int
-            Rows of a batch: at least one for each rank.
+            The number of rows of a batch: at least one for each rank.
         seed : int, sequence of int, or numpy.random.Generator, optional
-            As ``numpy.random.default_rng`` takes it: for an epoch of its own, ``(seed, epoch)``.
+            As for ``numpy.random.default_rng``.  Give ``(seed, epoch)`` for another order in each epoch.
 
         Yields
         ------
         ndarray of int64
-            What a call takes as ``batch``.  No row comes twice; those that are left when a host has too few for another
-            batch are left out.
+            A ``batch`` for a call.  No row comes twice.  When a host has too few rows for another batch, the remaining
+            rows are left out.
 
         Notes
         -----
-        Rows are shuffled within hosts: so batches depend on how many ranks each host has.
+        Rows are shuffled within hosts, so that batches depend on how many ranks each host has.
         """
         size, n_ranks = at_least(size, "size", 1), self._session.size
         if not n_ranks <= size <= len(self):
@@ -114,24 +114,25 @@ class PartsData(FixedData):
 
 
 def data_parts(load: Callable[[int, int], npt.ArrayLike], length: int, name: str | None = None) -> PartsData:
-    """Have each rank load its own rows of an array: each host has those of its ranks, and nothing is sent.
+    """Have each rank load its own rows of an array; each host holds those of its ranks, and no rows are sent.
 
     Parameters
     ----------
     load : callable
         ``load(start, stop)`` returns the rows from ``start`` up to ``stop``, of numbers.  It is called once on each
-        rank that has rows, on all at the same time: rank r of n has the r-th of n nearly equal runs.  A function of the
-        script goes to the other hosts like a graph's.
+        rank that has rows, on all at the same time: rank r of n has the r-th of n nearly equal runs.  A function that
+        the script defines is sent to the other hosts.
     length : int
-        How many rows there are on all ranks together.
+        The number of rows on all ranks together.
     name : str, optional
-        What it is called in errors.
+        Its name in errors.
 
     Returns
     -------
     PartsData
-        A `Data` object that can't be changed.  On several hosts a call may use the rows of each rank's own host only:
-        all rows, or what `PartsData.batches` yields; `scatter` works too, and trainers.  On one host any rows.
+        A `Data` object that can't be changed.  On one host a call may pick any rows.  On several hosts each rank can
+        use only rows of its own host: call with all rows, or with batches of `PartsData.batches`.  `scatter` and
+        trainers take it, too.
 
     Raises
     ------

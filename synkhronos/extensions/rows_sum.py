@@ -77,10 +77,10 @@ def sum_over_rows(terms: Any, rows: Mapping[Any, Any], name: str | None = None) 
         Float, of any shape: all its elements are added.  A row's terms may depend on that row and on whatever is not a
         row, but not on other rows.
     rows : dict of variable to array_like, Data or shared variable
-        What runs along the rows: symbolic inputs that `terms` is computed from, and all the values of each, with the
-        rows on axis 0.  All have equally many.
+        The data of the rows: for each symbolic input of `terms` its values, with the rows on axis 0.  All inputs have
+        the same number of rows.
     name : str, optional
-        For error messages, and what functions are called on the ranks.
+        Its name in error messages, and of the functions on the ranks.
 
     Returns
     -------
@@ -99,10 +99,10 @@ def sum_over_rows(terms: Any, rows: Mapping[Any, Any], name: str | None = None) 
     function that contains the sum, and sent to the ranks whole, at each evaluation.  Constants are sent once.
 
     The rows are shared out at the first evaluation, and again after `synkhronos.fork` and when one of the shared
-    variables has got a new value.  An array that is changed in place is not looked at again.
+    variables has got a new value.  Changes of an array in place are not noticed.
 
-    Value and gradient come from one call, and are kept for the last point: who asks for the same again waits for no
-    rank.  Threads take turns.  Only the process that called `synkhronos.fork` can evaluate it.
+    Value and gradient come from one call, and are kept for the last point, so that asking for them again needs no rank.
+    Threads take turns.  Only the process that called `synkhronos.fork` can evaluate it.
 
     Examples
     --------

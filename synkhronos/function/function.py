@@ -107,7 +107,7 @@ class Function:
         output_subset: Sequence[int] | None = None,
         **named_inputs: Any,
     ) -> Any:
-        """Run on all ranks, and return the outputs' reductions.
+        """Run on all ranks, and return the reduced outputs.
 
         Parameters
         ----------
@@ -115,12 +115,12 @@ class Function:
             In the order of ``inputs`` and then ``bcast_inputs``.  Arrays other than Data are copied into shared memory
             that the library keeps for the purpose.
         batch : int, slice, list of int, or array of int or bool, optional
-            Which rows of the scattered inputs to use, before they are shared out: the first that many, a slice,
-            indexes, or a mask.
-        batch_s : slice or list of int, or a list of these, one a rank, optional
+            Which rows of the scattered inputs to use: an int for so many from the first, a slice, indexes, or a mask.
+            Rows are picked before they are split among the ranks.
+        batch_s : slice or list of int, or a list of these with one for each rank, optional
             Which rows of its own ``sliceable_shareds`` each rank uses.
         num_slices : int
-            In how many pieces each rank computes its rows, to save memory.
+            The number of pieces in which each rank computes its rows; more pieces take less memory.
         output_subset : sequence of int, optional
             Which outputs to compute and return.
         **named_inputs
@@ -219,7 +219,7 @@ class Function:
         return results[0] if self._single and results else results
 
     def as_theano(self, *args: Any, **kwargs: Any) -> Any:
-        """Run as the plain library would, in the master alone, on all rows.
+        """Run the graph library's plain function in the master alone, on all rows.
 
         Parameters
         ----------
@@ -372,7 +372,7 @@ def function(
 ) -> Function:
     """Make a function that runs on all ranks at once.
 
-    As ``pytensor.function`` and ``theano.function``, whose other keyword arguments pass through.
+    This takes the place of ``pytensor.function`` and ``theano.function``, to which other keyword arguments are passed.
 
     Parameters
     ----------
@@ -381,7 +381,7 @@ def function(
     outputs : variable, (variable, op), or a list of these, optional
         Each is reduced over ranks by its op: "avg" (the default: ranks weigh the same), "mean" (each weighs as many
         rows as it computed), "sum", "prod", "min", "max", "gather" (joined along axis 0), or None (the master's own).
-        With ``"c_"`` in front the reduction happens in host memory.
+        With ``"c_"`` in front the reduction happens in host memory even for values on GPUs.
     bcast_inputs : list of variables, optional
         Passed whole to every rank.
     updates : dict, or list of (shared, expression) or (shared, expression, op), optional
@@ -389,7 +389,7 @@ def function(
     givens : dict or list of pairs, optional
         Substitutions in the graph.
     sliceable_shareds : list of shared variables, optional
-        Those that ``batch_s`` and ``num_slices`` cut along axis 0.
+        Those of which ``batch_s`` and ``num_slices`` pick rows, along axis 0.
     **kwargs
         For the graph library's own ``function``: ``mode``, ``name``, ``on_unused_input``, ...
 
@@ -437,16 +437,16 @@ def _unpickled(nodes: Sequence[Any], program: Program, single: bool) -> Function
 
 
 def distribute() -> None:
-    """Copy every function, and each shared variable once, to all ranks.
+    """Send every function, and each shared variable once, to all ranks.
 
-    May be called any number of times: functions made since the last time are copied, and the shared variables that are
-    new with them.  The first call of a function that was not distributed does it by itself.
+    Call it as often as you like: it sends the functions made since the last time, with the shared variables that are
+    new. A function that was not distributed is sent at its first call.
 
     Notes
     -----
-    Shared variables get the values that they have in the master now.  From then on each rank's copy is its own.
-    Random generators are moved apart, so that each rank draws different numbers; the master's draws what it would in
-    the serial program.
+    Shared variables get the values that they have in the master now.  From then on each rank's copy is its own. Random
+    generators are moved apart, so that each rank draws different numbers; the master draws those that the serial
+    program would draw.
     """
     session = ranks.session()
     with session.turn:

@@ -61,7 +61,7 @@ class Model:
     Parameters
     ----------
     config : dict
-        With ``rank``, ``size``, ``seed``, and what the session says under ``config``.
+        Has ``rank``, ``size``, ``seed``, and the entries of ``config`` in the session.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class Model:
     updates : callable
         Of `synkhronos.extensions.updates`, or Lasagne's: ``updates(loss, params, learning_rate=...)`` gives a dict.
     trained : list of shared variables
-        What `build` has called `params`, which then has the running averages as well.
+        The `params` that `build` has set; `params` then has the running averages as well.
     shown : list of shared variables
         The last step's cost, and its error.
     """
@@ -134,7 +134,7 @@ class Model:
         return arrays
 
     def updates(self, loss: Any, params: list[Any], learning_rate: Any) -> Any:
-        """Return what becomes of the parameters in a step: by default Nesterov's momentum."""
+        """Return the updates of the parameters in a step: by default Nesterov's momentum."""
         return by_own_gradient(updates.nesterov_momentum(loss, params, learning_rate=learning_rate))
 
     # -- the contract ----------------------------------------------------------------------------------------

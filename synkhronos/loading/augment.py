@@ -25,7 +25,7 @@ def generator(seed: int, epoch: int, row: int) -> np.random.Generator:
 
 
 class CropMirror:
-    """Cuts a window out of each picture, mirrors every other, and subtracts a mean.
+    """Cuts a window out of each picture, mirrors half of them at random, and subtracts a mean.
 
     A picture is the first array of a row, channels first: of shape ``(channels, height, width)``.
 
@@ -34,13 +34,13 @@ class CropMirror:
     crop : int, optional
         The window's height and width.  By default all of the picture.
     mirror : bool
-        Whether half of the pictures, by chance, are turned left to right.
+        Whether half of the pictures, at random, are turned left to right.
     mean : number or array_like, optional
         What to subtract: a number, one for each channel, or a picture of the size before the crop.
     scale : number, optional
-        What to multiply by then.
+        The factor by which the result is multiplied.
     center : bool
-        Whether the window is in the middle, as for validation, and not anywhere by chance.
+        Whether the window is in the middle, as for validation, and not at a random place.
 
     Notes
     -----

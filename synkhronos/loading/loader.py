@@ -49,23 +49,25 @@ class Loader:
         any object with ``len()`` and ``[row]``, which returns a tuple of arrays; an iterable of such tuples that begins
         anew in each epoch, or a function that returns one.
     augment : callable, optional
-        What happens to each row on the way: `CropMirror`, or what is called as ``augment(row, random)`` with a tuple of
-        arrays and a `numpy.random.Generator`, and returns a tuple.
+        A function that changes each row: `CropMirror`, or your own, ``augment(row, random)``, which gets a tuple of
+        arrays and a `numpy.random.Generator` and returns a tuple.
     processes : int
-        How many loaders read.  Of an iterable, one does.
+        The number of loader processes.  An iterable is read by one.
     depth : int
-        The batches that there is room for.
+        The number of batches for which there is room.
     shuffle : bool
-        Whether each epoch has an order of its own, which follows from the seed and the epoch.  An iterable has its own.
+        Whether each epoch has an order of its own, which follows from the seed and the epoch.  An iterable's order is
+        its own.
     on_error : {"raise", "skip"}
-        What to do about a row that can't be read: `LoadError`, or the batch is shorter, and `skipped` counts it.
+        What happens with a row that can't be read: `LoadError` is raised, or the row is left out of its batch and
+        counted in `skipped`.
     vars : list of variables, optional
-        Those whose dtypes rows are to have: the inputs of the function.
+        The function's inputs, whose dtypes the rows get.
 
     Attributes
     ----------
     waited : float
-        The seconds for which batches were waited for.
+        The seconds spent on waiting for batches.
 
     Raises
     ------
@@ -206,21 +208,22 @@ class Loader:
         Parameters
         ----------
         epoch : int
-            Its number, from which the order of rows follows.  Reading goes on by itself into the next.
+            Its number, from which the order of rows follows.  At its end the loader goes on with the next epoch by
+            itself.
         batch_size : int
             The rows of a batch, of all ranks together.
         seed : int
             Of the order, and of the augmentation.
         row : int
-            How many rows of the epoch to pass over: where an interrupted epoch goes on.
+            The number of rows to skip, to go on in the middle of an interrupted epoch.
         whole : bool
             Whether the last rows are left out if they are fewer than a batch.
 
         Yields
         ------
         slice or ndarray
-            Which rows of `data` the batch is: for ``f(*loader.data, batch=batch)``.  They stay until the next batch is
-            asked for.
+            The rows of `data` that are the batch: call ``f(*loader.data, batch=batch)``.  They stay until the next
+            batch is asked for.
 
         Raises
         ------

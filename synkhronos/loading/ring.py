@@ -60,7 +60,7 @@ class LoadError(RuntimeError):
     Attributes
     ----------
     epoch, row : int
-        Where to go on: the place of the first row that was not handed out.
+        Where to go on: the place of the first row that you have not got.
     """
 
     def __init__(self, message: str, epoch: int = 0, row: int = 0):

@@ -29,9 +29,9 @@ PRECISIONS = (None, "float32", "float16", "bfloat16")
 
 
 class Rule:
-    """How ranks that train keep together; on its own it does nothing.
+    """How ranks that train exchange their parameters; this base class does nothing.
 
-    A rule of your own overrides `exchange`, and what else it needs:
+    A rule of your own overrides `exchange`, and other methods where it needs to:
 
     .. code-block:: python
 
@@ -46,19 +46,19 @@ class Rule:
     Parameters
     ----------
     period : int or callable, optional
-        After how many steps ranks exchange; a callable gets the number of steps taken, and returns it.  By default what
-        the class says.
+        The number of steps between two exchanges; a callable gets the number of steps taken, and returns this number.
+        By default that of the class.
     exclude : callable, optional
-        Says of a parameter, a shared variable, whether it stays each rank's own: one of batch normalisation, say.
+        Returns whether a parameter, a shared variable, stays each rank's own, as those of batch normalisation may.
     precision : {None, "float32", "float16", "bfloat16"}
-        In what ranks exchange; None is the parameters' own dtype.  In 16 bits ranks exchange how far they have come
-        since they were last the same, not the parameters, whose small steps would be lost.
+        The dtype in which ranks exchange; None is the parameters' own.  In 16 bits ranks exchange how far they have
+        come since they were last the same, not the parameters, whose small steps would be lost.
 
     Attributes
     ----------
     asynchronous : bool
-        Whether each rank exchanges whenever it is ready.  Then no rank waits for another, and batches go to whoever
-        comes for them.
+        Whether each rank exchanges whenever it is ready.  Then no rank waits for another, and each fetches its next
+        batch when it is ready.
     """
 
     asynchronous: bool = False
@@ -162,7 +162,7 @@ class Rule:
         self._run = Run(self, devices, modelfile, modelclass, **settings)
 
     def wait(self) -> Any:
-        """Wait for what `init` has started, and return the run's folder.
+        """Wait for the run that `init` has started, and return the run's folder.
 
         Raises
         ------

@@ -23,7 +23,7 @@ from synkhronos.tasks import Worker
 
 
 class Downpour(Rule):
-    """Downpour SGD: ranks add what they have stepped to a centre every ``push`` steps, and take it every ``fetch``.
+    """Downpour SGD: ranks add their steps to a centre every ``push`` steps, and copy the centre every ``fetch`` steps.
 
     With a the sum of a rank's steps since it last pushed: x̃ ← x̃ + a, a ← 0 on a push; x ← x̃ on a fetch: Dean et al.,
     "Large scale distributed deep networks" (2012), appendix, algorithm 1.1.  Together (``asynchronous=False``) the

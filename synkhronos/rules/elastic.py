@@ -45,7 +45,7 @@ class EASGD(Rule):
     period : int or callable
         τ, a rank's steps between two exchanges.
     alpha : float, optional
-        α itself, in (0, 1]; then `beta` is not looked at.
+        α itself, in (0, 1]; `beta` is then ignored.
     asynchronous : bool
         Whether each rank exchanges when it is ready, under a lock.
     exclude

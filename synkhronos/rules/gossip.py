@@ -21,16 +21,16 @@ from synkhronos.tasks import Worker
 class GoSGD(Rule):
     """Gossip SGD: after a step a rank may send its parameters to another one, which takes a weighted mean.
 
-    Ranks have weights, 1/p at first.  With some probability a rank s halves its weight and sends (x_s, w_s) to another
-    by chance; r takes x_r ← (w_r x_r + w_s x_s)/(w_r + w_s), w_r ← w_r + w_s: Blot et al., "Gossip training for deep
-    learning", arXiv:1611.09726.  No rank waits for another but for the moment in which it writes into the other's
+    Ranks have weights, 1/p at first.  With some probability a rank s halves its weight and sends (x_s, w_s) to a random
+    other rank r; this takes x_r ← (w_r x_r + w_s x_s)/(w_r + w_s), w_r ← w_r + w_s: Blot et al., "Gossip training for
+    deep learning", arXiv:1611.09726.  No rank waits for another but for the moment in which it writes into the other's
     mailbox, where what lies there already is merged in the same way, so that it never fills.  The weights of ranks and
     mailboxes add up to 1, and no exchange changes the weighted mean.
 
     Parameters
     ----------
     probability : float
-        With which a rank sends after a step, in (0, 1].
+        The probability that a rank sends after a step, in (0, 1].
     seed : int
         Of the choices.
     exclude

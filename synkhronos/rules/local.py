@@ -101,9 +101,9 @@ class PostLocal(LocalSGD):
     Parameters
     ----------
     period : int or callable
-        Steps between two averages, later.
+        The steps between two averages, from step ``start`` on.
     start : int
-        The number of steps after which that begins.
+        The number of steps after which ``period`` applies.
     state, exclude, precision
         As for `LocalSGD`.
     """

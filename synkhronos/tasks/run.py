@@ -40,16 +40,16 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     Parameters
     ----------
     program : callable
-        Called on each rank as ``program(worker, *args, **kwargs)`` with its `Worker`.  It has to be one that can be
-        imported: a function of a module, or one that the script defines before `fork`.
+        Called on each rank as ``program(worker, *args, **kwargs)`` with its `Worker`.  The other ranks have to find it:
+        take a function of a module, or one that the script defines before `fork`.
     *args, **kwargs
-        What can be pickled.  Where this has a `Function`, a rank gets a `LocalFunction`, which computes on that rank
-        alone; for a `Data` object a `LocalRows`; for a shared variable its own copy.
+        Arguments of the program, which have to be picklable.  For a `Function` a rank gets a `LocalFunction`, which
+        computes on that rank alone; for a `Data` object a `LocalRows`; for a shared variable its own copy.
 
     Returns
     -------
     list
-        What the program has returned on each rank, by rank.
+        The program's results, in rank order.
 
     Raises
     ------
@@ -58,13 +58,13 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     WorkerError
         If the program has raised on another rank, or that rank has died.
     BaseException
-        Whatever the program has raised on this rank.
+        Any exception that the program has raised on this rank.
 
     Notes
     -----
-    A rank that fails ends the program on all ranks: each hears of it when it next calls a compiled function, waits for
-    others, or says that it goes on (`Worker.progress`).  With ``fork(timeout=...)`` a rank may take so many seconds
-    between two of these.
+    A rank that fails ends the program on all ranks.  The others stop when they next call a compiled function, wait for
+    others, or call `Worker.progress`.  With ``fork(timeout=...)`` that many seconds may pass between two such calls of
+    a rank.
 
     Examples
     --------

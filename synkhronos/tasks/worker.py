@@ -42,8 +42,8 @@ class Worker:
 
     Notes
     -----
-    All methods that wait for other ranks raise when one of these fails, or when all ranks wait for each other.
-    What is named by a word, such as a barrier, has to be the same on all ranks that meet there.
+    All methods that wait for other ranks raise when one of these fails, or when all ranks wait for each other. Names,
+    such as that of a barrier, have to be the same on all ranks that meet there.
     """
 
     def __init__(self, rank: Rank, task: Task):
@@ -95,7 +95,7 @@ class Worker:
         return self._task.exchange("exchange()", value)
 
     def decide(self, value: Any, root: int = 0) -> Any:
-        """Return one rank's value on all ranks: what has to be decided once for all, such as an early stop."""
+        """Return one rank's value on all ranks, to decide something once for all, such as an early stop."""
         root = index(root, "root", self.size)
         values = self._task.exchange("decide()", value if self.number == root else None)
         return values[root]

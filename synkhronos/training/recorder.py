@@ -27,7 +27,7 @@ RANK_FILE, REPORT_FILE = "rank-{}.jsonl", "reports.jsonl"
 
 
 class Recorder:
-    """Writes records as lines of JSON, behind those that are there.
+    """Appends records to files as lines of JSON.
 
     Each rank writes a file of its own, ``rank-0.jsonl`` and so on, while it trains: epoch, step, rows, loss, learning
     rate, rows a second, and seconds since its last line in computing, exchanging, waiting for others, and loading rows.
@@ -39,7 +39,7 @@ class Recorder:
     folder : path
         Made if it is not there.
     every : int
-        A rank's steps between two lines.
+        The number of a rank's steps between two lines.
 
     Examples
     --------
@@ -100,7 +100,7 @@ class TensorBoard:
     ----------
     folder : path
     purge : int, optional
-        The rows from which on older numbers are forgotten, when training goes on from a checkpoint.
+        The number of rows from which on older numbers are dropped, when training goes on from a checkpoint.
     """
 
     def __init__(self, folder: str | os.PathLike[str], purge: int | None = None):

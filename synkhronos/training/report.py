@@ -18,27 +18,27 @@ from synkhronos.training.meter import Outcome
 
 @dataclass
 class Report:
-    """What a trainer says from time to time; printed, it is a line.
+    """A trainer's report; printed, it is one line.
 
     Attributes
     ----------
     epoch : float
         The epochs trained so far.
     seen : int
-        The rows.
+        The rows trained on so far.
     steps : int
-        The steps of all ranks together since the last report; of BSP on gradients, in which all take a step together,
-        those.
+        The steps of all ranks together since the last report.  Under BSP on gradients a step of all ranks together
+        counts once.
     loss : float
-        The mean over the rows since the last report, each before the step that it was in.
+        The mean loss of the rows since the last report, each before the step that used it.
     validation : dict of str to float
         The means over all rows of the validation data.
     learning_rate : float
-        The last.
+        The last learning rate.
     rows_per_second : float
         Of all ranks together, since the last report, without the time in which functions were compiled.
     seconds : dict of str to float
-        What the ranks did, on average: compute, exchange, wait, load.
+        The time that a rank spent on average on each of: compute, exchange, wait, load.
     batch : str
         Rows in a step: ranks times the rows of each.
     """

@@ -1,7 +1,7 @@
 """Learning rates that change.
 
-A schedule is called with the epochs trained so far, a float, and returns the learning rate.  A function of your own
-will do, if the ranks can import it.
+A schedule is called with the number of epochs trained so far, a float, and returns the learning rate.  A function of
+your own is a schedule, too, if the ranks can import it.
 
 `constant`
     Always the same.
@@ -85,9 +85,9 @@ class steps:  # noqa: N801
     Parameters
     ----------
     rate : float
-        At first.
+        The rate at first.
     factors : dict of float to float
-        From which epoch on it is multiplied by what, all together.
+        For each epoch a factor, by which the rate is multiplied from that epoch on; all factors so far count.
 
     Examples
     --------
@@ -136,7 +136,7 @@ class cosine:  # noqa: N801
 
 @dataclass
 class _Around:
-    """A schedule that changes what another one says."""
+    """A schedule that changes the rates of another one."""
 
     schedule: Any  # a schedule, or a number that stays
 

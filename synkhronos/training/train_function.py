@@ -49,8 +49,9 @@ class TrainFunction:
         The gradients of all parameters in one vector, and how many rows they are from.  After a step it holds
         the ranks' combination.
     optimizer_state : list of shared variables
-        What the rule keeps for itself from step to step, such as velocities and counts, in an order that is the same
-        for the same rule and parameters: to be saved and loaded with the parameters.  Each rank has the same values.
+        The variables that the rule keeps from step to step, such as velocities and counts, to be saved and loaded with
+        the parameters.  Their order is always the same for the same rule and parameters.  Each rank has the same
+        values.
     """
 
     def __init__(self, model: Model, exchange: str | None = None):
@@ -127,21 +128,21 @@ class TrainFunction:
         num_slices: int = 1,
         batches_s: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Take several steps, in one launch where that can be.
+        """Take several steps, in one launch where that is possible.
 
-        A step of a small network is over on a GPU before the host has started the next one.  This starts many at once:
-        XLA goes from step to step by itself, and combines the ranks' gradients in each.
+        A GPU has finished a step of a small network before the host has started the next one.  This method starts many
+        steps at once: XLA goes from step to step by itself, and combines the ranks' gradients in each.
 
         Parameters
         ----------
         x_data, y_data
             As for a single step; all the data, of which each step takes some rows.
         batches : sequence
-            What a single step takes as `batch`, one for each step.
+            For each step the `batch` that a single step takes.
         num_slices : int, optional
             As for a single step.
         batches_s : sequence, optional
-            What a single step takes as `batch_s`, one for each step, where the data are in `sliceable_shareds`.
+            For each step the `batch_s` that a single step takes, where the data are in `sliceable_shareds`.
 
         Returns
         -------
@@ -157,8 +158,8 @@ class TrainFunction:
 
         Notes
         -----
-        Computes what single steps compute.  In JAX mode on GPUs steps that follow each other are one launch if each
-        rank has equally many rows in all of them, and, of scattered data, the ranks as many as each other.  Others are
+        Computes what single steps compute.  In JAX mode on GPUs, successive steps are one launch if each rank has the
+        same number of rows in all of them and, of scattered data, all ranks have the same number.  Other steps are
         taken one by one: with `num_slices`, with ``batch_s`` by slices or of all rows, on minibatches, on data of
         different lengths, on 4 MiB of scattered rows or more a rank, on CPU cores, with Theano.
 
@@ -166,14 +167,14 @@ class TrainFunction:
         on a rank, and as much again, where the next launch's rows come while this one computes.  That memory is kept
         for the next call.
 
-        XLA compiles anew for each number of steps in a launch, as it does for each number of rows, and the 16 used last
-        are kept: so always take the same number of steps, ten or twenty, say.  A launch can't give a variable a new
-        shape.
+        XLA compiles anew for each number of steps in a launch, as it does for each number of rows, and keeps the 16
+        used last.  So always take the same number of steps, ten or twenty for instance.  A launch can't give a variable
+        a new shape.
 
-        Which rows there are is checked before the first step, but for ``batches_s``, whose range only the ranks know.
-        An error that comes later says how many steps had been taken; their losses are lost.  If a rank fails in the
-        middle of a launch, some ranks may have taken more of its steps than others: `synkhronos.broadcast` makes the
-        parameters equal again.
+        The rows of all steps are checked before the first step, except those of ``batches_s``, whose range only the
+        ranks know. An error that comes later says how many steps had been taken; their losses are lost.  If a rank
+        fails in the middle of a launch, some ranks may have taken more of its steps than others: `synkhronos.broadcast`
+        makes the parameters equal again.
 
         Examples
         --------
@@ -294,26 +295,26 @@ def make_train_function(
     Parameters
     ----------
     loss : scalar variable
-        What to lower: a mean over the rows of `x`.  What does not depend on the rows may be added to it.
+        The loss to lower: a mean over the rows of `x`, to which terms may be added that don't depend on the rows.
     params : list of shared variables
         The parameters.
     x, y : variable or list of variables
         Inputs and targets, whose rows are scattered over the ranks.  A list of targets may be empty.
     update_rule : callable
-        One of `synkhronos.extensions.updates`, or what takes and returns the same.
+        One of `synkhronos.extensions.updates`, or a function with the same arguments and results.
     sliceable_shareds : list of shared variables, optional
-        Where the data are if the ranks hold them already, each its own rows, from `synkhronos.scatter` on: one
-        variable for each of `x` and `y`, of the same type.  On a rank all of them have equally many rows.
+        For data that the ranks hold already, each its own rows, by `synkhronos.scatter`: one shared variable for each
+        of `x` and `y`, of the same type.  On each rank all of these need the same number of rows.
     extra_updates : dict or list of (shared variable, expression), optional
-        What else a step updates on each rank, from that rank's own rows of `x` and `y`: running averages, say.  A rank
-        without rows updates none.  Slices' values are averaged, each as often as it has rows, and of integers the last
-        slice's stays.  The parameters' updates come after them; if a step fails in between they stay, and the error
-        does not say so, except where a step is one launch.
+        Other updates of a step, such as those of running averages, which each rank computes from its own rows of `x`
+        and `y`.  A rank without rows makes none.  The values of slices are averaged, weighed by their rows; of integers
+        the last slice's value is kept.  Parameters are updated after these.  If a step fails in between, these updates
+        are kept and the error does not say so, except where a step is one launch.
     exchange : str, optional
-        ``"bfloat16"`` has gradients travel between GPUs in half the bytes: each rank's is divided by the number of
-        ranks, rounded to eight bits of mantissa, and summed in that precision; the update computes with the parameters'
-        own.  Where a step isn't one launch on GPUs (on CPU cores, in slices, with ranks that have no rows, with Theano)
-        gradients travel as they are.  By default they always do.
+        With ``"bfloat16"`` gradients travel between GPUs in half the bytes: each rank's gradient is divided by the
+        number of ranks, rounded to eight bits of mantissa, and summed in that precision.  The update computes in the
+        parameters' precision.  Gradients travel unchanged by default, and wherever a step isn't one launch on GPUs: on
+        CPU cores, in slices, with ranks that have no rows, with Theano.
     **rule_kwargs
         For the rule, such as ``learning_rate=0.1``.
 
@@ -330,8 +331,8 @@ def make_train_function(
 
     Notes
     -----
-    Each step computes gradients on all ranks, combines them in one all-reduce, and updates the parameters on
-    all ranks.  Each rank's gradient counts as many times as the rank has rows.
+    Each step computes gradients on all ranks, combines them in one all-reduce, and updates the parameters on all ranks.
+    Each rank's gradient is weighed by the rank's number of rows.
 
     Examples
     --------

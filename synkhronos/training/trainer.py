@@ -52,7 +52,7 @@ class Trainer:
     params : list of shared variables
         After each report their values in the master are those that stand for all ranks': the centre, or the mean.
     optimizer : list of shared variables
-        What the update rule remembers of them.
+        The variables that the update rule keeps from step to step.
     learning_rate : shared variable
     rule : Rule
     """
@@ -115,9 +115,9 @@ class Trainer:
             Or a `synkhronos.loading.Loader` whose rows have an array for each of all these variables; ``y_data`` is
             None then.
         batch_size : int
-            The rows of a rank's step: all ranks together take as many times more.
+            The rows of one rank's step; n ranks together take n times as many.
         epochs : int
-            How often to go through the data, all in all.
+            How often to go through the data in total, with the epochs before `resume`.
         seed : int
             Of the order of rows, which differs from epoch to epoch, and does not depend on the number of ranks; of
             `synkhronos.data_parts` it depends on how many ranks each host has.
@@ -126,10 +126,10 @@ class Trainer:
         every : int, optional
             The steps of each rank between two reports; by default an epoch's.
         patience : int, optional
-            Stop when the first value of `validate` has not got lower for so many reports.  What has another name than
-            before `resume` is compared with nothing from before.
+            Stop when the first value of `validate` has not got lower for so many reports.  After `resume`, a value of
+            another name starts a new comparison.
         recorder : Recorder, or anything with ``write(dict)``, or a list of these, optional
-            What gets the reports.
+            The objects that get the reports.
         checkpoint : Checkpoint, optional
             Where to save.
         resume : "latest" or path, optional
@@ -146,9 +146,9 @@ class Trainer:
         TypeError, ValueError
             For wrong arguments, before anything is trained.
         FloatingPointError
-            If the loss is no number any more; no checkpoint is written then.
+            If the loss is NaN or infinite; no checkpoint is written then.
         CheckpointError
-            If what to go on from is damaged, or of another model.
+            If the checkpoint is damaged, or of another model.
         LoadError, WorkerError
             If a loader can't read a row, or has died.
         """
@@ -402,19 +402,20 @@ def make_trainer(
     Parameters
     ----------
     loss : scalar variable
-        What to lower: a mean over the rows of `x`.
+        The loss to lower: a mean over the rows of `x`.
     params : list of shared variables
         The parameters.
     x, y : variable or list of variables
         Inputs and targets.  A list of targets may be empty.
     update_rule : callable
-        How a rank steps: one of `synkhronos.extensions.updates`, or what takes and returns the same.
+        The rule for a rank's step: one of `synkhronos.extensions.updates`, or a function with the same arguments and
+        results.
     rule : Rule, optional
-        How ranks keep together: one of `synkhronos.rules`.  By default `BSP`.
+        The exchange rule: one of `synkhronos.rules`.  By default `BSP`.
     learning_rate : float or callable
         A number, or a schedule: see `synkhronos.training.schedules`.
     validate : dict of str to scalar variable, or list, or variable, optional
-        What to compute on validation data: means over rows.  The first is what `patience` and `plateau` go by.
+        Expressions to compute on validation data: means over rows.  `patience` and `plateau` look at the first.
     extra_updates : dict or list of (shared variable, expression), optional
         As for `synkhronos.extensions.train.make_train_function`; each rank keeps its own.
     **rule_kwargs
