@@ -6,10 +6,12 @@ On a machine with Python 3.11 nothing needs to be installed before:
     python3 run.py mnist     # train on MNIST, on all cores
     python3 run.py test      # the tests, with PyTensor and with Theano
 
-    python3 run.py test --all                 # and those of PyMC, of several hosts, of faults, and Lasagne's
-    python3 run.py test -m faults             # those that hurt processes alone
+    python3 run.py test --quick               # a selection that takes a minute
+    python3 run.py test --all                 # all tests: also PyMC's, and those that need several hosts, kill
+                                              # processes or compile for minutes
+    python3 run.py test -m faults             # only those that kill, stop and interrupt processes
     python3 run.py test --device jax          # the tests on JAX arrays, compiled by XLA for the CPU
-    python3 run.py test --device gpu --here   # on GPUs, with this Python and what is installed in it
+    python3 run.py test --device gpu --here   # the tests on GPUs, with this Python and the packages that it has
 
 There are three environments, because PyTensor needs NumPy 2 and Theano 1.0.5 needs NumPy 1.23, and because PyMC
 says which PyTensor it takes. They are made at the first use and kept; pip runs again only when pyproject.toml changes
@@ -540,15 +542,15 @@ def parser() -> argparse.ArgumentParser:
         help="what functions compute with: NumPy arrays, JAX arrays on the CPU, or on GPUs (default: %(default)s)",
     )
     test_parser.add_argument(
-        "--here", action="store_true", help="test with this Python and what is installed for it: nothing is fetched"
+        "--here", action="store_true", help="test with this Python and the packages that it has: nothing is installed"
     )
     test_parser.add_argument(
         "--all",
         action="store_true",
-        help="also those of PyMC and of several hosts, those that hurt processes, and Lasagne's, which compile for minutes",
+        help="run all tests: also PyMC's, and those that need several hosts, kill processes or compile for minutes",
     )
     test_parser.add_argument(
-        "--quick", action="store_true", help="a minute of them, with PyTensor unless --env says another: while you work"
+        "--quick", action="store_true", help="run tests that take a minute, with PyTensor unless --env names another"
     )
     add(lint)
     add(docs)

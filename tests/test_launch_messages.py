@@ -52,7 +52,7 @@ SETTINGS = {
     "ranks, a word": ({"ranks": "all"}, r"ranks: expected an integer, got 'all'"),
     "a rule": ({"rule": "SSP"}, r"rule: expected one of ASGD, BSP, .* got 'SSP'"),
     "a rule, a number": ({"rule": 3}, r"rule: expected a text, got 3"),
-    "EAMSGD": ({"rule": "EAMSGD"}, r"rule: EAMSGD needs the velocities, which a class doesn't name: take EASGD"),
+    "EAMSGD": ({"rule": "EAMSGD"}, r"rule: EAMSGD needs the velocities, and a class doesn't name them: take EASGD"),
     "gradients": ({"rule_options": {"average": "gradient"}}, r"rule_options.average: expected 'params', got 'gradient'"),
     "an option": ({"rule": "EASGD", "rule_options": {"tau": 3}}, r"rule_options: EASGD has no 'tau': expected one of beta, period, alpha, asynchronous"),
     "an option's value": ({"rule": "EASGD", "rule_options": {"beta": 2}}, r"rule_options: beta: expected a number above 0, up to 1, got 2"),

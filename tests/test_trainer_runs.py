@@ -414,7 +414,7 @@ def test_wrong_arguments(fork, tmp_path):
         ),
         (lambda: make(sgd, learning_rate=0), ValueError, "learning_rate: expected a positive number, got 0"),
         (lambda: make(sgd, rules.LocalSGD(exclude=lambda p: True)), ValueError, "exclude: expected it to leave some"),
-        (lambda: schedules.steps(0.1, 3), TypeError, "factors: expected a dict, from which epoch on .*, got 3"),
+        (lambda: schedules.steps(0.1, 3), TypeError, "factors: expected a dict from an epoch to a factor, got 3"),
     ]:
         with pytest.raises(error, match=words):
             wrong()

@@ -110,7 +110,7 @@ def flat(batch: Any, name: str, expected: str = _ANY) -> np.ndarray:
     if index.dtype.kind not in "biu":
         raise TypeError(f"{name}: expected integer indexes or a boolean mask, got dtype {index.dtype}")
     if index.dtype == np.uint64 and int(index.max()) > np.iinfo(np.int64).max:
-        raise IndexError(f"{name}: index {index.max()} is out of range for whatever data")
+        raise IndexError(f"{name}: index {index.max()} is out of range for any data")
     return index if index.dtype == bool else index.astype(np.int64, copy=False)
 
 

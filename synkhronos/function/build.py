@@ -211,7 +211,7 @@ def _common_library(
     if library is None:
         loaded = loaded_libraries()
         if len(loaded) != 1:
-            raise TypeError("inputs, outputs and updates are all empty: nothing says whose function this is")
+            raise TypeError("inputs, outputs and updates are all empty: no variable tells PyTensor from Theano")
         return loaded[0]
     return library
 

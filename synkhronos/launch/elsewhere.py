@@ -61,7 +61,7 @@ class Records:
     def write_rank(self, rank: int, record: Mapping[str, Any]) -> None:
         """Write a rank's record."""
         if _pump is not None and _pump.poll() is not None:
-            raise RuntimeError(f"what passes on the lines of rank {rank} {cause_of_death(_pump.returncode)}")
+            raise RuntimeError(f"the process that passes on rank {rank}'s output {cause_of_death(_pump.returncode)}")
         os.write(_standard_output, f"{_MARK}{RANK_FILE.format(rank)}{_MARK}{line_of(record)}\n".encode())
 
 

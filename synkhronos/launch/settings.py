@@ -107,7 +107,7 @@ class Settings:
         """Return the exchange rule, for a class of whose steps only what becomes of the parameters is known."""
         kind, options = RULES[self.rule.lower()], self.rule_options
         if kind is rules.EAMSGD:
-            raise SettingsError("rule: EAMSGD needs the velocities, which a class doesn't name: take EASGD")
+            raise SettingsError("rule: EAMSGD needs the velocities, and a class doesn't name them: take EASGD")
         known = [each for each in inspect.signature(kind).parameters if each != "exclude"]
         for option in options:
             if option not in known:
@@ -116,8 +116,8 @@ class Settings:
         if kind is rules.BSP:
             if options.get("average", "params") != "params":
                 raise SettingsError(
-                    f"rule_options.average: expected 'params', got {options['average']!r}: of a class' step only what "
-                    "becomes of its parameters is known"
+                    f"rule_options.average: expected 'params', got {options['average']!r}: a class' step shows its "
+                    "parameters, but not its gradients"
                 )
             options = {**options, "average": "params"}
         try:

@@ -129,7 +129,7 @@ class Rank:
             try:
                 one.give_up(self.command)
             except Exception as error:
-                _log.warning("what a failed command had started could not be given up: %s", error)
+                _log.warning("work that a failed command had started could not be given up: %s", error)
 
     def has_failed(self, command: int) -> bool:
         """Whether a command has failed on some rank, and none since."""

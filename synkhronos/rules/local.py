@@ -47,7 +47,7 @@ class BSP(Rule):
         super().__init__(1, exclude, precision)
         self.average = one_of(average, "average", ("gradient", "params"))
         if average == "gradient" and exclude is not None:
-            raise ValueError("exclude: expected average='params', for which it is")
+            raise ValueError("exclude: expected average='params' with it: parameters can be excluded, gradients can't")
         if average == "gradient" and precision not in (None, "bfloat16"):
             raise ValueError(f"precision: expected None or 'bfloat16' for gradients, got {precision!r}")
 

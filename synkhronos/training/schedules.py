@@ -102,7 +102,7 @@ class steps:  # noqa: N801
     def __post_init__(self) -> None:
         self.rate = positive(self.rate, "rate")
         if not isinstance(self.factors, Mapping):
-            raise TypeError(f"factors: expected a dict, from which epoch on to multiply by what, got {self.factors!r}")
+            raise TypeError(f"factors: expected a dict from an epoch to a factor, got {self.factors!r}")
         self.factors = {float(at): positive(factor, "factors") for at, factor in dict(self.factors).items()}
 
     def __call__(self, epoch: float) -> float:

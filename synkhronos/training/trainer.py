@@ -168,9 +168,9 @@ class Trainer:
         if valid is not None and not isinstance(valid, Loader) and not is_pair:
             raise TypeError(f"valid: expected inputs and targets in a pair, or a Loader, got {type(valid).__name__}")
         if valid is not None and not self._validate:
-            raise ValueError("valid: make_trainer(validate=...) has to say what to compute on it")
+            raise ValueError("valid: make_trainer needs validate=..., the expressions to compute on validation data")
         if patience is not None and valid is None:
-            raise ValueError("patience: expected validation data, valid=..., by which to stop")
+            raise ValueError("patience: expected validation data, valid=..., to compare")
         if isinstance(valid, Loader):
             valid.cast_to([*self._model.x, *self._model.y])
         valid_data = valid if valid is None or isinstance(valid, Loader) else self._data(valid[0], valid[1], "valid")
@@ -183,7 +183,7 @@ class Trainer:
         if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
             raise TypeError(f"checkpoint: expected a Checkpoint, got {checkpoint!r}")
         if resume == "latest" and checkpoint is None:
-            raise ValueError("resume: expected a path, or checkpoint=... whose latest is meant")
+            raise ValueError("resume: expected a path, or checkpoint=..., in which to look for the latest")
         return self._epochs(
             Course(data, count, batch_size, epochs, seed, every, progress, loader),
             valid_data,

@@ -268,7 +268,7 @@ def _pass_on(address: int, what: Callable[[_Launch, Any], None]) -> None:
         if not _is_launch(frame):
             return
         if launch is None:
-            _log.error("XLA launched what combines the ranks' arrays at a time when nobody could: it does not count")
+            _log.error("XLA called the function that combines the ranks' arrays outside a launch: the call is ignored")
         else:
             what(launch, frame)
     except BaseException as error:  # nothing can be raised through XLA, which would take garbage for what is returned
