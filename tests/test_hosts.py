@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -290,10 +291,25 @@ def test_what_mpirun_says_tells_which_host_is_lost():
     assert lost_hosts("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 9", known_as) == [1]
     assert lost_hosts("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 11\n=   CLEANING", known_as) == [0, 2]
     assert lost_hosts("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 110", known_as) == [1]
+    assert lost_hosts("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 12\n=   CLEANING", known_as) == [0, 2]
+    assert lost_hosts("PID 28 on node c exited on signal 12 (User defined signal 2)", known_as) == [0, 1]
     assert lost_hosts("HNP daemon   : [p@0,0] on node a\n  Remote daemon: [p@0,1] on node b", known_as) == [1]
     assert lost_hosts("process rank 1 with PID 28 on\nnode c exited on\nsignal 9 (Killed)", known_as) == [2]
     assert lost_hosts("[b:00000] *** An error occurred in Socket closed", known_as) == [0, 2]
     assert lost_hosts("[mpiexec@a] control_cb: assert (!closed) failed", known_as) == [1, 2]
+
+
+@pytest.mark.parametrize(("error", "number"), [("mpi4py.MPI.Exception(1)", 12), ("OSError(1)", 9)])
+def test_an_agent_that_fails_ends_by_a_signal_that_says_whether_mpi_did(error, number):
+    if not made.has_mpi():
+        pytest.skip("needs mpi4py")
+    (python, _, code) = mpirun.agent_command("somewhere")
+    raises = (
+        f"import mpi4py.MPI, synkhronos.hosts.agent as agent\ndef main(address): raise {error}\nagent.main = main\n"
+    )
+    done = subprocess.run([python, "-c", raises + code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -number, done
+    assert error.split("(")[0].split(".")[-1] in done.stderr
 
 
 def test_hosts_of_the_environment_and_of_allocations(monkeypatch, tmp_path):

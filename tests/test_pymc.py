@@ -537,7 +537,7 @@ def test_a_death_returns_the_draws_so_far_and_is_said(fork):
     model = small()
     parallel = data_parallel(model)
     (pid,) = synk.ranks.session().workers.pids.values()
-    with pytest.warns(RuntimeWarning, match="interrupted, with what was computed so far: rank 1 .* SIGKILL"):
+    with pytest.warns(RuntimeWarning, match="stopped early, with the results so far: rank 1 .* SIGKILL"):
         drawn = sample(parallel, draws=100_000, tune=5, callback=After(20, lambda: os.kill(pid, signal.SIGKILL)))
     assert 10 <= drawn.posterior.sizes["draw"] < 100_000
     with pytest.raises(RuntimeError, match="Call synkhronos.fork"):
@@ -580,7 +580,7 @@ def test_a_death_interrupts_who_waits_for_other_threads(fork):
     assert interrupted < seen[0][0] and isinstance(seen[0][1], KeyboardInterrupt)
     assert isinstance(seen[1][1], RuntimeError) and "fork" in str(seen[1][1])
     messages = [str(one.message) for one in caught]
-    assert any("interrupted, with what was computed so far: rank 1" in one for one in messages)
+    assert any("stopped early, with the results so far: rank 1" in one for one in messages)
     assert any("no density: rank 1" in one and "Call synkhronos.fork" in one for one in messages)
 
 
@@ -621,7 +621,7 @@ def test_a_death_within_nutpie_returns_the_draws_so_far(fork):
     fork(2)
     compiled = nutpie.compile_pymc_model(data_parallel(small()))
     (pid,) = synk.ranks.session().workers.pids.values()
-    with pytest.warns(RuntimeWarning, match="interrupted, with what was computed so far: rank 1 .* SIGKILL"):
+    with pytest.warns(RuntimeWarning, match="stopped early, with the results so far: rank 1 .* SIGKILL"):
         threading.Timer(5, lambda: os.kill(pid, signal.SIGKILL)).start()
         drawn = nutpie.sample(compiled, draws=1_000_000, tune=5, chains=2, cores=2, seed=1, progress_bar=False)
     assert 10 <= drawn.posterior.sizes["draw"] < 1_000_000

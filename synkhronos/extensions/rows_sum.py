@@ -251,7 +251,7 @@ class RowsSum:
             session = None if self._session is None else self._session()
             if not self.deaths_interrupt or session is not None and session.closed is None:
                 raise
-            warnings.warn(f"interrupted, with what was computed so far: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"stopped early, with the results so far: {error}", RuntimeWarning, stacklevel=2)
             if _is_foreign():
                 # Who waits for the threads in Python gets the interrupt, and stops them.  Until then they wait here
                 # for their turn: a draw without a density would be a wrong one.

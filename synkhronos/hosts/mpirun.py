@@ -20,6 +20,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -30,12 +31,17 @@ from typing import Any
 
 from synkhronos.hosts.names import launched
 
+#: By which an agent ends itself that got an error from MPI; nobody else sends it.
+_OF_MPI = int(signal.SIGUSR2)
+
 
 def agent_command(address: str) -> list[str]:
     """Return the command line of an agent."""
     package = str(Path(__file__).resolve().parents[2])
-    # An agent that fails kills itself: the others wait for it, and mpirun may overlook an exit code.
-    code = "import os, sys; sys.excepthook = lambda *error: (sys.__excepthook__(*error), os.kill(os.getpid(), 9)); "
+    # An agent that fails kills itself: the others wait for it, and mpirun may overlook an exit code.  What MPI raises
+    # mostly follows from the loss of another host: the signal tells these from failures of its own (see `lost_hosts`).
+    code = "import os, sys; sys.excepthook = lambda kind, *error: (sys.__excepthook__(kind, *error), "
+    code += f"os.kill(os.getpid(), {_OF_MPI} if kind.__module__ == 'mpi4py.MPI' else {int(signal.SIGKILL)})); "
     code += f"sys.path.insert(0, {package!r}); from synkhronos.hosts.agent import main; main({address!r})"
     return [sys.executable, "-c", code]
 
@@ -156,15 +162,15 @@ def lost_hosts(said: str, known_as: Sequence[Sequence[str]]) -> list[int]:
         found = re.findall(pattern, said)
         return [i for i, names in enumerate(known_as) if any(name in found for name in names)]
 
-    # MPICH; then Open MPI: a host, a process.
-    of_mpich = r"RUNNING AT (\S+) = EXIT CODE: (?!11\b)"
-    for pattern in (of_mpich, r"Remote daemon: \S+ on node (\S+)", r"on node (\S+) exited on signal"):
+    of_mpich, of_open_mpi = r"RUNNING AT (\S+) = EXIT CODE: ", r"on node (\S+) exited on signal "
+    # A host whose agent got an error from MPI is still there.  So is one whose agent MPICH has crashed, as it does at
+    # times where the other end goes in the middle of a message, and one that complains of a closed connection.
+    follows = rf"(?:{int(signal.SIGSEGV)}|{_OF_MPI})\b"
+    for pattern in (f"{of_mpich}(?!{follows})", r"Remote daemon: \S+ on node (\S+)", f"{of_open_mpi}(?!{follows})"):
         if lost := named(pattern):
             return lost[:1]
-    # A host that complains of a closed connection is still there.  So is one whose agent MPICH has crashed (signal 11),
-    # as it does at times where the other end goes in the middle of a message.
     complaining = named(r"\[([^\s:]+):\d+\] \*\*\* An error occurred in Socket closed")
-    complaining = complaining or named(r"RUNNING AT (\S+) = EXIT CODE: 11\b") or [0]
+    complaining = complaining or named(of_mpich + follows) or named(of_open_mpi + follows) or [0]
     return [i for i in range(len(known_as)) if i not in complaining]
 
 
