@@ -301,8 +301,7 @@ def test_what_mpirun_says_tells_which_host_is_lost():
 
 @pytest.mark.parametrize(("error", "number"), [("mpi4py.MPI.Exception(1)", 12), ("OSError(1)", 9)])
 def test_an_agent_that_fails_ends_by_a_signal_that_says_whether_mpi_did(error, number):
-    if not made.has_mpi():
-        pytest.skip("needs mpi4py")
+    pytest.importorskip("mpi4py")
     (python, _, code) = mpirun.agent_command("somewhere")
     raises = (
         f"import mpi4py.MPI, synkhronos.hosts.agent as agent\ndef main(address): raise {error}\nagent.main = main\n"
