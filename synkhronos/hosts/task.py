@@ -195,4 +195,4 @@ class TaskAgent:
         room: Any = bytearray(nbytes)
         if number == self._number and key in self._segments:  # else the command has failed
             room = memoryview(self._segments[key].buffer)[at : at + nbytes]
-        self._when_here(source, number, bool, self._mail.receive_bytes(source, room))
+        self._when_here(source, number, lambda bridge: None, self._mail.receive_bytes(source, room))

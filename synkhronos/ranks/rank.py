@@ -108,7 +108,7 @@ class Rank:
         #: What commands have started and that may outlast them.
         self.under_way: list[UnderWay] = []
         #: Says whether a peer has died, without doing anything about it: the master's alone knows.
-        self.bereft: Callable[[], bool] = bool
+        self.bereft: Callable[[], bool] = lambda: False
 
     def begin(self, command: int) -> None:
         """Start counting the steps of a new command."""

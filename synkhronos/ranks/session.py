@@ -567,7 +567,7 @@ class Session:
         self.kept.clear()
         # This session's own methods: cycles that would keep the memory a while.
         self.rank.watch = lambda: None
-        self.rank.bereft = bool
+        self.rank.bereft = lambda: False
         self.rank.threads.restore()
 
     def flush(self) -> None:
