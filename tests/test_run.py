@@ -171,3 +171,21 @@ def test_the_bundle_is_told_what_is_missing(tmp_path, arguments, words):
     assert done.returncode == 1
     assert done.stdout + done.stderr == f"theano_gpu_bundle.sh: {done.stderr.split(': ', 1)[1]}"
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("text", "status"), [("(Path(__file__).parent / 'seen').exists()", 0), ("False", 1)])
+def test_failures_are_run_once_more_alone(module, tmp_path, text, status):
+    """A test that fails once passes its retry; one that always fails, fails it; the others are not run again."""
+    tests = tmp_path / "test_some.py"
+    tests.write_text(
+        "from pathlib import Path\n"
+        f"def test_fails():\n    ok = {text}\n    (Path(__file__).parent / 'seen').touch()\n    assert ok\n"
+        "def test_passes():\n    with open(Path(__file__).parent / 'runs', 'a') as file:\n        file.write('x')\n"
+    )
+    environment = argparse.Namespace(name="this", python=sys.executable)
+    job = module.Job(environment, "", ["-q", f"--rootdir={tmp_path}", "-c", os.devnull, str(tests)])
+    report = tmp_path / "report.xml"
+    assert job.run(report, alone=True) == 1
+    assert module.count_failures(report) == 1
+    assert job.retry(report) == status
+    assert (tmp_path / "runs").read_text() == "x"
