@@ -488,9 +488,9 @@ def lint(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def docs(options: argparse.Namespace, rest: list[str]) -> int:
-    """Build the documentation into docs/_build/html; a warning is an error."""
+    """Build the documentation into docs/_build/html; a warning is an error, as is damaged markup (docs/damage.py)."""
     python = prepare(PYTENSOR.name, "docs").python
-    return call([python, "-m", "sphinx", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html"])
+    return call([python, "-m", "sphinx", "-W", "--keep-going", "-E", "-b", "html", "docs", "docs/_build/html"])
 
 
 def bench(options: argparse.Namespace, rest: list[str]) -> int:

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 import synkhronos  # noqa: E402
 
@@ -11,7 +11,7 @@ project = "Synkhronos"
 author = "Synkhronos contributors"
 version = release = synkhronos.__version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.autosummary", "numpydoc"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.autosummary", "numpydoc", "damage"]
 exclude_patterns = ["_build"]
 # `name` in a docstring is a name of the library, where there is such a name.
 default_role = "py:obj"

@@ -20,10 +20,7 @@ With a step size of its own for each element:
 `adam`, `adamax`, `amsgrad`
     By moving averages of the gradient and of its size.
 
-What each of them returns:
-
-`RuleUpdates`
-    The triple ``(grad_updates, param_updates, grad_shared)``.
+Each returns a `RuleUpdates`, the triple ``(grad_updates, param_updates, grad_shared)``.
 
 Signatures, formulas and defaults are those of Lasagne.  One step takes three calls:
 
