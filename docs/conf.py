@@ -11,8 +11,16 @@ project = "Synkhronos"
 author = "Synkhronos contributors"
 version = release = synkhronos.__version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.autosummary", "numpydoc", "damage"]
-exclude_patterns = ["_build"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
+    "numpydoc",
+    "damage",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+exclude_patterns = ["_build", "inventories"]
 # `name` in a docstring is a name of the library, where there is such a name.
 default_role = "py:obj"
 # `fork` on a page means `synkhronos.fork`.
@@ -22,12 +30,35 @@ highlight_language = "python"
 autosummary_generate = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
+maximum_signature_line_length = 90
 numpydoc_show_class_members = False
 
-html_theme = "alabaster"
-html_theme_options = {
-    "description": "PyTensor and Theano functions on all cores and GPUs",
-    "fixed_sidebar": True,
-    "page_width": "1080px",
+# The inventories here name what the pages link to: the build needs no network. With one, it reads the projects' own.
+intersphinx_mapping = {
+    "numpy": ("https://numpy.org/doc/stable", (None, "inventories/numpy.txt")),
+    "pytensor": ("https://pytensor.readthedocs.io/en/latest", (None, "inventories/pytensor.txt")),
+    "pymc": ("https://www.pymc.io/projects/docs/en/stable", (None, "inventories/pymc.txt")),
 }
+intersphinx_timeout = 5
+
+# The copy button leaves out prompts and output.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+html_theme = "pydata_sphinx_theme"
+html_title = "Synkhronos"
+html_static_path = ["_static"]
+html_css_files = ["synkhronos.css"]
+html_theme_options = {
+    "logo": {"text": "Synkhronos"},
+    "header_links_before_dropdown": 8,
+    "navbar_align": "left",
+    "navigation_with_keys": False,
+    # The page's sections are in the left sidebar: lines of code need the width.
+    "secondary_sidebar_items": [],
+    "footer_start": ["sphinx-version"],
+    "footer_end": ["theme-version"],
+}
+html_sidebars = {"**": ["sidebar-nav-bs", "page-toc"], "index": [], "speed": [], "search": [], "genindex": []}
 html_show_copyright = False
+html_show_sourcelink = False

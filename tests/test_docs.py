@@ -6,7 +6,9 @@ where PyMC is installed.  Scripts without a prompt, the README's
 among them, run in a process of their own.
 """
 
+import csv
 import doctest
+import hashlib
 import importlib
 import importlib.util
 import io
@@ -178,3 +180,36 @@ def test_every_public_name_is_in_the_reference():
     text = (ROOT / "docs" / "api.rst").read_text()
     documented = set(re.findall(r"^\.\. auto\w+:: (\w+)$", text, re.MULTILINE))
     assert set(synk.__all__) <= documented
+
+
+SPEED = ROOT / "docs" / "speed.csv"
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_picture_of_speed_was_drawn_from_its_table(theme):
+    """After a change of the table ``python docs/speed.py`` has to draw it anew."""
+    assert hashlib.sha256(SPEED.read_bytes()).hexdigest() in SPEED.with_name(f"speed_{theme}.svg").read_text()
+
+
+@pytest.mark.any_library
+def test_the_commands_of_the_table_of_speed_exist():
+    with SPEED.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for program, *options in (row["Command"].strip("`").split() for row in rows):
+        source = ROOT / ("run.py" if program == "run.py" else f"benchmarks/{program}.py")
+        text = source.read_text()
+        if program == "run.py" and options[0] == "demo":
+            (script,) = (ROOT / "demos").glob(f"*/{options[1]}.py")
+            text = "".join(path.read_text() for path in script.parent.parent.glob("*/*.py"))
+        assert [option for option in options if option.startswith("--") and f'"{option}"' not in text] == []
+
+
+@pytest.mark.any_library
+def test_the_ratios_of_the_table_of_speed_follow_from_its_figures():
+    with SPEED.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["Theirs"] != "\\ "]
+    for row in rows:
+        ours, theirs = (float(row[side].split()[0].replace(",", "")) for side in ("Ours", "Theirs"))
+        ratio = ours / theirs if "/s" in row["Ours"] else theirs / ours
+        assert f"{ratio:.2f}" == row["Times as fast"], row
