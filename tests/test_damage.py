@@ -57,7 +57,12 @@ DAMAGE = {
     "underline": (TITLE, "GPUs\n~~~~~~~", "GPUs\n\n~~~\nThree.", "the underline of a title in a paragraph: '~~~\\n'"),
     "list": (LIST, ":\n\n", ":\n", "an item of a list in a paragraph"),
     "percent": (TITLE, "4 %", "4\n%", "a line break between a number and its %: '4\\n%'"),
-    "rows": (TABLE, "Open MPI 5.0 ", "             ", "two rows of a table in one, or a line that ends early: '162 us'"),
+    "rows": (
+        TABLE,
+        "Open MPI 5.0 ",
+        "             ",
+        "two rows of a table in one, or a line that ends early: '162 us'",
+    ),
 }
 
 

@@ -333,27 +333,65 @@ def test_what_checkpoints_need_is_asked_for_at_once(monkeypatch):
 # -- doctor --------------------------------------------------------------------------------------------------
 
 
-def test_doctor_says_what_there_is_and_what_is_missing(monkeypatch):
+def test_doctor_describes_the_machine():
     from synkhronos.launch import doctor
 
     text = doctor.report()
-    assert re.search(r"^cores: \d+ for this process, \d+ in all$", text, re.MULTILINE)
-    assert f"GPUs: {GPUS}\n" in text and re.search(r"^(pytensor|Theano) \d", text, re.MULTILINE)
+    assert re.search(r"^cores +\d+ for this process, \d+ in all$", text, re.MULTILINE)
+    assert re.search(rf"^GPUs +{GPUS}$", text, re.MULTILINE)
+    assert re.search(r"^(pytensor|Theano) +\d", text, re.MULTILINE)
+    # The two need different versions of NumPy: who has one must not be told to install the other.
+    assert "synkhronos[theano]" not in text and "synkhronos[pytensor]" not in text
+
+
+def test_doctor_names_the_first_step(monkeypatch):
+    from synkhronos.launch import doctor
+
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "get_n_gpu", lambda: 0)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 64 << 20}))
-    text = doctor.report()
-    for words in (
-        "anything: no graph library is installed: pip install 'synkhronos[pytensor]'",
-        # NumPy 2, which comes along, would be Theano's end.
-        "PyTensor's functions, in an environment of its own: pytensor is not installed: pip install 'synkhronos[pyt",
-        "PyTensor's JAX mode, in that environment: jax is not installed",
-        "checkpoints, and train --resume: safetensors is not installed: pip install 'synkhronos[training]'",
-        "ranks on several hosts: mpi4py is not installed: pip install 'synkhronos[hosts]'",
-        "large data: /dev/shm has 64 MiB: mount -o remount,size=8G /dev/shm",
-        "Theano, and PyTensor's C mode: there is no g++: apt-get install g++",
+    first, optional = doctor.report().split("\nDo first\n")[1].split("\nOptional\n")
+    assert first.splitlines() == [
+        "  1. install a graph library; without one nothing runs: pip install 'synkhronos[pytensor]'",
+        "  2. enlarge /dev/shm, which holds the data and has 64 MiB: mount -o remount,size=8G /dev/shm, "
+        "or docker run --shm-size=8g",
+    ]
+    for line in (
+        "  PyTensor's JAX mode: pip install 'synkhronos[jax]'",
+        "  checkpoints, and train --resume: pip install 'synkhronos[training]'",
+        "  ranks on several hosts: pip install 'synkhronos[hosts]'",
+        "  PyTensor's C mode: apt-get install g++",
     ):
-        assert words in text
+        assert line in optional.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("library", "ready", "absent"),
+    [("pytensor", "PyTensor's functions run on the cores", "Theano"), ("theano", "Theano's functions run on", "JAX")],
+)
+def test_doctor_says_that_ranks_can_run(monkeypatch, library, ready, absent):
+    from synkhronos.launch import doctor
+
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name if name == library else None)
+    monkeypatch.setattr(doctor, "get_n_gpu", lambda: 0)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 8 << 30}))
+    found, optional = doctor.report().split("\nOptional\n")
+    assert "Do first" not in found and f"\nReady: {ready}" in found and absent not in optional
+
+
+def test_doctor_puts_gpus_that_cannot_be_used_first(monkeypatch):
+    from synkhronos.launch import doctor
+
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name if name == "pytensor" else None)
+    monkeypatch.setattr(doctor, "get_n_gpu", lambda: 2)
+    monkeypatch.setattr(doctor.JAX, "missing", lambda: ["jax", "nccl4py"])
+    monkeypatch.setattr(doctor, "_of_nvml", lambda count: ["  cuda0: a card", "  cuda1: a card"])
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 8 << 30}))
+    text = doctor.report()
+    assert "  1. make the GPUs usable, which needs jax, nccl4py: pip install 'synkhronos[gpu]'\n" in text
+    assert text.index("cuda1: a card") < text.index("Do first")
 
 
 def test_options_go_with_their_rule(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """What recorders write, what is drawn of it, and the learning rates' schedules."""
 
 import csv
+import itertools
 import math
 import subprocess
 import sys
@@ -116,8 +117,31 @@ def test_runs_are_told_apart(tmp_path, monkeypatch):
     for name in ("a/logs", "b/logs", "."):
         write(tmp_path / name)
     show.main(["a/logs", "b/logs", "."])
-    texts = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    texts = [text.get_text() for text in figures[0].legends[0].get_texts()]
     assert texts == ["a/logs", "b/logs", "."]
+
+
+def test_nothing_on_the_picture_covers_anything_else(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    records = [
+        {"time": i, "loss": 1 / i, "seen": 20_000 * i, "rows_per_second": 1e5 + i, "validation": {"error": 0.1 / i}}
+        for i in range(1, 9)
+    ]
+    show.draw({"run": {"reports": records}, "other": {"reports": records}}, tmp_path / "p.png")
+    (figure,) = figures
+    assert [axis.get_ylabel() for axis in figure.axes] == ["loss", "loss", "error", "rows a second"]
+    legend = figure.legends[0].get_window_extent()
+    assert not any(legend.overlaps(axis.get_window_extent()) for axis in figure.axes)
+    for axis in figure.axes:
+        left, right = sorted(axis.get_xlim())
+        boxes = [
+            label.get_window_extent()
+            for label in axis.get_xticklabels()
+            if left <= label.get_position()[0] <= right and label.get_text()
+        ]
+        assert len(boxes) > 1 and not any(one.x1 >= next.x0 for one, next in itertools.pairwise(boxes))
 
 
 @pytest.mark.parametrize(("losses", "labels"), [((0.6, 0.4), ["0.4", "0.5", "0.6"]), ((6.0, 0.02), ["0.1", "1"])])

@@ -1,8 +1,4 @@
-"""What does this machine have, and what is missing for what?
-
-`report`
-    The answer, as text.
-"""
+"""The command ``doctor``: what this machine has, what to do first, and what can be installed beside it."""
 
 from __future__ import annotations
 
@@ -20,65 +16,110 @@ from synkhronos.gpus import get_n_gpu
 from synkhronos.launch import binding
 from synkhronos.ranks import available_cores
 
-#: Modules, the packages that they come in, what they are for, and the extra that brings them.
-_PACKAGES = (
-    ("pytensor", "pytensor", "PyTensor's functions, in an environment of its own", "pytensor"),
-    ("theano", "Theano", "Theano's functions, in an environment of its own", "theano"),
-    ("jax", "jax", "PyTensor's JAX mode, in that environment", "jax"),
-    ("lasagne", "Lasagne", "Lasagne's layers", "lasagne"),
-    ("safetensors", "safetensors", "checkpoints, and train --resume", "training"),
-    ("mpi4py", "mpi4py", "ranks on several hosts", "hosts"),
-    ("matplotlib", "matplotlib", "python -m synkhronos show", "demos"),
-)
-#: Bytes in /dev/shm under which data and parameters hardly have room.
-_LITTLE = 1 << 30
+#: Modules and the packages that provide them.
+_PACKAGES = {
+    "pytensor": "pytensor",
+    "theano": "Theano",
+    "jax": "jax",
+    "lasagne": "Lasagne",
+    "safetensors": "safetensors",
+    "mpi4py": "mpi4py",
+    "matplotlib": "matplotlib",
+}
+#: Modules that some uses need, these uses, and the extra that installs the module.
+_OPTIONAL = {
+    "jax": ("PyTensor's JAX mode", "jax"),
+    "lasagne": ("Lasagne's layers, and the model zoo", "lasagne"),
+    "safetensors": ("checkpoints, and train --resume", "training"),
+    "mpi4py": ("ranks on several hosts", "hosts"),
+    "matplotlib": ("pictures of runs (python -m synkhronos show)", "demos"),
+}
+#: Bytes free in /dev/shm below which there is hardly room for data and parameters.
+_SMALL_SHARED_MEMORY = 1 << 30
 
 
 def report() -> str:
-    """Return what there is, a line each, and what is missing for what, with the command that mends it."""
-    lines = [f"Python {platform.python_version()}, {sys.executable}"]
-    missing: list[str] = []
-    lines.append(f"cores: {available_cores()} for this process, {os.cpu_count()} in all")
-    for module, package, use, extra in _PACKAGES:
-        if find_spec(module) is None:
-            missing.append(f"{use}: {package} is not installed: pip install 'synkhronos[{extra}]'")
-        else:
-            lines.append(f"{package} {versions([package]).get(package, '(of no known version)')}")
-    if find_spec("pytensor") is None and find_spec("theano") is None:
-        missing.insert(0, "anything: no graph library is installed: pip install 'synkhronos[pytensor]'")
-    _shared_memory(lines, missing)
-    if shutil.which("g++") is None:
-        missing.append("Theano, and PyTensor's C mode: there is no g++: apt-get install g++")
-    _gpus(lines, missing)
-    text = "".join(f"{line}\n" for line in lines)
-    return text + ("missing for\n" + "".join(f"  {line}\n" for line in missing) if missing else "nothing is missing\n")
+    """Return the text of ``python -m synkhronos doctor``.
+
+    Returns
+    -------
+    str
+        Lines with what the machine has; then "Do first" with numbered steps without which ranks can't run, or use only
+        a part of the machine, or "Ready"; then "Optional" with what further uses need.  Each step names its command.
+    """
+    installed = {module for module in _PACKAGES if find_spec(module) is not None}
+    gpus = get_n_gpu()
+    facts = {
+        "Python": f"{platform.python_version()}, {sys.executable}",
+        "cores": f"{available_cores()} for this process, {os.cpu_count()} in all",
+        "/dev/shm": _describe_shared_memory(),
+    }
+    for module, package in _PACKAGES.items():
+        if module in installed:
+            facts[package] = versions([package]).get(package, "unknown version")
+    facts["GPUs"] = str(gpus)
+    width = max(map(len, facts))
+    lines = [f"{name:{width}}  {fact}" for name, fact in facts.items()]
+    if gpus:
+        with contextlib.suppress(Exception):  # drivers differ in what they answer
+            lines += _of_nvml(gpus)
+    steps = _first_steps(installed, gpus)
+    lines += ["", "Do first"] if steps else ["", f"Ready: {_describe_ranks(installed, gpus)}"]
+    lines += [f"  {i}. {step}" for i, step in enumerate(steps, 1)]
+    if optional := _optional_steps(installed):
+        lines += ["", "Optional", *(f"  {step}" for step in optional)]
+    return "\n".join(lines) + "\n"
 
 
-def _shared_memory(lines: list[str], missing: list[str]) -> None:
+def _shared_memory() -> int:
+    """Return the bytes free in /dev/shm, or raise OSError if it can't be used."""
+    return shutil.disk_usage("/dev/shm").free
+
+
+def _describe_shared_memory() -> str:
     try:
-        free = shutil.disk_usage("/dev/shm").free
+        return f"{_shared_memory() / 2**30:.1f} GiB free"
     except OSError as error:
-        missing.append(f"ranks: /dev/shm can't be used: {error}; mount a tmpfs there")
-        return
-    lines.append(f"/dev/shm: {free / 2**30:.1f} GiB free")
-    if free < _LITTLE:
-        missing.append(
-            f"large data: /dev/shm has {free / 2**20:.0f} MiB: mount -o remount,size=8G /dev/shm, or docker run "
-            "--shm-size=8g"
-        )
+        return str(error)
 
 
-def _gpus(lines: list[str], missing: list[str]) -> None:
-    count = get_n_gpu()
-    lines.append(f"GPUs: {count}")
-    if not count:
-        return
-    for device, words in ((JAX, "PyTensor on GPUs"), (PYGPU, "Theano on GPUs")):
-        lacking = device.missing()
-        if lacking:
-            missing.append(f"{words}: {', '.join(lacking)}: {device.install}")
-    with contextlib.suppress(Exception):  # answers differ by driver; what isn't said is left out
-        lines.extend(_of_nvml(count))
+def _describe_ranks(installed: set[str], gpus: int) -> str:
+    library = "PyTensor" if "pytensor" in installed else "Theano"
+    return f"{library}'s functions run on {gpus} GPUs" if gpus else f"{library}'s functions run on the cores"
+
+
+def _first_steps(installed: set[str], gpus: int) -> list[str]:
+    """Return what ranks need and lack, the most important first."""
+    steps = []
+    libraries = installed & {"pytensor", "theano"}
+    if not libraries:
+        steps.append("install a graph library; without one nothing runs: pip install 'synkhronos[pytensor]'")
+    try:
+        if (free := _shared_memory()) < _SMALL_SHARED_MEMORY:
+            steps.append(
+                f"enlarge /dev/shm, which holds the data and has {free / 2**20:.0f} MiB: "
+                "mount -o remount,size=8G /dev/shm, or docker run --shm-size=8g"
+            )
+    except OSError as error:
+        steps.append(f"mount a tmpfs at /dev/shm, which holds the data: {error}")
+    if "theano" in installed and shutil.which("g++") is None:
+        steps.append("install g++, with which Theano compiles functions: apt-get install g++")
+    for library, device in (("pytensor", JAX), ("theano", PYGPU)):
+        if gpus and library in installed and (lacking := device.missing()):
+            steps.append(f"make the GPUs usable, which needs {', '.join(lacking)}: {device.install}")
+    return steps
+
+
+def _optional_steps(installed: set[str]) -> list[str]:
+    """Return what further uses need and lack."""
+    steps = []
+    for module, (use, extra) in _OPTIONAL.items():
+        # JAX comes with a NumPy that Theano can't use.
+        if module not in installed and not (module == "jax" and "theano" in installed):
+            steps.append(f"{use}: pip install 'synkhronos[{extra}]'")
+    if "theano" not in installed and shutil.which("g++") is None:
+        steps.append("PyTensor's C mode: apt-get install g++")
+    return steps
 
 
 def _of_nvml(count: int) -> list[str]:

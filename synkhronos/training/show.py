@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
     if options.picture or not options.csv:
         picture = Path(options.picture or Path(options.runs[0]) / "show.png")
         draw(runs, picture)
-        sys.stdout.write(f"{picture}\n")
+        sys.stdout.write(f"picture: {picture}\n")
 
 
 def rows(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
@@ -71,32 +71,50 @@ def summary(name: str, files: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def draw(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> None:
-    """Draw the loss over seconds and over rows, and the rows a second, into a file."""
+    """Draw the loss over seconds and over rows, each validation quantity, and the rows a second, into a file."""
     try:
         import matplotlib
     except ImportError:
         raise SystemExit("drawing needs matplotlib: pip install 'synkhronos[demos]', or take --csv") from None
     matplotlib.use("agg")
     from matplotlib import pyplot
-    from matplotlib.ticker import NullFormatter
+    from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    reports = {
+        run: [record for record in files.get("reports", []) if record.get("loss") is not None]
+        for run, files in runs.items()
+    }
+    every = [record for records in reports.values() for record in records]
+    validated = list(dict.fromkeys(name for record in every for name in record.get("validation") or {}))
+    panels = [("seconds", "loss"), ("rows", "loss"), *(("rows", name) for name in validated), ("rows", "rows a second")]
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.3 * len(panels), 4), layout="constrained")
     for run, files in runs.items():
-        reports = [record for record in files.get("reports", []) if record.get("loss") is not None]
         first = min((record["time"] for records in files.values() for record in records), default=0.0)
-        seen, losses = [r.get("seen") for r in reports], [r["loss"] for r in reports]
-        axes[0].plot([r["time"] - first for r in reports], losses, label=run)
-        axes[1].plot(seen, losses)
-        axes[2].plot(seen, [r.get("rows_per_second") for r in reports])
-    for axis, x, y in zip(axes, ("seconds", "rows", "rows"), ("loss", "loss", "rows a second"), strict=True):
+        known = reports[run]
+        marker = "o" if len(known) == 1 else None  # a line of one point would not be seen
+        across = {"seconds": [r["time"] - first for r in known], "rows": [r.get("seen") for r in known]}
+        for axis, (x, y) in zip(axes, panels, strict=True):
+            if y in ("loss", "rows a second"):
+                values = [r.get(y if y == "loss" else "rows_per_second") for r in known]
+            else:
+                values = [(r.get("validation") or {}).get(y) for r in known]
+            # What a run did not measure is a gap: matplotlib draws None as one.
+            axis.plot(across[x], values, label=run, marker=marker)
+    for axis, (x, y) in zip(axes, panels, strict=True):
         axis.set_xlabel(x)
         axis.set_ylabel(y)
+        axis.xaxis.set_major_locator(MaxNLocator(5))
+        if x == "rows":
+            axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if y == "rows a second":
+            axis.yaxis.set_major_formatter(EngFormatter(sep=""))
+            axis.set_ylim(bottom=0)
         if y == "loss":
             axis.set_yscale("log")
             # 0.6, and not 6 × 10⁻¹; within a decade at more than its end.
             low, high = axis.get_ylim()
             axis.yaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_minor_formatter("{x:g}" if high < 10 * low else NullFormatter())
-    axes[0].legend(fontsize="small")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", fontsize="small", ncols=4)
     figure.savefig(picture, dpi=120)
     pyplot.close(figure)
