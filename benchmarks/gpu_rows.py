@@ -18,13 +18,13 @@ import synkhronos as synk
 from benchmarks._measure import Table, bar, duration, gpus, graph_library, heading, interleaved, quartiles, size
 from synkhronos import ranks
 from synkhronos.devices.cuda.staging import check
-from synkhronos.ranks import Rank, SharedArray
+from synkhronos.ranks import Command, Rank, SharedArray
 
 WIDTH = 784
 
 
 @dataclass(frozen=True)
-class Copy:
+class Copy(Command):
     """Copy a run of rows to each rank's GPU, by the driver alone."""
 
     location: SharedArray

@@ -26,8 +26,8 @@ from synkhronos import engines, ranks
 from synkhronos.checks import flag, index, integer, number
 from synkhronos.devices import HOST, choose, device_named, is_on_gpus, keep_off_gpus, needs_fresh_processes
 from synkhronos.graphs import loaded_libraries
-from synkhronos.hosts import MOST, Host, Hosts, hosts_of, is_this_machine, launched, serve
-from synkhronos.ranks import Rank
+from synkhronos.hosts import MOST, Host, MpiLink, hosts_of, is_this_machine, launched, serve
+from synkhronos.ranks import Command, Rank
 
 __all__ = ["bytes_sent", "close", "fork"]
 
@@ -41,7 +41,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True, slots=True)
-class _Bind:
+class _Bind(Command):
     """Bind each rank to its device; each host knows best which places it has, and the master which is its own."""
 
     name: str
@@ -166,7 +166,7 @@ def fork(
         serve()
     if named or process is not None:
         with _started(named or None, use_gpu, host_timeout) as others:
-            return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout, hosts=others)
+            return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout, link=others)
     return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout)
 
 
@@ -185,7 +185,7 @@ def fork_bound(
     named = hosts_of(hosts)
     if len(named) > 1:
         with _started(named, use_gpu, said=said) as others:
-            return _fork(None, use_gpu, cores=bound, hosts=others)
+            return _fork(None, use_gpu, cores=bound, link=others)
     for host in named:
         _check_is_here(host)
     return _fork(n_parallel, use_gpu, cores=bound)
@@ -203,17 +203,17 @@ def _check_is_here(host: Host) -> None:
 @contextlib.contextmanager
 def _started(
     named: Sequence[Host] | None, use_gpu: bool | None, host_timeout: float = HOST_TIMEOUT, said: IO[str] | None = None
-) -> Iterator[Hosts]:
+) -> Iterator[MpiLink]:
     """Start other hosts, and end them if the ``with`` block fails."""
     ranks.check_free()
     if use_gpu:
         choose(True, None)  # where this host has none, or lacks something, no other is asked
-    hosts = Hosts(named, float(host_timeout), said)
+    link = MpiLink(named, float(host_timeout), said)
     try:
-        hosts.start()
-        yield hosts
+        link.launch()
+        yield link
     except BaseException:
-        hosts.kill()
+        link.kill()
         raise
 
 
@@ -224,17 +224,17 @@ def _fork(
     profile_workers: bool = False,
     timeout: float | None = None,
     cores: tuple[tuple[int, ...], ...] = (),
-    hosts: Hosts | None = None,
+    link: MpiLink | None = None,
 ) -> int:
-    if hosts is None:
+    if link is None:
         device, size = choose(use_gpu, n_parallel)
         index(master_rank, "master_rank", size, ValueError)
         n_here = size
     else:
-        device, _ = choose(hosts.have_gpus() if use_gpu is None else use_gpu, None)
-        hosts.divide(n_parallel, is_on_gpus(device))
-        size, n_here = hosts.size, len(hosts.here)
-        if master_rank not in hosts.here:
+        device, _ = choose(link.have_gpus() if use_gpu is None else use_gpu, None)
+        link.divide(n_parallel, is_on_gpus(device))
+        size, n_here = link.size, len(link.here)
+        if master_rank not in link.here:
             raise ValueError(f"master_rank: expected a rank of this host, below {n_here}, got {master_rank}")
     # From the master's states, so that a run repeats from its seed.
     states = np.random.get_state(legacy=False), random.getstate()
@@ -243,7 +243,7 @@ def _fork(
     loaded_libraries()
     engines.kinds()
     first = _Bind(device.name, device.places(n_here, master_rank), seeds, cores)
-    ranks.fork(size, master_rank, profile_workers, timeout, first, needs_fresh_processes(), hosts)
+    ranks.fork(size, master_rank, profile_workers, timeout, first, needs_fresh_processes(), link)
     return size
 
 
@@ -266,8 +266,7 @@ def bytes_sent() -> int:
     0
     >>> synk.close()
     """
-    hosts = ranks.session().hosts
-    return 0 if hosts is None else hosts.sent
+    return ranks.session().link.bytes_sent
 
 
 def close() -> None:

@@ -55,6 +55,7 @@ from system import children_of, lives
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.graphs.mirror import Mirror
+from synkhronos.ranks import Command
 
 if NAME == "pytensor":
     from pytensor.graph.basic import Apply
@@ -117,7 +118,7 @@ class Obey(Op):
 
 
 @dataclass(frozen=True)
-class Prepare:
+class Prepare(Command):
     """Have workers say where they are when the watchdog asks."""
 
     def run(self, rank):
@@ -126,7 +127,7 @@ class Prepare:
 
 
 @dataclass(frozen=True)
-class Sabotage:
+class Sabotage(Command):
     """From now on some ranks do a deed at their k-th meeting point."""
 
     orders: tuple[tuple[int, int, int], ...]  # rank, k, deed
@@ -146,7 +147,7 @@ def _count_down(left: Any, deed: int, meet: Callable[..., Any], *args: Any) -> A
 
 
 @dataclass(frozen=True)
-class Repair:
+class Repair(Command):
     """End all sabotage."""
 
     def run(self, rank):

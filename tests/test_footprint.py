@@ -14,6 +14,7 @@ from system import children_of
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.ranks import Command
 
 pytestmark = pytest.mark.faults
 
@@ -40,7 +41,7 @@ def workers():
     return list(ranks.session().workers.pids.values())
 
 
-class Stores:
+class Stores(Command):
     """How much each rank keeps, once its garbage is collected."""
 
     def run(self, rank):
@@ -48,7 +49,7 @@ class Stores:
         return rank.exchange((len(rank.objects), len(rank.segments)))
 
 
-class Faults:
+class Faults(Command):
     """How many pages the kernel had to bring to each rank while it made and freed temporary arrays, as a graph does."""
 
     def run(self, rank):

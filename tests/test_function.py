@@ -18,6 +18,7 @@ from system import children_of
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.function.combine import _SHOWN
+from synkhronos.ranks import Command
 from synkhronos.ranks.control import SCRATCH
 from synkhronos.ranks.memory import Memory
 
@@ -1222,7 +1223,7 @@ def test_a_function_that_is_dropped_is_dropped_by_the_workers(fork):
     assert all(a == b - 1 for a, b in zip(after, before, strict=True))
 
 
-class StoreSizes:
+class StoreSizes(Command):
     """A command: how many functions each rank keeps."""
 
     def run(self, rank):

@@ -27,6 +27,7 @@ from synkhronos.engines.lazy import Result
 from synkhronos.engines.xla import Executable
 from synkhronos.extensions import updates
 from synkhronos.extensions.train import make_train_function, make_train_function_serial
+from synkhronos.ranks import Command
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE != "gpu", reason="needs GPUs")]
 
@@ -55,7 +56,7 @@ def program(code, **environment):
 # -- which rank has which GPU ----------------------------------------------------------------------------------
 
 
-class Where:
+class Where(Command):
     """A command: which GPU each rank computes on."""
 
     def run(self, rank):
@@ -455,7 +456,7 @@ def test_a_value_that_was_looked_at_is_read_anew_after_a_collective(fork):
 # -- failures --------------------------------------------------------------------------------------------------
 
 
-class InCollective:
+class InCollective(Command):
     """A command: an all_reduce into which one rank does not come."""
 
     def __init__(self, deed, culprit):
@@ -646,7 +647,7 @@ def test_a_rank_that_dies_in_what_is_waited_for_is_noticed_soon(fork, collective
     assert time.monotonic() - start < DEATH
 
 
-class Fail:
+class Fail(Command):
     """A command that one rank fails in before any collective."""
 
     def run(self, rank):
@@ -886,7 +887,7 @@ def test_a_pair_that_one_rank_has_left_connects_anew(fork):
     assert synk.run(forgets, None) == [None, True]
 
 
-class Sabotage:
+class Sabotage(Command):
     """A command: the next launch on one rank does something else."""
 
     def __init__(self, deed, culprit):
@@ -939,7 +940,7 @@ def test_training_steps_are_one_launch(fork, monkeypatch, times):
         np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
 
 
-class Cut:
+class Cut(Command):
     """A command: vectors travel in pieces of so many bytes."""
 
     def __init__(self, piece):
@@ -1024,7 +1025,7 @@ def test_a_step_that_one_rank_fails_in_updates_nothing(fork, culprit, times):
         np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
 
 
-class Faltering:
+class Faltering(Command):
     """A command: one rank's part in a combination fails, some combinations from now."""
 
     def __init__(self, count, culprit):
@@ -1142,7 +1143,7 @@ class Late(InCollective):
 # -- memory ----------------------------------------------------------------------------------------------------
 
 
-class InUse:
+class InUse(Command):
     """A command: each rank's memory on its GPU and in this process."""
 
     def run(self, rank):

@@ -14,6 +14,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.graphs import library_named, library_of, loaded_libraries
 from synkhronos.graphs.mirror import Mirror, object_of
+from synkhronos.ranks import Command
 
 LIBRARY = library_named(NAME)
 
@@ -262,14 +263,14 @@ def test_generators_are_told_from_arrays():
 # -- mirror ----------------------------------------------------------------------------------------------------
 
 
-class Keys:
+class Keys(Command):
     """A command: the keys of all shared variables on each rank."""
 
     def run(self, rank):
         return rank.exchange(sorted(key for key in rank.objects if isinstance(key, tuple) and key[0] == "shared"))
 
 
-class Describe:
+class Describe(Command):
     """A command: of each key, what each rank has under it."""
 
     def __init__(self, keys):

@@ -42,6 +42,7 @@ from synkhronos.extensions.updates import adam, momentum, sgd
 from synkhronos.function.program import PLAIN
 from synkhronos.graphs import library_of, scatter
 from synkhronos.launch.contract import groups
+from synkhronos.ranks import Command
 from synkhronos.ranks.interrupts import undisturbed
 
 pytestmark = pytest.mark.skipif(not XLA, reason="these are about JAX arrays")
@@ -199,7 +200,7 @@ def test_unread_results_are_lost_when_a_worker_dies(fork):
     assert f(VALUE) == 6
 
 
-class Unread:
+class Unread(Command):
     """A command: how many calls' outputs each rank keeps."""
 
     def run(self, rank):
@@ -1137,7 +1138,7 @@ def test_workers_that_started_anew_leave_profiles_and_print_and_run_no_exit(tmp_
     assert names == ["synkhronos_rank1", "synkhronos_rank2"]
 
 
-class Sleep:
+class Sleep(Command):
     """A command: the workers don't come back."""
 
     def run(self, rank):

@@ -20,6 +20,7 @@ from synkhronos import ranks
 from synkhronos.extensions.train import make_train_function
 from synkhronos.extensions.updates import adam
 from synkhronos.graphs.mirror import object_of
+from synkhronos.ranks import Command
 
 pytestmark = pytest.mark.usefixtures("compiler")
 RNG = np.random.default_rng(5)
@@ -217,7 +218,7 @@ def main(mode):
     synk.close()
 
 
-class Compiled:
+class Compiled(Command):
     """A command: show how often each rank has found Numba's function on disk, and how often it has compiled it."""
 
     def __init__(self, keys):

@@ -24,7 +24,7 @@ SETUP = f"""
     from synkhronos import ranks
 
     # What a command is made of has to be there when the workers are forked.
-    class Long:
+    class Long(ranks.Command):
         def __init__(self, busy):
             self.busy = busy
         def run(self, rank):
@@ -36,7 +36,7 @@ SETUP = f"""
                 ctypes.PyDLL(None).usleep(2_000_000)  # Python does not run meanwhile, as in compiled code
             rank.barrier()
 
-    class Fails:
+    class Fails(ranks.Command):
         def run(self, rank):
             if rank.number == 2:
                 raise LookupError("not here")

@@ -11,13 +11,14 @@ from synkhronos import ranks
 from synkhronos.collectives.arguments import mirrored, named
 from synkhronos.collectives.commands import Copies
 from synkhronos.devices import HOST
+from synkhronos.ranks import Command
 
 pytestmark = pytest.mark.new_ranks  # which know of the command
 
 
 # collective begins
 @dataclass(frozen=True, slots=True)
-class Rotate:
+class Rotate(Command):
     """Give every rank the value of the rank before it."""
 
     keys: tuple

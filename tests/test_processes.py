@@ -124,7 +124,7 @@ def test_workers_print_where_the_master_prints():
     printed = python("""
         import synkhronos as synk
         from synkhronos import ranks
-        class Print:
+        class Print(ranks.Command):
             def run(self, rank): print("rank", rank.number, end=" ")
         synk.fork(2, use_gpu=False)
         ranks.session().run(Print())
@@ -168,7 +168,7 @@ def test_workers_get_their_time_to_end_though_one_ends_before(tmp_path):
         import synkhronos as synk
         from synkhronos import ranks
 
-        class Slow:
+        class Slow(ranks.Command):
             def run(self, rank):
                 if rank.number == 2:  # from then on, whatever it does at its end takes a while
                     end = os._exit

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import pytest
 
 from synkhronos import ranks
+from synkhronos.ranks import Command
 from synkhronos.ranks.control import MAILBOX, SLOT, Bell, Control
 from synkhronos.ranks.errors import Cancelled, cause_of_death
 from synkhronos.ranks.interrupts import put_back, undisturbed
@@ -67,13 +68,13 @@ def test_a_wait_is_as_long_as_it_is_to_be_whatever_becomes_of_the_wall_clock(mon
 
 
 @dataclass(frozen=True)
-class Number:
+class Number(Command):
     def run(self, rank):
         return rank.number, rank.size, rank.is_master, os.getpid()
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Exchange(Command):
     sizes: tuple
 
     def run(self, rank):
@@ -85,7 +86,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class MixedSteps:
+class MixedSteps(Command):
     """Steps of all kinds in a row, in which a slot that is used again too early would show."""
 
     def run(self, rank):
@@ -99,7 +100,7 @@ class MixedSteps:
 
 
 @dataclass(frozen=True)
-class Raise:
+class Raise(Command):
     who: tuple
     then_meet: bool = True
 
@@ -112,7 +113,7 @@ class Raise:
 
 
 @dataclass(frozen=True)
-class RaiseLate:
+class RaiseLate(Command):
     """Fail after some have passed a meeting point, and before another."""
 
     who: int
@@ -126,7 +127,7 @@ class RaiseLate:
 
 
 @dataclass(frozen=True)
-class Long:
+class Long(Command):
     payload: bytes
 
     def run(self, rank):
@@ -134,7 +135,7 @@ class Long:
 
 
 @dataclass(frozen=True)
-class Kill:
+class Kill(Command):
     who: int
     number: int
     met: bool
@@ -148,7 +149,7 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class LeaveWith:
+class LeaveWith(Command):
     code: int
 
     def run(self, rank):
@@ -158,7 +159,7 @@ class LeaveWith:
 
 
 @dataclass(frozen=True)
-class Fill:
+class Fill(Command):
     location: ranks.SharedArray
 
     def run(self, rank):
@@ -169,13 +170,13 @@ class Fill:
 
 
 @dataclass(frozen=True)
-class CountSegments:
+class CountSegments(Command):
     def run(self, rank):
         return rank.exchange((len(rank.segments), len(os.listdir("/proc/self/fd"))))
 
 
 @dataclass(frozen=True)
-class Sleep:
+class Sleep(Command):
     seconds: float
     who: str
 
@@ -188,7 +189,7 @@ class Sleep:
 
 
 @dataclass(frozen=True)
-class Signals:
+class Signals(Command):
     def run(self, rank):
         return rank.exchange(
             (
@@ -283,7 +284,7 @@ def test_a_worker_that_is_killed_is_named_within_two_seconds(number, met):
 
 
 @dataclass(frozen=True)
-class HeardElsewhere:
+class HeardElsewhere(Command):
     """What hears of the death is not what raises: a guard, in a thread or within a foreign function."""
 
     def run(self, rank):
@@ -301,7 +302,7 @@ def test_a_death_that_something_else_has_heard_of_first_is_named_all_the_same(tw
     assert caught.value.rank == 1
 
 
-class FailHere:
+class FailHere(Command):
     def run(self, rank):
         if rank.is_master:
             raise KeyError
@@ -415,7 +416,7 @@ def test_close_is_quick_after_an_interrupt(two):
 
 
 @dataclass(frozen=True)
-class WaitForWorkers:
+class WaitForWorkers(Command):
     meet: bool
 
     def run(self, rank):
@@ -458,7 +459,7 @@ def test_a_command_from_within_a_command_is_refused(two):
     assert two.run(Exchange((3,))) == 2
 
 
-class Nested:
+class Nested(Command):
     def run(self, rank):
         if rank.is_master:
             ranks.session().run(Number())
@@ -503,7 +504,7 @@ def test_causes_of_death_have_names(code, words):
 
 
 @dataclass(frozen=True)
-class Commit:
+class Commit(Command):
     """Apply an effect on some ranks, and fail on another."""
 
     fails: int
@@ -544,7 +545,7 @@ def test_a_worker_that_calls_exit_is_an_error(two):
     assert two.run(Exchange((3,))) == 2
 
 
-class CallExit:
+class CallExit(Command):
     def run(self, rank):
         if not rank.is_master:
             raise SystemExit(3)
@@ -552,7 +553,7 @@ class CallExit:
 
 
 @dataclass(frozen=True)
-class Note:
+class Note(Command):
     """Note on each rank that one came here, and when commands finish; on one rank fail, maybe."""
 
     what: str
@@ -574,13 +575,13 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Notes:
+class Notes(Command):
     def run(self, rank):
         return rank.exchange(rank.objects.pop("notes", []))
 
 
 @dataclass(frozen=True)
-class Both:
+class Both(Command):
     """Two notes in one command; only the second one's effect counts."""
 
     first: Note
@@ -706,7 +707,7 @@ def test_a_handler_can_be_taken_away_while_signals_are_held_back():
         signal.signal(signal.SIGALRM, before)
 
 
-class Leave:
+class Leave(Command):
     """A command: ranks meet, but rank 0 leaves before rank 2 has come, or after; the others say whether all had come.
 
     ``all_come`` says which.
@@ -741,7 +742,7 @@ class Left(Exception):
     pass
 
 
-class Found:
+class Found(Command):
     def run(self, rank):
         return rank.exchange(rank.objects["found"])
 
@@ -758,7 +759,7 @@ def test_all_ranks_find_that_all_have_come_or_none_does(all_come):
         ranks.close()
 
 
-class DieInBetween:
+class DieInBetween(Command):
     """A command: the worker says that it has failed, and dies before it says how far all had come."""
 
     def run(self, rank):
@@ -829,7 +830,7 @@ def test_who_waits_looks_around_however_many_signals_come():
     assert looks >= 5
 
 
-class Look:
+class Look(Command):
     """A command: the master waits for a second, and counts how often it looks around."""
 
     def run(self, rank):

@@ -13,6 +13,7 @@ from system import lives
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.ranks import Command
 
 
 @pytest.mark.faults
@@ -50,7 +51,7 @@ def test_a_worker_that_died_before_it_was_sent_memory_is_named(fork):
         synk.function([x], (x.sum(), "sum"))(np.arange(6.0))
 
 
-class FailAtMeeting:
+class FailAtMeeting(Command):
     """Have one rank's next meetings but one end in an error."""
 
     def __init__(self, who):

@@ -28,7 +28,7 @@ from synkhronos.devices import HOST, Device, Layout, device_named, device_of
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import moved_apart, object_of
-from synkhronos.ranks import Cancelled, Rank, Read, SharedArray
+from synkhronos.ranks import Cancelled, Command, Rank, Read, SharedArray
 
 #: Plans that a rank keeps.
 _KNOWN = 64
@@ -161,7 +161,7 @@ class Copies:
 
 
 @dataclass(frozen=True, slots=True)
-class Broadcast:
+class Broadcast(Command):
     """Give every rank the master's value."""
 
     keys: tuple[Any, ...]
@@ -185,7 +185,7 @@ class Broadcast:
 
 
 @dataclass(frozen=True, slots=True)
-class Assign:
+class Assign(Command):
     """Take rows of values in shared memory, each rank its own.
 
     Attributes
@@ -223,7 +223,7 @@ class Assign:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class Gather(Command):
     """Hand every rank's value to the master."""
 
     keys: tuple[Any, ...]
@@ -243,7 +243,7 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
-class AllGather:
+class AllGather(Command):
     """Give every rank all ranks' values, joined."""
 
     keys: tuple[Any, ...]
@@ -266,7 +266,7 @@ class AllGather:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce:
+class Reduce(Command):
     """Reduce every rank's value.
 
     ``taker`` says whose variable takes the result: "everywhere", "master", or nobody's ("returned").
@@ -392,7 +392,7 @@ class _KnownAgreements(dict[Reduce, Agreed]):
 
 
 @dataclass(frozen=True, slots=True)
-class GetValue:
+class GetValue(Command):
     """Hand one rank's value to the master."""
 
     keys: tuple[Any, ...]
@@ -415,7 +415,7 @@ class GetValue:
 
 
 @dataclass(frozen=True, slots=True)
-class GetShapes:
+class GetShapes(Command):
     """Tell the shapes of every rank's values."""
 
     keys: tuple[Any, ...]
@@ -426,7 +426,7 @@ class GetShapes:
 
 
 @dataclass(frozen=True, slots=True)
-class GetStreams:
+class GetStreams(Command):
     """Show where every rank is in its random generators' streams."""
 
     keys: tuple[Any, ...]
@@ -438,7 +438,7 @@ class GetStreams:
 
 
 @dataclass(frozen=True, slots=True)
-class SetStreams:
+class SetStreams(Command):
     """Have random generators go on from a place in their streams: each rank, moved apart, or one alone."""
 
     keys: tuple[Any, ...]

@@ -27,7 +27,7 @@ from synkhronos.data.array import numbers
 from synkhronos.data.fixed import FixedData
 from synkhronos.data.rows import highest, lowest, select, share
 from synkhronos.graphs.mirror import Mirror, object_of
-from synkhronos.ranks import Cancelled, Rank, Segment, Session, SharedArray
+from synkhronos.ranks import Cancelled, Command, Rank, Segment, Session, SharedArray
 from synkhronos.ranks.segments import create_unlinked
 
 
@@ -110,7 +110,7 @@ class PartsData(FixedData):
                 f"size: expected a row for each of {n_ranks} ranks, and at most the {len(self)} rows that there are, "
                 f"got {size}"
             )
-        return batches(len(self), size, self._session.ranks_by_host, seed)
+        return batches(len(self), size, self._session.link.ranks_by_host, seed)
 
 
 def data_parts(load: Callable[[int, int], npt.ArrayLike], length: int, name: str | None = None) -> PartsData:
@@ -234,7 +234,7 @@ class _Loading:
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
+class _Load(Command):
     """Load each rank's rows into memory that its host's ranks share.
 
     The memory has the addresses of all rows on each host, and room for its own.

@@ -10,13 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.ranks import Rank, Session
+from synkhronos.ranks import Command, Rank, Session
 
 
-class _Treat(NamedTuple):
+class _TreatFields(NamedTuple):
+    errors: tuple[tuple[str, str], ...]
+
+
+class _Treat(_TreatFields, Command):
     """Treat errors from now on as the master does."""
 
-    errors: tuple[tuple[str, str], ...]
+    __slots__ = ()
 
     def run(self, rank: Rank) -> None:
         if not rank.is_master:

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from synkhronos import ranks
 from synkhronos.engines.base import Engine
-from synkhronos.ranks import Rank, Session, UnderWay
+from synkhronos.ranks import Command, Rank, Session, UnderWay
 
 #: Calls whose outputs nobody will read, and their bytes on a rank, up to which they are kept on the ranks.
 _MOST_CALLS, _MOST_BYTES = 256, 1 << 24
@@ -52,7 +52,7 @@ def _unread(rank: Rank) -> _UnreadOutputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class Read(Command):
     """Reduce unread outputs over the ranks."""
 
     calls: tuple[int, ...]
@@ -70,7 +70,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(Command):
     """Drop unread outputs."""
 
     calls: tuple[int, ...]

@@ -24,7 +24,7 @@ from synkhronos.function.program import Compiled, Program, Variant
 from synkhronos.function.reduce import Accumulator
 from synkhronos.graphs.family import AT_FIRST_CALL, IN_TURN
 from synkhronos.graphs.mirror import object_of
-from synkhronos.ranks import Cancelled, Rank, Read, SharedArray
+from synkhronos.ranks import Cancelled, Command, Rank, Read, SharedArray
 
 
 class Whole(NamedTuple):
@@ -70,9 +70,7 @@ class Scattered(NamedTuple):
         return part - self.offset
 
 
-class Call(NamedTuple):
-    """Run a program on all ranks."""
-
+class _CallFields(NamedTuple):
     #: Its key.
     program: Any
     variant: Variant
@@ -88,6 +86,12 @@ class Call(NamedTuple):
     updates: bool
     #: Whether the master gets the outputs now, where an engine would have the ranks keep them until they are read.
     read_at_once: bool = False
+
+
+class Call(_CallFields, Command):
+    """Run a program on all ranks."""
+
+    __slots__ = ()
 
     @property
     def effect(self) -> str | None:

@@ -35,7 +35,7 @@ import numpy as np
 
 from synkhronos.graphs import GraphLibrary, library_of
 from synkhronos.graphs.code import Name, UserCode, is_importable, is_the_users, outdated
-from synkhronos.ranks import Rank, Session, SharedArray, WeakKeys
+from synkhronos.ranks import Command, Rank, Session, SharedArray, WeakKeys
 
 #: Arrays in a parcel start at multiples of this many bytes, as processors like them.
 _ALIGNMENT = 64
@@ -192,7 +192,7 @@ class Parcel:
 
 
 @dataclass(frozen=True, slots=True)
-class Receive:
+class Receive(Command):
     """The command that unpacks what the master sent: on every rank but the master, which has it."""
 
     parcel: Parcel

@@ -7,7 +7,7 @@ for words in its own host's memory wherever the others are, and the rooms above 
     host a                                                          host b
     master, workers <-> control memory <-> agent  <== MPI ==>  agent <-> control memory <-> workers
 
-`Hosts`, `serve`
+`MpiLink`, `serve`
     Starts the agents by ``mpirun``, and is what the master's session knows of the other hosts (`start`).
 `Host`, `MOST`, `hosts_of`, `is_this_machine`, `launched`
     The hosts that a user names, or that ``mpirun`` has started the script on (`names`).
@@ -24,6 +24,6 @@ for words in its own host's memory wherever the others are, and the rooms above 
 """
 
 from synkhronos.hosts.names import MOST, Host, hosts_of, is_this_machine, launched
-from synkhronos.hosts.start import Hosts, serve
+from synkhronos.hosts.start import MpiLink, serve
 
-__all__ = ["MOST", "Host", "Hosts", "hosts_of", "is_this_machine", "launched", "serve"]
+__all__ = ["MOST", "Host", "MpiLink", "hosts_of", "is_this_machine", "launched", "serve"]

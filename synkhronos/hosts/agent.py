@@ -99,7 +99,7 @@ class Agent:
     mpi : module
         ``mpi4py.MPI``.
     config : dict
-        What the master has said: see `synkhronos.hosts.start.Hosts.begin`.
+        What the master has said: see `synkhronos.hosts.start.MpiLink.start`.
     control : Control
         This host's.
     channel : socket or None

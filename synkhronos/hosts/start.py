@@ -1,6 +1,6 @@
 """Starts the agents, and is what the master's session knows of the other hosts.
 
-`Hosts`
+`MpiLink`
     From ``mpirun``'s start to its end.
 `serve`
     What the script does on other hosts, where ``mpirun`` has started it on all.
@@ -33,13 +33,13 @@ from synkhronos.hosts.contents import Rows
 from synkhronos.hosts.names import Host, host_and_ranks, host_of, ranks_of
 from synkhronos.hosts.pipes import Layout
 from synkhronos.ranks import Command, SharedArray
-from synkhronos.ranks.control import Control
+from synkhronos.ranks.control import MAILBOX, Control
 from synkhronos.ranks.errors import cause_of_death
 from synkhronos.ranks.interrupts import undisturbed
+from synkhronos.ranks.link import Link
 from synkhronos.ranks.memory import Release
 from synkhronos.ranks.reads import Read, reads
 from synkhronos.ranks.segments import SegmentTable, is_closed
-from synkhronos.ranks.task import TaskMemory
 
 #: Seconds that the agents may take to start.
 _START = 60.0
@@ -58,10 +58,11 @@ def serve() -> NoReturn:
     raise SystemExit(subprocess.call(mpirun.agent_command(""), stdin=subprocess.DEVNULL, close_fds=False))
 
 
-class Hosts:
-    """The hosts of a session: the master's own and the others.
+class MpiLink(Link):
+    """Link of a session with ranks on several hosts: the master's own, which is the first, and the others.
 
-    `start` starts them, and `kill` ends them, whatever has become of that.
+    `launch` starts an agent on each host with ``mpirun``, `divide` assigns ranks to hosts, `start` starts the workers,
+    `end` or `kill` end everything, whatever has been started.
 
     Parameters
     ----------
@@ -69,23 +70,17 @@ class Hosts:
         The first is this machine.  None for those on which ``mpirun`` has started this script.
     timeout : float
         Seconds of silence after which a host is lost.
-    said : file, optional
-        Takes what the other hosts print; by default this process' standard streams do.
-
-    Attributes
-    ----------
-    ranks : list of range
-        The ranks of each host, when it is known how many each has (`divide`).
-    here : range
-        Those of this one.
-    extra : int
-        Bytes of control memory that its agent and its ranks need besides.
+    output : file, optional
+        Receives what the other hosts print; by default this process' standard streams do.
     """
 
-    def __init__(self, hosts: Sequence[Host] | None, timeout: float, said: IO[str] | None = None):
+    shares_file = True
+    plan_nbytes = MAILBOX // 2
+
+    def __init__(self, hosts: Sequence[Host] | None, timeout: float, output: IO[str] | None = None):
         self._named = hosts
         self.names = [host.name for host in hosts or ()]
-        self._timeout, self._takes = timeout, said
+        self._timeout, self._output = timeout, output
         self._said: deque[str] = deque(maxlen=50)
         self._readers: list[threading.Thread] = []
         self._channel: socket.socket | None = None
@@ -93,7 +88,7 @@ class Hosts:
         self._control: Control | None = None
         self._layout: Layout | None = None
 
-    def start(self) -> None:
+    def launch(self) -> None:
         """Start the agents.
 
         Raises
@@ -153,9 +148,19 @@ class Hosts:
         return False
 
     def divide(self, n_ranks: int | None, on_gpus: bool) -> None:
-        """Say how many ranks there are on each host; refuse more on GPUs than it has.
+        """Assign ranks to the hosts: set `ranks_by_host`, `size` and `extra`.
 
-        A host that doesn't say itself has ``n_ranks``, or for None one for each of its cores, or of its GPUs.
+        Parameters
+        ----------
+        n_ranks : int or None
+            Number of ranks of each host whose name came without a number; None for one on each core, or GPU.
+        on_gpus : bool
+            Whether each rank has a GPU.
+
+        Raises
+        ------
+        ValueError
+            If a host has fewer GPUs than ranks.
         """
         there = self._gpus if on_gpus else self._cores
         each = [asked or n_ranks or n for asked, n in zip(self._asked, there, strict=True)]
@@ -166,9 +171,8 @@ class Hosts:
                     f"hosts: {name} has {n_gpus} GPUs{asked}: pass use_gpu=False, or in a session devices = 'cpu', to "
                     "compute on CPU cores"
                 )
-        self.ranks = ranks_of(each)
+        self.ranks_by_host = ranks_of(each)
         self.size = sum(each)
-        self.here = self.ranks[0]
         self.extra = Layout.nbytes(each[0])
 
     def _meet(self, listener: socket.socket) -> list[dict[str, Any]]:
@@ -221,13 +225,13 @@ class Hosts:
 
     # -- what the session calls ------------------------------------------------------------------------------
 
-    def begin(self, control: Control, file: io.FileIO, root: int, profile: bool) -> socket.socket:
-        """Have the other hosts' workers started; return the channel to this host's agent."""
-        assert self._channel is not None
+    def start(self, control: Control, file: io.FileIO | None, root: int, profile: bool) -> socket.socket:
+        """Start the other hosts' workers and return the channel to this host's agent."""
+        assert self._channel is not None and file is not None
         self._control, self._layout = control, Layout(control)
         config = {
             "names": self.names,
-            "counts": list(map(len, self.ranks)),
+            "counts": list(map(len, self.ranks_by_host)),
             "size": self.size,
             "root": root,
             "profile": profile,
@@ -244,11 +248,11 @@ class Hosts:
             self._readers[-1].start()
         return self._channel
 
-    def plan(self, command: Command, parcel: SharedArray | None, segments: SegmentTable) -> bytes:
-        """Say what each other host reads in a command and its parcel, what all let go of, and the memory of a task."""
+    def make_plan(self, command: Command, parcel: SharedArray | None, segments: SegmentTable) -> bytes:
+        """Return, pickled, the rows that each other host reads, the segments to release, and the memory of a task."""
         dropped = [key for what, key in command.let_go if what == "segment"] if isinstance(command, Release) else []
         needed: list[list[Rows]] = []
-        for name, ranks in zip(self.names, self.ranks, strict=True):
+        for name, ranks in zip(self.names, self.ranks_by_host, strict=True):
             needed.append([])
             for read in reads((command, parcel), self.size, ranks):
                 there = read.array.rows_of(self.size, ranks)
@@ -258,21 +262,26 @@ class Hosts:
                 _check_rows(read, there, segments, host_and_ranks(name, ranks))
                 if isinstance(read.rows, SharedArray):
                     needed[-1].append(_rows(Read(read.rows)))
-        memory = getattr(command, "memory", None)
-        task = memory if isinstance(memory, TaskMemory) else None
-        return pickle.dumps((needed[1:], dropped, task), pickle.HIGHEST_PROTOCOL)
+        task = command.memory
+        plan = pickle.dumps((needed[1:], dropped, task), pickle.HIGHEST_PROTOCOL)
+        if len(plan) > self.plan_nbytes:
+            raise ValueError(
+                f"a call on several hosts names too many arrays: they take {len(plan):,} bytes, and there is room "
+                f"for {self.plan_nbytes:,}"
+            )
+        return plan
 
     @property
-    def sent(self) -> int:
-        """Bytes of shared memory that were sent to other hosts."""
+    def bytes_sent(self) -> int:
+        """Number of bytes of shared memory that were sent to other hosts."""
         return 0 if self._control is None else self._control.words[Control.SENT]
 
-    def host(self, rank: int) -> str:
+    def host_name(self, rank: int) -> str:
         """Return the name of a rank's host."""
-        return self.names[host_of(self.ranks, rank)]
+        return self.names[host_of(self.ranks_by_host, rank)]
 
-    def lost(self) -> tuple[str, int] | None:
-        """Say what has happened to another host, or to an agent."""
+    def find_loss(self) -> tuple[str, int] | None:
+        """Return a description of the failure of another host, or of an agent, and a rank there; None if all live."""
         if self._control is None or self._layout is None:
             return None
         length = self._control.words[Control.NEWS]
@@ -292,9 +301,9 @@ class Hosts:
             what = "the agent of this host" if self._named is None else "mpirun, which connects the hosts,"
             return f"{what} (process {self._launcher.pid}) {cause_of_death(code)}", 0
         lost = mpirun.lost_hosts(" ".join(list(self._said)), self._known_as)
-        names = [host_and_ranks(self.names[i], self.ranks[i]) for i in lost]
+        names = [host_and_ranks(self.names[i], self.ranks_by_host[i]) for i in lost]
         which = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
-        return f"{which} was lost: the host, or the agent there, has ended", self.ranks[lost[0]].start
+        return f"{which} was lost: the host, or the agent there, has ended", self.ranks_by_host[lost[0]].start
 
     def end(self, kill: bool, seconds: float, is_hurried: Callable[[], bool]) -> None:
         """End the other hosts' workers and the agents."""
@@ -333,7 +342,7 @@ class Hosts:
         """Pass on what comes from the hosts to a standard stream of this process, and keep the end of it."""
         for line in stream:
             self._said.append(line)
-            to = getattr(sys, name) if self._takes is None else self._takes
+            to = getattr(sys, name) if self._output is None else self._output
             if to is not None:
                 with contextlib.suppress(OSError, ValueError):
                     to.write(line)

@@ -67,7 +67,7 @@ def _run(settings: Settings, plan: dict[str, Any]) -> None:
     binding.bind(plan["allowed"])  # BLAS' threads have been started within rank 0's cores; the others get theirs
     said = open(plan["hosts"], "w", buffering=1, errors="backslashreplace") if settings.hosts else None
     fork_bound(len(settings.devices), settings.on_gpu, masks, settings.hosts, said)
-    processes = run(program.enter, plan["consoles"], masks, list(settings.devices), session().ranks_by_host)
+    processes = run(program.enter, plan["consoles"], masks, list(settings.devices), session().link.ranks_by_host)
     (Path(settings.folder) / PROCESSES).write_text(json.dumps(processes))
     rule = settings.make_rule()
     size, dtype = run(program.build, settings)[0]

@@ -29,7 +29,7 @@ What = Literal["segment", "object"]
 _UNANNOUNCED = 64
 
 
-class Release:
+class Release(Command):
     """Let go of segments and stored objects on every rank, as the master has."""
 
     __slots__ = ("let_go",)

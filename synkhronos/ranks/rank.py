@@ -13,8 +13,9 @@ import hashlib
 import logging
 import pickle
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from synkhronos.ranks.control import FOR_STEP, POLL, SLOT, Control
 from synkhronos.ranks.errors import Cancelled
@@ -23,6 +24,9 @@ from synkhronos.ranks.kept import Kept, UnderWay
 from synkhronos.ranks.meeting import STEP_BITS, close, how_far
 from synkhronos.ranks.segments import SegmentTable
 from synkhronos.ranks.threads import ThreadShare
+
+if TYPE_CHECKING:
+    from synkhronos.ranks.task import TaskMemory
 
 _log = logging.getLogger("synkhronos")
 
@@ -37,16 +41,42 @@ HEAD = struct.Struct("=QQ")
 ROOM = SLOT - HEAD.size
 
 
-class Command(Protocol):
-    """A small picklable object with one method that every rank runs, the master too.
+class Command(ABC):
+    """A small picklable object with a method that every rank runs, the master's included.
 
-    A command is sent once and may be run again and again from the same object, so that `run` must not change it.  One
-    that changes what ranks keep has an attribute ``effect``, words for what it did ("updates were applied"), and calls
-    `Rank.commit` once it has: then the error of one that failed says on which ranks.
+    A command is sent once and may run many times from the same object: `run` must not change it.
+
+    Attributes
+    ----------
+    effect : str or None
+        What the command changes, as an error says it ("The function's updates were applied").  A command with an
+        effect calls `Rank.commit` when it has been applied, so that the error of a failed one names the ranks.
+    partial_effect : str or None
+        Said instead if some ranks have applied a part of the effect, and nobody knows how much.
+    memory : TaskMemory or None
+        Memory that the ranks share while the command runs, if it is a task.
     """
 
+    __slots__ = ()
+
+    @property
+    def effect(self) -> str | None:
+        """No effect."""
+        return None
+
+    @property
+    def partial_effect(self) -> str | None:
+        """No partial effect."""
+        return None
+
+    @property
+    def memory(self) -> TaskMemory | None:
+        """No memory of a task."""
+        return None
+
+    @abstractmethod
     def run(self, rank: Rank) -> Any:
-        """Do this rank's part.  What the master's part returns is the result."""
+        """Run this rank's part and return its result; a session returns that of the master's rank."""
 
 
 class Rank:

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import io
 import logging
 import os
 import pickle
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from synkhronos.ranks import worker
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN, Control
@@ -28,9 +26,10 @@ from synkhronos.ranks.deaths import Bereft, DeathWatch
 from synkhronos.ranks.errors import Cancelled, Report, WorkerError, cause_of_death
 from synkhronos.ranks.interrupts import undisturbed
 from synkhronos.ranks.kept import Kept
+from synkhronos.ranks.link import Link, LocalLink
 from synkhronos.ranks.memory import Memory
 from synkhronos.ranks.rank import Command, Rank
-from synkhronos.ranks.segments import SegmentTable, SharedArray
+from synkhronos.ranks.segments import SharedArray
 from synkhronos.ranks.threads import ThreadShare, available_cores
 from synkhronos.ranks.weak import WeakKeys
 from synkhronos.ranks.workers import Workers
@@ -39,50 +38,6 @@ _log = logging.getLogger("synkhronos")
 
 #: Seconds that workers get to end by themselves before they are killed.
 GRACE = 2.0
-
-
-class Hosts(Protocol):
-    """The other machines, where there are some: `synkhronos.hosts` reaches them.
-
-    Attributes
-    ----------
-    ranks : list of range
-        The ranks of each machine.
-    here : range
-        Those of this one.
-    extra : int
-        Bytes of the control memory that it needs for itself.
-    sent : int
-        Bytes of shared memory that the others were sent.
-    """
-
-    ranks: list[range]
-    here: range
-    extra: int
-
-    @property
-    def sent(self) -> int: ...  # noqa: D102
-
-    def begin(self, control: Control, file: io.FileIO, root: int, profile: bool) -> socket.socket:
-        """Start the workers of the others; return the channel to this machine's agent, for segments."""
-
-    def plan(self, command: Command, parcel: SharedArray | None, segments: SegmentTable) -> bytes:
-        """Say what the others have to be sent for a command, which itself may lie in a parcel.
-
-        Raises
-        ------
-        IndexError
-            If a machine needs rows that another one has loaded for itself.
-        """
-
-    def host(self, rank: int) -> str:
-        """Return the name of a rank's machine."""
-
-    def lost(self) -> tuple[str, int] | None:
-        """Say what has happened to another machine, or to a rank of it, and to which rank; None if nothing has."""
-
-    def end(self, kill: bool, seconds: float, is_hurried: Callable[[], bool]) -> None:
-        """Return when the workers of the others have ended, and what connects the machines."""
 
 
 #: The key of the agent's channel among the workers'.
@@ -117,10 +72,10 @@ class Session:
     """
 
     def __init__(
-        self, size: int, root: int, timeout: float | None = None, fresh: bool = False, hosts: Hosts | None = None
+        self, size: int, root: int, timeout: float | None = None, fresh: bool = False, link: Link | None = None
     ):
         self.size = size
-        self.hosts = hosts
+        self.link = link = LocalLink(size) if link is None else link
         self.timeout = timeout
         self._began = 0.0
         self._pickled: dict[Any, bytes] = {}
@@ -135,13 +90,14 @@ class Session:
         self._idle = True
         self.kept = Kept()
         self._at_close: WeakKeys[Any, bool] = WeakKeys()
-        self._deaths = DeathWatch(self._is_unfinished, self._look_for_deaths, self._lost)
-        here, extra = (range(size), 0) if hosts is None else (hosts.here, hosts.extra)
+        self._deaths = DeathWatch(self._is_unfinished, self._look_for_deaths, link.find_loss)
+        here = link.here
         # Copies of this process inherit its memory; workers that start anew, and an agent, get it as an open file.
-        is_open = size > 1 and (fresh or hosts is not None)
-        self._file = Control.create(size, len(here), extra) if is_open else None
+        is_open = size > 1 and (fresh or link.shares_file)
+        self._file = Control.create(size, len(here), link.extra) if is_open else None
         spin = SPIN if len(here) <= available_cores() else 0.0
-        self._control = Control(size, spin, -1 if self._file is None else self._file.fileno(), here=here, extra=extra)
+        fd = -1 if self._file is None else self._file.fileno()
+        self._control = Control(size, spin, fd, here=here, extra=link.extra)
         self.rank = Rank(root, root, self._control, self._watch, ThreadShare(len(here), environment=False))
         self.workers = Workers(root, self._control, self._file if fresh else None)
         self.memory = Memory(self.rank, self.workers.channels, self._run_when_idle)
@@ -152,10 +108,8 @@ class Session:
         with undisturbed():
             self.workers.start(profile)
             watched = {pid: self.workers.channels[number] for number, pid in self.workers.pids.items()}
-            agent = None
-            if self.hosts is not None:
-                assert self._file is not None
-                agent = self.hosts.begin(self._control, self._file, self.rank.root, profile)
+            agent = self.link.start(self._control, self._file, self.rank.root, profile)
+            if agent is not None:
                 self.workers.channels[_AGENT] = agent
             if self._file is not None:
                 self._file.close()
@@ -266,8 +220,8 @@ class Session:
             self._join(None if mine is None or isinstance(mine, Exception) else GRACE / 4)
             has_failed = control.words[Control.FAILED] == number
             reports = self._reports() if has_failed else []
-            if has_failed and self.hosts is not None:
-                self._look_for_deaths()  # what ranks say may only follow from the loss of a host
+            if has_failed and self.link.find_loss() is not None:
+                self._look_for_deaths()  # reports may only follow from the loss of a machine, which is the cause
             rank.look_back()
         except Bereft:  # just when the master's part had failed
             self._look_for_deaths()
@@ -315,7 +269,7 @@ class Session:
 
     def _effect(self, command: Command, number: int) -> str:
         """Say on which ranks a command that failed has had its effect."""
-        effect = getattr(command, "effect", None)
+        effect = command.effect
         if effect is None:
             return ""
         applied = [r for r in range(self.size) if self._control.committed[r] == number]
@@ -326,17 +280,15 @@ class Session:
         others = [r for r in range(self.size) if r not in applied]
         if not applied:
             return f"{effect} on no rank."
-        in_part: str | None = getattr(command, "effect_in_part", None)
-        if in_part is not None:
-            return in_part
+        if command.partial_effect is not None:
+            return command.partial_effect
         if not others:
             return f"{effect} on all ranks."
         return f"{effect} on ranks {applied}, and not on ranks {others}: broadcast() makes them equal again."
 
     def _post(self, number: int, command: Command) -> None:
         message = self._pickle(command)
-        # Half of it is for the plan, where there is one.
-        if len(message) <= (MAILBOX if self.hosts is None else MAILBOX // 2):
+        if len(message) <= MAILBOX - self.link.plan_nbytes:
             self._send(number, command, message, None)
             return
         parcel = self.memory.create(len(message), in_command=True)
@@ -353,15 +305,9 @@ class Session:
         self.memory.announce()
         control.mailbox[: len(message)] = message
         words[Control.LENGTH] = len(message)
-        if self.hosts is not None:
-            plan = self.hosts.plan(command, location, self.rank.segments)
-            if len(plan) > MAILBOX // 2:
-                raise ValueError(
-                    f"a call on several hosts names too many arrays: they take {len(plan):,} bytes, and there is room "
-                    f"for {MAILBOX // 2:,}"
-                )
-            control.mailbox[len(message) : len(message) + len(plan)] = plan
-            words[Control.PLAN] = len(plan)
+        plan = self.link.make_plan(command, location, self.rank.segments)
+        control.mailbox[len(message) : len(message) + len(plan)] = plan
+        words[Control.PLAN] = len(plan)
         words[Control.ANNOUNCED] = self.memory.last_key
         words[Control.POSTED] = number
         control.fence()
@@ -404,21 +350,12 @@ class Session:
     def _reports(self) -> list[Report]:
         control = self._control
         return [
-            replace(pickle.loads(control.slot(r, 2)[: control.report_length[r]]), host=self._host(r))
+            replace(pickle.loads(control.slot(r, 2)[: control.report_length[r]]), host=self.link.host_name(r))
             for r in range(self.size)
             if r != self.rank.root
             and control.done[r] == self._command == control.words[Control.POSTED]
             and control.report_length[r]
         ]
-
-    @property
-    def ranks_by_host(self) -> list[range]:
-        """The ranks of each host."""
-        return [range(self.size)] if self.hosts is None else self.hosts.ranks
-
-    def _host(self, rank: int) -> str:
-        """Return the name of a rank's host, where there are several."""
-        return "" if self.hosts is None else self.hosts.host(rank)
 
     # -- lives -----------------------------------------------------------------------------------------------
 
@@ -449,11 +386,7 @@ class Session:
 
     def _is_bereft(self) -> bool:
         """Whether a worker has ended, as far as this host has heard."""
-        return self.workers.has_any_ended() or self._lost() is not None
-
-    def _lost(self) -> tuple[str, int] | None:
-        """Say what has happened to another host, and to which rank; None if nothing has."""
-        return None if self.hosts is None else self.hosts.lost()
+        return self.workers.has_any_ended() or self.link.find_loss() is not None
 
     def _look_for_deaths(self) -> None:
         deaths = self._deaths
@@ -461,9 +394,10 @@ class Session:
         dead = self.workers.first_dead()
         if dead is not None:
             number, pid, code = dead
-            who = f"rank {number}" + (f" on host {self._host(number)}" if self.hosts else "")
+            host = self.link.host_name(number)
+            who = f"rank {number} on host {host}" if host else f"rank {number}"
             self._fail(f"{who} (process {pid}) {cause_of_death(code)}; the other workers were ended.", number)
-        lost = self._lost()
+        lost = self.link.find_loss()
         if lost is not None:
             self._fail(f"{lost[0]}; the workers were ended.", lost[1])
         deaths.at_work = at_work
@@ -543,8 +477,7 @@ class Session:
                 return signals.is_holding(besides=signal.SIGURG)
 
             self.workers.end(0.0 if kill else GRACE, is_hurried)
-            if self.hosts is not None:
-                self.hosts.end(kill, GRACE, is_hurried)
+            self.link.end(kill, GRACE, is_hurried)
             self._free()
 
     def tell_at_close(self, owner: Any) -> None:
@@ -627,11 +560,11 @@ def fork(
     timeout: float | None = None,
     first: Command | None = None,
     fresh: bool = False,
-    hosts: Hosts | None = None,
+    link: Link | None = None,
 ) -> Session:
     """Start a session of ``size`` ranks, and run its first command: both, or neither and an error.
 
-    With ``fresh`` the workers are no copies of this process, but start anew; those of other ``hosts`` always do.
+    With ``fresh`` the workers are no copies of this process, but start anew; those of other machines always do.
     """
     global _current
     check_free()
@@ -641,7 +574,7 @@ def fork(
     try:
         # Whatever interrupts this, somebody knows of the workers, and of what has been changed in this process.
         with undisturbed():
-            session = _current = Session(size, root, timeout, fresh, hosts)
+            session = _current = Session(size, root, timeout, fresh, link)
         session.start(profile)
         if first is not None:
             with session.turn:

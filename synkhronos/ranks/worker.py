@@ -48,7 +48,7 @@ SENT_TO_ALL = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _PR_SET_PDEATHSIG = 1
 
 
-class Exit:
+class Exit(Command):
     """The command after which a worker ends."""
 
     def run(self, rank: Rank) -> None:
@@ -56,7 +56,7 @@ class Exit:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Parcel(Command):
     """A command too long for the mailbox, pickled in a shared segment."""
 
     location: SharedArray

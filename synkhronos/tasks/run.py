@@ -25,7 +25,7 @@ from synkhronos.function.notice import notice
 from synkhronos.function.program import PLAIN
 from synkhronos.graphs import loaded_libraries
 from synkhronos.graphs.mirror import object_of
-from synkhronos.ranks import Rank, Session, SharedArray
+from synkhronos.ranks import Command, Rank, Session, SharedArray
 from synkhronos.ranks.task import Task, TaskMemory
 from synkhronos.tasks.local import LocalFunction, LocalRows
 from synkhronos.tasks.worker import Worker
@@ -97,7 +97,14 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         return results
 
 
-class Program(NamedTuple):
+class _ProgramFields(NamedTuple):
+    memory: TaskMemory
+    payload: bytes
+    functions: tuple[Any, ...]
+    arrays: tuple[SharedArray, ...]
+
+
+class Program(_ProgramFields, Command):
     """Run a program on every rank.
 
     Attributes
@@ -111,10 +118,7 @@ class Program(NamedTuple):
         Where the Data objects among these lie.
     """
 
-    memory: TaskMemory
-    payload: bytes
-    functions: tuple[Any, ...]
-    arrays: tuple[SharedArray, ...]
+    __slots__ = ()
 
     def run(self, rank: Rank) -> list[Any]:
         """Run it on this rank; the master returns all ranks' results."""

@@ -83,4 +83,4 @@ class Course:
 
 def pools_of(data: list[Data]) -> list[range] | None:
     """Return the ranks of each host, if some of the data are rows that hosts have loaded for themselves."""
-    return ranks.session().ranks_by_host if any(isinstance(each, PartsData) for each in data) else None
+    return ranks.session().link.ranks_by_host if any(isinstance(each, PartsData) for each in data) else None

@@ -13,12 +13,10 @@ from synkhronos.engines import Runner
 from synkhronos.function.call import Call, Part
 from synkhronos.graphs.family import AT_FIRST_CALL
 from synkhronos.graphs.mirror import object_of
-from synkhronos.ranks import Rank
+from synkhronos.ranks import Command, Rank
 
 
-class Step(NamedTuple):
-    """Take a training step on all ranks, in one command: the ranks don't meet at the master's in the middle of it."""
-
+class _StepFields(NamedTuple):
     #: Of what writes each rank's gradient into a shared variable.
     gradient: Call
     #: Of that variable alone.
@@ -30,13 +28,19 @@ class Step(NamedTuple):
     #: How many steps to take in the one launch; each rank's rows are those of the first, then those of the second, ...
     times: int = 1
 
+
+class Step(_StepFields, Command):
+    """Take a training step on all ranks, in one command: the ranks don't meet at the master's in the middle of it."""
+
+    __slots__ = ()
+
     @property
     def effect(self) -> str | None:
         """What an error says was done, if it was: only the update counts."""
         return self.update.effect if self.times == 1 else "Steps were taken"
 
     @property
-    def effect_in_part(self) -> str | None:
+    def partial_effect(self) -> str | None:
         """What an error says if a rank was in the middle of many steps."""
         if self.times == 1:
             return None

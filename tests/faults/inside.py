@@ -31,6 +31,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives import commands
 from synkhronos.devices.host import HostCommunicator
+from synkhronos.ranks import Command
 from synkhronos.ranks.control import Control
 from synkhronos.ranks.segments import Segment
 
@@ -219,7 +220,7 @@ def hold(how: str) -> None:
 
 
 @dataclass(frozen=True)
-class Know:
+class Know(Command):
     """Let each process know its rank."""
 
     def run(self, rank: ranks.Rank) -> Any:
@@ -229,7 +230,7 @@ class Know:
 
 
 @dataclass(frozen=True)
-class Plant:
+class Plant(Command):
     """Have something happen at a point, on some ranks."""
 
     point: str
@@ -294,7 +295,7 @@ def _unpickled() -> Point:
     return Point()
 
 
-class Arguments:
+class Arguments(Command):
     """A command that fails, or worse, where it is unpickled."""
 
     def __reduce__(self) -> Any:

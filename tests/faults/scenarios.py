@@ -27,7 +27,7 @@ import synkhronos as synk
 from faults import inside
 from faults.inside import Arguments, Work, attempt, footprint, hold, know, plant, reach, right, start, tell
 from synkhronos import processes, ranks
-from synkhronos.ranks import worker
+from synkhronos.ranks import Command, worker
 
 N = 3
 
@@ -310,7 +310,7 @@ def _limit(spare: int) -> int:
     return max(opened)
 
 
-class Limit:
+class Limit(Command):
     """Allow a rank only so many open files more."""
 
     def __init__(self, who: int, files: int):
@@ -339,7 +339,7 @@ def unmappable() -> None:
     tell("closed", before=before, after=footprint())
 
 
-class LimitSpace:
+class LimitSpace(Command):
     """Allow a rank only so many more bytes of address space."""
 
     def __init__(self, who: int, spare: int):
@@ -433,7 +433,7 @@ def deaf_and_mute() -> None:
     tell("closed", before=before, after=footprint())
 
 
-class Print:
+class Print(Command):
     """Print on every worker, where nobody reads."""
 
     def __init__(self, text: str):

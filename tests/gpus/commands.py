@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from synkhronos.ranks import SharedArray
+from synkhronos.ranks import Command, SharedArray
 
 
-class InCollective:
+class InCollective(Command):
     """A command: an all_reduce into which one rank does not come."""
 
     def __init__(self, deed, culprit, meets):
@@ -49,7 +49,7 @@ class InCollective:
 
 
 @dataclass(frozen=True)
-class Reduced:
+class Reduced(Command):
     """A command: an all_reduce of rows times the rank's number and 1; each rank shows the ends of what it has got."""
 
     op: str

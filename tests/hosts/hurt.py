@@ -24,6 +24,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.devices import HOST
 from synkhronos.hosts.pipes import Pipe
+from synkhronos.ranks import Command
 from synkhronos.ranks.segments import SharedArray
 
 #: An array of so many float64 takes several chunks.
@@ -74,7 +75,7 @@ def hold(folder: str, rank: int) -> None:
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(Command):
     """A command in which some ranks come to a place, and hold there or raise; the others wait for them."""
 
     folder: str
@@ -129,7 +130,7 @@ def act(folder: str, rank: int, action: str) -> None:
 
 
 @dataclass(frozen=True)
-class Know:
+class Know(Command):
     """Say which process each rank is."""
 
     def run(self, rank: ranks.Rank) -> list[tuple[str, int]]:
@@ -138,7 +139,7 @@ class Know:
 
 
 @dataclass(frozen=True)
-class Read:
+class Read(Command):
     """Read memory that all ranks share."""
 
     location: SharedArray
@@ -169,7 +170,7 @@ class Orders:
     def know(self) -> Any:
         """Return each rank's namespace and process id, and mpirun's process id."""
         session = ranks.session()
-        return {"ranks": session.run(Know()), "mpirun": session.hosts._launcher.pid}
+        return {"ranks": session.run(Know()), "mpirun": session.link._launcher.pid}
 
     def part(self, place: str, on: list[int], action: str) -> bool:
         """Run a command; for "idle" hold before it, outside of the library."""

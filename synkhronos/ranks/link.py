@@ -1,0 +1,135 @@
+"""Connection between the master's session and the machines on which the ranks run.
+
+A session posts commands, waits for the ranks and ends them.  What differs between one machine and several is behind
+`Link`: `LocalLink` is the link of one machine, and `synkhronos.hosts.MpiLink` the link of several, whose agents talk
+by MPI.
+"""
+
+from __future__ import annotations
+
+import io
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from synkhronos.ranks.control import Control
+    from synkhronos.ranks.rank import Command
+    from synkhronos.ranks.segments import SegmentTable, SharedArray
+
+
+class Link(ABC):
+    """Connection of a session to the machines of its ranks.
+
+    Attributes
+    ----------
+    ranks_by_host : list of range
+        Ranks of each machine; the first is this one.
+    shares_file : bool
+        Whether another process than the workers maps the control memory, which then has to be a file.
+    extra : int
+        Number of bytes of the control memory that the link uses itself.
+    plan_nbytes : int
+        Number of bytes of the mailbox that are reserved for the plan of a command.
+    """
+
+    ranks_by_host: list[range]
+    shares_file: bool
+    extra: int
+    plan_nbytes: int
+
+    @property
+    def here(self) -> range:
+        """Ranks of this machine."""
+        return self.ranks_by_host[0]
+
+    @abstractmethod
+    def start(self, control: Control, file: io.FileIO | None, root: int, profile: bool) -> socket.socket | None:
+        """Start the workers of the other machines.
+
+        Returns
+        -------
+        socket or None
+            The channel over which this machine's agent receives segments; None without an agent.
+        """
+
+    @abstractmethod
+    def make_plan(self, command: Command, parcel: SharedArray | None, segments: SegmentTable) -> bytes:
+        """Return the pickled list of the shared memory that the other machines need for a command.
+
+        Parameters
+        ----------
+        command : Command
+        parcel : SharedArray or None
+            Shared memory that holds the pickled command, if it is too long for the mailbox.
+        segments : SegmentTable
+            Segments of the master's rank.
+
+        Raises
+        ------
+        IndexError
+            If a machine needs rows that another one has loaded for itself.
+        ValueError
+            If the plan is longer than `plan_nbytes`.
+        """
+
+    @abstractmethod
+    def host_name(self, rank: int) -> str:
+        """Return the name of a rank's machine; "" if there is only one."""
+
+    @abstractmethod
+    def find_loss(self) -> tuple[str, int] | None:
+        """Return a description of another machine's failure and the rank that it concerns, or None."""
+
+    @abstractmethod
+    def end(self, kill: bool, seconds: float, is_hurried: Callable[[], bool]) -> None:
+        """End the workers of the other machines and the connection, and return when they have exited.
+
+        Parameters
+        ----------
+        kill : bool
+            Kill them at once.
+        seconds : float
+            Otherwise kill them after this many seconds.
+        is_hurried : callable
+            Kill them as soon as this returns True.
+        """
+
+    @property
+    @abstractmethod
+    def bytes_sent(self) -> int:
+        """Number of bytes of shared memory that were sent to other machines."""
+
+
+class LocalLink(Link):
+    """Link of a session whose ranks are all on this machine: shared memory is all they need.
+
+    Parameters
+    ----------
+    size : int
+        Number of ranks.
+    """
+
+    shares_file = False
+    extra = plan_nbytes = bytes_sent = 0
+
+    def __init__(self, size: int) -> None:
+        self.ranks_by_host = [range(size)]
+
+    def start(self, control: Control, file: io.FileIO | None, root: int, profile: bool) -> None:
+        """Do nothing: `Workers` starts this machine's workers."""
+
+    def make_plan(self, command: Command, parcel: SharedArray | None, segments: SegmentTable) -> bytes:
+        """Return an empty plan."""
+        return b""
+
+    def host_name(self, rank: int) -> str:
+        """Return an empty name."""
+        return ""
+
+    def find_loss(self) -> None:
+        """Return None: a worker's death is seen by `Workers`."""
+
+    def end(self, kill: bool, seconds: float, is_hurried: Callable[[], bool]) -> None:
+        """Do nothing: `Workers` ends this machine's workers."""
