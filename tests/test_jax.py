@@ -40,8 +40,9 @@ from synkhronos.engines.xla import Combination, Executable, Xla
 from synkhronos.extensions.train import make_train_function, make_train_function_serial
 from synkhronos.extensions.updates import adam, momentum, sgd
 from synkhronos.function.program import PLAIN
-from synkhronos.graphs import library_of, scatter
+from synkhronos.graphs import library_of
 from synkhronos.launch.contract import groups
+from synkhronos.lowering import scatter
 from synkhronos.ranks import Command
 from synkhronos.ranks.interrupts import undisturbed
 

@@ -9,11 +9,11 @@ from `tree`, by an import hook (`hook`).  The environment variable ``SYNKHRONOS_
 
 What this room and the others know of each other, so that it could be a distribution of its own:
 
-- It imports ``synkhronos.graphs.lengths``, ``sums`` and ``xla_shapes``: how PyTensor's functions become JAX'.
+- It imports ``synkhronos.lowering.linker``, ``shapes`` and ``sums``: how PyTensor's functions become JAX'.
 - The modules that start programs of others (``__main__``, ``launch``) import it, and no other one.
 - Others read four attributes: ``theano.__served_on__`` says that a module of that name is not Theano, ``In.default``
   is the value of an input that is not passed, in a list, and an Op's ``multiplies`` and ``elementwise`` tell
-  ``graphs.precision`` what may be computed in bfloat16.
+  ``lowering.precision`` what may be computed in bfloat16.
 
 `install`
     What importing this module does; returns the library that was chosen.

@@ -4,7 +4,7 @@
     An input that may have a default value.
 `Function`
     What ``theano.function`` returns.
-`Linker`
+`CompatLinker`
     JAX mode, from which functions return NumPy arrays.
 `install`
     Has PyTensor's own ways to compile and to read return NumPy arrays too.
@@ -26,9 +26,9 @@ from pytensor.link.basic import Container
 from pytensor.link.jax.linker import JAXLinker
 from pytensor.tensor.type import TensorType
 
-from synkhronos.graphs import lengths
+from synkhronos.lowering import linker
 
-__all__ = ["Function", "In", "Linker", "in_numpy", "install", "made"]
+__all__ = ["Function", "In", "CompatLinker", "in_numpy", "install", "made"]
 
 
 class In(pytensor.compile.io.In):
@@ -112,7 +112,7 @@ def made(function: Any, keys: list[str] | None = None) -> Any:
     return function
 
 
-class Linker(lengths.Linker):
+class CompatLinker(linker.LengthLinker):
     """JAX mode, from which functions return NumPy arrays, which are theirs to write to, of the dtypes of the graph."""
 
     def jit_compile(self, fn: Any) -> Any:
@@ -130,15 +130,15 @@ class Linker(lengths.Linker):
             results = zip(compiled(*values), dtypes, strict=True)
             return [result if dtype is None else np.array(result, dtype) for result, dtype in results]
 
-        run.steered, run.compiled = compiled.steered, compiled.compiled  # type: ignore[attr-defined]
+        run.length_graph, run.compiled = compiled.length_graph, compiled.compiled  # type: ignore[attr-defined]
         return run
 
 
 def in_numpy(mode: Any) -> Any:
-    """Return a mode, with `Linker` in the place of PyTensor's if it is JAX mode."""
+    """Return a mode, with `CompatLinker` in the place of PyTensor's if it is JAX mode."""
     found = get_mode(mode)
-    is_jax = type(found.linker) in (JAXLinker, lengths.Linker)
-    return Mode(Linker(), found.provided_optimizer) if is_jax else mode
+    is_jax = type(found.linker) in (JAXLinker, linker.LengthLinker)
+    return Mode(CompatLinker(), found.provided_optimizer) if is_jax else mode
 
 
 _get_value = SharedVariable.get_value

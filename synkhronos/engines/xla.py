@@ -29,8 +29,8 @@ from synkhronos.engines.gradual import Gradual
 from synkhronos.engines.lazy import LazyEngine
 from synkhronos.graphs import GraphLibrary
 from synkhronos.graphs.family import is_referenced
-from synkhronos.graphs.precision import COMPILER_OPTIONS, bfloat16
-from synkhronos.graphs.traced import Traced
+from synkhronos.lowering.precision import COMPILER_OPTIONS, bfloat16
+from synkhronos.lowering.traced import Traced
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import undisturbed
 
@@ -109,10 +109,13 @@ class Executable(Runner):
         self._is_interrupted = False
         #: Which inputs' values are looked at, as lengths follow from them.
         self.on_host = frozenset(
-            position for piece in pieces[:1] if piece.steered is not None for position in piece.steered.positions
+            position
+            for piece in pieces[:1]
+            if piece.length_graph is not None
+            for position in piece.length_graph.positions
         )
-        self._is_steered = any(piece.steered is not None for piece in pieces)
-        assert len(pieces) == 1 or not self._is_steered
+        self._has_lengths = any(piece.length_graph is not None for piece in pieces)
+        assert len(pieces) == 1 or not self._has_lengths
         types = [kind for piece in pieces for kind in piece.types]
         self._logged = [i for i, kind in enumerate(types) if log and getattr(kind, "ndim", None) == 0]
         self._dtypes = [np.dtype(types[i].dtype) for i in self._logged]
@@ -136,7 +139,7 @@ class Executable(Runner):
             logs = range(len(at), len(at) + 1 + len(self._logged))
             changed = [*(at[id(cell)] for cell in self._updated), *logs]
             run = partial(_repeated, partial(run, in_loop=True), times, self._n_inputs, changed)
-        if self._is_steered:
+        if self._has_lengths:
             # The lengths come first, and are constants to XLA, which compiles anew for others.
             run, positions = partial(_of_lengths, run), [position + 1 for position in positions]
             self._run = jax.jit(
@@ -158,7 +161,7 @@ class Executable(Runner):
         if chained is None:
             executables = [self] if then is None else [self, then]
             can = combination is None or any(cell is combination.storage for cell in self._pieces[0].cells)
-            can = can and not any(one._is_steered for one in executables)
+            can = can and not any(one._has_lengths for one in executables)
             if times > 1:
                 can = can and times <= LAUNCHES and not any(one._outputs for one in executables)
             if not can:
@@ -232,7 +235,7 @@ class Executable(Runner):
         """Return what the launch takes: the inputs, the shared variables' values, the log."""
         logs = [] if self._log is None else self._log.cells
         lengths = []
-        if self._is_steered:
+        if self._has_lengths:
             (piece,) = self._pieces
             # A copy, as the program may write into its own before this has been computed.
             inputs = [np.array(v) if i in self.on_host else v for i, v in enumerate(inputs)]

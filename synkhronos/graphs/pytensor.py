@@ -19,10 +19,10 @@ from pytensor.link.jax.linker import JAXLinker
 from pytensor.link.numba.linker import NumbaLinker
 
 from synkhronos.devices import JAX, Device
-from synkhronos.graphs import sums  # noqa: F401 - bounds a rewrite
 from synkhronos.graphs.family import AT_FIRST_CALL, AT_ONCE, IN_TURN, GraphLibrary, check_jumps, write_keys_at_once
-from synkhronos.graphs.lengths import in_jax_mode
-from synkhronos.graphs.traced import check_key, follow_streams, set_stream_of, stream_of
+from synkhronos.lowering import sums  # noqa: F401 - bounds a rewrite
+from synkhronos.lowering.linker import use_length_linker
+from synkhronos.lowering.traced import check_key, follow_streams, set_stream_of, stream_of
 
 
 class PyTensor(GraphLibrary):
@@ -79,7 +79,7 @@ class PyTensor(GraphLibrary):
 
     def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Any:
         """Compile; in JAX mode lengths may follow from integer inputs."""
-        return super().function(inputs, outputs, **{**kwargs, "mode": in_jax_mode(kwargs.get("mode"))})
+        return super().function(inputs, outputs, **{**kwargs, "mode": use_length_linker(kwargs.get("mode"))})
 
     def compiles(self, mode: Any) -> str:
         """Python's linkers and JAX leave nothing on disk, Numba what it makes when a function is called."""

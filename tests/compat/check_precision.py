@@ -25,8 +25,8 @@ from synkhronos.compat.ops.pooling import Pool
 from synkhronos.compat.ops.rectifier import rectifier
 from synkhronos.devices import JAX
 from synkhronos.engines.xla import Executable
-from synkhronos.graphs.lengths import in_jax_mode
-from synkhronos.graphs.traced import Traced
+from synkhronos.lowering.linker import use_length_linker
+from synkhronos.lowering.traced import Traced
 
 RNG = np.random.default_rng(0)
 #: How far a sum of products may be off, of the numbers' size: bfloat16 has 8 bits.
@@ -51,7 +51,7 @@ def precision(name):
 def executable(inputs, outputs, updates=()):
     with pytensor.config.change_flags(floatX="float32"):
         function = pytensor.function(
-            inputs, outputs, updates=list(updates), mode=in_jax_mode("JAX"), on_unused_input="ignore"
+            inputs, outputs, updates=list(updates), mode=use_length_linker("JAX"), on_unused_input="ignore"
         )
     return Executable([Traced(function, len(inputs), JAX)])
 

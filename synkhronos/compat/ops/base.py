@@ -22,7 +22,7 @@ from pytensor.compile import optdb
 from pytensor.graph.op import Op
 from pytensor.graph.rewriting.basic import GraphRewriter
 
-from synkhronos.graphs import xla_shapes
+from synkhronos.lowering import shapes
 
 __all__ = ["NumpyOp", "lowers"]
 
@@ -79,7 +79,7 @@ def lowers(op: type[Op]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _tell_jax() -> None:
-    xla_shapes.tell_jax()
+    shapes.register_lowerings()
     for op, lowering in _lowerings.items():
         _register(op, lowering)
 

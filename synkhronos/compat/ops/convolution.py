@@ -84,7 +84,7 @@ class _Conv(NumpyOp):
     """
 
     __props__ = ("n", "padding", "stride", "dilation", "flip", "groups")
-    #: The first two inputs are factors of products that are summed; `synkhronos.graphs.precision` asks.
+    #: The first two inputs are factors of products that are summed; `synkhronos.lowering.precision` asks.
     multiplies = True
 
     def __init__(

@@ -31,7 +31,7 @@ __all__ = ["BatchNormTrain", "BatchNormTrainGrad"]
 class _BatchNorm(NumpyOp):
     """What batch normalisation and its gradient have in common."""
 
-    #: The first output is written by an elementwise kernel; `synkhronos.graphs.precision` asks.
+    #: The first output is written by an elementwise kernel; `synkhronos.lowering.precision` asks.
     elementwise = True
     #: Which inputs may be rounded; it asks that too.
     rounded: tuple[int, ...]
@@ -211,7 +211,7 @@ def _wide(*arrays: Any) -> Any:
 
 
 def _dtype(array: Any) -> Any:
-    """Return an array's dtype in the graph; `synkhronos.graphs.precision` hands float32 over in bfloat16."""
+    """Return an array's dtype in the graph; `synkhronos.lowering.precision` hands float32 over in bfloat16."""
     import jax.numpy as jnp
 
     return jnp.float32 if array.dtype == jnp.bfloat16 else array.dtype

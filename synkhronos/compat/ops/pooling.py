@@ -131,7 +131,7 @@ class Pool(_Pool):
 
     @property
     def rounded(self) -> tuple[int, ...]:
-        """Which inputs may be rounded; `synkhronos.graphs.precision` asks."""
+        """Which inputs may be rounded; `synkhronos.lowering.precision` asks."""
         return (0,) if self.mode == "max" else ()
 
     def make_node(self, x: Any) -> Apply:
@@ -195,7 +195,7 @@ class SumPoolGrad(_Pool):
 class MaxPoolGrad(_Pool):
     """The gradient of the maximum: each window's goes to all of its elements that equal the maximum."""
 
-    #: Which inputs may be rounded; `synkhronos.graphs.precision` asks.
+    #: Which inputs may be rounded; `synkhronos.lowering.precision` asks.
     rounded = (0, 2)
 
     def make_node(self, x: Any, y: Any, g: Any) -> Apply:

@@ -31,7 +31,7 @@ from pytensor.compile import (
 from pytensor.compile.builders import OpFromGraph
 
 from synkhronos.compat.functions import In, in_numpy, install, made
-from synkhronos.graphs import sums
+from synkhronos.lowering import sums
 
 install()
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from synkhronos.devices import Device
-from synkhronos.graphs.precision import bfloat16, in_bfloat16
-from synkhronos.graphs.scatter import in_copies
+from synkhronos.lowering.precision import bfloat16, in_bfloat16
+from synkhronos.lowering.scatter import in_copies
 from synkhronos.ranks import WeakKeys
 
 if TYPE_CHECKING:  # it needs PyTensor, and training functions with Theano come by here
-    from synkhronos.graphs.lengths import Steered
+    from synkhronos.lowering.lengths import LengthGraph
 
 #: The keys of random generators, by the containers that hold them as NumPy's, and those.
 _streams: WeakKeys[Any, tuple[np.random.Generator, Any]] = WeakKeys()
@@ -57,15 +57,19 @@ class Traced:
             if id(storage) in updated and (isinstance(storage[0], np.ndarray) or device.holds(storage[0]))
         ]
         #: Says what lengths follow from the values of its inputs; `run` takes these behind the values in `storages`.
-        self.steered: Steered | None = thunk.jit_fn.steered
-        run = _converted(graph, thunk.storage_map) if self.steered is None else _converted(self.steered.graph, {})
+        self.length_graph: LengthGraph | None = thunk.jit_fn.length_graph
+        run = (
+            _converted(graph, thunk.storage_map)
+            if self.length_graph is None
+            else _converted(self.length_graph.graph, {})
+        )
         #: Takes the inputs and the values in `storages`; returns a value for each of `cells`.
         self.run = _by_keys(run, generators, moved)
 
     def lengths(self, inputs: Sequence[Any]) -> tuple[int, ...]:
         """Return the lengths that `run` takes, for the values of its inputs."""
         values = [*inputs, *[storage[0] for storage in self.storages]]
-        return () if self.steered is None else self.steered.lengths(values)
+        return () if self.length_graph is None else self.length_graph.lengths(values)
 
     def explain(self) -> None:
         """Raise the present exception again with PyTensor's words on where in the graph it came from."""
@@ -175,7 +179,7 @@ def _converted(graph: Any, storage_map: Any) -> Callable[..., Any]:
     from pytensor.link.jax.dispatch import jax_funcify, jax_typify
     from pytensor.link.utils import fgraph_to_python
 
-    from synkhronos.graphs.lengths import strong
+    from synkhronos.lowering.linker import to_strong_array
 
     reduced = bfloat16()
 
@@ -195,7 +199,7 @@ def _converted(graph: Any, storage_map: Any) -> Callable[..., Any]:
         graph, convert, type_conversion_fn=jax_typify, fgraph_name="synkhronos_graph", storage_map=storage_map
     )
     dtypes = [getattr(output.type, "dtype", None) for output in graph.outputs]
-    return lambda *inputs: tuple(map(strong, converted(*inputs) or (), dtypes))
+    return lambda *inputs: tuple(map(to_strong_array, converted(*inputs) or (), dtypes))
 
 
 def _as(value: Any, dtype: str | None) -> Any:

@@ -1,6 +1,6 @@
 """Lengths stay numbers when JAX traces a function.
 
-`tell_jax`
+`register_lowerings`
     Registers the lowerings with PyTensor.
 
 `lengths` has the other half: lengths that depend on the values of a function's inputs.
@@ -58,9 +58,9 @@ from pytensor.tensor.subtensor import (
     Subtensor,
 )
 
-from synkhronos.graphs.lengths import Rows, decisive, indices_of, of_numbers
+from synkhronos.lowering.lengths import SlicedSubtensor, decisive, indices_of, of_numbers
 
-__all__ = ["tell_jax"]
+__all__ = ["register_lowerings"]
 
 #: What has more elements is data and no shape.
 _MOST = 64
@@ -75,7 +75,7 @@ Compute = Callable[..., Any]
 
 
 @cache
-def tell_jax() -> None:
+def register_lowerings() -> None:
     """Put a computation by NumPy in front of PyTensor's lowerings of some Ops; once."""
     from pytensor.link.jax.dispatch import jax_funcify
 
@@ -101,7 +101,7 @@ def tell_jax() -> None:
     jax_funcify.register(Reshape)(_reshape)
     jax_funcify.register(ARange)(_arange)
     jax_funcify.register(Split)(_split)
-    jax_funcify.register(Rows)(_rows)
+    jax_funcify.register(SlicedSubtensor)(_rows)
     for op in [known for known in jax_funcify.registry if issubclass(known, RandomVariable)]:
         jax_funcify.register(op)(_drawn(jax_funcify.dispatch(op)))
 
@@ -325,7 +325,7 @@ def _sliced(lowering: Callable[..., Any]) -> Callable[..., Any]:
     return funcify
 
 
-def _rows(op: Rows, node: Any = None, **kwargs: Any) -> Compute:
+def _rows(op: SlicedSubtensor, node: Any = None, **kwargs: Any) -> Compute:
     """Index by slices whose lengths are given."""
     n_before = 2 if isinstance(op.op, IncSubtensor | AdvancedIncSubtensor) else 1
     n = len(op.positions)

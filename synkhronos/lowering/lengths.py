@@ -1,20 +1,16 @@
 """Lengths that follow from a function's integer inputs, in JAX mode.
 
-`Steered`
+`LengthGraph`
     A graph in JAX mode in which such lengths are inputs of their own, and what computes them on the host.
-`steered`
+`extract_lengths`
     Makes one, where a graph has such lengths.
-`Linker`, `in_jax_mode`
-    JAX mode with them, for PyTensor's own functions.
-`strong`
-    A result as an array of a dtype of its own.
 `indices_of`
     The indexes of an Op.
 `of_numbers`
     What computes an operation on Python's numbers.
 `decisive`
     The inputs of a node that decide shapes.
-`Rows`
+`SlicedSubtensor`
     Indexing with slices whose lengths are given.
 
 XLA compiles for fixed shapes.  The rows ``x[i * b:(i + 1) * b]`` have a length that depends on the value of ``i``, as
@@ -32,12 +28,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from pytensor.compile.builders import infer_shape
-from pytensor.compile.mode import Mode, get_mode
 from pytensor.graph.basic import Apply, Constant
 from pytensor.graph.fg import FunctionGraph
 from pytensor.graph.op import Op
 from pytensor.graph.traversal import io_toposort
-from pytensor.link.jax.linker import JAXLinker
 from pytensor.raise_op import CheckAndRaise
 from pytensor.scalar.basic import EQ, GE, GT, LE, LT, NEQ, Add, Composite, Mul, ScalarOp, Sub, Switch
 from pytensor.scan.op import Scan
@@ -64,7 +58,7 @@ from pytensor.tensor.subtensor import (
 )
 from pytensor.tensor.type import lscalar
 
-__all__ = ["Linker", "Rows", "Steered", "decisive", "in_jax_mode", "indices_of", "of_numbers", "steered", "strong"]
+__all__ = ["LengthGraph", "SlicedSubtensor", "decisive", "extract_lengths", "indices_of", "of_numbers"]
 
 #: What the host computes lengths by.
 _ARITHMETIC = (
@@ -82,7 +76,7 @@ _ARITHMETIC = (
 _INCREMENTS = (IncSubtensor, AdvancedIncSubtensor)
 
 
-class Rows(Op):
+class SlicedSubtensor(Op):
     """Indexing, or an update by index, with the lengths of some of its slices as further inputs.
 
     ``op`` is PyTensor's, ``positions`` say where among the indexes those slices are.
@@ -107,7 +101,7 @@ class _Length(NamedTuple):
     of: Any
 
 
-class Steered:
+class LengthGraph:
     """A graph in which lengths are inputs of their own, behind its other inputs.
 
     ``inputs`` are those of the graph that it was made of, and ``wanted`` says what the lengths are in that one.  The
@@ -177,7 +171,7 @@ class Steered:
         return tuple([int(known[slot]) for slot in self._wanted])
 
 
-def steered(graph: FunctionGraph) -> Steered | None:
+def extract_lengths(graph: FunctionGraph) -> LengthGraph | None:
     """Return a graph for JAX with its lengths as inputs; None where no input's value decides one."""
     if not any(map(_is_integer, graph.inputs)):
         return None
@@ -193,7 +187,7 @@ def steered(graph: FunctionGraph) -> Steered | None:
     for node, slices in sliced:
         lengths = [lscalar() for _ in slices]
         here = copies[node]
-        rows = Apply(Rows(node.op, tuple(slices)), [*here.inputs, *lengths], [here.outputs[0].type()])
+        rows = Apply(SlicedSubtensor(node.op, tuple(slices)), [*here.inputs, *lengths], [here.outputs[0].type()])
         for length in lengths:
             copy.add_input(length)
         copy.replace(here.outputs[0], rows.outputs[0], import_missing=True)
@@ -203,7 +197,7 @@ def steered(graph: FunctionGraph) -> Steered | None:
         copy.add_input(length)
         copy.replace(copies[variable], length)
         wanted.append(variable)
-    return Steered(copy, graph.inputs, wanted)
+    return LengthGraph(copy, graph.inputs, wanted)
 
 
 # -- what the host knows ---------------------------------------------------------------------------------------------
@@ -403,70 +397,3 @@ def _on_host(node: Any) -> Callable[..., Any]:
         return storage[0][0] if len(storage) == 1 else [cell[0] for cell in storage]
 
     return perform
-
-
-# -- PyTensor's own functions ----------------------------------------------------------------------------------------
-
-
-class Linker(JAXLinker):
-    """PyTensor's JAX mode, in which lengths may follow from integer inputs.
-
-    What it compiles has an attribute ``steered``: the `Steered` that it computes, or None.
-    """
-
-    # XLA fuses by itself.  PyTensor would fuse a length with the data that are divided by it, and it could not be cut
-    # out.
-    incompatible_rewrites = (*JAXLinker.incompatible_rewrites, "fusion")
-
-    def fgraph_convert(self, fgraph: Any, input_storage: Any, storage_map: Any, **kwargs: Any) -> Any:
-        """Convert the graph; where there are such lengths, what was made of it."""
-        from pytensor.link.jax.dispatch import jax_funcify
-
-        from synkhronos.graphs.xla_shapes import tell_jax
-
-        tell_jax()
-        function = super().fgraph_convert(fgraph, input_storage, storage_map, **kwargs)
-        self._steered = steered(fgraph)  # behind that, which puts copies in the places of random generators
-        if self._steered is not None:
-            function = jax_funcify(self._steered.graph)
-        dtypes = [getattr(output.type, "dtype", None) for output in fgraph.outputs]
-        return (lambda *inputs: tuple(map(strong, function(*inputs), dtypes))) if dtypes else function
-
-    def jit_compile(self, fn: Any) -> Any:
-        """Compile, with the lengths as constants."""
-        import jax
-
-        plan = self._steered
-        if plan is None:
-            compiled = jax.jit(fn)
-
-            def run(*values: Any) -> Any:
-                return compiled(*values)
-        else:
-            n = len(plan.graph.inputs)
-            compiled = jax.jit(fn, static_argnums=tuple(range(n - plan.n_lengths, n)))
-
-            def run(*values: Any) -> Any:
-                return compiled(*values, *plan.lengths(values))
-
-        run.steered, run.compiled = plan, compiled  # type: ignore[attr-defined]
-        return run
-
-
-def strong(value: Any, dtype: str | None) -> Any:
-    """Return a result as an array of a dtype of its own.
-
-    Lengths are Python's integers within a graph.  And the dtype of what is computed from these and constants alone is
-    "weak" to JAX: another one than what the variable that it updates had before, so that all is compiled once more.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    is_weak = isinstance(value, bool | int | float | complex) or getattr(value, "weak_type", False)
-    return jnp.asarray(value, jax.dtypes.canonicalize_dtype(dtype)) if is_weak and dtype is not None else value
-
-
-def in_jax_mode(mode: Any) -> Any:
-    """Return a mode, with `Linker` in the place of PyTensor's if it is JAX mode."""
-    found = get_mode(mode)
-    return Mode(Linker(), found.provided_optimizer) if type(found.linker) is JAXLinker else mode
