@@ -50,6 +50,28 @@ def ring(worker, n):
     return got.sum() == (np.arange(n, dtype="float32") + source).sum(), worker.receive(source)
 
 
+def all_send_first(worker, sizes):
+    """Send messages to all other ranks, and only then receive theirs."""
+    others = [r for r in range(worker.size) if r != worker.number]
+    for r in others:
+        for n in sizes:
+            worker.send(np.full(n, worker.number, "u1"), r)
+    return [[(len(got), set(got.tolist())) for got in map(worker.receive, [r] * len(sizes))] for r in others]
+
+
+def messages(worker, of_ranks):
+    """Send and receive in this rank's order; return what was received: the messages' numbers and sizes."""
+    came, number = [], dict.fromkeys(range(worker.size), 0)
+    for kind, peer, n in of_ranks[worker.number]:
+        if kind == "send":
+            worker.send((number[peer], bytes(n)), peer)
+            number[peer] += 1
+        else:
+            k, content = worker.receive(peer)
+            came.append((k, len(content)))
+    return came
+
+
 def in_groups(worker, n):
     """Even ranks and odd ones by themselves; then all."""
     group = worker.group([r for r in range(worker.size) if r % 2 == worker.number % 2])

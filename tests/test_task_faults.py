@@ -4,6 +4,7 @@ import _thread
 import contextlib
 import threading
 import time
+from collections import Counter, defaultdict, deque
 
 import pytest
 import task_programs as programs
@@ -72,6 +73,72 @@ def test_steps_that_each_rank_takes_in_an_order_of_its_own_come_to_an_end(fork):
         assert len(synk.run(programs.identity)) == 3  # nobody had to be ended
 
     check()
+
+
+def completes(of_ranks, capacity):
+    """Whether a program of messages ends, if so many bytes to a rank are sent without waiting; each has 200 more."""
+    at = [0] * len(of_ranks)
+    channels = defaultdict(deque)
+
+    def can(r):
+        kind, peer, n = of_ranks[r][at[r]]
+        if kind == "receive":
+            return bool(channels[peer, r])
+        waiting = channels[r, peer]
+        if sum(waiting) + n + 200 <= capacity:
+            return True
+        # A larger one goes while the other rank receives it.
+        return not waiting and of_ranks[peer][at[peer] :][:1] == [("receive", r, 0)]
+
+    while ready := [r for r, steps in enumerate(of_ranks) if at[r] < len(steps) and can(r)]:
+        kind, peer, n = of_ranks[ready[0]][at[ready[0]]]
+        if kind == "send":
+            channels[ready[0], peer].append(n + 200)
+        else:
+            channels[peer, ready[0]].popleft()
+        at[ready[0]] += 1
+    return at == [len(steps) for steps in of_ranks]
+
+
+def test_messages_wait_for_each_other_only_beyond_the_buffer(fork):
+    """Ranks that send and receive in any order: those whose messages fit complete, and true deadlocks are errors."""
+    fork(3, timeout=20)
+    pairs = st.sampled_from([(source, to) for source in range(3) for to in range(3) if source != to])
+    sizes = st.sampled_from([0, 10, 1000, 30_000, 60_000, 100_000, 300_000])
+
+    @settings(max_examples=60)
+    @given(st.lists(st.tuples(pairs, sizes), min_size=1, max_size=8), st.data())
+    def check(drawn, draw):
+        steps = [[], [], []]
+        for (source, to), n in drawn:
+            steps[source].append(("send", to, n))
+            steps[to].append(("receive", source, 0))
+        of_ranks = [draw.draw(st.permutations(each)) for each in steps]
+        expected = []
+        for r in range(3):
+            sizes_of = {q: [n for kind, to, n in of_ranks[q] if (kind, to) == ("send", r)] for q in range(3)}
+            came = Counter()
+            expected.append([])
+            for kind, source, _ in of_ranks[r]:
+                if kind == "receive":
+                    expected[r].append((came[source], sizes_of[source][came[source]]))
+                    came[source] += 1
+        fits, can_end = completes(of_ranks, 131_072), completes(of_ranks, float("inf"))
+        assert can_end or not fits
+        try:
+            assert synk.run(programs.messages, of_ranks) == expected
+            assert can_end
+        except RuntimeError as error:  # WorkerError is one
+            assert "the ranks wait for each other" in str(error)
+            assert not fits
+
+    check()
+
+
+def test_messages_beyond_the_buffer_can_wait_for_each_other(two):
+    words = "rank 0 waits until rank 1 receives a message, rank 1 waits until rank 0 receives a message"
+    with pytest.raises(RuntimeError, match=f"the ranks wait for each other: {words}"):
+        synk.run(programs.all_send_first, [66_000, 66_000])
 
 
 HOWS = ["computes", "waits in a barrier", "receives", "sends", "waits for a lock"]

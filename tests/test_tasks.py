@@ -1,6 +1,8 @@
 """Programs that run on every rank at its own pace: what they do together."""
 
+from collections import deque
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -43,6 +45,44 @@ def test_messages_come_whole_and_in_order(n_ranks, n):
         pytest.skip("needs two ranks")
     results = synk.run(programs.ring, n)
     assert results == [(True, {"rank": (r - 1) % n_ranks}) for r in range(n_ranks)]
+
+
+@pytest.mark.parametrize("sizes", [[0] * 600, [1000, 60_000, 0, 2049, 60_000, 1000], [131_072 - 200]], ids=len)
+def test_messages_within_the_buffer_do_not_wait(n_ranks, sizes):
+    assert sum(sizes) + 200 * len(sizes) <= 131_072
+    for r, came in enumerate(synk.run(programs.all_send_first, sizes)):
+        assert came == [[(n, {q} if n else set()) for n in sizes] for q in range(n_ranks) if q != r]
+
+
+@pytest.mark.parametrize(("size", "capacity"), [(1, 131_072), (11, 131_072), (16, 65_536), (45, 8192), (1000, 8192)])
+def test_the_buffers_of_all_pairs_are_bounded(size, capacity):
+    memory = TaskMemory(0, size, size)
+    assert memory.capacity == capacity
+    assert memory.capacity * size**2 <= max(1 << 24, 8192 * size**2)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["send", "receive", "to", "back"]), st.integers(0, 60_000)), max_size=30))
+def test_bytes_from_host_to_host(steps):
+    """Parts that rank 0 of one host sends reach rank 1 of another whole and in order, whenever the agents look."""
+    memory = TaskMemory(0, 2, 2)
+    segments = [SimpleNamespace(buffer=bytearray(memory.nbytes)) for _ in range(2)]
+    agents = [Bridge(memory, segment, range(r, r + 1)) for r, segment in enumerate(segments)]
+    control = SimpleNamespace(fence=lambda: None, ring=lambda peer, reason: None)
+    of_ranks = [SimpleNamespace(number=r, segments={0: segments[r]}, control=control) for r in range(2)]
+    sender, receiver = (Task(rank, memory) for rank in of_ranks)
+    under_way = deque()
+    for number, (what, n) in enumerate(steps * 5):  # many times around the ring
+        if what == "send" and sender._sent[1] - sender._received[1] + 8 + n <= memory.capacity:
+            under_way.append(bytes([number]) * n)
+            sender.send(1, under_way[-1], "a part")
+        elif what == "receive" and receiver._sent[1] > receiver._received[1]:
+            assert receiver.receive(0, "a part") == under_way.popleft()
+        elif what == "to":
+            for news in agents[0].news():
+                assert agents[1].take(*news) == 1
+        elif what == "back":
+            for news in agents[1].news():
+                assert agents[0].take(*news) == 0
 
 
 @pytest.mark.parametrize("n", [1, 100_003])

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -49,15 +49,16 @@ from synkhronos.ranks.segments import Segment
 _LOOK = 0.01
 #: Bytes of the text in which a rank says what it waits for.
 _TEXT = 120
-#: Halves of a channel: the sender fills one while the receiver empties the other.
-_HALVES = 2
-#: Bytes of the channels of all pairs together, at most, while each has its smallest size.
+#: Bytes of a channel: at most, and at least.
+_LARGEST, _SMALLEST = 1 << 17, 1 << 13
+#: Bytes of the channels of all pairs together, unless each has its smallest size.
 _CHANNELS = 1 << 24
+_PAGE = 4096
 _WORD = 8
 _LINE = 64
 
-#: What a rank waits for.
-NOTHING, STEP, MESSAGE, ROOM, TAKEN, LOCK = range(6)
+#: What a rank waits for: a step of all ranks, bytes that another rank sends, bytes that another rank receives, a lock.
+NOTHING, STEP, SENT, RECEIVED, LOCK = range(5)
 #: What a rank asks of a lock on another host.
 TAKE, READ, WRITE, GIVE = range(4)
 
@@ -77,20 +78,22 @@ class TaskMemory:
     locks: int
 
     @cached_property
-    def half(self) -> int:
-        """Bytes of one half of a channel."""
-        return int(min(1 << 16, max(1 << 12, _CHANNELS // (_HALVES * self.size * self.size) // 4096 * 4096)))
+    def capacity(self) -> int:
+        """Bytes that are on their way from one rank to another at most."""
+        return int(min(_LARGEST, max(_SMALLEST, _CHANNELS // self.size**2 // _PAGE * _PAGE)))
 
     @cached_property
     def _words(self) -> tuple[int, ...]:
         return (
             1,  # whether to stop
-            3 * self.size,  # of each rank: what it waits for, up to what number, how often it began or ended to wait
+            # of each rank: what it waits for, of which channel or lock, the count that ends the wait, and how often it
+            # began or ended to wait
+            4 * self.size,
             self.locks,  # the owner of each, counted from 1; 0 without
             self.locks,  # how often each was taken
             self.locks,  # whether the agent wants it for a rank of another host
-            self.size**2,  # parts sent from each rank to each
-            self.size**2,  # parts received
+            self.size**2,  # bytes sent from each rank to each; from a rank to itself, requests to its agent
+            self.size**2,  # bytes received; answers of the agent
         )
 
     @cached_property
@@ -103,12 +106,12 @@ class TaskMemory:
 
     @cached_property
     def _channels_at(self) -> int:
-        return -(-(self._locks_at + _LINE * self.locks) // 4096) * 4096
+        return -(-(self._locks_at + _LINE * self.locks) // _PAGE) * _PAGE
 
     @property
     def nbytes(self) -> int:
         """The size of all of it."""
-        return self._channels_at + _HALVES * self.half * self.size * self.size
+        return self._channels_at + self.capacity * self.size**2
 
     @property
     def handed(self) -> int:
@@ -138,10 +141,29 @@ class TaskMemory:
         at = self._texts_at + (_TEXT + _WORD) * rank
         return memoryview(segment.buffer)[at : at + _TEXT + _WORD]
 
-    def channel(self, segment: Segment, source: int, target: int, turn: int) -> memoryview:
-        """Return the half through which one rank sends another a part: the ``turn``-th, from 0."""
-        at = self._channels_at + self.half * (_HALVES * (source * self.size + target) + turn % _HALVES)
-        return memoryview(segment.buffer)[at : at + self.half]
+    def channel(self, segment: Segment, source: int, target: int) -> memoryview:
+        """Return the ring buffer through which one rank sends bytes to another.
+
+        From a rank to itself it holds one request to the rank's agent, and then the answer.
+        """
+        at = self._channels_at + self.capacity * (source * self.size + target)
+        return memoryview(segment.buffer)[at : at + self.capacity]
+
+
+def _write_ring(ring: memoryview, at: int, content: Any) -> None:
+    """Write bytes into a ring buffer, ``at`` bytes after its first use."""
+    at %= len(ring)
+    before_end = len(ring) - at
+    ring[at : at + len(content)] = content[:before_end]
+    ring[: max(0, len(content) - before_end)] = content[before_end:]
+
+
+def _read_ring(ring: memoryview, at: int, into: memoryview) -> None:
+    """Fill memory with what `_write_ring` has written there."""
+    at %= len(ring)
+    before_end = ring[at : at + len(into)]
+    into[: len(before_end)] = before_end
+    into[len(before_end) :] = ring[: len(into) - len(before_end)]
 
 
 def _put(room: memoryview, content: Any) -> None:
@@ -226,43 +248,48 @@ class Task:
     # -- two ranks -------------------------------------------------------------------------------------------
 
     @property
+    def capacity(self) -> int:
+        """Bytes of a channel: parts, and 8 bytes more for each."""
+        return self.memory.capacity
+
+    @property
     def part(self) -> int:
-        """Bytes that `send` sends at once; two such parts may be on their way from one rank to another."""
-        return self.memory.half - _WORD
+        """Bytes of the longest part: two of them fit into a channel, so that one is filled while one is emptied."""
+        return self.memory.capacity // 2 - _WORD
 
     def send(self, to: int, part: Any, what: str) -> None:
-        """Send at most `part` bytes to a rank; waits while there is no room."""
-        me, sent, received = self.rank.number, self._sent, self._received
+        """Send at most `part` bytes to a rank; wait while the channel has no room for them."""
+        me, sent = self.rank.number, self._sent
         number = me * self.memory.size + to
-        if sent[number] - received[number] >= _HALVES:
-            said = f"until rank {to} receives {what}"
-            self._wait(ROOM, number, said, lambda: sent[number] - received[number] < _HALVES)
-        _put(self.memory.channel(self._segment, me, to, sent[number]), part)
-        sent[number] += 1
+        end = sent[number] + _WORD + len(part)
+        self._wait_for(RECEIVED, number, end - self.memory.capacity, f"until rank {to} receives {what}")
+        ring = self.memory.channel(self._segment, me, to)
+        _write_ring(ring, sent[number], len(part).to_bytes(_WORD, "little"))
+        _write_ring(ring, sent[number] + _WORD, part)
+        sent[number] = end
         self._tell(to)
 
     def wait_until_received(self, to: int, what: str) -> None:
         """Wait until a rank has received all that this one has sent to it."""
-        sent, received = self._sent, self._received
         number = self.rank.number * self.memory.size + to
-        if received[number] < sent[number]:
-            said = f"until rank {to} receives {what}"
-            self._wait(TAKEN, number, said, lambda: received[number] >= sent[number])
+        self._wait_for(RECEIVED, number, self._sent[number], f"until rank {to} receives {what}")
 
-    def receive(self, source: int, what: str, into: memoryview | None = None) -> bytes:
-        """Receive what a rank has sent at once: returned, or written where the caller says."""
-        me, sent, received = self.rank.number, self._sent, self._received
+    def receive(self, source: int, what: str, into: memoryview | None = None) -> memoryview:
+        """Receive a part that a rank has sent, ``into`` memory of its length or into new memory, and return it."""
+        me, received = self.rank.number, self._received
         number = source * self.memory.size + me
-        if sent[number] == received[number]:
-            self._wait(MESSAGE, number, f"for {what} of rank {source}", lambda: sent[number] > received[number])
-        found = _content(self.memory.channel(self._segment, source, me, received[number]))
-        if into is None:
-            value = bytes(found)
-        else:
-            into[:], value = found, b""
-        received[number] += 1
+        self._wait_for(SENT, number, received[number] + 1, f"for {what} of rank {source}")
+        ring, at = self.memory.channel(self._segment, source, me), received[number]
+        length = bytearray(_WORD)
+        _read_ring(ring, at, memoryview(length))
+        nbytes = int.from_bytes(length, "little")
+        into = memoryview(bytearray(nbytes)) if into is None else into
+        if len(into) != nbytes:
+            raise ValueError(f"expected {len(into):,} bytes from rank {source}, got {nbytes:,}")
+        _read_ring(ring, at + _WORD, into)
+        received[number] = at + _WORD + nbytes
         self._tell(source)
-        return value
+        return into
 
     def _tell(self, peer: int) -> None:
         self.rank.control.fence()
@@ -279,7 +306,7 @@ class Task:
 
     def _take(self, number: int, mutex: Mutex) -> int:
         if not mutex.take(0):
-            with _Waiting(self, LOCK, number, f"for lock {number}"):
+            with _Waiting(self, LOCK, 0, f"for lock {number}", number):
                 while not mutex.take(POLL):
                     self.rank.check()
                     self._refuse_to_be_stuck()
@@ -298,25 +325,28 @@ class Task:
 
     def _ask(self, what: int, number: int, spans: Sequence[Span] = ()) -> int:
         """Have the agents do something about a lock of another host; return the answer, but to GIVE, which has none."""
-        me, sent, received = self.rank.number, self._sent, self._received
+        me, sent = self.rank.number, self._sent
         to_me = me * self.memory.size + me
         said = f"for lock {number}"
-        if sent[to_me] > received[to_me]:  # what this rank has given is on its way
-            self._wait(MESSAGE, to_me, said, lambda: received[to_me] >= sent[to_me])
-        half = self.memory.channel(self._segment, me, me, sent[to_me])
-        _put(half, pickle.dumps((what, number, spans), pickle.HIGHEST_PROTOCOL))
+        self._wait_for(RECEIVED, to_me, sent[to_me], said)  # what this rank has given may be on its way
+        room = self.memory.channel(self._segment, me, me)
+        _put(room, pickle.dumps((what, number, spans), pickle.HIGHEST_PROTOCOL))
         self.rank.control.fence()
         sent[to_me] += 1
         if what == GIVE:
             return 0
-        self._wait(MESSAGE, to_me, said, lambda: received[to_me] >= sent[to_me])
-        return int.from_bytes(half[:_WORD], "little")
+        self._wait_for(RECEIVED, to_me, sent[to_me], said)
+        return int.from_bytes(room[:_WORD], "little")
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
-    def _wait(self, kind: int, until: int, text: str, ready: Callable[[], bool]) -> None:
-        with _Waiting(self, kind, until, text):
-            self.rank.wait(ready, self._refuse_to_be_stuck, FOR_TASK)
+    def _wait_for(self, kind: int, channel: int, count: int, text: str) -> None:
+        """Wait until so many bytes of a channel have been SENT or RECEIVED."""
+        counts = self._sent if kind == SENT else self._received
+        if counts[channel] >= count:
+            return
+        with _Waiting(self, kind, count, text, channel):
+            self.rank.wait(lambda: counts[channel] >= count, self._refuse_to_be_stuck, FOR_TASK)
         self.progress()
 
     def _refuse_to_be_stuck(self) -> None:
@@ -336,21 +366,18 @@ class Task:
         Looked at twice: if nobody has begun or ended to wait in between, it was so at one moment.
         """
         before = self._waits.tolist()
-        if any(self._may_go_on(*before[3 * r : 3 * r + 2]) for r in range(self.memory.size)):
+        if any(self._may_go_on(*before[4 * r : 4 * r + 3]) for r in range(self.memory.size)):
             return False
         return self._waits.tolist() == before
 
-    def _may_go_on(self, kind: int, until: int) -> bool:
-        control = self.rank.control
+    def _may_go_on(self, kind: int, which: int, count: int) -> bool:
         if kind == STEP:
-            return min(control.arrived) >= until
-        if kind == MESSAGE:
-            return self._sent[until] > self._received[until]
-        if kind == ROOM:
-            return self._sent[until] - self._received[until] < _HALVES
-        if kind == TAKEN:
-            return self._sent[until] == self._received[until]
-        return kind != LOCK or not self._owners[until]
+            return min(self.rank.control.arrived) >= count
+        if kind == SENT:
+            return self._sent[which] >= count
+        if kind == RECEIVED:
+            return self._received[which] >= count
+        return kind != LOCK or not self._owners[which]
 
 
 class Bridge:
@@ -374,26 +401,35 @@ class Bridge:
         ]
         self._told_stop = False
 
-    def news(self) -> Iterator[tuple[int, int, int, bytes | None]]:
-        """Yield what ranks of this host have sent to others (source, target, turn, content), and received (None)."""
+    def news(self) -> Iterator[tuple[int, int, int, bytearray | None]]:
+        """Yield the progress of each channel to or from another host since the last call.
+
+        Yields
+        ------
+        source, target : int
+            The channel's ranks.
+        count : int
+            Bytes sent or received through the channel so far.
+        content : bytearray or None
+            The last of these bytes, those not yielded before; None for bytes that a rank of this host has received.
+        """
         for words, sources, targets, told in self._told:
             now = words[np.ix_(sources, targets)]
             for i, j in np.argwhere(told < now):
-                source, target = sources[i], targets[j]
-                for turn in range(int(told[i, j]), int(now[i, j])):
-                    content = None
-                    if words is self._sent:
-                        content = bytes(_content(self._half(source, target, turn)))
-                    yield source, target, turn + 1, content
+                source, target, begin, end = sources[i], targets[j], int(told[i, j]), int(now[i, j])
+                content = bytearray(end - begin) if words is self._sent else None
+                if content is not None:
+                    _read_ring(self._ring(source, target), begin, memoryview(content))
+                yield source, target, end, content
             told[:] = now
 
-    def take(self, source: int, target: int, turn: int, content: bytes | None) -> int:
-        """Enter what has come from another host, and return the rank that may wait for it."""
+    def take(self, source: int, target: int, count: int, content: bytearray | None) -> int:
+        """Enter what `news` of another host has yielded, and return the rank that may wait for it."""
         if content is None:
-            self._received[source, target] = turn
+            self._received[source, target] = count
             return source
-        _put(self._half(source, target, turn - 1), content)
-        self._sent[source, target] = turn
+        _write_ring(self._ring(source, target), count - len(content), content)
+        self._sent[source, target] = count
         return target
 
     def is_stopped_here(self) -> bool:
@@ -413,15 +449,14 @@ class Bridge:
         """Yield what ranks of this host ask of locks of other hosts: the rank, what, the lock, the rows."""
         for i, rank in enumerate(self._here):
             if self._sent[rank, rank] > self._asked[i]:
-                request = _content(self._half(rank, rank, self._asked[i]))
+                request = _content(self._ring(rank, rank))
                 self._asked[i] += 1
                 yield rank, *pickle.loads(request)
 
     def answer(self, rank: int, value: int) -> None:
         """Answer a rank of this host."""
-        turn = int(self._received[rank, rank])
-        self._half(rank, rank, turn)[:_WORD] = value.to_bytes(_WORD, "little")
-        self._received[rank, rank] = turn + 1
+        self._ring(rank, rank)[:_WORD] = value.to_bytes(_WORD, "little")
+        self._received[rank, rank] += 1
 
     def home(self, lock: int) -> int:
         """Return the rank on whose host a lock is."""
@@ -445,15 +480,15 @@ class Bridge:
         self._owners[lock] = 0
         self._memory.mutex(self._segment, lock).ring()
 
-    def _half(self, source: int, target: int, turn: int) -> memoryview:
-        return self._memory.channel(self._segment, source, target, turn)
+    def _ring(self, source: int, target: int) -> memoryview:
+        return self._memory.channel(self._segment, source, target)
 
 
 class _Waiting:
     """Says, in a ``with`` statement, what this rank waits for."""
 
-    def __init__(self, task: Task, kind: int, until: int, text: str):
-        self._task, self._kind, self._until = task, kind, until
+    def __init__(self, task: Task, kind: int, count: int, text: str, which: int = 0):
+        self._task, self._kind, self._which, self._count = task, kind, which, count
         self._text = text.encode()[:_TEXT]
         self._began = 0.0
 
@@ -461,15 +496,16 @@ class _Waiting:
         self._began = perf_counter()
         task, me = self._task, self._task.rank.number
         _put(task._texts[me], self._text)
-        task._waits[3 * me + 1] = self._until
-        task._waits[3 * me + 2] += 1
-        task._waits[3 * me] = self._kind
+        task._waits[4 * me + 1] = self._which
+        task._waits[4 * me + 2] = self._count
+        task._waits[4 * me + 3] += 1
+        task._waits[4 * me] = self._kind
 
     def __exit__(self, *_: object) -> None:
         task, me = self._task, self._task.rank.number
         task.waited += perf_counter() - self._began
-        task._waits[3 * me] = NOTHING
-        task._waits[3 * me + 2] += 1
+        task._waits[4 * me] = NOTHING
+        task._waits[4 * me + 3] += 1
 
 
 class Lock:

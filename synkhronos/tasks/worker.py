@@ -39,6 +39,9 @@ class Worker:
         The number of ranks.
     is_master : bool
         Whether this is the process that called `synkhronos.run`.
+    send_buffer : int
+        Bytes of messages to one rank for which `send` does not wait: 131,072 for up to 11 ranks.  For more, all pairs
+        of ranks share 16 MiB; each has 8,192 at least.
 
     Notes
     -----
@@ -49,6 +52,7 @@ class Worker:
     def __init__(self, rank: Rank, task: Task):
         self._rank, self._task = rank, task
         self.number, self.size, self.is_master = rank.number, rank.size, rank.is_master
+        self.send_buffer = task.capacity
 
     def __repr__(self) -> str:
         return f"<synkhronos.Worker {self.number} of {self.size}>"
@@ -142,15 +146,29 @@ class Worker:
         return Group(self, self._task, ranks)
 
     def send(self, value: Any, to: int) -> None:
-        """Send a picklable value, or an array, to another rank.
+        """Send a picklable value, or an array, to another rank; values arrive in the order in which they were sent.
 
-        Returns when it is on its way; of what takes more than about a hundred kilobytes, when the other rank has taken
-        the rest.  Values that one rank sends to another come in order.  Arrays of GPUs that take so much go from GPU to
-        GPU, over NCCL.
+        Return at once while the messages that the other rank has not received yet take no more than `send_buffer`
+        bytes, this one included.  A message takes the bytes of its pickle and 200 more at most.  Otherwise wait until
+        the other rank has received enough of them.
+
+        An array on a GPU that is larger than `send_buffer` is sent from GPU to GPU over NCCL; this waits until the
+        other rank receives it.
+
+        Parameters
+        ----------
+        value : object
+        to : int
+            The other rank.
+
+        Raises
+        ------
+        RuntimeError
+            If all ranks wait for each other.
         """
         self._check_peer(to, "to")
         home = _home(self._rank, value)
-        if home is not HOST and value.size * value.dtype.itemsize > self._task.part:
+        if home is not HOST and value.size * value.dtype.itemsize > self.send_buffer:
             pair = home.group(self._rank, (self.number, to))
             if pair is not None:
                 array = home.contiguous(value)

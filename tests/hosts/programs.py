@@ -338,6 +338,12 @@ def talk(worker: synk.Worker) -> Any:
                 source, turn = worker.receive((me - 1) % n)
                 array = worker.receive((me - 1) % n)
                 assert (source, turn) == ((me - 1) % n, k) and (array == source + k).all()
+    others = [r for r in range(n) if r != me]
+    for r in others:  # as much as `send` does not wait for
+        for k in range(5):
+            worker.send(np.full(25_000, me + k, "u1"), r)
+    for r in others:
+        assert all((worker.receive(r) == r + k).all() for k in range(5))
     worker.barrier("half way")
     assert worker.exchange(me) == list(range(n))
     total = worker.all_reduce(np.arange(300_000.0) + me, "sum")
