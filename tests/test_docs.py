@@ -213,3 +213,9 @@ def test_the_ratios_of_the_table_of_speed_follow_from_its_figures():
         ours, theirs = (float(row[side].split()[0].replace(",", "")) for side in ("Ours", "Theirs"))
         ratio = ours / theirs if "/s" in row["Ours"] else theirs / ours
         assert f"{ratio:.2f}" == row["Times as fast"], row
+
+
+@pytest.mark.any_library
+def test_the_readme_says_who_gains_as_the_front_page_does():
+    rows = (ROOT / "docs" / "who_gains.txt").read_text().partition("\n\n")[2]
+    assert len(rows) > 500 and rows in (ROOT / "README.rst").read_text()
