@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from launch_runs import ENVIRONMENT, TESTS, command, train
 from system import children_of, lives, names, names_left
 
-from synkhronos.launch import supervisor
+from synkhronos.launch import elsewhere, supervisor
 from synkhronos.launch.settings import Settings
 
 pytestmark = pytest.mark.any_library
@@ -42,14 +43,127 @@ def test_a_cost_that_is_no_number_is_not_saved(tmp_path):
     assert not (tmp_path / "params.npz").exists() and not (tmp_path / "checkpoints").exists()
 
 
-def test_the_failure_is_told_on_a_full_disk(tmp_path, capsys):
-    (tmp_path / "failure.txt").touch()
-    (tmp_path / "run.json").touch()  # neither could be written
-    run = supervisor.Supervisor(Settings("module", "Class", ".", ("cpu",), folder=str(tmp_path)))
-    run._master = SimpleNamespace(pid=1234, wait=lambda: -9)
-    with pytest.raises(ValueError):  # noqa: PT011 - JSON's
-        run._end()
-    assert "rank 0 (process 1234) was killed by SIGKILL" in capsys.readouterr().err
+def test_the_failure_is_told_and_the_status_recorded_on_a_full_disk(tmp_path, capfd):
+    settings = Settings("module", "Class", ".", ("cpu",), folder=str(tmp_path))
+    with supervisor.prepare(settings, ["command"]):
+        (tmp_path / "failure.txt").symlink_to("/dev/full")
+        run = supervisor.Supervisor(settings)
+        run._master = SimpleNamespace(pid=1234, wait=lambda: -9)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:  # no file can grow
+            resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "run.json").stat().st_size, before[1]))
+            end = run._end()
+            run._record(end)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "rank 0 (process 1234) was killed by SIGKILL" in capfd.readouterr().err
+    noted = json.loads((tmp_path / "run.json").read_text())
+    assert noted["status"] == 137 and noted["ended"] >= noted["began"] and noted["command"] == ["command"]
+
+
+#: Begins a program with its standard output as it is given.
+OUTPUT = {"closed": 'exec "$@" >&-', "all closed": 'exec "$@" <&- >&- 2>&-', "full": 'exec "$@" >/dev/full 2>&1'}
+
+
+@pytest.mark.parametrize("console", [*OUTPUT, "of another encoding"])
+def test_the_console_is_no_reason_to_stop(tmp_path, console):
+    sets = ["--set", "model='launch_models/others.py:Speaks'", "--set=epochs=1", "--set=every=9"]
+    words = command("train", "--devices=cpu", "--folder", tmp_path / "run", *sets)
+    if console in OUTPUT:
+        words = ["sh", "-c", OUTPUT[console], "sh", *words]
+    done = subprocess.run(
+        words, cwd=TESTS, env=ENVIRONMENT | {"PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == 0
+    assert "größer → \\udcff\n" in (tmp_path / "run" / "rank-0.log").read_text("utf-8")
+    assert (tmp_path / "run" / "params.npz").exists()
+    if console not in OUTPUT:
+        assert rb"[rank 0] gr\xf6\xdfer \u2192 \udcff" in done.stdout
+
+
+class Fake(supervisor.Supervisor):
+    """A supervisor of a shell command in the place of ranks."""
+
+    def __init__(self, folder, script, **settings):
+        super().__init__(Settings("module", "Class", ".", ("cpu",), folder=str(folder), **settings))
+        self.script = script
+        supervisor.prepare(self.settings, []).close()
+
+    def _start(self, consoles):
+        self._master = subprocess.Popen(["sh", "-c", self.script], stdout=consoles[0], start_new_session=True)
+
+    def noted(self):
+        return json.loads((self.folder / "run.json").read_text())
+
+
+def test_a_log_on_a_full_disk_is_no_reason_to_stop(tmp_path, capfd):
+    run = Fake(tmp_path, "echo one; echo two; exit 3")
+    (tmp_path / "rank-0.log").symlink_to("/dev/full")
+    assert run.run() == 3
+    said = capfd.readouterr()
+    assert said.out == "[rank 0] one\n[rank 0] two\n"
+    assert said.err.count("rank-0.log lacks lines: [Errno 28] No space left on device") == 1
+    assert run.noted()["status"] == 3
+
+
+def test_a_line_that_was_torn_by_a_full_disk_takes_no_other_along(tmp_path, capfd):
+    console = supervisor._Console(1, bool)
+    output = supervisor._Output(tmp_path, False, console, supervisor._Console(2, bool))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (7, before[1]))
+        for line in ("one", "two", "three"):
+            output.write("rank-0.log", line)
+            output.write("rank-1.jsonl", line)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    for name in ("rank-0.log", "rank-1.jsonl"):
+        output.write(name, "four")
+        assert (tmp_path / name).read_text() == "one\ntwo\nfour\n"
+    output.close()
+
+
+def test_an_error_of_the_supervisor_itself_is_recorded(tmp_path, monkeypatch):
+    run = Fake(tmp_path, "sleep 60")
+    monkeypatch.setattr(run, "_read", lambda pipes: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.run()
+    noted = run.noted()
+    assert noted["status"] == 1 and noted["error"].startswith("ZeroDivisionError") and "ended" in noted
+
+
+def test_other_hosts_may_print_anything():
+    mark = elsewhere._MARK
+    assert elsewhere.named(f"{mark}rank-3.log{mark}a {mark}b") == ("rank-3.log", f"a {mark}b")
+    for line in ("plain", mark, f"{mark}rank-1.log", f"{mark}../../rank-1.log{mark}text", ""):
+        assert elsewhere.named(line) == ("", line)
+
+
+def test_output_without_newlines_is_copied_in_linear_time():
+    taken, piece = [], b"x" * (1 << 16)
+    lines = supervisor._Lines("rank-0.log", SimpleNamespace(write=lambda name, text: taken.append(len(text))))
+
+    def seconds(end, pieces):
+        began = time.perf_counter()
+        for _ in range(pieces):
+            lines.take(piece + end)
+        return time.perf_counter() - began
+
+    with_newlines = min(seconds(b"\n", 64) for _ in range(3))
+    taken.clear()
+    assert seconds(b"", 640) < 0.5 + 40 * with_newlines  # quadratically it would be ten times as much
+    lines.take(b"")
+    assert sum(taken) == 640 << 16 and max(taken) <= (1 << 20) + (1 << 16)  # and bounded in memory
+
+
+def test_characters_are_cut_by_no_pipe():
+    taken = []
+    lines = supervisor._Lines("", SimpleNamespace(write=lambda name, text: taken.append(text)))
+    for byte in "größer → 日本\n".encode() + b"\xff\n":
+        assert lines.take(bytes([byte]))
+    assert not lines.take(b"")
+    assert taken == ["größer → 日本", "\\xff"]
 
 
 @pytest.mark.faults

@@ -3,12 +3,15 @@
 Each entry has what is typed, the exit status, and a part of what is said.
 """
 
+import dataclasses
 import datetime
 import json
+import os
 import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from launch_runs import ENVIRONMENT, TESTS, run, train
@@ -17,7 +20,8 @@ from synkhronos import rules
 from synkhronos.gpus import get_n_gpu
 from synkhronos.launch import SettingsError
 from synkhronos.launch.recorder import ClassRecorder
-from synkhronos.launch.settings import from_environment, joined, parse_set, read, resolve
+from synkhronos.launch.settings import Settings, from_environment, joined, parse_set, read, resolve
+from synkhronos.launch.supervisor import prepare
 
 pytestmark = pytest.mark.any_library
 
@@ -61,7 +65,13 @@ SETTINGS = {
     "config, a date": ({"config": {"days": [datetime.date(2024, 1, 1)]}}, r"config: expected numbers, texts, lists and tables: .* date is not JSON"),
     "config, no table": ({"config": [1]}, r"config: expected a table of names and values, got \[1\]"),
     "epochs": ({"epochs": 0}, r"epochs: expected at least 1, got 0"),
+    "config, given by the run": ({"config": {"rank": 0}}, r"config: 'rank' is given by the run: each rank has its own"),
+    "config, another setting": ({"config": {"seed": 3}}, r"config: 'seed' is given by the run: use the setting 'seed'"),
     "seed": ({"seed": "x"}, r"seed: expected an integer, got 'x'"),
+    "seed, large": ({"seed": 2**32}, r"seed: expected at most 4294967295, got 4294967296"),
+    "grace": ({"grace": -1}, r"grace: expected a number of seconds, got -1"),
+    "grace, without end": ({"grace": float("inf")}, r"grace: expected a number of seconds, got inf"),
+    "devices, many": ({"devices": ["cpu"] * 2000}, r"devices: expected at most 1024, got 2000"),
     "every": ({"every": 0}, r"every: expected at least 1, got 0"),
     "checkpoint": ({"checkpoint": -1}, r"checkpoint: expected no negative number, got -1"),
     "keep": ({"keep": 0}, r"keep: expected at least 1, got 0"),
@@ -69,6 +79,10 @@ SETTINGS = {
     "scale_lr": ({"scale_lr": 7}, r"scale_lr: expected true or false, got 7"),
     "folder, used": ({"folder": "{used}"}, r"folder: .*used has a run already: name another, or go on with --resume"),
     "folder, a file": ({"folder": "{broken}"}, r"folder: expected a folder, or nothing yet, got the file"),
+    "folder, in a file": ({"folder": "{broken}/run"}, r"folder: expected a folder, or nothing yet, got the file .*broken.py"),
+    "folder, a long name": ({"folder": "{new}/" + "x" * 300}, r"folder: .* can't be made: .*File name too long"),
+    "folder, a null character": ({"folder": "{new}\0"}, r"folder: .* can't be made: embedded null byte"),
+    "folder, with a file": ({"folder": "{broken_folder}"}, r"folder: .*checkpoints has to be a folder, or nothing yet"),
     "resume, nothing": ({"folder": "{used}", "resume": "latest"}, r"resume: expected a checkpoint in .*checkpoints, found none"),
     "resume, elsewhere": ({"resume": "nowhere"}, r"resume: expected 'latest' or a checkpoint's folder, got 'nowhere'"),
 }  # fmt: skip
@@ -126,7 +140,14 @@ def places(tmp_path):
     (tmp_path / "broken.py").write_text("class MLP:\n    def\n")
     (tmp_path / "used" / "checkpoints" / "rows-of-mine").mkdir(parents=True)  # no checkpoint's name
     (tmp_path / "used" / "settings.json").write_text("{}")
-    return {"broken": tmp_path / "broken.py", "used": tmp_path / "used", "new": tmp_path / "new"}
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / "checkpoints").touch()
+    return {
+        "broken_folder": tmp_path / "file",
+        "broken": tmp_path / "broken.py",
+        "used": tmp_path / "used",
+        "new": tmp_path / "new",
+    }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -142,6 +163,45 @@ def test_wrong_settings(name, places, monkeypatch):
     with pytest.raises(SettingsError, match=words):
         resolve([asked])
     assert not places["new"].exists()
+
+
+def test_a_folder_that_nobody_may_write_is_refused(monkeypatch, tmp_path):
+    monkeypatch.chdir(TESTS)
+    (tmp_path / "ours").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "ours")
+    for folder in ("ours", "ours/a/b"):
+        with pytest.raises(
+            SettingsError, match=r"folder: .* can't be made or written: no permission to write in .*ours"
+        ):
+            resolve([{**MODEL, "folder": str(tmp_path / folder)}])
+    assert not list((tmp_path / "ours").iterdir())
+
+
+def test_a_folder_that_can_not_be_made_after_all_is_refused_by_its_name(tmp_path):
+    settings = Settings("module", "Class", ".", ("cpu",), folder="/proc/no/folder")
+    with pytest.raises(SettingsError, match="folder: /proc/no/folder can't be made or written: .*No such file"):
+        prepare(settings, [])
+    (tmp_path / "settings.json").mkdir()
+    with pytest.raises(SettingsError, match="folder: .* can't be written: .*Is a directory"):
+        prepare(dataclasses.replace(settings, folder=str(tmp_path)), [])
+
+
+def test_a_run_without_results_leaves_its_folder_to_the_next(monkeypatch, tmp_path):
+    monkeypatch.chdir(TESTS)
+    asked = [{**MODEL, "folder": str(tmp_path)}]
+    settings = resolve(asked)
+    with prepare(settings, []):
+        with pytest.raises(SettingsError, match="has a run that hasn't ended"):
+            prepare(settings, [])
+    for name in ("failure.txt", "rank-0.log", "processes.json"):
+        (tmp_path / name).touch()
+    with prepare(resolve(asked), []):
+        assert not (tmp_path / "failure.txt").exists()
+    for name in ("rank-1.jsonl", "reports.jsonl", "params.npz"):
+        (tmp_path / name).touch()
+        with pytest.raises(SettingsError, match="folder: .* has a run already"):
+            resolve(asked)
+        (tmp_path / name).unlink()
 
 
 def test_a_tilde_in_a_file_is_the_users_home(monkeypatch, tmp_path):

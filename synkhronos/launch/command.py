@@ -21,7 +21,9 @@ def main(arguments: list[str]) -> int:
     """
     # Not before: what a command needs is imported when it runs.
     from synkhronos.launch.settings import SettingsError
+    from synkhronos.launch.supervisor import open_standard_streams
 
+    open_standard_streams()
     options = _parser().parse_args(arguments)
     try:
         if options.command == "train":

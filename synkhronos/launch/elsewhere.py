@@ -14,6 +14,7 @@ supervisor.  So that this one knows which file a line is for, its name stands be
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ from synkhronos.training.recorder import RANK_FILE, line_of
 
 #: Stands before and behind a file's name; no text has it.
 _MARK = "\x1e"
+#: A line with the name of a file of this package before it; hosts may print anything besides.
+_NAMED = re.compile(rf"{_MARK}(rank-\d+\.(?:log|jsonl)){_MARK}(.*)", re.DOTALL)
 #: Bytes of a line up to which the system writes it in one go, whoever writes besides; longer ones are cut.
 _MOST = 4000
 #: Where `Records` write.
@@ -67,7 +70,5 @@ class Records:
 
 def named(line: str) -> tuple[str, str]:
     """Return the file that a line is for, and the line; no name for what hosts say besides."""
-    if not line.startswith(_MARK):
-        return "", line
-    _, name, text = line.split(_MARK, 2)
-    return name, text
+    found = _NAMED.fullmatch(line)
+    return (found[1], found[2]) if found else ("", line)

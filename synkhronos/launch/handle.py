@@ -60,6 +60,6 @@ class Run:
             raise
         if status:
             failure = self.folder / FAILURE
-            words = failure.read_text() if failure.exists() else ""
+            words = failure.read_text("utf-8", "backslashreplace") if failure.is_file() else ""
             raise RuntimeError(f"the run in {self.folder} has ended with status {status}\n{words}")
         return self.folder

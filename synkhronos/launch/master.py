@@ -36,7 +36,8 @@ def main(folder: str, plan: dict[str, Any]) -> int:
     and all cores.
     """
     end_with(plan["supervisor"], in_main_thread=True)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     settings = Settings.load(Path(folder) / SETTINGS)
     try:
         _run(settings, plan)
@@ -46,7 +47,10 @@ def main(folder: str, plan: dict[str, Any]) -> int:
             text = f"{who}:\n{error.worker_traceback or error}\n"
         else:
             text = "rank 0:\n" + "".join(traceback.format_exception(error))
-        (Path(folder) / FAILURE).write_text(text)
+        try:
+            (Path(folder) / FAILURE).write_text(text, "utf-8", "backslashreplace")
+        except OSError as full:
+            sys.stderr.write(f"{FAILURE} can't be written: {full}\n{text}")
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
@@ -65,7 +69,9 @@ def _run(settings: Settings, plan: dict[str, Any]) -> None:
     random.seed(settings.seed)
     masks = plan["masks"]
     binding.bind(plan["allowed"])  # BLAS' threads have been started within rank 0's cores; the others get theirs
-    said = open(plan["hosts"], "w", buffering=1, errors="backslashreplace") if settings.hosts else None
+    said = (
+        open(plan["hosts"], "w", buffering=1, encoding="utf-8", errors="backslashreplace") if settings.hosts else None
+    )
     fork_bound(len(settings.devices), settings.on_gpu, masks, settings.hosts, said)
     processes = run(program.enter, plan["consoles"], masks, list(settings.devices), session().link.ranks_by_host)
     (Path(settings.folder) / PROCESSES).write_text(json.dumps(processes))

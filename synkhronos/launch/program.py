@@ -61,6 +61,8 @@ def enter(worker: Worker, consoles: list[int], masks: list[list[int]], devices: 
         of_host = next(of_host for of_host in by_host if worker.number in of_host)
         device = "cpu" if devices[0] == "cpu" else f"cuda{of_host.index(worker.number)}"
         where = f"on {device} of host {platform.node()}, {binding.said(None)}"
+    for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     sys.stdout.write(f"process {os.getpid()} {where}\n")
     return os.getpid()
 

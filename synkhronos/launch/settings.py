@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
 import os
 import re
 import shlex
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from synkhronos import rules
-from synkhronos.checks import at_least
+from synkhronos.checks import at_least, is_number
 from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts import MOST, Host, hosts_of, launched
 from synkhronos.launch import modelfile
@@ -59,8 +60,17 @@ _OLD_WAYS = {
     **dict.fromkeys(("synctype", "syncrule"), _OLD_SYNC),
     **dict.fromkeys(("exchstrategy", "exchstrat", "strategy"), _OLD_STRATEGIES),
 }
-#: The settings that are numbers, and how small each may be.
-_LEAST = {"epochs": 1, "seed": 0, "every": 1, "checkpoint": 0, "keep": 1}
+#: The settings that are integers, and the range of each.
+_RANGES = {"epochs": (1, None), "seed": (0, 2**32 - 1), "every": (1, None), "checkpoint": (0, None), "keep": (1, None)}
+#: The entries of the class' config that the run sets, and how they are set.
+_GIVEN = {
+    "rank": "each rank has its own",
+    "size": "set the number of ranks by 'ranks'",
+    "verbose": "it is true on rank 0",
+    "seed": "use the setting 'seed'",
+}
+#: Files of a run's folder that have results: a folder without any may be used again.
+_RESULTS = ("rank-*.jsonl", "reports.jsonl", "params.npz", "checkpoints")
 
 
 class SettingsError(ValueError):
@@ -98,6 +108,8 @@ class Settings:
     checkpoint: int = 0
     #: How many of them are kept.
     keep: int = 3
+    #: Seconds that ranks get to write a checkpoint and to end after a scheduler's signal; 0 ends them at once.
+    grace: float = 30.0
     #: Whether the class' ``scale_lr(size)`` is called.
     scale_lr: bool = False
     #: ``"latest"``, or a checkpoint's path.
@@ -303,20 +315,22 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
         root, module = modelfile.find(name, class_name, [os.fspath(each) for each in folders if each])
     except modelfile.ModelFileError as error:
         raise SettingsError(str(error)) from None
-    n_ranks = None if found.get("ranks") is None else _integer(found["ranks"], "ranks", 1)
-    if n_ranks is not None and n_ranks > MOST:
-        raise SettingsError(f"ranks: expected at most {MOST}, got {n_ranks}")
+    n_ranks = None if found.get("ranks") is None else _integer(found["ranks"], "ranks", 1, MOST)
     hosts = _hosts(found.get("hosts"), n_ranks)
     if hosts:
         devices = _devices_on(hosts[0], found.get("devices"))
         hosts[0] = Host(hosts[0].name, len(devices))
     else:
         devices = _devices(found.get("devices"), n_ranks)
+    if len(devices) > MOST:
+        raise SettingsError(f"devices: expected at most {MOST}, got {len(devices)}")
     rule = rule_name(_text(found, "rule") or Settings.rule)
     others: dict[str, Any] = {
-        **{key: _integer(found[key], key, least) for key, least in _LEAST.items() if found.get(key) is not None},
+        **{key: _integer(found[key], key, *ends) for key, ends in _RANGES.items() if found.get(key) is not None},
         **{key: _flag(found[key], key) for key in ("bind", "scale_lr") if found.get(key) is not None},
     }
+    if found.get("grace") is not None:
+        others["grace"] = _seconds(found["grace"], "grace")
     settings = Settings(
         modelfile=module,
         modelclass=class_name,
@@ -326,7 +340,7 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
         rule=rule,
         rule_options=_table(found, "rule_options"),
         folder=os.path.abspath(_path(found, "folder") or _new_folder(class_name, rule)),
-        config=_table(found, "config"),
+        config=_config(found),
         resume=_path(found, "resume"),
         **others,
     )
@@ -340,11 +354,12 @@ def _with_a_folder(settings: Settings) -> Settings:
     for name, asked in (("checkpoint", settings.checkpoint), ("resume", settings.resume)):
         if asked and find_spec("safetensors") is None:
             raise SettingsError(f"{name}: needs safetensors: pip install 'synkhronos[training]'")
+    _check_writable(folder)
+    if (folder / "checkpoints").exists() and not (folder / "checkpoints").is_dir():
+        raise SettingsError(f"folder: {folder / 'checkpoints'} has to be a folder, or nothing yet")
     if settings.resume is None:
-        if (folder / SETTINGS).exists():
+        if (folder / SETTINGS).exists() and any(any(folder.glob(each)) for each in _RESULTS):
             raise SettingsError(f"folder: {folder} has a run already: name another, or go on with --resume")
-        if folder.exists() and not folder.is_dir():
-            raise SettingsError(f"folder: expected a folder, or nothing yet, got the file {folder}")
         return settings
     if settings.resume == "latest":
         if not paths_in(folder / "checkpoints"):
@@ -356,6 +371,22 @@ def _with_a_folder(settings: Settings) -> Settings:
     if not (path / "meta.json").exists():
         raise SettingsError(f"resume: expected 'latest' or a checkpoint's folder, got {settings.resume!r}")
     return dataclasses.replace(settings, resume=str(path))
+
+
+def _check_writable(folder: Path) -> None:
+    """Refuse a folder that can't be made or written, without making it."""
+    there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    if not there.is_dir():
+        raise SettingsError(f"folder: expected a folder, or nothing yet, got the file {there}")
+    for path in (folder, *(there / part for part in folder.relative_to(there).parts)):
+        try:
+            os.stat(path)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:  # a name is too long, or has a null character
+            raise SettingsError(f"folder: {str(folder)!r} can't be made: {error}") from None
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise SettingsError(f"folder: {folder} can't be made or written: no permission to write in {there}")
 
 
 def rule_name(text: str) -> str:
@@ -405,11 +436,28 @@ def _table(found: Mapping[str, Any], key: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _integer(value: Any, key: str, least: int) -> int:
+def _config(found: Mapping[str, Any]) -> dict[str, Any]:
+    config = _table(found, "config")
+    for key, words in _GIVEN.items():
+        if key in config:
+            raise SettingsError(f"config: {key!r} is given by the run: {words}")
+    return config
+
+
+def _integer(value: Any, key: str, least: int, most: int | None = None) -> int:
     try:
-        return at_least(value, key, least)
+        checked = at_least(value, key, least)
     except (TypeError, ValueError) as error:
         raise SettingsError(str(error)) from None
+    if most is not None and checked > most:
+        raise SettingsError(f"{key}: expected at most {most}, got {checked}")
+    return checked
+
+
+def _seconds(value: Any, key: str) -> float:
+    if not is_number(value) or not 0 <= value < math.inf:
+        raise SettingsError(f"{key}: expected a number of seconds, got {value!r}")
+    return float(value)
 
 
 def _flag(value: Any, key: str) -> bool:

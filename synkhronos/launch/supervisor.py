@@ -1,37 +1,37 @@
-"""The process that starts a run, reads what its ranks print, and says how it ended.
+"""The process that starts a run, copies the output of its ranks, and records how they ended.
 
 ::
 
     supervisor ── pipe for each rank ──< ranks of this host
         │      └── pipe ── master ── mpirun ──< ranks of other hosts
-        │ starts, and ends with its parent if it is told to
+        │ starts, and ends with its parent if it has one
         master: rank 0
         │ forks
         workers: the other ranks
 
-Whoever of them is killed, the others end: the kernel tells a child of its parent's death, the master sees its workers'
-lives, and the supervisor waits for the master.
+Whichever of them is killed, the others end: the kernel kills a child when its parent dies, the master watches its
+workers, and the supervisor waits for the master.
 
-`prepare`
-    Makes a run's folder.
-`supervise`
-    Runs it.
-`main`
-    The same in a process that `Rule.init` starts.
+Invariant: no write of the supervisor's ends a run.  A console that is closed, full or unread, and a log on a full disk,
+lose lines; the exit status is recorded all the same.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import platform
+import select
 import selectors
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -40,31 +40,49 @@ from synkhronos import checks
 from synkhronos.launch import binding, elsewhere
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings, SettingsError
 from synkhronos.ranks.errors import cause_of_death
+from synkhronos.training.checkpoint import paths_in
+from synkhronos.training.stop import ECHO, STOP_SIGNALS
 
 #: Seconds that ranks get to end after Ctrl-C.
 _GRACE = 10.0
+#: Characters after which output without a newline is cut, so that it needs no more memory.
+_LONGEST = 1 << 20
+#: Bytes of ``run.json`` that are reserved for the end of the run: a disk may be full by then.
+_RESERVED = 1024
 _PACKAGES = ("synkhronos", "numpy", "pytensor", "Theano", "jax", "Lasagne", "safetensors")
 
 
 def prepare(settings: Settings, command: list[str]) -> IO[str]:
-    """Make a run's folder, with its settings, and what it runs with; return a file that locks it while it is open."""
+    """Make the folder of a run and write the settings and versions; return a file that locks the folder while open.
+
+    Raises
+    ------
+    SettingsError
+        If the folder can't be made or written, or is locked by another run.
+    """
     folder = Path(settings.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = open(folder / "run.json", "a")  # noqa: SIM115 - open as long as the run lasts
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "run.json", "a")  # noqa: SIM115 - open as long as the run lasts
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"folder: {folder} can't be made or written: {error}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for name in (FAILURE, PROCESSES):
+            (folder / name).unlink(missing_ok=True)
+        settings.save(folder / SETTINGS)
+        _note(folder, {**versions(settings.root), "command": command, "began": _now()}, _RESERVED)
     except BlockingIOError:
         lock.close()
         raise SettingsError(f"folder: {folder} has a run that hasn't ended: wait for it, or name another") from None
-    settings.save(folder / SETTINGS)
-    for name in (FAILURE, PROCESSES):
-        (folder / name).unlink(missing_ok=True)
-    _note(folder, {**versions(settings.root), "command": command, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+    except OSError as error:
+        lock.close()
+        raise SettingsError(f"folder: {folder} can't be written: {error}") from None
     return lock
 
 
 def versions(root: str) -> dict[str, Any]:
-    """Return the versions of what computes, and the commit of the model's folder."""
+    """Return the versions of the packages that compute, and the commit of the model's folder."""
     found: dict[str, Any] = {"python": platform.python_version(), "host": platform.node()}
     found |= checks.versions(_PACKAGES)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -81,24 +99,61 @@ def python_path() -> str:
     return os.pathsep.join(path for path in paths if path)
 
 
-def _note(folder: Path, news: dict[str, Any]) -> None:
-    path = folder / "run.json"
-    path.write_text(json.dumps(news, indent=1) + "\n")
+def open_standard_streams() -> None:
+    """Open ``/dev/null`` in the place of closed standard streams: pipes of the run would take their numbers."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, "w", closefd=False))
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def _note(folder: Path, news: dict[str, Any], reserved: int = 0) -> None:
+    """Write ``run.json`` in place: its inode is the run's lock, and its blocks are there even if the disk is full."""
+    text = json.dumps(news, indent=1)
+    with open(folder / "run.json", "r+b", buffering=0) as file:
+        size = len(text) + reserved if reserved else max(len(text), os.fstat(file.fileno()).st_size - 1)
+        data = f"{text.ljust(size)}\n".encode()
+        if file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file.truncate()
 
 
 class Supervisor:
-    """One run, which ends with the process ``parent``, if there is one."""
+    """One run, which ends with the process ``parent``, if there is one.
+
+    Attributes
+    ----------
+    came : int
+        Number of the first signal, 0 before it.
+    """
 
     def __init__(self, settings: Settings, parent: int | None = None):
         self.settings, self.parent = settings, parent
         self.folder = Path(settings.folder)
         self.came = 0
+        self._came_at = 0.0
         self._deadline = float("inf")
         self._master: subprocess.Popen[bytes] | None = None
+        self._console = _Console(1, self._check_deadline)
+        self._errors = _Console(2, self._check_deadline)
 
     def run(self) -> int:
-        """Start the ranks; return the exit status when they have ended: 0, or that of what went wrong."""
-        before = {number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM)}
+        """Start the ranks, wait for their end, and return the exit status: 0, or that of the failure."""
+        before = {
+            number: signal.signal(number, self._receive)
+            for number in (signal.SIGINT, *STOP_SIGNALS)
+            # nohup has SIGHUP ignored
+            if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
+        }
+        end: dict[str, Any] = {"status": 1}
         try:
             # One for each rank of this machine, and for all other hosts together.
             pipes = [os.pipe() for _ in range(len(self.settings.devices) + bool(self.settings.hosts))]
@@ -108,13 +163,19 @@ class Supervisor:
                 for _, write in pipes:
                     os.close(write)
             self._read([read for read, _ in pipes])
-            return self._end()
+            end = self._end()
+        except BaseException as error:
+            end["error"] = f"{type(error).__name__}: {error}"
+            raise
         finally:
             self._kill()
             if self._master is not None:
                 self._master.wait()
+            self._record(end)
             for number, handler in before.items():
                 signal.signal(number, handler)
+        status: int = end["status"]
+        return status
 
     def _start(self, consoles: list[int]) -> None:
         settings = self.settings
@@ -127,8 +188,7 @@ class Supervisor:
         where = f"{n_here} {'rank' if n_here == 1 else 'ranks'} on {', '.join(settings.devices)}"
         if settings.hosts:
             where = f"ranks on hosts {', '.join(settings.hosts)}"
-        sys.stdout.write(f"{where}; {why}; in {self.folder}\n")
-        sys.stdout.flush()
+        self._console.write(f"{where}; {why}; in {self.folder}\n")
         environment = dict(os.environ)
         if settings.on_gpu and not settings.hosts:  # each host takes its own, as many as it has ranks
             visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -159,111 +219,222 @@ class Supervisor:
         finally:
             binding.bind(allowed)
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on to the ranks; the second time, or where they have hardly been started, end them."""
-        self._deadline = time.monotonic()
-        if self._master is not None and self._master.poll() is None:
-            if self.came or number != signal.SIGINT:
+    # -- signals ---------------------------------------------------------------------------------------------
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        """Pass the first signal on to the ranks; the second one ends them.
+
+        A scheduler may send a signal to all processes of a job, and a script that waits for this process passes its
+        own on: what follows within a second is the same one.
+        """
+        now = time.monotonic()
+        if self.came:
+            if signal.SIGINT in (number, self.came) or now > self._came_at + ECHO:
+                self._deadline = now
                 self._kill()
-            else:
-                self._master.send_signal(number)
-                self._deadline += _GRACE
-                os.write(2, b"the ranks are asked to stop; Ctrl-C once more ends them at once\n")
-        self.came = self.came or number
+            return
+        self.came, self._came_at, self._deadline = number, now, now
+        if self._master is None or self._master.poll() is not None:
+            return
+        if number == signal.SIGINT:
+            self._deadline += _GRACE
+            words = "the ranks are asked to stop; Ctrl-C once more ends them at once\n"
+        elif self.settings.checkpoint and self.settings.grace:
+            self._deadline += self.settings.grace
+            words = f"{signal.Signals(number).name}: the ranks are asked to write a checkpoint and to end\n"
+        else:
+            self._kill()
+            return
+        self._master.send_signal(number)
+        with contextlib.suppress(OSError):
+            os.write(2, words.encode())
+
+    def _check_deadline(self) -> bool:
+        """Kill the ranks whose time is over, and return whether it is."""
+        if self.parent is not None and os.getppid() != self.parent and not self.came:
+            self._receive(signal.SIGTERM, None)
+        if time.monotonic() <= self._deadline:
+            return False
+        self._kill()
+        return True
+
+    def _kill(self) -> None:
+        """Kill the ranks and their children; wait for nobody: a signal may have come in the middle of that."""
+        if self._master is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._master.pid, signal.SIGKILL)
+
+    # -- output ----------------------------------------------------------------------------------------------
 
     def _read(self, pipes: list[int]) -> None:
-        """Copy what ranks print into their logs and, with their number before it, to the console."""
+        """Copy the output of the ranks into their logs and, with their number before each line, to the console."""
         assert self._master is not None
         with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
-            consoles = _Consoles(self.folder, "a" if self.settings.resume is not None else "w", stack)
+            output = _Output(self.folder, self.settings.resume is not None, self._console, self._errors)
+            stack.callback(output.close)
             for rank, pipe in enumerate(pipes):
                 stack.callback(os.close, pipe)
                 name = f"rank-{rank}.log" if rank < len(self.settings.devices) else ""
-                selector.register(pipe, selectors.EVENT_READ, _Lines(name, consoles))
+                selector.register(pipe, selectors.EVENT_READ, _Lines(name, output))
             while selector.get_map():
                 events = selector.select(0.2)
                 for key, _ in events:
                     if not key.data.take(os.read(key.fd, 1 << 16)):
                         selector.unregister(key.fd)
                 if self._master.poll() is not None and not events:
-                    break  # what a rank has started may hold the pipes open for ever
-                if self.parent is not None and os.getppid() != self.parent:
-                    self.came = self.came or signal.SIGTERM
-                    self._kill()
-                if time.monotonic() > self._deadline:
-                    self._kill()
+                    break  # a child of a rank may hold the pipes open for ever
+                self._check_deadline()
             for key in list(selector.get_map().values()):
                 key.data.take(b"")
 
-    def _kill(self) -> None:
-        """End the ranks, and what they have started; wait for nobody: a signal may have come in the middle of that."""
-        if self._master is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._master.pid, signal.SIGKILL)
+    # -- the end ---------------------------------------------------------------------------------------------
 
-    def _end(self) -> int:
-        """Say how the run has ended; return its exit status."""
+    def _end(self) -> dict[str, Any]:
+        """Print how the run has ended; return the exit status, and the signal and the checkpoint if there are any."""
         assert self._master is not None
         code = self._master.wait()
-        status = code if code >= 0 else 128 - code
-        if self.came and (code < 0 or not status):
-            status = 128 + self.came
+        end: dict[str, Any] = {"status": code if code >= 0 else 128 - code}
+        if self.came and (code < 0 or not code and self.came == signal.SIGINT):
+            end["status"] = 128 + self.came
         failure = self.folder / FAILURE
-        words = failure.read_text() if failure.exists() else ""
-        if self.came and status > 128:
-            words = f"the run was ended by {signal.Signals(status - 128).name}\n"
+        words = failure.read_text("utf-8", "backslashreplace") if failure.is_file() else ""
+        number = end["status"] - 128
+        saved = code > 128 and number in STOP_SIGNALS  # the master's word that it has written a checkpoint
+        if saved or self.came and number > 0:
+            end["signal"] = signal.Signals(number).name
+            end["checkpoint"] = str(paths_in(self.folder / "checkpoints")[-1]) if saved else None
+            words = f"the run was ended by {end['signal']}"
+            if saved:
+                words += f"; --resume goes on from {end['checkpoint']}"
+            elif self.settings.checkpoint and self.came != signal.SIGINT:
+                words += ", before it had written a checkpoint"
+            words += "\n"
         elif code and not words:
             words = f"rank 0 (process {self._master.pid}) {cause_of_death(code)}\n"
-            with contextlib.suppress(OSError):  # the disk is full: it is said below
-                failure.write_text(words)
-        sys.stderr.write(words)  # before anything else is written to what may be a full disk
-        sys.stderr.flush()
-        noted = json.loads((self.folder / "run.json").read_text())
-        _note(self.folder, {**noted, "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "status": status})
-        return status
+            with contextlib.suppress(OSError):  # the disk is full: the console has it
+                failure.write_text(words, "utf-8")
+        self._errors.write(words)
+        return end
+
+    def _record(self, end: dict[str, Any]) -> None:
+        """Add the end to ``run.json``."""
+        noted: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            noted = json.loads((self.folder / "run.json").read_text())
+        try:
+            _note(self.folder, {**noted, "ended": _now(), **end})
+        except OSError as error:
+            self._errors.write(f"run.json lacks the exit status, {end['status']}: {error}\n")
+
+
+class _Console:
+    """A standard stream, which may be closed, full, unread, or of another encoding.
+
+    A stream that nobody reads, as that of a stopped terminal, makes the ranks wait; ``is_over`` is asked meanwhile, and
+    ends the wait.
+    """
+
+    def __init__(self, fd: int, is_over: Callable[[], bool]):
+        stream = sys.stdout if fd == 1 else sys.stderr
+        self._fd, self._is_over = fd, is_over
+        self._encoding = getattr(stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> None:
+        """Write a text, or lose it."""
+        view = memoryview(text.encode(self._encoding, "backslashreplace"))
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        with contextlib.suppress(OSError):
+            while view:
+                if poll.poll(200):  # as many bytes as never block then
+                    view = view[os.write(self._fd, view[: select.PIPE_BUF]) :]
+                elif self._is_over():
+                    return
 
 
 class _Lines:
-    """What comes by a pipe: the lines of one file, or, without a name, of those that they name themselves."""
+    """Cuts the bytes of a pipe into lines: those of one file, or, without a name, of the files that they name.
 
-    def __init__(self, name: str, consoles: _Consoles):
-        self._name, self._consoles, self._rest = name, consoles, b""
+    Each character is copied a constant number of times, whatever the length of its line.
+    """
+
+    def __init__(self, name: str, output: _Output):
+        self._name, self._output = name, output
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        self._pieces: list[str] = []
+        self._length = 0
 
     def take(self, data: bytes) -> bool:
-        """Pass on whole lines; at the end, what is left. Return whether there may be more."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if not data and self._rest:
-            lines, self._rest = [*lines, self._rest], b""
-        for line in lines:
-            text = line.decode(errors="backslashreplace")
-            self._consoles.write(*((self._name, text) if self._name else elsewhere.named(text)))
+        """Pass on whole lines, and at the end of the pipe the rest. Return whether there may be more."""
+        first, *others = self._decoder.decode(data, not data).split("\n")
+        self._pieces.append(first)
+        self._length += len(first)
+        if others:
+            self._pass_on()
+            *whole, rest = others
+            for line in whole:
+                self._write(line)
+            self._pieces, self._length = [rest], len(rest)
+        if self._length > (_LONGEST if data else 0):
+            self._pass_on()
         return bool(data)
 
+    def _pass_on(self) -> None:
+        self._write("".join(self._pieces))
+        self._pieces, self._length = [], 0
 
-class _Consoles:
-    """The files in the run's folder, and the console, where what ranks print has their number before it."""
+    def _write(self, text: str) -> None:
+        self._output.write(*((self._name, text) if self._name else elsewhere.named(text)))
 
-    def __init__(self, folder: Path, mode: str, stack: contextlib.ExitStack):
-        self._folder, self._mode, self._stack = folder, mode, stack
-        self._logs: dict[str, IO[str]] = {}
+
+class _Output:
+    """The files in the run's folder, and the console, where each line has its rank before it."""
+
+    def __init__(self, folder: Path, is_resumed: bool, console: _Console, errors: _Console):
+        self._folder, self._console, self._errors = folder, console, errors
+        self._mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if is_resumed else os.O_TRUNC)
+        self._logs: dict[str, int] = {}
+        #: Files that lack lines, and those that end within a line.
+        self._incomplete: set[str] = set()
+        self._torn: set[str] = set()
 
     def write(self, name: str, text: str) -> None:
         """Write a line."""
-        if name.endswith(".jsonl"):  # which ranks of this machine write themselves
-            with open(self._folder / name, "a") as file:
-                file.write(f"{text}\n")
-            return
         name = name or "hosts.log"
-        if name not in self._logs:
-            self._logs[name] = self._stack.enter_context(open(self._folder / name, self._mode, buffering=1))
-        self._logs[name].write(f"{text}\n")
-        with contextlib.suppress(BrokenPipeError):  # nobody reads the console any more; the logs go on
-            sys.stdout.write(f"[{Path(name).stem.replace('-', ' ')}] {text}\n")
-            sys.stdout.flush()
+        try:
+            if name.endswith(".jsonl"):  # ranks of this machine write theirs by themselves
+                with open(self._folder / name, "ab", buffering=0) as file:
+                    self._append(name, file.fileno(), text)
+                return
+            if name not in self._logs:
+                self._logs[name] = os.open(self._folder / name, self._mode, 0o666)
+            self._append(name, self._logs[name], text)
+        except OSError as error:
+            if name not in self._incomplete:
+                self._incomplete.add(name)
+                self._errors.write(f"{self._folder / name} lacks lines: {error}\n")
+        if not name.endswith(".jsonl"):
+            self._console.write(f"[{Path(name).stem.replace('-', ' ')}] {text}\n")
+
+    def _append(self, name: str, file: int, text: str) -> None:
+        data = f"{text}\n".encode(errors="backslashreplace")
+        if name in self._torn:
+            data = b"\n" + data
+        n_written = os.write(file, data)
+        self._torn.discard(name)
+        if n_written < len(data):
+            self._torn.add(name)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._logs.values():
+            os.close(file)
 
 
 def main() -> int:
     """Supervise the run of a folder; end with a parent."""
+    open_standard_streams()
     return Supervisor(Settings.load(Path(sys.argv[1]) / SETTINGS), int(sys.argv[2])).run()
 
 

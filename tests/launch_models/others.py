@@ -80,6 +80,14 @@ class Other(MLP):
     pass
 
 
+class Speaks(MLP):
+    """Prints what no console of ASCII has, and what no encoding has."""
+
+    def compile_iter_fns(self, sync_type="avg"):
+        super().compile_iter_fns(sync_type)
+        print("größer → \udcff")
+
+
 class Uneven(MLP):
     """Rank 1 has fewer batches."""
 
