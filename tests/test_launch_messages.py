@@ -57,7 +57,8 @@ SETTINGS = {
     "a rule": ({"rule": "SSP"}, r"rule: expected one of ASGD, BSP, .* got 'SSP'"),
     "a rule, a number": ({"rule": 3}, r"rule: expected a text, got 3"),
     "EAMSGD": ({"rule": "EAMSGD"}, r"rule: EAMSGD needs the velocities, and a class doesn't name them: take EASGD"),
-    "gradients": ({"rule_options": {"average": "gradient"}}, r"rule_options.average: expected 'params', got 'gradient'"),
+    "an average": ({"rule_options": {"average": "velocity"}}, r"rule_options.average: expected 'gradient' or 'params', got 'velocity'"),
+    "warmup": ({"warmup": "late"}, r"warmup: expected true or false, got 'late'"),
     "an option": ({"rule": "EASGD", "rule_options": {"tau": 3}}, r"rule_options: EASGD has no 'tau': expected one of beta, period, alpha, asynchronous"),
     "an option's value": ({"rule": "EASGD", "rule_options": {"beta": 2}}, r"rule_options: beta: expected a number above 0, up to 1, got 2"),
     "an option, yes or no": ({"rule": "EASGD", "rule_options": {"asynchronous": "False"}}, r"rule_options: asynchronous: expected True or False, got 'False'"),
@@ -361,7 +362,10 @@ def test_files_of_theano_mpi_are_read_as_they_are(tmp_path):
     (tmp_path / "session.cfg").write_text("RULE=BSP\nSYNC_TYPE=swap\nEXCH_STRATEGY=ar\n")
     assert read(tmp_path / "session.cfg") == {"rule": "Swap"}
     (tmp_path / "session.cfg").write_text("SYNC_TYPE=cdd\nRULE=BSP\nEXCH_STRATEGY=nccl16\n")
-    assert read(tmp_path / "session.cfg") == {"rule": "BSP", "rule_options": {"precision": "float16"}}
+    assert read(tmp_path / "session.cfg") == {
+        "rule": "BSP",
+        "rule_options": {"average": "gradient", "precision": "float16"},
+    }
 
 
 def test_names_of_gpus(monkeypatch):

@@ -1,106 +1,203 @@
-"""Is a class what a run asks for?
+"""The command ``check``: does a class have what a run asks for, and does it train?
 
     python -m synkhronos check MODEL:CLASS
 
-`check`
-    Says what it lacks, and runs it for three iterations in this process.
+The class is run for three iterations in this process: as the only rank, and as two ranks.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from synkhronos.launch import contract, modelfile
 from synkhronos.launch.recorder import ClassRecorder
-from synkhronos.launch.settings import SettingsError, resolve
+from synkhronos.launch.settings import Settings, SettingsError, resolve
+from synkhronos.launch.watch import SAME_STEPS, digest, same_steps
+from synkhronos.rules.state import Vector
 
-#: Iterations that it is run for.
+#: Iterations for which the class is run.
 _ITERATIONS = 3
 
 
 def check(model: str, asked: Mapping[str, Any] | None = None) -> int:
-    """Print what a class lacks, and what running it shows; return 0 if that is nothing, 1 if something.
+    """Print what a class lacks, and what running it shows.
 
-    ``model`` is ``FILE:CLASS``, and ``asked`` are settings of its runs, such as ``config``.
+    Parameters
+    ----------
+    model : str
+        ``FILE:CLASS``.
+    asked : dict, optional
+        Settings of its runs, such as ``config`` and ``rule``.
+
+    Returns
+    -------
+    int
+        Exit status: 0 if nothing is missing, 1 if something is, 2 if a setting is wrong.
     """
     try:
         settings = resolve([{"model": model, "devices": "cpu"}, asked or {}])
     except SettingsError as error:
-        return _say(f"{error}\n", 2)
+        return _print(f"{error}\n", 2)
     import synkhronos.compat  # noqa: F401 - classes import theano
 
-    np.random.seed(0)
-    random.seed(0)
-    step = "its module is imported"
-    try:
-        kind = modelfile.load(settings.root, settings.modelfile, settings.modelclass)
-        if lines := contract.lacking(kind):
-            return _lacks(settings.modelclass, lines)
-        step = "an instance is made"
-        instance = contract.make(kind, {"rank": 0, "size": 1, "verbose": True, "seed": 0, **settings.config})
-        step = "compile_iter_fns() runs"
-        contract.compile_functions(instance)
-        if lines := contract.lacking(instance):
-            return _lacks(settings.modelclass, lines)
-        words = []
-        recorder = ClassRecorder(0, rows=contract.rows(instance))
-        before = [np.array(param.get_value()) for param in instance.params]
-        instance.epoch = 0
-        for name, run, count in (
-            ("train_iter", instance.train_iter, min(_ITERATIONS, int(instance.data.n_batch_train))),
-            ("val_iter", instance.val_iter, min(_ITERATIONS, int(instance.data.n_batch_val))),
-        ):
-            step = f"{name}() runs"
-            if callable(getattr(instance, "reset_iter", None)):
-                contract.called(instance.reset_iter, name.removesuffix("_iter"))
-            for i in range(count):
-                run(i + 1, recorder)
-                recorder.stepped()
-            if name == "train_iter":
-                recorder.write()
-                words += _judged(instance, recorder, before)
-        if instance.data.n_batch_val and not recorder.validation_sums()[0]:
-            words.append("val_iter() has not called recorder.val_error(count, cost, error): nothing will be validated")
-        step = "adjust_hyperp(0) runs"
-        contract.called(instance.adjust_hyperp, 0)
-        step = "cleanup() runs"
-        instance.cleanup()
-    except Exception as error:
-        sys.stdout.write("".join(traceback.format_exception(error)))
-        return _say(f"{settings.modelclass} fails when {step}: {type(error).__name__}: {error}\n", 1)
-    if settings.epochs is None and getattr(instance, "n_epochs", None) is None:
-        words.append("it has no n_epochs: give --set epochs=N")
-    for line in words:
-        sys.stdout.write(f"{settings.modelclass}: {line}\n")
-    if words:
+    with tempfile.TemporaryDirectory() as folder:
+        checked = _Check(settings, Path(folder))
+        try:
+            checked.run()
+        except Exception as error:
+            sys.stdout.write("".join(traceback.format_exception(error)))
+            name = settings.modelclass
+            return _print(f"{name} fails when {checked.stage}: {type(error).__name__}: {error}\n", 1)
+    for line in checked.found:
+        sys.stdout.write(f"{settings.modelclass}{line}\n")
+    if checked.found:
         return 1
-    return _say(f"{settings.modelclass} has all that a run asks for\n", 0)
+    return _print(f"{settings.modelclass} has all that a run asks for\n", 0)
 
 
-def _judged(instance: Any, recorder: ClassRecorder, before: list[np.ndarray]) -> list[str]:
-    """Return what is wrong with what iterations have done."""
-    words = []
-    loss = recorder.mean_loss()
-    if loss is None:
-        words.append("train_iter() has not called recorder.train_error(count, cost, error): no cost will be recorded")
-    elif not np.isfinite(loss):
-        words.append(f"the cost is {loss} after {recorder.total} iterations")
-    after = [np.array(param.get_value()) for param in instance.params]
-    if all(map(np.array_equal, before, after)):
-        words.append("train_iter() changes none of params")
-    return words
+class _Check:
+    """The check of one class; `stage` says what is under way, and `found` what is wrong."""
+
+    def __init__(self, settings: Settings, folder: Path):
+        self.settings, self.folder = settings, folder
+        self.stage = "its module is imported"
+        self.found: list[str] = []
+
+    def run(self) -> None:
+        """Run the class as one rank, then as two."""
+        settings = self.settings
+        self.kind = modelfile.load(settings.root, settings.modelfile, settings.modelclass)
+        if self.lacks(self.kind):
+            return
+        self.as_one()
+        if not self.found:
+            self.as_two()
+
+    def lacks(self, model: Any) -> bool:
+        """Note what a class or an instance lacks."""
+        if lines := contract.lacking(model):
+            self.found.append(" lacks:\n" + "\n".join(f"  {line}" for line in lines))
+        return bool(lines)
+
+    def make(self, rank: int, size: int) -> Any:
+        """Return an instance for a rank."""
+        np.random.seed(rank)
+        random.seed(rank)
+        seed = self.settings.seed
+        config = {"rank": rank, "size": size, "verbose": rank == 0, "seed": seed, "mname": self.settings.modelclass}
+        instance = contract.make(self.kind, {**config, **self.settings.config})
+        instance.epoch = 0
+        return instance
+
+    def as_one(self) -> None:
+        """Call every method of an instance that is the only rank."""
+        self.stage = "an instance is made"
+        instance = self.make(0, 1)
+        self.stage = "compile_iter_fns() runs"
+        contract.compile_functions(instance, "avg")
+        if self.lacks(instance):
+            return
+        if self.settings.epochs is None and getattr(instance, "n_epochs", None) is None:
+            self.found.append(": it has no n_epochs: give --set epochs=N")
+        recorder = ClassRecorder(0, rows=contract.rows(instance), folder=self.folder)
+        before = digest(Vector(list(instance.params)))
+        self.stage = "train_iter() runs"
+        for i in range(min(_ITERATIONS, int(instance.data.n_batch_train))):
+            instance.train_iter(i, recorder)
+            recorder.stepped()
+        recorder.write()
+        loss = recorder.mean_loss()
+        if loss is None:
+            self.found.append(
+                ": train_iter() has not called recorder.train_error(count, cost, error): no cost will be recorded"
+            )
+        elif not np.isfinite(loss):
+            self.found.append(f": the cost is {loss} after {recorder.total} iterations")
+        if digest(Vector(list(instance.params))) == before:
+            self.found.append(": train_iter() changes none of params")
+        self.optional(instance, "reset_iter", "train")
+        self.stage = "val_iter() runs"
+        batch = 0
+        while batch < min(_ITERATIONS, int(instance.data.n_batch_val)):
+            batch, has_stopped = contract.next_batch(instance.val_iter(0, recorder), batch, batch + 1)
+            if has_stopped:
+                break
+        rows, sums = recorder.validation_sums()
+        if instance.data.n_batch_val and not rows:
+            self.found.append(
+                ": val_iter() has not called recorder.val_error(count, cost, error): nothing will be validated"
+            )
+        recorder.note_validation(0, {name: value / rows for name, value in sums.items()})
+        instance.current_info = recorder.get_latest_val_info()
+        self.optional(instance, "reset_iter", "val")
+        self.optional(instance, "save", f"{self.folder}{os.sep}")
+        self.stage = "adjust_hyperp(0) runs"
+        contract.call(instance.adjust_hyperp, 0)
+        self.optional(instance, "print_info", recorder, verbose=True)
+        self.optional(instance, "scale_lr", 2)
+        self.stage = "cleanup() runs"
+        instance.cleanup()
+
+    def optional(self, instance: Any, name: str, *arguments: Any, **named: Any) -> None:
+        """Call a method that a class may have."""
+        method = getattr(instance, name, None)
+        if callable(method):
+            self.stage = f"{name}() runs"
+            contract.call(method, *arguments, **named)
+
+    def as_two(self) -> None:
+        """Train two instances, as ranks 0 and 1 of two, that exchange after each step."""
+        self.stage = "two instances are made, with size 2"
+        ranks = [self.make(rank, 2) for rank in range(2)]
+        self.stage = "compile_iter_fns() runs with size 2"
+        average = "params"
+        for instance in ranks:
+            if self.settings.rule == "BSP":
+                asked = self.settings.rule_options.get("average")
+                average = contract.compile_for(instance, asked, self.settings.modelclass)
+            else:
+                contract.compile_functions(instance, "avg")
+        if any(map(self.lacks, ranks)):
+            return
+        params = [Vector(contract.groups(instance, average == "params").params) for instance in ranks]
+        if params[0].shapes != params[1].shapes:
+            shapes = f"{[*map(list, params[0].shapes)]} on rank 0, and of {[*map(list, params[1].shapes)]} on rank 1"
+            self.found.append(f": with size 2 params are of shapes {shapes}")
+            return
+        params[1].set(params[0].get())
+        before = digest(params[0])
+        sources, targets = params, params
+        if average == "gradient":
+            sources, targets = ([Vector(getattr(r, name)) for r in ranks] for name in ("vels", "vels2"))
+        recorder = ClassRecorder(0, rows=contract.rows(ranks[0]))
+        self.stage = "train_iter() runs with size 2"
+        steps: list[list[str]] = [[], []]
+        n_steps = min(_ITERATIONS, *(int(instance.data.n_batch_train) for instance in ranks))
+        for i in range(n_steps):
+            for rank, instance in enumerate(ranks):
+                instance.train_iter(i, recorder)
+                steps[rank].append(digest(sources[rank]))
+            total = sources[0].get() + sources[1].get()
+            for target in targets:
+                target.set(total if average == "gradient" else total / 2)
+        self.stage = "cleanup() runs with size 2"
+        for instance in ranks:
+            instance.cleanup()
+        if n_steps > 1 and digest(params[0]) == before:
+            self.found.append(": with size 2 train_iter() changes none of params")
+        elif same := same_steps(steps):
+            self.found.append(f": with size 2 {SAME_STEPS.format(*same)}")
 
 
-def _lacks(name: str, lines: list[str]) -> int:
-    return _say(f"{name} lacks:\n" + "".join(f"  {line}\n" for line in lines), 1)
-
-
-def _say(text: str, status: int) -> int:
+def _print(text: str, status: int) -> int:
     sys.stdout.write(text)
     return status

@@ -6,10 +6,12 @@ The contract is Theano-MPI's.
     What an instance lacks.
 `make`
     An instance, for a rank.
-`compile_functions`
+`compile_functions`, `compile_for`
     Have an instance compile its functions.
-`called`
+`call`
     Call a method with as many arguments as it takes.
+`sub_batches`, `next_batch`
+    Count batches.
 `rows`
     How many rows a batch has.
 `groups`
@@ -90,24 +92,102 @@ def make(kind: type, config: dict[str, Any]) -> Any:
     return kind(config) if parameters else kind()
 
 
-def compile_functions(model: Any) -> None:
-    """Call ``compile_iter_fns``, with the way to exchange where it takes one, as Theano-MPI's do."""
+def compile_functions(model: Any, sync_type: str) -> None:
+    """Call ``compile_iter_fns``, with ``sync_type`` where it takes that, as Theano-MPI's do.
+
+    Where no gradients are exchanged, a class that compiles by its size is to compile a whole step: its size is 1
+    meanwhile, as that of Theano-MPI's asynchronous workers.
+    """
     parameters = inspect.signature(model.compile_iter_fns).parameters.values()
-    if any(p.name == "sync_type" or p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters):
-        model.compile_iter_fns("avg")
-    else:
-        model.compile_iter_fns()
+    size = getattr(model, "size", 1)
+    if sync_type != "cdd" and size != 1:
+        model.size = 1
+    try:
+        if any(p.name == "sync_type" or p.kind is p.VAR_KEYWORD for p in parameters):
+            model.compile_iter_fns(sync_type=sync_type)
+        elif any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters):
+            model.compile_iter_fns(sync_type)
+        else:
+            model.compile_iter_fns()
+    finally:
+        if sync_type != "cdd" and size != 1:
+            model.size = size
 
 
-def called(method: Any, *arguments: Any) -> Any:
-    """Call a method with as many of some arguments as it takes."""
+def compile_for(model: Any, average: str | None, name: str) -> str:
+    """Compile a class for BSP on several ranks.
+
+    Parameters
+    ----------
+    model : instance
+    average : {"gradient", "params", None}
+        What ranks exchange after each step; None is gradients where the class has ``vels`` and ``vels2``.
+    name : str
+        The class' name, for messages.
+
+    Returns
+    -------
+    str
+        ``"gradient"`` or ``"params"``.
+
+    Raises
+    ------
+    ContractError
+        If gradients are asked for, and the class does not have both lists.
+    """
+    if average == "params":
+        compile_functions(model, "avg")
+        return "params"
+    compile_functions(model, "cdd")
+    lists = [getattr(model, each, None) for each in ("vels", "vels2")]
+    if average is None and not any(lists):
+        return "params"
+    kinds = [[(p.type.dtype, np.shape(p.get_value())) for p in each] if each else [] for each in lists]
+    if not kinds[0] or kinds[0] != kinds[1]:
+        raise ContractError(
+            f"{name} lacks:\n  attributes vels and vels2: expected lists of shared variables of the same shapes, got "
+            f"{_short(lists[0])} and {_short(lists[1])}; or give --set rule_options.average=params"
+        )
+    return "gradient"
+
+
+def call(method: Any, *arguments: Any, **named: Any) -> Any:
+    """Call a method with as many of some arguments as it takes, and those of the named ones that it has."""
+    parameters = inspect.signature(method).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {key: value for key, value in named.items() if takes_all or any(p.name == key for p in parameters)}
     taken = 0
-    for parameter in inspect.signature(method).parameters.values():
+    for parameter in parameters:
         if parameter.kind is parameter.VAR_POSITIONAL:
             taken = len(arguments)
         elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            taken += 1
-    return method(*arguments[:taken])
+            taken += parameter.name not in named
+    return method(*arguments[:taken], **named)
+
+
+def sub_batches(model: Any) -> int:
+    """Return the number of steps that a batch is for, ``n_subb``."""
+    return max(1, int(getattr(model, "n_subb", 1)))
+
+
+def next_batch(answer: Any, batch: int, following: int) -> tuple[int, bool]:
+    """Return the number of the next validation batch, and whether the run is to stop, from what ``val_iter`` returns.
+
+    Examples
+    --------
+    >>> next_batch(None, 3, 4), next_batch(7, 3, 4), next_batch("stop", 3, 4)
+    ((4, False), (7, False), (4, True))
+    """
+    if answer is None:
+        return following, False
+    if isinstance(answer, str) and answer == "stop":
+        return following, True
+    if isinstance(answer, int | np.integer) and not isinstance(answer, bool) and answer > batch:
+        return int(answer), False
+    raise ContractError(
+        f"val_iter(): expected it to return None, 'stop', or the number of the next batch, above {batch}, got "
+        f"{_short(answer)}"
+    )
 
 
 def rows(model: Any) -> int:
@@ -116,35 +196,58 @@ def rows(model: Any) -> int:
     return int(found) if isinstance(found, int | np.integer) else 1
 
 
-def groups(model: Any) -> Groups:
+def groups(model: Any, leave_out_normalization: bool = False) -> Groups:
     """Return what a model's compiled functions change, as checkpoints take it.
 
-    Looks through the functions that are attributes of the model, in the order of their names.  Of what they update,
-    floats are the optimizer's: velocities, running averages.  Whole numbers are others, and so are numbers that are
-    read: a learning rate.  What `Model.shown` has is no state: a step's cost, and its error.
+    Looks through the functions that are attributes of the model, or in lists that are, in the order of their names.  Of
+    what they update, floats are the optimizer's: velocities, running averages.  Whole numbers are others, and so are
+    numbers that are read: a learning rate.  What `Model.shown` has is no state: a step's cost, and its error.
+
+    Parameters
+    ----------
+    model : instance
+    leave_out_normalization : bool
+        Whether parameters named ``gamma`` and ``beta`` stay each rank's own.
+
+    Raises
+    ------
+    ContractError
+        If that leaves no parameter to exchange.
     """
-    found = Groups(list(model.params), [], [], [], [])
-    seen = {id(param) for param in (*model.params, *getattr(model, "shown", ()))}
-    for _, function in sorted(vars(model).items()):
-        for entry in getattr(getattr(function, "maker", None), "inputs", ()):
-            shared = entry.variable
-            if not getattr(entry, "implicit", False):
-                continue
-            library = library_of(shared)
-            if library.is_generator(shared):
-                library.follow_streams(function)
-            if id(shared) in seen:
-                continue
-            seen.add(id(shared))
-            if library.is_generator(shared):
-                found.generators.append(shared)
-            elif not library.is_array(shared):
-                continue
-            elif entry.update is not None and np.dtype(shared.type.dtype).kind == "f":
-                found.optimizer.append(shared)
-            elif entry.update is not None or shared.type.ndim == 0:
-                found.others.append(shared)
+    excluded = [p for p in model.params if leave_out_normalization and p.name in ("gamma", "beta")]
+    apart = {id(p) for p in excluded}
+    found = Groups([p for p in model.params if id(p) not in apart], [], excluded, [], [])
+    if not found.params:
+        raise ContractError("params: expected some that are not named gamma or beta, which each rank keeps for itself")
+    seen = {
+        id(param) for param in (*model.params, *(getattr(model, "vels2", None) or ()), *getattr(model, "shown", ()))
+    }
+    for _, value in sorted(vars(model).items()):
+        for function in value if isinstance(value, list | tuple) else [value]:
+            _sort(function, found, seen)
     return found
+
+
+def _sort(function: Any, found: Groups, seen: set[int]) -> None:
+    """Sort the variables of a compiled function into groups; anything else has none."""
+    for entry in getattr(getattr(function, "maker", None), "inputs", ()):
+        shared = entry.variable
+        if not getattr(entry, "implicit", False):
+            continue
+        library = library_of(shared)
+        if library.is_generator(shared):
+            library.follow_streams(function)
+        if id(shared) in seen:
+            continue
+        seen.add(id(shared))
+        if library.is_generator(shared):
+            found.generators.append(shared)
+        elif not library.is_array(shared):
+            continue
+        elif entry.update is not None and np.dtype(shared.type.dtype).kind == "f":
+            found.optimizer.append(shared)
+        elif entry.update is not None or shared.type.ndim == 0:
+            found.others.append(shared)
 
 
 def learning_rate(model: Any) -> float | None:

@@ -76,7 +76,7 @@ def _run(settings: Settings, plan: dict[str, Any]) -> None:
     processes = run(program.enter, plan["consoles"], masks, list(settings.devices), session().link.ranks_by_host)
     (Path(settings.folder) / PROCESSES).write_text(json.dumps(processes))
     rule = settings.make_rule()
-    size, dtype = run(program.build, settings)[0]
+    size, dtype = run(program.build, settings, rule)[0]
     memory = shared_memory(rule, session().size, size, np.dtype(dtype))
     run(program.train, settings, rule, memory, _checkpoint(settings))
 

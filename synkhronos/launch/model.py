@@ -80,6 +80,8 @@ class Model:
     batch_size = 100
     n_epochs = 1
     rate = 0.01
+    #: Whether BSP raises the learning rate over five epochs to the number of ranks times as much, as for other classes.
+    warmup = False
 
     #: For `build` to set.
     inputs: Sequence[Any]
@@ -117,6 +119,7 @@ class Model:
             n_batch_val = -(-len(range(n_val)[val_rows]) // self.batch_size)
         self.data = SimpleNamespace(n_batch_train=rows // self.batch_size, n_batch_val=n_batch_val)
         self._at = -1
+        self._val_batches: Iterator[tuple[np.ndarray, ...]] | None = None
         self.build()
         self.trained = list(self.params)
         self.params = [*self.trained, *self.averages]
@@ -196,11 +199,13 @@ class Model:
 
     def reset_iter(self, mode: str) -> None:
         """Begin again with the validation data."""
-        if mode == "val" and self.data.n_batch_val:
-            self._val_batches = self._validation()
+        if mode == "val":
+            self._val_batches = None
 
     def val_iter(self, count: int, recorder: Any) -> None:
         """Validate the next batch of this rank's share."""
+        if self._val_batches is None:
+            self._val_batches = self._validation()
         arrays = next(self._val_batches, None)
         if arrays is not None:  # else a loader has left out a whole batch
             batch = self._prepared(arrays, False)

@@ -27,9 +27,11 @@ import numpy as np
 from synkhronos.devices import device_of
 from synkhronos.graphs import library_of, loaded_libraries
 from synkhronos.launch import binding, contract, elsewhere, modelfile
+from synkhronos.launch.gradients import SummedGradients
 from synkhronos.launch.recorder import ClassRecorder
 from synkhronos.launch.settings import Settings
-from synkhronos.rules import Rule, State
+from synkhronos.launch.watch import Watch
+from synkhronos.rules import BSP, Rule, State, Swap
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker
 from synkhronos.training import storing
@@ -39,6 +41,14 @@ from synkhronos.training.recorder import Recorder, cut
 
 #: Under which a rank keeps its model from one program to the next.
 _KEPT = "launch"
+#: What the run says of a class' exchange under BSP.
+_EXCHANGES = {
+    "gradient": "after each step vels2 is set to the sum of vels over all ranks (cdd)",
+    "params": "after each step parameters are averaged over all ranks (avg)",
+}
+#: Epochs over which BSP raises a class' learning rate to the number of ranks times as much, as Theano-MPI does; and
+#: between two calls of a class' save(path).
+_WARMUP, _SNAPSHOTS = 5, 5
 
 
 def enter(worker: Worker, consoles: list[int], masks: list[list[int]], devices: list[str], by_host: list[range]) -> int:
@@ -85,25 +95,36 @@ def as_the_class_computes() -> Iterator[None]:
         jax.config.update("jax_enable_x64", before)
 
 
-def build(worker: Worker, settings: Settings) -> tuple[int, str]:
-    """Make this rank's own instance; return the number of its parameters' elements, and their dtype."""
+def build(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
+    """Make this rank's own instance; return the number of elements that ranks exchange, and their dtype."""
     kind = modelfile.load(settings.root, settings.modelfile, settings.modelclass)
     loaded_libraries()  # before the class compiles anything: all ranks do so at once
     contract.check(kind, settings.modelclass)
-    said = {"rank": worker.number, "size": worker.size, "verbose": worker.number == 0, "seed": settings.seed}
-    model = contract.make(kind, {**said, **settings.config})
-    for name, value in said.items():
+    config = {
+        "rank": worker.number,
+        "size": worker.size,
+        "verbose": worker.number == 0,
+        "seed": settings.seed,
+        "mname": settings.modelclass,
+    }
+    model = contract.make(kind, {**config, **settings.config})
+    for name in ("rank", "size", "verbose", "seed"):
         if not hasattr(model, name) and not hasattr(kind, "__slots__"):
-            setattr(model, name, value)
+            setattr(model, name, config[name])
     worker.progress()
-    contract.compile_functions(model)
+    average = None
+    if isinstance(rule, BSP) and worker.size > 1:
+        average = settings.rule_options.get("average")
+        average = contract.compile_for(model, average, settings.modelclass)
+        if worker.number == 0:
+            sys.stdout.write(f"{_EXCHANGES[average]}\n")
+    else:
+        contract.compile_functions(model, "avg")
     contract.check(model, settings.modelclass)
     if settings.scale_lr:
         if not callable(getattr(model, "scale_lr", None)):
             raise contract.ContractError(f"{settings.modelclass} lacks:\n  method scale_lr(size), for scale_lr = true")
         model.scale_lr(worker.size)
-    if callable(getattr(model, "print_info", None)) and worker.number == 0:
-        contract.called(model.print_info, worker.number == 0)
     vector = Vector(list(model.params))
     shapes = [list(shape) for shape in vector.shapes]
     all_shapes = worker.exchange(shapes)
@@ -111,19 +132,23 @@ def build(worker: Worker, settings: Settings) -> tuple[int, str]:
         if other != all_shapes[0]:
             raise contract.ContractError(f"params: of shapes {all_shapes[0]} on rank 0, and of {other} on rank {r}")
     vector.set(worker.decide(np.asarray(vector.get()) if worker.number == 0 else None))
-    groups = contract.groups(model)
+    groups = contract.groups(model, leave_out_normalization=average == "params")
     for shared in groups.generators:  # a class that gives all ranks one seed
         library = library_of(shared)
         stream = library.stream(shared)
         library.set_stream(shared, library.moved(stream, worker.number) if worker.number else stream)
-    worker.kept(_KEPT).update(model=model, groups=groups)
-    return vector.size, vector.dtype.name
+    worker.kept(_KEPT).update(model=model, groups=groups, average=average)
+    exchanged = Vector(groups.params)
+    return exchanged.size, exchanged.dtype.name
 
 
 def train(worker: Worker, settings: Settings, rule: Rule, shared: dict[str, LocalRows], path: str | None) -> int:
     """Train; return the number of epochs that the model has been trained for."""
     kept = worker.kept(_KEPT)
-    run = _Run(worker, settings, rule, kept["model"], kept["groups"], shared)
+    model = kept["model"]
+    if kept["average"] == "gradient":
+        rule = SummedGradients(model.vels, model.vels2, rule.precision)
+    run = _Run(worker, settings, rule, model, kept["groups"], shared)
     try:
         return run.all_epochs(path)
     finally:
@@ -153,14 +178,18 @@ class _Run:
         self.rows = contract.rows(model)
         is_here = worker.number < len(settings.devices)
         lines = Recorder(self.folder) if is_here else elsewhere.Records()
-        self.recorder = ClassRecorder(worker.number, lines, settings.every, self.rows)
+        folder = self.folder if is_here else None
+        self.recorder = ClassRecorder(worker.number, lines, settings.every, self.rows, folder)
         self.state = State(self.groups.params, self.groups.optimizer, shared)
         self.reports = Recorder(self.folder) if worker.number == 0 else None
+        own = model.vels if isinstance(rule, SummedGradients) else self.groups.params
+        self.watch = Watch(list(model.params), own)
         self.is_new = True
         self.trained = 0.0
+        self.count = 0
 
     def all_epochs(self, path: str | None) -> int:
-        """Go through all epochs."""
+        """Go through all epochs; return the number of those that the model has been trained for."""
         epochs = self.settings.epochs if self.settings.epochs is not None else getattr(self.model, "n_epochs", None)
         if isinstance(epochs, bool) or not isinstance(epochs, int | np.integer) or epochs < 1:
             raise contract.ContractError(
@@ -172,8 +201,10 @@ class _Run:
             self.rule.setup(self.worker, self.state)
         else:
             first = self.resume(path)
+        done = first
         for epoch in range(first, int(epochs)):
             self.model.epoch = epoch
+            self.warm_up(epoch)
             self.recorder.learning_rate = contract.learning_rate(self.model)
             if self.recorder.learning_rate is not None:
                 self.state.learning_rate = self.recorder.learning_rate
@@ -181,17 +212,38 @@ class _Run:
             self.iterate()
             loss = self.check_loss()
             own = self.stand_for_all()
-            self.report(epoch, loss, self.validate())
-            contract.called(self.model.adjust_hyperp, epoch)
-            last = epoch + 1 == epochs
-            if self.settings.checkpoint and ((epoch + 1) % self.settings.checkpoint == 0 or last):
-                self.save(epoch + 1, own)
-            if not last:
-                self.state.vector = own
+            validation, has_stopped = self.validate()
+            self.report(epoch, loss, validation)
+            done = epoch + 1
+            last = has_stopped or done == epochs
+            self.save_snapshot(epoch, last)
+            contract.call(self.model.adjust_hyperp, epoch)
+            if callable(getattr(self.model, "print_info", None)):
+                contract.call(self.model.print_info, self.recorder, verbose=self.worker.number == 0)
+            if self.settings.checkpoint and (done % self.settings.checkpoint == 0 or last):
+                self.save(done, own)
+            if has_stopped and self.worker.number == 0:
+                sys.stdout.write(f"val_iter() has returned 'stop': the run ends after epoch {done}\n")
+            if last:
+                break
+            self.state.vector = own
         if first >= epochs:  # a run may end between its last checkpoint and what comes now
             self.stand_for_all()
         self.save_params()
-        return max(first, int(epochs))
+        return done
+
+    def warm_up(self, epoch: int) -> None:
+        """Multiply ``shared_lr`` by the fifth root of the number of ranks, in each of epochs 1 to 5."""
+        shared = getattr(self.model, "shared_lr", None)
+        asked = self.settings.warmup
+        if asked is None:
+            asked = isinstance(self.rule, BSP | SummedGradients | Swap) and getattr(self.model, "warmup", True)
+        if not asked or shared is None or self.worker.size == 1 or not 1 <= epoch <= _WARMUP:
+            return
+        rate = np.asarray(shared.get_value())
+        shared.set_value(np.asarray(rate * self.worker.size ** (1 / _WARMUP), rate.dtype))
+        if self.worker.number == 0:
+            sys.stdout.write(f"warm-up: shared_lr is {float(shared.get_value()):.4g} from epoch {epoch + 1} on\n")
 
     def stand_for_all(self) -> Any:
         """Set the parameters to those that stand for all ranks'; return this rank's own."""
@@ -204,36 +256,60 @@ class _Run:
 
     def iterate(self) -> None:
         """Take an epoch's steps, with exchanges between them."""
-        worker, model, recorder, state = self.worker, self.model, self.recorder, self.state
-        self.reset("train")
-        per_batch = max(1, int(getattr(model, "n_subb", 1)))
-        steps: int | None = None
-        while steps is None or recorder.steps < steps:
-            worker.progress()
-            began, before = time.perf_counter(), dict(recorder.seconds)
-            with as_the_class_computes():
-                model.train_iter(recorder.total + 1, recorder)
-            recorder.stepped(time.perf_counter() - began if self.is_new else None)
-            self.is_new = False
-            self.note_compute(began, before)
-            if steps is None:  # now the data have been shared out among ranks, where a class does that
-                steps = self.agree(int(model.data.n_batch_train) * per_batch)
-            due = self.rule.left(state) == 1
-            state.step += 1
-            state.since += 1
-            if due:
-                with timed(recorder.seconds, "exchange", lambda: worker.waited):
-                    self.rule.exchange(worker, state)
-                    state.since = 0
-            recorder.print_train_info(recorder.total)
+        worker, model, recorder, rule = self.worker, self.model, self.recorder, self.rule
+        per_batch = contract.sub_batches(model)
+        batches: int | None = None
+        batch = 0
+        while batches is None or batch < batches:
+            for sub_batch in range(per_batch):
+                self.step(batch)
+                if batches is None:  # now the data have been shared out among ranks, where a class does that
+                    batches = self.agree(int(model.data.n_batch_train))
+                # Ranks that exchange one by one do so after whole batches.
+                if not rule.asynchronous or sub_batch == per_batch - 1:
+                    self.exchange()
+            batch += 1
+            recorder.print_train_info(batch * worker.size)
+        self.count = batch * worker.size
         recorder.write()
         self.trained = time.perf_counter()
+        recorder.clear_train_info()
+        self.reset("train")
+        self.watch.check_change(recorder.learning_rate, epoch_ended=True)
+        if rule.asynchronous:
+            self.watch.compare(worker)
 
-    def agree(self, steps: int) -> int:
-        """Return how many steps this rank takes: under rules in which all exchange at once, the fewest of any rank."""
+    def step(self, batch: int) -> None:
+        """Take a step on this rank."""
+        recorder = self.recorder
+        self.worker.progress()
+        began, before = time.perf_counter(), dict(recorder.seconds)
+        with as_the_class_computes():
+            self.model.train_iter(batch, recorder)
+        recorder.stepped(time.perf_counter() - began if self.is_new else None)
+        self.is_new = False
+        self.note_compute(began, before)
+
+    def exchange(self) -> None:
+        """Exchange with other ranks, if it is time for it."""
+        worker, state = self.worker, self.state
+        self.watch.step()
+        if self.watch.is_due and not self.rule.asynchronous:
+            self.watch.compare(worker)
+        self.watch.check_change(self.recorder.learning_rate, epoch_ended=False)
+        due = self.rule.left(state) == 1
+        state.step += 1
+        state.since += 1
+        if due:
+            with timed(self.recorder.seconds, "exchange", lambda: worker.waited):
+                self.rule.exchange(worker, state)
+                state.since = 0
+
+    def agree(self, batches: int) -> int:
+        """Return the number of batches of this epoch: where all ranks exchange at once, the fewest of any."""
         if self.rule.asynchronous:
-            return steps
-        every = self.worker.exchange(steps)
+            return batches
+        every = self.worker.exchange(batches)
         if min(every) != max(every) and self.worker.number == 0 and self.recorder.epoch == 0:
             sys.stdout.write(f"ranks have {every} batches: each takes {min(every)}, since all exchange at once\n")
         return min(every)
@@ -252,25 +328,41 @@ class _Run:
             raise FloatingPointError(f"the cost is {loss} in epoch {self.recorder.epoch + 1}: nothing of it was saved")
         return loss
 
-    def validate(self) -> dict[str, float]:
-        """Validate what stands for all ranks; return the means over all of them."""
+    def validate(self) -> tuple[dict[str, float], bool]:
+        """Validate what stands for all ranks.
+
+        Returns
+        -------
+        means : dict of str to float
+            Cost and errors, over all ranks.
+        has_stopped : bool
+            Whether ``val_iter`` has returned ``"stop"`` on some rank.
+        """
+        recorder = self.recorder
+        batch, has_stopped = 0, False
+        per_batch = contract.sub_batches(self.model)
+        while batch < int(self.model.data.n_batch_val) and not has_stopped:
+            following = batch + 1
+            for _ in range(per_batch):
+                self.worker.progress()
+                with as_the_class_computes():
+                    answer = self.model.val_iter(self.count, recorder)
+                following, has_stopped = contract.next_batch(answer, batch, following)
+                if has_stopped:
+                    break
+            batch = following
         self.reset("val")
-        count, done = None, 0
-        while count is None or done < count:
-            if count is None and not self.model.data.n_batch_val:
-                break
-            self.worker.progress()
-            with as_the_class_computes():
-                self.model.val_iter(self.recorder.total, self.recorder)
-            done += 1
-            count = int(self.model.data.n_batch_val) * max(1, int(getattr(self.model, "n_subb", 1)))
+        shown = self.worker.exchange((*recorder.validation_sums(), has_stopped))
         sums: dict[str, float] = {}
-        total = 0
-        for rows, found in self.worker.exchange(self.recorder.validation_sums()):
-            total += rows
+        total = sum(rows for rows, _, _ in shown)
+        for _, found, _ in shown:
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + value
-        return {name: value / total for name, value in sums.items()}
+        means = {name: value / total for name, value in sums.items()}
+        recorder.note_validation(self.count, means)
+        if means:
+            self.model.current_info = recorder.get_latest_val_info()
+        return means, any(stopped for _, _, stopped in shown)
 
     def report(self, epoch: int, loss: float | None, validation: dict[str, float]) -> None:
         """Print and write what an epoch has come to."""
@@ -297,23 +389,32 @@ class _Run:
         sys.stdout.write(f"epoch {epoch + 1} done: {said}; batch {record['batch']}, {rate:,.0f} {recorder.unit}/s\n")
 
     def reset(self, mode: str) -> None:
-        """Have the class go through its batches, of training or validation, anew, if it has a method for that."""
+        """Have the class go through its batches of training or validation anew, if it has a method for that."""
         method = getattr(self.model, "reset_iter", None)
         if callable(method):
-            contract.called(method, mode)
+            contract.call(method, mode)
 
     # -- what stays ------------------------------------------------------------------------------------------
+
+    def save_snapshot(self, epoch: int, last: bool) -> None:
+        """Have the class save itself every five epochs, and at the end, if it has a method for that."""
+        save = getattr(self.model, "save", None)
+        if self.worker.number == 0 and callable(save) and (epoch % _SNAPSHOTS == 0 or last):
+            (self.folder / "snapshots").mkdir(exist_ok=True)
+            save(f"{self.folder / 'snapshots'}{os.sep}")  # classes put a file's name behind it
 
     def save_params(self) -> None:
         """Write the parameters as Lasagne's users do: ``arr_0``, ``arr_1`` and so on."""
         if self.worker.number == 0:
-            values = [device_of(v).to_host(v) for v in (library_of(p).get(p) for p in self.groups.params)]
+            values = [device_of(v).to_host(v) for v in (library_of(p).get(p) for p in self.model.params)]
             np.savez(self.folder / "params.npz", *values)
 
     def save(self, epochs: int, own: Any) -> None:
         """Write a checkpoint of all ranks."""
         kept = self.worker.kept(_KEPT)
         kept["state"], kept["own"] = self.state, own
+        if isinstance(self.rule, SummedGradients):
+            self.rule.store(self.state)
         found = storing.collect(self.worker, _KEPT, self.groups, False)
         mine = found, _generators(), self.recorder.total
         if self.worker.number:
@@ -346,9 +447,11 @@ class _Run:
             raise CheckpointError(f"{path} has parameters of shapes {meta.get('shapes')}, expected {shapes}")
         storing.check_rule(path, meta, self.settings.rule, self.rule)
         for epoch in range(meta["epochs"]):  # learning rates that are no shared variables
-            contract.called(self.model.adjust_hyperp, epoch)
+            contract.call(self.model.adjust_hyperp, epoch)
         storing.restore(worker, _KEPT, self.groups, self.rule, path, self.shared, False, 0)
         self.state = worker.kept(_KEPT)["state"]
+        if isinstance(self.rule, SummedGradients):
+            self.rule.restore(self.state)
         self.recorder.total = meta["totals"][worker.number % len(meta["totals"])]
         if worker.number < len(meta["generators"]):
             _set_generators(meta["generators"][worker.number])

@@ -1,13 +1,12 @@
-"""What a class tells of its iterations.
-
-`ClassRecorder`
-    Answers the calls that classes written for Theano-MPI make, and writes what `synkhronos.training.Recorder` writes.
-"""
+"""The recorder that a class' ``train_iter``, ``val_iter`` and ``print_info`` get: Theano-MPI's calls, our records."""
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,19 @@ _WORDS = {"calc": "compute", "comm": "exchange", "sync": "wait", "wait": "load",
 
 
 class ClassRecorder:
-    """Answers a class' calls.
+    """Records what a class reports, by the calls of Theano-MPI's recorder.
 
-    Every so many steps, of so many ``rows`` each, a line goes to ``recorder``; to nowhere if there is none.
+    Parameters
+    ----------
+    rank : int
+    recorder : Recorder or Records, optional
+        Where a line goes every so many steps; by default nowhere.
+    every : int
+        The number of steps between two lines.
+    rows : int
+        The number of rows of a step.
+    folder : path, optional
+        Where `plot` saves pictures, in ``plots/``; by default nowhere.
 
     Examples
     --------
@@ -35,8 +44,19 @@ class ClassRecorder:
     (1, {'cost': 0.25, 'error': 0.5, 'top5': 0.125})
     """
 
-    def __init__(self, rank: int, recorder: Recorder | Records | None = None, every: int = 40, rows: int = 1):
+    def __init__(
+        self,
+        rank: int,
+        recorder: Recorder | Records | None = None,
+        every: int = 40,
+        rows: int = 1,
+        folder: Path | None = None,
+    ):
         self.rank, self.every, self.rows = rank, every, rows
+        self.verbose = rank == 0
+        self._folder = folder
+        self._plots: dict[str, int] = {}
+        self._latest: list[Any] | None = None
         self.unit = "rows" if rows > 1 else "batches"
         self._recorder = recorder
         self.seconds = dict.fromkeys(("compute", "exchange", "wait", "load"), 0.0)
@@ -90,12 +110,72 @@ class ClassRecorder:
             if value is not None:
                 self._val[name] = self._val.get(name, 0.0) + rows * _mean(value)
 
-    def save(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the run itself gathers and prints what validation found, times epochs, and writes each line."""
+    def get_latest_val_info(self) -> list[Any] | None:
+        """Return count, cost, error and top-5 error of the last validation, over all ranks; None before the first."""
+        return self._latest
 
-    gather_val_info = print_val_info = start_epoch = end_epoch = save
+    def plot_init(self, name: str, fig_specs: Any = None, save: bool = False) -> None:
+        """Name a picture that `plot` will draw; the other arguments are Theano-MPI's, and change nothing."""
+        if not isinstance(name, str):
+            raise TypeError(f"plot_init(): expected a text as name, got {name!r}")
+        self._plots.setdefault(name, 0)
+
+    def plot(self, name: str, lines: Any = None, image: Any = None, save: bool = False, **style: Any) -> None:
+        """Draw lines or an image, and save it as a new picture in the run's folder.
+
+        Parameters
+        ----------
+        name : str
+            That of `plot_init`.
+        lines : list of lists of numbers, optional
+        image : ndarray, optional
+            Of two dimensions, or three with red, green and blue last.
+        save
+            Theano-MPI's; changes nothing.
+        **style
+            ``lw`` for lines, ``cmap`` for images.
+
+        Raises
+        ------
+        ValueError
+            If there are both lines and an image, or neither, or `plot_init` has not named the picture.
+        """
+        if name not in self._plots:
+            raise ValueError(f"plot(): expected a name given to plot_init(), got {name!r}")
+        if (lines is None) == (image is None):
+            raise ValueError("plot(): expected either lines or an image")
+        self._plots[name] += 1
+        if self._folder is None:
+            return
+        if find_spec("matplotlib") is None:
+            if sum(self._plots.values()) == 1:
+                sys.stdout.write("plot() draws nothing: matplotlib is not installed\n")
+            return
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(5, 4))
+        axes = figure.subplots()
+        axes.set_title(name)
+        for line in lines if lines is not None else ():
+            axes.plot(np.asarray(line, np.float64), lw=style.get("lw", 2))
+        if image is not None:
+            axes.imshow(np.asarray(image), cmap=style.get("cmap"))
+        folder = self._folder / "plots"
+        folder.mkdir(parents=True, exist_ok=True)
+        safe = re.sub(r"[^\w-]", "_", name)
+        figure.savefig(folder / f"{safe}-rank-{self.rank}-{self._plots[name]}.png")
+
+    def save(self, *_: Any, **__: Any) -> None:
+        """Do nothing: the run gathers and prints validation, times epochs, writes each line, and cuts it on resume."""
+
+    gather_val_info = print_val_info = start_epoch = end_epoch = load = cut = show = save
 
     # -- what the run calls ----------------------------------------------------------------------------------
+
+    def note_validation(self, count: int, means: dict[str, float]) -> None:
+        """Note the means of a validation over all ranks, for `get_latest_val_info`."""
+        if means:
+            self._latest = [count, *(means.get(name) for name in ("cost", "error", "top5"))]
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin to count an epoch's steps."""

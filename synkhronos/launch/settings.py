@@ -51,7 +51,11 @@ RULES: dict[str, type[rules.Rule]] = {
 #: The keys of Theano-MPI's files, without "_", and ours.
 _OLD_KEYS = {"session": "folder", **{key: key for key in ("rule", "modelfile", "modelclass", "devices", "bind")}}
 #: Its ways to combine, and to move, and what each is here.
-_OLD_SYNC: dict[str, dict[str, Any]] = {"avg": {}, "cdd": {}, "swap": {"rule": "Swap"}}
+_OLD_SYNC: dict[str, dict[str, Any]] = {
+    "avg": {"rule_options": {"average": "params"}},
+    "cdd": {"rule_options": {"average": "gradient"}},
+    "swap": {"rule": "Swap"},
+}
 _OLD_STRATEGIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("ar", "nccl32", "asa32", "copper"), {}),
     **dict.fromkeys(("nccl16", "asa16", "copper16"), {"rule_options": {"precision": "float16"}}),
@@ -112,6 +116,8 @@ class Settings:
     grace: float = 30.0
     #: Whether the class' ``scale_lr(size)`` is called.
     scale_lr: bool = False
+    #: Whether ``shared_lr`` is raised to the number of ranks times as much over five epochs; None is for BSP alone.
+    warmup: bool | None = None
     #: ``"latest"``, or a checkpoint's path.
     resume: str | None = None
 
@@ -126,10 +132,10 @@ class Settings:
                 expected = ", ".join(known) or "none"
                 raise SettingsError(f"rule_options: {self.rule} has no {option!r}: expected one of {expected}")
         if kind is rules.BSP:
-            if options.get("average", "params") != "params":
+            # Each rank's class decides whether gradients can be exchanged: see `synkhronos.launch.gradients`.
+            if options.get("average") not in (None, "gradient", "params"):
                 raise SettingsError(
-                    f"rule_options.average: expected 'params', got {options['average']!r}: a class' step shows its "
-                    "parameters, but not its gradients"
+                    f"rule_options.average: expected 'gradient' or 'params', got {options['average']!r}"
                 )
             options = {**options, "average": "params"}
         try:
@@ -207,7 +213,7 @@ def _old(path: Path, text: str) -> dict[str, Any]:
             known = _OLD_WAYS[name]
             if value.lower() not in known:
                 raise SettingsError(f"{path}, line {number}: {key}: expected one of {', '.join(known)}, got {value!r}")
-            ways |= known[value.lower()]
+            ways = joined([ways, known[value.lower()]])
         elif name in _OLD_KEYS:
             found[_OLD_KEYS[name]] = value
         else:
@@ -327,7 +333,7 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
     rule = rule_name(_text(found, "rule") or Settings.rule)
     others: dict[str, Any] = {
         **{key: _integer(found[key], key, *ends) for key, ends in _RANGES.items() if found.get(key) is not None},
-        **{key: _flag(found[key], key) for key in ("bind", "scale_lr") if found.get(key) is not None},
+        **{key: _flag(found[key], key) for key in ("bind", "scale_lr", "warmup") if found.get(key) is not None},
     }
     if found.get("grace") is not None:
         others["grace"] = _seconds(found["grace"], "grace")

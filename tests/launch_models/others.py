@@ -49,7 +49,7 @@ class Noisy(MLP):
         self.draw = theano.function([], MRG_RandomStreams(7).uniform((2,)))
 
     def train_iter(self, count, recorder):
-        if count == 1:  # as a function that is compiled late
+        if count == 0:  # as a function that is compiled late
             time.sleep(2)
         super().train_iter(count, recorder)
 

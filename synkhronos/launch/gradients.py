@@ -1,0 +1,70 @@
+"""The exchange of gradients, for classes whose step is compiled in two parts, as Theano-MPI's ``cdd``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from synkhronos.rules import Rule, State
+from synkhronos.rules.base import average
+from synkhronos.rules.state import Vector
+from synkhronos.tasks import Worker
+
+#: Name under which a checkpoint has the sum that the next step will apply.
+_PENDING = "pending"
+
+
+class SummedGradients(Rule):
+    """Write the sum of all ranks' ``vels`` into ``vels2``, as one vector.
+
+    A class of Theano-MPI's compiles two functions. One writes its gradient (or its momentum) into the variables `vels`;
+    the other updates the parameters from `vels2`, and divides by the number of ranks. A step calls the second one
+    first, so that a sum is applied one step late.
+
+    Parameters
+    ----------
+    vels, vels2 : list of shared variables
+        As many, of the same shapes and dtypes.
+    precision : {None, "float32", "float16", "bfloat16"}
+        The dtype in which ranks exchange.
+    """
+
+    def __init__(self, vels: Sequence[Any], vels2: Sequence[Any], precision: str | None = None):
+        super().__init__(1, precision=precision)
+        self.vels, self.vels2 = Vector(vels), Vector(vels2)
+
+    def setup(self, worker: Worker, state: State) -> None:
+        """Start with what the class has put into ``vels2``: nothing is remembered."""
+
+    def exchange(self, worker: Worker, state: State) -> None:
+        """Sum up."""
+        vector = self.vels.get()
+        if self.precision is None or np.dtype(vector.dtype).name == self.precision:
+            total = worker.all_reduce(vector, "sum", overwrite=True)
+        else:
+            total = average(worker, vector, self.precision) * vector.dtype.type(worker.size)
+        self.vels2.set(total)
+
+    def report(self, worker: Worker, state: State) -> Any:
+        """Return this rank's parameters: they are the same on all, but for those that the class keeps local."""
+        return state.vector
+
+    def store(self, state: State) -> None:
+        """Note the pending sum in the state, for a checkpoint."""
+        state.own[_PENDING] = np.asarray(self.vels2.get())
+
+    def restore(self, state: State) -> None:
+        """Set ``vels2`` to the pending sum of a checkpoint, if it has one of as many elements."""
+        pending = state.own.pop(_PENDING, None)
+        if pending is not None and np.size(pending) == self.vels2.size:
+            self.vels2.set(np.asarray(pending))
+
+    def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+        """Keep the mean of the pending sum, which the class divides by the number of ranks."""
+        found = super().resized(ranks, size)
+        if _PENDING not in ranks[0]["own"]:
+            return found
+        pending = ranks[0]["own"][_PENDING] * (size / len(ranks))
+        return [{**each, "own": {**each["own"], _PENDING: pending.astype(each["params"].dtype)}} for each in found]

@@ -1,0 +1,108 @@
+"""Does a run train at all?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from synkhronos.devices import device_of
+from synkhronos.rules.state import Vector
+from synkhronos.tasks import Worker
+
+#: Steps after which parameters must have changed, and steps whose results are compared between ranks.
+_STEPS, _COMPARED = 50, 3
+SAME_STEPS = (
+    "ranks {} and {} have taken the same steps: they train on the same rows in the same order; the class has to choose "
+    "its rows by config['rank'] and config['size']"
+)
+
+
+class TrainingError(RuntimeError):
+    """A run goes on without training anything."""
+
+
+class Watch:
+    """Looks at the first steps of a run.
+
+    Parameters
+    ----------
+    params : list of shared variables
+        All of the class' parameters.
+    own : list of shared variables
+        What a step computes from this rank's rows before ranks exchange: the parameters, or gradients.
+    """
+
+    def __init__(self, params: list[Any], own: list[Any]):
+        self._params, self._own = Vector(params), Vector(own)
+        self._start, self._before = digest(self._params), digest(self._own)
+        self._steps: list[str] = []
+        self._n_steps = 0
+        self._has_changed = self._is_compared = False
+
+    def step(self) -> None:
+        """Note a step of this rank, before it exchanges."""
+        self._n_steps += 1
+        if len(self._steps) < _COMPARED:
+            self._steps.append(digest(self._own))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether ranks that step together should compare their steps now."""
+        return not self._is_compared and len(self._steps) == _COMPARED
+
+    def check_change(self, learning_rate: float | None, epoch_ended: bool) -> None:
+        """Refuse parameters that have not changed.
+
+        Raises
+        ------
+        TrainingError
+            After 50 steps, or after an epoch of at least two, at a learning rate that is not 0.
+        """
+        if self._has_changed or self._n_steps < (2 if epoch_ended else _STEPS) or learning_rate == 0:
+            return
+        self._has_changed = digest(self._params) != self._start
+        if not self._has_changed:
+            raise TrainingError(
+                f"no parameter has changed in {self._n_steps} steps: this run trains nothing. Does train_iter() call "
+                "the functions that compile_iter_fns() has compiled, and are updates of params among theirs?"
+            )
+
+    def compare(self, worker: Worker) -> None:
+        """Refuse ranks whose steps were all the same; all ranks call this at once.
+
+        Raises
+        ------
+        TrainingError
+            If two ranks have made the same of each of their first steps, from the same parameters.
+        """
+        if self._is_compared:
+            return
+        self._is_compared = True
+        has_stepped = bool(self._steps) and self._steps[-1] != self._before
+        if same := same_steps(worker.exchange(self._steps if has_stepped else None)):
+            raise TrainingError(SAME_STEPS.format(*same))
+
+
+def same_steps(by_rank: Sequence[list[str] | None]) -> tuple[int, int] | None:
+    """Return two ranks whose digests are all the same; None where there are none, or for ranks without digests.
+
+    Examples
+    --------
+    >>> same_steps([["a", "b"], ["a", "c"], ["a", "b"]])
+    (0, 2)
+    """
+    first: dict[tuple[str, ...], int] = {}
+    for rank, steps in enumerate(by_rank):
+        if steps and (other := first.setdefault(tuple(steps), rank)) != rank:
+            return other, rank
+    return None
+
+
+def digest(vector: Vector) -> str:
+    """Return a hash of the bytes of all variables."""
+    value = vector.get()
+    array = np.ascontiguousarray(device_of(value).to_host(value))
+    return hashlib.blake2b(array.view(np.uint8).data, digest_size=16).hexdigest()
