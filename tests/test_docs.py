@@ -220,3 +220,10 @@ def test_the_ratios_of_the_table_of_speed_follow_from_its_figures():
 def test_the_readme_says_who_gains_as_the_front_page_does():
     rows = (ROOT / "docs" / "who_gains.txt").read_text().partition("\n\n")[2]
     assert len(rows) > 500 and rows in (ROOT / "README.rst").read_text()
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "benchmarks"], ids=lambda page: page.stem)
+def test_commits_and_dates_are_on_the_page_of_benchmarks_alone(page):
+    found = re.findall(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,12}\b|\b202\d-\d\d-\d\d\b", page.read_text())
+    assert found == []
