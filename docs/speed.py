@@ -52,7 +52,9 @@ def draw(rows: list[dict[str, str]], theme: str) -> None:
     for spine in axis.spines.values():
         spine.set_visible(False)
     metadata = {"Date": None, "Creator": None, "Description": f"speed.csv {digest()}", "Title": "Speed"}
-    figure.savefig(TABLE.with_name(f"speed_{theme}.svg"), facecolor="white" if theme == "light" else "none", metadata=metadata)
+    figure.savefig(
+        TABLE.with_name(f"speed_{theme}.svg"), facecolor="white" if theme == "light" else "none", metadata=metadata
+    )
     pyplot.close(figure)
 
 

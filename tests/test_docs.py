@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import io
+import json
 import os
 import pkgutil
 import re
@@ -227,3 +228,15 @@ def test_the_readme_says_who_gains_as_the_front_page_does():
 def test_commits_and_dates_are_on_the_page_of_benchmarks_alone(page):
     found = re.findall(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,12}\b|\b202\d-\d\d-\d\d\b", page.read_text())
     assert found == []
+
+
+@pytest.mark.any_library
+def test_the_table_of_exchange_rules_is_of_the_numbers_that_its_picture_shows():
+    curves = json.loads((ROOT / "docs" / "exchange_rules.json").read_text())
+    table = re.findall(
+        r"^([\w ]+?) (?:\(.*\))?((?: +\d+\.\d){4})$", (ROOT / "docs" / "exchange_rules.rst").read_text(), re.M
+    )
+    assert {name.strip(): row.split() for name, row in table} == {
+        name: [f"{100 * curves[f'{name} {period}'][-1][3]:.1f}" for period in (1, 4, 16, 64)]
+        for name in ("local SGD", "SlowMo", "DiLoCo", "EASGD", "EAMSGD", "Downpour", "GoSGD")
+    }
