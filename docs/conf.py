@@ -1,7 +1,10 @@
 """Sphinx' settings: ``sphinx-build -W -b html docs docs/_build/html``."""
 
+import re
 import sys
 from pathlib import Path
+
+from sphinx.util.nodes import make_refnode
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
@@ -26,6 +29,9 @@ default_role = "py:obj"
 # `fork` on a page means `synkhronos.fork`.
 rst_prolog = ".. currentmodule:: synkhronos\n"
 highlight_language = "python"
+# A name that no object has is an error; but names in small letters may be parameters, which no page lists.
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", "[a-z_0-9]+")]
 
 autosummary_generate = False
 autodoc_member_order = "bysource"
@@ -59,6 +65,40 @@ html_theme_options = {
     "footer_start": ["sphinx-version"],
     "footer_end": ["theme-version"],
 }
-html_sidebars = {"**": ["sidebar-nav-bs", "page-toc"], "index": [], "speed": [], "search": [], "genindex": []}
+html_sidebars = {
+    "**": ["sidebar-nav-bs", "page-toc"],
+    # These have no pages below or beside them.
+    **dict.fromkeys(("api", "pymc"), ["page-toc"]),
+    **dict.fromkeys(("index", "speed", "search", "genindex", "py-modindex"), []),
+}
+toc_object_entries_show_parents = "hide"
 html_show_copyright = False
 html_show_sourcelink = False
+
+
+def resolve_short_name(app, env, node, contnode):
+    """Resolve a name without its module, or with the module that defines it, such as `Worker.lock`.
+
+    Returns
+    -------
+    docutils.nodes.reference or None
+        The link; None where no documented object has the name, several have it, or it may be a parameter's.
+    """
+    target = node.get("reftarget", "")
+    if node.get("refdomain") != "py" or not re.search("[A-Z.]", target):
+        return None
+    domain = env.get_domain("py")
+    names = [target]
+    if target.startswith("synkhronos."):
+        names.append(".".join(target.split(".")[-2:]))
+    for name in names:
+        found = [item for item in domain.find_obj(env, None, None, name, None, 1) if not item[1].aliased]
+        if len(found) == 1:
+            full, entry = found[0]
+            return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, contnode, full)
+    return None
+
+
+def setup(app):
+    """Connect what Sphinx asks where a name is unknown."""
+    app.connect("missing-reference", resolve_short_name)

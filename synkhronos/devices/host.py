@@ -237,7 +237,7 @@ class HostCommunicator:
     def all_reduce(self, array: np.ndarray, op: str) -> bool:
         """Replace every rank's array by the reduction of all ranks', and return whether it is there.
 
-        Where it may come later than this returns, `Device.written` gives the array that tells when.
+        Where it may come later than this returns, ``Device.written`` gives the array that tells when.
         """
         flat = array.reshape(-1)
         self._reduce(flat, flat, op, flat.size, flat.dtype, range(self._rank.size))

@@ -97,10 +97,10 @@ class Rule:
     # -- what a rule of your own may override ----------------------------------------------------------------
 
     def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Return shape and dtype of each array that all ranks have to see, by name: see `State.shared`.
+        """Return shape and dtype of each array that all ranks have to see, by name: see ``shared`` of `State`.
 
         On several hosts each has its own, of zeros at first.  Ranks see what others have written under a lock: see
-        `synkhronos.tasks.Worker.lock`, to which `State.rows` are given.
+        `synkhronos.tasks.Worker.lock`, to which ``rows`` of `State` are given.
         """
         return {}
 

@@ -110,7 +110,7 @@ def rule(example: str, leads_to: float, **words: str) -> Callable[[Callable[...,
     leads_to : float
         Where that step leads.
     **words : str
-        What the docstring says of each hyperparameter that is not in `WORDS`, or means something else there.
+        What the docstring says of each hyperparameter that is not in ``WORDS``, or means something else there.
 
     Returns
     -------
