@@ -1,15 +1,31 @@
-"""Checkpoints on the disk: whole or not there, whenever the process is killed; what happens when the disk is full."""
+"""Checkpoints on the disk: complete or absent, whatever is killed, damaged, full, or written by two at a time."""
 
+import contextlib
+import copy
 import errno
+import fcntl
+import hashlib
 import json
 import os
+import platform
+import shutil
+import signal
+import time
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from synkhronos.training import Checkpoint, CheckpointError
+from synkhronos.training.checkpoint import load_meta
 
+FILES = ["state.safetensors", "meta.json", "SHA256SUMS"]
 ARRAYS = {"w": np.arange(1000.0), "n": np.array(3), "t": np.arange(6, dtype="float32").reshape(2, 3).T}
+
+
+def entries(folder):
+    return sorted(name for name in os.listdir(folder) if name != ".lock")
 
 
 def test_what_is_saved_is_read(tmp_path):
@@ -29,7 +45,7 @@ def test_the_newest_few_are_kept(tmp_path):
     assert [checkpoint.load(path).meta["seen"] for path in checkpoint.paths()] == [10, 2000000]
     checkpoint.save(2000000, ARRAYS, {"seen": "again"})
     assert checkpoint.load().meta["seen"] == "again"
-    assert len(os.listdir(tmp_path)) == 2
+    assert len(entries(tmp_path)) == 2
 
 
 def test_a_training_that_went_back_leaves_none_behind_it(tmp_path):
@@ -40,10 +56,34 @@ def test_a_training_that_went_back_leaves_none_behind_it(tmp_path):
     assert [checkpoint.load(path).meta["seen"] for path in checkpoint.paths()] == [10, 15]
 
 
+def test_no_number_of_rows_is_too_large(tmp_path):
+    checkpoint = Checkpoint(tmp_path)
+    for seen in (10**12 - 1, 10**12, 10**15):
+        checkpoint.save(seen, ARRAYS, {"seen": seen})
+    assert [checkpoint.load(path).meta["seen"] for path in checkpoint.paths()] == [10**12 - 1, 10**12, 10**15]
+    with pytest.raises(CheckpointError, match="another training"):
+        checkpoint.refuse_others(10**12)
+    checkpoint.refuse_others(10**15)
+    for wrong, error in [(-1, ValueError), (1.5, TypeError), ("1", TypeError)]:
+        with pytest.raises(error, match="seen: expected"):
+            checkpoint.save(wrong, ARRAYS, {})
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.ones(2, complex), np.ones(2, np.longdouble), np.array(["a"]), np.array([None]), np.ma.array([1], mask=[1])],
+    ids=lambda array: f"{type(array).__name__} {array.dtype}",
+)
+def test_arrays_that_would_lose_something_are_refused(tmp_path, array):
+    with pytest.raises(TypeError, match="arrays: expected booleans, integers, floats or complex64, got .* for 'odd'"):
+        Checkpoint(tmp_path).save(1, {"w": np.ones(1), "odd": array}, {})
+    assert entries(tmp_path) == []
+
+
 CALLS = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir")
 
 
-def killed(folder, at, seen):
+def killed(folder, at, seen, keep=1):
     """Save in a process of its own that ends at a call of the system's, in its middle where it can; return the calls."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -71,7 +111,7 @@ def killed(folder, at, seen):
     try:
         for name in CALLS:
             setattr(os, name, fatal(name, getattr(os, name)))
-        Checkpoint(folder, keep=1).save(seen, {"w": np.full(1000, 2.0)}, {"number": 2})
+        Checkpoint(folder, keep=keep).save(seen, {"w": np.full(1000, 2.0)}, {"number": 2})
         end(0)
     finally:
         end(1)
@@ -79,12 +119,14 @@ def killed(folder, at, seen):
 
 @pytest.mark.parametrize("seen", [200, 100], ids=["another", "in the place of the same"])
 def test_a_kill_at_any_call_leaves_the_last_one(tmp_path, seen):
+    Checkpoint(tmp_path / "before", keep=1).save(100, {"w": np.full(1000, 1.0)}, {"number": 1})
+
     def run(folder, at):
-        Checkpoint(folder, keep=1).save(100, {"w": np.full(1000, 1.0)}, {"number": 1})
+        shutil.copytree(tmp_path / "before", folder)
         return killed(folder, at, seen)
 
     calls, status = run(tmp_path / "whole", -1)
-    assert calls >= 12 and status == 0
+    assert calls >= 20 and status == 0
     found = []
     for at in range(1, calls + 1):
         folder = tmp_path / str(at)
@@ -95,8 +137,25 @@ def test_a_kill_at_any_call_leaves_the_last_one(tmp_path, seen):
         # The next one is written as if nothing had happened.
         Checkpoint(folder, keep=1).save(300, {"w": np.zeros(1)}, {"number": 3})
         assert Checkpoint(folder).load().meta["number"] == 3
-        assert len(os.listdir(folder)) == 1
+        assert len(entries(folder)) == 1
     assert found == sorted(found) and found[0] == 1 and found[-1] == 2
+
+
+def test_a_kill_leaves_no_checkpoint_of_a_training_that_was_left_behind_the_new_one(tmp_path):
+    for seen in (10, 20, 30):
+        Checkpoint(tmp_path / "before").save(seen, {"w": np.ones(1000)}, {})
+
+    def run(folder, at):
+        shutil.copytree(tmp_path / "before", folder)
+        return killed(folder, at, 15, keep=3)[0]
+
+    for at in range(1, run(tmp_path / "whole", -1) + 1):
+        folder = tmp_path / str(at)
+        run(folder, at)
+        names = [int(path.name.removeprefix("rows-")) for path in Checkpoint(folder).paths()]
+        assert names in ([10, 20, 30], [10, 20], [10], [10, 15])
+        for path in Checkpoint(folder).paths():
+            Checkpoint(folder).load(path)  # none of those that were to be removed is there in part
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
@@ -111,7 +170,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="No space left"):
             checkpoint.save(2, ARRAYS, {"number": 2})
     assert checkpoint.load().meta["number"] == 1
-    assert len(os.listdir(tmp_path)) == 1
+    assert len(entries(tmp_path)) == 1
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
@@ -119,10 +178,10 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="expected a checkpoint, found none"):
         checkpoint.load()
     path = checkpoint.save(1, ARRAYS, {})
-    (path / "meta.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"is damaged: .*take an older one"):
-        checkpoint.load()
-    (path / "meta.json").write_text(json.dumps({}))
+    for damaged in (b"{", b"[]", b"\xff", b"{}"):
+        (path / "meta.json").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"is damaged: .*take an older one"):
+            checkpoint.load()
     content = (path / "state.safetensors").read_bytes()
     for damaged in (content[:-8], b"", b"\xff" * 100, content[8:]):
         (path / "state.safetensors").write_bytes(damaged)
@@ -138,7 +197,295 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
 def test_one_of_as_many_rows_is_no_later_one(tmp_path):
     checkpoint = Checkpoint(tmp_path)
     path = checkpoint.save(1000, {"w": np.ones(1)}, {})
+    checkpoint.unlock()
     os.rename(path, f"{path}.old")  # as a kill leaves it, between two renames
     checkpoint.refuse_others(1000)
     with pytest.raises(CheckpointError, match="another training"):
         checkpoint.refuse_others(999)
+
+
+# -- damage ----------------------------------------------------------------------------------------------------
+
+
+def with_right_digests(path):
+    """Make the digests those of the files as they are now."""
+    digests = [f"{hashlib.sha256((path / name).read_bytes()).hexdigest()}  {name}\n" for name in FILES[:2]]
+    (path / FILES[2]).write_text("".join(digests))
+
+
+@pytest.mark.parametrize("header", [[], 3, None, {}, {"format": 2}, {"format": 2, "meta": [], "metrics": {}}])
+def test_a_header_of_another_kind_is_refused(tmp_path, header):
+    path = Checkpoint(tmp_path).save(1, ARRAYS, {})
+    (path / "meta.json").write_text(json.dumps(header))
+    with_right_digests(path)
+    for read in (Checkpoint(tmp_path).load, lambda: load_meta(path)):
+        with pytest.raises(CheckpointError, match="is damaged: meta.json: expected a table with meta and metrics"):
+            read()
+
+
+def test_what_a_checkpoint_lacks_is_named(tmp_path):
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.save(1, ARRAYS, {"table": {"a": 1}})
+    stored = checkpoint.load()
+    with pytest.raises(CheckpointError, match="rows-000000000001 has no array 'v': it has n, t, w"):
+        stored.arrays["v"]
+    with pytest.raises(CheckpointError, match="rows-000000000001 has no entry 'b': it has a"):
+        stored.meta["table"]["b"]
+    assert stored.meta.get("b") is None and stored.meta == {"table": {"a": 1}}
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_by_name(tmp_path):
+    path = Checkpoint(tmp_path).save(1, ARRAYS, {})
+    (path / "meta.json").write_text(json.dumps({"format": 1}))
+    (path / "SHA256SUMS").unlink()
+    with pytest.raises(CheckpointError, match="it has no SHA256SUMS if an earlier version wrote it"):
+        load_meta(path)
+    (path / "meta.json").write_text(json.dumps({"format": 3, "meta": {}, "metrics": {}}))
+    with_right_digests(path)
+    with pytest.raises(CheckpointError, match="has format 3: this version reads format 2"):
+        load_meta(path)
+
+
+SMALL = {"w": np.array([1.0, 2.0]), "n": np.array([3], "int8")}
+META = {"epoch": 1, "best": 0.5}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    return Checkpoint(tmp_path_factory.mktemp("sound")).save(7, SMALL, META, {"mse": 0.5})
+
+
+def is_sound_or_refused(path):
+    """Read a checkpoint: either it is what was saved, or it is refused."""
+    with contextlib.suppress(CheckpointError):
+        stored = Checkpoint(path.parent).load(path)
+        assert stored.arrays.keys() == SMALL.keys() and stored.meta == META and stored.metrics == {"mse": 0.5}
+        for name, array in SMALL.items():
+            assert stored.arrays[name].dtype == array.dtype and stored.arrays[name].tolist() == array.tolist()
+        return True
+    assert Checkpoint(path.parent, keep_best="mse").best() in (path, None)  # which reads no arrays
+    return False
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_each_flipped_byte_and_each_lost_end_is_noticed(tmp_path, sound, name):
+    path = tmp_path / sound.name
+    shutil.copytree(sound, path)
+    content = (path / name).read_bytes()
+    for i in range(len(content)):
+        flipped = bytearray(content)
+        flipped[i] ^= 1 << i % 8
+        for damaged in (bytes(flipped), content[:i]):
+            (path / name).write_bytes(damaged)
+            is_whole = is_sound_or_refused(path)
+            assert not is_whole or name == "SHA256SUMS" and i >= len(content) - 1, i  # the last line's end
+    (path / name).unlink()
+    assert not is_sound_or_refused(path)
+    (path / name).mkdir()
+    assert not is_sound_or_refused(path)
+
+
+DAMAGE = st.one_of(
+    st.tuples(st.just("flip"), st.integers(0, 10**6), st.integers(1, 255)),
+    st.tuples(st.just("truncate"), st.integers(0, 10**6), st.none()),
+    st.tuples(st.just("insert"), st.integers(0, 10**6), st.binary(min_size=1, max_size=9)),
+    st.tuples(st.just("replace"), st.sampled_from(FILES), st.none()),
+    st.tuples(st.just("delete"), st.none(), st.none()),
+)
+
+
+@settings(max_examples=80)
+@given(damages=st.lists(st.tuples(st.sampled_from(FILES), DAMAGE), min_size=1, max_size=4))
+def test_a_damaged_checkpoint_is_refused(tmp_path_factory, sound, damages):
+    path = tmp_path_factory.getbasetemp() / "damaged" / sound.name
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(sound, path)
+    for name, (how, where, what) in damages:
+        if not (path / name).exists():
+            continue
+        content = bytearray((path / name).read_bytes())
+        place = where % (len(content) + 1) if isinstance(where, int) else 0
+        if how == "flip" and place < len(content):
+            content[place] ^= what
+        elif how == "truncate":
+            del content[place:]
+        elif how == "insert":
+            content[place:place] = what
+        elif how == "replace" and (path / where).exists():
+            content = (path / where).read_bytes()
+        elif how == "delete":
+            (path / name).unlink()
+            continue
+        (path / name).write_bytes(content)
+    is_sound_or_refused(path)
+
+
+# -- two writers -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def process(function):
+    """Run a function in a process of its own, with a pipe to tell what it has found; yield its number and the pipe."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.close(reading)
+            with open(writing, "w") as told:
+                function(told)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    try:
+        with open(reading) as told:
+            yield pid, told
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+
+
+def write_many(folder, number):
+    """Write checkpoints as a training does; tell which are refused."""
+
+    def run(told):
+        checkpoint = Checkpoint(folder, keep=50)
+        for seen in range(1, 21):
+            try:
+                checkpoint.save(seen, {"w": np.full(20000, float(number))}, {"number": number})
+            except CheckpointError as error:
+                told.write(f"{error}\n")
+        told.flush()
+        signal.pause()  # the lock stays this process' own until it is killed
+
+    return run
+
+
+def test_two_processes_that_write_into_one_folder(tmp_path):
+    """One of them is refused by the other's number and host, and no checkpoint is of both."""
+    with process(write_many(tmp_path, 1)) as (one, said), process(write_many(tmp_path, 2)) as (other, said_2):
+        reader = Checkpoint(tmp_path)
+
+        def has_all():  # readers are not locked out
+            with contextlib.suppress(FileNotFoundError):
+                reader.load()
+            return len(reader.paths()) == 20
+
+        until(has_all)
+        stored = [reader.load(path) for path in reader.paths()]
+        writer = int(stored[0].meta["number"])
+        pid, told = (one, said_2) if writer == 1 else (other, said)
+        for each in stored:
+            assert each.meta["number"] == writer and set(each.arrays["w"]) == {float(writer)}
+        refusals = [told.readline() for _ in range(20)]
+        words = f"{tmp_path} is the folder of a training that process {pid} on host {platform.node()} has under way"
+        assert all(words in line for line in refusals), refusals
+    with process(write_many(tmp_path, 3)):  # the writer's death has left the folder to others
+        until(lambda: reader.load().meta["number"] == 3)
+
+
+def test_a_killed_writer_leaves_the_folder_to_others(tmp_path):
+    def run(told):
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.save(1, {"w": np.ones(10)}, {})
+        (tmp_path / "unfinished-1234").mkdir()
+        (tmp_path / "unfinished-1234" / "state.safetensors").touch()
+        told.write("saved\n")
+        told.flush()
+        signal.pause()
+
+    with process(run) as (pid, told):
+        assert told.readline() == "saved\n"
+        with pytest.raises(CheckpointError, match=f"process {pid} on host {platform.node()} has under way"):
+            Checkpoint(tmp_path).lock()
+        assert "unfinished-1234" in entries(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.save(2, ARRAYS, {})
+    assert entries(tmp_path) == ["rows-000000000001", "rows-000000000002"]
+
+
+def test_a_lock_belongs_to_one_object(tmp_path):
+    first, second = Checkpoint(tmp_path), Checkpoint(tmp_path)
+    first.save(1, ARRAYS, {})
+    first.lock()
+    for other in (second, copy.deepcopy(first)):
+        with pytest.raises(CheckpointError, match=f"process {os.getpid()} on host"):
+            other.save(2, ARRAYS, {})
+    assert second.load().arrays["n"] == 3
+    first.unlock()
+    second.save(2, ARRAYS, {})
+    del second
+    first.save(3, ARRAYS, {})
+
+
+def test_a_forked_process_does_not_hold_its_parents_lock(tmp_path):
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.save(1, ARRAYS, {})
+
+    def run(told):
+        try:
+            checkpoint.save(2, ARRAYS, {})
+        except CheckpointError as error:
+            told.write(f"{error}\n")
+        told.flush()
+        signal.pause()
+
+    with process(run) as (_, told):
+        assert f"process {os.getpid()} on host" in told.readline()
+        checkpoint.unlock()
+        Checkpoint(tmp_path).lock()  # though the other process is alive
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    (tmp_path / "unfinished-1234").mkdir()
+    with pytest.warns(RuntimeWarning, match="its file system has no locks .*: let one training write there"):
+        Checkpoint(tmp_path).save(1, ARRAYS, {})
+    assert entries(tmp_path) == ["rows-000000000001", "unfinished-1234"]  # which may be another's, under way
+
+
+# -- the best --------------------------------------------------------------------------------------------------
+
+
+def seen_in(checkpoint):
+    return [checkpoint.load(path).meta["seen"] for path in checkpoint.paths()]
+
+
+@pytest.mark.parametrize(("keep_best", "best"), [("error", 2), (("error", "min"), 2), (["accuracy", "max"], 3)])
+def test_the_best_is_kept(tmp_path, keep_best, best):
+    checkpoint = Checkpoint(tmp_path, keep=2, keep_best=keep_best)
+    assert checkpoint.best() is None
+    values = [(0.5, 0.1), (0.1, 0.2), (0.3, 0.9), (0.1, 0.9), (0.2, 0.5), (0.4, 0.4), (float("nan"), float("nan"))]
+    for seen, (error, accuracy) in enumerate(values, 1):
+        checkpoint.save(seen, ARRAYS, {"seen": seen}, {"error": error, "accuracy": accuracy})
+    assert seen_in(checkpoint) == [best, 6, 7] and checkpoint.load(checkpoint.best()).meta["seen"] == best
+    checkpoint.save(8, ARRAYS, {"seen": 8})  # without metrics
+    assert seen_in(checkpoint) == [best, 7, 8]
+    again = Checkpoint(tmp_path, keep=1, keep_best=keep_best)
+    checkpoint.unlock()
+    again.save(9, ARRAYS, {"seen": 9}, {"error": 0.0, "accuracy": 1.0})
+    assert seen_in(again) == [9]
+
+
+def test_a_damaged_checkpoint_is_not_the_best(tmp_path):
+    checkpoint = Checkpoint(tmp_path, keep_best="error")
+    for seen, error in (1, 0.5), (2, 0.1):
+        path = checkpoint.save(seen, ARRAYS, {}, {"error": error})
+    (path / "meta.json").write_bytes(b"{}")
+    assert checkpoint.best() == checkpoint.paths()[0]
+    assert Checkpoint(tmp_path).best() is None
+
+
+@pytest.mark.parametrize("wrong", [3, ("error", "least"), ("error",), (3, "max"), {"error": "max"}])
+def test_wrong_metrics(tmp_path, wrong):
+    with pytest.raises(TypeError, match="keep_best: expected a metric's name, or a pair such as"):
+        Checkpoint(tmp_path, keep_best=wrong)

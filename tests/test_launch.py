@@ -1,6 +1,7 @@
 """Runs: a class that never saw this library, under each rule; logs, checkpoints, bindings, the commands."""
 
 import importlib
+import itertools
 import json
 import os
 import re
@@ -13,11 +14,27 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from launch_runs import ENVIRONMENT, TESTS, lines, run, train
+from library import package, shared, tensor
 from loading_sources import Damaged
 
+from synkhronos.extensions.updates import (
+    adadelta,
+    adagrad,
+    adam,
+    adamax,
+    amsgrad,
+    momentum,
+    nesterov_momentum,
+    rmsprop,
+    sgd,
+)
 from synkhronos.launch import binding, doctor, modelfile
+from synkhronos.launch.contract import groups
 from synkhronos.launch.recorder import ClassRecorder
 from synkhronos.ranks import available_cores
+from synkhronos.rules import BSP
+from synkhronos.training import Checkpoint, CheckpointError, storing
+from synkhronos.training.model import by_own_gradient
 
 
 def traces(folder):
@@ -112,6 +129,51 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path, rule):
             np.testing.assert_array_equal(whole[name], parts[name])
     assert [report["epoch"] for report in lines(tmp_path / "parts", "reports")] == [1, 2, 3, 4]
     assert [line["step"] for line in lines(tmp_path / "parts", "rank-1")] == [9, 18, 27, 36]
+
+
+@pytest.mark.any_library
+def test_a_run_stops_early_and_keeps_its_best_epoch(tmp_path):
+    pytest.importorskip("safetensors")
+    options = {"rule": "EASGD", "rule_options__period": 3, "rule_options__asynchronous": "false"}
+    train(tmp_path / "best", "Overfits", epochs=3, **options)
+    best = {"keep_best": "['top5', 'max']", "patience": 2, "keep": 1, "checkpoint": 5, "epochs": 9, **options}
+    for resume in ([], ["--resume"]):
+        train(tmp_path / "run", "Overfits", *resume, **best)
+        assert [report["epoch"] for report in lines(tmp_path / "run", "reports")] == [1, 2, 3, 4, 5]
+        kept = Checkpoint(tmp_path / "run" / "checkpoints", keep_best=("top5", "max"))
+        assert [kept.load(path).meta["epochs"] for path in kept.paths()] == [3, 5]
+        assert kept.load(kept.best()).metrics["top5"] == 1.0
+        expected, found, last = (
+            np.load(tmp_path / name) for name in ("best/params.npz", "run/best.npz", "run/params.npz")
+        )
+        for name in expected:
+            np.testing.assert_array_equal(found[name], expected[name])
+            assert not np.array_equal(found[name], last[name])
+        (tmp_path / "run" / "best.npz").unlink()  # as if it had been killed before its end
+    done = train(tmp_path / "other", "Overfits", status=1, keep_best="acc", epochs=1)
+    assert "Overfits lacks:\n  metric 'acc', got loss, cost, error, top5" in done.stderr
+
+
+def step(update_rule):
+    """Return a model of the launcher's kind whose compiled step has the variables of an update rule."""
+    x, w = tensor.dvector("x"), shared(np.zeros(3), "w")
+    updates = by_own_gradient(update_rule((tensor.dot(x, w) - 1) ** 2, [w], 0.1))
+    return SimpleNamespace(params=[w], train_fn=package.function([x], [], updates=list(updates.items())))
+
+
+def test_a_runs_checkpoint_names_the_variables_of_the_update_rule():
+    """A class' update rule has no name that a run knows: the variables tell the library's own rules apart."""
+    rules_of = {rule.__name__: rule for rule in (sgd, momentum, nesterov_momentum, adagrad, rmsprop, adadelta)}
+    rules_of |= {rule.__name__: rule for rule in (adam, adamax, amsgrad)}
+    found = {name: storing.describe("run", BSP("params"), groups(step(rule)), None) for name, rule in rules_of.items()}
+    for before, after in itertools.product(found, repeat=2):
+        if before == after:
+            storing.check(
+                "rows", found[before], storing.describe("run", BSP("params"), groups(step(rules_of[after])), None)
+            )
+        else:
+            with pytest.raises(CheckpointError, match="is of another model: its variables of the update rule are"):
+                storing.check("rows", found[before], found[after])
 
 
 @pytest.mark.any_library

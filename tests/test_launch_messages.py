@@ -75,6 +75,8 @@ SETTINGS = {
     "devices, many": ({"devices": ["cpu"] * 2000}, r"devices: expected at most 1024, got 2000"),
     "every": ({"every": 0}, r"every: expected at least 1, got 0"),
     "checkpoint": ({"checkpoint": -1}, r"checkpoint: expected no negative number, got -1"),
+    "patience": ({"patience": 0}, r"patience: expected at least 1, got 0"),
+    "keep_best": ({"keep_best": ["error", "least"]}, r"keep_best: expected a metric's name, or a pair such as \('accuracy', 'max'\), got"),
     "keep": ({"keep": 0}, r"keep: expected at least 1, got 0"),
     "bind": ({"bind": "perhaps"}, r"bind: expected true or false, got 'perhaps'"),
     "scale_lr": ({"scale_lr": 7}, r"scale_lr: expected true or false, got 7"),

@@ -35,7 +35,8 @@ from synkhronos.rules import BSP, Rule, State, Swap
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker
 from synkhronos.training import storing
-from synkhronos.training.checkpoint import Checkpoint, CheckpointError, load_meta
+from synkhronos.training.checkpoint import Checkpoint, check_types, load_meta
+from synkhronos.training.early_stop import EarlyStop, cost_of
 from synkhronos.training.meter import timed
 from synkhronos.training.recorder import Recorder, cut
 
@@ -49,6 +50,8 @@ _EXCHANGES = {
 #: Epochs over which BSP raises a class' learning rate to the number of ranks times as much, as Theano-MPI does; and
 #: between two calls of a class' save(path).
 _WARMUP, _SNAPSHOTS = 5, 5
+#: Entries of a run's checkpoint, besides those of `storing.describe`.
+_TYPES: dict[str, Any] = {"epochs": int, "stop": dict, "host_generators": list, "totals": list}
 
 
 def enter(worker: Worker, consoles: list[int], masks: list[list[int]], devices: list[str], by_host: list[range]) -> int:
@@ -187,6 +190,8 @@ class _Run:
         self.is_new = True
         self.trained = 0.0
         self.count = 0
+        self.stop = EarlyStop()
+        self.checkpoint: Checkpoint | None = None
 
     def all_epochs(self, path: str | None) -> int:
         """Go through all epochs; return the number of those that the model has been trained for."""
@@ -203,6 +208,8 @@ class _Run:
             first = self.resume(path)
         done = first
         for epoch in range(first, int(epochs)):
+            if self.is_stopped():  # by its patience, before it was resumed
+                break
             self.model.epoch = epoch
             self.warm_up(epoch)
             self.recorder.learning_rate = contract.learning_rate(self.model)
@@ -214,22 +221,27 @@ class _Run:
             own = self.stand_for_all()
             validation, has_stopped = self.validate()
             self.report(epoch, loss, validation)
+            metrics = validation if loss is None else {"loss": loss, **validation}
+            is_best = self.observe(metrics)
             done = epoch + 1
-            last = has_stopped or done == epochs
+            last = has_stopped or done == epochs or self.is_stopped()
             self.save_snapshot(epoch, last)
             contract.call(self.model.adjust_hyperp, epoch)
             if callable(getattr(self.model, "print_info", None)):
                 contract.call(self.model.print_info, self.recorder, verbose=self.worker.number == 0)
-            if self.settings.checkpoint and (done % self.settings.checkpoint == 0 or last):
-                self.save(done, own)
+            every = self.settings.checkpoint
+            if every and (done % every == 0 or last) or is_best and self.settings.keep_best:
+                self.save(done, own, metrics)
             if has_stopped and self.worker.number == 0:
                 sys.stdout.write(f"val_iter() has returned 'stop': the run ends after epoch {done}\n")
             if last:
                 break
             self.state.vector = own
-        if first >= epochs:  # a run may end between its last checkpoint and what comes now
+        if done == first:  # a run may end between its last checkpoint and what comes now
             self.stand_for_all()
-        self.save_params()
+        self.save_params("params.npz")
+        if self.settings.keep_best:
+            self.save_best()
         return done
 
     def warm_up(self, epoch: int) -> None:
@@ -244,6 +256,23 @@ class _Run:
         shared.set_value(np.asarray(rate * self.worker.size ** (1 / _WARMUP), rate.dtype))
         if self.worker.number == 0:
             sys.stdout.write(f"warm-up: shared_lr is {float(shared.get_value()):.4g} from epoch {epoch + 1} on\n")
+
+    def observe(self, metrics: dict[str, float]) -> bool:
+        """Compare an epoch with the best one so far; return whether it is better."""
+        if self.settings.patience is None and self.settings.keep_best is None:
+            return False
+        name, mode = self.settings.keep_best or (next((n for n in metrics if n != "loss"), "cost"), "min")
+        if name not in metrics:
+            found = ", ".join(metrics) or "nothing"
+            raise contract.ContractError(
+                f"keep_best, patience: {self.settings.modelclass} lacks:\n  metric {name!r}, got {found}"
+            )
+        self.stop.begin(f"{name} {mode}")
+        return self.stop.observe(cost_of(metrics, (name, mode)))
+
+    def is_stopped(self) -> bool:
+        """Whether the run stops early."""
+        return self.settings.patience is not None and self.stop.since >= self.settings.patience
 
     def stand_for_all(self) -> Any:
         """Set the parameters to those that stand for all ranks'; return this rank's own."""
@@ -403,13 +432,29 @@ class _Run:
             (self.folder / "snapshots").mkdir(exist_ok=True)
             save(f"{self.folder / 'snapshots'}{os.sep}")  # classes put a file's name behind it
 
-    def save_params(self) -> None:
+    def save_params(self, name: str) -> None:
         """Write the parameters as Lasagne's users do: ``arr_0``, ``arr_1`` and so on."""
         if self.worker.number == 0:
             values = [device_of(v).to_host(v) for v in (library_of(p).get(p) for p in self.model.params)]
-            np.savez(self.folder / "params.npz", *values)
+            np.savez(self.folder / name, *values)
 
-    def save(self, epochs: int, own: Any) -> None:
+    def save_best(self) -> None:
+        """Write the parameters of the best epoch."""
+        best = self.worker.decide(self.open_checkpoints().best() if self.worker.number == 0 else None)
+        if best is not None:
+            storing.restore(self.worker, _KEPT, self.groups, self.rule, str(best), self.shared, False, 0)
+            self.state = self.worker.kept(_KEPT)["state"]
+            self.stand_for_all()
+            self.save_params("best.npz")
+
+    def open_checkpoints(self) -> Checkpoint:
+        """Return the run's folder of checkpoints, which rank 0 alone opens."""
+        if self.checkpoint is None:
+            folder, settings = self.folder / "checkpoints", self.settings
+            self.checkpoint = Checkpoint(folder, settings.keep, keep_best=settings.keep_best)
+        return self.checkpoint
+
+    def save(self, epochs: int, own: Any, metrics: dict[str, float]) -> None:
         """Write a checkpoint of all ranks."""
         kept = self.worker.kept(_KEPT)
         kept["state"], kept["own"] = self.state, own
@@ -424,28 +469,26 @@ class _Run:
             arrays, streams = storing.packed([each for each, _, _ in gathered])
             arrays |= {f"shared.{name}": np.array(array) for name, array in self.state.shared.items()}
             meta = {
-                "format": 1,
+                **storing.describe("run", self.rule, self.groups, None),
                 "epochs": epochs,
                 "model": f"{self.settings.modelfile}:{self.settings.modelclass}",
-                "shapes": [list(shape) for shape in self.state.params.shapes],
+                "stop": self.stop.to_json(),
                 "ranks": self.worker.size,
-                "rule": self.settings.rule,
-                "asynchronous": self.rule.asynchronous,
+                "alike": False,
                 "streams": streams,
-                "generators": [each for _, each, _ in gathered],
+                "host_generators": [each for _, each, _ in gathered],
                 "totals": [each for _, _, each in gathered],
             }
-            Checkpoint(self.folder / "checkpoints", self.settings.keep).save(epochs, arrays, meta)
+            self.open_checkpoints().save(epochs, arrays, meta, metrics)
         self.worker.barrier("the checkpoint is written")
 
     def resume(self, path: str) -> int:
         """Go on from a checkpoint, which rank 0 reads for all; return how many epochs it has."""
         worker = self.worker
         meta = worker.decide(load_meta(path) if worker.number == 0 else None)
-        shapes = [list(shape) for shape in self.state.params.shapes]
-        if meta.get("shapes") != shapes:
-            raise CheckpointError(f"{path} has parameters of shapes {meta.get('shapes')}, expected {shapes}")
-        storing.check_rule(path, meta, self.settings.rule, self.rule)
+        check_types(path, meta, storing.TYPES | _TYPES)
+        storing.check(path, meta, storing.describe("run", self.rule, self.groups, None))
+        self.stop = EarlyStop.from_json(meta["stop"])
         for epoch in range(meta["epochs"]):  # learning rates that are no shared variables
             contract.call(self.model.adjust_hyperp, epoch)
         storing.restore(worker, _KEPT, self.groups, self.rule, path, self.shared, False, 0)
@@ -453,8 +496,8 @@ class _Run:
         if isinstance(self.rule, SummedGradients):
             self.rule.restore(self.state)
         self.recorder.total = meta["totals"][worker.number % len(meta["totals"])]
-        if worker.number < len(meta["generators"]):
-            _set_generators(meta["generators"][worker.number])
+        if worker.number < len(meta["host_generators"]):
+            _set_generators(meta["host_generators"][worker.number])
         if worker.number == 0:
             for file in self.folder.glob("*.jsonl"):
                 past = meta["epochs"] + (file.stem == "reports")  # which counts the epochs that are done

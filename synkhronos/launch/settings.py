@@ -36,6 +36,7 @@ from synkhronos.hosts import MOST, Host, hosts_of, launched
 from synkhronos.launch import modelfile
 from synkhronos.ranks import available_cores
 from synkhronos.training.checkpoint import paths_in
+from synkhronos.training.early_stop import as_metric
 
 #: What begins the name of an environment variable that is a setting.
 PREFIX = "SYNKHRONOS_"
@@ -65,7 +66,14 @@ _OLD_WAYS = {
     **dict.fromkeys(("exchstrategy", "exchstrat", "strategy"), _OLD_STRATEGIES),
 }
 #: The settings that are integers, and the range of each.
-_RANGES = {"epochs": (1, None), "seed": (0, 2**32 - 1), "every": (1, None), "checkpoint": (0, None), "keep": (1, None)}
+_RANGES = {
+    "epochs": (1, None),
+    "seed": (0, 2**32 - 1),
+    "every": (1, None),
+    "checkpoint": (0, None),
+    "keep": (1, None),
+    "patience": (1, None),
+}
 #: The entries of the class' config that the run sets, and how they are set.
 _GIVEN = {
     "rank": "each rank has its own",
@@ -114,6 +122,10 @@ class Settings:
     keep: int = 3
     #: Seconds that ranks get to write a checkpoint and to end after a scheduler's signal; 0 ends them at once.
     grace: float = 30.0
+    #: Number of epochs without an improvement after which the run stops; None for no early stop.
+    patience: int | None = None
+    #: Metric whose best checkpoint is kept, and "min" or "max".
+    keep_best: list[str] | None = None
     #: Whether the class' ``scale_lr(size)`` is called.
     scale_lr: bool = False
     #: Whether ``shared_lr`` is raised to the number of ranks times as much over five epochs; None is for BSP alone.
@@ -347,6 +359,7 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
         rule_options=_table(found, "rule_options"),
         folder=os.path.abspath(_path(found, "folder") or _new_folder(class_name, rule)),
         config=_config(found),
+        keep_best=_metric(found.get("keep_best")),
         resume=_path(found, "resume"),
         **others,
     )
@@ -357,7 +370,8 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
 def _with_a_folder(settings: Settings) -> Settings:
     """Check the run's folder, and find the checkpoint from which to go on."""
     folder = Path(settings.folder)
-    for name, asked in (("checkpoint", settings.checkpoint), ("resume", settings.resume)):
+    for name in ("checkpoint", "keep_best", "resume"):
+        asked = getattr(settings, name)
         if asked and find_spec("safetensors") is None:
             raise SettingsError(f"{name}: needs safetensors: pip install 'synkhronos[training]'")
     _check_writable(folder)
@@ -440,6 +454,13 @@ def _table(found: Mapping[str, Any], key: str) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise SettingsError(f"{key}: expected numbers, texts, lists and tables: {error}") from None
     return dict(value)
+
+
+def _metric(value: Any) -> list[str] | None:
+    try:
+        return None if value is None else list(as_metric(value, "keep_best"))
+    except TypeError as error:
+        raise SettingsError(str(error)) from None
 
 
 def _config(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,142 +1,269 @@
-"""Where to go on after an interruption.
+"""Folders of checkpoints, for trainings that go on after an interruption.
 
-`Checkpoint`
-    A folder of checkpoints, of which the newest few are kept.
-`Stored`
-    One of them, read.
-`CheckpointError`
-    One can't be used.
+A checkpoint is a folder of three files::
 
-A checkpoint is a folder: ``state.safetensors`` has the arrays, ``meta.json`` all else.  It is written under another
-name and renamed when everything is on the disk, so that one whose name is right is whole.  Nothing in it is a pickle.
+    rows-000000001000/
+        state.safetensors   arrays
+        meta.json           {"format": 2, "metrics": {...}, "meta": {...}}
+        SHA256SUMS          digests of both, as sha256sum writes them
+
+It is written under a unique name, synchronised with the disk and renamed, and it is renamed before it is removed: a
+checkpoint under its final name is complete.  Its digests are compared whenever it is read.  Nothing in it is a pickle.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from synkhronos.checks import at_least, package
+from synkhronos.training.early_stop import as_metric, cost_of
+from synkhronos.training.folder_lock import FolderLock
 
-#: One that is about to be replaced by another of the same rows has the second name.
-_NAME, _OLD = re.compile(r"rows-\d{12}(\.old)?$"), ".old"
-_STATE, _META = "state.safetensors", "meta.json"
+#: A checkpoint that is about to be replaced by another one of as many rows has the suffix ``.old``.
+_NAME, _OLD = re.compile(r"rows-(\d{12,})(\.old)?"), ".old"
+_UNFINISHED = "unfinished-"
+_STATE, _META, _SUMS = "state.safetensors", "meta.json", "SHA256SUMS"
+_FORMAT = 2
 
 
 class CheckpointError(ValueError):
-    """A checkpoint can't be used: it is damaged, or of something else."""
+    """A checkpoint is damaged, or of something else, or its folder has another writer."""
+
+
+class _Table(dict[str, Any]):
+    """A dict of a checkpoint's content, in which a missing key is an error of the checkpoint."""
+
+    def __init__(self, path: Path, kind: str, items: Mapping[str, Any]):
+        super().__init__(items)
+        self._path, self._kind = path, kind
+
+    def __missing__(self, key: str) -> Any:
+        raise CheckpointError(f"{self._path} has no {self._kind} {key!r}: it has {', '.join(sorted(self)) or 'none'}")
 
 
 class Stored(NamedTuple):
-    """A checkpoint.
+    """Content of a checkpoint.
 
     Attributes
     ----------
     path : Path
     arrays : dict of str to ndarray
     meta : dict
-        What JSON can say.
+        Anything that JSON can represent.
+    metrics : dict of str to float
+        Loss and validation at the time of the checkpoint.
     """
 
     path: Path
     arrays: dict[str, np.ndarray]
     meta: dict[str, Any]
+    metrics: dict[str, float]
 
 
 class Checkpoint:
     """A folder of checkpoints.
 
+    Many processes may read from a folder while one writes there.  A Checkpoint locks its folder when it first writes,
+    and a trainer does so when it begins.  The lock ends with `unlock`, with the trainer's last report, or with the
+    process.
+
     Parameters
     ----------
     folder : path
-        Made if it is not there.
+        Made if it does not exist.
     keep : int
-        How many are kept: the newest.
+        Number of checkpoints to keep: the newest.
     every : int
-        The reports between two checkpoints.
+        Number of reports between two checkpoints.
+    keep_best : str or (str, {"min", "max"}), optional
+        Metric whose best checkpoint is kept besides the newest: ``"loss"``, or a name of `validate`.  The lowest value
+        is the best, or the highest with ``("accuracy", "max")``.  A trainer saves at each report that is the best so
+        far, and ``patience`` counts the reports since then.
 
     Examples
     --------
     >>> import tempfile
     >>> import numpy as np
-    >>> checkpoint = Checkpoint(tempfile.mkdtemp())
-    >>> path = checkpoint.save(1000, {"w": np.ones(2)}, {"epoch": 1})
-    >>> path.name
-    'rows-000000001000'
-    >>> checkpoint.load().arrays["w"]
-    array([1., 1.])
+    >>> checkpoint = Checkpoint(tempfile.mkdtemp(), keep=1, keep_best="mse")
+    >>> for seen, mse in (1000, 0.5), (2000, 0.2), (3000, 0.3):
+    ...     path = checkpoint.save(seen, {"w": np.full(2, mse)}, {"epoch": 1}, {"mse": mse})
+    >>> [path.name for path in checkpoint.paths()]
+    ['rows-000000002000', 'rows-000000003000']
+    >>> checkpoint.load().arrays["w"], checkpoint.load(checkpoint.best()).arrays["w"]
+    (array([0.3, 0.3]), array([0.2, 0.2]))
     """
 
-    def __init__(self, folder: str | os.PathLike[str], keep: int = 3, every: int = 1):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep: int = 3,
+        every: int = 1,
+        keep_best: str | Sequence[str] | None = None,
+    ):
         for name, value in (("keep", keep), ("every", every)):
             at_least(value, name, 1)
+        self.keep_best = None if keep_best is None else as_metric(keep_best, "keep_best")
         _safetensors()
         self.folder, self.keep, self.every = Path(folder), keep, every
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock(self.folder)
 
-    def save(self, seen: int, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> Path:
-        """Write a checkpoint after so many rows, and remove those that are too old, and those of more rows.
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        seen: int,
+        arrays: Mapping[str, np.ndarray],
+        meta: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+    ) -> Path:
+        """Write a checkpoint, and remove those of more rows and those that are too old.
+
+        Parameters
+        ----------
+        seen : int
+            Number of rows trained on so far: the order of checkpoints.
+        arrays : dict of str to array
+            Booleans, integers, floats, or complex64.
+        meta : dict
+            Anything that JSON can represent.
+        metrics : dict of str to float, optional
+            Loss and validation, of which `keep_best` names one.
+
+        Returns
+        -------
+        Path
 
         Raises
         ------
+        TypeError, ValueError
+            If an argument is wrong, such as an array of objects.
+        CheckpointError
+            If another training writes into the folder.
         OSError
-            If the disk is full, say; what was there stays.
+            For example if the disk is full; what was there stays.
         """
-        content = _safetensors().save({name: np.asarray(array, order="C") for name, array in arrays.items()})
-        path = self._path(seen)
-        aside = self.folder / "unfinished"
-        shutil.rmtree(aside, ignore_errors=True)
+        path = self._path(at_least(seen, "seen", 0))
+        content = _serialize(arrays)
+        header = {"format": _FORMAT, "metrics": dict(metrics or {}), "meta": dict(meta)}
+        files = {_STATE: content, _META: json.dumps(header).encode()}
+        files[_SUMS] = "".join(f"{_digest(data)}  {name}\n" for name, data in files.items()).encode()
+        self.lock()
+        aside = self._aside()
         os.mkdir(aside)
         try:
-            _write(aside / _STATE, content)
-            _write(aside / _META, json.dumps(dict(meta)).encode())
+            for name, data in files.items():
+                _write(aside / name, data)
             _sync(aside)
-            if path.exists():  # of a run before: it stays until the new one can take its place
-                shutil.rmtree(f"{path}{_OLD}", ignore_errors=True)
+            # Checkpoints of more rows are of a training that was left: this one went on from before them.  They go before
+            # the new one comes: after a kill in between, none of them is taken for a later one of this training.
+            for later in reversed(self.paths()):
+                if _order(later) > _order(path):
+                    self._remove(later)
+            if path.exists():
+                self._remove(Path(f"{path}{_OLD}"))
                 os.rename(path, f"{path}{_OLD}")
             os.rename(aside, path)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
         _sync(self.folder)
-        shutil.rmtree(f"{path}{_OLD}", ignore_errors=True)
-        known = self.paths()
-        at = known.index(path) + 1
-        # Later ones are of a training that has been left: this one went on from before them.
-        for other in (*known[: max(0, at - self.keep)], *known[at:]):
-            shutil.rmtree(other, ignore_errors=True)
+        self._remove(Path(f"{path}{_OLD}"))
+        best = self.best()
+        for other in self.paths()[: -self.keep]:
+            if other != best:
+                self._remove(other)
         return path
+
+    def lock(self) -> None:
+        """Take the folder for this object, and remove what killed writers have left there.
+
+        `save` does so by itself.
+
+        Raises
+        ------
+        CheckpointError
+            If another Checkpoint writes into the folder, in this process or another.
+        """
+        if self._lock.is_held:
+            return
+        try:
+            self._lock.acquire()
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"checkpoint: {self.folder} is the folder of a training that {error.strerror} has under way: wait for "
+                "its end, or name another folder"
+            ) from None
+        if not self._lock.is_exclusive:
+            return
+        for left in self.folder.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        for path in self.paths():
+            if path.name.endswith(_OLD) and path.with_suffix("").exists():
+                self._remove(path)
+
+    def unlock(self) -> None:
+        """Let others write into the folder."""
+        self._lock.release()
 
     def _path(self, seen: int) -> Path:
         return self.folder / f"rows-{seen:012d}"
 
+    def _aside(self) -> Path:
+        """Return a name that no other process takes, on this host or another."""
+        return self.folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
+
+    def _remove(self, path: Path) -> None:
+        """Remove a checkpoint, under another name: a kill in between must not leave half of it under its own."""
+        aside = self._aside()
+        with contextlib.suppress(OSError):
+            os.rename(path, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
     def paths(self) -> list[Path]:
-        """Return the checkpoints that there are, the oldest first."""
+        """Return the checkpoints in the folder, the oldest first."""
         return paths_in(self.folder)
 
+    def best(self) -> Path | None:
+        """Return the checkpoint with the best value of `keep_best`, the first of equal ones; None if there is none."""
+        if self.keep_best is None:
+            return None
+        costs: dict[Path, float] = {}
+        for path in self.paths():
+            with contextlib.suppress(CheckpointError):  # a damaged one is not the best
+                costs[path] = cost_of(_load_header(path)["metrics"], self.keep_best)
+        best = min(costs, key=lambda path: costs[path], default=None)
+        return None if best is None or costs[best] == np.inf else best
+
     def refuse_others(self, seen: int) -> None:
-        """Refuse to begin a training after so many rows where there are checkpoints of more: another's.
+        """Refuse to begin a training after so many rows where there are checkpoints of more: those of another one.
 
         Raises
         ------
         CheckpointError
         """
         for later in self.paths()[-1:]:
-            if later.name.removesuffix(_OLD) > self._path(seen).name:
+            if _order(later)[0] > seen:
                 raise CheckpointError(
                     f"checkpoint: {later} is of another training: go on from there with resume='latest', or name "
                     "another folder"
                 )
 
     def load(self, path: str | os.PathLike[str] | None = None) -> Stored:
-        """Return a checkpoint: the newest, or that of a path.
+        """Read a checkpoint: the newest, or that of a path.
 
         Raises
         ------
@@ -145,41 +272,123 @@ class Checkpoint:
         CheckpointError
             If it is damaged.
         """
-        if path is None:
-            known = self.paths()
-            if not known:
-                raise FileNotFoundError(f"{self.folder}: expected a checkpoint, found none")
-            path = known[-1]
-        return load(path)
+        if path is not None:
+            return load(path)
+        failed = None
+        while known := self.paths():
+            try:
+                return load(known[-1])
+            except CheckpointError:
+                if known[-1] == failed:
+                    raise
+                failed = known[-1]  # a writer may just have replaced it
+        raise FileNotFoundError(f"{self.folder}: expected a checkpoint, found none")
 
 
 def paths_in(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, which need not be there, the oldest first."""
-    found = [path for path in folder.glob("*") if _NAME.match(path.name)]
-    return sorted(found, key=lambda path: (path.name.removesuffix(_OLD), not path.name.endswith(_OLD)))
+    """Return the checkpoints in a folder, the oldest first; none if there is no such folder."""
+    return sorted((path for path in folder.glob("rows-*") if _NAME.fullmatch(path.name)), key=_order)
+
+
+def _order(path: Path) -> tuple[int, bool]:
+    """Return the sort key of a checkpoint: its rows, and of equal ones the replaced one first."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), match[2] is None
 
 
 def load(path: str | os.PathLike[str]) -> Stored:
-    """Return a checkpoint."""
+    """Read a checkpoint; raise CheckpointError if it is damaged."""
     path = Path(path)
-    return Stored(path, _read(path, _STATE, _safetensors().load), load_meta(path))
+    files = _read(path, _STATE, _META)
+    header = _parse_header(path, files[_META])
+    arrays = _parse(path, _STATE, files[_STATE], _safetensors().load)
+    return Stored(path, _Table(path, "array", arrays), header["meta"], header["metrics"])
 
 
 def load_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what a checkpoint has besides arrays."""
-    meta: dict[str, Any] = _read(Path(path), _META, json.loads)
+    """Read what a checkpoint has besides arrays; raise CheckpointError if it is damaged."""
+    meta: dict[str, Any] = _load_header(Path(path))["meta"]
     return meta
 
 
-def _read(path: Path, name: str, parse: Callable[[bytes], Any]) -> Any:
+def check_types(path: str | os.PathLike[str], meta: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if an entry is missing, or of another type."""
+    for name, kind in types.items():
+        if not isinstance(meta[name], kind):
+            raise CheckpointError(f"{path} has {name} = {meta[name]!r}, which is no {kind}")
+
+
+def _load_header(path: Path) -> dict[str, Any]:
+    return _parse_header(path, _read(path, _META)[_META])
+
+
+def _parse_header(path: Path, content: bytes) -> dict[str, Any]:
+    def parse(text: bytes) -> Any:
+        return json.loads(text, object_hook=lambda items: _Table(path, "entry", items))
+
+    header = _parse(path, _META, content, parse)
+    tables = [header, header.get("meta"), header.get("metrics")] if isinstance(header, dict) else [header]
+    if not all(isinstance(table, dict) for table in tables):
+        raise _damaged(path, f"{_META}: expected a table with meta and metrics in it")
+    if header.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} has format {header.get('format')!r}: this version reads format {_FORMAT}")
+    return dict(header)
+
+
+def _parse(path: Path, name: str, content: bytes, parse: Callable[[bytes], Any]) -> Any:
     try:
-        return parse((path / name).read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: expected a checkpoint, with {_STATE} and {_META} in it: {error}") from error
+        return parse(content)
     except Exception as error:  # safetensors has an exception of its own
-        raise CheckpointError(
-            f"{path} is damaged: {error}; take an older one, resume='{path.parent}/rows-...'"
-        ) from error
+        raise _damaged(path, f"{name}: {error}") from error
+
+
+def _read(path: Path, *names: str) -> dict[str, bytes]:
+    """Read files of a checkpoint, and compare their digests."""
+    try:
+        # The folder is opened once: a writer may replace it by another one meanwhile.
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            found = {name: _read_file(name, folder) for name in (*names, _SUMS)}
+        finally:
+            os.close(folder)
+    except FileNotFoundError as error:
+        old = f"; it has no {_SUMS} if an earlier version wrote it" if error.filename == _SUMS else ""
+        expected = f"{path}: expected a checkpoint, with {_STATE}, {_META} and {_SUMS} in it"
+        raise CheckpointError(f"{expected}: {error}{old}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: expected a checkpoint that can be read: {error}") from error
+    sums = found.pop(_SUMS).decode(errors="replace").splitlines()
+    for name, content in found.items():
+        if f"{_digest(content)}  {name}" not in sums:
+            raise _damaged(path, f"{name} has another digest than {_SUMS} says")
+    return found
+
+
+def _read_file(name: str, folder: int) -> bytes:
+    with open(name, "rb", opener=lambda path, flags: os.open(path, flags, dir_fd=folder)) as file:
+        return file.read()
+
+
+def _damaged(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {reason}; take an older one, resume='{path.parent}/rows-...'")
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _serialize(arrays: Mapping[str, np.ndarray]) -> bytes:
+    plain = {}
+    for name, array in arrays.items():
+        is_masked, array = isinstance(array, np.ma.MaskedArray), np.asarray(array, order="C")
+        is_number = array.dtype.kind in "biuf" and array.dtype.itemsize <= 8
+        if is_masked or not is_number and array.dtype.name not in ("bfloat16", "complex64"):
+            got = "a masked array" if is_masked else str(array.dtype)
+            raise TypeError(f"arrays: expected booleans, integers, floats or complex64, got {got} for {name!r}")
+        plain[name] = array
+    content: bytes = _safetensors().save(plain)
+    return content
 
 
 def _safetensors() -> Any:

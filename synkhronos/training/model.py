@@ -4,6 +4,8 @@
     A loss, its inputs, and the rule that lowers it.
 `by_own_gradient`
     A step of one rank by itself.
+`identify_rule`
+    Name and options of an update rule.
 `is_averaged`
     How slices' values for a variable are combined.
 `Rows`, `Rule`, `Updates`, `Batch`
@@ -12,6 +14,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -173,6 +177,23 @@ def by_own_gradient(rule: RuleUpdates) -> dict[Any, Any]:
     library = library_of(expression)
     news = library.clone(list(rule.param_updates.values()), {rule.grad_shared: expression})
     return {shared: library.convert(shared, new) for shared, new in zip(rule.param_updates, news, strict=True)}
+
+
+def identify_rule(update_rule: Rule, rule_kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return an update rule's name, and its options: those given and the defaults of the others.
+
+    Examples
+    --------
+    >>> from synkhronos.training.updates import momentum
+    >>> identify_rule(momentum, {"learning_rate": 0.1})
+    ('momentum', {'momentum': 0.9, 'learning_rate': 0.1})
+    """
+    parameters = inspect.signature(update_rule).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "weight"}
+    function: Any = update_rule
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__), {**defaults, **rule_kwargs}
 
 
 def is_averaged(shared: Any) -> bool:

@@ -8,9 +8,9 @@
 
 from __future__ import annotations
 
-import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,17 @@ from synkhronos.rules import Rule, shared_memory
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import run
 from synkhronos.training import schedules, storing
-from synkhronos.training.checkpoint import Checkpoint, CheckpointError, load_meta
+from synkhronos.training.checkpoint import Checkpoint, CheckpointError, check_types, load_meta
 from synkhronos.training.course import Course
+from synkhronos.training.early_stop import EarlyStop
 from synkhronos.training.schedules import Schedule
+
+#: Entries of a trainer's checkpoint, besides those of `storing.describe`.
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("seen", "epoch", "row", "seed", "count", "steps_taken"), int),
+    **dict.fromkeys(("stop", "schedule"), dict),
+    "parts": list | None,
+}
 
 
 @dataclass
@@ -33,12 +41,8 @@ class Place:
     #: The next row is at this place of this epoch's order.
     epoch: int = 0
     row: int = 0
-    #: What is to get lower: the loss, or what of validation; "" before the first report.
-    measure: str = ""
-    #: The best value of validation so far.
-    best: float = math.inf
-    #: The reports since then.
-    since: int = 0
+    #: Best report so far.
+    stop: EarlyStop = field(default_factory=EarlyStop)
     #: The steps that all ranks have taken together; of rules by which each takes its own these are with the ranks.
     steps: int = 0
 
@@ -46,12 +50,15 @@ class Place:
 class OnRanks:
     """What the ranks keep for a trainer, under its name.
 
-    ``params`` are all of the model's: a checkpoint is of this model if it has as many, of the same shapes.  Where ranks
-    are ``alike`` all have the same parameters after each step, and need no memory for exchanges.
+    Where ranks are ``alike`` all have the same parameters after each step, and need no memory for exchanges.
+    ``update_rule`` has the name and the options of the update rule.
     """
 
-    def __init__(self, name: str, rule: Rule, params: list[Any], groups: storing.Groups, alike: bool):
-        self.name, self.rule, self.params, self.groups, self.alike = name, rule, params, groups, alike
+    def __init__(
+        self, name: str, rule: Rule, groups: storing.Groups, alike: bool, update_rule: tuple[str, dict[str, Any]]
+    ):
+        self.name, self.rule, self.groups, self.alike = name, rule, groups, alike
+        self.update_rule = update_rule
         #: What the rule has all ranks see.
         self.memory: dict[str, Data] = {}
 
@@ -67,33 +74,39 @@ class OnRanks:
             vector = Vector(self.groups.params)
             self.memory = shared_memory(self.rule, ranks.session().size, vector.size, vector.dtype)
 
-    def save(self, checkpoint: Checkpoint, course: Course, place: Place, schedule: Schedule, seen: int) -> None:
+    def _describe(self) -> dict[str, Any]:
+        return storing.describe("trainer", self.rule, self.groups, self.update_rule)
+
+    def save(
+        self,
+        checkpoint: Checkpoint,
+        course: Course,
+        place: Place,
+        schedule: Schedule,
+        seen: int,
+        metrics: Mapping[str, float],
+    ) -> None:
         """Write a checkpoint of all ranks."""
         by_rank = run(storing.collect, self.name, self.groups, self.alike)
         arrays, streams = storing.packed(by_rank)
         arrays |= {f"shared.{name}": np.array(data.data) for name, data in self.memory.items()}
         meta = {
-            "format": 1,
+            **self._describe(),
             "seen": seen,
             "epoch": place.epoch,
             "row": place.row,
-            "measure": place.measure,
-            "best": None if math.isinf(place.best) else place.best,
-            "since": place.since,
+            "stop": place.stop.to_json(),
             "seed": course.seed,
             "count": course.length,
             "parts": course.parts(),
             "batch_size": course.batch,
             "ranks": ranks.session().size,
-            "rule": type(self.rule).__name__,
-            "asynchronous": self.rule.asynchronous,
-            "rule_options": {name: value for name, value in self.rule.options().items() if _is_plain(value)},
+            "alike": self.alike,
             "schedule": schedules.state_of(schedule),
             "steps_taken": place.steps,
-            "model": self._model_shapes(),
             "streams": streams,
         }
-        checkpoint.save(seen, arrays, meta)
+        checkpoint.save(seen, arrays, meta, metrics)
 
     def restore(self, path: str | os.PathLike[str], course: Course, schedule: Schedule) -> tuple[Place, int]:
         """Take what a checkpoint has, on as many ranks as there are now; return where it goes on, and the rows seen.
@@ -101,21 +114,19 @@ class OnRanks:
         The arrays are read by the rank that is the master.
         """
         meta = load_meta(path)
-        if meta.get("model") != self._model_shapes():
-            raise CheckpointError(
-                f"{path} is of another model: it has {meta.get('model')}, expected {self._model_shapes()}"
-            )
-        storing.check_rule(path, meta, type(self.rule).__name__, self.rule)
+        check_types(path, meta, storing.TYPES | _TYPES)
+        storing.check(path, meta, self._describe())
         if meta["count"] != course.length or meta["seed"] != course.seed:
             raise CheckpointError(
                 f"{path} is of {meta['count']} rows and seed {meta['seed']}, got {course.length} and "
                 f"{course.seed}: the order of rows would be another"
             )
-        if meta["row"] and meta.get("parts") != course.parts():
+        if meta["row"] and meta["parts"] != course.parts():
             raise CheckpointError(
-                f"{path} was written within an epoch over data_parts, of {_said(meta.get('parts'))}, got "
+                f"{path} was written within an epoch over data_parts, of {_said(meta['parts'])}, got "
                 f"{_said(course.parts())}: the order of rows would be another; a checkpoint of an epoch's end will do"
             )
+        place = Place(meta["epoch"], meta["row"], EarlyStop.from_json(meta["stop"]), meta["steps_taken"])
         if self.memory:
             self._renew_memory()  # so that on no host there is anything else in it
         root = ranks.session().rank.number
@@ -123,22 +134,8 @@ class OnRanks:
         if not self.alike:
             run(storing.stand_for_all, self.name, self.rule)
         schedules.set_state(schedule, meta["schedule"])
-        best = math.inf if meta["best"] is None else meta["best"]
-        place = Place(meta["epoch"], meta["row"], meta["measure"], best, meta["since"], meta["steps_taken"])
         return place, meta["seen"]
-
-    def _model_shapes(self) -> dict[str, Any]:
-        """Return what tells a model from another: each parameter's shape and dtype, in order."""
-        vectors = Vector(self.params)
-        return {
-            f"{i} {shared.name or ''}".strip(): [list(shape), str(shared.type.dtype)]
-            for i, (shared, shape) in enumerate(zip(self.params, vectors.shapes, strict=True))
-        }
 
 
 def _said(parts: list[int] | None) -> str:
     return "other data" if parts is None else f"{parts[1:]} ranks on the hosts and {parts[0]} rows in a step of each"
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, str | int | float | bool | None)

@@ -6,18 +6,20 @@
     Programs of all ranks.
 `packed`
     The ranks' arrays under one set of names.
-`check_rule`
-    Refuses a checkpoint of another rule.
+`describe`, `check`
+    Say what is trained and how, and refuse a checkpoint of something else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from synkhronos.checks import is_number
 from synkhronos.devices import device_of
 from synkhronos.graphs import library_of
 from synkhronos.rules import Rule, State
@@ -25,6 +27,7 @@ from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker
 from synkhronos.training.checkpoint import CheckpointError, Stored, load
 from synkhronos.training.model import Model
+from synkhronos.training.updates.flat import shape_of
 
 
 @dataclass
@@ -93,31 +96,159 @@ def packed(by_rank: Sequence[dict[str, Any]]) -> tuple[dict[str, np.ndarray], li
     return arrays, [found["streams"] for found in by_rank]
 
 
-def _unpacked(arrays: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Return what each rank had."""
-    by_rank: dict[int, dict[str, Any]] = {}
-    shared = {name.removeprefix("shared."): array for name, array in arrays.items() if name.startswith("shared.")}
-    for name, array in arrays.items():
-        if name.startswith("shared."):
+def _unpack(stored: Stored) -> list[dict[str, Any]]:
+    """Return what each rank had, checked against the description in the checkpoint.
+
+    Raises
+    ------
+    CheckpointError
+        If an array is missing, or of another size.
+    """
+    variables = stored.meta["variables"]
+    shared = {name.removeprefix("shared."): a for name, a in stored.arrays.items() if name.startswith("shared.")}
+    by_rank: list[dict[str, Any]] = []
+    for r in range(stored.meta["ranks"]):
+        others = {str(i): stored.arrays[f"{r}.others.{i}"] for i in range(len(variables["others"]))}
+        found: dict[str, Any] = {"own": {}, "others": others, "shared": shared}
+        by_rank.append(found)
+        if stored.meta["alike"] and r:
             continue
-        rank, key, *rest = name.split(".", 2)
-        found = by_rank.setdefault(int(rank), {"own": {}, "others": {}, "shared": shared})
-        if rest:
-            found[key][rest[0]] = array
-        else:
-            found[key] = int(array) if key in ("step", "since") else array
-    return [by_rank[r] for r in sorted(by_rank)]
+        for role in ("params", "optimizer", "excluded"):
+            found[role] = array = stored.arrays[f"{r}.{role}"]
+            size = sum(math.prod(shape) for _, shape, _ in variables[role])
+            if array.shape != (size,):
+                raise CheckpointError(f"{stored.path}: expected {size} elements of {r}.{role}, got {array.shape}")
+        found |= {name: int(stored.arrays[f"{r}.{name}"]) for name in ("step", "since")}
+        prefix = f"{r}.own."
+        found["own"] = {n.removeprefix(prefix): a for n, a in stored.arrays.items() if n.startswith(prefix)}
+    return by_rank
 
 
-def check_rule(path: Any, meta: dict[str, Any], name: str, rule: Rule) -> None:
-    """Refuse a checkpoint of another rule, or of one whose ranks exchanged in the other way."""
-    if meta["rule"] != name:
-        raise CheckpointError(f"{path} is of the rule {meta['rule']}, got {name}")
-    if meta["asynchronous"] != rule.asynchronous:
+#: Options with which a training may go on that has had others: learning rates, and how often ranks exchange.
+CHANGEABLE = frozenset({"learning_rate", "lr", "period", "push", "fetch", "start", "probability"})
+#: Stands for options that are no numbers, flags or texts, such as shared variables; these are not compared.
+_SYMBOLIC = "symbolic"
+#: Types of the entries that `describe` makes, and of those that say what each rank had.
+TYPES: dict[str, Any] = {
+    "kind": str,
+    "rule": str,
+    "asynchronous": bool,
+    "rule_options": dict,
+    "update_rule": str | None,
+    "update_rule_options": dict,
+    "variables": dict,
+    "generators": list,
+    "ranks": int,
+    "alike": bool,
+    "streams": list,
+}
+#: What errors call the variables of each group.
+_ROLES = {
+    "params": "exchanged parameters",
+    "optimizer": "variables of the update rule",
+    "excluded": "parameters that are not exchanged",
+    "others": "other updated variables",
+}
+
+
+def describe(kind: str, rule: Rule, groups: Groups, update_rule: tuple[str, dict[str, Any]] | None) -> dict[str, Any]:
+    """Describe what is trained and how, for a checkpoint's ``meta``.
+
+    Parameters
+    ----------
+    kind : str
+        The program that trains, such as ``"trainer"``.
+    rule : Rule
+        The exchange rule.
+    groups : Groups
+    update_rule : (str, dict), optional
+        Name and options of the update rule, where they are known.
+
+    Returns
+    -------
+    dict
+        Equal for two trainings of which one can go on from the other's checkpoint, except for `CHANGEABLE` options.
+    """
+    name, options = update_rule or (None, {})
+    return {
+        "kind": kind,
+        "rule": type(rule).__name__,
+        "asynchronous": rule.asynchronous,
+        "rule_options": _plain_options(rule.options()),
+        "update_rule": name,
+        "update_rule_options": _plain_options(options),
+        "variables": {role: [_variable(shared, role) for shared in getattr(groups, role)] for role in _ROLES},
+        "generators": [_generator(shared) for shared in groups.generators],
+    }
+
+
+def check(path: Any, meta: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of which `describe` said something else than now.
+
+    Raises
+    ------
+    CheckpointError
+        The message says what differs.
+    """
+    if meta["kind"] != now["kind"]:
+        raise CheckpointError(f"{path} is a checkpoint of a {meta['kind']}, got a {now['kind']}")
+    _check_variables(path, "params", meta, now)  # first: of another model everything else may differ, too
+    if meta["rule"] != now["rule"]:
+        raise CheckpointError(f"{path} is of the rule {meta['rule']}, got {now['rule']}")
+    if meta["asynchronous"] != now["asynchronous"]:
         raise CheckpointError(
-            f"{path} is of {name} with asynchronous={meta['asynchronous']}, got asynchronous={rule.asynchronous}: "
-            "ranks that exchange one by one keep other things than those that do together"
+            f"{path} is of {now['rule']} with asynchronous={meta['asynchronous']}, got asynchronous="
+            f"{now['asynchronous']}: ranks that exchange one by one keep other things than those that do together"
         )
+    _check_options(path, now["rule"], meta["rule_options"], now["rule_options"])
+    if meta["update_rule"] != now["update_rule"]:
+        raise CheckpointError(f"{path} is of the update rule {meta['update_rule']}, got {now['update_rule']}")
+    _check_options(path, now["update_rule"], meta["update_rule_options"], now["update_rule_options"])
+    for role in _ROLES:
+        _check_variables(path, role, meta, now)
+    if meta["generators"] != now["generators"]:
+        raise CheckpointError(f"{path} has the random streams {meta['generators']}, expected {now['generators']}")
+
+
+def _check_variables(path: Any, role: str, meta: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    before, expected = meta["variables"][role], now["variables"][role]
+    if before != expected:
+        raise CheckpointError(
+            f"{path} is of another model: its {_ROLES[role]} are {_said(before)}, expected {_said(expected)}"
+        )
+
+
+def _check_options(path: Any, name: str | None, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for option in sorted({*before, *now} - CHANGEABLE):
+        old, new = before.get(option), now.get(option)
+        if old != new and _SYMBOLIC not in (old, new):
+            raise CheckpointError(f"{path} is of {name} with {option}={old!r}, got {option}={new!r}")
+
+
+def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return numbers, flags and texts as JSON represents them, and a mark for each other value."""
+    plain = {name: np.asarray(value).item() if is_number(value) else value for name, value in options.items()}
+    return {name: v if isinstance(v, str | int | float | bool | None) else _SYMBOLIC for name, v in plain.items()}
+
+
+def _variable(shared: Any, role: str) -> list[Any]:
+    """Describe a shared variable: its name, its shape, its dtype.
+
+    An extra update may change its variable's shape from step to step: its number of dimensions stands for it.
+    """
+    shape = list(shape_of(shared))
+    return [shared.name or "", f"{len(shape)}-d" if role == "others" else shape, str(shared.type.dtype)]
+
+
+def _generator(shared: Any) -> list[Any]:
+    """Describe a random stream: its generator, and the shape of its state where that is an array."""
+    value = library_of(shared).stream(shared)
+    state = value.bit_generator if isinstance(value, np.random.Generator) else value
+    return [type(state).__name__, list(np.shape(value))]
+
+
+def _said(variables: list[list[Any]]) -> str:
+    return ", ".join(f"{name or 'unnamed'} {shape} {dtype}" for name, shape, dtype in variables) or "none"
 
 
 def stand_for_all(worker: Worker, name: str, rule: Rule) -> None:
@@ -171,7 +302,7 @@ def restore(
 
 def _shares(stored: Stored, rule: Rule, size: int, alike: bool) -> list[tuple[dict[str, Any], dict[str, Any], Any]]:
     """Return for each of so many ranks what it was, others' variables, and random streams, if it had any."""
-    before, streams = _unpacked(stored.arrays), stored.meta["streams"]
+    before, streams = _unpack(stored), stored.meta["streams"]
     others = [each.pop("others") for each in before]
     if alike:
         mine = before[:1] * size

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,13 @@ from synkhronos.ranks import WorkerError
 from synkhronos.rules import BSP, EAMSGD, Rule
 from synkhronos.tasks import run
 from synkhronos.training import schedules, storing
-from synkhronos.training.checkpoint import Checkpoint
+from synkhronos.training.checkpoint import Checkpoint, CheckpointError
 from synkhronos.training.course import Course, pools_of
+from synkhronos.training.early_stop import cost_of
 from synkhronos.training.interval import Plan, Source
 from synkhronos.training.loop import TogetherLoop, train
 from synkhronos.training.meter import Meter, Outcome
-from synkhronos.training.model import Model, Rows, Updates, by_own_gradient
+from synkhronos.training.model import Model, Rows, Updates, by_own_gradient, identify_rule
 from synkhronos.training.model import Rule as UpdateRule
 from synkhronos.training.recorder import Recorder
 from synkhronos.training.report import Report
@@ -65,6 +67,7 @@ class Trainer:
         learning_rate: Any,
         schedule: Schedule,
         validate: dict[str, Any],
+        update_rule: tuple[str, dict[str, Any]],
     ):
         self.params, self.rule, self.learning_rate, self.schedule = params, rule, learning_rate, schedule
         self.optimizer = model.optimizer_state
@@ -82,10 +85,12 @@ class Trainer:
             self._together = TrainFunction(model, rule.precision)
         else:
             self._step = _local_step(model)
-        self._on_ranks = OnRanks(self._name, rule, params, groups, self._together is not None)
+        self._on_ranks = OnRanks(self._name, rule, groups, self._together is not None, update_rule)
         self._session: Any = None
         self._place, self._rate = Place(), math.nan
         self._kinds: set[Any] = set()
+        self._course: Course | None = None
+        self._checkpoint: Checkpoint | None = None
 
     # -- going through epochs --------------------------------------------------------------------------------
 
@@ -126,12 +131,12 @@ class Trainer:
         every : int, optional
             The steps of each rank between two reports; by default an epoch's.
         patience : int, optional
-            Stop when the first value of `validate` has not got lower for so many reports.  After `resume`, a value of
-            another name starts a new comparison.
+            Stop when a metric has not improved for so many reports: that of ``checkpoint.keep_best``, or else the first
+            value of `validate`, of which lower is better.  After `resume`, another metric starts a new comparison.
         recorder : Recorder, or anything with ``write(dict)``, or a list of these, optional
             The objects that get the reports.
         checkpoint : Checkpoint, optional
-            Where to save.
+            Where to save.  Its folder is locked until the last report.
         resume : "latest" or path, optional
             Go on from a checkpoint: the newest of `checkpoint`'s if there is one, or that of a path.
         progress : bool
@@ -148,7 +153,8 @@ class Trainer:
         FloatingPointError
             If the loss is NaN or infinite; no checkpoint is written then.
         CheckpointError
-            If the checkpoint is damaged, or of another model.
+            If the checkpoint is damaged, or of another model, update rule or exchange rule; or if another training
+            writes into the folder.
         LoadError, WorkerError
             If a loader can't read a row, or has died.
         """
@@ -169,8 +175,12 @@ class Trainer:
             raise TypeError(f"valid: expected inputs and targets in a pair, or a Loader, got {type(valid).__name__}")
         if valid is not None and not self._validate:
             raise ValueError("valid: make_trainer needs validate=..., the expressions to compute on validation data")
-        if patience is not None and valid is None:
+        keep_best = checkpoint.keep_best if isinstance(checkpoint, Checkpoint) else None
+        if patience is not None and valid is None and keep_best is None:
             raise ValueError("patience: expected validation data, valid=..., to compare")
+        names = ["loss", *(self._validate if valid is not None else ())]
+        if keep_best is not None and keep_best[0] not in names:
+            raise ValueError(f"checkpoint: keep_best expects one of {', '.join(names)}, got {keep_best[0]!r}")
         if isinstance(valid, Loader):
             valid.cast_to([*self._model.x, *self._model.y])
         valid_data = valid if valid is None or isinstance(valid, Loader) else self._data(valid[0], valid[1], "valid")
@@ -202,16 +212,37 @@ class Trainer:
         checkpoint: Checkpoint | None,
         resume: Any,
     ) -> Iterator[Report]:
+        if checkpoint is not None:
+            checkpoint.lock()
+        try:
+            yield from self._reports(course, valid, patience, recorders, checkpoint, resume)
+        finally:
+            if checkpoint is not None:
+                checkpoint.unlock()
+
+    def _reports(
+        self,
+        course: Course,
+        valid: tuple[list[Data], int] | Loader | None,
+        patience: int | None,
+        recorders: list[Any],
+        checkpoint: Checkpoint | None,
+        resume: Any,
+    ) -> Iterator[Report]:
         self._begin(course, resume, checkpoint, recorders)
-        place, reports = self._place, 0
-        measure = "loss" if valid is None else f"validation {next(iter(self._validate))}"
-        if place.measure not in ("", measure):  # the best until now is of something else
-            place.best, place.since = math.inf, 0
+        reports = 0
+        first = "loss" if valid is None else next(iter(self._validate))
+        keep_best = None if checkpoint is None else checkpoint.keep_best
+        metric = keep_best or (first, "min")
+        measures = "loss" if valid is None else f"validation {first}"
+        if metric != (first, "min"):
+            measures += f", {' '.join(metric)}"
+        if self._place.stop.begin(measures):
             schedules.forget(self.schedule)
-        place.measure = measure
         while not self._is_over(course, patience):
-            first, last = place.row, course.end(place.row, ranks.session().size)
-            report = self._interval(course, place.epoch, first, last, recorders)
+            place = self._place  # another one after `restore_best`
+            start, last = place.row, course.end(place.row, ranks.session().size)
+            report = self._interval(course, place.epoch, start, last, recorders)
             place.row = last
             if last == course.count:
                 place.epoch, place.row = place.epoch + 1, 0
@@ -224,27 +255,53 @@ class Trainer:
                     f"the loss is {report.loss} after {report.seen:,} rows, validation {report.validation}: the "
                     f"learning rate of {report.learning_rate:g} may be too high; nothing was saved since"
                 )
-            self._observe(report)
+            observe: Callable[[float], None] | None = getattr(self.schedule, "observe", None)
+            if observe is not None:
+                observe(next(iter(report.validation.values()), report.loss))
+            metrics = {"loss": report.loss, **report.validation}
+            is_best = place.stop.observe(cost_of(metrics, metric)) and keep_best is not None
             for one in recorders:
                 one.write(report.record())
-            if checkpoint is not None and (reports % checkpoint.every == 0 or self._is_over(course, patience)):
-                self._on_ranks.save(checkpoint, course, place, self.schedule, report.seen)
+            if checkpoint is not None:
+                if is_best or reports % checkpoint.every == 0 or self._is_over(course, patience):
+                    self._on_ranks.save(checkpoint, course, place, self.schedule, report.seen, metrics)
             yield report
 
     def _is_over(self, course: Course, patience: int | None) -> bool:
         """Whether there is nothing left to train."""
-        return self._place.epoch >= course.epochs or patience is not None and self._place.since >= patience
+        return self._place.epoch >= course.epochs or patience is not None and self._place.stop.since >= patience
 
-    def _observe(self, report: Report) -> None:
-        """Take a report's validation, or its loss."""
-        value = next(iter(report.validation.values()), report.loss)
-        observe: Callable[[float], None] | None = getattr(self.schedule, "observe", None)
-        if observe is not None:
-            observe(value)
-        place = self._place
-        if report.validation:  # `patience` goes by nothing else
-            place.since = 0 if value < place.best else place.since + 1
-            place.best = min(place.best, value)
+    def restore_best(self) -> Path:
+        """Restore all ranks from the best checkpoint of the last call of `epochs`.
+
+        Parameters, the update rule's variables, random streams and the place in the data are then those of the best
+        report.  To train on from there, call `epochs` with the path as ``resume``.
+
+        Returns
+        -------
+        Path
+            The checkpoint, as `Checkpoint.best` finds it.
+
+        Raises
+        ------
+        RuntimeError
+            If `epochs` was not called on these ranks with a checkpoint that has `keep_best`.
+        CheckpointError
+            If there is none, or it is damaged.
+        """
+        checkpoint, course = self._checkpoint, self._course
+        is_begun = course is not None and self._session is ranks.session()
+        if checkpoint is None or course is None or checkpoint.keep_best is None or not is_begun:
+            raise RuntimeError(
+                "restore_best(): expected a call of epochs(..., checkpoint=Checkpoint(folder, keep_best=...)) before it"
+            )
+        path = checkpoint.best()
+        if path is None:
+            raise CheckpointError(
+                f"{checkpoint.folder}: expected a checkpoint with {checkpoint.keep_best[0]}, found none"
+            )
+        self._place, _ = self._on_ranks.restore(path, course, self.schedule)
+        return path
 
     # -- one interval ----------------------------------------------------------------------------------------
 
@@ -334,6 +391,7 @@ class Trainer:
             self._on_ranks.begin(session, self)
             self._session, self._place, self._rate = session, Place(), math.nan
         course.make()
+        self._course, self._checkpoint = course, checkpoint
         if resume == "latest":
             assert checkpoint is not None
             resume = next(reversed(checkpoint.paths()), None)
@@ -468,7 +526,7 @@ def make_trainer(
     rate = library.shared(np.asarray(schedule(0.0), dtype), name="learning_rate")
     rule_kwargs = {"learning_rate": rate, **rule_kwargs}
     model = Model.build(loss, params, x, y, update_rule, None, extra_updates, rule_kwargs)
-    return Trainer(model, list(params), rule, rate, schedule, named)
+    return Trainer(model, list(params), rule, rate, schedule, named, identify_rule(update_rule, rule_kwargs))
 
 
 def _named(validate: Any) -> dict[str, Any]:

@@ -67,6 +67,13 @@ class Shaky(MLP):
         self.shared_lr.set_value(before)
 
 
+class Overfits(MLP):
+    """Validation gets better until the third epoch, and worse from then on."""
+
+    def val_iter(self, count, recorder):
+        recorder.val_error(count, 1.0, abs(self.epoch - 2) / 10, 1 - abs(self.epoch - 2) / 10)
+
+
 class Stuck(MLP):
     """Computes for long, and prints nothing meanwhile."""
 

@@ -160,11 +160,12 @@ def _with_velocity(
     params: Iterable[Any] | None,
     momentum: Any,
     velocity: Callable[[Any, Any, Any, Any], New],
+    name: str = "velocity",
 ) -> Updates:
     """Replace what `updates` moves the parameters to; ``velocity(p, target, v, m)`` gives the new p and v."""
     if isinstance(updates, tuple) and len(updates) == 3:
         grad_updates, param_updates, grad_shared = updates
-        changed = _with_velocity(param_updates, params, momentum, velocity)
+        changed = _with_velocity(param_updates, params, momentum, velocity, name)
         return RuleUpdates(grad_updates, changed, grad_shared)
     if not isinstance(updates, Mapping):
         raise TypeError(
@@ -177,7 +178,7 @@ def _with_velocity(
     for p in params:
         if p not in changed:
             raise ValueError(f"params: expected variables that updates moves, got {p!r}")
-        changed.update(velocity(p, changed[p], zeros_like(p, "velocity"), as_scalar(momentum, p)))
+        changed.update(velocity(p, changed[p], zeros_like(p, name), as_scalar(momentum, p)))
     return changed
 
 
@@ -289,7 +290,7 @@ def nesterov_momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: 
     .. [2] Sutskever, I., Martens, J., Dahl, G. and Hinton, G. (2013): On the importance of initialization and
        momentum in deep learning. ICML, 1139-1147.
     """
-    return _nesterov(p, p - c(learning_rate) * g, c.zeros("velocity"), c(momentum))
+    return _nesterov(p, p - c(learning_rate) * g, c.zeros("nesterov_velocity"), c(momentum))
 
 
 @_on_top("[w], momentum=0.5", 1.5)
@@ -319,7 +320,7 @@ def apply_nesterov_momentum(updates: Updates, params: Iterable[Any] | None = Non
        v_t &= \mu v_{t-1} + \hat p_t - p_{t-1} \\
        p_t &= \hat p_t + \mu v_t
     """
-    return _with_velocity(updates, params, momentum, _nesterov)
+    return _with_velocity(updates, params, momentum, _nesterov, "nesterov_velocity")
 
 
 @rule("learning_rate=0.25", 2.75)
@@ -357,7 +358,7 @@ def rmsprop(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.9
     .. [1] Tieleman, T. and Hinton, G. (2012): Lecture 6.5: rmsprop. Neural networks for machine
        learning, Coursera.
     """
-    a = c.zeros("accu")
+    a = c.zeros("mean_square")
     a_new = c(rho) * a + c(1 - rho) * g**2
     return {a: a_new, p: p - c(learning_rate) * g / c.tensor.sqrt(a_new + c(epsilon))}
 

@@ -1,0 +1,262 @@
+"""What a checkpoint is of: another training's is refused by what differs; the best one comes back."""
+
+import functools
+import os
+
+import numpy as np
+import pytest
+from library import XLA, shared, tensor
+from trainer_model import Model, X, Y
+
+import synkhronos as synk
+from synkhronos import rules
+from synkhronos.extensions.updates import adagrad, adam, apply_momentum, momentum, nesterov_momentum, rmsprop, sgd
+from synkhronos.training import Checkpoint, CheckpointError, make_trainer, schedules
+
+pytestmark = pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
+
+
+def trainer(update_rule=momentum, rule=None, rate=0.01, extra=(), names="wb", **kwargs):
+    """Make a trainer of a small model, with extra updates of these names."""
+    x, y = tensor.dmatrix("x"), tensor.dvector("y")
+    w, b = (shared(np.zeros(n), name) for n, name in zip((4, 1), names, strict=True))
+    loss = ((tensor.dot(x, w) + b[0] - y) ** 2).mean()
+    means = [(mean := shared(np.zeros(()), name), 0.5 * mean + 0.5 * loss) for name in extra]
+    return make_trainer(loss, [w, b], x, y, update_rule, rule or rules.BSP(), rate, extra_updates=means, **kwargs)
+
+
+def saved(folder, made):
+    list(made.epochs(X, Y, 5, 1, checkpoint=Checkpoint(folder)))
+    return Checkpoint(folder).paths()[-1]
+
+
+def resume(path, made):
+    return list(made.epochs(X, Y, 5, 2, resume=path))
+
+
+def doubled(loss, params, learning_rate, weight, times=2.0):
+    return sgd(loss, params, times * learning_rate, weight=weight)
+
+
+SLOW, FAST = functools.partial(momentum, momentum=0.5), functools.partial(momentum, momentum=0.25)
+OTHERS = {
+    "rule": ({"update_rule": rmsprop}, {}, "is of the update rule rmsprop, got momentum"),
+    "rule of the same variables": (
+        {"update_rule": nesterov_momentum},
+        {},
+        "the update rule nesterov_momentum, got mom",
+    ),
+    "rule of more variables": ({}, {"update_rule": adam}, "is of the update rule momentum, got adam"),
+    "rule without variables": ({"update_rule": sgd}, {"update_rule": adagrad}, "the update rule sgd, got adagrad"),
+    "option": ({}, {"momentum": 0.5}, r"is of momentum with momentum=0\.9, got momentum=0\.5"),
+    "option of a partial": ({"update_rule": SLOW}, {"update_rule": FAST}, "with momentum=0.5, got momentum=0.25"),
+    "own option": ({"update_rule": doubled}, {"update_rule": doubled, "times": 3}, r"with times=2\.0, got times=3"),
+    "variables of one name": (
+        {"update_rule": lambda *args, **kwargs: apply_momentum(sgd(*args, **kwargs))},
+        {"update_rule": lambda *args, **kwargs: sgd(*args, **kwargs)},
+        r"its variables of the update rule are .*w_velocity \[4\] float64.*, expected none",
+    ),
+    "exchange rule": ({"rule": rules.LocalSGD()}, {"rule": rules.EASGD()}, "is of the rule LocalSGD, got EASGD"),
+    "its option": (
+        {"rule": rules.LocalSGD(state="keep")},
+        {"rule": rules.LocalSGD(state="reset")},
+        "is of LocalSGD with state='keep', got state='reset'",
+    ),
+    "its option, not given": (
+        {"rule": rules.EASGD(asynchronous=False)},
+        {"rule": rules.EASGD(asynchronous=False, alpha=0.5)},
+        r"is of EASGD with alpha=None, got alpha=0\.5",
+    ),
+    "gradients and parameters": ({}, {"rule": rules.BSP("params")}, "with average='gradient', got average='params'"),
+    "exclude": (
+        {"rule": rules.LocalSGD()},
+        {"rule": rules.LocalSGD(exclude=lambda p: p.name == "b")},
+        r"its exchanged parameters are w \[4\] float64, b \[1\] float64, expected w \[4\] float64$",
+    ),
+    "params": ({}, {"names": "wc"}, r"exchanged parameters are .* b \[1\] float64, expected .* c \[1\] float64"),
+    "extra update": (
+        {"extra": ["ema"]},
+        {"extra": ["best"]},
+        "its other updated variables are ema 0-d float64, expected best 0-d float64",
+    ),
+    "order of extra updates": (
+        {"extra": ["a", "b"]},
+        {"extra": ["b", "a"]},
+        "other updated variables are a 0-d float64, b",
+    ),
+    "no extra update": ({"extra": ["ema"]}, {}, "other updated variables are ema 0-d float64, expected none"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_checkpoint_of_another_training_is_refused_by_what_differs(fork, tmp_path, name):
+    fork(1)
+    before, after, words = OTHERS[name]
+    path = saved(tmp_path, trainer(**before))
+    made = trainer(**after)
+    with pytest.raises(CheckpointError, match=words):
+        resume(path, made)
+    assert made.params[0].get_value().tolist() == [0.0] * 4
+
+
+def three(step):
+    return 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"rate": 0.01}, {"rate": 0.02}),
+        ({"rate": 0.01}, {"rate": schedules.cosine(0.02, epochs=3)}),
+        ({"rule": rules.LocalSGD(3)}, {"rule": rules.LocalSGD(5)}),
+        ({"rule": rules.LocalSGD(3)}, {"rule": rules.LocalSGD(three)}),
+        ({"rule": rules.DiLoCo(3, lr=0.7)}, {"rule": rules.DiLoCo(3, lr=0.5)}),
+        ({"momentum": 0.5}, {"momentum": shared(np.float64(0.25), "m")}),
+    ],
+    ids=["rate", "schedule", "period", "a function for a period", "outer rate", "a variable for a number"],
+)
+def test_learning_rates_and_schedules_may_change(fork, tmp_path, before, after):
+    fork(1)
+    path = saved(tmp_path, trainer(**before))
+    made = trainer(**after)
+    (report,) = resume(path, made)
+    assert report.seen == 120
+
+
+@pytest.mark.parametrize("rule", [rules.BSP, rules.LocalSGD], ids=lambda rule: rule.__name__)
+def test_a_checkpoint_that_lacks_something_is_refused_before_a_rank_changes(fork, tmp_path, rule):
+    fork(2)
+    made = trainer(rule=rule(), extra=["ema"])
+    path = saved(tmp_path, made)
+    stored = Checkpoint(tmp_path).load(path)
+    broken, again = Checkpoint(tmp_path / "broken"), trainer(rule=made.rule, extra=["ema"])
+
+    def refused(arrays, meta, what):
+        resumed = broken.save(1, arrays, meta)
+        with pytest.raises(CheckpointError, match=f"rows-000000000001.*{what}"):
+            resume(resumed, again)
+        assert np.all(np.asarray(synk.gather(again.params[0], nd_up=1)) == 0)
+
+    for key in stored.meta:
+        if key not in ("batch_size", "seen"):
+            refused(stored.arrays, {k: v for k, v in stored.meta.items() if k != key}, key)
+    for key in ("rule", "ranks", "seed", "variables", "stop", "generators", "alike"):
+        refused(stored.arrays, {**stored.meta, key: 3.5}, key)
+    for key in stored.arrays:
+        if ".own." not in key:
+            refused({k: v for k, v in stored.arrays.items() if k != key}, stored.meta, key)
+    refused({**stored.arrays, "0.params": np.zeros(3)}, stored.meta, "expected 5 elements of 0.params, got")
+    refused(stored.arrays, {}, "kind")
+    with pytest.raises(CheckpointError, match="broken: expected a checkpoint"):
+        resume(broken.folder, made)
+
+
+def test_a_second_training_in_the_same_folder_is_refused(fork, tmp_path):
+    fork(1)
+    checkpoint = Checkpoint(tmp_path)
+    reports = trainer().epochs(X, Y, 5, 3, checkpoint=checkpoint)
+    next(reports)
+    with pytest.raises(CheckpointError, match=f"training that process {os.getpid()} on host .* has under way"):
+        next(trainer().epochs(X, Y, 5, 3, checkpoint=Checkpoint(tmp_path), resume="latest"))
+    assert len(resume(checkpoint.paths()[0], trainer())) == 1  # which writes nothing
+    reports.close()
+    assert len(list(trainer().epochs(X, Y, 5, 3, checkpoint=Checkpoint(tmp_path), resume="latest"))) == 2
+
+
+# -- the best --------------------------------------------------------------------------------------------------
+
+
+def rate_that_comes_to_be_too_high(epoch):
+    return 0.05 if epoch < 3 else 0.7
+
+
+def mse(model):
+    return np.mean((X @ model.w.get_value() + model.b.get_value() - Y) ** 2)
+
+
+@pytest.mark.parametrize("name", ["BSP", "LocalSGD", "EASGD"])
+def test_the_best_epoch_is_kept_and_comes_back(fork, tmp_path, name):
+    fork(2)
+    model = Model(name, rate=rate_that_comes_to_be_too_high)
+    checkpoint = Checkpoint(tmp_path, keep=2, every=2, keep_best="mse")
+    reports = list(model.epochs(5, 50, valid=(X, Y), patience=3, checkpoint=checkpoint))
+    values = [report.validation["mse"] for report in reports]
+    best = int(np.argmin(values))
+    assert len(values) == best + 4 and best >= 1
+    assert checkpoint.best() in checkpoint.paths() and len(checkpoint.paths()) <= 3
+    assert checkpoint.load(checkpoint.best()).metrics == {"loss": reports[best].loss, "mse": values[best]}
+    assert mse(model) > 2 * values[best]
+    assert model.trainer.restore_best() == checkpoint.best()
+    np.testing.assert_allclose(mse(model), values[best], rtol=1e-12)
+    params = np.asarray(synk.gather(model.w, nd_up=1))
+    np.testing.assert_allclose(params, [model.w.get_value()] * 2, rtol=1e-12)
+    # In a new program: the training is over, and the best is still there.
+    synk.close()
+    fork(2)
+    again = Model(name, rate=rate_that_comes_to_be_too_high)
+    assert list(again.epochs(5, 50, valid=(X, Y), patience=3, checkpoint=checkpoint, resume="latest")) == []
+    again.trainer.restore_best()
+    np.testing.assert_allclose(mse(again), values[best], rtol=1e-12)
+    # To go on from the best is a training of its own, which leaves the later ones behind.
+    rest = again.epochs(5, 50, valid=(X, Y), patience=3, checkpoint=checkpoint, resume=checkpoint.best())
+    assert next(rest).epoch == best + 2
+
+
+def test_restore_best_within_a_training(fork, tmp_path):
+    fork(1)
+    model = Model("BSP", rate=rate_that_comes_to_be_too_high)
+    checkpoint = Checkpoint(tmp_path, keep_best="mse")
+    seen = []
+    for report in model.epochs(5, 7, valid=(X, Y), checkpoint=checkpoint):
+        seen.append(report.epoch)
+        if len(seen) == 5:
+            best = model.trainer.restore_best()
+            assert best.name == "rows-000000000180"
+    assert seen == [1, 2, 3, 4, 5, 4, 5, 6, 7]
+    assert checkpoint.load().meta["seen"] == 420
+
+
+def test_the_highest_may_be_the_best(fork, tmp_path):
+    fork(1)
+    x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
+    loss = ((tensor.dot(x, w) - 1) ** 2).mean()
+    made = make_trainer(
+        loss, [w], x, [], sgd, rules.BSP(), 0.05, validate={"mse": loss, "high": 0 * loss - abs(w[0] - 0.05)}
+    )
+    checkpoint = Checkpoint(tmp_path, keep=1, keep_best=("high", "max"))
+    reports = list(made.epochs(X, [], 5, 20, valid=(X, []), patience=2, checkpoint=checkpoint))
+    values = [report.validation["high"] for report in reports]
+    assert len(values) == np.argmax(values) + 3 < 20  # the loss alone would have gone on
+    assert checkpoint.load(checkpoint.best()).metrics["high"] == max(values)
+
+
+def test_the_loss_may_be_the_metric(fork, tmp_path):
+    fork(1)
+    checkpoint = Checkpoint(tmp_path, keep_best="loss")
+    reports = list(trainer(rate=rate_that_comes_to_be_too_high).epochs(X, Y, 5, 20, patience=2, checkpoint=checkpoint))
+    assert len(reports) < 20
+    assert checkpoint.load(checkpoint.best()).metrics == {"loss": min(report.loss for report in reports)}
+
+
+def test_what_restore_best_needs(fork, tmp_path):
+    fork(1)
+    made = trainer()
+    with pytest.raises(ValueError, match="checkpoint: keep_best expects one of loss, got 'mse'"):
+        made.epochs(X, Y, 5, 1, checkpoint=Checkpoint(tmp_path, keep_best="mse"))
+    words = r"restore_best\(\): expected a call of epochs\(\.\.\., checkpoint=Checkpoint\(folder, keep_best=\.\.\.\)\)"
+    with pytest.raises(RuntimeError, match=words):
+        made.restore_best()
+    list(made.epochs(X, Y, 5, 1, checkpoint=Checkpoint(tmp_path)))
+    with pytest.raises(RuntimeError, match=words):
+        made.restore_best()
+    checkpoint = Checkpoint(tmp_path / "other", keep_best="loss")
+    list(made.epochs(X, Y, 5, 2, checkpoint=checkpoint))
+    made.restore_best()
+    for path in checkpoint.paths():
+        (path / "meta.json").unlink()
+    with pytest.raises(CheckpointError, match="other: expected a checkpoint with loss, found none"):
+        made.restore_best()
+    synk.close()
+    fork(1)
+    with pytest.raises(RuntimeError, match=words):
+        made.restore_best()
