@@ -58,8 +58,8 @@ class AllRanks:
         self._batch_size = n_ranks * options.batch_size
         self._train_part, self._valid_part = [(part.images, synk.data(part.labels, network.y)) for part in parts]
 
-        # Gradients of all ranks' rows, one all-reduce, and an update, as one callable.  Each rank moves its running
-        # averages by its own rows.
+        # One callable: gradients of all ranks' rows, one all-reduce, and an update.
+        # Each rank moves its running averages by its own rows.
         self._step = make_train_function(
             network.loss,
             network.params,

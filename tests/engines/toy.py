@@ -1,4 +1,4 @@
-"""An engine in one file: what its functions return is read later, and a training step, or several, is one launch."""
+"""An engine in one file: its outputs are read later, and one or several training steps are one launch."""
 
 import numpy as np
 
