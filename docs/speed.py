@@ -39,6 +39,7 @@ def draw(rows: list[dict[str, str]], theme: str) -> None:
         axis.text(RIGHT, i - 0.22, f"beside {row['Beside']}", color=lighter, va="bottom", ha="right", fontsize=10.5)
         end = max(ratio, 1) * 1.03
         axis.text(end, i, row["Times as fast"], color=colour, va="center", fontsize=11, weight="bold")
+    axis.set_facecolor("none")
     axis.axvline(1, color=text, linewidth=1)
     axis.set_xscale("log")
     axis.set_xlim(LEFT, RIGHT)
