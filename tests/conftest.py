@@ -103,6 +103,7 @@ if DEVICE != "host":
             "notebook",
             "security",
             "soak",
+            "stop",
         )
     ]
 

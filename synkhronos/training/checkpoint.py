@@ -154,7 +154,7 @@ class Checkpoint:
         OSError
             For example if the disk is full; what was there stays.
         """
-        path = self._path(at_least(seen, "seen", 0))
+        path = self.path(at_least(seen, "seen", 0))
         content = _serialize(arrays)
         header = {"format": _FORMAT, "metrics": dict(metrics or {}), "meta": dict(meta)}
         files = {_STATE: content, _META: json.dumps(header).encode()}
@@ -166,8 +166,8 @@ class Checkpoint:
             for name, data in files.items():
                 _write(aside / name, data)
             _sync(aside)
-            # Checkpoints of more rows are of a training that was left: this one went on from before them.  They go before
-            # the new one comes: after a kill in between, none of them is taken for a later one of this training.
+            # Checkpoints of more rows are of a training that was left: this one went on from before them.  They go
+            # before the new one comes: after a kill in between, none of them is taken for a later one of this training.
             for later in reversed(self.paths()):
                 if _order(later) > _order(path):
                     self._remove(later)
@@ -217,7 +217,8 @@ class Checkpoint:
         """Let others write into the folder."""
         self._lock.release()
 
-    def _path(self, seen: int) -> Path:
+    def path(self, seen: int) -> Path:
+        """Return the path of the checkpoint after so many rows, which need not be there."""
         return self.folder / f"rows-{seen:012d}"
 
     def _aside(self) -> Path:

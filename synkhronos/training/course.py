@@ -48,7 +48,7 @@ class Course:
 
     def make(self) -> None:
         """Make what all ranks have to see."""
-        self.taken = synk.data(shape=(ranks.session().size,), dtype="int64")
+        self.taken = synk.data(shape=(ranks.session().size + 1,), dtype="int64")
         if self.loader is None:
             self.order = synk.data(shape=(self.count,), dtype="int64")
         self._shuffled = -1

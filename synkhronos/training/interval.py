@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,10 @@ class Plan:
     bar: bool
     #: The ranks among which rows are divided: all, or those of each host where hosts have rows of their own.
     pools: list[range]
+    #: Whether a signal may end the training before `last`.
+    can_stop: bool = False
+    #: The outcomes of the ranks (of all together: one) since the last report and before `first`; none at a report.
+    before: Sequence[Any] = ()
 
     def rate(self, place: int) -> float:
         """Return the learning rate at a place in the epoch."""

@@ -33,6 +33,7 @@ from synkhronos.tasks import LocalFunction, LocalRows, Worker
 from synkhronos.training.interval import Plan, Source
 from synkhronos.training.meter import Meter, Outcome
 from synkhronos.training.model import Model
+from synkhronos.training.stop import Agreement, requested_stop
 from synkhronos.training.train_function import TrainFunction
 
 #: Bytes of the rows of one launch, at most, which are there at once.
@@ -61,6 +62,8 @@ class Loop(ABC):
 
     def __init__(self, plan: Plan, source: Source, meter: Meter, rows: int, is_master: bool, rate: float = math.nan):
         self.plan, self.source, self.meter, self.rows, self.rate = plan, source, meter, rows, rate
+        #: The place up to which rows have been trained on.
+        self.end = plan.first
         #: Places of rows that may still be read, by steps that have begun.
         self.reading: list[tuple[int, int]] = []
         self._bar: Any = None
@@ -78,6 +81,9 @@ class Loop(ABC):
                 self.meter.write(turn.end, self.rate)
                 if self._bar is not None:
                     self._bar.update(turn.end - self._bar.n)
+                self.end = turn.end
+                if self.plan.can_stop and self.is_stop():
+                    break
         finally:
             if self._bar is not None:
                 self._bar.close()
@@ -103,6 +109,10 @@ class Loop(ABC):
     @abstractmethod
     def exchange(self, steps: int) -> None:
         """Count steps, and exchange parameters if it is time."""
+
+    @abstractmethod
+    def is_stop(self) -> bool:
+        """Return whether a signal ends the training after this turn."""
 
     # -- what is the same --------------------------------------------------------------------------------------
 
@@ -199,12 +209,17 @@ class TogetherLoop(Loop):
     def exchange(self, steps: int) -> None:
         """Each step has exchanged gradients."""
 
+    def is_stop(self) -> bool:
+        """Return whether the master was asked to stop."""
+        return bool(requested_stop())
+
 
 class RankLoop(Loop):
     """A rank's own steps, and exchanges between them.
 
-    ``step`` takes a step on some rows, and returns the loss; ``rate`` is the learning rate's variable.  ``taken`` says
-    how many batches each pool's ranks have taken, where each takes them as it comes for them.
+    ``step`` takes a step on some rows, and returns the loss; ``rate`` is the learning rate's variable.  ``taken`` has
+    the number of batches that each pool's ranks have taken, where each takes them as it comes for them.  Its last
+    element is the number of rounds, a batch for each rank, after which a signal ends the training; 0 without a signal.
     """
 
     def __init__(
@@ -223,6 +238,7 @@ class RankLoop(Loop):
         super().__init__(plan, source, meter, plan.batch, worker.is_master)
         self.worker, self.rule, self.state, self.watch = worker, rule, state, worker.progress
         self._step, self._rate, self._taken = step, rate, taken
+        self._agreement = Agreement(worker)
         row = sum(math.prod(each.shape[1:]) * each.dtype.itemsize for each in source.data)
         self.most = max(1, min(source.most, step.most_at_once, _BYTES // max(1, row * plan.batch)))
         if isinstance(source, Feed):
@@ -252,6 +268,12 @@ class RankLoop(Loop):
             with self.meter.timed("load"), self.worker.lock(n + 1) as lock:
                 lock.read(taken)
                 first = int(taken.array[pool.start])
+                if plan.can_stop and requested_stop() and not taken.array[-1]:
+                    begun = (-(-int(taken.array[each.start]) // len(each)) for each in plan.pools)
+                    taken.array[-1] = max(1, *begun)
+                rounds = int(taken.array[-1])
+                if rounds:  # all pools complete the same rounds, so that the rows trained on are one range
+                    most = min(most, rounds * len(pool) - first)
                 # Of each n batches in a row the pool has those in its ranks' places: all, where there is one pool.
                 starts = [
                     plan.first + (k // len(pool) * n + pool[k % len(pool)]) * plan.batch
@@ -260,9 +282,14 @@ class RankLoop(Loop):
                 starts = [start for start in starts if start + plan.batch <= plan.last] or starts[:1]
                 taken.array[pool.start] += len(starts)
                 lock.write(taken)
-            if starts[0] >= plan.last:
+            if not starts or starts[0] >= plan.last:
+                self.end = min(plan.last, plan.first + rounds * n * plan.batch) if rounds else plan.last
                 return
             yield Turn(starts[0], starts, min(plan.last, starts[-1] + plan.batch))
+
+    def is_stop(self) -> bool:
+        """Return whether all ranks stop; where each takes batches as they come, `as_they_come` ends."""
+        return not self.rule.asynchronous and self._agreement.is_stop()
 
     def left(self) -> int:
         """Return how many steps there are until the next exchange."""
@@ -315,11 +342,17 @@ def train(
     source: Source,
     taken: LocalRows,
     shared: dict[str, LocalRows],
-) -> Outcome:
+) -> tuple[int, Outcome]:
     """Train on rows between two places of an epoch's order; afterwards the parameters are those to be validated.
 
     ``variables`` are the parameters that are exchanged, and the optimizer's; ``shared`` is the rule's memory.  All else
     is as for `RankLoop`.
+
+    Returns
+    -------
+    end : int
+        The place up to which ranks have trained: before the plan's last one if a signal came.
+    outcome : Outcome
     """
     kept = worker.kept(plan.name)
     state: State | None = kept.get("state")
@@ -344,5 +377,5 @@ def train(
         stands_for_all = rule.report(worker, state)
         kept["own"] = state.vector  # behind the report, which may take what has come by mail
         state.vector = stands_for_all
-    loop.meter.write(plan.last, loop.rate, last=True)
-    return loop.meter.outcome(loop.rate)
+    loop.meter.write(loop.end, loop.rate, last=True)
+    return loop.end, loop.meter.outcome(loop.rate)

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +32,29 @@ class Outcome(NamedTuple):
     learning_rate: float
     #: The rows, and seconds, of steps that were the first of their kind: something may have been compiled there.
     first: tuple[int, float]
+
+
+def shared_out(outcomes: Sequence[Outcome], size: int) -> list[Outcome]:
+    """Return outcomes of another number of ranks with the same sums, and the same means of seconds.
+
+    Examples
+    --------
+    >>> one, other = Outcome(1.0, 10, 2, {"wait": 1.0}, 0.1, (0, 0.0)), Outcome(2.0, 5, 1, {"wait": 2.0}, 0.1, (0, 0.0))
+    >>> shared_out([one, other], 1)
+    [Outcome(loss=3.0, rows=15, steps=3, seconds={'wait': 1.5}, learning_rate=0.1, first=(0, 0.0))]
+    """
+    if not outcomes or len(outcomes) == size:
+        return list(outcomes)
+    seconds = {name: float(np.mean([each.seconds[name] for each in outcomes])) for name in outcomes[0].seconds}
+    first = outcomes[0]._replace(
+        loss=sum(each.loss for each in outcomes),
+        rows=sum(each.rows for each in outcomes),
+        steps=sum(each.steps for each in outcomes),
+        seconds=seconds,
+        first=(sum(each.first[0] for each in outcomes), sum(each.first[1] for each in outcomes)),
+    )
+    others = first._replace(loss=0.0, rows=0, steps=0, first=(0, 0.0))
+    return [first, *([others] * (size - 1))]
 
 
 class timed:  # noqa: N801 - used as a function
@@ -73,11 +96,16 @@ class Meter:
         self.loss = 0.0
         self.step = step
         self.first = 0, 0.0
+        if plan.before:
+            before: Outcome = plan.before[rank]
+            self.loss, self.rows, self.steps, self.first = before.loss, before.rows, before.steps, before.first
+            self.seconds |= before.seconds
         self._kinds = kinds
         self._losses: list[Any] = []
         self._weights: list[int] = []
         self._written = {
-            recorder.folder: (0, 0, 0.0, time.perf_counter(), dict(self.seconds)) for recorder in plan.recorders
+            recorder.folder: (self.steps, self.rows, self.loss, time.perf_counter(), dict(self.seconds))
+            for recorder in plan.recorders
         }
 
     def timed(self, name: str) -> timed:

@@ -24,11 +24,13 @@ from synkhronos.training import schedules, storing
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError, check_types, load_meta
 from synkhronos.training.course import Course
 from synkhronos.training.early_stop import EarlyStop
+from synkhronos.training.meter import Outcome, shared_out
 from synkhronos.training.schedules import Schedule
 
 #: Entries of a trainer's checkpoint, besides those of `storing.describe`.
 _TYPES: dict[str, Any] = {
-    **dict.fromkeys(("seen", "epoch", "row", "seed", "count", "steps_taken"), int),
+    **dict.fromkeys(("seen", "epoch", "row", "start", "seed", "count", "steps_taken"), int),
+    "outcomes": list,
     **dict.fromkeys(("stop", "schedule"), dict),
     "parts": list | None,
 }
@@ -41,6 +43,9 @@ class Place:
     #: The next row is at this place of this epoch's order.
     epoch: int = 0
     row: int = 0
+    #: The row of the last report; what the ranks have done from there to `row`, where a signal came between reports.
+    start: int = 0
+    outcomes: list[Outcome] = field(default_factory=list)
     #: Best report so far.
     stop: EarlyStop = field(default_factory=EarlyStop)
     #: The steps that all ranks have taken together; of rules by which each takes its own these are with the ranks.
@@ -95,6 +100,8 @@ class OnRanks:
             "seen": seen,
             "epoch": place.epoch,
             "row": place.row,
+            "start": place.start,
+            "outcomes": [list(outcome) for outcome in place.outcomes],
             "stop": place.stop.to_json(),
             "seed": course.seed,
             "count": course.length,
@@ -126,7 +133,15 @@ class OnRanks:
                 f"{path} was written within an epoch over data_parts, of {_said(meta['parts'])}, got "
                 f"{_said(course.parts())}: the order of rows would be another; a checkpoint of an epoch's end will do"
             )
-        place = Place(meta["epoch"], meta["row"], EarlyStop.from_json(meta["stop"]), meta["steps_taken"])
+        n_outcomes = 1 if self.alike else ranks.session().size
+        place = Place(
+            epoch=meta["epoch"],
+            row=meta["row"],
+            start=meta["start"],
+            outcomes=shared_out([Outcome(*each) for each in meta["outcomes"]], n_outcomes),
+            stop=EarlyStop.from_json(meta["stop"]),
+            steps=meta["steps_taken"],
+        )
         if self.memory:
             self._renew_memory()  # so that on no host there is anything else in it
         root = ranks.session().rank.number

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import itertools
 import math
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.checks import at_least
+from synkhronos.checks import at_least, number
 from synkhronos.data import Data
 from synkhronos.data.parts import in_order
 from synkhronos.graphs import library_of
@@ -40,6 +43,7 @@ from synkhronos.training.recorder import Recorder
 from synkhronos.training.report import Report
 from synkhronos.training.resume import OnRanks, Place
 from synkhronos.training.schedules import Schedule, as_schedule
+from synkhronos.training.stop import StopSignals, requested_stop
 from synkhronos.training.train_function import TrainFunction
 from synkhronos.training.updates import nesterov_momentum
 
@@ -109,6 +113,7 @@ class Trainer:
         checkpoint: Checkpoint | None = None,
         resume: Any = None,
         progress: bool = False,
+        grace: float = 30.0,
     ) -> Iterator[Report]:
         """Train, and report after each epoch.
 
@@ -141,6 +146,9 @@ class Trainer:
             Go on from a checkpoint: the newest of `checkpoint`'s if there is one, or that of a path.
         progress : bool
             Show a progress bar; needs tqdm.
+        grace : float
+            The seconds that SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 leave for writing a checkpoint, where the signal has
+            no handler of yours and `checkpoint` is given.
 
         Yields
         ------
@@ -157,11 +165,16 @@ class Trainer:
             writes into the folder.
         LoadError, WorkerError
             If a loader can't read a row, or has died.
+        SystemExit
+            With status 128 plus the number of one of these signals, when a checkpoint has been written behind the last
+            step.
         """
         loader = self._loader(x_data, y_data)
         data, count = ([], len(loader)) if loader else self._data(x_data, y_data, "x_data, y_data")
         batch_size, epochs = at_least(batch_size, "batch_size", 1), at_least(epochs, "epochs", 1)
         seed = at_least(seed, "seed", 0)
+        if not 0 < number(grace, "grace", "a number of seconds") <= threading.TIMEOUT_MAX:
+            raise ValueError(f"grace: expected a positive number of seconds, got {grace!r}")
         for name, value in (("every", every), ("patience", patience)):
             if value is not None:
                 at_least(value, name, 1)
@@ -201,6 +214,7 @@ class Trainer:
             recorders,
             checkpoint,
             resume,
+            grace,
         )
 
     def _epochs(
@@ -211,14 +225,19 @@ class Trainer:
         recorders: list[Any],
         checkpoint: Checkpoint | None,
         resume: Any,
+        grace: float,
     ) -> Iterator[Report]:
-        if checkpoint is not None:
-            checkpoint.lock()
+        if checkpoint is None:
+            yield from self._reports(course, valid, patience, recorders, None, resume)
+            return
+        checkpoint.lock()
         try:
-            yield from self._reports(course, valid, patience, recorders, checkpoint, resume)
+            with StopSignals(grace):
+                yield from self._reports(course, valid, patience, recorders, checkpoint, resume)
+                if requested_stop():
+                    raise SystemExit(128 + requested_stop())
         finally:
-            if checkpoint is not None:
-                checkpoint.unlock()
+            checkpoint.unlock()
 
     def _reports(
         self,
@@ -241,20 +260,29 @@ class Trainer:
             schedules.forget(self.schedule)
         while not self._is_over(course, patience):
             place = self._place  # another one after `restore_best`
-            start, last = place.row, course.end(place.row, ranks.session().size)
-            report = self._interval(course, place.epoch, start, last, recorders)
-            place.row = last
-            if last == course.count:
-                place.epoch, place.row = place.epoch + 1, 0
-            reports += 1
+            last = course.end(place.start, ranks.session().size)
+            if last < place.row:  # of a checkpoint of more ranks
+                last = course.end(place.row, ranks.session().size)
+            plan = self._plan(course, last, recorders, checkpoint is not None)
+            if place.row < last and not _must_stop(plan):
+                place.row, place.outcomes = self._interval(course, plan)
+            if _must_stop(plan):
+                self._stop(course, checkpoint)
+            report = Report.of(place.outcomes, plan, ranks.session().size)
             if valid is not None:
-                report.validation = self._validated(valid, course.batch)
+                report.validation = self._validated(valid, course.batch, plan)
+                if _must_stop(plan):
+                    self._stop(course, checkpoint)
             numbers = [report.loss, *report.validation.values()]
             if not all(map(math.isfinite, numbers)):
                 raise FloatingPointError(
                     f"the loss is {report.loss} after {report.seen:,} rows, validation {report.validation}: the "
                     f"learning rate of {report.learning_rate:g} may be too high; nothing was saved since"
                 )
+            place.outcomes = []
+            place.row = place.start = 0 if last == course.count else last
+            place.epoch += last == course.count
+            reports += 1
             observe: Callable[[float], None] | None = getattr(self.schedule, "observe", None)
             if observe is not None:
                 observe(next(iter(report.validation.values()), report.loss))
@@ -305,49 +333,68 @@ class Trainer:
 
     # -- one interval ----------------------------------------------------------------------------------------
 
-    def _interval(self, course: Course, epoch: int, first: int, last: int, recorders: list[Any]) -> Report:
-        """Train between two places of an epoch, and say what came of it."""
-        session, together = ranks.session(), self._together is not None
-        plan = Plan(
+    def _plan(self, course: Course, last: int, recorders: list[Any], can_stop: bool) -> Plan:
+        """Return the plan of an interval, from the present place to the next report."""
+        return Plan(
             self._name,
-            first,
+            self._place.row,
             last,
             course.batch,
-            epoch,
+            self._place.epoch,
             course.count,
             self.schedule,
             [one for one in recorders if isinstance(one, Recorder)],
             course.progress,
-            course.pools or [range(session.size)],
+            course.pools or [range(ranks.session().size)],
+            can_stop,
+            self._place.outcomes,
         )
+
+    def _interval(self, course: Course, plan: Plan) -> tuple[int, list[Outcome]]:
+        """Train until the next report, or until a signal comes; return the place, and what the ranks have done."""
+        together = self._together is not None
         try:
-            source = course.source(epoch, first, together)
+            source = course.source(plan.epoch, plan.first, together)
             if together:
-                outcomes = [self._train_together(plan, source)]
+                ended = [self._train_together(plan, source)]
             else:
-                outcomes = self._train_apart(plan, source, course.taken)
+                ended = self._train_apart(plan, source, course.taken)
+            end, outcomes = min(end for end, _ in ended), [outcome for _, outcome in ended]
             if course.loader is not None and isinstance(source, Feed):
-                course.loader.passed(source, last)
-            if not any(outcome.rows for outcome in outcomes):
-                said = f"none of the rows from {first:,} to {last:,} of epoch {epoch} could be read"
-                raise LoadError(said, epoch, last)
+                course.loader.passed(source, end)
+            if end == plan.last and not any(outcome.rows for outcome in outcomes):
+                said = f"none of the rows from {plan.first:,} to {end:,} of epoch {plan.epoch} could be read"
+                raise LoadError(said, plan.epoch, end)
         except (LoadError, WorkerError):
             if course.loader is not None:
                 course.loader.close()  # one may have died
             raise
-        return Report.of(outcomes, plan, session.size)
+        return end, outcomes
 
-    def _train_apart(self, plan: Plan, source: Source, taken: Data) -> list[Outcome]:
+    def _stop(self, course: Course, checkpoint: Checkpoint | None) -> NoReturn:
+        """Save the place between two reports, and end the program by the signal that came."""
+        number = requested_stop()
+        words, place = f"{signal.Signals(number).name}: training ends", self._place
+        if checkpoint is not None and all(math.isfinite(outcome.loss) for outcome in place.outcomes):
+            seen = place.epoch * course.count + place.row
+            path = checkpoint.path(seen)
+            if place.outcomes or not path.exists():  # that of a report has metrics, too
+                self._on_ranks.save(checkpoint, course, place, self.schedule, seen, {})
+            words += f"; go on with resume={str(path)!r}"
+        sys.stderr.write(f"{words}\n")
+        raise SystemExit(128 + number)
+
+    def _train_apart(self, plan: Plan, source: Source, taken: Data) -> list[tuple[int, Outcome]]:
         """Have each rank take its own steps."""
         taken[...] = 0
         exchanged = self._on_ranks.groups.params, self._on_ranks.groups.optimizer
         memory = self._on_ranks.memory
-        outcomes: list[Outcome] = run(
+        ended: list[tuple[int, Outcome]] = run(
             train, plan, self.rule, self._step, self.learning_rate, exchanged, source, taken, memory
         )
-        return outcomes
+        return ended
 
-    def _train_together(self, plan: Plan, source: Source) -> Outcome:
+    def _train_together(self, plan: Plan, source: Source) -> tuple[int, Outcome]:
         """Take steps of all ranks at once."""
         assert self._together is not None
         meter = Meter(0, plan, lambda losses: [float(loss) for loss in losses], self._place.steps, self._kinds)
@@ -357,12 +404,12 @@ class Trainer:
             loop.run()
         finally:
             self._rate = loop.rate
-        meter.write(plan.last, loop.rate, last=True)
+        meter.write(loop.end, loop.rate, last=True)
         self._place.steps = meter.step
-        return meter.outcome(loop.rate)
+        return loop.end, meter.outcome(loop.rate)
 
-    def _validated(self, valid: tuple[list[Data], int] | Loader, batch: int) -> dict[str, float]:
-        """Return the means over all rows, each row counted once."""
+    def _validated(self, valid: tuple[list[Data], int] | Loader, batch: int, plan: Plan) -> dict[str, float]:
+        """Return the means over all rows, each row counted once; of some rows if a signal comes."""
         assert self._validation is not None
         totals, count, step = np.zeros(len(self._validate)), 0, batch * ranks.session().size
         chosen: Iterable[Any]
@@ -373,6 +420,8 @@ class Trainer:
         else:
             chosen = (slice(start, min(valid[1], start + step)) for start in range(0, valid[1], step))
         for rows in chosen:
+            if count and _must_stop(plan):
+                break
             data = valid.data if isinstance(valid, Loader) else valid[0]
             values = self._validation(*data, batch=rows)
             length = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
@@ -428,6 +477,10 @@ class Trainer:
         if len(lengths) != 1 or not min(lengths):
             raise ValueError(f"{name}: expected equally many rows of each, at least one, got {[len(d) for d in data]}")
         return data, lengths.pop()
+
+
+def _must_stop(plan: Plan) -> bool:
+    return plan.can_stop and bool(requested_stop())
 
 
 def _local_step(model: Model) -> synk.Function:
