@@ -33,7 +33,7 @@ SETTINGS = {
     "no model": ({"model": None, "devices": "cpu"}, r"modelfile: expected the file to train"),
     "no class": ({"model": None, "modelfile": "launch_models.mlp"}, r"modelclass: expected the class to train"),
     "no colon": ({"model": "mlp.py"}, r"model: expected FILE:CLASS, got 'mlp.py'"),
-    "no such file": ({"model": "launch_models/none.py:MLP"}, r"modelfile: launch_models/none.py is not in /"),
+    "no such file": ({"model": "launch_models/none.py:MLP"}, r"modelfile: there is no file launch_models/none.py in /"),
     "no such module": ({"model": "launch_models.none:MLP"}, r"modelfile: .* got 'launch_models.none': there is no launch_models/none.py in /"),
     "no such class": ({"model": "launch_models/others.py:Nobody"}, r"modelclass: .*others.py has no 'Nobody': it has Traced, Wider, Noisy, "),
     "no Python": ({"model": "{broken}:MLP"}, r"modelfile: .*broken.py, line 2: "),

@@ -80,7 +80,7 @@ def test_runs_are_drawn_and_written_as_a_table(tmp_path):
         timeout=100,
     )
     assert shown.returncode == 0, shown.stderr
-    assert "4 reports, epoch 1, loss 0.25, error 0.5, 400 rows/s, batch 2 x 5 = 10" in shown.stdout
+    assert "4 reports, epoch 1, loss 0.25, validation error 0.5, 400 rows/s, batch 2 x 5 = 10" in shown.stdout
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     with open(tmp_path / "t.csv") as file:
         table = list(csv.DictReader(file))
@@ -131,7 +131,7 @@ def test_nothing_on_the_picture_covers_anything_else(tmp_path, monkeypatch):
     ]
     show.draw({"run": {"reports": records}, "other": {"reports": records}}, tmp_path / "p.png")
     (figure,) = figures
-    assert [axis.get_ylabel() for axis in figure.axes] == ["loss", "loss", "error", "rows a second"]
+    assert [axis.get_ylabel() for axis in figure.axes] == ["loss", "loss", "validation error", "rows a second"]
     legend = figure.legends[0].get_window_extent()
     assert not any(legend.overlaps(axis.get_window_extent()) for axis in figure.axes)
     for axis in figure.axes:

@@ -56,7 +56,7 @@ def _path(name: str, folders: Sequence[str]) -> tuple[Path, Path]:
             if path.is_file():
                 inside = not os.path.isabs(name) and ".." not in Path(name).parts
                 return path.absolute(), Path(folder).absolute() if inside else path.absolute().parent
-        raise ModelFileError(f"modelfile: {name} is not in {' or '.join(dict.fromkeys(folders))}")
+        raise ModelFileError(f"modelfile: there is no file {name} in {' or '.join(dict.fromkeys(folders))}")
     relative = name.replace(".", "/")
     for folder in [*folders, *sys.path]:
         for path in (Path(folder, f"{relative}.py"), Path(folder, relative, "__init__.py")):

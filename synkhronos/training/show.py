@@ -63,7 +63,8 @@ def summary(name: str, files: dict[str, list[dict[str, Any]]]) -> str:
     if not reports:
         return f"{name}: no report yet\n"
     last = reports[-1]
-    numbers = {"loss": last.get("loss"), **(last.get("validation") or {})}
+    validation = {f"validation {key}": value for key, value in (last.get("validation") or {}).items()}
+    numbers = {"loss": last.get("loss"), **validation}
     shown = [f"{key} {value:.4g}" for key, value in numbers.items() if value is not None]
     rate = f"{last.get('rows_per_second') or 0:,.0f} rows/s"
     words = f"{len(reports)} reports", f"epoch {last.get('epoch') or 0:g}", *shown, rate
@@ -102,7 +103,7 @@ def draw(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> Non
             axis.plot(across[x], values, label=run, marker=marker)
     for axis, (x, y) in zip(axes, panels, strict=True):
         axis.set_xlabel(x)
-        axis.set_ylabel(y)
+        axis.set_ylabel(f"validation {y}" if y in validated else y)
         axis.xaxis.set_major_locator(MaxNLocator(5))
         if x == "rows":
             axis.xaxis.set_major_formatter(EngFormatter(sep=""))
