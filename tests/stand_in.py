@@ -102,7 +102,7 @@ def install():
     processes._Bind.run = bind_to_jax
     Executable._launch = launch_and_wait
     Jax.communicates = lambda self, dtype: str(dtype) in nccl.NUMBERS
-    Jax.communicator = lambda self, rank: rank.kept(_Communicator, lambda: _Communicator(rank, _Staging()))
+    Jax.communicator = lambda self, rank: rank.registry.get(_Communicator, lambda: _Communicator(rank, _Staging()))
     Jax._compute_stream = ComputeStream(_STREAM, True)
 
 

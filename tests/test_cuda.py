@@ -111,9 +111,9 @@ class Gpu:
         self.has_room = threading.Event()
         self.has_room.set()
         self.command, self.is_master, self.size, self.number = 0, is_master, 2, 0
-        self.under_way = []
+        self.pending = []
         self.stream = self.handle = 7
-        self.coming_step, self.arrived, self.page = 3, 0, np.zeros(1, np.int32)
+        self.next_step, self.arrived, self.page = 3, 0, np.zeros(1, np.int32)
         self.arrays = self
         self.CUresult = types.SimpleNamespace(CUDA_SUCCESS=DONE, CUDA_ERROR_NOT_READY=NOT_READY)
         #: What comes of one look at the stream after another, as long as there are any.
@@ -133,19 +133,19 @@ class Gpu:
     def has_failed(self, command):
         return command == self.failed
 
-    def bereft(self):
+    def peer_died(self):
         return self.is_dead
 
     def barrier(self, look=None):
         if look is not None:
             look()
-        self.arrived = self.coming_step
+        self.arrived = self.next_step
 
-    def how_far(self, command):
+    def last_common_step(self, command):
         assert command == 5
         return self.arrived
 
-    def had_all_come(self, step):
+    def have_all_reached(self, step):
         assert step == 3
         return self.arrived >= step
 
@@ -202,9 +202,9 @@ def start(communicator, gpu, command=5):
 def test_an_all_reduce_is_not_waited_for(connected):
     communicator, gpu = connected()
     start(communicator, gpu)
-    assert gpu.state == NOT_READY and gpu.under_way[0].unfinished()
+    assert gpu.state == NOT_READY and gpu.pending[0].is_unfinished()
     gpu.state = DONE
-    assert not gpu.under_way[0].unfinished()
+    assert not gpu.pending[0].is_unfinished()
 
 
 def test_a_small_all_reduce_on_an_idle_stream_is_there_in_a_moment(connected):
@@ -212,7 +212,7 @@ def test_a_small_all_reduce_on_an_idle_stream_is_there_in_a_moment(connected):
     gpu.command = 5
     gpu.seen = [DONE, NOT_READY, NOT_READY, DONE]
     assert communicator.all_reduce(np.ones(3, "float32"), "sum") is True
-    assert not gpu.seen and not gpu.under_way[0].unfinished()
+    assert not gpu.seen and not gpu.pending[0].is_unfinished()
     assert communicator.all_reduce(np.ones(0, "float32"), "sum") is True  # of nothing
 
 
@@ -243,12 +243,12 @@ def test_an_all_reduce_that_was_given_up_meanwhile_is_not_there(connected, monke
 def test_what_a_failed_command_has_started_is_given_up(connected):
     communicator, gpu = connected(is_master=False)
     start(communicator, gpu, command=5)
-    give_up = gpu.under_way[0].give_up
-    give_up(4)
+    cancel = gpu.pending[0].cancel
+    cancel(4)
     assert not gpu.aborted and communicator.epoch == 1
-    give_up(5)
+    cancel(5)
     assert gpu.aborted == 1 and communicator.epoch == 0
-    give_up(5)
+    cancel(5)
     assert gpu.aborted == 1
 
 
@@ -263,7 +263,7 @@ def test_the_master_gives_up_when_a_worker_has_died_though_it_hears_of_nothing(c
         time.sleep(0.01)
     assert gpu.aborted == 1
     # What came of it is wrong: who asks hears that it did not come to its end.
-    assert gpu.under_way[0].unfinished()
+    assert gpu.pending[0].is_unfinished()
 
 
 @pytest.mark.parametrize("has_died", [True, False])
@@ -305,13 +305,13 @@ def test_a_worker_that_dies_when_nothing_is_under_way_is_left_to_others(connecte
     time.sleep(0.1)
     gpu.is_dead = True
     time.sleep(0.1)
-    assert not gpu.aborted and not gpu.under_way[0].unfinished()
+    assert not gpu.aborted and not gpu.pending[0].is_unfinished()
 
 
 def test_before_the_ranks_end_what_is_under_way_is_waited_for(connected):
     communicator, gpu = connected()
     start(communicator, gpu)
-    finish = gpu.under_way[0].finish
+    finish = gpu.pending[0].finish
     # Another command has failed since, which is none of its business.
     gpu.failed = 6
     timer = threading.Timer(0.1, lambda: setattr(gpu, "state", DONE))
@@ -349,8 +349,8 @@ def test_where_all_ranks_have_met_a_failure_ends_nothing(connected):
     assert met == [1]
     gpu.failed = 5
     time.sleep(0.1)
-    gpu.under_way[0].give_up(5)
-    assert not gpu.aborted and gpu.under_way[0].unfinished()
+    gpu.pending[0].cancel(5)
+    assert not gpu.aborted and gpu.pending[0].is_unfinished()
 
 
 def combine_within(communicator, gpu, count=3):
@@ -370,9 +370,9 @@ def test_what_is_combined_within_a_launch_counts_unless_the_connection_is_given_
     flag = communicator._connection.holds
     assert copied == (96, flag.ctypes.data, 4, 7) and flag[0] == 1
     # If it is given up nothing that the user sees is wrong; of what is computed by hand that can't be said.
-    assert not gpu.under_way[0].unfinished()
+    assert not gpu.pending[0].is_unfinished()
     communicator._guard.leaves_wrong = True
-    assert gpu.under_way[0].unfinished()
+    assert gpu.pending[0].is_unfinished()
     gpu.abort = lambda: told.append(int(flag[0]))  # what waits for a peer goes on from here
     told = []
     gpu.failed = 5
@@ -438,13 +438,13 @@ def test_who_has_come_leaves_the_others_what_they_wait_for(connected):
     communicator.come()
     assert gpu.has_come
     gpu.arrived = 2
-    gpu.under_way[0].give_up(5)  # another rank has failed before it came
+    gpu.pending[0].cancel(5)  # another rank has failed before it came
     assert gpu.aborted == 1
     communicator, gpu = connected()
     gpu.arrive = lambda: setattr(gpu, "arrived", 3)
     start(communicator, gpu, command=5)
     communicator.come()
-    gpu.under_way[0].give_up(5)  # when all had come
+    gpu.pending[0].cancel(5)  # when all had come
     assert not gpu.aborted
 
 
@@ -518,7 +518,7 @@ def test_what_all_ranks_have_come_to_is_not_given_up_by_some(connected):
 
     gpu.arrived = 3
     communicator.meet(fails)
-    gpu.under_way[0].give_up(5)
+    gpu.pending[0].cancel(5)
     assert not gpu.aborted
 
 
@@ -537,7 +537,7 @@ def test_what_was_started_is_given_up_by_all_or_by_none(connected, error, have_a
     else:
         with pytest.raises(error):
             communicator.meet(fails)
-    gpu.under_way[0].give_up(5)
+    gpu.pending[0].cancel(5)
     assert gpu.aborted == (0 if have_all_come else 1)
 
 
@@ -669,7 +669,7 @@ def test_what_a_group_does_is_nothing_to_rely_on_once_it_was_given_up(connected)
 def test_after_a_failure_groups_part_and_all_ranks_need_not(connected):
     communicator, gpu = connected()
     group, told = grouped(communicator, gpu)
-    gpu.under_way[0].give_up(5)
+    gpu.pending[0].cancel(5)
     assert told == ["group"] and (communicator.epoch, group.epoch) == (1, 0)
 
 

@@ -44,7 +44,7 @@ from synkhronos.graphs import library_of
 from synkhronos.launch.contract import groups
 from synkhronos.lowering import scatter
 from synkhronos.ranks import Command
-from synkhronos.ranks.interrupts import undisturbed
+from synkhronos.ranks.interrupts import defer_signals
 
 pytestmark = pytest.mark.skipif(not XLA, reason="these are about JAX arrays")
 
@@ -378,7 +378,7 @@ def chained(pair):
 
 def launched(launch, shareds, combine):
     """Launch, wait, and return what came of it."""
-    with undisturbed(), combining(combine):
+    with defer_signals(), combining(combine):
         (total,) = launch(JAX.from_host(np.arange(3.0)))
         JAX.wait([library_of(s).get(s) for s in shareds])
     return [float(JAX.fetch([total])[0]), *(np.asarray(s.get_value()).tolist() for s in shareds)]
@@ -434,7 +434,7 @@ def test_one_launch_goes_on_with_the_next_rows(pair, counts):
         for row in rows.reshape(4, 3) if counts else []:
             g = 2 * row * w
             w, n = w - g, n + 1
-        with undisturbed(), combining(Doubling(calls, counts), 4):
+        with defer_signals(), combining(Doubling(calls, counts), 4):
             totals = launch(JAX.from_host(rows))
             JAX.wait([library_of(s).get(s) for s in shareds])
         assert [float(each) for each in JAX.fetch(totals)] == [3.0, 12.0, 21.0, 30.0]
@@ -458,7 +458,7 @@ def test_behind_an_error_nothing_is_combined_nor_counts(pair):
 
     fails = Fails()
     with pytest.raises(Alarm):
-        with undisturbed(), combining(fails, 4):
+        with defer_signals(), combining(fails, 4):
             launch(JAX.from_host(np.arange(12.0)))
     assert len(calls) == fails.waits == 2
     np.testing.assert_array_equal(shareds[1].get_value(), [1.0, -1.0, -3.0])
@@ -470,7 +470,7 @@ def test_a_launch_that_repeats_combines_each_time(pair):
     runs, shareds = pair
     launch = runs[0].chain(Combination(shareds[0].container.storage), runs[1], times=2)
     with pytest.raises(RuntimeError, match="2 times in one launch, not 1"):
-        with undisturbed(), combining(Doubling()):
+        with defer_signals(), combining(Doubling()):
             launch(JAX.from_host(np.arange(6.0)))
 
 
@@ -483,7 +483,7 @@ def test_what_is_the_same_each_time_is_combined_each_time(fork):
     synk.distribute()
     runs = [f._program.compile(PLAIN).run for f in (first, second)]
     launch, calls = runs[0].chain(Combination(g.container.storage), runs[1], times=4), []
-    with undisturbed(), combining(Doubling(calls), 4):
+    with defer_signals(), combining(Doubling(calls), 4):
         totals = launch()
         JAX.wait([library_of(w).get(w)])
     assert [float(each) for each in JAX.fetch(totals)] == [3.0, -3.0, -9.0, -15.0]
@@ -517,7 +517,7 @@ def test_a_vector_that_travels_in_pieces_or_in_another_dtype_is_combined_all_the
     rows = rng.uniform(1, 2, (times, sum(SIZES))).astype("float32")
     rows[:, -1] = 67  # not to be told from 66 by eight bits of mantissa after a division by 3
     standing_in = Doubling()
-    with undisturbed(), combining(standing_in, times):
+    with defer_signals(), combining(standing_in, times):
         launch(JAX.from_host(rows))
         JAX.wait([library_of(w).get(w)])
     expected, scale = np.ones(sum(SIZES) - 1), 2 if dtype is None else 1
@@ -620,11 +620,11 @@ def test_an_error_behind_what_was_begun_waits_for_it_and_counts_for_nothing(fork
 
     fails = Fails()
     with pytest.raises(Alarm):
-        with undisturbed(), combining(fails):
+        with defer_signals(), combining(fails):
             launch()
     assert fails.waits == 1 and fails.calls == []
     np.testing.assert_array_equal(w.get_value(), np.ones(60))
-    with undisturbed(), combining(Doubling()):
+    with defer_signals(), combining(Doubling()):
         launch()
     np.testing.assert_array_equal(w.get_value(), [-3.0] * 30 + [-5.0] * 30)
 
@@ -727,7 +727,7 @@ def test_what_is_raised_while_ranks_combine_is_raised_after_the_launch(chained, 
 def test_a_launch_combines_once(chained):
     launch, shareds = chained
     with pytest.raises(RuntimeError, match="0 times"):
-        with undisturbed(), combining(Doubling()):
+        with defer_signals(), combining(Doubling()):
             pass
     # Outside of a block nothing counts.
     launch(JAX.from_host(np.arange(3.0)))

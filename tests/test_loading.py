@@ -16,7 +16,7 @@ from system import until_state
 
 from synkhronos import loading
 from synkhronos.loading import CropMirror, Loader
-from synkhronos.loading.ring import Plan, has_ended
+from synkhronos.loading.ring import Plan, has_exited
 
 pytestmark = pytest.mark.any_library
 
@@ -296,11 +296,11 @@ def test_whether_a_process_has_ended_is_known_where_python_has_no_pidfd(monkeypa
     """Python that was built on an old system, as conda's, has none."""
     monkeypatch.delattr(os, "pidfd_open")
     with subprocess.Popen(["sleep", "60"]) as process:
-        assert not has_ended(process.pid)
+        assert not has_exited(process.pid)
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert has_ended(process.pid)  # and is still there, as nobody has taken its exit code
-    assert has_ended(process.pid)
+        assert has_exited(process.pid)  # and is still there, as nobody has taken its exit code
+    assert has_exited(process.pid)
 
 
 # -- rows that can't be read ---------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from synkhronos import ranks
 from synkhronos.ranks import Command
 from synkhronos.ranks.control import MAILBOX, SLOT, Bell, Control
 from synkhronos.ranks.errors import Cancelled, cause_of_death
-from synkhronos.ranks.interrupts import put_back, undisturbed
+from synkhronos.ranks.interrupts import defer_signals, put_back
 from synkhronos.ranks.rank import Rank
 
 pytestmark = pytest.mark.any_library
@@ -292,7 +292,7 @@ class HeardElsewhere(Command):
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(ranks.WorkerError):
             while True:
-                ranks.session()._look_for_deaths()
+                ranks.session()._raise_if_peer_died()
         raise Cancelled
 
 
@@ -319,7 +319,7 @@ def test_a_death_that_is_heard_of_just_when_the_master_has_failed_is_named(two):
 
     def trace_lines(frame, event, arg):
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and line == "deaths.at_work = 0" and isinstance(sys.exception(), KeyError):
+        if event == "line" and line == "peers.busy_thread = 0" and isinstance(sys.exception(), KeyError):
             sys.settrace(None)
             told.append(line)
             os.kill(next(iter(two.workers.pids.values())), signal.SIGKILL)
@@ -589,7 +589,7 @@ class Both(Command):
     effect: str = "It was noted"
 
     def run(self, rank):
-        with rank.uncommitted():
+        with rank.suspend_commits():
             first = self.first.run(rank)
         return [first, self.second.run(rank)]
 
@@ -634,7 +634,7 @@ def test_signals_are_held_back_and_then_raise_and_handlers_are_as_before(inside)
                 try:
                     # Now and then before the block, mostly in it, or while it is entered or left.
                     signal.setitimer(signal.ITIMER_REAL, 0 if inside else 1e-6 + i % 100 * 6e-7)
-                    with undisturbed():
+                    with defer_signals():
                         if inside:
                             signal.raise_signal(signal.SIGALRM)
                         inner.append(i)
@@ -652,7 +652,7 @@ def test_signals_are_held_back_and_then_raise_and_handlers_are_as_before(inside)
 def test_an_interrupt_is_held_back():
     done = []
     with pytest.raises(KeyboardInterrupt):
-        with undisturbed():
+        with defer_signals():
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             done.append(1)
@@ -663,8 +663,8 @@ def test_an_interrupt_is_held_back():
 def test_an_interrupt_is_held_back_to_the_end_of_the_outer_block():
     done = []
     with pytest.raises(KeyboardInterrupt):
-        with undisturbed():
-            with undisturbed():
+        with defer_signals():
+            with defer_signals():
                 signal.raise_signal(signal.SIGINT)
                 done.append(1)
             done.append(2)
@@ -676,7 +676,7 @@ def test_an_interrupt_is_held_back_to_the_end_of_the_outer_block():
 def test_what_is_held_back_may_be_held_no_longer(monkeypatch):
     monkeypatch.setattr("synkhronos.ranks.interrupts.PATIENCE", 0.05)
     with pytest.raises(KeyboardInterrupt):
-        with undisturbed() as held:
+        with defer_signals() as held:
             held.relent()
             signal.raise_signal(signal.SIGINT)
             held.relent()
@@ -698,7 +698,7 @@ def test_a_handler_can_be_taken_away_while_signals_are_held_back():
 
     before = signal.signal(signal.SIGALRM, handler)
     try:
-        with undisturbed():
+        with defer_signals():
             put_back(signal.SIGALRM, handler, signal.SIG_IGN)
             put_back(signal.SIGINT, handler, signal.SIG_IGN)  # which it isn't
         assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
@@ -717,7 +717,7 @@ class Leave(Command):
         self.all_come = all_come
 
     def run(self, rank):
-        step = rank.coming_step
+        step = rank.next_step
         if rank.number == 2 and not self.all_come:
             time.sleep(0.2)
 
@@ -729,7 +729,7 @@ class Leave(Command):
             if rank.is_master:
                 leave()
         except Cancelled:
-            rank.objects["found"] = rank.had_all_come(step)
+            rank.objects["found"] = rank.have_all_reached(step)
             raise
         except Left:
             rank.objects["found"] = self.all_come
@@ -763,14 +763,14 @@ class DieInBetween(Command):
     """A command: the worker says that it has failed, and dies before it says how far all had come."""
 
     def run(self, rank):
-        step = rank.coming_step
+        step = rank.next_step
         if not rank.is_master:
             rank.control.closing.take = lambda seconds: os.kill(os.getpid(), signal.SIGKILL)
             raise KeyError
         try:
             rank.barrier()
         except Cancelled:
-            rank.had_all_come(step)
+            rank.have_all_reached(step)
             raise
 
 
@@ -791,14 +791,14 @@ def test_ranks_that_fail_at_once_find_what_another_has_found(monkeypatch):
 
     for rank in (first, second, third):
         rank.begin(1)
-    step = first.coming_step
+    step = first.next_step
     for rank in (first, second, third):
         rank.arrive()
     third.wait(lambda: min(control.arrived) >= step)  # all are there, and none has failed
     monkeypatch.setattr(control, "fence", meanwhile)
     first.fail()
     assert not failing
-    assert [rank.had_all_come(step) for rank in (first, second, third)] == [True] * 3
+    assert [rank.have_all_reached(step) for rank in (first, second, third)] == [True] * 3
 
 
 @pytest.mark.parametrize("all_come", [False, True])
@@ -807,14 +807,14 @@ def test_ranks_that_fail_one_after_the_other_find_the_same(all_come):
     first, second, third = (Rank(r, 0, control, lambda: None, None) for r in range(3))
     for rank in (first, second, third):
         rank.begin(1)
-    step = first.coming_step
+    step = first.next_step
     for rank in (first, second, third) if all_come else (first, second):
         rank.arrive()
     first.fail()
     if not all_come:
         third.arrive()  # too late: it may not have heard
     second.fail()
-    assert [rank.had_all_come(step) for rank in (first, second, third)] == [all_come] * 3
+    assert [rank.have_all_reached(step) for rank in (first, second, third)] == [all_come] * 3
 
 
 def test_who_waits_looks_around_however_many_signals_come():

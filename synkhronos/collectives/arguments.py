@@ -46,7 +46,7 @@ def named(session: Session, shared_vars: Any, generators: bool = False) -> tuple
     if not variables:
         raise ValueError("shared_vars: expected at least one shared variable, got an empty list")
     mirror = Mirror.of(session)
-    seen = session.kept(_NamedBefore)
+    seen = session.registry.get(_NamedBefore)
     try:
         if single and shared_vars in seen:  # a training loop's gradients, say
             return variables, single

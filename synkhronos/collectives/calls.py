@@ -315,7 +315,7 @@ class _AllReduces(WeakKeys[Any, dict[Any, Reduce]]):
 
 def all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bool) -> Reduce:
     """Return the command of `all_reduce`: the one that was checked before where a training loop asks for it again."""
-    commands = session.kept(_AllReduces)
+    commands = session.registry.get(_AllReduces)
     try:
         known = commands.get(shared_vars) or {}
         command = known.get((op, nccl))

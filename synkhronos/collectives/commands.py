@@ -28,7 +28,7 @@ from synkhronos.devices import HOST, Device, Layout, device_named, device_of
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import moved_apart, object_of
-from synkhronos.ranks import Cancelled, Command, Rank, Read, SharedArray
+from synkhronos.ranks import Cancelled, Command, Rank, RowAccess, SharedArray
 
 #: Plans that a rank keeps.
 _KNOWN = 64
@@ -84,10 +84,10 @@ class Copies:
         self.values = [library.get(shared) for library, shared in zip(self.libraries, self.shareds, strict=True)]
         mine = tuple([(value.shape, value.dtype, device_of(value).name) for value in self.values])
         communicator = rank.device.communicator(rank)
-        exchange = rank.exchange if differ else rank.exchange_known
+        exchange = rank.exchange if differ else rank.exchange_cached
         shown = tuple(exchange((mine, communicator.epoch)))
         # A training loop comes here at every step with the same.
-        known = rank.kept(_Plans)
+        known = rank.registry.get(_Plans)
         found = known.get((shown, nccl))
         if found is None:
             if len(known) > _KNOWN:
@@ -202,12 +202,12 @@ class Assign(Command):
     values: tuple[SharedArray, ...]
     rows: tuple[tuple[range | SharedArray | None, ...], ...]
 
-    def reads(self, size: int, ranks: range) -> Iterator[Read]:
+    def row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:
         """Yield the rows of some ranks."""
         for r in ranks:
             for value, rows in zip(self.values, self.rows[r], strict=True):
                 if rows is not None:
-                    yield Read(value, rows if value.shape else None)
+                    yield RowAccess(value, rows if value.shape else None)
 
     def run(self, rank: Rank) -> None:
         """Copy the rows into the variables' containers."""
@@ -306,7 +306,7 @@ class Reduce(Command):
 
         `Copies` where some variable doesn't travel as its device combines it.
         """
-        known = rank.kept(_KnownAgreements)
+        known = rank.registry.get(_KnownAgreements)
         last, differ = known.get(self), False
         if last is not None and last.holds(rank):
             if rank.agree(last.digest):

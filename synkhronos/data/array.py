@@ -70,7 +70,7 @@ class Data:
             self._array = np.zeros((0,) * ndim, self._dtype)
         except ValueError as error:
             raise ValueError(f"ndim: expected as many dimensions as NumPy knows, got {ndim}: {error}") from None
-        self._session.tell_at_close(self)
+        self._session.notify_at_close(self)
 
     # -- what it is ------------------------------------------------------------------------------------------
 

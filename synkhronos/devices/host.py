@@ -46,10 +46,10 @@ class Device:
     def communicator(self, rank: Rank) -> Any:
         """Return what combines the ranks' arrays of this kind (see `HostCommunicator`), the same one each time."""
         if len(rank.control.here) == rank.size:
-            return rank.kept(HostCommunicator, lambda: HostCommunicator(rank))
+            return rank.registry.get(HostCommunicator, lambda: HostCommunicator(rank))
         from synkhronos.devices.chain import ChainCommunicator
 
-        return rank.kept(ChainCommunicator, lambda: ChainCommunicator(rank))
+        return rank.registry.get(ChainCommunicator, lambda: ChainCommunicator(rank))
 
     def communicates(self, dtype: np.dtype) -> bool:
         """Whether it combines arrays of this dtype; if not, they go through host memory."""

@@ -37,7 +37,7 @@ def follow(session: Session) -> None:
     if session.size == 1:  # there is nobody to tell
         return
     errors = np.geterr()
-    told = session.kept(_Told)
+    told = session.registry.get(_Told)
     if told != errors:
         session.run(_Treat(tuple((kind, str(how)) for kind, how in errors.items())))
         told.update(errors)

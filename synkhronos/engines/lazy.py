@@ -6,7 +6,7 @@
     What a call returns in place of an array whose computation has only been started.
 `Results`
     The master's record of those that were not read yet.
-`Read`, `Forget`
+`FetchOutputs`, `DropOutputs`
     The commands that reduce unread outputs over the ranks, or drop them.
 
 A training loop that reads its loss once an epoch should not wait for it at every step, nor move it between ranks.  So
@@ -28,16 +28,16 @@ import numpy.typing as npt
 
 from synkhronos import ranks
 from synkhronos.engines.base import Engine
-from synkhronos.ranks import Command, Rank, Session, UnderWay
+from synkhronos.ranks import Command, PendingOperation, Rank, Session
 
 #: Calls whose outputs nobody will read, and their bytes on a rank, up to which they are kept on the ranks.
 _MOST_CALLS, _MOST_BYTES = 256, 1 << 24
 
 
-class _UnreadOutputs(dict[int, tuple[Engine, Any]], UnderWay):
+class _UnreadOutputs(dict[int, tuple[Engine, Any]], PendingOperation):
     """One rank's outputs until then, and what fetches them, by the number of the command."""
 
-    def give_up(self, command: int) -> None:
+    def cancel(self, command: int) -> None:
         """Drop the outputs of a command that has failed since: nobody gets them."""
         self.pop(command, None)
 
@@ -45,14 +45,14 @@ class _UnreadOutputs(dict[int, tuple[Engine, Any]], UnderWay):
 def _unread(rank: Rank) -> _UnreadOutputs:
     def make() -> _UnreadOutputs:
         made = _UnreadOutputs()
-        rank.under_way.append(made)
+        rank.pending.append(made)
         return made
 
-    return rank.kept(_UnreadOutputs, make)
+    return rank.registry.get(_UnreadOutputs, make)
 
 
 @dataclass(frozen=True, slots=True)
-class Read(Command):
+class FetchOutputs(Command):
     """Reduce unread outputs over the ranks."""
 
     calls: tuple[int, ...]
@@ -70,7 +70,7 @@ class Read(Command):
 
 
 @dataclass(frozen=True, slots=True)
-class Forget(Command):
+class DropOutputs(Command):
     """Drop unread outputs."""
 
     calls: tuple[int, ...]
@@ -106,7 +106,7 @@ class _Reference(weakref.ref[_Call]):
         return made
 
 
-class Results(UnderWay):
+class Results(PendingOperation):
     """The master's record of the calls of one session whose outputs are unread."""
 
     def __init__(self, session: Session):
@@ -115,12 +115,12 @@ class Results(UnderWay):
         self._gone: list[_Reference] = []
         self._dropped: list[int] = []
         self._dropped_bytes = 0
-        session.rank.under_way.append(self)
+        session.rank.pending.append(self)
 
     @classmethod
     def of(cls, session: Session) -> Results:
         """Return the session's record."""
-        return session.kept(cls, lambda: cls(session))
+        return session.registry.get(cls, lambda: cls(session))
 
     def add(self, number: int, nbytes: int, count: int) -> list[Result]:
         """Return the results of a call that has just been started."""
@@ -136,7 +136,7 @@ class Results(UnderWay):
             del self._gone[0]
         if len(self._dropped) < _MOST_CALLS and self._dropped_bytes < _MOST_BYTES:
             return
-        forget = Forget(tuple(self._dropped))
+        forget = DropOutputs(tuple(self._dropped))
         session.run(forget)
         del self._dropped[: len(forget.calls)]
         self._dropped_bytes = 0
@@ -150,14 +150,14 @@ class Results(UnderWay):
         if not calls:
             return
         try:
-            together = session.run(Read(tuple(call.number for call in calls)))
+            together = session.run(FetchOutputs(tuple(call.number for call in calls)))
         except Exception:
             if session.closed is not None:
                 raise
             # Some can't be reduced: who looks at those gets the error, and the others are read all the same.
             for call in calls:
                 try:
-                    (call.values,) = session.run(Read((call.number,)))
+                    (call.values,) = session.run(FetchOutputs((call.number,)))
                 except Exception as error:
                     if session.closed is not None:
                         raise

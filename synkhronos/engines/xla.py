@@ -32,7 +32,7 @@ from synkhronos.graphs.family import is_referenced
 from synkhronos.lowering.precision import COMPILER_OPTIONS, bfloat16
 from synkhronos.lowering.traced import Traced
 from synkhronos.ranks import Rank
-from synkhronos.ranks.interrupts import undisturbed
+from synkhronos.ranks.interrupts import defer_signals
 
 #: Chains that a function keeps: those that were used last.
 _CHAINS = 16
@@ -193,7 +193,7 @@ class Executable(Runner):
                 storage[0] = JAX.from_host(storage[0])
         for storage in self._donated:
             if is_referenced(storage):
-                with undisturbed():  # as a log's beginning
+                with defer_signals():  # as a log's beginning
                     storage[0] = self._copy(storage[0])
         if self._log is not None and (self._is_interrupted or not self._log.has_room(self.times)):
             self._log = Log(self._dtypes)
@@ -401,7 +401,7 @@ class _Together(Runner):
 
         # Nothing may be raised in what XLA calls; and when this rank has launched, all will have in a moment, so that
         # the updates are applied on all ranks, or, if one of them fails, on none.
-        with undisturbed() as signals:
+        with defer_signals() as signals:
             with combining(combine, self.times):
                 results = self._chain(*inputs)
             signals.renew()

@@ -24,7 +24,7 @@ from synkhronos.function.program import Compiled, Program, Variant
 from synkhronos.function.reduce import Accumulator
 from synkhronos.graphs.family import AT_FIRST_CALL, IN_TURN
 from synkhronos.graphs.mirror import object_of
-from synkhronos.ranks import Cancelled, Command, Rank, Read, SharedArray
+from synkhronos.ranks import Cancelled, Command, Rank, RowAccess, SharedArray
 
 
 class Whole(NamedTuple):
@@ -45,15 +45,15 @@ class Scattered(NamedTuple):
     #: Whether the rank must not be given the shared memory itself.
     copy: bool
 
-    def reads(self, size: int, ranks: range) -> Iterator[Read]:
+    def row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:
         """Yield the rows of some ranks."""
         first, last = (share(self._n_rows, size, r) for r in (ranks[0], ranks[-1]))
         rows = self.rows
         if isinstance(rows, range):
-            yield Read(self.array, rows[first.start : last.stop], self.offset)
+            yield RowAccess(self.array, rows[first.start : last.stop], self.offset)
         else:
             index = rows.part(first.start, last.stop)
-            yield Read(self.array, index, self.offset)
+            yield RowAccess(self.array, index, self.offset)
 
     @property
     def _n_rows(self) -> int:
@@ -235,7 +235,7 @@ class Part:
                 rows = range(min(lengths))[chosen]
         except IndexError as error:
             problem = f"{error} on rank {self._rank.number}"
-        problems = [p for p in self._rank.exchange_known(problem) if p is not None]
+        problems = [p for p in self._rank.exchange_cached(problem) if p is not None]
         if problems or rows is None:
             raise IndexError(problems[0]) if self._rank.is_master else Cancelled
         return rows

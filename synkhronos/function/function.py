@@ -459,7 +459,7 @@ class _Undistributed(WeakKeys[Function, bool]):
 
 
 def _undistributed(session: Session) -> _Undistributed:
-    return session.kept(_Undistributed)
+    return session.registry.get(_Undistributed)
 
 
 def _distribute(session: Session, functions: Sequence[Function]) -> None:

@@ -75,7 +75,7 @@ class Mirror:
     @classmethod
     def of(cls, session: Session) -> Mirror:
         """Return the session's mirror."""
-        return session.kept(cls, lambda: cls(session))
+        return session.registry.get(cls, lambda: cls(session))
 
     def key(self, shared: Any) -> tuple[str, int] | None:
         """Return a shared variable's key, None if the workers don't have it."""
@@ -218,7 +218,7 @@ class Receive(Command):
             importlib.invalidate_caches()
         if self.code:
             of_this_rank = () if rank.is_master else outdated(self.code)
-            of_all = set().union(*rank.exchange_known(of_this_rank))
+            of_all = set().union(*rank.exchange_cached(of_this_rank))
             if of_all:
                 return of_all
         if rank.is_master:

@@ -64,9 +64,9 @@ from synkhronos.hosts.mail import (
 from synkhronos.hosts.names import host_and_ranks, ranks_of
 from synkhronos.hosts.pipes import FRAME, NEWS, Layout
 from synkhronos.hosts.task import TaskAgent
+from synkhronos.ranks.agreement import StepTally, close_command
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, FOR_STEP, SLOT, SPIN, Control
 from synkhronos.ranks.errors import cause_of_death
-from synkhronos.ranks.meeting import Tally, close
 from synkhronos.ranks.rank import HEAD
 from synkhronos.ranks.segments import Receiver, Segment, Unmapped, announce, create_unlinked, is_closed
 from synkhronos.ranks.task import TaskMemory
@@ -133,7 +133,7 @@ class Agent:
         self._segments: dict[int, Segment] = {}
         self._task = TaskAgent(self._mail, control, self._ranks, self._segments)
         self._mapped = self._posted = self._step = 0
-        self._tally = Tally(world.size, world.rank)
+        self._tally = StepTally(world.size, world.rank)
         self._done: tuple[int, ...] = ()
         # The others start their workers before they say anything.
         self._next_beat = self._next_look = 0.0
@@ -189,15 +189,15 @@ class Agent:
         if self._is_first and words[Control.POSTED] > self._posted:
             self._post()
             news = True
-        failed = words[Control.FAILED]  # before the ranks' steps: see `ranks.meeting`
+        failed = words[Control.FAILED]  # before the ranks' steps: see `ranks.agreement`
         step = min(self._control.arrived[self._here.start : self._here.stop])
-        says_step, says_failed = self._tally.here(failed, step)
-        if says_step:
+        sends_step, sends_failed = self._tally.update(failed, step)
+        if sends_step:
             self._show(step)
-        if says_failed:
+        if sends_failed:
             self._mail.send_all(self._mail.others, FAILED, failed)
             self._close()
-        news |= says_step or says_failed
+        news |= sends_step or sends_failed
         if not self._is_first:
             news |= self._say_done(done)
         elif words[Control.ENDING] and not self._is_ending:
@@ -356,7 +356,7 @@ class Agent:
             self._segments.pop(key, None)
 
     def _take_step(self, source: int, step: int, shown: list[tuple[int, int, bytes]]) -> None:
-        self._tally.heard_step(source, step)
+        self._tally.receive_step(source, step)
         control = self._control
         for r, which, content in shown:
             control.slot(r, which)[: len(content)] = content
@@ -365,7 +365,7 @@ class Agent:
         self._control.ring_here(FOR_STEP)
 
     def _take_failed(self, source: int, number: int) -> None:
-        self._tally.heard_failed(source, number)
+        self._tally.receive_failed(source, number)
         words = self._control.words
         if number > words[Control.FAILED]:
             words[Control.FAILED] = number
@@ -374,8 +374,8 @@ class Agent:
 
     def _close(self) -> None:
         """Say how far all ranks had come in a command that failed, when all hosts have told."""
-        for number, step in self._tally.closed():
-            close(self._control.words, number, step)
+        for number, step in self._tally.take_closed():
+            close_command(self._control.words, number, step)
             self._control.ring_here(FOR_STEP)
 
     def _take_done(

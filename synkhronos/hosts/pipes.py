@@ -115,7 +115,7 @@ class Pipe:
         if nbytes:
             self._layout.lengths[self._pipe * FRAMES + count % FRAMES] = nbytes  # the same on all ranks of the host
         self._done[self._me] = self._base + count + 1
-        self._rank.tell()
+        self._rank.notify_local()
 
     def when_all(self, behind: int = 0) -> Callable[[], bool]:
         """Return what says whether all ranks of the host are done with as many frames as this one, less ``behind``."""

@@ -35,10 +35,10 @@ from synkhronos.hosts.pipes import Layout
 from synkhronos.ranks import Command, SharedArray
 from synkhronos.ranks.control import MAILBOX, Control
 from synkhronos.ranks.errors import cause_of_death
-from synkhronos.ranks.interrupts import undisturbed
+from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.memory import Release
-from synkhronos.ranks.reads import Read, reads
+from synkhronos.ranks.row_access import RowAccess, find_row_accesses
 from synkhronos.ranks.segments import SegmentTable, is_closed
 
 #: Seconds that the agents may take to start.
@@ -104,7 +104,7 @@ class MpiLink(Link):
             listener.bind("\0" + address)
             listener.listen(1)
             command = mpirun.agent_command(address) if hosts is None else mpirun.command(self.names, address)
-            with undisturbed():
+            with defer_signals():
                 self._launcher = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -254,14 +254,14 @@ class MpiLink(Link):
         needed: list[list[Rows]] = []
         for name, ranks in zip(self.names, self.ranks_by_host, strict=True):
             needed.append([])
-            for read in reads((command, parcel), self.size, ranks):
+            for read in find_row_accesses((command, parcel), self.size, ranks):
                 there = read.array.rows_of(self.size, ranks)
                 if there is None:
                     needed[-1].append(_rows(read))
                     continue
                 _check_rows(read, there, segments, host_and_ranks(name, ranks))
                 if isinstance(read.rows, SharedArray):
-                    needed[-1].append(_rows(Read(read.rows)))
+                    needed[-1].append(_rows(RowAccess(read.rows)))
         task = command.memory
         plan = pickle.dumps((needed[1:], dropped, task), pickle.HIGHEST_PROTOCOL)
         if len(plan) > self.plan_nbytes:
@@ -348,7 +348,7 @@ class MpiLink(Link):
                     to.write(line)
 
 
-def _rows(read: Read) -> Rows:
+def _rows(read: RowAccess) -> Rows:
     """Return what is read of a segment, in bytes."""
     array, rows, base = read
     item = np.dtype(array.dtype).itemsize
@@ -360,7 +360,7 @@ def _rows(read: Read) -> Rows:
     return Rows(array.key, array.offset, row, None, (rows.key, rows.offset, rows.shape[0], base))
 
 
-def _check_rows(read: Read, there: range, segments: SegmentTable, who: str) -> None:
+def _check_rows(read: RowAccess, there: range, segments: SegmentTable, who: str) -> None:
     """Refuse rows that another host has loaded for itself."""
     rows = range(read.array.shape[0]) if read.rows is None else read.rows
     index = np.array([*rows[:1], *rows[-1:]]) if isinstance(rows, range) else rows.view(segments)

@@ -28,7 +28,7 @@ from synkhronos.loading.augment import generator
 from synkhronos.loading.process import Task, packed, start
 from synkhronos.loading.ring import NOTHING_LOST, Layout, LoadError, Plan, Ring
 from synkhronos.loading.sources import Stream, row_name, source_of
-from synkhronos.ranks.interrupts import undisturbed
+from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.segments import Segment, create_unlinked
 
 #: Rows that may be unreadable before the first one that says what rows are like.
@@ -434,11 +434,11 @@ class _Reader:
         _wait_for_dropped()
         _made.append((weakref.ref(self), self._owner, self.pids))
         try:
-            with undisturbed():
+            with defer_signals():
                 for number in range(layout.loaders):
                     self.pids.append(start(number, layout, packet, files, theirs))
             if self._session is not None:
-                self._session.tell_at_close(self)
+                self._session.notify_at_close(self)
         except BaseException:
             self.close()
             raise

@@ -256,7 +256,7 @@ class Ring:
     def death(self) -> str:
         """Say which loader has died, and how; nothing if all live."""
         for loader, pid in enumerate(self.pids):
-            if has_ended(pid):
+            if has_exited(pid):
                 return f"loader {loader} (process {pid}) {_cause(pid)}"
         return ""
 
@@ -307,7 +307,7 @@ class Ring:
         self._ring(self._takers)
 
 
-def has_ended(pid: int) -> bool:
+def has_exited(pid: int) -> bool:
     """Whether a process has ended, whosever child it is."""
     try:
         with open(f"/proc/{pid}/stat") as stat:

@@ -11,7 +11,7 @@ meaning, graphs or devices.
     Where an array lies in memory that all ranks see (`segments`).
 `Read`
     What a command reads of such an array (`reads`).
-`UnderWay`
+`PendingOperation`
     What may outlast the command that started it (`kept`).
 `WorkerError`, `Cancelled`
     What went wrong (`errors`).
@@ -22,9 +22,9 @@ meaning, graphs or devices.
 """
 
 from synkhronos.ranks.errors import Cancelled, WorkerError
-from synkhronos.ranks.kept import UnderWay
 from synkhronos.ranks.rank import ROOM, Command, Rank
-from synkhronos.ranks.reads import Read
+from synkhronos.ranks.registry import PendingOperation
+from synkhronos.ranks.row_access import RowAccess
 from synkhronos.ranks.segments import Segment, SharedArray
 from synkhronos.ranks.session import Session, check_free, close, fork, session
 from synkhronos.ranks.threads import available_cores
@@ -35,11 +35,11 @@ __all__ = [
     "Cancelled",
     "Command",
     "Rank",
-    "Read",
+    "RowAccess",
     "Segment",
     "Session",
     "SharedArray",
-    "UnderWay",
+    "PendingOperation",
     "WeakKeys",
     "WorkerError",
     "available_cores",

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any, cast
 
-from synkhronos.ranks.interrupts import undisturbed
+from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.segments import create_unlinked, map_file
 
 #: Bytes of the mailbox; a longer command travels in a shared segment of its own.
@@ -87,7 +87,7 @@ class Control:
     ----------
     words : memoryview
         Unsigned 64-bit words, among them (by the constants of this class) the number of the last command posted,
-        of the last that failed, and the length of the message in the mailbox.  `meeting` has the last two of them.
+        of the last that failed, and the length of the message in the mailbox.  `agreement` has the last two of them.
     done, arrived, sleeping, report_length, core, committed, progress : memoryview
         One word a rank: the last command it finished, the last step it reached, why it sleeps, how long its report of
         a failure is, on which core it was last seen (counted from 1), the last command whose effects it has applied,
@@ -120,7 +120,7 @@ class Control:
         self.mailbox = memoryview(self._memory)[mailbox_at : mailbox_at + MAILBOX]
         self.extra = memoryview(self._memory)[extra_at : extra_at + extra]
         self._bells = [Bell(self._memory, bells_at + rank * _BELL, made) for rank in range(size)]
-        #: Who has it may write down how far all ranks had come in a command that failed: see `meeting`.
+        #: Who has it may write down how far all ranks had come in a command that failed: see `agreement`.
         self.closing = Mutex(self._memory, bells_at + size * _BELL, made)
         if not made:
             self.closing.ring()
@@ -222,7 +222,7 @@ class Control:
         allowed = os.sched_getaffinity(0)
         free = {number for number in allowed if number + 1 not in taken}
         if free:
-            with undisturbed():  # or it would stay bound
+            with defer_signals():  # or it would stay bound
                 os.sched_setaffinity(0, free)
                 os.sched_setaffinity(0, allowed)
             self.core[me] = current_core()

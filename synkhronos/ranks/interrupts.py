@@ -1,6 +1,6 @@
 """Holds signals back where half a step must not be left.
 
-`undisturbed`
+`defer_signals`
     A block of code that signals' handlers follow, rather than cut short.
 `handler_of`, `set_handler`, `put_back`
     Read and change a signal's handler, though such a block may be on.
@@ -20,14 +20,14 @@ from typing import Any, Self
 # Those of `signal` make enums of what goes in and comes out, which takes ten times as long.
 _handler_of, _handle = _signal.getsignal, _signal.signal
 
-#: Seconds after which `undisturbed.relent` gives in.
+#: Seconds after which `defer_signals.relent` gives in.
 PATIENCE = 2.0
 
 
 _SIGNALS = [int(number) for number in signal.valid_signals()]
 
 
-class undisturbed:  # noqa: N801 - a block, as the functions of contextlib are
+class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
     """Hold all signals that Python handles back until the end of the ``with`` block.
 
     Blocking the signals would not do: where there are other threads (a BLAS has some), the system hands them to one of
@@ -120,7 +120,7 @@ class undisturbed:  # noqa: N801 - a block, as the functions of contextlib are
 def handler_of(number: int) -> Any:
     """Return a signal's handler: the one that comes back after the blocks that are on."""
     handler = _handler_of(number)
-    while isinstance(block := getattr(handler, "__self__", None), undisturbed):
+    while isinstance(block := getattr(handler, "__self__", None), defer_signals):
         handler = block._handlers[number]
     return handler
 
@@ -128,10 +128,10 @@ def handler_of(number: int) -> Any:
 def set_handler(number: int, handler: Any) -> None:
     """Set a signal's handler; while blocks are on, the one that comes back after them."""
     block = getattr(_handler_of(number), "__self__", None)
-    if not isinstance(block, undisturbed):
+    if not isinstance(block, defer_signals):
         signal.signal(number, handler)
         return
-    while isinstance(outer := getattr(block._handlers[number], "__self__", None), undisturbed):
+    while isinstance(outer := getattr(block._handlers[number], "__self__", None), defer_signals):
         block = outer
     block._handlers[number] = handler
 

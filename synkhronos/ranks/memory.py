@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from socket import socket
 from typing import Any, Literal
 
-from synkhronos.ranks.interrupts import undisturbed
+from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.rank import Command, Rank
 from synkhronos.ranks.segments import Segment, announce, create_unlinked
 
@@ -110,7 +110,7 @@ class Memory:
         It is the same file on every host.  OSError if there is none, or it may not be read.
         """
         self.notice_orphans()
-        with undisturbed():
+        with defer_signals():
             file = io.FileIO(path)
         nbytes = os.fstat(file.fileno()).st_size
         return self._added(Segment(self.last_key + 1, file.fileno(), nbytes, is_file=True), file, False)
@@ -121,7 +121,7 @@ class Memory:
         return self._last_part
 
     def _added(self, segment: Segment, file: io.FileIO, in_command: bool) -> Segment:
-        with undisturbed():  # a worker would wait for ever for a key that is never announced
+        with defer_signals():  # a worker would wait for ever for a key that is never announced
             self.last_key += 1
             self._rank.segments.add(segment)
             if self._channels:

@@ -1,9 +1,7 @@
-"""One rank, as a command sees it.
+"""One process among the ranks, and the commands that it runs.
 
-`Rank`
-    This process among the others: its number, its tables, and the steps at which ranks meet.
-`Command`
-    What every rank runs at once.
+Ranks synchronise at *steps*: each rank counts the steps of a command, and a barrier returns when every counter has
+reached the step.  Small values are exchanged at a step through one slot of shared memory a rank.
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from synkhronos.ranks.agreement import STEP_BITS, close_command, last_common_step
 from synkhronos.ranks.control import FOR_STEP, POLL, SLOT, Control
 from synkhronos.ranks.errors import Cancelled
-from synkhronos.ranks.interrupts import undisturbed
-from synkhronos.ranks.kept import Kept, UnderWay
-from synkhronos.ranks.meeting import STEP_BITS, close, how_far
+from synkhronos.ranks.interrupts import defer_signals
+from synkhronos.ranks.registry import PendingOperation, Registry
 from synkhronos.ranks.segments import SegmentTable
 from synkhronos.ranks.threads import ThreadShare
 
@@ -33,11 +31,11 @@ _log = logging.getLogger("synkhronos")
 _STEP_MASK = (1 << STEP_BITS) - 1
 
 
-#: Values that `Rank.exchange_known` keeps, with their bytes.
+#: Maximal number of values whose pickled bytes `Rank.exchange_cached` keeps.
 _KNOWN = 64
-#: What a slot begins with: how long the whole message is, and the step for which it was written.
+#: Header of a slot: number of bytes of the whole message, and the step for which it was written.
 HEAD = struct.Struct("=QQ")
-#: Bytes that one `Rank.gather` can show, and one round of `Rank.exchange`.
+#: Number of bytes that one `Rank.gather`, or one round of `Rank.exchange`, transports.
 ROOM = SLOT - HEAD.size
 
 
@@ -80,31 +78,37 @@ class Command(ABC):
 
 
 class Rank:
-    """A process among the ranks: this one.
+    """A process among the ranks: the one that runs this.
 
     Parameters
     ----------
     number, root : int
-        The rank of this process, and the master's.
+        Rank of this process, and rank of the master.
     control : Control
-        What they share.
+        Counters and memory that the ranks share.
     watch : callable
         Raises, or ends this process, when a peer has died.
     threads : ThreadShare
-        How many threads its BLAS may use.
+        Limit of this process' threads.
 
     Attributes
     ----------
     command : int
-        The number of the command that this rank runs; no two commands of a session have the same.
+        Number of the command that this rank runs; it is unique in a session.
     segments : SegmentTable
-        The shared memory that this rank has mapped.
+        Shared memory that this rank has mapped.
     objects : dict
-        The rank's copies of objects that the master has sent, by their keys.
-    kept : Kept
-        What the rooms above keep on each rank.
-    device
-        What this rank computes with; `synkhronos.devices` knows what that is.
+        This rank's copies of objects that the master has sent, by key.
+    registry : Registry
+        State that layers above keep on each rank.
+    pending : list of PendingOperation
+        Operations that commands have started and that may outlast them.
+    at_finish : list of callable
+        Called at the end of the current command.
+    peer_died : callable
+        Returns True once a peer process has exited.  Only the master's rank is informed.
+    device : Device
+        What this rank computes with; set by `synkhronos.devices`.
     """
 
     def __init__(
@@ -118,61 +122,57 @@ class Rank:
         self.number = number
         self.size = control.size
         self.root = root
-        #: Whether this process is the user's own.
         self.is_master = number == root
         self.control = control
-        #: Whether there are ranks on other machines.
+        #: Whether there are ranks on other machines; their agents then close failed commands.
         self.spans_hosts = len(control.here) < control.size
         self.watch = watch
         self.threads = threads
         self.segments = SegmentTable()
         self.objects: dict[Any, Any] = {}
-        self.kept = Kept()
+        self.registry = Registry()
         self.device: Any = None
         self.command = 0
         self._step = 0
         self._known: dict[Any, Any] = {}
         self._commits = True
-        #: Called when the command that runs has been run: what may be waited for as late as that.
         self.at_finish: list[Callable[[], None]] = []
-        #: What commands have started and that may outlast them.
-        self.under_way: list[UnderWay] = []
-        #: Says whether a peer has died, without doing anything about it: the master's alone knows.
-        self.bereft: Callable[[], bool] = lambda: False
+        self.pending: list[PendingOperation] = []
+        self.peer_died: Callable[[], bool] = lambda: False
 
     def begin(self, command: int) -> None:
         """Start counting the steps of a new command."""
-        self.look_back()
+        self.cancel_failed()
         self.command = command
         self._commits = True
         self._step = command << STEP_BITS
 
-    def look_back(self) -> None:
-        """Give up what the last command started, if that command failed on some rank."""
+    def cancel_failed(self) -> None:
+        """Cancel the pending operations of the last command if it failed on some rank."""
         failed = self.control.words[Control.FAILED]
         if not 0 < self.command <= failed:
             return
         self._wait_until_closed(failed)  # it may be the next one, which is closed after this one
-        if self.how_far(self.command) is None:
+        if self.last_common_step(self.command) is None:
             return
-        for one in self.under_way:
+        for one in self.pending:
             try:
-                one.give_up(self.command)
+                one.cancel(self.command)
             except Exception as error:
-                _log.warning("work that a failed command had started could not be given up: %s", error)
+                _log.warning("an operation of a failed command could not be cancelled: %s", error)
 
     def has_failed(self, command: int) -> bool:
-        """Whether a command has failed on some rank, and none since."""
+        """Whether a command has failed on some rank, and no later command has."""
         return bool(self.control.words[Control.FAILED] == command)
 
     def commit(self) -> None:
-        """Note that the command's effects are applied on this rank, so that an error can say so."""
+        """Record that this rank has applied the command's effect, for the message of an error."""
         if self._commits:
             self.control.committed[self.number] = self.command
 
     @contextlib.contextmanager
-    def uncommitted(self) -> Iterator[None]:
-        """Have `commit` do nothing meanwhile."""
+    def suspend_commits(self) -> Iterator[None]:
+        """Make `commit` do nothing within the ``with`` block."""
         self._commits = False
         try:
             yield
@@ -180,18 +180,18 @@ class Rank:
             self._commits = True
 
     def finish(self) -> None:
-        """Call what is in `at_finish`, and forget it: the end of a command on this rank, however it went."""
+        """Call and remove the functions in `at_finish`.  Called at the end of every command, failed or not."""
         while self.at_finish:
             self.at_finish.pop()()
 
     def arrive(self) -> None:
-        """Come to the next step, and wait for nobody; `how_far` says, of a command that failed, when all had come."""
+        """Arrive at the next step without waiting for the others."""
         control = self.control
         self._step += 1
         control.arrived[self.number] = self._step
         control.fence()
-        # Ranks that come early have no news for anyone: the last to come wakes the others, and the last worker the
-        # master, who may be gathering and then comes after them.
+        # The last rank to arrive wakes the others, and the last worker the master: that one may be gathering, and then
+        # arrives after the workers.
         if self._reached(self._step):
             for r in range(self.size):
                 control.ring(r, FOR_STEP)
@@ -199,61 +199,66 @@ class Rank:
             control.ring(self.root, FOR_STEP)
 
     def barrier(self, look: Callable[[], None] | None = None) -> None:
-        """Return when every rank has come here; ``look()`` is called now and then while others are late, and may raise.
+        """Return when every rank has arrived at this step.
+
+        Parameters
+        ----------
+        look : callable, optional
+            Called repeatedly while waiting; may raise.
 
         Raises
         ------
         Cancelled
-            If a rank failed in this command: it will not come, or not to the next step.
+            If a rank failed in this command.
         """
         self.arrive()
         self._wait_for_step(self._step, look=look)
 
     def fail(self) -> None:
-        """Say that the command has failed on this rank, and see to it that it is closed (see `meeting`)."""
+        """Mark the command as failed, wake all waiting ranks, and record the last step that every rank reached."""
         control, words, command = self.control, self.control.words, self.command
-        with undisturbed():  # others wait for what comes behind the first line
+        with defer_signals():  # peers wait for all of it once the first line is done
             words[Control.FAILED] = command
             control.fence()
-            # Of ranks that fail at once one does it, and between hosts the agents.
+            # One of the ranks that fail at the same time closes the command; on several hosts the agents do.
             if not self.spans_hosts and control.closing.take(0):
-                if how_far(words, command) is None:
-                    close(words, command, min(control.arrived))
+                if last_common_step(words, command) is None:
+                    close_command(words, command, min(control.arrived))
                 control.closing.ring()
             control.ring_all()
 
     @property
-    def coming_step(self) -> int:
-        """The number of the step that comes next."""
+    def next_step(self) -> int:
+        """Number of the next step."""
         return self._step + 1
 
-    def how_far(self, command: int) -> int | None:
-        """Return up to which step all ranks had come in a command that failed; None until it is closed (`meeting`)."""
-        return how_far(self.control.words, command)
+    def last_common_step(self, command: int) -> int | None:
+        """Return the last step that all ranks reached in a failed command; None until it is closed."""
+        return last_common_step(self.control.words, command)
 
-    def had_all_come(self, step: int) -> bool:
-        """Whether all ranks had come to a step of this command, which has failed; all ranks find the same."""
+    def have_all_reached(self, step: int) -> bool:
+        """Whether all ranks had reached a step of this failed command; the answer is the same on all ranks."""
         self._wait_until_closed(self.command)
-        return (self.how_far(self.command) or 0) >= step
+        return (self.last_common_step(self.command) or 0) >= step
 
     def _wait_until_closed(self, command: int) -> None:
         words = self.control.words
-        self.control.wait(self.number, lambda: how_far(words, command) is not None, FOR_STEP, self.watch, POLL)
+        self.control.wait(self.number, lambda: last_common_step(words, command) is not None, FOR_STEP, self.watch, POLL)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Show a picklable value to all ranks, and return theirs, in rank order."""
+        """All-gather a picklable value: return every rank's value, in rank order."""
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         return [pickle.loads(whole) for whole in self.exchange_bytes(payload)]
 
-    def exchange_known(self, value: Hashable) -> list[Any]:
-        """Do as `exchange`, faster, for values that come again and again and that nobody changes."""
+    def exchange_cached(self, value: Hashable) -> list[Any]:
+        """All-gather an immutable value that is often the same: only a digest travels when all ranks agree."""
         payload, digest = self._pickled(value)
         if self.agree(digest):  # nearly always
             return [value] * self.size
         return [pickle.loads(whole) for whole in self.exchange_bytes(payload)]
 
     def digest(self, value: Hashable) -> bytes:
-        """Return what `exchange_known` shows of a value first."""
+        """Return the digest of a value that `exchange_cached` compares."""
         return self._pickled(value)[1]
 
     def _pickled(self, value: Hashable) -> tuple[bytes, bytes]:
@@ -267,7 +272,7 @@ class Rank:
         return found
 
     def agree(self, digest: bytes) -> bool:
-        """Show some bytes to all ranks, and return whether all have shown the same; a step of `exchange_known`."""
+        """Return whether all ranks passed the same digest; takes one step."""
         step = self._open_slot(digest)
         self.barrier()
         slot, which, n = self.control.slot, step & 1, HEAD.size + len(digest)
@@ -275,7 +280,7 @@ class Rank:
         return all(slot(r, which)[:n] == mine for r in range(self.size) if r != self.number)
 
     def exchange_bytes(self, payload: bytes) -> list[bytes]:
-        """Show bytes to all ranks, and return theirs, in rank order: as many at a time as a slot has room for."""
+        """All-gather bytes, `ROOM` of them a step, and return every rank's bytes in rank order."""
         parts: list[list[bytes]] = [[] for _ in range(self.size)]
         at = longest = 0
         while not at or at < longest:
@@ -290,9 +295,12 @@ class Rank:
         return [b"".join(some) for some in parts]
 
     def gather(self, value: bytes) -> list[bytes] | None:
-        """Show at most `ROOM` bytes to the master alone, without waiting for anyone.
+        """Gather at most `ROOM` bytes of each rank in the master; workers do not wait.
 
-        Return every rank's bytes in rank order, in the master; elsewhere None.
+        Returns
+        -------
+        list of bytes or None
+            Every rank's bytes in rank order in the master; None in workers.
         """
         step = self._open_slot(value)
         if not self.is_master:
@@ -303,20 +311,20 @@ class Rank:
         self.arrive()
         return values
 
-    def unfinished(self) -> bool:
-        """Whether something is under way in which the peers have a part."""
-        return any(one.unfinished() for one in self.under_way)
+    def has_pending(self) -> bool:
+        """Whether a pending operation in which peers take part has not completed."""
+        return any(one.is_unfinished() for one in self.pending)
 
     def end(self) -> None:
-        """End what is under way: the ranks end."""
-        while self.under_way:
+        """End all pending operations: the ranks end."""
+        while self.pending:
             try:
-                self.under_way.pop().end()
+                self.pending.pop().end()
             except Exception as error:
-                _log.warning("a connection between ranks could not be given up: %s", error)
+                _log.warning("a pending operation of the ranks could not be ended: %s", error)
 
     def check(self) -> None:
-        """Raise if a peer has failed (`Cancelled`) or died: for whoever waits for something else than a step."""
+        """Raise `Cancelled` if a peer has failed, and call `watch`: for waits that are not for a step."""
         if self.control.words[Control.FAILED] == self.command:
             raise Cancelled
         self.watch()
@@ -324,7 +332,7 @@ class Rank:
     # -- the parts of a step ---------------------------------------------------------------------------------
 
     def _reached(self, step: int, besides: int | None = None) -> bool:
-        """Whether all ranks, or all besides one, have come as far as this step."""
+        """Whether all ranks, or all but one, have arrived at this step."""
         arrived = self.control.arrived
         if besides is None:
             return min(arrived) >= step
@@ -334,10 +342,17 @@ class Rank:
         reached = self._reached
         self.wait(lambda: reached(step, besides), look)
 
-    def wait(self, come: Callable[[], bool], look: Callable[[], None] | None = None, reason: int = FOR_STEP) -> None:
-        """Return when ``come()`` is true: something that other ranks, or other machines, write in shared memory.
+    def wait(self, ready: Callable[[], bool], look: Callable[[], None] | None = None, reason: int = FOR_STEP) -> None:
+        """Wait until a condition on shared memory holds.
 
-        They ring those who wait for this ``reason``.  ``look()`` is called now and then meanwhile, and may raise.
+        Parameters
+        ----------
+        ready : callable
+            Returns whether it holds.
+        look : callable, optional
+            Called repeatedly while waiting; may raise.
+        reason : int
+            Whoever makes the condition true rings the ranks that sleep for this reason.
 
         Raises
         ------
@@ -352,19 +367,19 @@ class Rank:
                 self.watch()
                 look()
 
-        self.control.wait(self.number, lambda: come() or words[failed] == command, reason, watch, POLL)
+        self.control.wait(self.number, lambda: ready() or words[failed] == command, reason, watch, POLL)
         if words[failed] == command:
             raise Cancelled
 
-    def tell(self) -> None:
-        """Wake the ranks of this machine that are in `wait`, after a write of what they wait for."""
+    def notify_local(self) -> None:
+        """Wake the ranks of this machine that are in `wait`; call it after the write that they wait for."""
         self.control.ring_here(FOR_STEP)
 
     def _open_slot(self, payload: bytes | memoryview, total: int | None = None) -> int:
         """Write into this rank's slot for the next step, and return that step.
 
-        Slots are used in turn, so that the one for this step was last used two steps ago; whoever read it then has
-        taken the step in between, unless that was a `gather`, for which nobody waits: hence the wait here.
+        Invariant: slot[step & 1] was last written two steps ago, and its readers have passed the step in between.
+        Nobody waits at a `gather`, so this waits for that step first.
         """
         step = self._step + 1
         if self._step & _STEP_MASK and not self._reached(step - 1):

@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 import posix_ipc
 
-from synkhronos.ranks.interrupts import undisturbed
+from synkhronos.ranks.interrupts import defer_signals
 
 _ANNOUNCEMENT = struct.Struct("=QQ?")  # key, bytes, whether it is a file
 
@@ -52,7 +52,7 @@ def create_unlinked(nbytes: int, runs: Iterable[range] | None = None) -> io.File
     this call, not a bus error at some later write.
     """
     runs = [range(nbytes)] if runs is None else [run for run in runs if run]
-    with undisturbed():
+    with defer_signals():
         file = io.FileIO(_open_unlinked(), "r+")  # closed with the last reference, whatever happens
     try:
         os.ftruncate(file.fileno(), nbytes)

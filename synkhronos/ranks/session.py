@@ -22,13 +22,13 @@ from typing import Any
 
 from synkhronos.ranks import worker
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN, Control
-from synkhronos.ranks.deaths import Bereft, DeathWatch
 from synkhronos.ranks.errors import Cancelled, Report, WorkerError, cause_of_death
-from synkhronos.ranks.interrupts import undisturbed
-from synkhronos.ranks.kept import Kept
+from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link, LocalLink
 from synkhronos.ranks.memory import Memory
+from synkhronos.ranks.peer_watch import PeerDied, PeerWatch
 from synkhronos.ranks.rank import Command, Rank
+from synkhronos.ranks.registry import Registry
 from synkhronos.ranks.segments import SharedArray
 from synkhronos.ranks.threads import ThreadShare, available_cores
 from synkhronos.ranks.weak import WeakKeys
@@ -55,7 +55,7 @@ class Session:
         The processes of the others.
     memory : Memory
         What all of them keep until this one lets go of it.
-    kept : Kept
+    kept : Registry
         What the rooms above keep in the master alone.
     size : int
         The number of ranks.
@@ -88,9 +88,9 @@ class Session:
         self._running = False
         #: Whether all ranks are known to have ended the last command.
         self._idle = True
-        self.kept = Kept()
+        self.registry = Registry()
         self._at_close: WeakKeys[Any, bool] = WeakKeys()
-        self._deaths = DeathWatch(self._is_unfinished, self._look_for_deaths, link.find_loss)
+        self._peers = PeerWatch(self._is_unfinished, self._raise_if_peer_died, link.find_loss)
         here = link.here
         # Copies of this process inherit its memory; workers that start anew, and an agent, get it as an open file.
         is_open = size > 1 and (fresh or link.shares_file)
@@ -101,11 +101,11 @@ class Session:
         self.rank = Rank(root, root, self._control, self._watch, ThreadShare(len(here), environment=False))
         self.workers = Workers(root, self._control, self._file if fresh else None)
         self.memory = Memory(self.rank, self.workers.channels, self._run_when_idle)
-        self.rank.bereft = self._is_bereft
+        self.rank.peer_died = self._has_peer_died
 
     def start(self, profile: bool) -> None:
         """Fork the workers.  If that fails half-way, `close` ends those that there are."""
-        with undisturbed():
+        with defer_signals():
             self.workers.start(profile)
             watched = {pid: self.workers.channels[number] for number, pid in self.workers.pids.items()}
             agent = self.link.start(self._control, self._file, self.rank.root, profile)
@@ -114,7 +114,7 @@ class Session:
             if self._file is not None:
                 self._file.close()
             self._file = None
-            self._deaths.start(watched, agent)
+            self._peers.start(watched, agent)
 
     # -- commands --------------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Session:
         return self._run(command)
 
     def _run(self, command: Command) -> Any:
-        control, rank, deaths = self._control, self.rank, self._deaths
+        control, rank, peers = self._control, self.rank, self._peers
         result, mine = None, None
         try:
             self._running, self._idle = True, False
@@ -201,30 +201,30 @@ class Session:
                 rank.begin(number)
                 if self.size > 1:
                     self._post(number, command)
-                deaths.at_work = threading.get_ident()
+                peers.busy_thread = threading.get_ident()
                 try:
                     result = command.run(rank)
                 finally:
                     rank.finish()
-                deaths.at_work = 0
+                peers.busy_thread = 0
             except BaseException as error:
-                deaths.at_work = 0
+                peers.busy_thread = 0
                 if rank.command == number:  # else nobody has heard of it
                     rank.fail()
                 mine = error
             control.done[rank.number] = number
-            if deaths.heard:
-                self._look_for_deaths()
+            if peers.has_raised:
+                self._raise_if_peer_died()
             # A worker that is deep in compiled code may take long to notice an interrupt, or the exit that a signal's
             # handler asks for: `settle` waits for it, or `close` ends it.
             self._join(None if mine is None or isinstance(mine, Exception) else GRACE / 4)
             has_failed = control.words[Control.FAILED] == number
             reports = self._reports() if has_failed else []
             if has_failed and self.link.find_loss() is not None:
-                self._look_for_deaths()  # reports may only follow from the loss of a machine, which is the cause
-            rank.look_back()
-        except Bereft:  # just when the master's part had failed
-            self._look_for_deaths()
+                self._raise_if_peer_died()  # reports may only follow from the loss of a machine, which is the cause
+            rank.cancel_failed()
+        except PeerDied:  # just when the master's part had failed
+            self._raise_if_peer_died()
             raise
         finally:
             self._running = False
@@ -362,7 +362,7 @@ class Session:
     def _watch(self) -> None:
         if self.timeout is not None and time.monotonic() - self._began > self.timeout:
             self._look_for_the_late(self.timeout)
-        self._look_for_deaths()
+        self._raise_if_peer_died()
 
     def _look_for_the_late(self, timeout: float) -> None:
         """Fail if a rank has not gone on for so long, by its own word or, if it says none, since the command began."""
@@ -382,15 +382,15 @@ class Session:
         # Once the ranks are being ended, their ends are no news.
         if self.closed is not None or self._running:
             return False
-        return self.rank.unfinished()
+        return self.rank.has_pending()
 
-    def _is_bereft(self) -> bool:
+    def _has_peer_died(self) -> bool:
         """Whether a worker has ended, as far as this host has heard."""
-        return self.workers.has_any_ended() or self.link.find_loss() is not None
+        return self.workers.has_any_exited() or self.link.find_loss() is not None
 
-    def _look_for_deaths(self) -> None:
-        deaths = self._deaths
-        at_work, deaths.at_work = deaths.at_work, 0  # one hears of it no more while one looks
+    def _raise_if_peer_died(self) -> None:
+        peers = self._peers
+        busy_thread, peers.busy_thread = peers.busy_thread, 0  # one hears of it no more while one looks
         dead = self.workers.first_dead()
         if dead is not None:
             number, pid, code = dead
@@ -400,13 +400,13 @@ class Session:
         lost = self.link.find_loss()
         if lost is not None:
             self._fail(f"{lost[0]}; the workers were ended.", lost[1])
-        deaths.at_work = at_work
+        peers.busy_thread = busy_thread
 
     def _fail(self, message: str, number: int) -> None:
         """End all workers, and say why."""
         if self.closed is not None:
             return  # they were being ended: in another thread, or in this one, by a handler
-        if self.rank.unfinished():
+        if self.rank.has_pending():
             message += (
                 " A collective was under way on the GPUs, and was given up: what it wrote, and what was computed from "
                 "it since, is wrong in this process too. Set these variables from values that were saved."
@@ -433,9 +433,9 @@ class Session:
             # In the middle of a call of this thread's, too: a signal's handler may close, and exit.
             is_mine = self._turn.acquire(timeout=GRACE)
             kill = kill or not is_mine
-            self._deaths.at_work = 0
+            self._peers.busy_thread = 0
             if not kill:
-                for one in self.rank.under_way:
+                for one in self.rank.pending:
                     one.finish()
                 # Workers busy with what an interrupt left get their time, and no more.
                 self._join(GRACE)
@@ -458,7 +458,7 @@ class Session:
 
         A signal that comes meanwhile cuts the workers' time short.
         """
-        with undisturbed() as signals:
+        with defer_signals() as signals:
             if self.closed is not None:
                 return
             if not kill:
@@ -480,12 +480,12 @@ class Session:
             self.link.end(kill, GRACE, is_hurried)
             self._free()
 
-    def tell_at_close(self, owner: Any) -> None:
+    def notify_at_close(self, owner: Any) -> None:
         """Call ``owner.session_closed()`` when the ranks end, if the owner is still there."""
         self._at_close[owner] = True
 
     def _free(self) -> None:
-        self._deaths.stop()
+        self._peers.stop()
         # A call may wait for the workers: another thread's, or the one in whose middle a handler closes.
         for r in range(self.size):
             self._control.done[r] = self._control.words[Control.POSTED]
@@ -496,11 +496,11 @@ class Session:
             owner.session_closed()
         self.workers.close()
         self.memory.free()
-        self.rank.kept.clear()
-        self.kept.clear()
+        self.rank.registry.clear()
+        self.registry.clear()
         # This session's own methods: cycles that would keep the memory a while.
         self.rank.watch = lambda: None
-        self.rank.bereft = lambda: False
+        self.rank.peer_died = lambda: False
         self.rank.threads.restore()
 
     def flush(self) -> None:
@@ -573,7 +573,7 @@ def fork(
     session: Session | None = None
     try:
         # Whatever interrupts this, somebody knows of the workers, and of what has been changed in this process.
-        with undisturbed():
+        with defer_signals():
             session = _current = Session(size, root, timeout, fresh, link)
         session.start(profile)
         if first is not None:

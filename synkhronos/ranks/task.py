@@ -224,8 +224,8 @@ class Task:
         RuntimeError
             If another rank is elsewhere: at another ``word``.
         """
-        with _Waiting(self, STEP, self.rank.coming_step, f"at {word}"):
-            shown = self.rank.exchange_known((word, what))
+        with _Waiting(self, STEP, self.rank.next_step, f"at {word}"):
+            shown = self.rank.exchange_cached((word, what))
         self.progress()
         if any(other != word for other, _ in shown):
             self.refuse(
@@ -238,7 +238,7 @@ class Task:
         """Return every rank's value, in rank order; any that can be pickled."""
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         self.meet(word)
-        with _Waiting(self, STEP, self.rank.coming_step, f"at {word}"):
+        with _Waiting(self, STEP, self.rank.next_step, f"at {word}"):
             return [pickle.loads(whole) for whole in self.rank.exchange_bytes(payload)]
 
     def refuse(self, message: str) -> None:

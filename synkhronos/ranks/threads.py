@@ -14,7 +14,7 @@ import os
 
 import threadpoolctl
 
-from synkhronos.ranks.interrupts import undisturbed
+from synkhronos.ranks.interrupts import defer_signals
 
 #: Read by the libraries named when they are loaded, so these reach what a worker imports later.
 _VARIABLES = (
@@ -54,7 +54,7 @@ class ThreadShare:
         To be called again when a function has run for the first time: its compiler may have loaded another BLAS.
         """
         if any(pool["num_threads"] > self.threads for pool in threadpoolctl.threadpool_info()):
-            with undisturbed():  # what is not noted is never put back
+            with defer_signals():  # what is not noted is never put back
                 self._limits.append(threadpoolctl.threadpool_limits(limits=self.threads))
 
     def restore(self) -> None:

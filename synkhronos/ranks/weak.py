@@ -1,8 +1,4 @@
-"""Notes on objects that don't keep them.
-
-`WeakKeys`
-    A dictionary by objects that are held weakly.
-"""
+"""A dictionary with weakly referenced keys that is safe from interrupts."""
 
 from __future__ import annotations
 
@@ -15,10 +11,10 @@ V = TypeVar("V")
 
 
 class WeakKeys(Generic[K, V]):
-    """A dictionary whose entries go with their keys.
+    """A dictionary that drops an entry when its key is collected.
 
-    Python has `weakref.WeakKeyDictionary`.  But when a key is collected that runs code which is written in Python, and
-    an interrupt that comes in the middle of it is swallowed.  Here nothing runs but a dictionary's own method.
+    `weakref.WeakKeyDictionary` runs Python code when a key is collected, and an interrupt that arrives in the middle
+    of it is swallowed.  Here only a dictionary's own method runs, which is written in C.
     """
 
     __slots__ = ("_values",)
@@ -37,9 +33,9 @@ class WeakKeys(Generic[K, V]):
         return iter([key for key in found if key is not None])
 
     def get(self, key: K) -> V | None:
-        """Return the value of a key, None if it has none."""
+        """Return the value of a key, or None if it has none."""
         return self._values.get(weakref.ref(key))
 
     def discard(self, key: K) -> None:
-        """Remove a key, if it is there."""
+        """Remove a key if it is there."""
         self._values.pop(weakref.ref(key), None)

@@ -20,8 +20,8 @@ from collections.abc import Callable
 
 from synkhronos.ranks import worker
 from synkhronos.ranks.control import Control
-from synkhronos.ranks.deaths import has_ended
 from synkhronos.ranks.errors import UNKNOWN
+from synkhronos.ranks.peer_watch import has_exited
 
 
 class Workers:
@@ -68,9 +68,9 @@ class Workers:
                 worker.main(number, self._root, self._control, theirs, profile, master, in_main_thread)
         self.pids[number] = pid
 
-    def has_any_ended(self) -> bool:
+    def has_any_exited(self) -> bool:
         """Whether one of them has ended."""
-        return any(has_ended(pid) for pid in list(self.pids.values()))
+        return any(has_exited(pid) for pid in list(self.pids.values()))
 
     def first_dead(self) -> tuple[int, int, int] | None:
         """Return rank, process id and exit code of one that has ended, None if all live."""

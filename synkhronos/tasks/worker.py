@@ -133,7 +133,7 @@ class Worker:
             return value
         communicator = home.communicator(self._rank)
         if home is not HOST:
-            communicator.connect(self._rank.exchange_known(communicator.epoch))
+            communicator.connect(self._rank.exchange_cached(communicator.epoch))
             value = home.writable(value, is_referenced=False) if overwrite else _copied(home, value)
         value = home.written(value, communicator.all_reduce(value, op))
         communicator.meet()

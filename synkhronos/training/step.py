@@ -50,7 +50,7 @@ class Step(_StepFields, Command):
         """Take this rank's part; return what the two calls return, None if some rank can't take many steps at once."""
         gradient, update = self.gradient.part(rank), self.update.part(rank)
         chain = self._chain(rank, gradient, update)
-        if self.times > 1 and not all(rank.exchange_known(chain is not None)):
+        if self.times > 1 and not all(rank.exchange_cached(chain is not None)):
             return None
         if chain is not None:
             gradient.run = chain
@@ -59,7 +59,7 @@ class Step(_StepFields, Command):
         if self.update.compile and is_second and update.program.compiles == AT_FIRST_CALL:
             # Beside the gradient, which the master compiles meanwhile.
             update.program.library.compile_now(update.compiled.function)
-        with rank.uncommitted():
+        with rank.suspend_commits():
             loss = self.gradient.complete(rank, gradient)
             self.reduce.run(rank)
         return loss, self.update.complete(rank, update)

@@ -34,7 +34,7 @@ class Toy(ThroughHost):
         return True
 
     def communicator(self, rank):
-        return rank.kept(Combining, lambda: Combining(rank))
+        return rank.registry.get(Combining, lambda: Combining(rank))
 
     def part(self, array, start, shape):
         return Wrapped(array.inside.reshape(-1)[start : start + int(np.prod(shape))].reshape(shape))

@@ -33,7 +33,7 @@ import numpy as np
 from synkhronos.devices.cuda.nccl_log import NcclLog
 from synkhronos.devices.cuda.staging import Staging, check
 from synkhronos.ranks import Rank
-from synkhronos.ranks.interrupts import undisturbed
+from synkhronos.ranks.interrupts import defer_signals
 
 #: NCCL's numbers for a dtype (ncclUint8) and a reduction (ncclSum).
 BYTES, SUM = 1, 0
@@ -173,7 +173,7 @@ class Connection:
 
     def abort(self) -> None:
         """Give up the connection, or the attempt to connect, and what is on its way."""
-        with undisturbed():  # in between nobody knows of the connection, and what waits on it would do so for ever
+        with defer_signals():  # in between nobody knows of the connection, and what waits on it would do so for ever
             with self._swap:  # by one thread alone
                 comm, self._comm, self.epoch = self._comm, None, 0
                 self._attempt += 1

@@ -73,11 +73,11 @@ class CudaDevice(ThroughHost, Arrays):
 
     def communicator(self, rank: Rank) -> NcclCommunicator:
         """Return the rank's communicator between GPUs, the same one each time."""
-        return rank.kept(NcclCommunicator, lambda: NcclCommunicator(rank, self.staging))
+        return rank.registry.get(NcclCommunicator, lambda: NcclCommunicator(rank, self.staging))
 
     def group(self, rank: Rank, members: Iterable[int]) -> NcclGroup:
         """Return what some ranks do alone, for the same ranks the same each time."""
-        groups = rank.kept(_Groups)
+        groups = rank.registry.get(_Groups)
         members = frozenset(members)
         if members not in groups:
             groups[members] = NcclGroup(self.communicator(rank))

@@ -11,14 +11,14 @@ States of what was started, and who moves it::
          stream                 │ have come, `come` says that this      │
                                 │ rank has, and waits for nobody        │
           a rank fails, and not │                                       │ a rank dies
-          all have come (`give_up`)                                     │ (the master's thread)
+          all have come (`cancel`)                                     │ (the master's thread)
                                 v                                       v
                               given up: `Connection.abort`, and what waits for a peer goes on
                               (also after 40 s in a command that has failed, whatever kept a peer)
 
-Whether all have come is for the ranks to agree on (`synkhronos.ranks.meeting`): all find the same, so that all give it
-up or none does.  Who looks: the rank that waits (`meet`), the next command (`give_up`), and a thread, since a rank may
-be waiting for its GPU, where it hears of nothing.
+The ranks agree on whether all have started (`synkhronos.ranks.agreement`), so that all cancel the collective or none
+does.  This is checked by the rank that waits (`meet`), by the next command (`cancel`), and by a thread, since a rank
+that waits for its GPU does not see a failure.
 
 What is waited for is begun when nothing else is under way: collectives but ``all_reduce``, and all that some of the
 ranks do alone.  So of the connections that a rank has, one at most is under way.  That one is given up first.  To give
@@ -36,8 +36,8 @@ from time import perf_counter
 
 from synkhronos.devices.cuda.connection import LOOK, PATIENCE, STUCK, Connection
 from synkhronos.devices.cuda.staging import Staging
-from synkhronos.ranks import Cancelled, Rank, UnderWay
-from synkhronos.ranks.interrupts import undisturbed
+from synkhronos.ranks import Cancelled, PendingOperation, Rank
+from synkhronos.ranks.interrupts import defer_signals
 
 #: Seconds between two looks at the peers once one has failed or died and nothing was under way.
 _LATER = 0.2
@@ -45,7 +45,7 @@ _LATER = 0.2
 PAUSE = 0.0002
 
 
-class Guard(UnderWay):
+class Guard(PendingOperation):
     """Gives up what was started and can't come to its end.
 
     Parameters
@@ -90,7 +90,7 @@ class Guard(UnderWay):
 
     def abort(self, connection: Connection | None = None) -> None:
         """Give up a connection, by default the one in use, and what is on its way."""
-        with undisturbed():
+        with defer_signals():
             self.forget()
             (connection or self.in_use).abort()
 
@@ -124,12 +124,12 @@ class Guard(UnderWay):
             Called now and then while others are late; may raise.
         """
         if self._started_at == math.inf:
-            step = self._started_at = self._rank.coming_step
+            step = self._started_at = self._rank.next_step
             try:
                 self._rank.barrier(look)
             except Cancelled:
                 # A rank may fail when all have come: what this one waits for comes to its end then.
-                if not self._rank.had_all_come(step):
+                if not self._rank.have_all_reached(step):
                     raise
 
     def come(self) -> None:
@@ -138,12 +138,12 @@ class Guard(UnderWay):
         As good as `meet` at the end of a command, whose end the master waits for.
         """
         if self._started_at == math.inf:
-            self._started_at = self._rank.coming_step
+            self._started_at = self._rank.next_step
             self._rank.arrive()
 
     # -- when it is over, one way or the other ---------------------------------------------------------------
 
-    def give_up(self, command: int) -> None:
+    def cancel(self, command: int) -> None:
         """Abort what a command that failed has started, unless all ranks have come to it: none does so then.
 
         Groups part: on all ranks, so that two of them need not ask each other whether they are connected.
@@ -156,7 +156,7 @@ class Guard(UnderWay):
 
     def _give_up(self, command: int) -> None:
         if self._under_way == command:
-            step = self._rank.how_far(command)  # before it is looked whether this rank has come
+            step = self._rank.last_common_step(command)  # before it is looked whether this rank has come
             if step is not None and step < self._started_at:
                 self.abort()
 
@@ -165,7 +165,7 @@ class Guard(UnderWay):
         (result,) = self._staging.driver.cuStreamQuery(self._stream)
         return bool(result != self._staging.driver.CUresult.CUDA_ERROR_NOT_READY)
 
-    def unfinished(self) -> bool:
+    def is_unfinished(self) -> bool:
         """Whether a collective is under way, or did not come to its end."""
         if self._under_way and not self.is_lost:
             self._staging.enter()
@@ -175,7 +175,7 @@ class Guard(UnderWay):
     def finish(self) -> None:
         """Let what is under way come to its end, one way or the other."""
         self._staging.enter()
-        while self._under_way and not self.is_done() and not self._rank.bereft():
+        while self._under_way and not self.is_done() and not self._rank.peer_died():
             time.sleep(PAUSE)
 
     def end(self) -> None:
@@ -195,7 +195,7 @@ class Guard(UnderWay):
         failed, since, pause = 0, 0.0, LOOK
         while not self._ended.wait(pause):
             command, pause = self._under_way, LOOK
-            is_bereft = bool(command) and self._rank.bereft()
+            is_bereft = bool(command) and self._rank.peer_died()
             if not (is_bereft or (command and self._rank.has_failed(command))):
                 failed = 0
                 continue

@@ -84,7 +84,7 @@ class NcclCommunicator:
         if guard is None:
             guard = Guard(rank, staging, self._connection, self._stream)
             # What waits for a dead rank keeps the GPU busy, and whatever is to be freed there waits for it.
-            rank.under_way.append(guard)
+            rank.pending.append(guard)
         else:
             guard.connections.append(self._connection)
         self._guard = guard

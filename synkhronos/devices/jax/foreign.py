@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.ranks.interrupts import undisturbed
+from synkhronos.ranks.interrupts import defer_signals
 
 _log = logging.getLogger("synkhronos")
 
@@ -189,7 +189,7 @@ def compute_stream(platform: str = "CUDA") -> ComputeStream | None:
         _seen.clear()
         _asking[:] = [threading.current_thread()]
         ask: Any = jax.jit(lambda x: jax.ffi.ffi_call(_ASK, jax.ShapeDtypeStruct((), np.int8), has_side_effect=True)(x))
-        with undisturbed():
+        with defer_signals():
             ask(np.int8(0)).block_until_ready()
     except Exception as error:
         _log.info("XLA's stream can't be found, and ranks wait where it would order their work: %s", error)
@@ -364,7 +364,7 @@ def combining(combine: Any, times: int = 1) -> Iterator[None]:
     ``combine`` is what `engines.xla.Combine` is.  It is an error if the launch combines more or less than so many
     times.
 
-    No signal may raise anything meanwhile (see `ranks.interrupts.undisturbed`): that would happen at the first
+    No signal may raise anything meanwhile (see `ranks.interrupts.defer_signals`): that would happen at the first
     instruction of what XLA calls, where nothing can catch it.
     """
     global _present

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.ranks.interrupts import undisturbed
+from synkhronos.ranks.interrupts import defer_signals
 
 #: Launches whose numbers go into one log; then another begins.  A launch that repeats itself counts as many.
 LAUNCHES = 256
@@ -41,7 +41,7 @@ class Log:
     def __init__(self, dtypes: Sequence[np.dtype]):
         import jax.numpy as jnp
 
-        with undisturbed():  # what is raised in the middle of JAX's Python leaves JAX unusable
+        with defer_signals():  # what is raised in the middle of JAX's Python leaves JAX unusable
             arrays = [jnp.zeros((), np.int32), *(jnp.zeros((LAUNCHES,), dtype) for dtype in dtypes)]
         self.cells: list[list[Any]] = [[array] for array in arrays]
         self._written = 0

@@ -43,14 +43,14 @@ class _Layout:
 
     def __init__(self, inputs: Any, axes: tuple[int, ...], gamma: Any):
         self.axes = axes
-        self.kept = [a for a in range(inputs.ndim) if a not in axes]
+        self.registry = [a for a in range(inputs.ndim) if a not in axes]
         self.ndim = inputs.ndim
         self.is_full = gamma.ndim == inputs.ndim
-        self.pattern = [self.kept.index(a) if a in self.kept else "x" for a in range(inputs.ndim)]
+        self.pattern = [self.registry.index(a) if a in self.registry else "x" for a in range(inputs.ndim)]
 
     def spread(self, name: str, parameter: Any) -> Any:
         """Return a parameter so that it broadcasts."""
-        wanted = self.ndim if self.is_full else len(self.kept)
+        wanted = self.ndim if self.is_full else len(self.registry)
         parameter = pt.as_tensor_variable(parameter)
         if parameter.ndim != wanted:
             raise ValueError(
@@ -61,7 +61,7 @@ class _Layout:
 
     def collect(self, statistic: Any) -> Any:
         """Return a statistic in the parameters' layout."""
-        return statistic if self.is_full else statistic.dimshuffle(*self.kept)
+        return statistic if self.is_full else statistic.dimshuffle(*self.registry)
 
 
 def _epsilon(value: float, dtype: str) -> Any:

@@ -1,7 +1,7 @@
 """Every order in which ranks of several hosts can come to a collective, fail, and die.
 
 The hosts are a model: control memory is lists, MPI is queues, NCCL is who has called it.  What ranks and agents do with
-it is the library's own code (`Rank`, `Tally`, `Guard`), one access to what others write at a time.  `explore` goes
+it is the library's own code (`Rank`, `StepTally`, `Guard`), one access to what others write at a time.  `explore` goes
 through all states that can be reached.
 
 Two commands follow each other.  In the first the ranks connect (all show each other NCCL's unique id, and go into
@@ -21,8 +21,8 @@ from library import DEVICE
 from synkhronos.devices.cuda.guard import Guard
 from synkhronos.hosts.agent import Agent
 from synkhronos.ranks import Cancelled
+from synkhronos.ranks.agreement import STEP_BITS, StepTally, close_command, last_common_step
 from synkhronos.ranks.control import Control
-from synkhronos.ranks.meeting import STEP_BITS, Tally, close, how_far
 from synkhronos.ranks.rank import Rank
 
 pytestmark = [pytest.mark.any_library, pytest.mark.skipif(DEVICE != "host", reason="has no arrays")]
@@ -78,7 +78,7 @@ class Connection:
 
 
 def fresh_guard(rank):
-    """Make a guard without its thread and without a GPU: `give_up` needs neither."""
+    """Make a guard without its thread and without a GPU: `cancel` needs neither."""
     guard = object.__new__(Guard)
     guard._rank, guard.in_use = rank, Connection()
     guard.connections, guard._done_here = [guard.in_use], 0
@@ -101,11 +101,11 @@ class World:
         self.ranks = [Rank(r, 0, self.memories[self.host_of[r]], lambda: None, threads) for r in range(self.size)]
         self.guards = [fresh_guard(rank) for rank in self.ranks]
         for rank, guard in zip(self.ranks, self.guards, strict=True):
-            rank.under_way.append(guard)
+            rank.pending.append(guard)
             rank.begin(FIRST)
         for memory in self.memories:
             memory.words[Control.POSTED] = FIRST
-        self.tallies = [Tally(len(counts), h) for h in range(len(counts))]
+        self.tallies = [StepTally(len(counts), h) for h in range(len(counts))]
         self.pcs, self.inits, self.started = [SHOW_ID] * self.size, [0] * self.size, [0] * self.size
         self.passed = [0] * self.size  # 1 who has found that all had come to the step, -1 who has found that not
         self.seen = [None] * len(counts)  # what an agent has read first, in the middle of its look
@@ -201,7 +201,7 @@ class World:
                 guard._under_way, guard._started_at = FIRST, math.inf
                 self.started[r] = 1
             elif pc == COME:
-                guard._started_at = rank.coming_step
+                guard._started_at = rank.next_step
                 rank.arrive()
             elif pc == PASS:
                 if self.waits:
@@ -241,7 +241,7 @@ class World:
             rank.fail()  # closes on one host what it has said before
         elif self.waits:  # what `Guard.meet` does: who finds that all have come goes on
             has_come = self.guards[r]._started_at == rank._step
-            self.passed[r] = 1 if has_come and rank.had_all_come(rank._step) else -1
+            self.passed[r] = 1 if has_come and rank.have_all_reached(rank._step) else -1
         self.pcs[r] = DONE - 1
 
     def begin_second(self, r):
@@ -277,7 +277,7 @@ class World:
         if not (guard._under_way and rank.has_failed(guard._under_way)):
             raise Blocked
         before = guard._under_way, guard.in_use.epoch
-        guard.give_up(guard._under_way)
+        guard.cancel(guard._under_way)
         if before == (guard._under_way, guard.in_use.epoch):
             raise Blocked
 
@@ -303,10 +303,10 @@ class World:
         self.is_idle = self.is_old_news(h, failed(), step())
         pair = (self.seen[h], second()) if self.reads_failed_first else (second(), self.seen[h])
         self.seen[h] = None
-        says_step, says_failed = self.tallies[h].here(*pair)
+        sends_step, sends_failed = self.tallies[h].update(*pair)
         for other in range(len(self.hosts)):
             if other != h:
-                more = ((("step", pair[1]),) if says_step else ()) + ((("failed", pair[0]),) if says_failed else ())
+                more = ((("step", pair[1]),) if sends_step else ()) + ((("failed", pair[0]),) if sends_failed else ())
                 self.queues[h, other] += more
         self.close(h)
 
@@ -323,17 +323,17 @@ class World:
         self.queues[pair] = tuple(rest)
         memory, tally = self.memories[h], self.tallies[h]
         if kind == "step":
-            tally.heard_step(source, number)
+            tally.receive_step(source, number)
             for r in self.hosts[source]:
                 memory.arrived[r] = number
         else:
-            tally.heard_failed(source, number)
+            tally.receive_failed(source, number)
             memory.words[Control.FAILED] = max(number, memory.words[Control.FAILED])
             self.close(h)
 
     def close(self, h):
-        for number, step in self.tallies[h].closed():
-            close(self.memories[h].words, number, step)
+        for number, step in self.tallies[h].take_closed():
+            close_command(self.memories[h].words, number, step)
 
     # -- what has to be true -----------------------------------------------------------------------------------
 
@@ -404,7 +404,7 @@ def way(known, state):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Hold no signals back: that is most of the time otherwise."""
-    monkeypatch.setattr("synkhronos.ranks.rank.undisturbed", contextlib.nullcontext)
+    monkeypatch.setattr("synkhronos.ranks.rank.defer_signals", contextlib.nullcontext)
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -416,7 +416,7 @@ def test_all_ranks_find_the_same_whatever_comes_first(counts, faults, waits):
 @pytest.mark.parametrize("waits", [True, False])
 def test_on_one_host_ranks_that_each_close_the_command_are_found_out(monkeypatch, waits):
     def fail(self):
-        close(self.control.words, FIRST, min(self.control.arrived))
+        close_command(self.control.words, FIRST, min(self.control.arrived))
 
     monkeypatch.setattr(Rank, "fail", fail)
     with pytest.raises(AssertionError, match="never ends, and nobody gives it up"):
@@ -433,7 +433,7 @@ def test_on_one_host_who_looks_before_it_says_that_it_failed_is_found_out(monkey
     def fail(self):
         words = self.control.words
         words[Control.FAILED] = FIRST
-        close(words, FIRST, words[Control.LENGTH])
+        close_command(words, FIRST, words[Control.LENGTH])
 
     told = World.out
     monkeypatch.setattr(World, "out", out)
@@ -466,7 +466,7 @@ def test_a_host_that_decides_by_what_it_has_heard_so_far_is_found_out(monkeypatc
         heard = [each.popleft() for each in self.failures if each]
         return [(command, min(self.steps)) for command, _ in heard]
 
-    monkeypatch.setattr(Tally, "closed", closed)
+    monkeypatch.setattr(StepTally, "closed", closed)
     with pytest.raises(AssertionError, match="never ends, and nobody gives it up"):
         explore(World((1, 1), waits))
 
@@ -475,8 +475,8 @@ def test_a_host_that_says_nothing_of_others_failures_is_found_out(monkeypatch):
     def here(self, failed, step):
         return told(self, failed, step)[0], False
 
-    told = Tally.here
-    monkeypatch.setattr(Tally, "here", here)
+    told = StepTally.here
+    monkeypatch.setattr(StepTally, "here", here)
     with pytest.raises(AssertionError, match="waits for ever"):
         explore(World((1, 1)))
 
@@ -485,12 +485,12 @@ def test_an_agent_counts_the_steps_of_other_hosts():
     """The model takes messages in by a method of its own: this is the agent's."""
     step = (FIRST << STEP_BITS) + 2
     agent = object.__new__(Agent)
-    agent._control, agent._tally, agent._ranks = Memory(range(1), 2), Tally(2, 0), [range(1), range(1, 2)]
+    agent._control, agent._tally, agent._ranks = Memory(range(1), 2), StepTally(2, 0), [range(1), range(1, 2)]
     agent._take_step(1, step, [])
-    agent._tally.here(0, step)
-    agent._tally.here(FIRST, step)
+    agent._tally.update(0, step)
+    agent._tally.update(FIRST, step)
     agent._take_failed(1, FIRST)
-    assert how_far(agent._control.words, FIRST) == step
+    assert last_common_step(agent._control.words, FIRST) == step
 
 
 if __name__ == "__main__":  # what takes minutes

@@ -1,0 +1,123 @@
+"""Agreement on the last step that all ranks reached before a command failed.
+
+A collective on GPUs that one rank does not start never ends for the others, so all must cancel it; one that all ranks
+have started completes, so none may cancel it.  When a command fails, the ranks therefore need the same answer to "up
+to which step had all of us arrived?", although they see the failure at different times.  The answer is written once;
+the command is then *closed*.
+
+*On one machine* ranks see each other's counters.  A rank that fails marks the command as failed, reads the counters
+and writes the answer, unless another rank has.
+
+*On several hosts* each sees the others' counters with a delay.  So a host reports the last step that all of its ranks
+have reached, and reports nothing more for a command once it is known to have failed::
+
+    state of each host, for one command                    sent by its agent to all others
+    open ──┬── all its ranks have reached a step ───────>  STEP, at each step
+           └── a rank of it has failed,
+               or another host has sent FAILED ─────────>  FAILED, once, and no STEP of this command after it
+    closed ─── all hosts have sent FAILED ──────────────>  nothing: the answer is the minimum of all last STEPs
+
+Messages of a host arrive in order.  So once all hosts have sent FAILED, each host knows the same last STEP of every
+host.  No rank takes part: one that computes for minutes delays nobody.  A host that stops sending is lost, and all
+workers with it.
+
+Two invariants make this correct.  Whoever closes a command (a failing rank, an agent) reads the counters *after* the
+failure was marked; a rank looks for the mark *after* it has written that it arrived.  So a rank that sees all ranks
+arrived and no failure has been seen by whoever closes, too: it passes a step only if the answer includes that step.
+And a host starts the next command only when the last one is closed there: every other host has sent FAILED before it
+receives that command.
+
+`tests/test_agreement.py` explores all interleavings.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from synkhronos.ranks.control import Control
+
+#: Number of lower bits of a rank's step counter that count the steps of one command; the upper bits are its number.
+STEP_BITS = 24
+
+
+def close_command(words: Any, command: int, step: int) -> None:
+    """Record the last step that all ranks reached in a failed command.
+
+    There is one word for this command and one for the next: a rank has finished with it before a third is posted.
+    """
+    words[Control.CLOSED + (command & 1)] = max(step, command << STEP_BITS)
+
+
+def last_common_step(words: Any, command: int) -> int | None:
+    """Return the last step that all ranks reached in a failed command; None until the command is closed."""
+    step: int = words[Control.CLOSED + (command & 1)]
+    return step if step >> STEP_BITS == command else None
+
+
+class StepTally:
+    """Steps and failures that hosts have reported to each other.
+
+    Parameters
+    ----------
+    n_hosts : int
+    me : int
+        Number of this host.
+
+    Attributes
+    ----------
+    steps : list of int
+        Last reported step of each host.
+    failures : list of deque of (int, int)
+        Failed commands of each host that are not closed, each with the last step reported before.
+    failed : int
+        Last failed command that this host has reported.
+    """
+
+    def __init__(self, n_hosts: int, me: int):
+        self._me = me
+        self.steps = [0] * n_hosts
+        self.failures: list[deque[tuple[int, int]]] = [deque() for _ in range(n_hosts)]
+        self.failed = 0
+
+    def update(self, failed: int, step: int) -> tuple[bool, bool]:
+        """Record the state of this host and decide which messages it sends.
+
+        Parameters
+        ----------
+        failed : int
+            Last command that failed.  It has to be read before ``step``.
+        step : int
+            Last step that all ranks of this host have reached.
+
+        Returns
+        -------
+        sends_step, sends_failed : bool
+            Whether to send STEP, and whether to send FAILED after it.
+        """
+        sends_step = step > self.steps[self._me] and step >> STEP_BITS > self.failed
+        if sends_step:
+            self.steps[self._me] = step
+        sends_failed = failed > self.failed
+        if sends_failed:
+            self.failed = failed
+            self.receive_failed(self._me, failed)
+        return sends_step, sends_failed
+
+    def receive_step(self, host: int, step: int) -> None:
+        """Record another host's STEP."""
+        self.steps[host] = step
+
+    def receive_failed(self, host: int, command: int) -> None:
+        """Record a host's FAILED."""
+        self.failures[host].append((command, self.steps[host]))
+
+    def take_closed(self) -> Sequence[tuple[int, int]]:
+        """Return the commands closed since the last call, each with the last step that all ranks reached."""
+        closed = []
+        while all(self.failures):
+            of_all = [each.popleft() for each in self.failures]
+            (command,) = {command for command, _ in of_all}
+            closed.append((command, min(step for _, step in of_all)))
+        return closed

@@ -1,0 +1,140 @@
+"""Detection of a worker's death while the master computes.
+
+A master that waits polls its workers every few milliseconds.  One that computes or compiles does not poll, and would
+learn of a death only after its own part.  So the kernel sends it a signal when the other end of a worker's socket pair
+closes.  The signal is SIGURG, which is ignored by a process without a handler: a late one does no harm.  Where the
+signal cannot be used (another handler is installed, or `fork` ran in a thread) a death is noticed at the master's next
+wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+from synkhronos.ranks.interrupts import handler_of, put_back, set_handler
+
+#: Seconds that a process may take from closing its files to its exit.
+_LAST_MOMENTS = 1.0
+# What Python's fcntl has no names for: Linux' numbers are the same on all its processors.
+_F_SETSIG, _F_SETOWN_EX, _F_OWNER_TID = 10, 15, 0
+
+
+class PeerDied(BaseException):
+    """A worker has died while the master ran its own part of a command; never leaves the library."""
+
+
+class PeerWatch:
+    """Raises `PeerDied` in the main thread when a worker dies while that thread runs the master's part of a command.
+
+    Parameters
+    ----------
+    is_pending : callable
+        Returns whether an operation with the workers is pending although no command runs; its results would be wrong.
+    fail : callable
+        Raises the user's error in that case.
+    find_loss : callable
+        Returns a description of another machine's failure, or None.
+
+    Attributes
+    ----------
+    busy_thread : int
+        Identifier of the thread that runs the master's part of a command; 0 if none does.
+    has_raised : bool
+        Whether `PeerDied` was raised, for callers that find it swallowed by the user's code.
+    """
+
+    def __init__(
+        self, is_pending: Callable[[], bool], fail: Callable[[], None], find_loss: Callable[[], object]
+    ) -> None:
+        self._is_pending = is_pending
+        self._fail = fail
+        self._find_loss = find_loss
+        self.busy_thread = 0
+        self.has_raised = False
+        self._owner = os.getpid()
+        self._watched: dict[int, socket.socket] = {}
+        self._before: Any = None
+
+    def start(self, workers: Mapping[int, socket.socket], agent: socket.socket | None = None) -> None:
+        """Watch processes.
+
+        Parameters
+        ----------
+        workers : dict of int to socket
+            This process' end of each worker's socket pair, by process id.
+        agent : socket, optional
+            The same of this machine's agent.
+        """
+        if not (workers or agent) or threading.current_thread() is not threading.main_thread():
+            return
+        before = handler_of(signal.SIGURG)
+        if isinstance(getattr(before, "__self__", None), PeerWatch):
+            before = signal.SIG_DFL  # of ranks that were closed in a thread
+        if before not in (signal.SIG_DFL, signal.SIG_IGN):
+            return  # the user's own handler
+        set_handler(signal.SIGURG, self._handle)
+        self._before = before
+        self._watched.update(workers)
+        for channel in [*workers.values(), *([agent] if agent else [])]:
+            with contextlib.suppress(OSError):
+                # To this thread and no other: it may be in a system call, which only its own signals cut short.
+                fcntl.fcntl(channel, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, self._owner))
+                fcntl.fcntl(channel, _F_SETSIG, signal.SIGURG)
+                fcntl.fcntl(channel, fcntl.F_SETFL, fcntl.fcntl(channel, fcntl.F_GETFL) | os.O_ASYNC)
+
+    def stop(self) -> None:
+        """Restore the signal's previous handler."""
+        self._watched.clear()
+        # The session refers to this object: no reference back.
+        self._is_pending = lambda: False
+        self._fail = self._find_loss = lambda: None
+        if self._before is not None and threading.current_thread() is threading.main_thread():
+            put_back(signal.SIGURG, self._handle, self._before)
+            self._before = None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # Handlers run in the main thread, whichever thread is at work.
+        if os.getpid() != self._owner:
+            return
+        if self.busy_thread == threading.get_ident():
+            if self._has_peer_died():
+                self.busy_thread, self.has_raised = 0, True
+                raise PeerDied
+        elif self._is_pending() and self._has_peer_died():
+            self._fail()
+
+    def _has_peer_died(self) -> bool:
+        """Whether a worker has exited; closing its files alone does not count."""
+        if self._find_loss() is not None:
+            return True
+        poll = select.poll()
+        pids = {}
+        for pid, channel in self._watched.items():
+            poll.register(channel, 0)
+            pids[channel.fileno()] = pid
+        gone = [pids[fd] for fd, event in poll.poll(0) if event & select.POLLHUP]
+        deadline = time.monotonic() + _LAST_MOMENTS
+        while gone and time.monotonic() < deadline:
+            if any(has_exited(pid) for pid in gone):
+                return True
+            time.sleep(0.001)
+        return False
+
+
+def has_exited(pid: int) -> bool:
+    """Whether a child process has exited; its exit status stays available to `os.waitpid`."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
