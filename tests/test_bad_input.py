@@ -522,7 +522,7 @@ MEMBERS = {
         ValueError,
         r"could not broadcast .* shape \(3,\)",
     ),
-    "text to write": (lambda w: w.d.__setitem__(0, "a"), ValueError, "could not convert string to float"),
+    "text to write": (lambda w: w.d.__setitem__(0, "a"), TypeError, "value: expected numbers, got an array of <U1"),
     "length of a number": (lambda w: len(w.number), TypeError, "0 dimensions has no length"),
 }
 

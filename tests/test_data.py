@@ -489,6 +489,12 @@ def test_no_room_is_a_memory_error_and_nothing_is_lost(size):
     assert seen_by_ranks(synk.data(np.ones(5))).tolist() == [1.0] * 5
 
 
+@pytest.mark.parametrize("ndim", [100, 10**9, 1 << 63])
+def test_more_dimensions_than_numpy_has_are_refused(ndim):
+    with pytest.raises(ValueError, match=f"^ndim: expected as many dimensions as NumPy knows, got {ndim}"):
+        synk.data(dtype="float64", ndim=ndim)
+
+
 def test_hundreds_made_without_a_call_in_between_are_all_seen():
     many = [synk.data(np.full(3, float(i))) for i in range(300)]
     for i in (0, 1, 63, 64, 65, 66, 150, 298, 299):

@@ -14,7 +14,7 @@ import synkhronos
 PACKAGE = Path(synkhronos.__file__).resolve().parent
 #: From the cellar up.  Rooms on one floor know nothing of each other.
 FLOORS = [
-    {"checks", "gpus", "ranks"},
+    {"casts", "checks", "gpus", "ranks"},
     {"hosts"},
     {"devices"},
     {"lowering"},

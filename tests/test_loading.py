@@ -273,11 +273,18 @@ def test_waiting_is_counted(load):
 
 
 @pytest.mark.parametrize(
-    "first, others", [(np.uint8([1, 2]), np.float32([0.5, 300])), (0, 0.5), (np.uint8(1), np.int64(300)), (1.0, 1j)]
+    "first, others, words",
+    [
+        (np.uint8([1, 2]), np.float32([1, 300]), r"cast float32 to uint8 without changing 300.0 at index \(1,\)"),
+        (0, 0.5, "cast float64 to int64 without changing 0.5"),
+        (np.int8(1), 300, "cast int64 to int8 without changing 300"),  # was 44
+        (np.float32(1), 1e300, r"cast float64 to float32 without changing 1e\+300"),  # was infinite
+        (1.0, 1j, "expected float64, got complex128, whose imaginary parts would be lost"),
+        (1.0, np.ma.masked, "expected an array, got a masked one"),  # was 0
+    ],
 )
-def test_a_row_of_another_kind_of_numbers_is_no_row(load, first, others):
-    dtype = np.asarray(first).dtype
-    with pytest.raises(loading.LoadError, match=f"row 1 can't be read .*array 0: expected {dtype}, as in the first"):
+def test_a_row_that_the_first_row_s_dtype_can_t_hold_is_no_row(load, first, others, words):
+    with pytest.raises(loading.LoadError, match=f"row 1 can't be read .*array 0: (can't )?{words}"):
         list(load(Wider(first, others), shuffle=False).arrays(0, 3))
 
 
@@ -459,6 +466,30 @@ def test_pictures_in_folders(tmp_path, load):
     grey = loading.Images([pictures.name(0)], 8, mode="L")
     (one,) = grey[0]
     assert one.shape == (1, 8, 8)
+
+
+@pytest.mark.parametrize("target", ["nowhere.png", "1.png"])
+def test_a_link_that_leads_nowhere_is_a_row_that_can_t_be_read(tmp_path, load, target):
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "cat").mkdir()
+    for i in (0, 2):
+        image.new("RGB", (4, 4)).save(tmp_path / "cat" / f"{i}.png")
+    (tmp_path / "cat" / "1.png").symlink_to(target)  # "1.png" is a link to itself
+    pictures = loading.image_folder(tmp_path, size=4)
+    with pytest.raises(loading.LoadError, match="cat/1.png can't be read"):
+        list(load(pictures, shuffle=False).arrays(0, 3))
+    loader = load(pictures, shuffle=False, on_error="skip")
+    assert [len(labels) for _, labels in loader.arrays(0, 3)] == [2]
+    assert loader.skipped == 1
+
+
+def test_a_class_that_is_a_link_to_nowhere_is_refused(tmp_path):
+    pytest.importorskip("PIL.Image")
+    (tmp_path / "dog").mkdir()
+    (tmp_path / "dog" / "0.png").write_text("")
+    (tmp_path / "cat").symlink_to("nowhere")  # without it dogs would be class 0
+    with pytest.raises(FileNotFoundError, match="^folder: expected folders, got the link .*/cat, which leads nowhere"):
+        loading.image_folder(tmp_path, size=4)
 
 
 def test_a_picture_keeps_its_middle(tmp_path):

@@ -52,11 +52,11 @@ def without(module, action):
             sys.modules[module] = kept
 
 
-def first(*args, **kwargs):
+def first(*args, batch_size=4, **kwargs):
     """Ask for a batch."""
     loader = Loader(*args, **kwargs)
     try:
-        next(loader.arrays(0, 4))
+        next(loader.arrays(0, batch_size))
     finally:
         loader.close()
 
@@ -143,6 +143,10 @@ CALLS = {
     "no room": no_room,
     "no room: what to do": no_room,
     "a batch that no room is for": no_room,
+    "a depth of a billion": lambda: first(Numbers(10), depth=10**9),
+    "a batch of 2**63 rows": lambda: first(Numbers(10), batch_size=1 << 63),
+    "a batch of 2**63 rows for ranks": lambda: (synk.fork(1, use_gpu=False), next(rows().epoch(0, 1 << 63))),
+    "a size of 2**70": lambda: asked(size=1 << 70),
     "a module that loaders don't find": lost_module,
     "npy: nothing there": lambda: loading.npy("nothing.npy"),
     "npy: another file": lambda: loading.npy("notes.txt"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 
 from synkhronos import ranks
-from synkhronos.ranks import Command
+from synkhronos.ranks import Command, segments
 from synkhronos.ranks.control import MAILBOX, SLOT, Bell, Control
 from synkhronos.ranks.errors import Cancelled, cause_of_death
 from synkhronos.ranks.interrupts import defer_signals, put_back
@@ -362,6 +362,46 @@ def test_all_ranks_see_a_segment(session):
     segment = session.memory.create(8 * session.size)
     location = ranks.SharedArray(segment.key, "i8", (session.size,))
     assert session.run(Fill(location)) == list(range(1, session.size + 1))
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "free"),
+    [
+        ("0::/\n", {}, 5000),
+        ("0::/job/step\n", {"job/step/memory": ("max", 900, 100), "job/memory": (1000, 900, 100)}, 200),
+        ("0::/of/the/host\n", {"memory": (1000, 700, 0)}, 300),  # a container, in which its own group is the root
+        ("0::/job\n", {"job/memory": (1000, 1200, 100)}, 0),
+        ("4:cpu:/\n3:memory:/job\n0::/\n", {"memory/job/memory": (800, 500, 50)}, 350),
+        ("3:memory:/job\n", {"memory/job/memory": (1 << 43, 500, 50)}, 5000),
+    ],
+)
+def test_free_memory_is_what_the_machine_and_the_control_groups_have(tmp_path, groups, files, free):
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 4096000 kB\nSwapFree: 1024000 kB\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text(groups)
+    names = (".limit_in_bytes", ".usage_in_bytes") if "memory:" in groups else (".max", ".current")
+    for path, (limit, used, cache) in files.items():
+        at = tmp_path / "sys" / "fs" / "cgroup" / path
+        at.parent.mkdir(parents=True, exist_ok=True)
+        for name, value in zip(names, (limit, used), strict=True):
+            at.with_suffix(name).write_text(f"{value if value == 'max' else value * MIB}\n")
+        at.with_suffix(".stat").write_text(f"anon 1\nactive_file {cache * MIB}\ninactive_file 0\n")
+    assert segments.free_memory(str(tmp_path)) == free * MIB
+
+
+def test_memory_is_not_taken_from_other_programs(monkeypatch):
+    monkeypatch.setattr(segments, "free_memory", lambda: 128 * MIB)
+    opened = []
+    monkeypatch.setattr(segments, "_open_unlinked", lambda: opened.append(1))
+    with pytest.raises(
+        MemoryError, match="^no room for 134,217,728 bytes of shared memory: .* and memory 125,829,120$"
+    ):
+        segments.create_unlinked(128 * MIB)
+    assert not opened
+    segments.check_room(120 * MIB)
 
 
 def test_segments_come_and_go_on_all_ranks(session):

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.casts import check_dense
 from synkhronos.checks import called, listed, one_of
 from synkhronos.data import Data
-from synkhronos.data.dense import check_dense
 from synkhronos.data.rows import share
 from synkhronos.devices import Selection
 from synkhronos.devices.reductions import REDUCTIONS, of_collectives
@@ -135,7 +135,7 @@ def _filtered(variable: Any, value: Any) -> np.ndarray:
     check_dense(value, f"values: {called(variable)}")
     of_any_shape = library_of(variable).tensor.TensorType(variable.type.dtype, (False,) * variable.type.ndim)
     try:
-        return np.asarray(of_any_shape.filter(value, allow_downcast=variable.container.allow_downcast))
+        return library_of(variable).filter(of_any_shape, value, allow_downcast=variable.container.allow_downcast)
     except (TypeError, ValueError, AttributeError) as error:
         wrong = ValueError if isinstance(error, ValueError) else TypeError
         raise wrong(f"values: {called(variable)} can't take {type(value).__name__}: {error}") from None

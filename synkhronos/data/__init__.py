@@ -10,8 +10,6 @@
     What these two share.
 `rows`
     Which rows of it each rank reads.
-`dense`
-    Which values are no arrays though NumPy would take them.
 """
 
 from synkhronos.data.array import Data, data

@@ -20,13 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos import ranks
+from synkhronos.casts import NUMBERS, as_numbers, cast, check_cast
 from synkhronos.checks import at_least, flag, number
-from synkhronos.data.dense import check_dense
 from synkhronos.graphs import library_of
 from synkhronos.ranks import SharedArray
-
-#: Kinds of dtypes whose items mean the same in every process.
-NUMBERS = "biufc"
 
 
 class Data:
@@ -67,7 +64,7 @@ class Data:
         self._session = ranks.session()
         self._segment: ranks.Segment | None = None
         try:
-            self._array = np.zeros((0,) * ndim, self._dtype)
+            self._array = np.zeros((0,) * min(ndim, 99), self._dtype)  # more than NumPy knows
         except ValueError as error:
             raise ValueError(f"ndim: expected as many dimensions as NumPy knows, got {ndim}: {error}") from None
         self._session.notify_at_close(self)
@@ -135,8 +132,7 @@ class Data:
         return self.data[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        check_dense(value, "value")
-        self.data[key] = np.asarray(value)
+        self.data[key] = cast(value, self._dtype, "value")
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return as_numpy(self.data, dtype, copy)
@@ -313,16 +309,18 @@ class Data:
     def _conditioned(self, x: npt.ArrayLike, force_cast: bool, argument: str) -> np.ndarray:
         """Check a value's dtype and dimensions; the cast itself is left to the copy."""
         flag(force_cast, "force_cast")
-        value = numbers(x, argument)
+        value = as_numbers(x, argument)
         if value.ndim != self._ndim:
             raise ValueError(
                 f"{argument}: expected {self._ndim} dimensions{self._called()}, got {value.ndim} (shape {value.shape})"
             )
-        if value.dtype != self._dtype and not np.can_cast(value.dtype, self._dtype, "unsafe" if force_cast else "safe"):
-            raise TypeError(
-                f"{argument}: {value.dtype} can't be cast safely to {self._dtype}{self._called()}: "
-                "convert it, or pass force_cast=True"
-            )
+        if value.dtype != self._dtype and not force_cast:
+            if not np.can_cast(value.dtype, self._dtype, "safe"):
+                raise TypeError(
+                    f"{argument}: {value.dtype} can't be cast safely to {self._dtype}{self._called()}: "
+                    "convert it, or pass force_cast=True"
+                )
+            check_cast(value, self._dtype, argument)  # int64 to float64 rounds large numbers
         return value
 
     def _called(self) -> str:
@@ -436,7 +434,7 @@ def data(
             raise ValueError(f"ndim: {var!r} has {var.type.ndim}, got {ndim}")
         dtype, ndim = var.type.dtype, var.type.ndim
     elif value is not None:
-        array = numbers(value, "value")
+        array = as_numbers(value, "value")
         dtype = array.dtype if dtype is None else dtype
         if ndim is not None and ndim != array.ndim:
             raise ValueError(f"ndim: value has {array.ndim}, got {ndim}")
@@ -460,20 +458,6 @@ def as_numpy(array: np.ndarray, dtype: npt.DTypeLike | None, copy: bool | None) 
             raise ValueError(f"a cast from {array.dtype} to {np.dtype(dtype)} needs a copy")
         return array.astype(dtype)
     return array.copy() if copy else array
-
-
-def numbers(value: Any, argument: str) -> np.ndarray:
-    """Return an argument as an array, if it is one of numbers."""
-    check_dense(value, argument)
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise TypeError(f"{argument}: expected an array, got {type(value).__name__}: {error}") from error
-    if array.dtype.kind not in NUMBERS:
-        if hasattr(value, "owner"):
-            raise TypeError(f"{argument}: expected numbers, got the variable {value}; data(var=...) takes variables")
-        raise TypeError(f"{argument}: expected numbers, got an array of {array.dtype}")
-    return array
 
 
 def _dtype(dtype: npt.DTypeLike) -> np.dtype:

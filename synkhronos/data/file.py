@@ -14,7 +14,7 @@ import os
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.data.array import NUMBERS
+from synkhronos.casts import NUMBERS
 from synkhronos.data.fixed import FixedData
 from synkhronos.ranks import SharedArray
 

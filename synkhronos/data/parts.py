@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos import ranks
+from synkhronos.casts import as_numbers
 from synkhronos.checks import at_least
-from synkhronos.data.array import numbers
 from synkhronos.data.fixed import FixedData
 from synkhronos.data.rows import highest, lowest, select, share
 from synkhronos.graphs.mirror import Mirror, object_of
@@ -268,7 +268,7 @@ class _Load(Command):
 
     def _loaded(self, rank: Rank, start: int, stop: int) -> np.ndarray:
         try:
-            rows = numbers(object_of(rank, ("load", self.key)).load(start, stop), "load")
+            rows = as_numbers(object_of(rank, ("load", self.key)).load(start, stop), "load")
             if not rows.ndim or len(rows) != stop - start:
                 raise ValueError(f"expected {stop - start:,} rows, got an array of shape {rows.shape}")
         except Exception as error:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.data.dense import check_dense
+from synkhronos.casts import check_dense
 from synkhronos.devices import Selection
 
 

@@ -481,9 +481,10 @@ def _checked_source(variable: Any, value: Any) -> Any:
             )
         return value
     try:
-        return variable.type.filter(value, allow_downcast=None)
+        return library_of(variable).filter(variable.type, value)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"rows: {called(variable)} of type {variable.type} can't take the values: {error}") from None
+        wrong = ValueError if isinstance(error, ValueError) else TypeError
+        raise wrong(f"rows: {called(variable)} of type {variable.type} can't take the values: {error}") from None
 
 
 def _check_lengths(variables: Iterable[Any], values: Sequence[Any]) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from synkhronos import ranks
+from synkhronos.casts import check_dense
 from synkhronos.data import Data
-from synkhronos.data.dense import check_dense
 from synkhronos.data.rows import flat, highest, lowest, select, select_unbounded
 from synkhronos.devices import Selection, take
 from synkhronos.function.call import Scattered, Whole
@@ -114,7 +114,7 @@ class Inputs:
             if type(value) is not np.ndarray:
                 check_dense(value, self._called(position))
             try:
-                checked = self.program.library.filter(entry, value)
+                checked = self.program.library.filter(kind, value, entry.strict, entry.allow_downcast)
             except (TypeError, ValueError, AttributeError) as error:
                 wrong = ValueError if isinstance(error, ValueError) else TypeError
                 raise wrong(f"{self._called(position)}: expected {kind}, got {_short(value)}: {error}") from None

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.casts import NUMBERS, check_cast, check_dense
 from synkhronos.devices import Device
 
 #: How ranks compile; see `GraphLibrary.compiles`.
@@ -254,9 +255,21 @@ class GraphLibrary:
 
     # -- values ----------------------------------------------------------------------------------------------
 
-    def filter(self, entry: Input, value: Any) -> np.ndarray:
-        """Return a value as the library would take it for an input: cast where it casts, refused where it refuses."""
-        return np.asarray(entry.variable.type.filter(value, strict=entry.strict, allow_downcast=entry.allow_downcast))
+    def filter(self, kind: Any, value: Any, strict: bool = False, allow_downcast: bool | None = None) -> np.ndarray:
+        """Return a value as an array of a type of variables: cast where the library casts, and no number changes.
+
+        Raises
+        ------
+        TypeError, ValueError, AttributeError
+            Where the library refuses the value, or would change a number without being told to by ``allow_downcast``.
+        """
+        check_dense(value, "value")
+        array = np.asarray(kind.filter(value, strict=strict, allow_downcast=allow_downcast))
+        if not allow_downcast and getattr(value, "dtype", None) != array.dtype:
+            given = np.asarray(value)
+            if given.dtype.kind in NUMBERS:
+                check_cast(given, array.dtype, "value")
+        return array
 
     def convert(self, shared: Any, expression: Any) -> Any:
         """Return an update's expression, or its value, as a variable of the shared variable's type."""

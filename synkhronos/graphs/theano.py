@@ -13,6 +13,7 @@ from theano.compile.sharedvalue import SharedVariable
 from theano.gof.cmodule import KeyData
 from theano.gof.graph import Constant, Variable
 
+from synkhronos.casts import as_numbers, check_cast
 from synkhronos.devices import HOST, PYGPU, Device
 from synkhronos.graphs.family import GraphLibrary, write_keys_at_once
 
@@ -47,11 +48,12 @@ class Theano(GraphLibrary):
             if not isinstance(value, np.random.RandomState):
                 raise TypeError(f"expected a numpy.random.RandomState, got {value!r}")
             return
-        given = np.asarray(value)
+        given = as_numbers(value, "the state")
         if given.dtype.kind not in "iu":
             raise TypeError(f"expected the state of MRG streams, integers, got an array of {given.dtype}")
         if given.shape != present.shape:
             raise ValueError(f"expected the state of MRG streams of shape {present.shape}, got {given.shape}")
+        check_cast(given, present.dtype, "the state")
 
     def stream(self, shared: Any) -> Any:
         """Return a RandomState, or the states of MRG streams as an array."""

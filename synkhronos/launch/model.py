@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.checks import at_least
+from synkhronos.casts import cast
+from synkhronos.checks import at_least, called
 from synkhronos.data.rows import share
 from synkhronos.devices import JAX, device_of
 from synkhronos.graphs import library_of
@@ -222,4 +223,4 @@ class Model:
 
     def _prepared(self, arrays: Sequence[Any], training: bool) -> list[np.ndarray]:
         made = self.prepare(list(arrays), training)
-        return [np.asarray(array, x.type.dtype) for array, x in zip(made, self.inputs, strict=True)]
+        return [cast(array, x.type.dtype, called(x)) for array, x in zip(made, self.inputs, strict=True)]

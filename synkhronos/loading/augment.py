@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from synkhronos.casts import as_numbers, cast, check_cast
 from synkhronos.checks import at_least, flag, number
 
 
@@ -66,8 +67,8 @@ class CropMirror:
     ):
         self.crop = None if crop is None else at_least(crop, "crop", 1)
         self.mirror, self.center = flag(mirror, "mirror"), flag(center, "center")
-        self.scale = None if scale is None else np.float32(number(scale, "scale"))
-        self.mean = None if mean is None else np.asarray(mean, np.float32)
+        self.scale = None if scale is None else np.float32(cast(number(scale, "scale"), np.float32, "scale"))
+        self.mean = None if mean is None else cast(mean, np.float32, "mean")
         if self.mean is not None and self.mean.ndim not in (0, 1, 3):
             raise ValueError(
                 f"mean: expected a number, one for each channel, or a picture, got an array of shape {self.mean.shape}"
@@ -77,10 +78,10 @@ class CropMirror:
 
     def __call__(self, row: tuple[Any, ...], random: np.random.Generator) -> tuple[Any, ...]:
         """Return a row with another picture."""
-        picture, *rest = row
-        if np.ndim(picture) != 3:
+        picture, rest = as_numbers(row[0], "CropMirror"), row[1:]
+        if picture.ndim != 3:
             raise ValueError(
-                f"CropMirror: expected pictures of shape (channels, height, width), got shape {np.shape(picture)}"
+                f"CropMirror: expected pictures of shape (channels, height, width), got shape {picture.shape}"
             )
         height, width = picture.shape[1:]
         crop_height, crop_width = (height, width) if self.crop is None else (self.crop, self.crop)
@@ -96,6 +97,8 @@ class CropMirror:
             top, left = random.integers((height - crop_height + 1, width - crop_width + 1)).tolist()
         window = np.s_[:, top : top + crop_height, left : left + crop_width]
         cut = picture[window]
+        if mean is not None or self.scale is not None:
+            check_cast(cut, np.float32, "CropMirror")
         if mean is not None:
             cut = np.subtract(cut, mean[window] if whole else mean, dtype=np.float32)
         if self.scale is not None:

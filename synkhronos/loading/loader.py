@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -20,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.checks import at_least, flag, index, one_of
+from synkhronos.casts import as_numbers, check_cast
+from synkhronos.checks import at_least, called, flag, index, one_of
 from synkhronos.data import Data
 from synkhronos.devices import Selection
 from synkhronos.graphs import library_of
@@ -29,7 +31,7 @@ from synkhronos.loading.process import Task, packed, start
 from synkhronos.loading.ring import NOTHING_LOST, Layout, LoadError, Plan, Ring
 from synkhronos.loading.sources import Stream, row_name, source_of
 from synkhronos.ranks.interrupts import defer_signals
-from synkhronos.ranks.segments import Segment, create_unlinked
+from synkhronos.ranks.segments import Segment, check_room, create_unlinked
 
 #: Rows that may be unreadable before the first one that says what rows are like.
 _TRIES = 100
@@ -125,15 +127,12 @@ class Loader:
         self.waited = 0.0
         self._skipped = 0
         row = self._first_row()
-        dtypes = [np.asarray(value).dtype.newbyteorder("=") for value in row]
-        self._shapes = [np.shape(value) for value in row]
-        for i, dtype in enumerate(dtypes):
-            if dtype.kind not in "biufc":
-                raise TypeError(f"source: expected rows of numbers, got {dtype} as array {i}")
+        #: The arrays of one row: others have their shapes, and without ``vars`` their dtypes.
+        self._row = [as_numbers(value, f"source: array {i} of a row") for i, value in enumerate(row)]
         self._reader: _Reader | None = None
         #: Where the loaders go on by themselves, and the number of that unit: a new tuple after each batch.
         self._next: tuple[Plan, int] | None = None
-        self._natural = self._dtypes = dtypes
+        self._dtypes = [array.dtype.newbyteorder("=") for array in self._row]
         if vars is not None:
             self.cast_to(vars)
 
@@ -178,21 +177,20 @@ class Loader:
 
     def cast_to(self, variables: Sequence[Any]) -> None:
         """Have rows come with the dtypes of some variables."""
-        if len(variables) != len(self._natural):
+        if len(variables) != len(self._row):
             raise ValueError(
-                f"vars: expected {len(self._natural)} variables, one for each array of a row, got {len(variables)}"
+                f"vars: expected {len(self._row)} variables, one for each array of a row, got {len(variables)}"
             )
         dtypes = []
-        for i, (variable, dtype, shape) in enumerate(zip(variables, self._natural, self._shapes, strict=True)):
+        for i, (variable, array) in enumerate(zip(variables, self._row, strict=True)):
             library_of(variable)
             kind = variable.type
-            if kind.ndim != len(shape) + 1:
+            if kind.ndim != array.ndim + 1:
                 raise ValueError(
-                    f"vars: expected {len(shape) + 1} dimensions for array {i}, whose rows have shape {shape}, got "
-                    f"{variable} of {kind.ndim}"
+                    f"vars: expected {array.ndim + 1} dimensions for array {i}, whose rows have shape {array.shape}, "
+                    f"got {variable} of {kind.ndim}"
                 )
-            if not np.can_cast(dtype, kind.dtype, "same_kind"):
-                raise TypeError(f"vars: array {i} has {dtype}, which is no {kind.dtype}, as {variable} is")
+            check_cast(array, kind.dtype, f"vars: array {i} of a row, for {called(variable)}")
             dtypes.append(np.dtype(kind.dtype))
         if dtypes != self._dtypes:
             self.close()
@@ -270,7 +268,7 @@ class Loader:
     ) -> tuple[Plan, int]:
         """Check what users say; return the plan, and the rows of a batch."""
         unit = at_least(batch_size, "batch_size", 1)
-        for name, value in (("epoch", epoch), ("seed", seed), ("row", row)):
+        for name, value in (("epoch", epoch), ("seed", seed), ("row", row), ("size", size)):
             if at_least(value, name, 0) >= 1 << 63:
                 raise ValueError(f"{name}: expected less than 2**63, got {value}")
         whole = flag(whole, "whole")
@@ -324,7 +322,7 @@ class Loader:
         """Have the loaders follow a plan, if they don't already; return also the number of its first unit."""
         if self._reader is None or not self._reader.serves(layout, in_session):
             self.close()
-            fields = [(shape, dtype.str) for shape, dtype in zip(self._shapes, self._dtypes, strict=True)]
+            fields = [(array.shape, dtype.str) for array, dtype in zip(self._row, self._dtypes, strict=True)]
             task = Task(self.source, self.augment, self.shuffle, self._skips, layout, fields)
             self._reader = _Reader(task, in_session)
         elif death := self._reader.ring.death():
@@ -414,7 +412,9 @@ class _Reader:
         layout = task.layout
         shapes = [((layout.slots * layout.unit, *shape), np.dtype(dtype)) for shape, dtype in task.fields]
         files = []
+        nbytes = layout.nbytes + sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
         try:
+            check_room(nbytes)
             for shape, dtype in [((layout.nbytes,), np.dtype(np.uint8)), *shapes]:
                 array, file = _shared(shape, dtype, in_session)
                 self.data.append(array)
@@ -422,7 +422,6 @@ class _Reader:
             self.words = self.data.pop(0)
             packet = packed(task)
         except MemoryError as error:
-            nbytes = sum(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in shapes)
             error.add_note(
                 f"The loader needs room for {layout.slots} batches of {layout.unit} rows, {nbytes:,} bytes in all: "
                 "take a smaller depth or batch, or a smaller dtype such as uint8. Arrays of the source are copied "
@@ -499,6 +498,6 @@ def _shared(shape: tuple[int, ...], dtype: np.dtype, in_session: bool) -> tuple[
     """Return memory that loaders can map, as an array, and its file; of a session, memory of all ranks."""
     if in_session:
         return Data.with_file(shape, dtype, "batches")
-    nbytes = max(1, int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+    nbytes = max(1, math.prod(shape) * dtype.itemsize)
     file = create_unlinked(nbytes)
     return Segment(0, file.fileno(), nbytes).array(shape, dtype), file

@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 import cloudpickle
 import numpy as np
 
+from synkhronos.casts import as_numbers, check_cast
 from synkhronos.data.rows import share
 from synkhronos.loading.augment import generator
 from synkhronos.loading.ring import SKIPPED, THERE, Layout, Plan, Ring, order_of, units_of
@@ -245,7 +246,7 @@ class _Loader:
         task = self.task
         if task.augment is None and isinstance(task.source, Arrays):
             taken = task.source.take(rows[mine])
-            if taken is not None:
+            if taken is not None and self._can_hold(taken):
                 for array, values in zip(self.arrays, taken, strict=True):
                     array[at + mine.start : at + mine.stop] = values
                 there[mine] = THERE
@@ -261,6 +262,15 @@ class _Loader:
                 there[i] = SKIPPED
                 self._complain(error, number, epoch, isinstance(row, _Raised))
 
+    def _can_hold(self, taken: list[np.ndarray]) -> bool:
+        """Return whether the ring's dtypes hold all rows; if not, to write them one by one tells which is wrong."""
+        try:
+            for array, values in zip(self.arrays, taken, strict=True):
+                check_cast(values, array.dtype, "")
+        except TypeError:
+            return False
+        return True
+
     def _put(self, at: int, number: int, row: Any, epoch: int, seed: int) -> None:
         if isinstance(row, _Raised):
             raise row.error
@@ -270,11 +280,11 @@ class _Loader:
             put = self.task.augment(tuple(put), generator(seed, epoch, number))
         if len(put) != len(self.arrays):
             raise ValueError(f"expected {len(self.arrays)} arrays, as in the first row, got {len(put)}")
-        for i, (array, value) in enumerate(zip(self.arrays, map(np.asarray, put), strict=True)):
+        for i, (array, each) in enumerate(zip(self.arrays, put, strict=True)):
+            value = as_numbers(each, f"array {i}")
             if value.shape != array.shape[1:]:
                 raise ValueError(f"array {i}: expected shape {array.shape[1:]}, as in the first row, got {value.shape}")
-            if not np.can_cast(value.dtype, array.dtype, "same_kind"):
-                raise TypeError(f"array {i}: expected {array.dtype}, as in the first row, got {value.dtype}")
+            check_cast(value, array.dtype, f"array {i}")
             array[at] = value
 
     def _complain(self, error: Exception, number: int, epoch: int, raised: bool) -> None:

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.casts import cast, check_dense
 from synkhronos.checks import at_least, one_of, package
 from synkhronos.data import Data
-from synkhronos.data.dense import check_dense
 
 #: Files that are open at once, in each process.
 _OPEN = 64
@@ -258,6 +258,7 @@ class Images:
             raise TypeError(f"files: expected a list of paths, got {files!r:.80}")
         if not files:
             raise ValueError("files: expected at least one, got none")
+        check_dense(labels, "labels")
         self.labels = None if labels is None else np.asarray(labels)
         if self.labels is not None:
             if self.labels.shape != (len(files),) or self.labels.dtype.kind not in "iu":
@@ -265,7 +266,7 @@ class Images:
                     f"labels: expected {len(files)} integers, one a file, got {self.labels.dtype} of shape "
                     f"{self.labels.shape}"
                 )
-            self.labels = self.labels.astype(np.int32)
+            self.labels = cast(self.labels, np.int32, "labels")
         self.folder = os.path.abspath(folder)
         self.classes: list[str] = []
         # A million names, which all loaders see in the same memory.
@@ -321,10 +322,14 @@ def image_folder(folder: str | os.PathLike[str], size: int, mode: str = "RGB") -
     root = Path(folder)
     if not root.is_dir():
         raise FileNotFoundError(f"folder: expected a folder with a folder for each class, got {root}")
-    classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and _is_shown(entry))
+    entries = [entry for entry in os.scandir(root) if _is_shown(entry)]
+    for entry in entries:
+        if entry.is_symlink() and not os.path.exists(entry.path):  # without a class all labels behind it would change
+            raise FileNotFoundError(f"folder: expected folders, got the link {entry.path}, which leads nowhere")
+    classes = sorted(entry.name for entry in entries if entry.is_dir())
     files, labels = [], []
     for label, name in enumerate(classes):
-        found = [entry.name for entry in os.scandir(root / name) if entry.is_file() and _is_shown(entry)]
+        found = [entry.name for entry in os.scandir(root / name) if _is_file(entry) and _is_shown(entry)]
         found = [file for file in found if file.lower().endswith(_PICTURES)]
         files += [os.path.join(name, file) for file in sorted(found)]
         labels += [label] * len(found)
@@ -336,6 +341,11 @@ def image_folder(folder: str | os.PathLike[str], size: int, mode: str = "RGB") -
     made = Images(files, size, labels, mode, root)
     made.classes = classes
     return made
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a file, or a link that leads nowhere: a loader names the row that it can't read."""
+    return entry.is_symlink() and not os.path.exists(entry.path) or entry.is_file()
 
 
 def _is_shown(entry: os.DirEntry[str]) -> bool:

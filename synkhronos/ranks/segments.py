@@ -14,6 +14,8 @@
     How segments come from the master to the workers.
 `is_closed`
     Whether the other end of such a channel has gone.
+`check_room`, `free_memory`
+    Whether there is room for so much shared memory.
 
 The master makes a segment without a name; workers get it as an open file over the socket pair that each of them
 inherited at the fork.  So no crash leaves a name in ``/dev/shm``, and nobody else can open what has none.  (Where the
@@ -34,6 +36,7 @@ import socket
 import struct
 import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -43,6 +46,57 @@ import posix_ipc
 from synkhronos.ranks.interrupts import defer_signals
 
 _ANNOUNCEMENT = struct.Struct("=QQ?")  # key, bytes, whether it is a file
+#: Bytes of shared memory from which on `check_room` looks at what is free.
+_LARGE = 64 << 20
+#: What makes room.
+_ROOM = (
+    "see `df -h /dev/shm`, free Data objects that are no longer needed, or start the container with a larger --shm-size"
+)
+#: Part of the free memory that is left to other programs.
+_SPARED = 1 / 16
+
+
+def check_room(nbytes: int) -> None:
+    """Raise MemoryError if there is not so much room for shared memory: in ``/dev/shm``, and in memory.
+
+    The kernel does not refuse what memory can't hold: it kills programs.
+    """
+    if nbytes < _LARGE:
+        return
+    with contextlib.suppress(FileNotFoundError):
+        of = os.statvfs("/dev/shm")
+        free, memory = of.f_bavail * of.f_frsize, int(free_memory() * (1 - _SPARED))
+        if nbytes > min(free, memory):
+            raise MemoryError(
+                f"no room for {nbytes:,} bytes of shared memory: {_ROOM}; /dev/shm has {free:,} bytes left, and "
+                f"memory {memory:,}"
+            )
+
+
+def free_memory(root: str = "") -> int:
+    """Return the bytes of memory that this process could still take: of the machine's, and of its control groups'.
+
+    ``root`` is the folder in which ``/proc`` and ``/sys`` are.
+    """
+    lines = Path(f"{root}/proc/meminfo").read_text().splitlines()
+    kilobytes = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
+    free = (kilobytes["MemAvailable"] + kilobytes["SwapFree"]) << 10
+    for line in Path(f"{root}/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            folder, names = Path(f"{root}/sys/fs/cgroup{path}"), ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            folder = Path(f"{root}/sys/fs/cgroup/memory{path}")
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        for group in (folder, *folder.parents):
+            # A group without a limit says "max"; a container sees its own group at the root, and not by its path.
+            with contextlib.suppress(OSError, ValueError):
+                limit, used = (int((group / name).read_text()) for name in names)
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                free = min(free, limit - used + int(stat["active_file"]) + int(stat["inactive_file"]))
+    return max(0, free)
 
 
 def create_unlinked(nbytes: int, runs: Iterable[range] | None = None) -> io.FileIO:
@@ -52,6 +106,14 @@ def create_unlinked(nbytes: int, runs: Iterable[range] | None = None) -> io.File
     this call, not a bus error at some later write.
     """
     runs = [range(nbytes)] if runs is None else [run for run in runs if run]
+    wanted = sum(run.stop - run.start for run in runs)  # len() has a limit
+    largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if nbytes > largest != resource.RLIM_INFINITY:
+        raise MemoryError(
+            f"no shared memory of {nbytes:,} bytes: this process may make no file of more than {largest:,} bytes, "
+            "see `ulimit -f`"
+        )
+    check_room(wanted)
     with defer_signals():
         file = io.FileIO(_open_unlinked(), "r+")  # closed with the last reference, whatever happens
     try:
@@ -60,18 +122,8 @@ def create_unlinked(nbytes: int, runs: Iterable[range] | None = None) -> io.File
             os.posix_fallocate(file.fileno(), run.start, len(run))
     except (OSError, OverflowError) as error:  # the latter for more than the kernel can count
         file.close()
-        largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        if nbytes > largest != resource.RLIM_INFINITY:
-            raise MemoryError(
-                f"no shared memory of {nbytes:,} bytes: this process may make no file of more than {largest:,} bytes, "
-                "see `ulimit -f`"
-            ) from error
         if isinstance(error, OverflowError) or error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            wanted = sum(run.stop - run.start for run in runs)  # len() has a limit
-            raise MemoryError(
-                f"no room for {wanted:,} bytes of shared memory: see `df -h /dev/shm`, free Data objects "
-                "that are no longer needed, or start the container with a larger --shm-size"
-            ) from error
+            raise MemoryError(f"no room for {wanted:,} bytes of shared memory: {_ROOM}") from error
         raise
     return file
 

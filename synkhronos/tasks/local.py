@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from synkhronos.casts import cast
 from synkhronos.data.array import as_numpy
 from synkhronos.data.rows import highest, lowest, select
 from synkhronos.devices import HOST, JAX, Device, Selection, take
@@ -120,7 +121,7 @@ class LocalRows:
         else:
             rows = self.selected
             target = self._array[rows.start : rows.stop] if isinstance(rows, range) else self.array
-            target[...] = np.asarray(value)
+            target[...] = cast(value, self.dtype, "value")
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return as_numpy(self.array if self.selected is None else take(self._array, self.selected), dtype, copy)
@@ -196,7 +197,8 @@ class LocalFunction:
                     self._rank, program.buffers, position, value.location, value.checked(), entry.mutable
                 )
             else:
-                taken = program.library.filter(entry, np.asarray(value) if isinstance(value, LocalRows) else value)
+                value = np.asarray(value) if isinstance(value, LocalRows) else value
+                taken = program.library.filter(kind, value, entry.strict, entry.allow_downcast)
                 taken = taken if device is HOST else device.from_host(taken)
             values.append(taken)
         return run(*values)

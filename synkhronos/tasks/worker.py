@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.casts import check_dense
 from synkhronos.checks import index, integer
 from synkhronos.collectives.arguments import check_suits, op_word
-from synkhronos.data.dense import check_dense
 from synkhronos.data.rows import share
 from synkhronos.devices import HOST, Device, device_of
 from synkhronos.devices.host import combine

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.casts import as_numbers
 from synkhronos.checks import at_least
 from synkhronos.data.rows import select
 from synkhronos.devices import take
@@ -81,7 +82,7 @@ class SerialTrainFunction:
             arrays = [shared.get_value(borrow=True) for shared in self._model.sliceable]
             if isinstance(chosen, int | np.integer) or isinstance(chosen, np.ndarray) and chosen.dtype == bool:
                 raise TypeError(f"batch_s: expected a slice or a list of indexes, got {chosen!r}")
-        arrays = [np.asarray(a) for a in arrays]
+        arrays = [as_numbers(a, data) for a in arrays]
         arrays = [take(a, select(chosen, len(a), chooser)) for a in arrays]
         lengths = [len(a) for a in arrays]
         if len(set(lengths)) > 1:

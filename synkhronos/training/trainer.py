@@ -21,7 +21,8 @@ import numpy as np
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.checks import at_least, number
+from synkhronos.casts import as_numbers, check_cast
+from synkhronos.checks import at_least, called, number
 from synkhronos.data import Data
 from synkhronos.data.parts import in_order
 from synkhronos.graphs import library_of
@@ -469,10 +470,13 @@ class Trainer:
         """Return Data for each input, and how many rows they have."""
         arrays = self._model.arrays(x_data, y_data, None, None)
         variables = [*self._model.x, *self._model.y]
-        data = [
-            array if isinstance(array, Data) else synk.data(array, var=variable, force_cast=True)
-            for array, variable in zip(arrays, variables, strict=True)
-        ]
+        data = []
+        for array, variable in zip(arrays, variables, strict=True):
+            if not isinstance(array, Data):
+                array = as_numbers(array, f"{name}: {called(variable)}")
+                check_cast(array, variable.type.dtype, f"{name}: {called(variable)}")
+                array = synk.data(array, var=variable, force_cast=True)
+            data.append(array)
         lengths = {len(each) for each in data}
         if len(lengths) != 1 or not min(lengths):
             raise ValueError(f"{name}: expected equally many rows of each, at least one, got {[len(d) for d in data]}")

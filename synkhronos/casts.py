@@ -1,0 +1,154 @@
+"""Casts that never change a number unnoticed.
+
+Every array that users pass goes through this module before it becomes an array of another dtype.  A cast is safe if
+each value is the same number afterwards.  The one exception is the rounding of float64 to float32, also of real and
+imaginary parts, as long as no finite number becomes infinite.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+#: Kinds of dtypes whose items mean the same in every process.
+NUMBERS = "biufc"
+#: Number of items that are checked at once, so that no temporary array is large.
+_BLOCK = 1 << 16
+
+
+def check_dense(value: Any, argument: str) -> None:
+    """Raise TypeError for a sparse matrix, and for an array with masked items, also within lists.
+
+    Shared memory has no masks, so that a masked item would become a number.
+
+    Examples
+    --------
+    >>> check_dense([np.ma.masked_array([2.0], [True])], "x")
+    Traceback (most recent call last):
+        ...
+    TypeError: x: expected an array, got a masked one, whose mask would be lost: pass .filled(value), or .data and ...
+    """
+    if isinstance(value, list | tuple):
+        for kind in set(map(type, value)):  # a list of a million numbers is of one type
+            if issubclass(kind, list | tuple | np.ma.MaskedArray):
+                for item in value:
+                    if isinstance(item, kind):
+                        check_dense(item, argument)
+    elif isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise TypeError(
+            f"{argument}: expected an array, got a masked one, whose mask would be lost: pass .filled(value), or .data "
+            "and .mask as two arrays"
+        )
+    elif type(value).__module__.startswith("scipy.sparse"):
+        raise TypeError(f"{argument}: expected an array, got a sparse matrix: pass .toarray()")
+
+
+def as_numbers(value: Any, argument: str) -> np.ndarray:
+    """Return an argument as a NumPy array, not copied if it is one.
+
+    Raises
+    ------
+    TypeError
+        For texts, objects, dates, masked arrays, sparse matrices and ragged lists.
+    """
+    check_dense(value, argument)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise TypeError(f"{argument}: expected an array, got {type(value).__name__}: {error}") from error
+    if array.dtype.kind not in NUMBERS:
+        if hasattr(value, "owner"):
+            raise TypeError(f"{argument}: expected numbers, got the variable {value}; data(var=...) takes variables")
+        raise TypeError(f"{argument}: expected numbers, got an array of {array.dtype}")
+    return array
+
+
+def cast(value: Any, dtype: npt.DTypeLike, argument: str) -> np.ndarray:
+    """Return an argument as a NumPy array of a dtype, if the cast is safe.
+
+    Parameters
+    ----------
+    value : array_like
+    dtype : dtype_like
+        A dtype of numbers.
+    argument : str
+        The argument's name in errors.
+
+    Returns
+    -------
+    ndarray
+        The argument itself where it has the dtype.
+
+    Raises
+    ------
+    TypeError
+        If a number would change, or a mask or an imaginary part would be lost; and as `as_numbers`.
+
+    Examples
+    --------
+    >>> cast([1, 0], "int8", "y"), cast(0.1, "float32", "rate")
+    (array([1, 0], dtype=int8), array(0.1, dtype=float32))
+    >>> cast([[1, 200]], "int8", "y")
+    Traceback (most recent call last):
+    TypeError: y: can't cast int64 to int8 without changing 200 at index (0, 1): convert it, or use another dtype
+    """
+    array = as_numbers(value, argument)
+    check_cast(array, dtype, argument)
+    return array.astype(dtype, copy=False)
+
+
+def check_cast(array: np.ndarray, dtype: npt.DTypeLike, argument: str) -> None:
+    """Raise TypeError if a cast of an array of numbers to a dtype is not safe, as `cast` does.
+
+    Values are looked at only where the two dtypes leave the question open.
+    """
+    own, dtype = array.dtype, np.dtype(dtype)
+    if own == dtype or _is_exact(own, dtype):
+        return
+    if own.kind == "c" and dtype.kind != "c":
+        raise TypeError(
+            f"{argument}: expected {dtype}, got {own.name}, whose imaginary parts would be lost: pass .real"
+        )
+    start = 0
+    flags = ["external_loop", "buffered", "zerosize_ok"]
+    for block in np.nditer(array, flags, order="C", buffersize=_BLOCK):  # type: ignore[call-overload]
+        with np.errstate(all="ignore"):
+            changed = _is_changed(block, dtype)
+        if changed.any():
+            index = tuple(map(int, np.unravel_index(start + int(changed.argmax()), array.shape)))
+            first = f"{array[index].item()!r} at index {index}" if index else repr(array.item())
+            raise TypeError(
+                f"{argument}: can't cast {own.name} to {dtype} without changing {first}: convert it, or use another "
+                "dtype"
+            )
+        start += block.size
+
+
+def _is_exact(own: np.dtype, dtype: np.dtype) -> bool:
+    """Return whether a dtype holds all numbers of another."""
+    # NumPy calls 64-bit integers to float64 safe, which rounds above 2**53.
+    return np.can_cast(own, dtype, "safe") and not (own.kind in "iu" and own.itemsize == 8 and dtype.kind in "fc")
+
+
+def _is_changed(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return for each value whether a cast to a dtype would change it."""
+    if dtype.kind == "c":
+        part = np.zeros((), dtype).real.dtype
+        return _is_changed(values.real, part) | _is_changed(values.imag, part)
+    if dtype.kind == "b":
+        return (values != 0) & (values != 1)
+    if dtype.kind in "iu":
+        to = np.iinfo(dtype)
+        if values.dtype.kind in "iu":
+            own = np.iinfo(values.dtype)
+            return (values < max(to.min, own.min)) | (values > min(to.max, own.max))
+        # As floats the bounds are powers of two, and exact, or infinite in float16.
+        is_in_range = np.isfinite(values) & (values >= float(to.min)) & (values < float(to.max + 1))
+        return ~(is_in_range & (np.trunc(values) == values))
+    cast = values.astype(dtype)
+    if values.dtype.kind == "f":
+        is_rounding = (values.dtype.itemsize, dtype.itemsize) == (8, 4)
+        return np.isinf(cast) & np.isfinite(values) if is_rounding else (cast != values) & ~np.isnan(values)
+    return _is_changed(cast, values.dtype) | (cast.astype(values.dtype) != values)
