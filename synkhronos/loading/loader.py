@@ -64,7 +64,8 @@ class Loader:
         What happens with a row that can't be read: `LoadError` is raised, or the row is left out of its batch and
         counted in `skipped`.
     vars : list of variables, optional
-        The function's inputs, whose dtypes the rows get.
+        The function's inputs, whose dtypes the rows get.  A row of numbers that a dtype can't hold can't be read; only
+        float64 is rounded, to float32.
 
     Attributes
     ----------

@@ -280,11 +280,12 @@ class _Loader:
             put = self.task.augment(tuple(put), generator(seed, epoch, number))
         if len(put) != len(self.arrays):
             raise ValueError(f"expected {len(self.arrays)} arrays, as in the first row, got {len(put)}")
-        for i, (array, each) in enumerate(zip(self.arrays, put, strict=True)):
-            value = as_numbers(each, f"array {i}")
+        for i, (array, value) in enumerate(zip(self.arrays, put, strict=True)):
+            if type(value) is not np.ndarray or value.dtype != array.dtype:
+                value = as_numbers(value, f"array {i}")
+                check_cast(value, array.dtype, f"array {i}")
             if value.shape != array.shape[1:]:
                 raise ValueError(f"array {i}: expected shape {array.shape[1:]}, as in the first row, got {value.shape}")
-            check_cast(value, array.dtype, f"array {i}")
             array[at] = value
 
     def _complain(self, error: Exception, number: int, epoch: int, raised: bool) -> None:

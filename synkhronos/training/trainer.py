@@ -121,7 +121,8 @@ class Trainer:
         Parameters
         ----------
         x_data, y_data : Data or array_like, or list of these
-            One for each variable of `x` and of `y`.  Of `synkhronos.data_parts` each rank takes rows of its own host,
+            One for each variable of `x` and of `y`, whose dtypes they get if those hold all numbers; only float64 is
+            rounded, to float32.  Of `synkhronos.data_parts` each rank takes rows of its own host,
             in the order of `PartsData.batches`; an epoch leaves out those that make no whole step of all ranks.
             Or a `synkhronos.loading.Loader` whose rows have an array for each of all these variables; ``y_data`` is
             None then.
