@@ -472,8 +472,11 @@ def test_training_steps_of_several_ranks_are_launches_in_which_the_ranks_gradien
                 ws = [pytensor.shared(draw.normal(size=s).astype("float32") / 6) for s in ((30, 40), (40, 40), (40,))]
                 loss = ((T.tanh(T.tanh(x.dot(ws[0])).dot(ws[1])).dot(ws[2]) - y) ** 2).mean()
                 kwargs = {"exchange": exchange} if make is make_train_function else {}
-                made += [make(loss, ws, x, y, updates.sgd, learning_rate=np.float32(0.1), **kwargs), ws]
-            train, ws, alone, ws_alone = made
+                average = pytensor.shared(np.zeros(30, "float32"))
+                new = [(average, np.float32(0.5) * (average + x.mean(axis=0)))]
+                train = make(loss, ws, x, y, updates.sgd, extra_updates=new, learning_rate=np.float32(0.1), **kwargs)
+                made += [train, ws, average]
+            train, ws, average, alone, ws_alone, average_alone = made
             for i in range(3):
                 rows = rng.permutation(60)[:50 + i]
                 np.testing.assert_allclose(float(train(*data, rows)), float(alone(*data, rows)), rtol=1e-2)
@@ -481,6 +484,7 @@ def test_training_steps_of_several_ranks_are_launches_in_which_the_ranks_gradien
                 everywhere = synk.gather(w, nccl=False)
                 assert (everywhere == everywhere[0]).all()
                 np.testing.assert_allclose(everywhere[0], w_alone.get_value(), atol=1e-2 if exchange else 1e-5)
+            np.testing.assert_allclose(average.get_value(), average_alone.get_value(), atol=1e-6)
             print(stand_in.seen(), flush=True)
         w = pytensor.shared(np.ones(3, "float32"), "w")
         f = synk.function([], [], updates=[(w, w + 1)])
@@ -499,9 +503,10 @@ def test_training_steps_of_several_ranks_are_launches_in_which_the_ranks_gradien
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    # 2,841 items, cut between parameters, the last parameter first: of rows and bias 41, then 1600, then 1200.
-    whole = "begun 1641 of float32; combined 1200 of float32"
-    half = "begun 1640 of bfloat16; combined 1200 of bfloat16; combined 1 of float32"
+    # 2,872 items, cut between parameters, the last parameter first: of an average, weights and bias 72, then 1600, then
+    # 1200.
+    whole = "begun 1672 of float32; combined 1200 of float32"
+    half = "begun 1640 of bfloat16; combined 1200 of bfloat16; combined 32 of float32"
     by_hand = f"{[[162.0] * 3] * 3} " + " ".join(["combined 3 of float32;"] * 4)
     assert done.stdout.splitlines() == [*(" ".join([f"{each};"] * 3) for each in (whole, half)), by_hand]
 

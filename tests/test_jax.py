@@ -499,8 +499,9 @@ SIZES = (5, 300, 700, 1)
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("piece", [100, 2000, 10**6])
+@pytest.mark.parametrize("tail", [1, 451])
 def test_a_vector_that_travels_in_pieces_or_in_another_dtype_is_combined_all_the_same(
-    fork, monkeypatch, piece, dtype, times
+    fork, monkeypatch, tail, piece, dtype, times
 ):
     monkeypatch.setattr("synkhronos.engines.xla._PIECE", piece)
     fork(1)
@@ -513,7 +514,7 @@ def test_a_vector_that_travels_in_pieces_or_in_another_dtype_is_combined_all_the
     second = synk.function([], updates=[(w, w - g[:-1] / g[-1])])
     synk.distribute()
     runs = [f._program.compile(PLAIN).run for f in (first, second)]
-    launch = runs[0].chain(Combination(g.container.storage, dtype, 2), runs[1], times=times)
+    launch = runs[0].chain(Combination(g.container.storage, dtype, 2, tail), runs[1], times=times)
     rows = rng.uniform(1, 2, (times, sum(SIZES))).astype("float32")
     rows[:, -1] = 67  # not to be told from 66 by eight bits of mantissa after a division by 3
     standing_in = Doubling()
@@ -526,6 +527,7 @@ def test_a_vector_that_travels_in_pieces_or_in_another_dtype_is_combined_all_the
         expected = expected - combined[:-1] / combined[-1]
     np.testing.assert_allclose(g.get_value(), combined, rtol=0.01 if dtype else 1e-5)
     np.testing.assert_allclose(w.get_value(), expected, rtol=1e-3 if dtype else 1e-5)
+    np.testing.assert_allclose(np.asarray(g.get_value())[-tail:], combined[-tail:], rtol=1e-6 if times == 1 else 1e-3)
     assert abs(float(np.asarray(g.get_value())[-1]) / combined[-1] - 1) < 1e-6
     if times == 1 and dtype is None:
         # The last part first: the piece that is waited for at once is of what is computed last.
@@ -658,7 +660,7 @@ def test_updates_by_lengths_and_constants_are_compiled_once(fork, at_once, which
     for make in (make_train_function, make_train_function_serial):
         x, y, w, k = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w"), shared(value, "k")
         loss = ((x @ w - y) ** 2).mean()
-        made += [make(loss, [w], x, y, sgd, extra_updates=[(k, expression(x, y))], learning_rate=0.1), w, k]
+        made += [make(loss, [w], x, y, sgd, extra_updates=[(k, expression(x, y), None)], learning_rate=0.1), w, k]
     train, w, k, alone, w_alone, k_alone = made
     data = np.eye(4, 3), np.ones(4)
     for one in (train, alone):
@@ -794,7 +796,7 @@ def test_a_launch_of_several_steps_gives_no_new_shapes(fork, at_once):
     fork(1)
     x, y, w, last = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w"), shared(np.zeros((1, 3)), "last")
     loss = ((x @ w - y) ** 2).mean()
-    train = make_train_function(loss, [w], x, y, sgd, extra_updates=[(last, x)], learning_rate=0.1)
+    train = make_train_function(loss, [w], x, y, sgd, extra_updates=[(last, x, None)], learning_rate=0.1)
     with pytest.raises(ValueError, match=r"variable of shape \(1, 3\) is updated by a value of shape \(2, 3\)"):
         train.steps(np.eye(4, 3), np.ones(4), [[0, 1], [2, 3]])
     np.testing.assert_array_equal(w.get_value(), np.zeros(3))

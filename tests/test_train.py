@@ -290,13 +290,16 @@ def test_the_serial_function_takes_held_data_too():
 
 
 @pytest.mark.parametrize("num_slices", [1, 3])
-def test_a_step_updates_more_from_each_ranks_own_rows(n_ranks, num_slices):
+def test_running_averages_are_those_of_one_process_unless_each_rank_keeps_its_own(n_ranks, num_slices):
     together, alone = Model(), Model()
-    averages, counts, trains = [], [], []
+    averages, owns, counts, trains = [], [], [], []
     for model, make in ((together, make_train_function), (alone, make_train_function_serial)):
         average, count = library.shared(np.zeros(X.shape[1]), "average"), library.shared(np.int64(0), "count")
-        extra = {average: 0.5 * average + 0.5 * model.x.mean(axis=0), count: count + 1}
+        own = library.shared(np.zeros(X.shape[1]), "own")
+        new, new_own = (0.5 * each + 0.5 * model.x.mean(axis=0) for each in (average, own))
+        extra = [(average, new), (count, count + 1), (own, new_own, None)]
         averages.append(average)
+        owns.append(own)
         counts.append(count)
         trains.append(model.train_by(make, extra_updates=extra, **RULES["sgd"]))
     expected, expected_alone = np.zeros((n_ranks, X.shape[1])), np.zeros(X.shape[1])
@@ -306,8 +309,10 @@ def test_a_step_updates_more_from_each_ranks_own_rows(n_ranks, num_slices):
         assert_same(together, alone, n_ranks)
         of_ranks = np.array([rows.mean(axis=0) for rows in np.array_split(X, n_ranks)])
         expected, expected_alone = 0.5 * (expected + of_ranks), 0.5 * (expected_alone + X.mean(axis=0))
-        np.testing.assert_allclose(synk.gather(averages[0]), expected, rtol=1e-9)
-        np.testing.assert_allclose(averages[1].get_value(), expected_alone, rtol=1e-9)
+        np.testing.assert_allclose(synk.gather(averages[0]), [expected_alone] * n_ranks, rtol=1e-9)
+        np.testing.assert_allclose(synk.gather(owns[0]), expected, rtol=1e-9)
+        for each in (averages[1], owns[1]):
+            np.testing.assert_allclose(each.get_value(), expected_alone, rtol=1e-9)
         assert synk.gather(counts[0]).tolist() == [i + 1] * n_ranks and counts[1].get_value() == i + 1
 
 

@@ -309,7 +309,7 @@ def test_an_interrupt_of_gossip_leaves_a_mean(fork, monkeypatch, place):
 def test_the_learning_rate_is_that_of_a_rank_that_has_taken_a_step():
     plan = Plan("", 0, 5, 5, 0, 60, None, [], False, [range(2)])
     seconds = {"compute": 1.0}
-    idle, busy = Outcome(0.0, 0, 0, seconds, 0.0, (0, 0.0)), Outcome(5.0, 5, 1, seconds, 0.1, (0, 0.0))
+    idle, busy = Outcome(0.0, 0.0, 0, 0, seconds, 0.0, (0, 0.0)), Outcome(5.0, 5.0, 5, 1, seconds, 0.1, (0, 0.0))
     assert Report.of([idle, busy], plan, 2).learning_rate == 0.1
 
 

@@ -50,7 +50,7 @@ class Model:
         counted = tensor.inc_subtensor(self.counts[self.at], tensor.ones_like(self.at, dtype="float64"))
         self.trainer = make_trainer(
             self.loss, [self.w, self.b], self.x, [self.y, self.at], update, self.rule, rate,
-            validate={"mse": self.loss + 0.0 * self.at.sum()}, extra_updates=[(self.counts, counted)], **kwargs,
+            validate={"mse": self.loss + 0.0 * self.at.sum()}, extra_updates=[(self.counts, counted, None)], **kwargs,
         )  # fmt: skip
 
     def epochs(self, batch_size=5, epochs=2, rows=ROWS, valid=None, **kwargs):

@@ -10,10 +10,9 @@ Training normalises by the statistics of the batch and moves running averages to
 ``get_output(network, average_updates=updates)`` puts what is to become of them into the dict `updates`, which then
 goes to the function that trains.
 
-On several ranks a batch is the rows of one rank.  So each rank normalises by its own statistics and has running
-averages of its own.  Before validation they are averaged:
-
-    synk.all_reduce(running_averages(network))
+On several ranks a batch is the rows of one rank, so that each rank normalises by its own statistics.  Give the new
+averages to `make_train_function` or `make_trainer` as ``extra_updates``: they are then averaged over the ranks.  In a
+function of your own each rank has averages of its own, until ``synk.all_reduce(running_averages(network))``.
 """
 
 from __future__ import annotations

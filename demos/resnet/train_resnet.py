@@ -1,7 +1,7 @@
 """Train a residual network on images, data-parallel.
 
-Each rank computes the gradient for its own rows of a batch. Batch normalisation sees these rows alone, and moves
-running averages of its own, which are averaged over the ranks before validation.
+Each rank computes the gradient for its own rows of a batch. Batch normalisation sees these rows alone; the running
+averages of all ranks are averaged in each step, with the gradients.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ class AllRanks:
         self._batch_size = n_ranks * options.batch_size
         self._train_part, self._valid_part = [(part.images, synk.data(part.labels, network.y)) for part in parts]
 
-        # One callable: gradients of all ranks' rows, one all-reduce, and an update.
-        # Each rank moves its running averages by its own rows.
+        # One callable: gradients and running averages of all ranks' rows, one all-reduce, and an update.
         self._step = make_train_function(
             network.loss,
             network.params,
@@ -69,7 +68,6 @@ class AllRanks:
             extra_updates=network.average_updates,
             learning_rate=options.learning_rate,
         )
-        self._averages = network.averages
         self._evaluate = synk.function(
             [network.x, network.y], [(network.test_loss, "mean"), (network.test_error, "mean")]
         )
@@ -89,8 +87,6 @@ class AllRanks:
 
     def validate(self) -> tuple[float, float]:
         """Return loss and error of the validation images, by one call on all of them."""
-        # Else each rank would judge by what it has seen alone.
-        synk.all_reduce(self._averages)
         # Each rank takes its rows in slices, which bounds the memory that they need.
         loss, error = self._evaluate(*self._valid_part, num_slices=self._options.slices)
         return float(loss), float(error)

@@ -63,7 +63,11 @@ class Combined(Protocol):
 
     @property
     def exchange(self) -> str | None:
-        """In which dtype it travels, all but its last item; None for its own."""
+        """In which dtype it travels, all but its tail; None for its own."""
+
+    @property
+    def tail(self) -> int:
+        """The number of items at its end that travel in its own dtype in any case."""
 
     @property
     def op(self) -> str:

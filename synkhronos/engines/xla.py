@@ -50,14 +50,17 @@ class Combination(NamedTuple):
     storage : list of one array
         The variable's container.
     exchange : str or None
-        In which dtype it travels, all but its last item; None for its own.
+        In which dtype it travels, all but its tail; None for its own.
     n_ranks : int
         By how many to divide what travels in another dtype; what travels in its own isn't divided here.
+    tail : int
+        The number of items at its end that travel in its own dtype in any case.
     """
 
     storage: list[Any]
     exchange: str | None = None
     n_ranks: int = 1
+    tail: int = 1
 
 
 class Executable(Runner):
@@ -304,13 +307,14 @@ def _combined(piece: Traced, given: Sequence[Any], combination: Combination, tur
     parts = gradual.parts
     own = parts[0].aval.dtype
     dtype = combination.exchange if parts[0].aval.ndim == 1 else None
-    pieces = _pieces(parts, jnp.dtype(dtype or own).itemsize) if turn is None else [parts]
+    tail_items = combination.tail if dtype is not None else 0
+    pieces = _pieces(parts, jnp.dtype(dtype or own).itemsize, tail_items) if turn is None else [parts]
 
     def sent(some: list[Any]) -> Any:
         """Return what travels of some parts."""
         values = gradual.values(some)
         if dtype is not None:
-            values = [*values[:-1], values[-1][:-1]] if some is pieces[0] else values
+            values = _split(values, tail_items)[0] if some is pieces[0] else values
             values = [(value / combination.n_ranks).astype(dtype) for value in values]
         return values[0] if len(values) == 1 else jnp.concatenate(values)
 
@@ -322,22 +326,39 @@ def _combined(piece: Traced, given: Sequence[Any], combination: Combination, tur
         begun.append(array)
     rest = [sent(pieces[-1])]
     if dtype is not None:
-        # How many rows there were, which eight bits can't tell from a few more, goes as it is.
-        rest.append(gradual.values(parts[-1:])[0][-1:] / combination.n_ranks)
+        # How many rows there were, which eight bits can't tell from a few more, goes as it is; so do running averages.
+        rest.append(jnp.concatenate(_split(gradual.values(pieces[0]), tail_items)[1]) / combination.n_ranks)
     arrays, counts = all_reduced(rest, begun, last, turn)
     tail = [arrays.pop()] if dtype is not None else []
     arrays = [*[array.astype(own) for array in reversed(arrays)], *tail]
     return gradual.results(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)), counts
 
 
-def _pieces(parts: Sequence[Any], itemsize: int) -> list[list[Any]]:
-    """Return runs of parts, the last run first, of at least `_PIECE` bytes but for the last that is returned."""
+def _pieces(parts: Sequence[Any], itemsize: int, tail: int = 0) -> list[list[Any]]:
+    """Return runs of parts, the last run first, of at least `_PIECE` bytes but for the last that is returned.
+
+    The first run has more than the vector's last ``tail`` items.
+    """
     pieces: list[list[Any]] = [[]]
     for part in reversed(parts):
-        if sum(other.aval.size for other in pieces[-1]) * itemsize >= _PIECE:
+        size = sum(other.aval.size for other in pieces[-1])
+        if size * itemsize >= _PIECE and (len(pieces) > 1 or size > tail):
             pieces.append([])
         pieces[-1].insert(0, part)
     return pieces
+
+
+def _split(vectors: Sequence[Any], tail: int) -> tuple[list[Any], list[Any]]:
+    """Split vectors, one after another, in front of their last ``tail`` items."""
+    first = list(vectors)
+    last: list[Any] = []
+    while tail > 0:
+        vector = first.pop()
+        last.insert(0, vector[-tail:])
+        if len(vector) > tail:
+            first.append(vector[:-tail])
+        tail -= len(vector)
+    return first, last
 
 
 def _repeated(
@@ -476,7 +497,7 @@ class Xla(LazyEngine):
         # What the user may have put there is moved, or cast, on the long way.
         if not JAX.holds(value) or value.dtype != shared.type.dtype or not JAX.combines_within(value.dtype):
             return None
-        combination = Combination(shared.container.storage, combined.exchange, rank.size)
+        combination = Combination(shared.container.storage, combined.exchange, rank.size, combined.tail)
         chain = first.chain(combination, second, times=times)
         return None if chain is None else _Together(rank, chain, combined)
 

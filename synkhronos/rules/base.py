@@ -4,6 +4,8 @@
     A rule does nothing: ranks train on their own.
 `shared_memory`
     What a rule asks for that all ranks see.
+`by_rows`
+    A reduction in which running averages count by their rows.
 `average`
     The mean of all ranks' vectors, in one precision or another.
 `check_share`, `check_momentum`, `check_period`
@@ -21,7 +23,7 @@ import numpy as np
 from synkhronos.checks import at_least, number
 from synkhronos.data import Data, data
 from synkhronos.devices import JAX
-from synkhronos.rules.state import State
+from synkhronos.rules.state import State, concatenate
 from synkhronos.tasks import Worker
 
 #: The precisions in which parameters can be exchanged; None is their own.
@@ -117,7 +119,7 @@ class Rule:
 
         All ranks come here at once, with nothing under way.
         """
-        return worker.all_reduce(state.vector)
+        return by_rows(state, state.vector, worker.all_reduce)
 
     def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """Return what each of another number of ranks starts with, from what the former ranks had.
@@ -182,13 +184,17 @@ class Rule:
         return max(1, period - state.since)
 
     def mean(self, worker: Worker, state: State) -> Any:
-        """Return the mean of all ranks' parameters."""
+        """Return the mean of all ranks' parameters: of running averages, by the rows since the last exchange."""
+
+        def reduce(vector: Any) -> Any:
+            return average(worker, vector, self.precision)
+
         if self.precision in (None, "float32"):
-            return average(worker, state.vector, self.precision)
+            return by_rows(state, state.vector, reduce, self.precision)
         anchor = state.own.get("anchor")
         if anchor is None:
             raise RuntimeError("a rule that exchanges in 16 bits has to call super().setup() in its own setup()")
-        mean = anchor + average(worker, state.vector - anchor, self.precision)
+        mean = anchor + by_rows(state, state.vector - anchor, reduce, self.precision)
         state.own["anchor"] = mean
         return mean
 
@@ -207,6 +213,37 @@ def shared_memory(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[
     for each in memory.values():
         each.is_sent = False
     return memory
+
+
+def by_rows(state: State, vector: Any, reduce: Callable[[Any], Any], precision: str | None = None) -> Any:
+    """Reduce ranks' vectors, whose running averages become means by rows, in one collective.
+
+    Parameters
+    ----------
+    state : State
+    vector : array
+        This rank's, whose last ``state.averages`` elements are running averages, or their changes.
+    reduce : callable
+        Takes a vector; returns the mean or the sum of all ranks'.
+    precision : str, optional
+        The dtype in which `reduce` exchanges vectors.
+
+    Returns
+    -------
+    array
+        What `reduce` returns, but for the running averages.  Each counts by its rank's rows since the last exchange,
+        or equally where no rank has had any.
+    """
+    n = state.averages
+    if not n:
+        return reduce(vector)
+    # Powers of two that vanish beside any number of rows: what they multiply is not rounded.
+    least = 2.0**-14 if "float16" in (precision, vector.dtype.name) else 2.0**-64
+    # Numbers up to 1, for the narrow range of float16.
+    weight = max(state.own.get("batches", 0.0) / max(1, state.since), least)
+    sent = concatenate(vector[:-n], vector[-n:] * weight, np.full(1, weight, vector.dtype))
+    reduced = reduce(sent.astype(vector.dtype))
+    return concatenate(reduced[: -n - 1], reduced[-n - 1 : -1] / reduced[-1])
 
 
 def average(worker: Worker, vector: Any, precision: str | None) -> Any:

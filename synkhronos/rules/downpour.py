@@ -16,7 +16,7 @@ import numpy as np
 
 from synkhronos.checks import flag
 from synkhronos.devices import JAX
-from synkhronos.rules.base import Rule, check_period
+from synkhronos.rules.base import Rule, by_rows, check_period
 from synkhronos.rules.elastic import CENTRE, centre_of
 from synkhronos.rules.state import BLOCK, State
 from synkhronos.tasks import Worker
@@ -75,7 +75,8 @@ class Downpour(Rule):
     def exchange(self, worker: Worker, state: State) -> int | None:
         """Push, fetch, or both; return the push's number, if ranks come one by one."""
         if not self.asynchronous:
-            state.own["base"] = state.own["base"] + worker.all_reduce(state.vector - state.own["base"], "sum")
+            steps = state.vector - state.own["base"]
+            state.own["base"] = state.own["base"] + by_rows(state, steps, lambda each: worker.all_reduce(each, "sum"))
             state.vector = state.own["base"]
             return None
         pushes, fetches = state.step % self.push == 0, state.step % self.fetch == 0

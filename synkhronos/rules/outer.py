@@ -27,8 +27,10 @@ class _Outer(Rule):
 
     def exchange(self, worker: Worker, state: State) -> None:
         """Average, and take an outer step from where all have started."""
-        start = state.own["anchor"]
-        velocity, new = self.outer(start, start - self.mean(worker, state), state.own["velocity"], state.learning_rate)
+        start, mean = state.own["anchor"], self.mean(worker, state)
+        velocity, new = self.outer(start, start - mean, state.own["velocity"], state.learning_rate)
+        # A momentum would carry running averages beyond what was averaged: variances below zero.
+        new = state.with_averages(new, mean)
         state.own["velocity"], state.own["anchor"] = velocity, new
         state.vector = new
 
@@ -38,7 +40,7 @@ class _Outer(Rule):
 
     def report(self, worker: Worker, state: State) -> Any:
         """Return the common point, as the last outer step has left it, or the mean where ranks have gone on from it."""
-        return worker.all_reduce(state.vector) if state.since else state.own["anchor"]
+        return super().report(worker, state) if state.since else state.own["anchor"]
 
 
 class SlowMo(_Outer):

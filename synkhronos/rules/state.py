@@ -4,6 +4,8 @@
     The rank's parameters, its optimizer's variables, and what the rule remembers.
 `Vector`
     Shared variables as one vector.
+`concatenate`
+    Vectors as one.
 """
 
 from __future__ import annotations
@@ -115,6 +117,15 @@ class Vector:
         return jax.jit(joined), jax.jit(cut)
 
 
+def concatenate(*vectors: Any) -> Any:
+    """Return vectors as one: a JAX array if any of them is one, else a NumPy array."""
+    if any(map(JAX.holds, vectors)):
+        import jax.numpy as jnp
+
+        return jnp.concatenate(vectors)
+    return np.concatenate(vectors)
+
+
 def _are_jax(values: Sequence[Any]) -> bool:
     return bool(values) and all(JAX.holds(value) for value in values)
 
@@ -130,6 +141,9 @@ class State:
         What the update rule remembers of them.
     shared : dict of str to LocalRows
         Memory that all ranks see, as `Rule.memory` asks for it.
+    n_averages : int
+        How many of `params`, at the end of the list, are running averages: variables that ranks exchange, but no
+        optimizer trains.
 
     Attributes
     ----------
@@ -139,6 +153,8 @@ class State:
         Those that it has taken since the last exchange.
     learning_rate : float
         That of the last step.
+    averages : int
+        The number of elements of running averages at the end of `vector`.
     own : dict
         What the rule remembers on this rank: arrays and numbers, which are kept in checkpoints.
     shared : dict of str to ndarray
@@ -146,9 +162,15 @@ class State:
     """
 
     def __init__(
-        self, params: Sequence[Any], optimizer: Sequence[Any] = (), shared: Mapping[str, LocalRows] | None = None
+        self,
+        params: Sequence[Any],
+        optimizer: Sequence[Any] = (),
+        shared: Mapping[str, LocalRows] | None = None,
+        n_averages: int = 0,
     ):
         self.params = Vector(params)
+        shapes = self.params.shapes[len(self.params.shapes) - n_averages :]
+        self.averages = sum(int(np.prod(shape)) for shape in shapes)
         self.optimizer = Vector([s for s in optimizer if np.dtype(s.type.dtype).kind == "f"])
         self.rows = dict(shared or {})
         self.shared = {name: rows.array for name, rows in self.rows.items()}
@@ -165,6 +187,12 @@ class State:
     @vector.setter
     def vector(self, value: Any) -> None:
         self.params.set(value)
+
+    def with_averages(self, vector: Any, averages: Any) -> Any:
+        """Return a vector like `vector` with another one's running averages."""
+        if not self.averages:
+            return vector
+        return concatenate(vector[: -self.averages], averages[-self.averages :])
 
     def opened(self) -> tuple[list[np.ndarray] | None, Any]:
         """Return the parameters' host memory, to be written in place, and what `vector` has to be set to afterwards.
@@ -184,13 +212,18 @@ class State:
 
     @property
     def velocity(self) -> Any:
-        """What the update rule remembers of the parameters if it is one vector as long as theirs; a new array."""
-        if self.optimizer.size != self.params.size:
+        """What the update rule remembers of the parameters if it is one vector as long as theirs; a new array.
+
+        Running averages have the velocity 0.
+        """
+        size = self.params.size - self.averages
+        if self.optimizer.size != size:
             raise ValueError(
                 "the rule needs the optimizer's velocity: expected as many elements as the parameters' "
-                f"{self.params.size}, got {self.optimizer.size}"
+                f"{size}, got {self.optimizer.size}"
             )
-        return self.optimizer.get()
+        velocity = self.optimizer.get()
+        return concatenate(velocity, np.zeros(self.averages, velocity.dtype)) if self.averages else velocity
 
     def scratch(self, name: str, size: int) -> np.ndarray:
         """Return memory that is kept for intermediate results, of at least a size."""

@@ -99,8 +99,14 @@ class Loop(ABC):
         """Set the learning rate's variable."""
 
     @abstractmethod
-    def launch(self, rows: list[Any]) -> list[Any]:
-        """Take a step on each of some batches; return the losses, which may be read later."""
+    def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
+        """Take a step on each of some batches.
+
+        Returns
+        -------
+        list of (value, weight)
+            As of `TrainFunction.weighted_steps`; these may be read later.
+        """
 
     @abstractmethod
     def launched(self, places: list[tuple[int, int]], steps: int) -> None:
@@ -130,8 +136,8 @@ class Loop(ABC):
             return
         with self.meter.timed("compute") as launch:
             losses = self.launch(rows)
-            for loss, some in zip(losses, rows, strict=True):
-                self.meter.add(loss, len(some))
+            for (loss, weight), some in zip(losses, rows, strict=True):
+                self.meter.add(loss, weight, len(some))
             self.launched(places, len(losses))
         self.meter.launched(len(rows), len(rows[0]), launch.spent)
 
@@ -197,9 +203,9 @@ class TogetherLoop(Loop):
         """Set the variable on all ranks."""
         synk.broadcast(self._learning_rate, np.asarray(rate, self._learning_rate.type.dtype))
 
-    def launch(self, rows: list[Any]) -> list[Any]:
+    def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         """Take the steps."""
-        return self._step.steps(self._x, self._y, batches=rows)
+        return self._step.weighted_steps(self._x, self._y, rows)
 
     def launched(self, places: list[tuple[int, int]], steps: int) -> None:
         """Wait for the steps: the ranks have read their rows, then."""
@@ -300,15 +306,19 @@ class RankLoop(Loop):
         """Set the variable of this rank."""
         self._rate.set_value(np.asarray(rate, self._rate.type.dtype))
 
-    def launch(self, rows: list[Any]) -> list[Any]:
+    def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         """Start the steps, in one launch where that can be."""
-        data = self.source.data
+        data, state = self.source.data, self.state
+        if state.averages:
+            state.own["batches"] = state.own.get("batches", 0.0) + sum(map(len, rows)) / self.plan.batch
         if len(rows) > 1 and len({len(each) for each in rows}) == 1:
             together = np.concatenate(rows)
-            losses = self._step.launch_many(len(rows), *(each[together] for each in data))
-            if losses is not None:
-                return list(losses)
-        return [loss for some in rows for loss in self._step.launch(*(each[some] for each in data))]
+            outputs = self._step.launch_many(len(rows), *(each[together] for each in data))
+            if outputs is not None:
+                weights = outputs[len(rows) :] or [None] * len(rows)
+                return list(zip(outputs[: len(rows)], weights, strict=True))
+        steps = [self._step.launch(*(each[some] for each in data)) for some in rows]
+        return [(loss, weight[0] if weight else None) for loss, *weight in steps]
 
     def launched(self, places: list[tuple[int, int]], steps: int) -> None:
         """Wait for the launch before, whose rows have been read then."""
@@ -330,6 +340,8 @@ class RankLoop(Loop):
             self.state.learning_rate = self.rate
             self.rule.exchange(self.worker, self.state)
             self.state.since = 0
+            if self.state.averages:
+                self.state.own["batches"] = 0.0
 
 
 def train(
@@ -338,15 +350,15 @@ def train(
     rule: Rule,
     step: LocalFunction,
     rate: Any,
-    variables: tuple[list[Any], list[Any]],
+    variables: tuple[list[Any], list[Any], int],
     source: Source,
     taken: LocalRows,
     shared: dict[str, LocalRows],
 ) -> tuple[int, Outcome]:
     """Train on rows between two places of an epoch's order; afterwards the parameters are those to be validated.
 
-    ``variables`` are the parameters that are exchanged, and the optimizer's; ``shared`` is the rule's memory.  All else
-    is as for `RankLoop`.
+    ``variables`` are the parameters that are exchanged, the optimizer's variables, and how many of the first are
+    running averages; ``shared`` is the rule's memory.  All else is as for `RankLoop`.
 
     Returns
     -------
@@ -364,7 +376,8 @@ def train(
     begun = [place for place in places if place is not None]
     if state is None or len(begun) < len(places) or not rule.asynchronous and len(set(places)) > 1:
         # The first time; or after an interrupt at which ranks had come to different places: then all begin anew.
-        state = State(*variables, shared)
+        params, optimizer, n_averages = variables
+        state = State(params, optimizer, shared, n_averages)
         state.step = max([step for step, _ in begun], default=0)
         if begun:
             state.vector = worker.all_reduce(state.vector)

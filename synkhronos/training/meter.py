@@ -22,8 +22,10 @@ from synkhronos.training.interval import Plan
 class Outcome(NamedTuple):
     """What a rank has done."""
 
-    #: The sum of its steps' losses, each times its rows.
+    #: The sum of its steps' losses, each times its weight.
     loss: float
+    #: The sum of these weights: of the model's, or the rows.
+    weight: float
     rows: int
     steps: int
     #: By what it did: compute, exchange, wait, load.
@@ -39,21 +41,23 @@ def shared_out(outcomes: Sequence[Outcome], size: int) -> list[Outcome]:
 
     Examples
     --------
-    >>> one, other = Outcome(1.0, 10, 2, {"wait": 1.0}, 0.1, (0, 0.0)), Outcome(2.0, 5, 1, {"wait": 2.0}, 0.1, (0, 0.0))
+    >>> one = Outcome(1.0, 10.0, 10, 2, {"wait": 1.0}, 0.1, (0, 0.0))
+    >>> other = Outcome(2.0, 5.0, 5, 1, {"wait": 2.0}, 0.1, (0, 0.0))
     >>> shared_out([one, other], 1)
-    [Outcome(loss=3.0, rows=15, steps=3, seconds={'wait': 1.5}, learning_rate=0.1, first=(0, 0.0))]
+    [Outcome(loss=3.0, weight=15.0, rows=15, steps=3, seconds={'wait': 1.5}, learning_rate=0.1, first=(0, 0.0))]
     """
     if not outcomes or len(outcomes) == size:
         return list(outcomes)
     seconds = {name: float(np.mean([each.seconds[name] for each in outcomes])) for name in outcomes[0].seconds}
     first = outcomes[0]._replace(
         loss=sum(each.loss for each in outcomes),
+        weight=sum(each.weight for each in outcomes),
         rows=sum(each.rows for each in outcomes),
         steps=sum(each.steps for each in outcomes),
         seconds=seconds,
         first=(sum(each.first[0] for each in outcomes), sum(each.first[1] for each in outcomes)),
     )
-    others = first._replace(loss=0.0, rows=0, steps=0, first=(0, 0.0))
+    others = first._replace(loss=0.0, weight=0.0, rows=0, steps=0, first=(0, 0.0))
     return [first, *([others] * (size - 1))]
 
 
@@ -93,18 +97,20 @@ class Meter:
         self._rank, self._plan, self._read, self._waited = rank, plan, read, waited
         self.seconds = dict.fromkeys(("compute", "exchange", "wait", "load"), 0.0)
         self.rows = self.steps = 0
-        self.loss = 0.0
+        self.loss = self.weight = 0.0
         self.step = step
         self.first = 0, 0.0
         if plan.before:
             before: Outcome = plan.before[rank]
-            self.loss, self.rows, self.steps, self.first = before.loss, before.rows, before.steps, before.first
+            self.loss, self.weight, self.first = before.loss, before.weight, before.first
+            self.rows, self.steps = before.rows, before.steps
             self.seconds |= before.seconds
         self._kinds = kinds
         self._losses: list[Any] = []
-        self._weights: list[int] = []
+        #: Of each loss that is not read yet: the weight, None for the rows, and the rows.
+        self._weights: list[tuple[Any, int]] = []
         self._written = {
-            recorder.folder: (self.steps, self.rows, self.loss, time.perf_counter(), dict(self.seconds))
+            recorder.folder: (self.steps, self.rows, self.loss, self.weight, time.perf_counter(), dict(self.seconds))
             for recorder in plan.recorders
         }
 
@@ -118,30 +124,36 @@ class Meter:
             self._kinds.add((steps, rows))
             self.first = self.first[0] + steps * rows, self.first[1] + seconds
 
-    def add(self, loss: Any, rows: int) -> None:
-        """Note a step on so many rows."""
+    def add(self, loss: Any, weight: Any, rows: int) -> None:
+        """Note a step on so many rows: its mean loss, where the weight is None, or its loss times a weight."""
         self._losses.append(loss)
-        self._weights.append(rows)
+        self._weights.append((weight, rows))
         self.rows += rows
         self.steps += 1
         self.step += 1
 
     def outcome(self, rate: float) -> Outcome:
         """Return what was done."""
-        return Outcome(self.loss, self.rows, self.steps, self.seconds, rate, self.first)
+        return Outcome(self.loss, self.weight, self.rows, self.steps, self.seconds, rate, self.first)
 
     def read_losses(self, besides: int = 0) -> None:
         """Read the losses, besides the last few."""
         ready = len(self._losses) - besides
         if ready > 0:
             values = np.array(self._read(self._losses[:ready]), np.float64).reshape(-1)
-            self.loss += float(values @ np.array(self._weights[:ready]))
+            weights, rows = zip(*self._weights[:ready], strict=True)
+            if weights[0] is None:
+                self.loss += float(values @ np.array(rows))
+                self.weight += sum(rows)
+            else:
+                self.loss += float(values.sum())
+                self.weight += float(np.sum(self._read(list(weights)), dtype=np.float64))
             del self._losses[:ready], self._weights[:ready]
 
     def write(self, place: int, rate: float, last: bool = False) -> None:
         """Write a line into each recorder whose turn it is."""
         for recorder in self._plan.recorders:
-            steps, rows, loss, since, seconds = self._written[recorder.folder]
+            steps, rows, loss, weight, since, seconds = self._written[recorder.folder]
             if self.steps == steps or self.steps - steps < recorder.every and not last:
                 continue
             self.read_losses()
@@ -153,10 +165,10 @@ class Meter:
                     "step": self.step,
                     "seen": self._plan.epoch * self._plan.count + place,
                     "rows": self.rows - rows,
-                    "loss": (self.loss - loss) / (self.rows - rows),
+                    "loss": (self.loss - loss) / (self.weight - weight) if self.weight != weight else None,
                     "learning_rate": rate,
                     "rows_per_second": (self.rows - rows) / (now - since),
                     **{name: value - seconds[name] for name, value in self.seconds.items()},
                 },
             )
-            self._written[recorder.folder] = self.steps, self.rows, self.loss, now, dict(self.seconds)
+            self._written[recorder.folder] = self.steps, self.rows, self.loss, self.weight, now, dict(self.seconds)

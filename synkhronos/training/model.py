@@ -6,8 +6,14 @@
     A step of one rank by itself.
 `identify_rule`
     Name and options of an update rule.
+`ExtraUpdate`
+    An update beside those of the rule.
 `is_averaged`
     How slices' values for a variable are combined.
+`weighted_outputs`
+    The outputs from which a weighted mean over ranks is computed.
+`warn_of_denominators`
+    A warning for means whose denominators depend on the values of inputs.
 `Rows`, `Rule`, `Updates`, `Batch`
     Types of arguments.
 """
@@ -16,9 +22,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +33,7 @@ import numpy.typing as npt
 import synkhronos as synk
 from synkhronos.checks import listed
 from synkhronos.graphs import library_of
+from synkhronos.graphs.dependence import Dependence
 from synkhronos.training.updates import RuleUpdates
 
 #: An array or Data object for one variable, a list of them for a list of variables.
@@ -34,11 +42,29 @@ Rows = npt.ArrayLike | synk.Data | Sequence[npt.ArrayLike | synk.Data]
 #: What takes a loss, parameters and hyperparameters, `weight` among them.
 Rule = Callable[..., RuleUpdates]
 
-#: Pairs of a shared variable and what becomes of it.
-Updates = Mapping[Any, Any] | Sequence[tuple[Any, Any]]
+#: Shared variables and their new values, each with an op or without.
+Updates = Mapping[Any, Any] | Sequence[tuple[Any, Any] | tuple[Any, Any, str | None]]
 
 #: Which rows of the data a step uses.
 Batch = int | slice | Sequence[int] | npt.NDArray[Any] | None
+
+
+class ExtraUpdate(NamedTuple):
+    """An update of a step beside those of the rule.
+
+    Attributes
+    ----------
+    shared, expression : variables
+    op : {"mean", None}
+        With "mean", ranks average the new values by rows; with None, each keeps its own.
+    differs : bool
+        Whether ranks may compute different values in one step from equal variables.
+    """
+
+    shared: Any
+    expression: Any
+    op: str | None
+    differs: bool
 
 
 @dataclass(frozen=True)
@@ -56,8 +82,9 @@ class Model:
     rule: RuleUpdates
     #: The shared variables that the rule keeps for itself.
     optimizer_state: list[Any]
-    #: Pairs of a shared variable and an expression.
-    extra_updates: list[tuple[Any, Any]]
+    extra_updates: list[ExtraUpdate]
+    #: The number of items that the loss is a mean over, a scalar variable; None for the rows.
+    weight: Any = None
 
     @classmethod
     def build(
@@ -70,8 +97,10 @@ class Model:
         sliceable_shareds: Sequence[Any] | None,
         extra_updates: Updates | None,
         rule_kwargs: dict[str, Any],
+        weight: Any = None,
+        is_serial: bool = False,
     ) -> Model:
-        """Check the arguments, and apply the rule."""
+        """Check the arguments, and apply the rule; warn of means that ranks can't combine unless `is_serial`."""
         if isinstance(loss, list | tuple):
             raise TypeError("loss: expected a symbolic scalar, got a list")
         if not callable(update_rule):
@@ -79,13 +108,13 @@ class Model:
                 "update_rule: expected a rule of synkhronos.extensions.updates, "
                 f"got {update_rule!r} of type {type(update_rule).__name__}"
             )
-        if "weight" in rule_kwargs:
-            raise TypeError("weight: a training function sets it to the number of rows; got another")
         xs, ys = _variables("x", x), _variables("y", y)
         if not xs:
             raise ValueError("x: expected at least one variable, got none")
         sliceable = _sliceable(sliceable_shareds, [*xs, *ys])
-        rule = update_rule(loss, params, weight=xs[0].shape[0], **rule_kwargs)
+        if weight is not None:
+            _check_weight(weight, loss, params)
+        rule = update_rule(loss, params, weight=xs[0].shape[0] if weight is None else weight, **rule_kwargs)
         if not isinstance(rule, tuple) or len(rule) != 3:
             raise TypeError(
                 "update_rule: expected it to return (grad_updates, param_updates, grad_shared), "
@@ -94,8 +123,16 @@ class Model:
         rule = RuleUpdates(*rule)
         lists = isinstance(x, list | tuple), isinstance(y, list | tuple)
         state = [shared for shared in rule.param_updates if not any(shared is p for p in params)]
-        extra = _extra(extra_updates, rule)
-        return cls(loss, xs, ys, *lists, sliceable, rule, state, extra)
+        extra = _extra(extra_updates, rule, [*xs, *ys, *sliceable])
+        if not is_serial:
+            means = {f"extra_updates: {u.shared.name}": u.expression for u in extra if u.op == "mean" and u.differs}
+            warn_of_denominators(means if weight is not None else {"loss": loss, **means}, [*xs, *ys, *sliceable])
+        return cls(loss, xs, ys, *lists, sliceable, rule, state, extra, weight)
+
+    @property
+    def outputs(self) -> list[tuple[Any, str]]:
+        """The loss with its op: a mean over rows; with `weight`, the weighted loss and the weight, to be summed."""
+        return [(self.loss, "mean")] if self.weight is None else weighted_outputs(self.loss, self.weight)
 
     def arrays(
         self,
@@ -201,26 +238,123 @@ def is_averaged(shared: Any) -> bool:
     return hasattr(shared.type, "dtype") and np.dtype(shared.type.dtype).kind not in "biu"
 
 
-def _extra(updates: Updates | None, rule: RuleUpdates) -> list[tuple[Any, Any]]:
-    """Check the updates that come beside the rule's."""
+def weighted_outputs(expression: Any, weight: Any) -> list[tuple[Any, str]]:
+    """Return a mean times its weight, and the weight, with their ops; where the weight is 0, the mean counts nothing.
+
+    Both are in the dtype of the mean, at least float32.
+    """
+    tensor = library_of(expression).tensor
+    dtype = str(np.result_type(expression.dtype, np.float32))
+    weight = tensor.cast(weight, dtype)
+    product = tensor.switch(tensor.eq(weight, 0), np.asarray(0, dtype), weight * expression)
+    return [(product, "sum"), (weight, "sum")]
+
+
+def warn_of_denominators(means: Mapping[str, Any], sources: Sequence[Any], stacklevel: int = 3) -> None:
+    """Warn of means, each by its name, whose denominators depend on the values of inputs or on random numbers.
+
+    Parameters
+    ----------
+    means : dict of str to variable
+        Expressions that ranks average by rows.
+    sources : list of variable
+        The inputs.
+    stacklevel : int
+        As for `warnings.warn`; 1 is the function that calls this one.
+    """
+    if not means:
+        return
+    library, expressions = library_of(*means.values()), list(means.values())
+    random = [shared for shared in library.shareds(expressions) if library.is_generator(shared)]
+    dependence = Dependence(library, expressions, [*sources, *random])
+    for name, expression in means.items():
+        for denominator in dependence.denominators(expression)[:1]:
+            names = ", ".join(dependence.names(denominator))
+            warnings.warn(
+                f"{name}: the denominator of a mean depends on the values of {names}, but ranks average by rows, so "
+                "that the result depends on the number of ranks. Give the denominator as the mean's weight: weight=... "
+                "for a loss, (expression, 'mean', weight) for validate. A running average needs one of the numerator "
+                "and one of the denominator",
+                stacklevel=stacklevel + 1,
+            )
+
+
+def _check_weight(weight: Any, loss: Any, params: Sequence[Any]) -> None:
+    """Refuse a weight that is not a real scalar variable, or that depends on parameters.
+
+    The gradient of a weighted mean is the weighted mean of gradients only where weights are constants.
+    """
+    expected = "weight: expected a symbolic scalar, the number of items that the loss is a mean over"
+    try:
+        library = library_of(weight, loss)
+    except TypeError as error:
+        raise TypeError(f"{expected}; {error}") from None
+    if getattr(weight, "ndim", None) != 0 or np.dtype(weight.dtype).kind not in "biuf":
+        raise TypeError(f"{expected}, got {weight!r} of {weight.type}")
+    for shared in library.shareds([weight]):
+        if any(shared is param for param in params):
+            raise ValueError(f"{expected}; it depends on the parameter {shared.name!r}")
+
+
+def _extra(updates: Updates | None, rule: RuleUpdates, sources: list[Any]) -> list[ExtraUpdate]:
+    """Check the updates that come beside the rule's, and find their ops."""
     if updates is None:
         return []
     if not isinstance(updates, Mapping | list | tuple):
         raise TypeError(f"extra_updates: expected a dict or a list of pairs, got {updates!r}")
-    pairs = list(updates.items() if isinstance(updates, Mapping) else updates)
+    entries = list(updates.items() if isinstance(updates, Mapping) else updates)
     taken = {id(shared) for shared in (*dict(rule.grad_updates), *dict(rule.param_updates))}
     come: set[int] = set()
-    for pair in pairs:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise TypeError(f"extra_updates: expected pairs of a shared variable and an expression, got {pair!r}")
-        if not hasattr(pair[0], "get_value"):
-            raise TypeError(f"extra_updates: expected shared variables, got {pair[0]!r}")
-        if id(pair[0]) in taken:
-            raise ValueError(f"extra_updates: the update rule has an update of {pair[0].name!r} already")
-        if id(pair[0]) in come:
-            raise ValueError(f"extra_updates: there are two for {pair[0].name!r}")
-        come.add(id(pair[0]))
-    return [(shared, expression) for shared, expression in pairs]
+    for entry in entries:
+        if not isinstance(entry, list | tuple) or len(entry) not in (2, 3):
+            raise TypeError(
+                f"extra_updates: expected pairs of a shared variable and an expression, or with an op, got {entry!r}"
+            )
+        shared = entry[0]
+        if not hasattr(shared, "get_value"):
+            raise TypeError(f"extra_updates: expected shared variables, got {shared!r}")
+        if id(shared) in taken:
+            raise ValueError(f"extra_updates: the update rule has an update of {shared.name!r} already")
+        if id(shared) in come:
+            raise ValueError(f"extra_updates: there are two for {shared.name!r}")
+        come.add(id(shared))
+        if len(entry) == 3 and entry[2] not in ("mean", None):
+            raise ValueError(f"extra_updates: {shared.name!r}: expected the op 'mean' or None, got {entry[2]!r}")
+        if entry[2:] == ("mean",) and not _is_float(shared):
+            raise TypeError(f"extra_updates: {shared.name!r}: op 'mean' needs a variable of floats, got {shared.type}")
+    return _with_ops(entries, sources)
+
+
+def _with_ops(entries: list[Any], sources: list[Any]) -> list[ExtraUpdate]:
+    """Return checked updates; an op that was not given is "mean" for floats, None for what is equal on all ranks."""
+    expressions = [entry[1] for entry in entries if hasattr(entry[1], "owner")]
+    if not expressions:
+        return [ExtraUpdate(entry[0], entry[1], entry[2] if len(entry) == 3 else None, False) for entry in entries]
+    library = library_of(*expressions)
+    random = [shared for shared in library.shareds(expressions) if library.is_generator(shared)]
+    differing = [*sources, *random]
+    while True:
+        dependence = Dependence(library, expressions, differing)
+        found = []
+        for shared, expression, *op in entries:
+            differs = bool(hasattr(expression, "owner") and dependence.names(expression))
+            if not op:
+                if differs and not _is_float(shared) and not library.is_generator(shared):
+                    raise TypeError(
+                        f"extra_updates: {shared.name!r} of {shared.type} has no mean, and ranks compute different "
+                        "values: give (variable, expression, None) to let each rank keep its own"
+                    )
+                op = ["mean" if _is_float(shared) else None]
+            found.append(ExtraUpdate(shared, expression, op[0], differs))
+        # What each rank keeps for itself makes other expressions differ.
+        own = [u.shared for u in found if u.differs and u.op is None and not any(u.shared is d for d in differing)]
+        if not own:
+            return found
+        differing += own
+
+
+def _is_float(shared: Any) -> bool:
+    return hasattr(shared.type, "dtype") and np.dtype(shared.type.dtype).kind == "f"
 
 
 def _listed(argument: str, value: Any, variables: list[Any], is_list: bool) -> list[Any]:

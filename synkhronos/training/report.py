@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,9 +31,10 @@ class Report:
         The steps of all ranks together since the last report.  Under BSP on gradients a step of all ranks together
         counts once.
     loss : float
-        The mean loss of the rows since the last report, each before the step that used it.
+        The mean loss of the rows since the last report, each before the step that used it; by the trainer's weight, if
+        it has one.
     validation : dict of str to float
-        The means over all rows of the validation data.
+        The values over all rows of the validation data.
     learning_rate : float
         The last learning rate.
     rows_per_second : float
@@ -57,6 +59,7 @@ class Report:
     def of(cls, outcomes: Sequence[Outcome], plan: Plan, n_ranks: int) -> Report:
         """Return what ranks have done between two reports."""
         rows = sum(outcome.rows for outcome in outcomes)
+        weight = sum(outcome.weight for outcome in outcomes)
         seconds = {
             name: float(np.mean([outcome.seconds[name] for outcome in outcomes])) for name in outcomes[0].seconds
         }
@@ -68,7 +71,7 @@ class Report:
             epoch=plan.epoch + plan.last / plan.count,
             seen=plan.epoch * plan.count + plan.last,
             steps=sum(outcome.steps for outcome in outcomes),
-            loss=sum(outcome.loss for outcome in outcomes) / rows,
+            loss=sum(outcome.loss for outcome in outcomes) / weight if weight else math.nan,
             validation={},
             learning_rate=next(outcome.learning_rate for outcome in outcomes if outcome.rows),
             rows_per_second=(rows - compiled) / (sum(seconds.values()) - compiling),

@@ -40,8 +40,8 @@ class SerialTrainFunction:
         self.optimizer_state = model.optimizer_state
         self.gradient = library.function(
             [*model.x, *model.y],
-            model.loss,
-            updates=[*model.rule.grad_updates.items(), *model.extra_updates],
+            [model.loss] if model.weight is None else [model.loss, model.weight],
+            updates=[*model.rule.grad_updates.items(), *((u.shared, u.expression) for u in model.extra_updates)],
             name="train_gradient",
         )
         self.update = library.function([], updates=model.rule.param_updates, name="train_update")
@@ -90,7 +90,7 @@ class SerialTrainFunction:
         if lengths[0] == 0:
             raise ValueError(f"{chooser}: expected at least one row, got {chosen!r}")
         if num_slices == 1:
-            loss = self.gradient(*arrays)
+            loss = self.gradient(*arrays)[0]
         else:
             loss = self._in_slices(arrays, min(num_slices, lengths[0]))
         self.update()
@@ -121,13 +121,15 @@ class SerialTrainFunction:
     def _in_slices(self, arrays: list[np.ndarray], num_slices: int) -> Any:
         """Sum the weighted gradients of slices; return the mean loss."""
         # Each slice finds the extra variables as they were; generators go on from slice to slice.
-        extra = [shared for shared, _ in self._model.extra_updates if hasattr(shared.type, "dtype")]
+        extra = [u.shared for u in self._model.extra_updates if hasattr(u.shared.type, "dtype")]
         before = [shared.get_value() for shared in extra]
-        losses, rows, gradients, after = [], [], [], []
+        losses, weights, rows, gradients, after = [], [], [], [], []
         for pieces in zip(*(np.array_split(a, num_slices) for a in arrays), strict=True):
             try:
-                losses.append(self.gradient(*pieces))
+                loss, *weight = self.gradient(*pieces)
+                losses.append(loss)
                 rows.append(len(pieces[0]))
+                weights.append(float(weight[0]) if weight else rows[-1])
                 gradients.append(self.grad_shared.get_value())
                 after.append([shared.get_value() for shared in extra])
             finally:
@@ -137,7 +139,14 @@ class SerialTrainFunction:
         for shared, value, values in zip(extra, before, zip(*after, strict=True), strict=True):
             new = np.average(values, axis=0, weights=rows).astype(value.dtype) if is_averaged(shared) else values[-1]
             shared.set_value(new)
-        return np.asarray(np.average(losses, weights=rows), dtype=losses[0].dtype)
+        total = sum(w * loss for w, loss in zip(weights, losses, strict=True) if w)
+        return weighted_mean(total, sum(weights), losses[0])
+
+
+def weighted_mean(total: Any, weight: Any, like: Any) -> np.ndarray:
+    """Return a sum divided by a weight in the dtype of `like`; NaN where the weight is 0."""
+    total, weight = np.float64(total), np.float64(weight)
+    return np.asarray(total / weight if weight else np.nan, like.dtype)
 
 
 def make_train_function_serial(
@@ -148,6 +157,7 @@ def make_train_function_serial(
     update_rule: Rule,
     sliceable_shareds: Sequence[Any] | None = None,
     extra_updates: Updates | None = None,
+    weight: Any = None,
     **rule_kwargs: Any,
 ) -> SerialTrainFunction:
     """Make a function that takes a training step in this process alone, without Synkhronos.
@@ -157,7 +167,7 @@ def make_train_function_serial(
 
     Parameters
     ----------
-    loss, params, x, y, update_rule, sliceable_shareds, extra_updates, **rule_kwargs
+    loss, params, x, y, update_rule, sliceable_shareds, extra_updates, weight, **rule_kwargs
         As for `make_train_function`.
 
     Returns
@@ -185,5 +195,5 @@ def make_train_function_serial(
     [0.5 1. ]
     """
     return SerialTrainFunction(
-        Model.build(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs)
+        Model.build(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs, weight, True)
     )

@@ -25,6 +25,8 @@ class _StepFields(NamedTuple):
     update: Call
     #: In which dtype the gradients travel where all of it is one launch; None for their own.
     exchange: str | None
+    #: Items at the vector's end that always travel in their own dtype: they are not gradients.
+    tail: int = 1
     #: How many steps to take in the one launch; each rank's rows are those of the first, then those of the second, ...
     times: int = 1
 

@@ -34,7 +34,7 @@ from synkhronos.training.updates.flat import shape_of
 class Groups:
     """The shared variables of a trainer."""
 
-    #: Those that are exchanged, and what the update rule remembers of them.
+    #: Those that are exchanged, running averages at the end, and what the update rule remembers of parameters.
     params: list[Any]
     optimizer: list[Any]
     #: Parameters that are not exchanged.
@@ -43,6 +43,8 @@ class Groups:
     others: list[Any]
     #: Random streams.
     generators: list[Any]
+    #: How many of `params`, at the end, are running averages.
+    n_averages: int = 0
 
     @classmethod
     def of(cls, model: Model, params: Sequence[Any], rule: Rule) -> Groups:
@@ -56,13 +58,14 @@ class Groups:
         if len(optimizer) == len(params):  # one for each, as velocities are: those of the parameters exchanged
             optimizer = [s for s, out in zip(optimizer, excluded, strict=True) if not out]
         optimizer = [s for s in optimizer if np.dtype(s.type.dtype).kind == "f"]
-        known = {id(s) for s in [*exchanged, *own, *optimizer]}
-        others = [s for s in [*model.optimizer_state, *(s for s, _ in model.extra_updates)] if id(s) not in known]
+        averages = [u.shared for u in model.extra_updates if u.op == "mean"]
+        known = {id(s) for s in [*exchanged, *own, *optimizer, *averages]}
+        others = [s for s in [*model.optimizer_state, *(u.shared for u in model.extra_updates)] if id(s) not in known]
         others = [s for s in others if hasattr(s.type, "dtype")]
-        variables = [*model.x, *model.y, model.loss, *(expression for _, expression in model.extra_updates)]
+        variables = [*model.x, *model.y, model.loss, *(u.expression for u in model.extra_updates)]
         library = library_of(model.loss)
         generators = [s for s in library.shareds(variables) if library.is_generator(s)]
-        return cls(exchanged, optimizer, own, others, generators)
+        return cls([*exchanged, *averages], optimizer, own, others, generators, len(averages))
 
 
 def collect(worker: Worker, name: str, groups: Groups, alike: bool) -> dict[str, Any] | None:
@@ -294,7 +297,7 @@ def restore(
     if alike:
         return
     kept = worker.kept(name)
-    state = kept["state"] = State(groups.params, groups.optimizer, shared)
+    state = kept["state"] = State(groups.params, groups.optimizer, shared, groups.n_averages)
     state.step, state.since = mine["step"], mine["since"]
     state.own = {key: value if np.ndim(value) else np.asarray(value).item() for key, value in mine["own"].items()}
     kept["own"] = mine["params"]

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +25,10 @@ from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
 from synkhronos.training.batches import StepRows, rows_of_ranks, runs, sliceable_rows_of_ranks
 from synkhronos.training.model import Batch, Model, Rows, Rule, Updates, is_averaged
-from synkhronos.training.serial import SerialTrainFunction, make_train_function_serial
+from synkhronos.training.serial import SerialTrainFunction, make_train_function_serial, weighted_mean
 from synkhronos.training.step import Step
+from synkhronos.training.updates import RuleUpdates
+from synkhronos.training.updates.flat import shape_of
 
 #: Bytes of scattered rows that one launch of several steps may have on a rank.
 _BYTES = 1 << 30
@@ -46,8 +49,8 @@ class TrainFunction:
     update : synkhronos.Function
         Moves the parameters by what is in `grad_shared`.
     grad_shared : shared variable
-        The gradients of all parameters in one vector, and how many rows they are from.  After a step it holds
-        the ranks' combination.
+        The gradients of all parameters in one vector, and how many rows they are from, or the sum of weights; behind
+        these, new values of `extra_updates` that are averaged.  After a step it holds the ranks' combination.
     optimizer_state : list of shared variables
         The variables that the rule keeps from step to step, such as velocities and counts, to be saved and loaded with
         the parameters.  Their order is always the same for the same rule and parameters.  Each rank has the same
@@ -55,22 +58,26 @@ class TrainFunction:
     """
 
     def __init__(self, model: Model, exchange: str | None = None):
-        expression = model.rule.grad_updates[model.rule.grad_shared]
-        grad_shared = model.rule.grad_shared
+        rule, self._tail = _with_averages(model)
+        grad_shared = rule.grad_shared
         inputs = [*model.x, *model.y]
         self.gradient = synk.function(
             [] if model.sliceable else inputs,
-            (model.loss, "mean"),
+            model.outputs[0] if model.weight is None else model.outputs,
             # Slices may differ in their number of rows: their weighted gradients add up.
             updates=[
-                (grad_shared, expression, "sum"),
-                *((shared, new, "mean" if is_averaged(shared) else None) for shared, new in model.extra_updates),
+                (grad_shared, rule.grad_updates[grad_shared], "sum"),
+                *(
+                    (u.shared, u.expression, "mean" if is_averaged(u.shared) else None)
+                    for u in model.extra_updates
+                    if u.shared not in rule.param_updates
+                ),
             ],
             givens=list(zip(inputs, model.sliceable, strict=False)),
             sliceable_shareds=model.sliceable,
             name="train_gradient",
         )
-        self.update = synk.function([], updates=model.rule.param_updates, name="train_update")
+        self.update = synk.function([], updates=rule.param_updates, name="train_update")
         zeros = library_of(grad_shared).tensor.zeros_like(grad_shared)
         self._clear = synk.function([], updates=[(grad_shared, zeros)], name="train_clear")
         # Behind the functions, which know how their variables are copied.
@@ -104,7 +111,7 @@ class TrainFunction:
         Returns
         -------
         ndarray
-            The loss before the step: the mean over all rows of the batch.
+            The loss before the step: the mean over all rows of the batch, or by `weight`.
 
         Raises
         ------
@@ -118,7 +125,11 @@ class TrainFunction:
         Exact, to rounding, for any number of ranks, rows and slices.
         """
         arrays = self._model.arrays(x_data, y_data, batch, batch_s)
-        return self._take(arrays, batch, batch_s, num_slices)[0]
+        return self._loss(*self._take(arrays, batch, batch_s, num_slices)[0])
+
+    def _loss(self, value: Any, weight: Any) -> Any:
+        """Return a step's loss, from an entry of `weighted_steps`."""
+        return value if weight is None else weighted_mean(value, weight, self._model.loss)
 
     def steps(
         self,
@@ -191,6 +202,18 @@ class TrainFunction:
         1.0 0.25 0.0625
         >>> synk.close()
         """
+        return [self._loss(*each) for each in self.weighted_steps(x_data, y_data, batches, num_slices, batches_s)]
+
+    def weighted_steps(
+        self, x_data: Any, y_data: Any, batches: Any, num_slices: int = 1, batches_s: Any = None
+    ) -> list[tuple[Any, Any]]:
+        """Take several steps as `steps` does.
+
+        Returns
+        -------
+        list of (value, weight)
+            The loss before each step, and None; of a model with a weight, the loss times the weight, and the weight.
+        """
         arrays, steps = self._model.several(x_data, y_data, batches, batches_s)
         session, length = ranks.session(), _common_length(arrays)
         rows: Sequence[StepRows] = [None] * len(steps)
@@ -198,7 +221,7 @@ class TrainFunction:
             rows = sliceable_rows_of_ranks([batch_s for _, batch_s in steps], session.size)
         elif length is not None:
             rows = rows_of_ranks([batch for batch, _ in steps], length, session.size)
-        losses: list[Any] = []
+        losses: list[tuple[Any, Any]] = []
         try:
             for start, stop in runs(rows, self._most_at_once(arrays, rows, num_slices)):
                 at_once = self._launched(arrays, rows[start:stop])
@@ -206,20 +229,20 @@ class TrainFunction:
                     losses += at_once
                     continue
                 for batch, batch_s in steps[start:stop]:
-                    losses.append(self(x_data, y_data, batch, num_slices, batch_s))
+                    losses += self._take(arrays, batch, batch_s, num_slices)
         except BaseException as error:
             if losses:
                 error.add_note(f"{len(losses)} of the {len(steps)} steps had been taken before.")
             raise
         return losses
 
-    def _launched(self, arrays: list[Any], rows: Sequence[StepRows]) -> list[Any] | None:
+    def _launched(self, arrays: list[Any], rows: Sequence[StepRows]) -> list[tuple[Any, Any]] | None:
         """Take steps in one launch, and return their losses; None if they have to be taken one by one."""
         if len(rows) == 1:
             return None
         by_rank = [np.concatenate(each) for each in zip(*filter(None, rows), strict=True)]
         batch, batch_s = (None, by_rank) if self._model.sliceable else (np.concatenate(by_rank), None)
-        losses: list[Any] | None = self._take(arrays, batch, batch_s, 1, len(rows))
+        losses: list[tuple[Any, Any]] | None = self._take(arrays, batch, batch_s, 1, len(rows))
         return losses
 
     def _most_at_once(self, arrays: list[Any], rows: Sequence[StepRows], num_slices: int) -> int:
@@ -236,7 +259,7 @@ class TrainFunction:
         return 1 if nbytes >= _LONG_STEP else max(1, min(most, _BYTES // max(1, nbytes)))
 
     def _take(self, arrays: list[Any], batch: Any, batch_s: Any, num_slices: int, times: int = 1) -> Any:
-        """Take a step, or several with equally many of the rows each; return the loss before each.
+        """Take a step, or several with equally many of the rows each; return `weighted_steps` of these.
 
         None if some rank can't take several in one launch: then none has taken any.
         """
@@ -249,12 +272,14 @@ class TrainFunction:
                 self._clear.run(session)
             update = self.update.prepare(session, (), {}, None, None, 1, None)
             reduce = all_reduce_command(session, self.grad_shared, "avg", nccl=True)
-            returned = session.run(Step(gradient, reduce, update, self._exchange, times))
+            returned = session.run(Step(gradient, reduce, update, self._exchange, self._tail, times))
             if returned is None:
                 return None
             loss, updated = returned
             self.update.results(session, update, updated)
-            return self.gradient.outputs(session, gradient, loss)
+            outputs = self.gradient.outputs(session, gradient, loss)
+        weights = outputs[times:] or [None] * times
+        return list(zip(outputs[:times], weights, strict=True))
 
     def _some_have_no_rows(self, session: ranks.Session, gradient: Call, batch: Any) -> bool:
         """Whether a rank has no rows to compute; refuse to take a step if none has any."""
@@ -286,6 +311,7 @@ def make_train_function(
     sliceable_shareds: Sequence[Any] | None = None,
     extra_updates: Updates | None = None,
     exchange: str | None = None,
+    weight: Any = None,
     **rule_kwargs: Any,
 ) -> TrainFunction:
     """Make a function that takes a training step on all ranks.
@@ -305,16 +331,22 @@ def make_train_function(
     sliceable_shareds : list of shared variables, optional
         For data that the ranks hold already, each its own rows, by `synkhronos.scatter`: one shared variable for each
         of `x` and `y`, of the same type.  On each rank all of these need the same number of rows.
-    extra_updates : dict or list of (shared variable, expression), optional
-        Other updates of a step, such as those of running averages, which each rank computes from its own rows of `x`
-        and `y`.  A rank without rows makes none.  The values of slices are averaged, weighed by their rows; of integers
-        the last slice's value is kept.  Parameters are updated after these.  If a step fails in between, these updates
-        are kept and the error does not say so, except where a step is one launch.
+    extra_updates : dict, or list of (shared variable, expression) or (shared variable, expression, op), optional
+        Other updates of a step, such as those of running averages, each computed from the rows of `x` and `y`.  With
+        the op "mean" the new values are averaged over ranks and slices by rows, in the same all-reduce as the
+        gradient: the expression has to be a mean over rows, as the loss is.  With None each rank keeps its own, as of
+        its last step; of slices, floats are averaged, and of others the last slice's value is kept.  By default
+        floats have the op "mean", random streams None; another variable needs an op unless its new value is the same
+        on all ranks.  Parameters are updated after these.
     exchange : str, optional
         With ``"bfloat16"`` gradients travel between GPUs in half the bytes: each rank's gradient is divided by the
         number of ranks, rounded to eight bits of mantissa, and summed in that precision.  The update computes in the
         parameters' precision.  Gradients travel unchanged by default, and wherever a step isn't one launch on GPUs: on
         CPU cores, in slices, with ranks that have no rows, with Theano.
+    weight : scalar variable, optional
+        What the loss is a mean over where that is not the rows of `x`: for ``(mask * errors).sum() / mask.sum()``
+        this is ``mask.sum()``.  It must not depend on `params`.  Gradients and losses are combined as means by this
+        weight, over ranks and slices.  A loss of weight 0 counts nothing, even if it is NaN.
     **rule_kwargs
         For the rule, such as ``learning_rate=0.1``.
 
@@ -329,10 +361,16 @@ def make_train_function(
     TypeError, ValueError
         If an argument is wrong; the message names it.
 
+    Warns
+    -----
+    UserWarning
+        If the loss, or an expression that is averaged, has a denominator that depends on the values of inputs, and no
+        `weight` was given.
+
     Notes
     -----
     Each step computes gradients on all ranks, combines them in one all-reduce, and updates the parameters on all ranks.
-    Each rank's gradient is weighed by the rank's number of rows.
+    Each rank's gradient is weighed by the rank's number of rows, or by `weight`.
 
     Examples
     --------
@@ -354,8 +392,47 @@ def make_train_function(
     """
     if exchange not in (None, "bfloat16"):
         raise ValueError(f"exchange: expected None or 'bfloat16', got {exchange!r}")
-    model = Model.build(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs)
+    model = Model.build(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs, weight)
     return TrainFunction(model, exchange)
+
+
+def _with_averages(model: Model) -> tuple[RuleUpdates, int]:
+    """Append extra updates that are averaged to the vector of gradients, so that one all-reduce combines both.
+
+    The vector has the new values, times the number of rows, behind the gradients and their weight; the rows at its end.
+
+    Returns
+    -------
+    rule : RuleUpdates
+        `param_updates` has the averaged variables as well; expressions that read these find their new values.
+    tail : int
+        The number of items at the vector's end that are not gradients.
+    """
+    rule = model.rule
+    averaged = [u for u in model.extra_updates if u.op == "mean" and u.differs]
+    if not averaged:
+        return rule, 1
+    library, gradients = library_of(rule.grad_shared), rule.grad_shared
+    tensor = library.tensor
+    (size,) = shape_of(gradients)
+    dtype = str(np.result_type(gradients.dtype, *(u.shared.dtype for u in averaged)))
+    rows = tensor.cast(model.x[0].shape[0], dtype)
+    parts, news, end = [tensor.cast(rule.grad_updates[gradients], dtype)], {}, size
+    shapes = [shape_of(u.shared) for u in averaged]
+    total = size + sum(int(np.prod(shape)) for shape in shapes) + 1
+    vector = library.shared(np.zeros(total, dtype), name="grad_shared")
+    for u, shape in zip(averaged, shapes, strict=True):
+        start, end = end, end + int(np.prod(shape))
+        parts.append(rows * tensor.cast(u.expression, dtype).reshape((end - start,)))
+        # Zeros in the variable's own type, in which a length of 1 need not be known to be one.
+        new = (vector[start:end] / vector[-1]).reshape(shape) + tensor.zeros_like(u.shared)
+        news[u.shared] = library.convert(u.shared, tensor.cast(new, u.shared.dtype))
+    parts.append(rows.reshape((1,)))
+    first = library.convert(gradients, tensor.cast(vector[:size], gradients.dtype))
+    values = library.clone(list(rule.param_updates.values()), {gradients: first, **news})
+    updates = OrderedDict(zip(rule.param_updates, values, strict=True))
+    updates.update(news)
+    return RuleUpdates(OrderedDict({vector: tensor.concatenate(parts)}), updates, vector), total - size + 1
 
 
 def _common_length(arrays: list[Any]) -> int | None:

@@ -38,6 +38,7 @@ from synkhronos.training.early_stop import cost_of
 from synkhronos.training.interval import Plan, Source
 from synkhronos.training.loop import TogetherLoop, train
 from synkhronos.training.meter import Meter, Outcome
+from synkhronos.training.metrics import Metric, MetricTotals, parse_metrics
 from synkhronos.training.model import Model, Rows, Updates, by_own_gradient, identify_rule
 from synkhronos.training.model import Rule as UpdateRule
 from synkhronos.training.recorder import Recorder
@@ -57,7 +58,8 @@ class Trainer:
     Attributes
     ----------
     params : list of shared variables
-        After each report their values in the master are those that stand for all ranks': the centre, or the mean.
+        After each report their values in the master are those that stand for all ranks': the centre, or the mean.  So
+        are those of `extra_updates` with the op "mean".
     optimizer : list of shared variables
         The variables that the update rule keeps from step to step.
     learning_rate : shared variable
@@ -71,7 +73,7 @@ class Trainer:
         rule: Rule,
         learning_rate: Any,
         schedule: Schedule,
-        validate: dict[str, Any],
+        validate: dict[str, Metric],
         update_rule: tuple[str, dict[str, Any]],
     ):
         self.params, self.rule, self.learning_rate, self.schedule = params, rule, learning_rate, schedule
@@ -83,7 +85,8 @@ class Trainer:
         inputs = [*model.x, *model.y]
         self._validation = None
         if validate:
-            self._validation = synk.function(inputs, [(v, "mean") for v in validate.values()], name="validation")
+            outputs = [output for metric in validate.values() for output in metric.outputs]
+            self._validation = synk.function(inputs, outputs, name="validation")
         self._together: TrainFunction | None = None
         self._step: synk.Function | None = None
         if isinstance(rule, BSP) and rule.average == "gradient":
@@ -389,7 +392,8 @@ class Trainer:
     def _train_apart(self, plan: Plan, source: Source, taken: Data) -> list[tuple[int, Outcome]]:
         """Have each rank take its own steps."""
         taken[...] = 0
-        exchanged = self._on_ranks.groups.params, self._on_ranks.groups.optimizer
+        groups = self._on_ranks.groups
+        exchanged = groups.params, groups.optimizer, groups.n_averages
         memory = self._on_ranks.memory
         ended: list[tuple[int, Outcome]] = run(
             train, plan, self.rule, self._step, self.learning_rate, exchanged, source, taken, memory
@@ -411,9 +415,9 @@ class Trainer:
         return loop.end, meter.outcome(loop.rate)
 
     def _validated(self, valid: tuple[list[Data], int] | Loader, batch: int, plan: Plan) -> dict[str, float]:
-        """Return the means over all rows, each row counted once; of some rows if a signal comes."""
+        """Return the metrics over all rows, each row counted once; of some rows if a signal comes."""
         assert self._validation is not None
-        totals, count, step = np.zeros(len(self._validate)), 0, batch * ranks.session().size
+        totals, step = MetricTotals(self._validate), batch * ranks.session().size
         chosen: Iterable[Any]
         if isinstance(valid, Loader):
             chosen = valid.epoch(0, step)
@@ -422,16 +426,14 @@ class Trainer:
         else:
             chosen = (slice(start, min(valid[1], start + step)) for start in range(0, valid[1], step))
         for rows in chosen:
-            if count and _must_stop(plan):
+            if totals.rows and _must_stop(plan):
                 break
             data = valid.data if isinstance(valid, Loader) else valid[0]
             values = self._validation(*data, batch=rows)
-            length = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-            totals += np.array([float(value) for value in values]) * length
-            count += length
-        if not count:
+            totals.add(values, rows.stop - rows.start if isinstance(rows, slice) else len(rows))
+        if not totals.rows:
             raise LoadError("none of the rows of the validation data could be read")
-        return dict(zip(self._validate, (totals / count).tolist(), strict=True))
+        return totals.results()
 
     # -- beginning, and going on -----------------------------------------------------------------------------
 
@@ -490,10 +492,10 @@ def _must_stop(plan: Plan) -> bool:
 
 def _local_step(model: Model) -> synk.Function:
     """Return a function that takes a step on a rank by itself: gradient and update in one."""
-    updates = [*by_own_gradient(model.rule).items(), *model.extra_updates]
+    updates = [*by_own_gradient(model.rule).items(), *((u.shared, u.expression) for u in model.extra_updates)]
     return synk.function(
         [*model.x, *model.y],
-        [(model.loss, "mean")],
+        model.outputs,
         updates=[(shared, new, None) for shared, new in updates],
         name="train_step",
     )
@@ -509,6 +511,7 @@ def make_trainer(
     learning_rate: Schedule | float = 0.01,
     validate: Mapping[str, Any] | Sequence[Any] | Any = None,
     extra_updates: Updates | None = None,
+    weight: Any = None,
     **rule_kwargs: Any,
 ) -> Trainer:
     """Make a trainer: epochs over data, on all ranks, by an exchange rule.
@@ -530,10 +533,18 @@ def make_trainer(
         The exchange rule: one of `synkhronos.rules`.  By default `BSP`.
     learning_rate : float or callable
         A number, or a schedule: see `synkhronos.training.schedules`.
-    validate : dict of str to scalar variable, or list, or variable, optional
-        Expressions to compute on validation data: means over rows.  `patience` and `plateau` look at the first.
-    extra_updates : dict or list of (shared variable, expression), optional
-        As for `synkhronos.extensions.train.make_train_function`; each rank keeps its own.
+    validate : dict of str to metric, or list of metrics, or metric, optional
+        Values to compute on validation data.  `patience` and `plateau` look at the first.  A metric is a scalar
+        variable that is a mean over rows; or ``(variable, op)``, whose values of batches and ranks are reduced by the
+        op "mean" (by rows), "sum", "prod", "min" or "max"; or ``(variable, "mean", weight)``, a mean by a scalar
+        variable, such as the sum of a mask.
+    extra_updates : dict, or list of (shared variable, expression) or (shared variable, expression, op), optional
+        As for `synkhronos.extensions.train.make_train_function`.  Those with the op "mean" are exchanged with the
+        parameters: rules that average weigh them by the rows of each rank since the last exchange, other rules treat
+        them as parameters.  At a report the master has those that stand for all ranks.
+    weight : scalar variable, optional
+        As for `synkhronos.extensions.train.make_train_function`: what the loss is a mean over where that is not the
+        rows of `x`.  Losses in reports and records are means by this weight, under all rules.
     **rule_kwargs
         For the update rule, such as ``momentum=0.9``.
 
@@ -545,6 +556,12 @@ def make_trainer(
     ------
     TypeError, ValueError
         If an argument is wrong; the message names it.
+
+    Warns
+    -----
+    UserWarning
+        If a mean of `loss`, `validate` or `extra_updates` has a denominator that depends on the values of inputs, and
+        no weight was given.
 
     Examples
     --------
@@ -575,22 +592,13 @@ def make_trainer(
             raise ValueError(f"momentum: EAMSGD has {rule.momentum}, got {rule_kwargs['momentum']!r}")
     schedule = as_schedule(learning_rate)
     try:
-        named = _named(validate)
         library = library_of(loss)
     except TypeError as error:
-        raise TypeError(f"loss, validate: {error}") from None
+        raise TypeError(f"loss: {error}") from None
     first = params[0] if isinstance(params, list | tuple) and params else None
     dtype = getattr(getattr(first, "type", None), "dtype", library.floatX)
     rate = library.shared(np.asarray(schedule(0.0), dtype), name="learning_rate")
     rule_kwargs = {"learning_rate": rate, **rule_kwargs}
-    model = Model.build(loss, params, x, y, update_rule, None, extra_updates, rule_kwargs)
-    return Trainer(model, list(params), rule, rate, schedule, named, identify_rule(update_rule, rule_kwargs))
-
-
-def _named(validate: Any) -> dict[str, Any]:
-    if validate is None:
-        return {}
-    if isinstance(validate, Mapping):
-        return dict(validate)
-    listed = list(validate) if isinstance(validate, list | tuple) else [validate]
-    return {f"valid_{i}": one for i, one in enumerate(listed)}
+    model = Model.build(loss, params, x, y, update_rule, None, extra_updates, rule_kwargs, weight)
+    metrics = parse_metrics(validate, [*model.x, *model.y])
+    return Trainer(model, list(params), rule, rate, schedule, metrics, identify_rule(update_rule, rule_kwargs))

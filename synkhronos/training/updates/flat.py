@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.checks import is_number
-from synkhronos.graphs import library_of
+from synkhronos.graphs import GraphLibrary, library_of
+from synkhronos.graphs.dependence import Dependence
 from synkhronos.training.updates.checks import check_gradients, check_params, check_scalars
 
 
@@ -55,7 +56,8 @@ class FlatGradient:
     params : iterable of shared variables
         What to move.
     weight : number or symbolic scalar, optional
-        How much this rank's gradient counts.  None: each rank's counts the same.
+        How much this rank's gradient counts.  None: each rank's counts the same.  A gradient of weight 0 counts as
+        zeros, even where it is NaN.
     **scalars : numbers or symbolic scalars
         The rule's hyperparameters, to be checked.
 
@@ -73,6 +75,7 @@ class FlatGradient:
         check_scalars(self.params, **scalars)
         grads = check_gradients(loss_or_grads, self.params)
         self._weighted = weight is not None
+        self._may_be_zero = False
         library = library_of(*self.params)
         self.tensor = library.tensor
         # At least float32: half precision neither counts past 2048 rows nor sums many ranks' gradients well.
@@ -83,7 +86,13 @@ class FlatGradient:
         if self._weighted:
             check_scalars(self.params, weight=weight)
             scale = as_scalar(weight, self.shared)
-            parts = [scale * part for part in parts] + [scale.reshape((1,))]
+            self._may_be_zero = not is_number(weight) and not _is_length(library, weight)
+            zero = np.asarray(0, dtype)
+            is_none = self.tensor.eq(scale, zero)
+            parts = [scale * part for part in parts]
+            if self._may_be_zero:
+                parts = [self.tensor.switch(is_none, zero, part) for part in parts]
+            parts.append(scale.reshape((1,)))
         self.expression = self.tensor.concatenate(parts)
         if size == 1:
             # One element would be broadcastable, which makes it no update of a vector that is not.
@@ -92,6 +101,10 @@ class FlatGradient:
     def pieces(self) -> Iterator[Any]:
         """Read the combined gradient of each parameter from the vector."""
         start = 0
+        total = self.shared[-1]
+        if self._may_be_zero:
+            one = np.asarray(1, self.shared.dtype)
+            total = self.tensor.switch(self.tensor.eq(total, 0), one, total)
         for p in self.params:
             shape = shape_of(p)
             end = start + int(np.prod(shape))
@@ -99,9 +112,17 @@ class FlatGradient:
             g = self.shared[start:end].reshape(shape)
             if self._weighted:
                 # By piece, so that the division fuses with the rule's own arithmetic.
-                g = g / self.shared[-1]
+                g = g / total
             yield self.tensor.cast(g, p.dtype)
             start = end
+
+
+def _is_length(library: GraphLibrary, weight: Any) -> bool:
+    """Return True for a weight that depends on shapes alone, such as a number of rows."""
+    nodes = library.nodes([weight])
+    leaves = [weight, *(each for node in nodes for each in node.inputs)]
+    sources = [each for each in leaves if each.owner is None and not library.is_constant(each)]
+    return not Dependence(library, [weight], sources).has(weight)
 
 
 def as_scalar(value: Any, like: Any) -> Any:

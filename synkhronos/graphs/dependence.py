@@ -1,0 +1,132 @@
+"""Which expressions depend on the values of inputs, and which means have such an expression as their denominator.
+
+A loss such as ``(mask * errors).sum() / mask.sum()`` is a mean over as many items as `mask` selects.  Ranks select
+different numbers, so that the mean over the ranks is not the mean of their losses: each loss needs its denominator as a
+weight.  A denominator that depends on lengths alone needs none, since ranks count by their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from synkhronos.graphs.family import GraphLibrary
+
+_SHAPES = ("Shape", "Shape_i")
+#: Ops whose results have lengths that depend on values.
+_SELECTIONS = ("Nonzero", "NonZero", "Unique", "AdvancedBooleanSubtensor")
+#: Elementwise ops through which a sum stays a sum, up to a factor, a term or a bound.
+_LINEAR = ("Cast", "Neg", "Mul", "Add", "Sub", "Maximum", "ScalarMaximum", "Minimum", "ScalarMinimum", "Clip", "Switch")
+
+
+class Dependence:
+    """The variables above some expressions that depend on sources.
+
+    Parameters
+    ----------
+    library : GraphLibrary
+    expressions : sequence of variable
+    sources : iterable of variable
+        Inputs and shared variables whose values differ from rank to rank.
+
+    Examples
+    --------
+    >>> import pytensor.tensor as pt
+    >>> from synkhronos.graphs import library_of
+    >>> x, mask = pt.matrix("x"), pt.matrix("mask")
+    >>> loss = (mask * x).sum() / mask.sum()
+    >>> found = Dependence(library_of(x), [loss, x.mean()], [x, mask])
+    >>> [found.names(denominator) for denominator in found.denominators(loss)]
+    [['mask']]
+    >>> found.denominators(x.mean())
+    []
+    """
+
+    def __init__(self, library: GraphLibrary, expressions: Sequence[Any], sources: Iterable[Any]):
+        self._library = library
+        self._sources = {id(source): source for source in sources}
+        self._by_value = set(self._sources)
+        #: Variables whose shapes depend on values of sources.
+        self._by_length: set[int] = set()
+        for node in library.nodes(expressions):
+            self._add(node)
+
+    def _add(self, node: Any) -> None:
+        name, inputs = type(node.op).__name__, node.inputs
+        if name in _SHAPES:
+            depends = id(inputs[0]) in self._by_length
+        else:
+            # The first input of `Second`, which fills an array, gives nothing but a shape.
+            depends = any(map(self.has, inputs[1:] if _scalar_name(node) == "Second" else inputs))
+        selects = (
+            name in _SELECTIONS
+            or name == "AdvancedSubtensor"
+            and any(getattr(index.type, "dtype", None) == "bool" for index in inputs[1:])
+        )
+        resized = depends and selects or any(id(each) in self._by_length for each in inputs)
+        for output in node.outputs:
+            if depends:
+                self._by_value.add(id(output))
+            if resized and getattr(output.type, "ndim", None) != 0 and name not in _SHAPES:
+                self._by_length.add(id(output))
+
+    def has(self, variable: Any) -> bool:
+        """Return True if the variable's values depend on values of a source, not on shapes alone."""
+        return id(variable) in self._by_value
+
+    def names(self, variable: Any) -> list[str]:
+        """Return the names of the sources above a variable."""
+        above = {id(variable), *(id(each) for node in self._library.nodes([variable]) for each in node.inputs)}
+        return [source.name or str(source) for key, source in self._sources.items() if key in above]
+
+    def denominators(self, expression: Any) -> list[Any]:
+        """Return the denominators of means in an expression that depend on values of sources.
+
+        Found are numbers, not arrays: an array such as a softmax's sum over each row normalises rows, and does not
+        count them.  The numerator has to be a sum; or the denominator is one, of nothing but sources.
+        """
+        found = []
+        for node in self._library.nodes([expression]):
+            name = _scalar_name(node)
+            if name in ("TrueDiv", "IntDiv"):
+                numerator, denominator = node.inputs
+            elif name in ("Inv", "Reciprocal"):
+                numerator, denominator = None, node.inputs[0]
+            else:
+                continue
+            if not self.has(denominator) or not _is_number(denominator):
+                continue
+            is_counted = _is_sum(denominator) and not self._has_parameters(denominator)
+            if is_counted or numerator is not None and self.has(numerator) and _is_sum(numerator):
+                found.append(denominator)
+        return found
+
+    def _has_parameters(self, variable: Any) -> bool:
+        return any(id(shared) not in self._sources for shared in self._library.shareds([variable]))
+
+
+def _scalar_name(node: Any) -> str:
+    """Return the name of an elementwise op's class for numbers, "" for another op's."""
+    return type(node.op.scalar_op).__name__ if type(node.op).__name__ == "Elemwise" else ""
+
+
+def _is_number(variable: Any) -> bool:
+    return all(getattr(variable.type, "broadcastable", (False,)))
+
+
+def _is_sum(variable: Any) -> bool:
+    """Return True for a sum over all elements, also behind factors, terms, bounds and casts."""
+    node = variable.owner
+    if node is None or not _is_number(variable):
+        return False
+    name, scalar = type(node.op).__name__, _scalar_name(node)
+    if name in ("Sum", "Dot") or name == "CAReduce" and type(node.op.scalar_op).__name__ == "Add":
+        return True
+    if name in ("DimShuffle", "Reshape", "TensorFromScalar", "SpecifyShape") or scalar == "TrueDiv":
+        return _is_sum(node.inputs[0])
+    if name == "Subtensor":  # a length, of what was selected
+        source = node.inputs[0].owner
+        return source is not None and type(source.op).__name__ in _SHAPES
+    if name in _SHAPES:
+        return True
+    return scalar in _LINEAR and any(map(_is_sum, node.inputs))

@@ -1,0 +1,118 @@
+"""Values to compute on validation data, and how those of ranks and batches become one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synkhronos.function.reduce import Accumulator, Op
+from synkhronos.graphs import is_variable, library_of
+from synkhronos.training.model import warn_of_denominators, weighted_outputs
+
+_OPS = ("mean", "sum", "prod", "min", "max")
+
+
+class Metric(NamedTuple):
+    """An expression, and the reduction of its values.
+
+    Attributes
+    ----------
+    expression : scalar variable
+    op : {"mean", "sum", "prod", "min", "max"}
+    weight : scalar variable, optional
+        The number of items that the expression is a mean over; None for the rows.
+    """
+
+    expression: Any
+    op: str = "mean"
+    weight: Any = None
+
+    @property
+    def outputs(self) -> list[tuple[Any, str]]:
+        """The outputs of a function that computes the metric, with their ops."""
+        if self.weight is None:
+            return [(self.expression, self.op)]
+        return weighted_outputs(self.expression, self.weight)
+
+
+def parse_metrics(validate: Any, inputs: Sequence[Any]) -> dict[str, Metric]:
+    """Check the argument `validate` of `make_trainer`, and give each metric a name.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an entry is not a scalar variable, with or without an op and a weight.
+    """
+    if validate is None:
+        return {}
+    if isinstance(validate, Mapping):
+        named = dict(validate)
+    else:
+        is_list = isinstance(validate, list) or isinstance(validate, tuple) and not _has_op(validate)
+        named = {f"valid_{i}": one for i, one in enumerate(validate if is_list else [validate])}
+    metrics = {name: _metric(name, entry) for name, entry in named.items()}
+    warn_of_denominators(
+        {f"validate: {name}": m.expression for name, m in metrics.items() if m.op == "mean" and m.weight is None},
+        inputs,
+        3,
+    )
+    return metrics
+
+
+def _has_op(entry: tuple[Any, ...]) -> bool:
+    return len(entry) in (2, 3) and not is_variable(entry[1])
+
+
+def _metric(name: str, entry: Any) -> Metric:
+    expected = f"validate: {name}: expected a scalar variable, or (variable, op), or (variable, 'mean', weight)"
+    parts = entry if isinstance(entry, list | tuple) else (entry,)
+    if not 1 <= len(parts) <= 3:
+        raise TypeError(f"{expected}, got {entry!r}")
+    metric = Metric(*parts)
+    if metric.op not in _OPS:
+        raise ValueError(f"{expected} with an op of {', '.join(_OPS)}, got {metric.op!r}")
+    if metric.weight is not None and metric.op != "mean":
+        raise ValueError(f"{expected}; an op {metric.op!r} has no weight")
+    variables = [metric.expression] if metric.weight is None else [metric.expression, metric.weight]
+    try:
+        library_of(*variables)
+    except TypeError as error:
+        raise TypeError(f"{expected}; {error}") from None
+    for variable in variables:
+        if getattr(variable, "ndim", None) != 0:
+            raise ValueError(f"{expected}, got {variable!r} of {variable.type}")
+    return metric
+
+
+class MetricTotals:
+    """The reductions of metrics over batches.
+
+    Parameters
+    ----------
+    metrics : dict of str to Metric
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric]):
+        self._metrics = metrics
+        self._totals = [Accumulator(Op(op)) for metric in metrics.values() for _, op in metric.outputs]
+        self.rows = 0
+
+    def add(self, values: Sequence[Any], rows: int) -> None:
+        """Add a batch: the values of all metrics' `Metric.outputs`, and its number of rows."""
+        for total, value in zip(self._totals, values, strict=True):
+            total.add(np.float64(value), rows)
+        self.rows += rows
+
+    def results(self) -> dict[str, float]:
+        """Return each metric's value; NaN for a mean whose weights are all 0."""
+        values = iter(float(total.result()) for total in self._totals)
+        found = {}
+        for name, metric in self._metrics.items():
+            value = next(values)
+            if metric.weight is not None:
+                weight = next(values)
+                value = value / weight if weight else np.nan
+            found[name] = value
+        return found

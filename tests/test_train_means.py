@@ -1,0 +1,155 @@
+"""Means of training functions and of validation: what ranks compute together, one process computes alone."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from library import few, function, grad, shared, tensor
+from masked_model import MASK, STEPS, Masked, N, X, data
+
+import synkhronos as synk
+from synkhronos import rules
+from synkhronos.extensions.train import make_train_function, make_train_function_serial
+from synkhronos.extensions.updates import adam, sgd
+from synkhronos.training import make_trainer
+
+T = tensor
+
+
+class Oracle(Masked):
+    """The same in one process, by nothing but the graph library."""
+
+    def __init__(self):
+        super().__init__()
+        new = self.w - 0.1 * grad(self.loss, self.w)
+        self.step = function([self.x, self.y, self.m], self.loss, updates=[(self.w, new)])
+
+
+# -- losses with weights -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def masked(n_ranks):
+    return n_ranks, Masked(make_train_function), Oracle()
+
+
+def weighted_rows():
+    return st.lists(st.integers(0, N - 1), min_size=1, max_size=N).filter(lambda rows: MASK[rows].any())
+
+
+@few(25)
+@given(rows=weighted_rows(), slices=st.integers(1, 4))
+def test_a_masked_mean_is_that_of_one_process(masked, rows, slices):
+    n_ranks, ours, oracle = masked
+    for model in (ours, oracle):
+        model.w.set_value(np.ones(STEPS))
+    synk.broadcast(ours.w)
+    x, y, m = data(rows)
+    for _ in range(2):
+        loss = ours.train(x, [y, m], num_slices=slices)
+        np.testing.assert_allclose(loss, oracle.step(x, y, m), rtol=1e-9)
+    np.testing.assert_allclose(synk.gather(ours.w), [oracle.w.get_value()] * n_ranks, rtol=1e-9)
+
+
+def test_a_masked_mean_needs_its_weight(masked):
+    n_ranks, _, oracle = masked
+    with pytest.warns(UserWarning, match="loss: the denominator of a mean depends on the values of mask"):
+        plain = Masked(make_train_function, with_weight=False)
+    oracle.w.set_value(np.ones(STEPS))
+    rows = [7, 8, 3, 1, 4, 2, 5]
+    x, y, m = data(rows)
+    losses = float(plain.train(x, [y, m])), float(oracle.step(x, y, m))
+    assert (n_ranks == 1) == (abs(losses[0] - losses[1]) < 1e-9)
+
+
+def test_several_steps_and_other_dtypes_have_weights_too(n_ranks):
+    batches = [[0, 1, 2, 3], [4, 5, 6, 7], [1, 4, 5, 2], [9]]
+    for dtype in ("float32", "float64"):
+        ours, alone = Masked(make_train_function, adam, dtype), Masked(make_train_function_serial, adam, dtype)
+        x, y, m = data(slice(None), dtype)
+        losses, expected = (each.train.steps(x, [y, m], batches) for each in (ours, alone))
+        assert all(np.asarray(loss).dtype == dtype for loss in losses)
+        np.testing.assert_allclose(np.array(losses, float), np.array(expected, float), rtol=1e-5)
+        np.testing.assert_allclose(ours.w.get_value(), alone.w.get_value(), rtol=1e-4)
+
+
+def test_rows_of_no_weight_move_nothing(n_ranks):
+    for make in (make_train_function, make_train_function_serial):
+        model = Masked(make)
+        x, y, m = data([1, 4, 5, 11])
+        assert np.isnan(float(model.train(x, [y, m]))) and np.isnan(float(model.train(x, [y, m], num_slices=2)))
+        np.testing.assert_array_equal(model.w.get_value(), np.ones(STEPS))
+
+
+# -- running averages --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def followed(n_ranks):
+    """Make training functions whose learning rate is a running average, which another average follows."""
+    made = []
+    for make in (make_train_function, make_train_function_serial):
+        x, w = T.dmatrix("x"), shared(np.ones(STEPS), "w")
+        a, b = shared(np.ones(()), "a"), shared(np.zeros((1, 2)), "b")
+        new = 0.5 * a + 0.5 * (x**2).mean()
+        extra = [(a, new), (b, 0.5 * b + a * x[:, :2].mean(axis=0, keepdims=True), "mean")]
+        loss = ((x * w - 1) ** 2).mean()
+        made.append((make(loss, [w], x, [], sgd, extra_updates=extra, learning_rate=0.01 * a), (w, a, b)))
+    return made
+
+
+@few(15)
+@given(rows=st.integers(1, N), slices=st.integers(1, 3))
+def test_expressions_find_new_running_averages(followed, rows, slices):
+    found = []
+    for train, shareds in followed:
+        for each, value in zip(shareds, (np.ones(STEPS), np.ones(()), np.zeros((1, 2))), strict=True):
+            each.set_value(value)
+            if not found:
+                synk.broadcast(each)
+        for _ in range(2):
+            train(X[:rows], [], num_slices=slices)
+        found.append([each.get_value() for each in shareds])
+    for ours, alone in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, alone, rtol=1e-9)
+
+
+# -- validation ----------------------------------------------------------------------------------------------------
+
+
+class Validating:
+    def __init__(self, n_ranks):
+        self.n_ranks, self.epochs = n_ranks, 0
+        self.x, w = T.dvector("x"), shared(np.zeros(()), "w")
+        e, x = self.x, self.x
+        self.metrics = {
+            "plain": e.mean(), "mean": (e.mean(), "mean"), "max": (abs(e).max(), "max"), "min": (e.min(), "min"),
+            "sum": ((e > 0).sum(), "sum"), "prod": (e.prod(), "prod"),
+            "weighted": ((e * (e > 0)).sum() / (e > 0).sum(), "mean", (e > 0).sum()),
+        }  # fmt: skip
+        self.trainer = make_trainer((0 * x * w).mean(), [w], x, [], sgd, rules.BSP(), 0.1, validate=self.metrics)
+
+
+@pytest.fixture(scope="module")
+def validating(n_ranks):
+    return Validating(n_ranks)
+
+
+@few(20)
+@given(rows=st.integers(1, 11), batch=st.integers(1, 4), seed=st.integers(0, 9))
+def test_metrics_are_those_of_all_rows_in_one_process(validating, rows, batch, seed):
+    values = np.random.default_rng(seed).normal(size=rows)
+    values[0] = abs(values[0])  # so that there is some weight
+    # Each call goes on behind the last one's epochs.
+    model = validating
+    model.epochs += 1
+    train = np.ones(4 * model.n_ranks)
+    (report,) = model.trainer.epochs(train, [], batch, model.epochs, valid=(values, []))
+    positive = values[values > 0]
+    expected = {
+        "plain": values.mean(), "mean": values.mean(), "max": abs(values).max(), "min": values.min(),
+        "sum": len(positive), "prod": values.prod(), "weighted": positive.mean(),
+    }  # fmt: skip
+    assert list(report.validation) == list(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(report.validation[name], value, rtol=1e-9, err_msg=name)
