@@ -10,12 +10,16 @@ A beta-binomial of groups
     Costs much for each row, and no BLAS has a part in it.
 100 rows
     What a call of the ranks costs.
+
+With ``--chains N`` N processes evaluate the first two models by PyMC's own function at the same time, as N chains do,
+each with one BLAS thread.  The ranks evaluate for one chain after the other, so that their rate is that of one chain.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import multiprocessing
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -24,7 +28,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from benchmarks._hierarchical import GROUPS, made_up
-from benchmarks._measure import Table, bar, duration, heading, ranks, seconds
+from benchmarks._measure import Table, bar, duration, heading, processes, ranks, seconds
 
 
 def logistic(rows: int, columns: int) -> Any:
@@ -74,8 +78,28 @@ def evaluator(model: Any) -> Callable[[], Any]:
     return evaluate
 
 
-def compare(name: str, model: Any, calls: int, rounds: int, size: int, least: float | None) -> None:
-    """Measure one model, and print it."""
+def rate_of_chains(model: Any, chains: int, calls: int) -> float:
+    """Return the evaluations a second of processes that evaluate a model side by side, all together."""
+    own = evaluator(model)
+    context = multiprocessing.get_context("fork")
+    start, rates = context.Barrier(chains), context.SimpleQueue()
+
+    def evaluate() -> None:
+        with threadpool_limits(1):
+            own()
+            start.wait()
+            # No medians: these would leave out that more processes than cores wait for a core.
+            rates.put(calls / seconds(lambda: [own() for _ in range(calls)]))
+
+    own()  # compiles before the processes are forked
+    with processes(evaluate, [()] * chains):
+        return sum(rates.get() for _ in range(chains))
+
+
+def compare(
+    name: str, model: Any, calls: int, rounds: int, size: int, least: float | None, beside_chains: float | None = None
+) -> None:
+    """Measure one model, and print it, beside the rate of plain chains where that was measured."""
     from synkhronos.extensions.pymc import data_parallel
 
     own, shared = evaluator(model), evaluator(data_parallel(model))
@@ -107,6 +131,9 @@ def compare(name: str, model: Any, calls: int, rounds: int, size: int, least: fl
         print(f"the ranks take {1e6 * (mine - median(times['PyMC, 1 BLAS thread'])):.0f} us more")
     else:
         bar(f"{size} ranks beside 1 BLAS thread (rounds {min(each):.2f} to {max(each):.2f})", median(each), least=least)
+    if beside_chains is not None:
+        ratio = 1 / mine / beside_chains
+        print(f"plain chains side by side: {beside_chains:.1f} a second; the ranks: {ratio:.2f} times that")
     print()
 
 
@@ -123,17 +150,24 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=50, help="of the regression (default: %(default)s)")
     parser.add_argument("--costly", type=int, default=200_000, help="rows of the other model (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=20, help="evaluations in a turn (default: %(default)s)")
+    parser.add_argument("--chains", type=int, metavar="N", help="measure N plain processes side by side, too")
     options = parser.parse_args()
     if not importlib.util.find_spec("pymc"):
         print("This benchmark needs PyMC, which is not installed: left out.")
         return
     heading("PyMC: the log-density and its gradient, by PyMC and by the ranks")
+    models = {
+        f"hierarchical logistic regression, {options.rows} rows of {options.columns} columns": (
+            logistic(options.rows, options.columns),
+            1.8,
+        ),
+        f"beta-binomial of {GROUPS} groups, {options.costly} rows": (beta_binomial(options.costly), 1.9),
+    }
+    calls, rounds, size = options.calls, options.rounds, options.ranks
+    chains = [rate_of_chains(model, options.chains, calls) if options.chains else None for model, _ in models.values()]
     with ranks(options.ranks):
-        calls, rounds, size = options.calls, options.rounds, options.ranks
-        what = f"hierarchical logistic regression, {options.rows} rows of {options.columns} columns"
-        compare(what, logistic(options.rows, options.columns), calls, rounds, size, 1.8)
-        what = f"beta-binomial of {GROUPS} groups, {options.costly} rows"
-        compare(what, beta_binomial(options.costly), calls, rounds, size, 1.9)
+        for (what, (model, least)), rate in zip(models.items(), chains, strict=True):
+            compare(what, model, calls, rounds, size, least, rate)
         compare("beta-binomial, 100 rows", beta_binomial(100), 100 * calls, rounds, size, None)
 
 
