@@ -466,7 +466,7 @@ def test_a_host_that_decides_by_what_it_has_heard_so_far_is_found_out(monkeypatc
         heard = [each.popleft() for each in self.failures if each]
         return [(command, min(self.steps)) for command, _ in heard]
 
-    monkeypatch.setattr(StepTally, "closed", closed)
+    monkeypatch.setattr(StepTally, "take_closed", closed)
     with pytest.raises(AssertionError, match="never ends, and nobody gives it up"):
         explore(World((1, 1), waits))
 
@@ -475,8 +475,8 @@ def test_a_host_that_says_nothing_of_others_failures_is_found_out(monkeypatch):
     def here(self, failed, step):
         return told(self, failed, step)[0], False
 
-    told = StepTally.here
-    monkeypatch.setattr(StepTally, "here", here)
+    told = StepTally.update
+    monkeypatch.setattr(StepTally, "update", here)
     with pytest.raises(AssertionError, match="waits for ever"):
         explore(World((1, 1)))
 

@@ -717,16 +717,16 @@ def test_what_is_held_back_may_be_held_no_longer(monkeypatch):
     monkeypatch.setattr("synkhronos.ranks.interrupts.PATIENCE", 0.05)
     with pytest.raises(KeyboardInterrupt):
         with defer_signals() as held:
-            held.relent()
+            held.deliver_if_late()
             signal.raise_signal(signal.SIGINT)
-            held.relent()
+            held.deliver_if_late()
             time.sleep(0.1)
-            held.renew()  # what comes now has its own time
-            held.relent()
+            held.restart_patience()  # what comes now has its own time
+            held.deliver_if_late()
             time.sleep(0.1)
             with pytest.raises(KeyboardInterrupt):
-                held.relent()
-            held.relent()
+                held.deliver_if_late()
+            held.deliver_if_late()
             signal.raise_signal(signal.SIGINT)  # not held any more
             pytest.fail()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

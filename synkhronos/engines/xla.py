@@ -425,8 +425,8 @@ class _Together(Runner):
         with defer_signals() as signals:
             with combining(combine, self.times):
                 results = self._chain(*inputs)
-            signals.renew()
-            communicator.meet(signals.relent)
+            signals.restart_patience()
+            communicator.meet(signals.deliver_if_late)
             self._rank.commit()
         return results
 

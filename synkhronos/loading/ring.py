@@ -37,7 +37,7 @@ import numpy as np
 
 from synkhronos.devices import Selection
 from synkhronos.ranks.control import POLL, Bell
-from synkhronos.ranks.errors import UNKNOWN, cause_of_death, cut
+from synkhronos.ranks.errors import UNKNOWN, cause_of_death, shorten
 
 #: What a byte says of a row: it has been left out, because it can't be read, or it is there.
 SKIPPED, THERE = 0, 1
@@ -300,7 +300,7 @@ class Ring:
         """Say that a loader can't write its share of a unit; or without one, nothing at all."""
         at = self.layout.reports_at + loader * _REPORT
         # A character takes six bytes at most.
-        text = json.dumps(cut(message, _REPORT // 6 - 16), ensure_ascii=False).encode(errors="backslashreplace")
+        text = json.dumps(shorten(message, _REPORT // 6 - 16), ensure_ascii=False).encode(errors="backslashreplace")
         self._memory[at : at + _REPORT] = np.frombuffer(text.ljust(_REPORT, b"\0"), np.uint8)
         self._fence()
         self._failed[loader] = _NEVER if generation < 0 else generation << _UNITS | unit + 1

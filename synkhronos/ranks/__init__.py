@@ -1,24 +1,6 @@
-"""Who runs, and how do they stay in step?
+"""Processes that run commands in step: commands, barriers, shared memory, liveness and errors.
 
-Processes, commands, errors, liveness, and the shared memory that ranks map.  This room knows nothing of arrays'
-meaning, graphs or devices.
-
-`fork`, `close`, `session`
-    The running ranks (`session`).
-`Rank`, `Command`
-    What runs on each of them (`rank`).
-`SharedArray`
-    Where an array lies in memory that all ranks see (`segments`).
-`Read`
-    What a command reads of such an array (`reads`).
-`PendingOperation`
-    What may outlast the command that started it (`kept`).
-`WorkerError`, `Cancelled`
-    What went wrong (`errors`).
-`available_cores`
-    How many cores there are to share (`threads`).
-`WeakKeys`
-    What is noted of objects without keeping them (`weak`).
+This package knows nothing of graphs, devices, or the meaning of arrays.
 """
 
 from synkhronos.ranks.errors import Cancelled, WorkerError

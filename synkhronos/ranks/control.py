@@ -1,19 +1,11 @@
-"""The memory and the semaphores through which ranks keep in step.
+"""Shared counters and semaphores by which ranks synchronise.
 
-`Control`
-    Counters, mailbox, slots and scratch memory that all ranks inherit at the fork, and the one way to wait.
-`Bell`
-    A semaphore on which a rank sleeps.
-`Mutex`
-    A semaphore that one process at a time may have.
+The master creates them before it forks, and nothing has a name: the memory is anonymous, and the semaphores lie in it.
 
-Everything here is made by the master before it forks, and nothing has a name: the memory is anonymous, and the
-semaphores lie in it.
-
-Counters only grow, and each has one writer, so that reading them needs no lock.  A rank that waits for a counter
-spins for some microseconds and then sleeps on its own semaphore, its *bell*; whoever writes the counter rings it
-if it sleeps.  A bell is a hint and nothing more: the sleeper looks at the counter again, so that a spurious ring
-does no harm, and it wakes by itself every `POLL` seconds to see whether its peers are alive.
+Counters only grow, and each has one writer, so reading them needs no lock.  A rank that waits for a counter spins for
+some microseconds and then sleeps on its own semaphore, its *bell*; whoever writes the counter rings the bell if the
+rank sleeps.  A ring is only a hint: the sleeper checks the counter again, so a spurious ring does no harm, and it wakes
+every `POLL` seconds to check whether its peers are alive.
 """
 
 from __future__ import annotations
@@ -32,20 +24,20 @@ from typing import Any, cast
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.segments import create_unlinked, map_file
 
-#: Bytes of the mailbox; a longer command travels in a shared segment of its own.
+#: Number of bytes of the mailbox; a longer command is written into a segment of its own.
 MAILBOX = 1 << 18
-#: Bytes of one slot: what a rank shows to the others at one step.
+#: Number of bytes of a slot, in which a rank publishes a value at a step.
 SLOT = 1 << 16
-#: Bytes of one half of a rank's scratch memory, through which host collectives stream.
+#: Number of bytes of one half of a rank's scratch memory, through which collectives on the host stream.
 SCRATCH = 1 << 20
-#: Seconds after which a sleeping rank looks whether its peers are alive.
+#: Seconds after which a sleeping rank checks whether its peers are alive.
 POLL = 0.05
-#: Seconds for which a rank looks at a counter before it sleeps, if every rank has a core of its own.  Longer than it
-#: takes to wake a process whose core has gone to sleep (about 0.1 ms on a virtual machine): or two ranks that take
-#: turns would each sleep every time.
+#: Seconds for which a rank spins on a counter before it sleeps, if every rank has a core of its own.  Longer than the
+#: wake-up of a process whose core is idle (about 0.1 ms on a virtual machine): otherwise two ranks that take turns
+#: would sleep every time.
 SPIN = 250e-6
 
-#: Why a rank sleeps; whoever changes something rings those who sleep for it.
+#: Reasons for which a rank sleeps; a writer rings the ranks that sleep for its reason.
 AWAKE, FOR_COMMAND, FOR_STEP, FOR_JOIN, FOR_TASK = range(5)
 
 _FIXED = 10  # words before the counters of the ranks
@@ -53,7 +45,7 @@ _BELL = 64  # bytes for a semaphore: more than any system's takes, and a cache l
 
 
 def _places(size: int, n_here: int, extra: int) -> tuple[int, int, int, int, int]:
-    """Return where in the memory there are the mailbox, scratch memory, bells, other rooms' memory, and slots."""
+    """Return the offsets of the mailbox, scratch memory, bells, the link's memory, and slots."""
     mailbox_at = _paged((_FIXED + 7 * size) * 8)
     scratch_at = mailbox_at + MAILBOX
     bells_at = scratch_at + 2 * n_here * SCRATCH
@@ -66,32 +58,42 @@ def _paged(nbytes: int) -> int:
 
 
 class Control:
-    """What the ranks of one session share from the fork on.
+    """Memory that the ranks of a session share from the fork on, and the wait for a change of it.
 
     Parameters
     ----------
     size : int
-        The number of ranks.
+        Number of ranks.
     spin : float
-        Seconds for which to look at a counter before sleeping.
+        Seconds for which to spin on a counter before sleeping.
     file : int, optional
-        A file descriptor of shared memory in which to lie, for processes that don't inherit this one's.
+        File descriptor of shared memory to use, for processes that do not inherit this one's.
     made : bool
-        Whether another process has made it there already.
+        Whether another process has initialised that memory.
     here : range, optional
-        The ranks of this machine, if there are others: what these do is written here by `synkhronos.hosts`.
+        Ranks of this machine; the agents of `synkhronos.hosts` write the counters of the others.  Default: all.
     extra : int
-        Bytes of memory for that room.
+        Number of bytes for the link.
 
     Attributes
     ----------
-    words : memoryview
-        Unsigned 64-bit words, among them (by the constants of this class) the number of the last command posted,
-        of the last that failed, and the length of the message in the mailbox.  `agreement` has the last two of them.
-    done, arrived, sleeping, report_length, core, committed, progress : memoryview
-        One word a rank: the last command it finished, the last step it reached, why it sleeps, how long its report of
-        a failure is, on which core it was last seen (counted from 1), the last command whose effects it has applied,
-        when it last said that it goes on (nanoseconds of the monotonic clock).
+    words : memoryview of uint64
+        Single words, indexed by the constants of this class: the last command posted, the last that failed, the length
+        of the message in the mailbox, and others.  `CLOSED` and the next word belong to `agreement`.
+    done : memoryview of uint64
+        Last command that each rank has finished.
+    arrived : memoryview of uint64
+        Last step that each rank has reached.
+    sleeping : memoryview of uint64
+        Reason for which each rank sleeps.
+    report_length : memoryview of uint64
+        Number of bytes of each rank's report of a failure.
+    core : memoryview of uint64
+        Core on which each rank was last seen, counted from 1.
+    committed : memoryview of uint64
+        Last command whose effect each rank has applied.
+    progress : memoryview of uint64
+        Time of each rank's last sign of progress, in nanoseconds of the monotonic clock.
     """
 
     POSTED, FAILED, LENGTH, ANNOUNCED, PLAN, ENDING, NEWS, SENT, CLOSED = range(9)
@@ -120,28 +122,28 @@ class Control:
         self.mailbox = memoryview(self._memory)[mailbox_at : mailbox_at + MAILBOX]
         self.extra = memoryview(self._memory)[extra_at : extra_at + extra]
         self._bells = [Bell(self._memory, bells_at + rank * _BELL, made) for rank in range(size)]
-        #: Who has it may write down how far all ranks had come in a command that failed: see `agreement`.
+        #: Its owner may close a failed command: see `agreement`.
         self.closing = Mutex(self._memory, bells_at + size * _BELL, made)
         if not made:
             self.closing.ring()
         self._fence_lock = threading.Lock()
-        # This machine's come first.
+        # The slots of this machine's ranks come first.
         starts = [self._slots_at + 3 * ((rank - self.here.start) % size) * SLOT for rank in range(size)]
         whole = memoryview(self._memory)
         self._slots = [[whole[at + i * SLOT : at + (i + 1) * SLOT] for i in range(3)] for at in starts]
 
     @staticmethod
     def create(size: int, n_here: int, extra: int = 0) -> io.FileIO:
-        """Make the memory for some ranks of this machine and their peers on others, as an open file.
+        """Create the memory as an open file, for ``n_here`` ranks of this machine and their peers on others.
 
-        Of the slots of those elsewhere, a page each is allocated: ranks hardly ever show each other more.
+        One page of each slot of the others is allocated: values that ranks publish are rarely longer.
         """
         slots_at = _places(size, n_here, extra)[-1]
         others = range(slots_at + 3 * n_here * SLOT, slots_at + 3 * size * SLOT, SLOT)
         return create_unlinked(others.stop, [range(others.start), *(range(at, at + mmap.PAGESIZE) for at in others)])
 
     def slot(self, rank: int, which: int) -> memoryview:
-        """Return a slot of a rank: 0 and 1 for steps, in turn, 2 for its report."""
+        """Return a slot of a rank: 0 and 1 are used by steps in turn, 2 holds its failure report."""
         return self._slots[rank][which]
 
     def scratch(self, rank: int, half: int) -> memoryview:
@@ -150,37 +152,46 @@ class Control:
         return memoryview(self._memory)[at : at + SCRATCH]
 
     def fence(self) -> None:
-        """Make what this rank wrote visible before it reads on.
+        """Order this rank's writes before its later reads.
 
-        Needed between "write my word, then see who sleeps" here and "say that I sleep, then read the words" there:
-        without it each could miss the other's write.  Taking a lock is an atomic operation, which orders memory.
+        One rank writes its word and then reads who sleeps; another writes that it sleeps and then reads the word.
+        Without a fence each could miss the other's write.  Acquiring a lock is an atomic operation and orders memory.
         """
         with self._fence_lock:
             pass
 
     def ring(self, rank: int, reason: int) -> None:
-        """Wake a rank, if it sleeps for this reason.  Call `fence` between the write and this."""
+        """Wake a rank if it sleeps for this reason.  Call `fence` between the write and this."""
         if self.sleeping[rank] == reason:
             self._bells[rank].ring()
 
     def ring_here(self, reason: int) -> None:
-        """Wake the ranks of this machine that sleep for this reason, after a write of what they wait for."""
+        """Wake the ranks of this machine that sleep for this reason; call it after the write that they wait for."""
         self.fence()
         for rank in self.here:
             self.ring(rank, reason)
 
     def ring_all(self) -> None:
-        """Wake every rank that sleeps, for whatever reason."""
+        """Wake every sleeping rank."""
         self.fence()
         for rank in range(self.size):
             if self.sleeping[rank] != AWAKE:
                 self._bells[rank].ring()
 
     def wait(self, me: int, ready: Callable[[], bool], reason: int, watch: Callable[[], None], poll: float) -> None:
-        """Return when ``ready()`` is true: it looks at counters, is cheap, and stays true once it is.
+        """Wait until a condition on the counters holds.
 
-        While rank ``me`` sleeps, ``reason`` is written down.  ``watch()`` is called every ``poll`` seconds; it raises,
-        or ends the process, when there is nobody to wait for.
+        Parameters
+        ----------
+        me : int
+            Rank that waits.
+        ready : callable
+            Returns whether the condition holds: cheap, and monotonic.
+        reason : int
+            Reason that is published while the rank sleeps.
+        watch : callable
+            Called every ``poll`` seconds; raises, or ends the process, when a peer has died.
+        poll : float
         """
         if ready():
             return
@@ -209,11 +220,11 @@ class Control:
             self.sleeping[me] = AWAKE
 
     def _leave_shared_core(self, me: int) -> None:
-        """Move to a core where no other rank is, if there is one.
+        """Move to a core without another rank, if there is one.
 
-        A scheduler likes to wake a process on the core of the one that woke it.  There the two would take turns, each
-        spinning while the other waits for the core.  The process is moved and let go again, not bound: other programs
-        may need the machine too.
+        Schedulers tend to wake a process on the core of the process that woke it.  There the two would take turns, each
+        spinning while the other waits for the core.  The process is moved, and not bound afterwards: other programs may
+        need the cores too.
         """
         core = self.core[me] = current_core()
         taken = {self.core[r] for r in range(self.size) if r != me and self.sleeping[r] == AWAKE}
@@ -222,7 +233,7 @@ class Control:
         allowed = os.sched_getaffinity(0)
         free = {number for number in allowed if number + 1 not in taken}
         if free:
-            with defer_signals():  # or it would stay bound
+            with defer_signals():  # an interrupt in between would leave it bound
                 os.sched_setaffinity(0, free)
                 os.sched_setaffinity(0, allowed)
             self.core[me] = current_core()
@@ -230,13 +241,13 @@ class Control:
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLOCK, _sem_wait = time.CLOCK_MONOTONIC, cast(Any, getattr(_libc, "sem_clockwait", None))
-if _sem_wait is None:  # glibc before 2.30 knows the wall clock alone: where that is set back, a wait is so much longer
+if _sem_wait is None:  # glibc before 2.30 has the wall clock alone: setting it back lengthens a wait
     _CLOCK, _sem_wait = time.CLOCK_REALTIME, lambda semaphore, clock, until: _libc.sem_timedwait(semaphore, until)
-_getcpu = getattr(_libc, "sched_getcpu", None)  # only Linux says
+_getcpu = getattr(_libc, "sched_getcpu", None)  # Linux only
 
 
 def current_core() -> int:
-    """Return the number of the core that this runs on, counted from 1; 0 where the system doesn't say."""
+    """Return the number of the current core, counted from 1; 0 where the system does not tell."""
     return _getcpu() + 1 if _getcpu is not None else 0
 
 
@@ -245,30 +256,37 @@ class _Timespec(ctypes.Structure):
 
 
 class Bell:
-    """A semaphore in memory that processes share, at some byte of it; perhaps another process has ``made`` it.
+    """An unnamed semaphore in shared memory, on which one process sleeps.
 
-    One with a name, unlinked at once, would leave the name if the process were killed in between, and take a file
-    descriptor or a place in /dev/shm.
+    A named semaphore would leave its name behind if the process were killed before it is unlinked.
+
+    Parameters
+    ----------
+    memory : buffer
+    at : int
+        Offset in bytes.
+    made : bool
+        Whether another process has initialised it.
     """
 
     def __init__(self, memory: Any, at: int, made: bool):
-        self._memory = (ctypes.c_char * _BELL).from_buffer(memory, at)  # keeps it
+        self._memory = (ctypes.c_char * _BELL).from_buffer(memory, at)  # a reference keeps the memory mapped
         self._semaphore = ctypes.c_void_p(ctypes.addressof(self._memory))
         self._deadline = _Timespec()
         self._until = ctypes.byref(self._deadline)
         if not made and _libc.sem_init(self._semaphore, 1, 0):
-            raise OSError(ctypes.get_errno(), "a semaphore can't be made")
+            raise OSError(ctypes.get_errno(), "a semaphore could not be initialised")
 
     def ring(self) -> None:
-        """Wake who waits, or the next who does."""
+        """Wake the process that waits, or the next one that does."""
         _libc.sem_post(self._semaphore)
 
     def wait(self, seconds: float) -> bool:
-        """Return when the bell rings, or a signal's handler has run; False if neither does in time."""
+        """Wait for a ring, or for a signal handler to run; return False after ``seconds`` without either."""
         return not (self._wait(seconds) and ctypes.get_errno() == errno.ETIMEDOUT)
 
     def _wait(self, seconds: float) -> int:
-        """Return 0 when the semaphore could be lowered."""
+        """Return 0 once the semaphore has been decremented."""
         deadline, until = self._deadline, time.clock_gettime(_CLOCK) + seconds
         deadline.seconds = whole = int(until)
         deadline.ns = int((until - whole) * 1e9)
@@ -276,8 +294,8 @@ class Bell:
 
 
 class Mutex(Bell):
-    """A semaphore that one process at a time may have, once it has been rung for the first time."""
+    """A lock between processes, released by `ring`; it starts locked."""
 
     def take(self, seconds: float) -> bool:
-        """Whether this process has got it within some seconds; `ring` gives it back."""
+        """Acquire the lock; return False if it is not free within ``seconds``."""
         return self._wait(seconds) == 0

@@ -1,14 +1,4 @@
-"""The errors that ranks raise.
-
-`WorkerError`
-    A worker raised an exception or died; what the master's caller sees.
-`Cancelled`
-    Another rank failed; what unwinds a rank's part of a command.  Never leaves the library.
-`Report`
-    What one rank has to say of its failure.
-`cut`
-    Shortens what is too long to be said.
-"""
+"""Errors that ranks raise, and the reports from which the master makes them."""
 
 from __future__ import annotations
 
@@ -19,8 +9,19 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Report:
-    """One rank's account of its failure: small, picklable, plain text."""
+class FailureReport:
+    """Description of one rank's failure, as text.
+
+    Attributes
+    ----------
+    rank : int
+    kind : str
+        Name of the exception's class.
+    message, traceback : str
+        Both may have their middle removed.
+    host : str
+        Name of the rank's machine; "" if there is only one.
+    """
 
     rank: int
     kind: str
@@ -29,27 +30,27 @@ class Report:
     host: str = ""
 
     @classmethod
-    def of(cls, rank: int, error: BaseException, limit: int) -> Report:
-        """Describe ``error``, with about ``limit`` characters of its message and of its traceback at most."""
+    def from_exception(cls, rank: int, error: BaseException, limit: int) -> FailureReport:
+        """Build the report of an exception, with at most about ``limit`` characters of message and of traceback."""
         try:
             message = str(error)
         except Exception as another:
             message = f"<no message: its __str__ raised {type(another).__qualname__}>"
         text = "".join(traceback.format_exception(error))
-        return cls(rank, type(error).__qualname__, cut(message, limit), cut(text, limit))
+        return cls(rank, type(error).__qualname__, shorten(message, limit), shorten(text, limit))
 
     @property
     def who(self) -> str:
-        """The rank, and, where there are several hosts, the host."""
+        """Name of the rank, and of its host if there are several."""
         return f"rank {self.rank}" + (f" on host {self.host}" if self.host else "")
 
     def summary(self) -> str:
-        """One line: the rank, the exception's class and the first line of its message."""
+        """Return one line: the rank, the exception's class and the first line of its message."""
         return f"{self.who}: {self.kind}: {(self.message.splitlines() or [''])[0]}"
 
 
-def cut(text: str, limit: int) -> str:
-    """Leave out the middle of what is too long: its beginning and its end say most."""
+def shorten(text: str, limit: int) -> str:
+    """Return the text without its middle if it is longer than ``limit`` characters."""
     return text if len(text) <= limit else f"{text[: limit // 2]}\n[...]\n{text[-limit // 2 :]}"
 
 
@@ -59,11 +60,11 @@ class WorkerError(RuntimeError):
     Attributes
     ----------
     rank : int
-        The rank that failed (the lowest, when several did).
+        Rank that failed; the lowest if several did.
     worker_traceback : str
-        The worker's own traceback; empty when the worker died without one.
+        Traceback of that worker; "" if it died without one.
     failures : dict of int to str
-        One line for every rank that failed.
+        One line for each rank that failed.
 
     Notes
     -----
@@ -80,8 +81,8 @@ class WorkerError(RuntimeError):
         return type(self), (str(self), self.rank, self.worker_traceback, self.failures)
 
     @classmethod
-    def of(cls, reports: Sequence[Report], effect: str = "") -> WorkerError:
-        """Make the error for ranks that raised exceptions and are still there."""
+    def from_reports(cls, reports: Sequence[FailureReport], effect: str = "") -> WorkerError:
+        """Build the error for ranks that raised exceptions; ``effect`` says on which ranks updates were applied."""
         first = reports[0]
         head = f"{first.who} raised {first.kind}: {first.message}"
         others = "".join(f"\n  {report.summary()}" for report in reports[1:])
@@ -94,15 +95,15 @@ class WorkerError(RuntimeError):
 
 
 class Cancelled(Exception):
-    """Another rank failed, and this one leaves the command."""
+    """Another rank failed; unwinds this rank's part of the command and never leaves the library."""
 
 
-#: Stands for the exit code of a process that somebody else has waited for; no exit code is as large.
+#: In place of the exit code of a process whose status was collected elsewhere; larger than any exit code.
 UNKNOWN = 1 << 16
 
 
 def cause_of_death(code: int) -> str:
-    """Say in words what ``os.waitstatus_to_exitcode`` says in a number."""
+    """Return a description of an exit code as of `os.waitstatus_to_exitcode`, such as "was killed by SIGKILL"."""
     if code == UNKNOWN:
         return (
             "ended (how is not known: this process ignores SIGCHLD, or something in it, such as os.wait(), "

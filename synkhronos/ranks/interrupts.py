@@ -1,9 +1,4 @@
-"""Holds signals back where half a step must not be left.
-
-`defer_signals`
-    A block of code that signals' handlers follow, rather than cut short.
-`handler_of`, `set_handler`, `put_back`
-    Read and change a signal's handler, though such a block may be on.
+"""Deferral of signals where an operation must not be left half done.
 
 Any handler may raise: KeyboardInterrupt is only the best known.  A time limit's (``signal.alarm``) raises too.
 """
@@ -17,10 +12,10 @@ import time
 from types import FrameType
 from typing import Any, Self
 
-# Those of `signal` make enums of what goes in and comes out, which takes ten times as long.
+# The functions of `signal` convert arguments and results to enums, which takes ten times as long.
 _handler_of, _handle = _signal.getsignal, _signal.signal
 
-#: Seconds after which `defer_signals.relent` gives in.
+#: Seconds after which `defer_signals.deliver_if_late` delivers a deferred signal.
 PATIENCE = 2.0
 
 
@@ -28,17 +23,16 @@ _SIGNALS = [int(number) for number in signal.valid_signals()]
 
 
 class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
-    """Hold all signals that Python handles back until the end of the ``with`` block.
+    """Defer the handlers of all signals to the end of the ``with`` block.
 
-    Blocking the signals would not do: where there are other threads (a BLAS has some), the system hands them to one of
-    those, and Python's handler runs in the main thread all the same.  In other threads handlers never run, and there
-    is nothing to hold back.
+    Blocking the signals would not do: the system delivers them to another thread (a BLAS has some), and Python's
+    handler runs in the main thread all the same.  In other threads handlers never run, and nothing is deferred.
 
-    Only for what takes a moment, and for longer where that is C's time anyway: while XLA compiles, say.
+    Only for short blocks, and for longer ones that are compiled code anyway, such as XLA's compilation.
     """
 
     def __enter__(self) -> Self:
-        #: Signals that have been held back, and when the first came.
+        #: Signals that have been deferred, and the time of the first.
         self._came: list[int] = []
         self._since = 0.0
         self._handlers: dict[int, Any] = {}
@@ -47,7 +41,7 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
             try:
                 self._take_over()
                 self._entering, self._holds = False, True
-            except BaseException:  # from a handler to which a signal has come before it was this one's turn
+            except BaseException:  # raised by a handler that was not replaced yet
                 self._restore(list(self._handlers.items()))
                 raise
         return self
@@ -55,7 +49,7 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
     def _take_over(self) -> None:
         for number in _SIGNALS:
             handler = _handler_of(number)
-            if callable(handler):  # else it is ignored, or fatal, or somebody's who is not Python
+            if callable(handler):  # else it is ignored, fatal, or was not installed by Python
                 self._handlers[number] = handler
                 _handle(number, self._note)
 
@@ -72,16 +66,16 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
             self._raise(came)
 
     def is_holding(self, besides: int) -> bool:
-        """Whether a signal is held back, besides one of this number."""
+        """Whether a signal other than this number is deferred."""
         return any(number != besides for number in self._came)
 
-    def renew(self) -> None:
-        """Begin `PATIENCE` anew, for the wait that comes now: what was before it took its time."""
+    def restart_patience(self) -> None:
+        """Count `PATIENCE` from now on, before a wait that follows other long work."""
         if self._came:
             self._since = time.monotonic()
 
-    def relent(self) -> None:
-        """Hold nothing back any more if something has been for `PATIENCE` seconds: for a wait inside the block."""
+    def deliver_if_late(self) -> None:
+        """Stop deferring if a signal has been deferred for `PATIENCE` seconds; for a wait inside the block."""
         if self._came and time.monotonic() > self._since + PATIENCE:
             self._leave()
 
@@ -89,13 +83,13 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
         for i, (number, handler) in enumerate(handlers):
             try:
                 (_handle if callable(handler) else signal.signal)(number, handler)
-            except BaseException:  # from a handler that is back, to which a signal has come
+            except BaseException:  # raised by a handler that is installed again
                 self._restore(handlers[i:])
                 raise
 
     def _raise(self, numbers: list[int]) -> None:
         if numbers:
-            # Whoever reads signals from a file was told when they came.
+            # The wakeup descriptor was written when the signals arrived.
             wakeup = signal.set_wakeup_fd(-1)
             try:
                 signal.raise_signal(numbers[0])
@@ -109,7 +103,7 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
                 self._since = self._since or time.monotonic()
                 self._came.append(number)
             return
-        # A signal has come between the first and the last of them.
+        # The signal arrived while the handlers were being replaced or restored.
         handler = self._handlers[number]
         if not self._entering:
             self._restore([(number, handler)])
@@ -118,7 +112,7 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
 
 
 def handler_of(number: int) -> Any:
-    """Return a signal's handler: the one that comes back after the blocks that are on."""
+    """Return a signal's handler outside of all `defer_signals` blocks."""
     handler = _handler_of(number)
     while isinstance(block := getattr(handler, "__self__", None), defer_signals):
         handler = block._handlers[number]
@@ -126,7 +120,7 @@ def handler_of(number: int) -> Any:
 
 
 def set_handler(number: int, handler: Any) -> None:
-    """Set a signal's handler; while blocks are on, the one that comes back after them."""
+    """Set a signal's handler; within `defer_signals`, the one that is restored after the outermost block."""
     block = getattr(_handler_of(number), "__self__", None)
     if not isinstance(block, defer_signals):
         signal.signal(number, handler)
@@ -137,6 +131,6 @@ def set_handler(number: int, handler: Any) -> None:
 
 
 def put_back(number: int, handler: Any, before: Any) -> None:
-    """Have a signal's handler be what it was before it was ``handler``; if that isn't the handler now, leave it."""
+    """Restore a signal's previous handler if ``handler`` is still installed."""
     if handler_of(number) == handler:
         set_handler(number, before)

@@ -1,10 +1,7 @@
-"""What all ranks keep until the master lets go of it: shared memory, and copies of objects.
+"""Shared memory and copies of objects that all ranks keep until the master releases them.
 
-`Memory`
-    Makes segments, tells the workers of them, and has the ranks let go.
-
-A segment is made by the master and has a key, the same on every rank.  Workers hear of it with the next command.  What
-the master lets go of goes on the other ranks with the next command that comes.
+The master creates a segment under a key that is the same on every rank; workers receive it with the next command.  What
+the master releases is dropped on the other ranks with a later command.
 """
 
 from __future__ import annotations
@@ -22,15 +19,15 @@ from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.rank import Command, Rank
 from synkhronos.ranks.segments import Segment, announce, create_unlinked
 
-#: A segment, or an object in the ranks' stores.
+#: Kind of a thing that is released: a segment, or an object in `Rank.objects`.
 What = Literal["segment", "object"]
 
-#: Segments made but not announced yet, at most: each holds a file descriptor.
+#: Maximal number of segments that are not announced yet: each holds a file descriptor.
 _UNANNOUNCED = 64
 
 
 class Release(Command):
-    """Let go of segments and stored objects on every rank, as the master has."""
+    """Drop segments and objects on every rank, after the master has."""
 
     __slots__ = ("let_go",)
 
@@ -38,10 +35,10 @@ class Release(Command):
         self.let_go = let_go
 
     def run(self, rank: Rank) -> None:
-        """Drop them from this rank's tables."""
+        """Drop them on this rank."""
         memory = [rank.segments.drop(key) for what, key in self.let_go if what == "segment"]
         if not rank.is_master and any(one is not None and one() is not None for one in memory):
-            # Compilers leave garbage that holds the inputs for which they compiled, and an idle worker collects none.
+            # Compilers leave cycles that hold the inputs for which they compiled, and an idle worker collects none.
             gc.collect()
         for what, key in self.let_go:
             if what == "object":
@@ -49,20 +46,24 @@ class Release(Command):
 
 
 class Memory:
-    """What the master and the workers share, seen from the master.  Used in a session's turn.
+    """The master's table of shared memory and objects.  Used under a session's lock.
 
     Parameters
     ----------
     rank : Rank
-        The master's.
+        The master's rank.
     channels : dict of int to socket
         The master's ends of the workers' socket pairs, by rank.
     run : callable
-        Runs a command on all ranks, if none is running.
+        Runs a command on all ranks; raises if one is running.
+
+    Attributes
+    ----------
+    last_key : int
+        Key of the newest segment.
     """
 
     def __init__(self, rank: Rank, channels: Mapping[int, socket], run: Callable[[Command], Any]):
-        #: Of the segment that was made last.
         self.last_key = self._last_part = 0
         self._rank = rank
         self._channels = channels
@@ -74,21 +75,25 @@ class Memory:
         self._orphaned: list[Any] = []
 
     def create(self, nbytes: int, in_command: bool = False) -> Segment:
-        """Make shared memory that every rank finds under the returned segment's key from the next command on.
+        """Create a segment, which every rank has under the same key from the next command on.
 
-        While a command is being sent (``in_command``) none can be run to make room.
+        Parameters
+        ----------
+        nbytes : int
+        in_command : bool
+            Whether a command is being sent, so that none can be run to free memory.
 
         Raises
         ------
         MemoryError
-            If there is no room in ``/dev/shm``.
+            If ``/dev/shm`` is full.
         OSError
             If this process has too many files open.
         """
         return self.enter(self.file(nbytes, in_command), max(1, nbytes), in_command)
 
     def file(self, nbytes: int, in_command: bool = False) -> io.FileIO:
-        """Return memory as an open file, for what `enter` makes of it; as `create` does."""
+        """Create shared memory as an open file, which `enter` makes a segment; errors are those of `create`."""
         nbytes = max(1, nbytes)
         self.notice_orphans()
         try:
@@ -97,17 +102,22 @@ class Memory:
             useful = self._garbage if isinstance(error, MemoryError) else error.errno == errno.EMFILE
             if not useful or in_command:
                 raise
-            self.flush(in_any_case=True)  # closes the files that wait to be announced, too
+            self.flush(in_any_case=True)  # also closes the files that wait to be announced
             return create_unlinked(nbytes)
 
     def enter(self, file: io.FileIO, nbytes: int, in_command: bool = False) -> Segment:
-        """Have every rank find a file's memory under the returned segment's key from the next command on."""
+        """Make a file a segment, which every rank has under the same key from the next command on."""
         return self._added(Segment(self.last_key + 1, file.fileno(), nbytes), file, in_command)
 
     def open(self, path: str) -> Segment:
-        """Map a file, which every rank finds under the returned segment's key from the next command on.
+        """Map a user's file as a segment, which every rank has under the same key from the next command on.
 
-        It is the same file on every host.  OSError if there is none, or it may not be read.
+        The file has to be the same on every host.
+
+        Raises
+        ------
+        OSError
+            If there is no such file, or it is not readable.
         """
         self.notice_orphans()
         with defer_signals():
@@ -116,12 +126,12 @@ class Memory:
         return self._added(Segment(self.last_key + 1, file.fileno(), nbytes, is_file=True), file, False)
 
     def key_of_parts(self) -> int:
-        """Return a key for memory that the ranks of each host make themselves, in a command, and nobody announces."""
+        """Return a key for memory that the ranks of each host create themselves within a command."""
         self._last_part -= 1
         return self._last_part
 
     def _added(self, segment: Segment, file: io.FileIO, in_command: bool) -> Segment:
-        with defer_signals():  # a worker would wait for ever for a key that is never announced
+        with defer_signals():  # a worker would wait forever for a key that is never announced
             self.last_key += 1
             self._rank.segments.add(segment)
             if self._channels:
@@ -133,7 +143,7 @@ class Memory:
         return segment
 
     def announce(self) -> None:
-        """Send the workers the segments that are new to them."""
+        """Send the workers the segments that they do not have yet."""
         while self._unannounced:
             segment, file, waiting = self._unannounced[0]
             while waiting:
@@ -144,7 +154,7 @@ class Memory:
             file.close()
 
     def release(self, what: What, key: Any) -> None:
-        """Let go of a segment, or a stored object, on every rank: here at once, elsewhere with the next command."""
+        """Release a segment or an object: here at once, on the other ranks with the next command."""
         if self._is_freed:
             return
         self._owned.pop((what, key), None)
@@ -155,28 +165,27 @@ class Memory:
         self._garbage.append((what, key))
 
     def release_with(self, owner: object, what: What, key: Any) -> None:
-        """Let go of a segment, or a stored object, some time after the owner is collected.
+        """Release a segment or an object after its owner is collected: at the next command or creation of memory.
 
-        At the next command, or when memory is made next.  At the collection itself nothing runs that is written in
-        Python: an interrupt that came in the middle of it would be swallowed.
+        No Python code runs at the collection itself: an interrupt in the middle of it would be swallowed.
         """
         self._owned[what, key] = weakref.KeyedRef(owner, self._orphaned.append, (what, key))
 
     def notice_orphans(self) -> None:
-        """Let go of what belonged to owners that have been collected."""
+        """Release the segments and objects of owners that have been collected."""
         while self._orphaned:
             self.release(*self._orphaned[0].key)
             del self._orphaned[0]
 
     def flush(self, in_any_case: bool = False) -> None:
-        """Have the workers let go of what was released; ``in_any_case`` announces segments though nothing was."""
+        """Release on the workers what was released here; ``in_any_case``: announce new segments even if nothing was."""
         if self._garbage or in_any_case:
             release = Release(self._garbage[:])
             self._run(release)
-            del self._garbage[: len(release.let_go)]  # not before: an interrupt comes at any moment
+            del self._garbage[: len(release.let_go)]  # only now: an interrupt may come at any moment
 
     def free(self) -> None:
-        """Let go of everything in this process: the ranks have ended."""
+        """Free everything in this process: the ranks have ended."""
         self._is_freed = True
         for _, file, _ in self._unannounced:
             file.close()

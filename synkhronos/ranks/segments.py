@@ -1,25 +1,8 @@
 """Shared memory that all ranks map.
 
-`Segment`
-    One POSIX shared memory object, mapped into this process.
-`Unmapped`
-    One that there was no room for.
-`SegmentTable`
-    The segments that one rank has mapped, by key.
-`SharedArray`
-    Where an array lies: what a command carries in place of the array.
-`map_file`
-    Maps shared memory without keeping its file open.
-`announce`, `Receiver`
-    How segments come from the master to the workers.
-`is_closed`
-    Whether the other end of such a channel has gone.
-`check_room`, `free_memory`
-    Whether there is room for so much shared memory.
-
-The master makes a segment without a name; workers get it as an open file over the socket pair that each of them
-inherited at the fork.  So no crash leaves a name in ``/dev/shm``, and nobody else can open what has none.  (Where the
-system makes none without, the name is random, for this user alone, and unlinked at once.)
+The master creates a segment without a name; workers receive it as an open file over the socket pair that each of them
+inherited at the fork.  So no crash leaves a name in ``/dev/shm``, and no other process can open the memory.  (Where the
+system cannot create files without a name, the name is random, accessible to this user alone, and unlinked at once.)
 """
 
 from __future__ import annotations
@@ -100,10 +83,19 @@ def free_memory(root: str = "") -> int:
 
 
 def create_unlinked(nbytes: int, runs: Iterable[range] | None = None) -> io.FileIO:
-    """Make a shared memory object of ``nbytes`` without a name, and return it as an open file.
+    """Create shared memory without a name and return it as an open file.
 
-    The pages of some runs of bytes, by default all, are allocated here and now: a full ``/dev/shm`` is a MemoryError in
-    this call, not a bus error at some later write.
+    Parameters
+    ----------
+    nbytes : int
+    runs : iterable of range, optional
+        Ranges of bytes whose pages are allocated now, so that a full ``/dev/shm`` is a MemoryError here rather than a
+        bus error at a later write.  Default: all.
+
+    Raises
+    ------
+    MemoryError
+        If there is no room, or a limit of this process is exceeded.
     """
     runs = [range(nbytes)] if runs is None else [run for run in runs if run]
     wanted = sum(run.stop - run.start for run in runs)  # len() has a limit
@@ -115,12 +107,12 @@ def create_unlinked(nbytes: int, runs: Iterable[range] | None = None) -> io.File
         )
     check_room(wanted)
     with defer_signals():
-        file = io.FileIO(_open_unlinked(), "r+")  # closed with the last reference, whatever happens
+        file = io.FileIO(_open_unlinked(), "r+")  # closed with its last reference
     try:
         os.ftruncate(file.fileno(), nbytes)
         for run in runs:
             os.posix_fallocate(file.fileno(), run.start, len(run))
-    except (OSError, OverflowError) as error:  # the latter for more than the kernel can count
+    except (OSError, OverflowError) as error:  # OverflowError: more than an off_t holds
         file.close()
         if isinstance(error, OverflowError) or error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise MemoryError(f"no room for {wanted:,} bytes of shared memory: {_ROOM}") from error
@@ -146,16 +138,21 @@ def _open_unlinked() -> int:
 
 
 class Segment:
-    """A shared memory object, or a user's file, mapped into this process.
+    """Shared memory, or a user's file, mapped into this process.
 
-    The memory lives until every process has dropped its mapping, and a mapping until the last NumPy view of it
-    has gone: freeing a segment can't pull memory away from under an array.  Of a file all processes read the system's
-    one copy, and whoever writes has a copy of that page: the file stays as it is.
+    The memory lives until every process has dropped its mapping, and a mapping lives until its last NumPy view is gone:
+    freeing a segment never invalidates an array.  A file is mapped copy-on-write: it does not change.
 
-    Attributes
+    Parameters
     ----------
-    here : range
-        The bytes that are there; of all others there are the addresses alone.
+    key : int
+        Key of the segment, the same on every rank.
+    fd : int
+    nbytes : int
+    is_file : bool
+        Whether it is a user's file.
+    here : range, optional
+        Bytes that are backed by memory; the others are addresses alone.  Default: all.
     """
 
     __slots__ = ("buffer", "here", "is_file", "key", "nbytes")
@@ -168,12 +165,12 @@ class Segment:
         self.buffer = map_file(fd, nbytes, is_file)
 
     def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> np.ndarray:
-        """Return a view of the segment's memory as an array."""
+        """Return an array view of the segment's memory from byte ``offset`` on."""
         return np.ndarray(shape, dtype, cast(Any, self.buffer), offset)
 
 
 class Unmapped:
-    """A segment that this process had no room for when it came: whoever needs it tries again, or gets the error."""
+    """A segment that could not be mapped when it was received; `map` tries again, or raises the error."""
 
     def __init__(self, key: int, file: io.FileIO | None, nbytes: int, is_file: bool):
         self.key = key
@@ -182,7 +179,7 @@ class Unmapped:
         self._is_file = is_file
 
     def map(self) -> Segment:
-        """Return the segment."""
+        """Map the segment."""
         if self._file is None:
             raise OSError(
                 errno.EMFILE,
@@ -191,8 +188,18 @@ class Unmapped:
         return Segment(self.key, self._file.fileno(), self._nbytes, self._is_file)
 
 
-class SharedArray(NamedTuple):  # a tuple, because these are pickled with every call
-    """Where an array lies in shared memory."""
+class SharedArray(NamedTuple):  # a tuple, because it is pickled with every call
+    """Location of an array in shared memory: what a command carries in the place of the array.
+
+    Attributes
+    ----------
+    key : int
+        Key of the segment.
+    dtype : str
+    shape : tuple of int
+    offset : int
+        First byte in the segment.
+    """
 
     key: int
     dtype: str
@@ -200,23 +207,28 @@ class SharedArray(NamedTuple):  # a tuple, because these are pickled with every 
     offset: int = 0
 
     def view(self, segments: SegmentTable) -> np.ndarray:
-        """Return the array itself, as a view of this rank's mapping."""
+        """Return the array as a view of this rank's mapping."""
         return segments[self.key].array(self.shape, self.dtype, self.offset)
 
     def rows_of(self, size: int, ranks: range) -> range | None:
-        """Return the rows that a host with these of ``size`` ranks has and no other; None if hosts are sent any."""
+        """Return the rows that the host of these ranks alone holds; None if any row can be sent to any host."""
         return None
 
     def part(self, start: int, stop: int) -> SharedArray:
-        """Return where a run of a vector's items lies."""
+        """Return the location of the items ``start:stop`` of a vector."""
         return SharedArray(self.key, self.dtype, (stop - start,), self.offset + start * np.dtype(self.dtype).itemsize)
 
 
 class SegmentTable:
-    """The segments that a rank has mapped, by key; the same keys on every rank."""
+    """Segments that a rank has mapped, by key; the keys are the same on every rank.
+
+    Attributes
+    ----------
+    at_drop : list of callable
+        Called with a segment before it is dropped, so that a device releases its registration of the memory first.
+    """
 
     def __init__(self) -> None:
-        #: Called with a segment before it is forgotten: what a device knows of the memory goes before the memory.
         self.at_drop: list[Callable[[Segment], None]] = []
         self._segments: dict[int, Segment] = {}
         self._unmapped: dict[int, Unmapped] = {}
@@ -232,14 +244,14 @@ class SegmentTable:
         return len(self._segments) + len(self._unmapped)
 
     def add(self, segment: Segment | Unmapped) -> None:
-        """Enter a segment."""
+        """Add a segment."""
         if isinstance(segment, Segment):
             self._segments[segment.key] = segment
         else:
             self._unmapped[segment.key] = segment
 
     def drop(self, key: int) -> weakref.ref[mmap.mmap] | None:
-        """Forget a segment, and return a reference to its memory, which goes with the last view of it."""
+        """Drop a segment and return a weak reference to its memory, which is freed with its last view."""
         segment = self._segments.get(key)
         if segment is not None:
             for tell in self.at_drop:
@@ -249,7 +261,7 @@ class SegmentTable:
         return None if segment is None else weakref.ref(segment.buffer)
 
     def clear(self) -> None:
-        """Forget all segments."""
+        """Drop all segments."""
         for key in list(self._segments):
             self.drop(key)
         self._unmapped.clear()
@@ -264,11 +276,18 @@ _MAP_NORESERVE = 0x4000
 
 
 def map_file(fd: int, nbytes: int, private: bool = False) -> mmap.mmap:
-    """Map shared memory, until the last reference to what is returned has gone; ``private`` for a copy when written.
+    """Map a file into memory without keeping a file descriptor.
 
-    Python's own mapping of a file holds a file descriptor, of which a process may have a thousand or so.  So Python
-    maps as much anonymous memory, and the file takes its place.  No finalizer written in Python does the unmapping: an
-    interrupt in the middle of one is swallowed, and the memory stays.
+    Python's mmap of a file duplicates the descriptor, of which a process may have about a thousand.  So anonymous
+    memory is mapped with Python, and the file is mapped over it.  The memory is unmapped by mmap's own destructor: a
+    finalizer in Python could be interrupted, and leak.
+
+    Parameters
+    ----------
+    fd : int
+    nbytes : int
+    private : bool
+        Copy on write.
     """
     error = 0
     try:
@@ -290,17 +309,17 @@ def map_file(fd: int, nbytes: int, private: bool = False) -> mmap.mmap:
 
 
 def announce(channel: socket.socket, segment: Segment, fd: int) -> None:
-    """Send a segment to the worker at the other end of ``channel``; to one that has died, nothing."""
+    """Send a segment to the worker at the other end of ``channel``; nothing if it has died."""
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))
-    # Whoever waits for the worker next notices its death, and can say more of it than this.  And the user may have
-    # given SIGPIPE its deadly meaning back.
+    # The next wait for the worker reports its death with its exit status.  MSG_NOSIGNAL: the user may have restored
+    # SIGPIPE's default action.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         message = _ANNOUNCEMENT.pack(segment.key, segment.nbytes, segment.is_file)
         channel.sendmsg([message], [rights], socket.MSG_NOSIGNAL)
 
 
 def is_closed(channel: socket.socket) -> bool:
-    """Whether the process at the other end has ended."""
+    """Whether the process at the other end has exited."""
     try:
         return not channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -310,14 +329,14 @@ def is_closed(channel: socket.socket) -> bool:
 
 
 class Receiver:
-    """The worker's end of the channel.
+    """A worker's end of the channel over which segments arrive.
 
-    It keeps a file descriptor in reserve, so that segments come in even where the user's code has used up all others.
+    It reserves a file descriptor, so that segments arrive even if the user's code has used up all others.
 
     Attributes
     ----------
     path : str
-        Of the last user's file that came.
+        Path of the last user's file that was received.
     """
 
     path = ""
@@ -328,7 +347,7 @@ class Receiver:
         self._keep_reserve()
 
     def receive(self) -> Segment | Unmapped:
-        """Receive the next announced segment, and map it if there is room."""
+        """Receive the next announced segment and map it; return `Unmapped` if it cannot be mapped now."""
         if self._reserve is not None:
             self._reserve.close()
         try:

@@ -1,9 +1,6 @@
-"""The running ranks, seen from the master.
+"""The master's view of the ranks: a session runs commands on all ranks, one at a time, and ends the ranks.
 
-`Session`
-    Runs commands on all ranks, one at a time, notices deaths, ends the ranks.
-`fork`, `close`, `session`
-    Start, end and find the one session of this process.
+There is at most one session in a process: `fork` starts it, `session` returns it, `close` ends it.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from typing import Any
 
 from synkhronos.ranks import worker
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN, Control
-from synkhronos.ranks.errors import Cancelled, Report, WorkerError, cause_of_death
+from synkhronos.ranks.errors import Cancelled, FailureReport, WorkerError, cause_of_death
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link, LocalLink
 from synkhronos.ranks.memory import Memory
@@ -36,39 +33,52 @@ from synkhronos.ranks.workers import Workers
 
 _log = logging.getLogger("synkhronos")
 
-#: Seconds that workers get to end by themselves before they are killed.
+#: Seconds that workers get to exit by themselves before they are killed.
 GRACE = 2.0
 
 
-#: The key of the agent's channel among the workers'.
+#: Key of the agent's channel among the workers' channels.
 _AGENT = -1
 
 
 class Session:
-    """The ranks of this process: the master and the workers that it forked.
+    """The master and the workers that it forked.
 
-    Attributes
-    ----------
-    rank : Rank
-        The master's own.
-    workers : Workers
-        The processes of the others.
-    memory : Memory
-        What all of them keep until this one lets go of it.
-    kept : Registry
-        What the rooms above keep in the master alone.
-    size : int
-        The number of ranks.
-    timeout : float or None
-        Seconds that the master waits for the others in one command, None for ever; in a task, since a rank's last
-        progress.
-
-    What uses the ranks begins with two lines, which let in one call at a time, whatever threads and handlers do::
+    A call that uses the ranks holds the session's lock, whatever threads and signal handlers do meanwhile::
 
         with session.turn:
             session.settle()
 
-    Users' calls begin so; what these call in the library counts on it.
+    Functions that users call do so; functions that these call rely on it.
+
+    Parameters
+    ----------
+    size : int
+        Number of ranks.
+    root : int
+        Rank of the master.
+    timeout : float, optional
+        Seconds that the master waits for the other ranks in one command; in a task, since a rank's last sign of
+        progress.  None: no limit.
+    fresh : bool
+        Start workers as new processes rather than as copies of this one.
+    link : Link, optional
+        Connection to other machines.
+
+    Attributes
+    ----------
+    rank : Rank
+        The master's rank.
+    workers : Workers
+        Processes of the other ranks of this machine.
+    memory : Memory
+        Shared memory and objects that all ranks keep until the master releases them.
+    registry : Registry
+        State that layers above keep in the master alone.
+    closed : str or None
+        Why the session has ended, as a message for the user; None while it runs.
+    is_copy : bool
+        Whether this process is a fork of the master.
     """
 
     def __init__(
@@ -79,14 +89,13 @@ class Session:
         self.timeout = timeout
         self._began = 0.0
         self._pickled: dict[Any, bytes] = {}
-        #: Whether this process is a copy of the one whose ranks they are.
         self.is_copy = False
         self._turn = threading.RLock()
         self.closed: str | None = None
         self._death: tuple[str, int] | None = None
         self._command = 0
         self._running = False
-        #: Whether all ranks are known to have ended the last command.
+        #: Whether all ranks are known to have finished the last command.
         self._idle = True
         self.registry = Registry()
         self._at_close: WeakKeys[Any, bool] = WeakKeys()
@@ -104,7 +113,7 @@ class Session:
         self.rank.peer_died = self._has_peer_died
 
     def start(self, profile: bool) -> None:
-        """Fork the workers.  If that fails half-way, `close` ends those that there are."""
+        """Start the workers.  If that fails half-way, `close` ends those that were started."""
         with defer_signals():
             self.workers.start(profile)
             watched = {pid: self.workers.channels[number] for number, pid in self.workers.pids.items()}
@@ -120,10 +129,10 @@ class Session:
 
     @property
     def turn(self) -> contextlib.AbstractContextManager[Any]:
-        """The lock that one call at a time holds, from checking its arguments to its results.
+        """Lock of one call, held from the check of its arguments to its results.
 
-        Written in C: a ``with`` statement takes it and gives it back with no moment between at which a signal's handler
-        could raise.
+        It is implemented in C: a ``with`` statement acquires and releases it with no moment between at which a signal
+        handler could raise.
 
         Raises
         ------
@@ -136,7 +145,7 @@ class Session:
 
     @property
     def inner_turn(self) -> contextlib.AbstractContextManager[Any]:
-        """The same lock, for a command that leaves alone what a call prepares: it may run in the middle of that.
+        """The same lock, for a command that may run while a call is being prepared.
 
         Raises
         ------
@@ -148,31 +157,29 @@ class Session:
         return self._turn
 
     def _is_my_turn(self) -> bool:
-        """Whether this thread holds the turn."""
-        owned: bool = self._turn._is_owned()  # type: ignore[attr-defined] # as threading.Condition asks
+        """Whether this thread holds the lock."""
+        owned: bool = self._turn._is_owned()  # type: ignore[attr-defined] # as threading.Condition does
         return owned
 
     def run(self, command: Command) -> Any:
-        """Run a command on every rank, and return what the master's part returns.
-
-        The turn has to be held.
+        """Run a command on every rank and return the result of the master's part.  The lock has to be held.
 
         Raises
         ------
         WorkerError
             If a worker raised an exception, or died.
         BaseException
-            Whatever the master's own part raised.
+            The exception of the master's own part.
         """
         self.flush()
         return self._run(command)
 
     def settle(self) -> None:
-        """Begin a turn: return when no rank is busy; an interrupt may have left the workers with a command to finish.
+        """Wait until no rank is busy: an interrupt may have left the workers with a command to finish.
 
-        Nothing may be written before where ranks may still be reading.
+        Memory that ranks may still read must not be written before.
         """
-        self._running = False  # whatever an interrupt has left: nobody runs a command but in the turn
+        self._running = False  # an interrupt may have left it; only the holder of the lock runs commands
         self._wait_until_idle()
 
     def _wait_until_idle(self) -> None:
@@ -182,7 +189,7 @@ class Session:
             self.memory.notice_orphans()
             if not self._idle:
                 self._join()
-        if self.closed is not None:  # perhaps meanwhile
+        if self.closed is not None:  # a worker's death may have closed it just now
             raise RuntimeError(self.closed)
 
     def _run_when_idle(self, command: Command) -> Any:
@@ -209,21 +216,21 @@ class Session:
                 peers.busy_thread = 0
             except BaseException as error:
                 peers.busy_thread = 0
-                if rank.command == number:  # else nobody has heard of it
+                if rank.command == number:  # else it was not posted
                     rank.fail()
                 mine = error
             control.done[rank.number] = number
             if peers.has_raised:
                 self._raise_if_peer_died()
-            # A worker that is deep in compiled code may take long to notice an interrupt, or the exit that a signal's
-            # handler asks for: `settle` waits for it, or `close` ends it.
+            # A worker in compiled code may take long to finish after the master was interrupted, or exits by a signal
+            # handler: `settle` waits for it, or `close` ends it.
             self._join(None if mine is None or isinstance(mine, Exception) else GRACE / 4)
             has_failed = control.words[Control.FAILED] == number
             reports = self._reports() if has_failed else []
             if has_failed and self.link.find_loss() is not None:
                 self._raise_if_peer_died()  # reports may only follow from the loss of a machine, which is the cause
             rank.cancel_failed()
-        except PeerDied:  # just when the master's part had failed
+        except PeerDied:  # raised just after the master's part had failed
             self._raise_if_peer_died()
             raise
         finally:
@@ -233,17 +240,17 @@ class Session:
         try:
             raise self._error(command, number, mine, reports)
         finally:
-            del mine  # or the error would hold this frame, and this frame the error, with all the memory they know of
+            del mine  # the error refers to this frame, and the frame to the error: a cycle that keeps memory
 
     def _error(
-        self, command: Command, number: int, mine: BaseException | None, reports: Sequence[Report]
+        self, command: Command, number: int, mine: BaseException | None, reports: Sequence[FailureReport]
     ) -> BaseException:
-        """Return what a call ends with: by the master's own error, others' reports, or as the ranks were closed."""
+        """Return the exception that a failed call raises."""
         error: Exception
-        if self.closed is not None:  # nobody is left who could say more
+        if self.closed is not None:  # no rank is left that could report more
             if isinstance(mine, WorkerError) or not isinstance(mine, Exception | None):
                 return mine
-            if self._death is not None:  # of which something else has heard first: a guard, in its thread
+            if self._death is not None:  # seen first by another observer, such as a guard's thread
                 error = WorkerError(*self._death)
             else:
                 error = RuntimeError(f"while this call ran, {self.closed}")
@@ -251,7 +258,7 @@ class Session:
             return error
         effect, busy = self._effect(command, number), self._still_busy(number)
         if reports and (mine is None or isinstance(mine, Cancelled)):
-            error = WorkerError.of(reports, effect)
+            error = WorkerError.from_reports(reports, effect)
             error.__cause__ = None
             return error
         assert mine is not None
@@ -262,13 +269,13 @@ class Session:
         return mine
 
     def _still_busy(self, number: int) -> list[int]:
-        """Return the ranks that have not ended a command, if it was posted: an interrupt doesn't wait for them."""
+        """Return the ranks that have not finished a posted command: an interrupted master does not wait for them."""
         if self._control.words[Control.POSTED] != number:
             return []
         return [r for r in range(self.size) if self._control.done[r] < number]
 
     def _effect(self, command: Command, number: int) -> str:
-        """Say on which ranks a command that failed has had its effect."""
+        """Return a sentence on which ranks a failed command has applied its effect; "" for a command without one."""
         effect = command.effect
         if effect is None:
             return ""
@@ -300,7 +307,7 @@ class Session:
             self.memory.release("segment", parcel.key)
 
     def _send(self, number: int, command: Command, message: bytes, location: SharedArray | None) -> None:
-        """Put a message into the mailbox and ring; the command itself may lie in a parcel."""
+        """Write a message into the mailbox and wake the workers; ``location`` is the segment of a long command."""
         control, words = self._control, self._control.words
         self.memory.announce()
         control.mailbox[: len(message)] = message
@@ -315,17 +322,17 @@ class Session:
             control.ring(r, FOR_COMMAND)
 
     def _pickle(self, command: Command) -> bytes:
-        """Return the command as bytes: a training loop sends the same few again and again."""
-        # Commands of two classes may be equal tuples.
+        """Return the pickled command, from a cache if it was sent before: a training loop repeats a few commands."""
+        # Commands of different classes may compare equal as tuples.
         key = type(command), command
         try:
             message = self._pickled.get(key)
-        except TypeError:  # it holds a slice, say
+        except TypeError:  # not hashable: a slice, say
             return pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         if message is None:
             message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
-            if len(message) <= worker.LONGEST_KEPT:
-                if len(self._pickled) >= worker.KEPT:
+            if len(message) <= worker.MAX_CACHED_NBYTES:
+                if len(self._pickled) >= worker.MAX_CACHED:
                     self._pickled.clear()
                 self._pickled[key] = message
         return message
@@ -333,7 +340,7 @@ class Session:
     def _join(self, limit: float | None = None) -> None:
         control, me = self._control, self.rank.number
         done, number = control.done, control.words[Control.POSTED]
-        if done[me] < number:  # interrupts have cut short the master's part, and then what it had to say of that
+        if done[me] < number:  # an interrupt ended the master's part before it was marked as done
             self.rank.fail()
             done[me] = number
         self._idle = min(done) >= number
@@ -347,7 +354,7 @@ class Session:
         control.wait(me, finished, FOR_JOIN, self._watch, POLL)
         self._idle = min(done) >= number
 
-    def _reports(self) -> list[Report]:
+    def _reports(self) -> list[FailureReport]:
         control = self._control
         return [
             replace(pickle.loads(control.slot(r, 2)[: control.report_length[r]]), host=self.link.host_name(r))
@@ -365,32 +372,32 @@ class Session:
         self._raise_if_peer_died()
 
     def _look_for_the_late(self, timeout: float) -> None:
-        """Fail if a rank has not gone on for so long, by its own word or, if it says none, since the command began."""
+        """Fail if a rank has shown no progress for ``timeout`` seconds, or since the command began."""
         control = self._control
         began, now = int(self._began * 1e9), time.monotonic_ns()
         silent = [r for r in range(self.size) if now - max(began, control.progress[r]) > timeout * 1e9]
         busy = [r for r in silent if r != self.rank.root and control.done[r] < control.words[Control.POSTED]]
         late = [r for r in busy if not control.sleeping[r]]
         if not late and len(silent) < self.size:
-            return  # who waits for somebody that goes on is not late
+            return  # a rank that waits for one that makes progress is not late
         who, number = (f"rank {late[0]}", late[0]) if late else ("the ranks", self.rank.number)
         limit = f"the {timeout:g} seconds that fork(timeout=...) allows"
         self._fail(f"{who} did not finish within {limit}; the workers were ended.", number)
 
     def _is_unfinished(self) -> bool:
-        """Whether something is under way in which workers have a part, though no command runs."""
-        # Once the ranks are being ended, their ends are no news.
+        """Whether an operation with the workers is pending although no command runs."""
+        # While the ranks are being ended, their exits are expected.
         if self.closed is not None or self._running:
             return False
         return self.rank.has_pending()
 
     def _has_peer_died(self) -> bool:
-        """Whether a worker has ended, as far as this host has heard."""
+        """Whether a worker has exited, as far as this machine knows."""
         return self.workers.has_any_exited() or self.link.find_loss() is not None
 
     def _raise_if_peer_died(self) -> None:
         peers = self._peers
-        busy_thread, peers.busy_thread = peers.busy_thread, 0  # one hears of it no more while one looks
+        busy_thread, peers.busy_thread = peers.busy_thread, 0  # no PeerDied while this handles it
         dead = self.workers.first_dead()
         if dead is not None:
             number, pid, code = dead
@@ -403,9 +410,9 @@ class Session:
         peers.busy_thread = busy_thread
 
     def _fail(self, message: str, number: int) -> None:
-        """End all workers, and say why."""
+        """End all workers and raise a WorkerError with this message."""
         if self.closed is not None:
-            return  # they were being ended: in another thread, or in this one, by a handler
+            return  # the session is being closed: in another thread, or by a handler in this one
         if self.rank.has_pending():
             message += (
                 " A collective was under way on the GPUs, and was given up: what it wrote, and what was computed from "
@@ -417,33 +424,38 @@ class Session:
         raise WorkerError(message, number)
 
     def close(self, kill: bool = False) -> None:
-        """End the workers and give back all shared memory.  Does nothing the second time.
+        """End the workers and free all shared memory.  The second call does nothing.
 
-        Another thread's call gets `GRACE` seconds to end, and then an error.
+        A call that another thread is in the middle of gets `GRACE` seconds to finish; then it raises an error.
+
+        Parameters
+        ----------
+        kill : bool
+            Do not wait for pending operations and for the workers' orderly exit.
         """
         if self.closed is not None:
             return
-        if self.is_copy:  # the ranks aren't this process's own
+        if self.is_copy:  # the workers are another process' children
             self.closed = (
                 "the ranks belong to the process that called synkhronos.fork(): call it here for ranks of its own"
             )
             return
         is_mine = False
         try:
-            # In the middle of a call of this thread's, too: a signal's handler may close, and exit.
+            # Reentrant: a signal handler may close in the middle of a call of this thread.
             is_mine = self._turn.acquire(timeout=GRACE)
             kill = kill or not is_mine
             self._peers.busy_thread = 0
             if not kill:
                 for one in self.rank.pending:
                     one.finish()
-                # Workers busy with what an interrupt left get their time, and no more.
+                # Workers may still be busy with a command that an interrupt left.
                 self._join(GRACE)
                 kill = min(self._control.done) < self._control.words[Control.POSTED]
         except (WorkerError, Cancelled) as error:
             kill = True
-            _log.debug("a worker can't end by itself: %s", error)
-        except BaseException:  # a handler's: any exception may be
+            _log.debug("a worker cannot exit by itself: %s", error)
+        except BaseException:  # raised by a signal handler
             kill = True
             raise
         finally:
@@ -454,25 +466,22 @@ class Session:
                     self._turn.release()
 
     def _end(self, kill: bool) -> None:
-        """End the workers, and free what there is: all of it, or nothing where a signal comes before it begins.
-
-        A signal that comes meanwhile cuts the workers' time short.
-        """
+        """End the workers and free everything; a signal that arrives meanwhile shortens the workers' grace period."""
         with defer_signals() as signals:
             if self.closed is not None:
                 return
             if not kill:
-                # Not joined, as other commands are: one that is stopped would never come.
+                # Not joined like other commands: a stopped worker would never arrive.
                 self._command += 1
                 try:
                     self._post(self._command, worker.Exit())
-                except OSError as error:  # of the segments that are to be announced with it
+                except OSError as error:  # while segments are announced with the command
                     kill = True
-                    _log.debug("a worker did not take the command to end: %s", error)
+                    _log.debug("a worker did not receive the command to exit: %s", error)
             self.closed = "the ranks were closed: call synkhronos.fork() first"
             self.rank.end()
 
-            # The first worker's end is told by SIGURG, and is no reason to hurry the others.
+            # The first worker's exit raises SIGURG, which is no reason to hurry the others.
             def is_hurried() -> bool:
                 return signals.is_holding(besides=signal.SIGURG)
 
@@ -481,15 +490,15 @@ class Session:
             self._free()
 
     def notify_at_close(self, owner: Any) -> None:
-        """Call ``owner.session_closed()`` when the ranks end, if the owner is still there."""
+        """Have ``owner.session_closed()`` called when the session ends, if the owner still exists then."""
         self._at_close[owner] = True
 
     def _free(self) -> None:
         self._peers.stop()
-        # A call may wait for the workers: another thread's, or the one in whose middle a handler closes.
+        # A call may be waiting for the workers: another thread's, or the one that a handler interrupted.
         for r in range(self.size):
             self._control.done[r] = self._control.words[Control.POSTED]
-        self._control.closing.ring()  # whoever had it has ended, as those on other hosts have
+        self._control.closing.ring()  # its owner has exited, as have the agents
         self.rank.spans_hosts = False
         self.rank.fail()
         for owner in list(self._at_close):
@@ -498,13 +507,13 @@ class Session:
         self.memory.free()
         self.rank.registry.clear()
         self.registry.clear()
-        # This session's own methods: cycles that would keep the memory a while.
+        # Break reference cycles, which would keep the memory until the next collection.
         self.rank.watch = lambda: None
         self.rank.peer_died = lambda: False
         self.rank.threads.restore()
 
     def flush(self) -> None:
-        """Have the workers let go, now, of what was released; the turn has to be held."""
+        """Release on the workers, now, what was released here.  The lock has to be held."""
         self._wait_until_idle()
         self.memory.flush()
 
@@ -517,12 +526,12 @@ _current: Session | None = None
 
 
 def _note_copy() -> None:
-    """Note, in a process that was forked from the master, that the ranks aren't its own."""
+    """Record, in a process forked from the master, that the session belongs to its parent."""
     if _current is not None:
         _current.is_copy = True
 
 
-os.register_at_fork(after_in_child=_note_copy)  # to ask for the process's number at each call takes longer
+os.register_at_fork(after_in_child=_note_copy)  # cheaper than os.getpid() in each call
 
 
 def session() -> Session:
@@ -531,7 +540,7 @@ def session() -> Session:
     Raises
     ------
     RuntimeError
-        If there is none: before `fork`, after `close`, or after a worker has died.
+        If there is none: before `fork`, after `close`, or after the death of a worker.
     """
     if _current is None:
         raise RuntimeError("no ranks are running: call synkhronos.fork() first")
@@ -546,7 +555,7 @@ def session() -> Session:
 
 
 def check_free() -> None:
-    """Refuse if ranks of this process are running."""
+    """Raise RuntimeError if a session of this process is running."""
     if _current is not None and _current.closed is None and not _current.is_copy:
         raise RuntimeError(
             f"{_current.size} ranks are running already: call synkhronos.close() before synkhronos.fork()"
@@ -562,9 +571,16 @@ def fork(
     fresh: bool = False,
     link: Link | None = None,
 ) -> Session:
-    """Start a session of ``size`` ranks, and run its first command: both, or neither and an error.
+    """Start a session and run its first command; if either fails, end the session and raise the error.
 
-    With ``fresh`` the workers are no copies of this process, but start anew; those of other machines always do.
+    Parameters
+    ----------
+    size, root, timeout, fresh, link
+        As of `Session`.
+    profile : bool
+        Write a profile of each worker when it exits.
+    first : Command, optional
+        Command to run first.
     """
     global _current
     check_free()
@@ -572,7 +588,7 @@ def fork(
     atexit.register(close)
     session: Session | None = None
     try:
-        # Whatever interrupts this, somebody knows of the workers, and of what has been changed in this process.
+        # An interrupt must not come between the change of this process' state and the assignment.
         with defer_signals():
             session = _current = Session(size, root, timeout, fresh, link)
         session.start(profile)

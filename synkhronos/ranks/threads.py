@@ -1,12 +1,4 @@
-"""Shares the machine's cores out among ranks.
-
-`available_cores`
-    How many cores this process may use.
-`ONE_THREAD`
-    The environment of a process without such threads.
-`ThreadShare`
-    Limits this process' thread pools (BLAS, OpenMP) to one rank's share.
-"""
+"""Limits of each rank's threads, so that all ranks together use about all cores."""
 
 from __future__ import annotations
 
@@ -16,7 +8,7 @@ import threadpoolctl
 
 from synkhronos.ranks.interrupts import defer_signals
 
-#: Read by the libraries named when they are loaded, so these reach what a worker imports later.
+#: Variables that these libraries read when they are loaded: they limit what a worker imports later.
 _VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -24,20 +16,25 @@ _VARIABLES = (
     "BLIS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
-#: For a process that is to have no threads beside its own.
+#: Environment of a process without further threads.
 ONE_THREAD = dict.fromkeys(_VARIABLES, "1")
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may run on: its affinity mask."""
+    """Return the number of cores in this process' affinity mask."""
     return len(os.sched_getaffinity(0))
 
 
 class ThreadShare:
-    """One rank's share of the threads, so that all ranks together use about all cores.
+    """Limit of one rank's thread pools (BLAS, OpenMP).
 
-    With ``environment`` the environment's variables are set as well, for libraries that are loaded later.  That is
-    right for a worker, whose environment is its own; the master's belongs to the user.
+    Parameters
+    ----------
+    size : int
+        Number of ranks of this machine.
+    environment : bool
+        Also set environment variables, for libraries that are loaded later.  For workers: the master's environment
+        belongs to the user.
     """
 
     def __init__(self, size: int, environment: bool):
@@ -49,16 +46,16 @@ class ThreadShare:
         self.limit()
 
     def limit(self) -> None:
-        """Limit the thread pools of all libraries that are loaded by now.
+        """Limit the thread pools of all loaded libraries.
 
-        To be called again when a function has run for the first time: its compiler may have loaded another BLAS.
+        Call it again after a function's first run: its compiler may have loaded another BLAS.
         """
         if any(pool["num_threads"] > self.threads for pool in threadpoolctl.threadpool_info()):
-            with defer_signals():  # what is not noted is never put back
+            with defer_signals():  # a limit that is not recorded is never restored
                 self._limits.append(threadpoolctl.threadpool_limits(limits=self.threads))
 
     def restore(self) -> None:
-        """Give the thread pools what they had before."""
+        """Restore the thread pools' previous limits."""
         while self._limits:
             self._limits.pop().restore_original_limits()
 

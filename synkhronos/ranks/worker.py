@@ -1,12 +1,4 @@
-"""What a worker process does between the fork and its end.
-
-`main`
-    Never returns: takes commands until the master goes.
-`start_anew`, `started_anew`
-    The same in a process that is no copy of the master.
-`spawn`, `end_with`
-    Starts a process that is no copy of this one; has the process that calls it end with another.
-"""
+"""A worker process, from its start to its exit: it runs the commands that the master posts."""
 
 from __future__ import annotations
 
@@ -32,37 +24,37 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, SLOT, Control
-from synkhronos.ranks.errors import Cancelled, Report
+from synkhronos.ranks.errors import Cancelled, FailureReport
 from synkhronos.ranks.rank import Command, Rank
 from synkhronos.ranks.segments import Receiver, SharedArray
 from synkhronos.ranks.threads import ThreadShare
 
-#: Seconds between two looks of an idle worker at its master, where the system doesn't report the master's death.
+#: Seconds between two checks of the master's life by an idle worker, where the kernel does not report its death.
 IDLE_POLL = 0.5
-#: Commands that a worker keeps unpickled: a training loop sends the same few for ever.
-KEPT = 32
-#: Bytes up to which one is kept.
-LONGEST_KEPT = 1 << 14
-#: Signals that a closed terminal and a scheduler send to every process of a program: "end", "save now".
+#: Maximal number of unpickled commands that a worker caches: a training loop repeats a few.
+MAX_CACHED = 32
+#: Maximal number of bytes of a cached command.
+MAX_CACHED_NBYTES = 1 << 14
+#: Signals that a closed terminal or a scheduler sends to every process of a program.
 SENT_TO_ALL = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _PR_SET_PDEATHSIG = 1
 
 
 class Exit(Command):
-    """The command after which a worker ends."""
+    """Command after which a worker exits."""
 
     def run(self, rank: Rank) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel(Command):
-    """A command too long for the mailbox, pickled in a shared segment."""
+    """Command that is too long for the mailbox: it is pickled in a segment."""
 
     location: SharedArray
 
     def run(self, rank: Rank) -> object:
-        """Run it."""
+        """Unpickle the command and run it."""
         command: Command = pickle.loads(self.location.view(rank.segments).data)
         return command.run(rank)
 
@@ -76,16 +68,29 @@ def main(
     master: int,
     in_main_thread: bool,
 ) -> NoReturn:
-    """Be a worker: run what the master posts, and end with it.
+    """Run the master's commands until it ends; never returns.
 
-    Called in the forked process, on top of the master's stack: it must not return, and must not run anything that
-    the master has registered to run at exit.  ``master`` is the master's process, which may have gone already, so that
-    this one has another parent by now.  ``in_main_thread`` says where in the master the fork was called.
+    Called in the forked process, on top of the master's stack: it must not return, and must not run the exit handlers
+    that the master has registered.
+
+    Parameters
+    ----------
+    number, root : int
+        This rank and the master's.
+    control : Control
+    channel : socket
+        Receives segments.
+    profile : bool
+        Write a profile at exit.
+    master : int
+        Process id of the master, which may have exited already, so that it is no longer this process' parent.
+    in_main_thread : bool
+        Whether the master forked in its main thread.
     """
     code = 1
     try:
         end_with(master, in_main_thread)
-        _leave_the_masters_things(channel, master)
+        _detach_from_master(channel, master)
 
         def watch() -> None:
             if os.getppid() != master:
@@ -118,7 +123,7 @@ def start_anew(
     profile: bool,
     in_main_thread: bool,
 ) -> int:
-    """Start a worker that is no copy of this process, and return its process id.
+    """Start a worker as a new process and return its process id.
 
     It inherits the environment, the arguments' files and `sys.path`, and imports what it needs.
     """
@@ -143,14 +148,24 @@ def spawn(
     in_main_thread: bool,
     environment: Mapping[str, str],
 ) -> int:
-    """Start a process that is no copy of this one and calls a function, and return its process id.
+    """Start a new Python process that calls a function, and return its process id.
 
-    It finds ``settings`` in ``sys.argv[2]``, as JSON, and inherits some open files.  It begins with the signals held
-    back that a terminal or a scheduler sends to all processes: the function says what they mean.
+    The process starts with SIGINT and `SENT_TO_ALL` blocked; the function sets their handlers and unblocks them.
+
+    Parameters
+    ----------
+    module, function : str
+    settings : sequence
+        Passed as JSON in ``sys.argv[2]``.
+    files : sequence of int
+        File descriptors to inherit.
+    in_main_thread : bool
+        Whether the kernel may kill the process when this thread ends.
+    environment : mapping
     """
     path = json.dumps([os.path.abspath(folder) for folder in sys.path])
     code = "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    if in_main_thread:  # the master may go before the imports are done, which take long
+    if in_main_thread:  # the master may die during the imports, which take long
         code += f"import ctypes; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {signal.SIGKILL:d}, 0, 0, 0); "
     code += f"os.getppid() == {os.getpid()} or os._exit(1); "
     code += f"from {module} import {function}; {function}()"
@@ -165,7 +180,7 @@ def spawn(
 
 
 def started_anew() -> NoReturn:
-    """Be the worker that `start_anew` started."""
+    """Run the worker that `start_anew` started."""
     number, root, (size, spin, memory, made, here, extra), channel, profile, master, in_main_thread = json.loads(
         sys.argv[2]
     )
@@ -177,7 +192,7 @@ def started_anew() -> NoReturn:
 def _serve(rank: Rank, channel: socket.socket) -> None:
     control, words = rank.control, rank.control.words
     posted, last, mapped = Control.POSTED, 0, 0
-    kept: dict[bytes, Command] = {}
+    cache: dict[bytes, Command] = {}
     receiver = Receiver(channel)
     while True:
         command: Command | None = None
@@ -187,18 +202,18 @@ def _serve(rank: Rank, channel: socket.socket) -> None:
         try:
             while mapped < words[Control.ANNOUNCED]:
                 segment = receiver.receive()
-                if segment.key > mapped:  # else it was announced twice, because of an interrupt
+                if segment.key > mapped:  # else it was announced twice, after an interrupt
                     rank.segments.add(segment)
                     mapped = segment.key
-                del segment  # or this name would keep the memory after its release
+                del segment  # this name would keep the memory after its release
             message = bytes(control.mailbox[: words[Control.LENGTH]])
-            command = kept.get(message)
+            command = cache.get(message)
             if command is None:
                 command = pickle.loads(message)
-                if len(message) <= LONGEST_KEPT:
-                    if len(kept) >= KEPT:
-                        kept.clear()
-                    kept[message] = command
+                if len(message) <= MAX_CACHED_NBYTES:
+                    if len(cache) >= MAX_CACHED:
+                        cache.clear()
+                    cache[message] = command
             try:
                 command.run(rank)
             finally:
@@ -206,16 +221,16 @@ def _serve(rank: Rank, channel: socket.socket) -> None:
             control.report_length[rank.number] = 0
         except Cancelled:
             control.report_length[rank.number] = 0
-        except BaseException as error:  # SystemExit too: whoever calls exit() in a graph means an error
-            # The report first: whoever sees that the command failed may look for it.
-            report = pickle.dumps(Report.of(rank.number, error, SLOT // 10))
+        except BaseException as error:  # SystemExit, too: exit() within a graph is an error
+            # The report comes first: a rank that sees the failure may read it.
+            report = pickle.dumps(FailureReport.from_exception(rank.number, error, SLOT // 10))
             control.slot(rank.number, 2)[: len(report)] = report
             control.report_length[rank.number] = len(report)
             rank.fail()
             del error
         try:
             sys.stdout.flush()
-        except (AttributeError, OSError, ValueError):  # none, nobody reads it any more, or closed
+        except (AttributeError, OSError, ValueError):  # no stdout, a broken pipe, or a closed file
             pass
         control.done[rank.number] = last
         control.fence()
@@ -227,21 +242,21 @@ def _serve(rank: Rank, channel: socket.socket) -> None:
             return
 
 
-def _leave_the_masters_things(channel: socket.socket, master: int) -> None:
-    """Part from what this process inherited and must not touch: signals, sockets, files, objects to collect."""
+def _detach_from_master(channel: socket.socket, master: int) -> None:
+    """Reset inherited state that belongs to the master: signal handlers, sockets, streams, objects to collect."""
     signal.set_wakeup_fd(-1)
-    # Ctrl-C goes to every process of the terminal, and it is the master who decides what it means.
+    # Ctrl-C is sent to every process of the terminal; the master decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in SENT_TO_ALL:
-        signal.signal(number, partial(_do_as_the_master, master))
+        signal.signal(number, partial(_follow_master, master))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *SENT_TO_ALL})
     for name in ("CHLD", "ALRM", "URG"):
         signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
 
-    # Objects made before the fork are the master's: no finalizer of theirs may run here because a cycle was found.
+    # Objects from before the fork belong to the master: the collector must not run their finalizers here.
     gc.freeze()
-    # An inherited socket (a notebook's, a database's) would stay open beyond the master's end.  The descriptor is
-    # put to /dev/null rather than closed, since an object of the master's may still believe that it owns the number.
+    # An inherited socket (a notebook's, a database's) would stay open beyond the master's exit.  The descriptor is
+    # redirected to /dev/null rather than closed: an inherited object may still use its number.
     null = os.open(os.devnull, os.O_RDWR)
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd > 2 and fd not in (null, channel.fileno()):
@@ -249,23 +264,23 @@ def _leave_the_masters_things(channel: socket.socket, master: int) -> None:
                 if stat.S_ISSOCK(os.fstat(fd).st_mode):
                     os.dup2(null, fd, inheritable=False)
             except OSError:
-                continue  # the descriptor that listed the folder
+                continue  # the descriptor of the listing itself
     for fd, stream in enumerate((None, sys.__stdout__, sys.__stderr__)):
-        if stream is None:  # the master has closed it, and may have opened something else under its number
+        if stream is None:  # closed by the master, which may have opened another file under its number
             os.dup2(null, fd)
     if null > 2:
         os.close(null)
-    # A notebook's sys.stdout sends to the notebook through one of those sockets.
+    # A notebook's sys.stdout writes to one of those sockets.
     for fd, name in ((1, "stdout"), (2, "stderr")):
         setattr(sys, name, open(fd, "w", buffering=1, errors="backslashreplace", closefd=False))
 
 
-def _do_as_the_master(master: int, number: int, frame: FrameType | None) -> None:
-    """End by a signal, unless the master handles or ignores it: then it goes on, and needs its workers."""
+def _follow_master(master: int, number: int, frame: FrameType | None) -> None:
+    """Exit by a signal, unless the master handles or ignores it: it then continues and needs its workers."""
     try:
         with open(f"/proc/{master}/status") as status:
             masks = [int(line.split()[1], 16) for line in status if line.startswith(("SigIgn", "SigCgt"))]
-    except OSError:  # the master has ended, or the system doesn't say
+    except OSError:  # the master has exited, or there is no /proc
         masks = []
     if not any(mask >> number - 1 & 1 for mask in masks):
         signal.signal(number, signal.SIG_DFL)
@@ -273,17 +288,17 @@ def _do_as_the_master(master: int, number: int, frame: FrameType | None) -> None
 
 
 def end_with(master: int, in_main_thread: bool) -> None:
-    """Have the kernel kill this process when the master (its parent) dies, even in the middle of compiled code.
+    """Have this process killed when the master (its parent) dies, even in the middle of compiled code.
 
-    The kernel does so when the thread ends that called fork, which is too early if that is not the master's main
-    thread.  Then a thread of this process watches, which can't do anything while compiled code holds Python's lock.
+    The kernel's signal comes when the thread ends that called fork: too early if that is not the master's main thread.
+    Then a thread of this process watches instead, which cannot act while compiled code holds the GIL.
     """
     if in_main_thread:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    elif hasattr(os, "pidfd_open"):  # not where Python was built on an old system
+    elif hasattr(os, "pidfd_open"):  # missing if Python was built on an old kernel
         with contextlib.suppress(ProcessLookupError):
             threading.Thread(target=_kill_at_the_end_of, args=(os.pidfd_open(master),), daemon=True).start()
-    if os.getppid() != master:  # it died before that
+    if os.getppid() != master:  # it died before the call above
         os._exit(1)
 
 

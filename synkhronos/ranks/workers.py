@@ -1,8 +1,4 @@
-"""The worker processes, seen from the master.
-
-`Workers`
-    Forks them, sees whether they live, ends them.
-"""
+"""The worker processes, as the master sees them: start, liveness, end."""
 
 from __future__ import annotations
 
@@ -25,38 +21,48 @@ from synkhronos.ranks.peer_watch import has_exited
 
 
 class Workers:
-    """The processes of all ranks but the master's, which is ``root``.
+    """Worker processes of this machine.
 
-    ``file`` is where the control memory lies, for workers that start anew; None for copies of this process, which
-    inherit it.
+    Parameters
+    ----------
+    root : int
+        Rank of the master, which has no worker process.
+    control : Control
+    file : file or None
+        The control memory, for workers that are new processes; None for forks of this one, which inherit it.
+
+    Attributes
+    ----------
+    pids : dict of int to int
+        Process ids by rank, of workers that are not known to have exited.
+    channels : dict of int to socket
+        This process' ends of the socket pairs over which workers receive segments, by rank.
     """
 
     def __init__(self, root: int, control: Control, file: io.FileIO | None):
         self._root, self._control, self._file = root, control, file
-        #: The processes that have not been seen to end, by rank.
         self.pids: dict[int, int] = {}
-        #: This process' ends of the socket pairs through which they get open files, by rank.
         self.channels: dict[int, socket.socket] = {}
 
     def start(self, profile: bool) -> None:
-        """Fork them all, with signals held back: a child must not be forgotten, nor begin as a second master."""
+        """Start all workers, with signals deferred: no child may be forgotten, or go on as a second master."""
         for number in self._control.here:
             if number != self._root:
                 self._start_one(number, profile)
 
     def _start_one(self, number: int, profile: bool) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Where the user closed standard streams, their numbers are free, but a worker uses them as what they are.
+        # Numbers of standard streams that the user closed are free, but a worker uses them as standard streams.
         ours, theirs = _above_standard_streams(ours), _above_standard_streams(theirs)
         self.channels[number] = ours
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
-                stream.flush()  # or what is buffered would be written twice
+                stream.flush()  # otherwise the child would write the buffer again
         master, in_main_thread = os.getpid(), threading.current_thread() is threading.main_thread()
         with theirs, warnings.catch_warnings():
             # Python and JAX warn of forking beside threads: a lock that one of them holds stays locked in the child.
-            # The worker waits on no lock of the master's: it makes its own streams, never runs the master's exit, and
-            # refuses to use a JAX that was started before.
+            # The worker acquires no lock of the master: it opens its own streams, never runs the master's exit
+            # handlers, and refuses to use a JAX that was initialised before.
             warnings.simplefilter("ignore")
             if self._file is not None:
                 self.pids[number] = worker.start_anew(
@@ -69,11 +75,11 @@ class Workers:
         self.pids[number] = pid
 
     def has_any_exited(self) -> bool:
-        """Whether one of them has ended."""
+        """Whether a worker has exited."""
         return any(has_exited(pid) for pid in list(self.pids.values()))
 
     def first_dead(self) -> tuple[int, int, int] | None:
-        """Return rank, process id and exit code of one that has ended, None if all live."""
+        """Return rank, process id and exit code of a worker that has exited; None if all live."""
         for number, pid in list(self.pids.items()):  # another thread may be ending them
             code = _exit_code(pid)
             if code is not None:
@@ -81,7 +87,7 @@ class Workers:
         return None
 
     def end(self, seconds: float, is_hurried: Callable[[], bool]) -> None:
-        """Return when all have ended; kill those that have not after some seconds, or as soon as there is a hurry."""
+        """Wait until all have exited; kill the others after ``seconds``, or as soon as ``is_hurried()``."""
         deadline = time.monotonic() + seconds
         while self.pids:
             number, pid = next(iter(self.pids.items()))
@@ -95,7 +101,7 @@ class Workers:
             self.pids.pop(number, None)
 
     def close(self) -> None:
-        """Let go of what led to them."""
+        """Close the channels and the file."""
         if self._file is not None:
             self._file.close()
         for channel in self.channels.values():
@@ -104,11 +110,11 @@ class Workers:
 
 
 def _exit_code(pid: int) -> int | None:
-    """Return the exit code of a child that has ended (minus a signal's number; `UNKNOWN`), None for one that lives."""
+    """Return a child's exit code (negative: a signal; `UNKNOWN`: collected elsewhere), None if it lives."""
     try:
         found, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
-        return UNKNOWN  # somebody else has waited for it, or the system was told not to keep it
+        return UNKNOWN  # another wait() has collected it, or SIGCHLD is ignored
     return os.waitstatus_to_exitcode(status) if found else None
 
 
