@@ -13,6 +13,10 @@ Train a class on all ranks, look whether it can be, and see what the machine has
     python -m synkhronos check MODEL:CLASS
     python -m synkhronos doctor
 
+Run a controller and workers that were written for Platoon:
+
+    python -m synkhronos platoon NAME
+
 The program runs as if it were started by Python itself, with ``import synkhronos.compat`` before its first line.
 """
 
@@ -27,6 +31,7 @@ _USAGE = """python -m synkhronos train SESSION
        python -m synkhronos check MODEL:CLASS
        python -m synkhronos show RUN...
        python -m synkhronos doctor
+       python -m synkhronos platoon NAME
        python -m synkhronos [--theano {theano,pytensor}] [-m] PROGRAM [ARGUMENT...]"""
 
 
@@ -48,6 +53,10 @@ def main(arguments: list[str]) -> None:
 
         show.main(arguments[1:])
         return
+    if arguments[:1] == ["platoon"]:
+        from synkhronos.compat.platoon import launcher
+
+        sys.exit(launcher.main(arguments[1:]))
     if arguments[:1] and arguments[0] in ("train", "check", "doctor"):
         from synkhronos.launch import command
 

@@ -24,19 +24,26 @@ FLOORS = [
     {"tasks"},
     {"rules"},
     {"training"},
-    {"extensions", "launch"},
+    {"extensions", "launch", "compat/platoon"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+#: Rooms within a room: other libraries' names, on what is below the top floor.
+INNER = {"compat/platoon"}
 #: The doors of the house see all rooms.
 DOORS = {"__init__", "__main__"}
 #: A rule starts a run, as Theano-MPI's rules do: ``rule.init(...)``, which imports the launcher when it is called.
 STAIRS = {("rules", "launch")}
 #: What starts programs of others, which may import ``theano``.
-STARTERS = {"__main__", "launch"}
+STARTERS = {"__main__", "launch", "compat/platoon"}
 
 
 def room_of(path):
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+    return room_named(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def room_named(parts):
+    inner = "/".join(parts[:2])
+    return inner if inner in INNER else parts[0]
 
 
 def imported_modules(path):
@@ -55,7 +62,7 @@ def imported_modules(path):
 
 def imported(path):
     """Yield the rooms that a file imports from."""
-    return (module.partition(".")[0] for module in imported_modules(path))
+    return (room_named(module.split(".")) for module in imported_modules(path))
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -10,10 +10,13 @@ from `tree`, by an import hook (`hook`).  The environment variable ``SYNKHRONOS_
 What this room and the others know of each other, so that it could be a distribution of its own:
 
 - It imports ``synkhronos.lowering.linker``, ``shapes`` and ``sums``: how PyTensor's functions become JAX'.
-- The modules that start programs of others (``__main__``, ``launch``) import it, and no other one.
+- The modules that start programs of others (``__main__``, ``launch``, ``platoon``) import it, and no other one.
 - Others read four attributes: ``theano.__served_on__`` says that a module of that name is not Theano, ``In.default``
   is the value of an input that is not passed, in a list, and an Op's ``multiplies`` and ``elementwise`` tell
   ``lowering.precision`` what may be computed in bfloat16.
+
+``import platoon`` finds `platoon`, unless Platoon is installed.  It is a room of its own, on the top floor, since it
+starts ranks; nothing else here imports it.
 
 `install`
     What importing this module does; returns the library that was chosen.
@@ -58,6 +61,7 @@ def install() -> str:
     'pytensor'
     """
     gaps.install()
+    hook.serve_alias("platoon")
     if hook.is_installed():
         return "pytensor"
     asked = os.environ.get(VARIABLE, "")

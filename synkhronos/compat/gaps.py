@@ -3,7 +3,8 @@
 `install`
     Puts the finder last in ``sys.meta_path``, where it is asked only for what is nowhere else.
 `GapFinder`
-    Finds ``theano.tensor.signal.downsample``, which Theano 1.0 lacks, and ``pkg_resources``, which setuptools 82 lacks.
+    Finds ``theano.tensor.signal.downsample`` and ``theano.compat.python2x``, which Theano 1.0 lacks, and
+    ``pkg_resources``, which setuptools 82 lacks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from types import ModuleType
 _HERE = Path(__file__).parent
 _MODULES = {
     "pkg_resources": _HERE / "lost" / "pkg_resources.py",
+    "theano.compat.python2x": _HERE / "tree" / "compat" / "python2x.py",
     "theano.tensor.signal.downsample": _HERE / "tree" / "tensor" / "signal" / "downsample.py",
 }
 

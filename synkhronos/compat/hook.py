@@ -6,6 +6,8 @@
     Finds ``theano.a.b`` as the file ``tree/a/b.py``, and refuses what is not there with a message.
 `missing`
     That message.
+`serve_alias`
+    Serves a package of `synkhronos.compat` under the name of the library that it stands for.
 
 The modules in `tree` are ordinary ones, under other names: each re-exports PyTensor's functions, and holds those
 whose arguments differ.
@@ -102,6 +104,57 @@ class _Loader(importlib.machinery.SourceFileLoader):
             raise AttributeError(text, name=name, obj=module)
 
         module.__getattr__ = getattr_  # type: ignore[method-assign]
+
+
+def serve_alias(name: str, always: bool = False) -> None:
+    """Serve ``synkhronos.compat.<name>`` as ``<name>`` from now on.
+
+    Parameters
+    ----------
+    name : str
+        Name of the package.
+    always : bool
+        Whether it takes precedence over an installed library of this name.
+    """
+    for finder in sys.meta_path:
+        if isinstance(finder, AliasFinder) and finder.name == name:
+            finder.always |= always
+            return
+    # First, or the next finder would load the package's modules a second time under their other names.
+    sys.meta_path.insert(0, AliasFinder(name, always))
+
+
+class AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a package of `synkhronos.compat`, and its modules, under another name; see `serve_alias`."""
+
+    def __init__(self, name: str, always: bool):
+        self.name, self.always = name, always
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of the package or of a module in it."""
+        head = fullname.partition(".")[0]
+        if head != self.name:
+            return None
+        if fullname == head:
+            installed = None if self.always else importlib.machinery.PathFinder.find_spec(fullname)
+            if installed is not None and installed.origin is not None:  # else a mere folder of that name
+                return None
+        elif sys.modules[head] is not sys.modules.get(f"synkhronos.compat.{head}"):
+            return None
+        own = importlib.util.find_spec(f"synkhronos.compat.{fullname}")
+        if own is None:
+            raise ModuleNotFoundError(f"synkhronos.compat has no module {fullname}", name=fullname)
+        is_package = own.submodule_search_locations is not None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Return the module itself, which has one copy under both names."""
+        return importlib.import_module(f"synkhronos.compat.{spec.name}")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: importing has run the module's code."""
 
 
 def _require_pytensor() -> None:

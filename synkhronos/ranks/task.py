@@ -304,12 +304,18 @@ class Task:
         is_here = self.memory.home(number) in self.rank.control.here
         return Lock(self, number, self.memory.mutex(self._segment, number) if is_here else None)
 
-    def _take(self, number: int, mutex: Mutex) -> int:
+    def _take(self, number: int, mutex: Mutex, timeout: float | None = None) -> int | None:
+        """Return the lock's turn; None if another rank has held it for ``timeout`` seconds."""
         if not mutex.take(0):
-            with _Waiting(self, LOCK, 0, f"for lock {number}", number):
-                while not mutex.take(POLL):
+            deadline = float("inf") if timeout is None else time.monotonic() + timeout
+            # A rank with a time limit waits for nobody in the sense of `_all_are_stuck`.
+            with _Waiting(self, LOCK if timeout is None else NOTHING, 0, f"for lock {number}", number):
+                while not mutex.take(max(0.0, min(POLL, deadline - time.monotonic()))):
                     self.rank.check()
-                    self._refuse_to_be_stuck()
+                    if time.monotonic() >= deadline:
+                        return None
+                    if timeout is None:
+                        self._refuse_to_be_stuck()
         self._owners[number] = self.rank.number + 1
         turn = self._turns[number]
         self._turns[number] = turn + 1
@@ -525,15 +531,45 @@ class Lock:
         self.turn = -1
 
     def __enter__(self) -> Lock:
-        if self._mutex is None:
-            self.turn = self._task._ask(TAKE, self._number)
-        else:
-            self.turn = self._task._take(self._number, self._mutex)
+        self.acquire()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.release()
+
+    def acquire(self, timeout: float | None = None) -> bool:
+        """Take the lock, without a ``with`` statement.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Maximal number of seconds to wait, for a lock of this rank's host; by default as long as it takes.
+
+        Returns
+        -------
+        bool
+            False if another rank held the lock until the time was over.
+
+        Raises
+        ------
+        ValueError
+            For a time limit where the lock is on another host.
+        """
+        if self._mutex is not None:
+            turn = self._task._take(self._number, self._mutex, timeout)
+        elif timeout is None:
+            turn = self._task._ask(TAKE, self._number)
+        else:
+            raise ValueError(f"timeout: lock {self._number} is on another host, which knows no time limit")
+        if turn is None:
+            return False
+        self.turn = turn
+        return True
+
+    def release(self) -> None:
+        """Give the lock back."""
         if self._mutex is None:
             self._task._ask(GIVE, self._number)
         else:

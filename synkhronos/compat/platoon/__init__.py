@@ -1,0 +1,19 @@
+"""Platoon's modules under their own names, on the ranks of `synkhronos.run`.
+
+``python -m synkhronos platoon NAME`` starts programs that were written for Platoon; within them ``import platoon``
+finds this package.  Processes of one experiment::
+
+    launcher ─── controller: runs NAME_controller.py, answers requests
+                     │ starts, ends with its parent
+                 worker 0: the master of the ranks; runs NAME_worker.py
+                     │ forks
+                 workers 1, 2, ...: the other ranks; run NAME_worker.py
+
+Every worker has a socket to the controller, for requests and for the report of its own failure.  Collectives and the
+lock are those of `synkhronos.Worker`; shared parameters lie in memory that the controller creates and hands to each
+worker as an open file.  Mini-batches come over sockets from the process that calls ``send_mb``.
+"""
+
+from synkhronos.compat.platoon.channel import Controller, Worker
+
+__all__ = ["Controller", "Worker"]

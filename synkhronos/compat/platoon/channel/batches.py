@@ -1,0 +1,143 @@
+"""Mini-batches from a controller's process to its workers.
+
+A worker asks for each mini-batch, and the sender answers with the next one: a fast worker gets more of them.  The
+sender keeps a bounded queue, filled by ``send_mb`` and emptied by one thread for each worker::
+
+    send_mb ──▶ queue of at most `limit` mini-batches ──▶ thread ◀── ask ─── recv_mb of worker 0
+                                                      └─▶ thread ◀── ask ─── recv_mb of worker 1
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from synkhronos.compat.platoon.channel import sockets
+from synkhronos.compat.platoon.channel.sockets import POLL
+from synkhronos.compat.platoon.util import PlatoonError
+
+#: Header that ends the stream.
+_END = b"null"
+
+
+class BatchSender:
+    """The sending end.
+
+    Parameters
+    ----------
+    address : str
+    limit : int
+        Maximal number of mini-batches in the queue.
+    is_over : callable
+        Returns True once the workers have ended.
+    """
+
+    def __init__(self, address: str, limit: int, is_over: Callable[[], bool]):
+        self._listener = sockets.listen(address)
+        self._limit, self._is_over = max(1, limit), is_over
+        self._changed = threading.Condition()
+        self._queue: deque[list[np.ndarray]] = deque()
+        self._connections: list[Connection] = []
+        self._is_closed = False
+        #: Number of mini-batches that threads have taken from the queue and not sent yet.
+        self._sending = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+        threading.Thread(target=self._linger).start()
+
+    def send(self, arrays: Sequence[np.ndarray]) -> None:
+        """Append a mini-batch to the queue; wait while the queue is full.
+
+        Raises
+        ------
+        PlatoonError
+            If the sender is closed, or the workers have ended.
+        """
+        batch = [np.array(array, order="C") for array in arrays]  # the caller may overwrite its own
+        for array in batch:
+            if array.dtype.kind not in "biufcSUmM":
+                raise TypeError(f"arrays: expected arrays of numbers or strings, got one of {array.dtype}")
+        with self._changed:
+            self._wait(lambda: len(self._queue) < self._limit or self._is_closed)
+            if self._is_closed or self._is_over():
+                ended = "the sender is closed" if self._is_closed else "the workers have ended"
+                raise PlatoonError(f"send_mb: {ended}")
+            self._queue.append(batch)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Send what is in the queue, and then tell the workers that there is no more; return at once."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        """Wait, with the lock held, until ``ready()``, or until the workers have ended."""
+        while not (ready() or self._is_over()):
+            self._changed.wait(POLL)
+
+    def _linger(self) -> None:
+        """Keep the process alive after its main thread's end until the queue is sent."""
+        threading.main_thread().join()
+        self.close()
+        with self._changed:
+            self._wait(lambda: not self._queue and not self._sending)
+        for connection in self._connections:  # workers that have not asked yet find it when they do
+            with contextlib.suppress(OSError):
+                connection.send_bytes(_END)
+
+    def _accept(self) -> None:
+        while True:
+            connection = sockets.accept(self._listener)
+            if connection is not None:
+                self._connections.append(connection)
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        """Answer one worker."""
+        try:
+            while True:
+                connection.recv_bytes()
+                with self._changed:
+                    self._wait(lambda: bool(self._queue) or self._is_closed)
+                    batch = self._queue.popleft() if self._queue else None
+                    self._sending += batch is not None
+                    self._changed.notify_all()
+                if batch is None:
+                    connection.send_bytes(_END)
+                    continue
+                try:
+                    write(connection, batch)
+                finally:
+                    with self._changed:
+                        self._sending -= 1
+                        self._changed.notify_all()
+        except (EOFError, OSError):  # the worker has ended
+            self._connections.remove(connection)
+            connection.close()
+
+
+def write(connection: Connection, arrays: Sequence[np.ndarray]) -> None:
+    """Send arrays: a header with their dtypes and shapes, then the bytes of each."""
+    connection.send_bytes(json.dumps([(array.dtype.str, array.shape) for array in arrays]).encode())
+    for array in arrays:
+        connection.send_bytes(array.reshape(-1).view(np.uint8).data if array.size else b"")
+
+
+def read(receive: Callable[[], bytes]) -> list[np.ndarray] | None:
+    """Return arrays that `write` has sent; None at the end of the stream.
+
+    Parameters
+    ----------
+    receive : callable
+        Returns the next message.
+    """
+    headers = json.loads(receive())
+    if headers is None:
+        return None
+    return [np.frombuffer(bytearray(receive()), np.dtype(dtype)).reshape(shape) for dtype, shape in headers]

@@ -1,0 +1,260 @@
+"""The controller of an experiment: answers its workers' requests."""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import secrets
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from synkhronos.compat.platoon import configparser
+from synkhronos.compat.platoon.channel.batches import BatchSender
+from synkhronos.compat.platoon.channel.group import WorkerGroup
+from synkhronos.compat.platoon.util import PlatoonError
+from synkhronos.gpus import get_n_gpu
+
+#: Exit status of an experiment whose controller, or a worker without a status of its own, has failed.
+FAILED = 2
+
+
+class Controller:
+    """Base class of controllers: starts the workers, and answers their requests.
+
+    Parameters
+    ----------
+    control_port : int
+        Passed to the workers if it is not the default.  No network port: workers find their controller by themselves.
+    data_port : int, optional
+        Name of the queue of mini-batches, for `send_mb` in this process; see `init_data`.
+    data_hwm : int
+        Maximal number of mini-batches in that queue.
+    devices : list of str, optional
+        A device for each worker: ``"cpu"``, ``"cuda0"``.  An empty list for those of Platoon's variables and files, or
+        else all GPUs.
+    experiment_name : str
+        The workers run ``<experiment_name>_worker.py`` of the working directory.  Without a name none are started.
+    log_directory : str
+        Folder of the workers' output.
+    worker_args : str
+        The workers' arguments, as a shell splits them.
+    multi : bool
+        Refused: an experiment is on one machine.
+
+    Attributes
+    ----------
+    _devices : list of str
+        The workers' devices, in the order of their ranks.
+    _workers : set of int
+        The workers' processes, which are also the ids in their requests.
+    """
+
+    def __init__(
+        self,
+        control_port: int = 5567,
+        data_port: int | None = None,
+        data_hwm: int = 10,
+        devices: Sequence[str] | None = None,
+        experiment_name: str = "",
+        log_directory: str = "",
+        worker_args: str | None = "",
+        multi: bool = False,
+    ):
+        if multi:
+            raise PlatoonError("an experiment is on one machine: start it with --single")
+        self._devices = [] if devices is None else self.get_workers_devices(list(devices))
+        self._local_size = self._global_size = len(self._devices)
+        self._process = os.getpid()
+        #: A byte that processes forked by this one read as well: 1 once the workers have ended.
+        self._over = mmap.mmap(-1, 1)
+        self._address = f"synkhronos-platoon-{secrets.token_hex(8)}"
+        self._group: WorkerGroup | None = None
+        self._workers: set[int] = set()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle_force_close)
+        if data_port:
+            self.init_data(data_port, data_hwm)
+        if experiment_name:
+            ports = [
+                f"--{name}={value}"
+                for name, value, default in (
+                    ("control-port", control_port, 5567),
+                    ("data-port", data_port, None),
+                    ("data-hwm", data_hwm, 10),
+                )
+                if value != default
+            ]
+            self._group = WorkerGroup(
+                self._address, experiment_name, [worker_args or "", *ports], self._devices, log_directory
+            )
+            self._workers.update(self._group.start())
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def handle_control(self, req: Any, worker_id: int, req_info: Any) -> Any:
+        """Return the answer to a request; to be overridden.
+
+        Parameters
+        ----------
+        req : object
+            The request as JSON carries it: a str, as a rule.
+        worker_id : int
+            The worker's process.
+        req_info : object
+            The second argument of `Worker.send_req`.
+
+        Returns
+        -------
+        object
+            What JSON can encode.
+        """
+        raise NotImplementedError(f"no answer to the request {req!r}: {type(self).__name__} has no handle_control()")
+
+    def _answer(self, req: Any, worker_id: int, req_info: Any) -> Any:
+        return self.handle_control(req, worker_id, req_info)
+
+    def worker_is_done(self, worker_id: int) -> None:
+        """Set `_should_stop`, as Platoon does; a worker's exit is all that is needed."""
+        self._should_stop = True
+
+    def serve(self) -> int:
+        """Answer requests until all workers have ended.
+
+        Returns
+        -------
+        int
+            0 if all workers exited with 0; else the exit status of the first that failed; 2 if a worker was killed, or
+            this controller raised.
+        """
+        if self._group is None:
+            return FAILED
+        try:
+            failure = self._group.serve(self._answer)
+        except Exception:
+            sys.stderr.write(f"{PlatoonError('the controller has failed')}\n{traceback.format_exc()}")
+            return FAILED
+        finally:
+            self._close()
+        if failure is None:
+            return 0
+        sys.stderr.write(f"{PlatoonError(failure.message)}\n")
+        return failure.status
+
+    def _close(self) -> None:
+        """End the workers, and what sends them mini-batches."""
+        self._over[0] = 1
+        if self._group is not None:
+            self._group.end()
+        self._workers.clear()
+
+    def _handle_force_close(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._process:
+            sys.stderr.write(f"ended by {signal.Signals(number).name}\n")
+            self._close()
+            sys.exit(1)
+        os._exit(1)  # a process that sends mini-batches
+
+    # -- mini-batches --------------------------------------------------------------------------------------------
+
+    def init_data(self, port: int, data_hwm: int = 10) -> None:
+        """Open the queue of mini-batches in this process, or in one that it has forked.
+
+        Parameters
+        ----------
+        port : int
+            Name of the queue, for `Worker.init_mb_sock`.
+        data_hwm : int
+            Maximal number of mini-batches in the queue.
+
+        Raises
+        ------
+        PlatoonError
+            If the experiment has a queue of this name.
+        """
+        try:
+            self.asocket = BatchSender(f"{self._address}-{port}", data_hwm, self._is_over)
+        except OSError as error:
+            raise PlatoonError(f"port: the queue {port} exists already", error) from error
+
+    def _is_over(self) -> bool:
+        return bool(self._over[0]) or self._process not in (os.getpid(), os.getppid())
+
+    def send_mb(self, arrays: Sequence[np.ndarray]) -> None:
+        """Put a mini-batch into the queue; wait while it is full.
+
+        Parameters
+        ----------
+        arrays : list of ndarray
+            `Worker.recv_mb` returns it on one worker, the first that is ready for it.
+
+        Raises
+        ------
+        PlatoonError
+            If the queue is closed, or the workers have ended.
+        """
+        self.asocket.send(arrays)
+
+    # -- arguments -----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def get_workers_devices(devices: list[str]) -> list[str]:
+        """Return the workers' devices, with a line about them: those given, of Platoon's configuration, or all GPUs.
+
+        The process exits, with status 4, if there are none.
+        """
+        hostname = socket.gethostname()
+        if not devices:
+            try:
+                devices = configparser.fetch_devices_for_host(hostname)
+            except KeyError:
+                devices = [f"cuda{i}" for i in range(get_n_gpu())]
+        if not devices:
+            sys.stderr.write(f"ERROR! no GPU on {hostname}: name devices, such as -D cpu cpu\n")
+            sys.exit(4)
+        sys.stdout.write(f"## On {hostname} using: {' '.join(devices)}\n")
+        return devices
+
+    @staticmethod
+    def default_parser() -> argparse.ArgumentParser:
+        """Return a parser of a controller's arguments, to which a program may add its own."""
+        parser = argparse.ArgumentParser(description="A controller of Platoon's interface.")
+        parser.add_argument("experiment_name", help="workers run EXPERIMENT_NAME_worker.py")
+        parser.add_argument("log_directory", help="folder of the workers' output")
+        hosts = parser.add_mutually_exclusive_group(required=True)
+        hosts.add_argument("--single", action="store_true", help="all workers are on this machine")
+        hosts.add_argument("--multi", action="store_true", help="refused: workers on several machines")
+        parser.add_argument("-D", "--devices", nargs="+", default=[], metavar="DEVICE", help="one for each worker")
+        parser.add_argument("-w", "--worker-args", help="arguments of the workers, in one string")
+        add_ports(parser)
+        return parser
+
+    @staticmethod
+    def default_arguments(args: argparse.Namespace) -> dict[str, Any]:
+        """Return the arguments of this class among those that a parser of `default_parser` has found."""
+        names = ("control_port", "data_port", "data_hwm", "devices", "experiment_name", "log_directory")
+        return {name: value for name, value in vars(args).items() if name in (*names, "worker_args", "multi")}
+
+
+def add_ports(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that controllers and workers have in common."""
+    parser.add_argument("--control-port", type=int, default=5567, help="of Platoon's network; not needed here")
+    parser.add_argument("--data-port", type=int, help="name of the queue of mini-batches")
+    parser.add_argument("--data-hwm", type=int, default=10, help="maximal number of mini-batches in the queue")
+
+
+def main() -> None:
+    """Run a controller that answers no requests of the program's own."""
+    args = Controller.default_parser().parse_args()
+    sys.exit(Controller(**Controller.default_arguments(args)).serve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The interface of Platoon's first version, seed 002: its names, and its order of arguments."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from synkhronos.compat.platoon.channel.controller import Controller
+from synkhronos.compat.platoon.channel.worker import Worker
+from synkhronos.compat.platoon.param_sync import ParamSyncRule
+from synkhronos.compat.platoon.program import LAUNCH
+
+
+class Lieutenant(Controller):
+    """A `Controller` whose program reads no arguments: the launcher names the workers.
+
+    Parameters
+    ----------
+    port : int, optional
+        Data port; see `Controller.init_data`.
+    cport : int, optional
+        Ignored: workers find their controller by themselves.
+    hwm : int
+        Bound of the queue of mini-batches.
+    """
+
+    def __init__(self, port: int | None = None, cport: int | None = None, hwm: int = 10):
+        super().__init__(data_port=port, data_hwm=hwm, **json.loads(os.environ.get(LAUNCH, "{}")))
+
+    def init_control(self, port: int) -> None:
+        """Do nothing: workers find their controller by themselves."""
+
+    def serve(self) -> int:
+        """Answer requests until all workers have ended; end this program if one has failed."""
+        status = super().serve()
+        if status:
+            sys.exit(status)
+        return status
+
+    def _answer(self, req: Any, worker_id: int, req_info: Any) -> Any:
+        """Call ``handle_control(req)`` or ``handle_control(req, worker_id)``."""
+        handle: Any = self.handle_control
+        return handle(req, worker_id) if len(inspect.signature(handle).parameters) > 1 else handle(req)
+
+
+class Soldier(Worker):
+    """A `Worker` with the first version's methods.
+
+    Parameters
+    ----------
+    port, cport : int, optional
+        Data and control port.
+    socket_timeout : int
+        Milliseconds that a request or a mini-batch may take.
+    hwm : int
+        Ignored: the controller bounds the queue.
+    """
+
+    def __init__(self, port: int | None = None, cport: int | None = None, socket_timeout: int = 300000, hwm: int = 10):
+        super().__init__(cport, port, socket_timeout, hwm)
+
+    def init_control_sock(self, port: int) -> None:
+        """Do nothing: the launcher has connected the worker with its controller."""
+
+    lock_params = Worker.lock
+    unlock_params = Worker.unlock
+
+    def init_shared_params(  # type: ignore[override]
+        self, job_name: str, params: Sequence[Any], param_sync_rule: ParamSyncRule, cleanup: bool = False
+    ) -> None:
+        """Map the shared parameters, as `Worker.init_shared_params`; the first worker that calls it sets their values.
+
+        Parameters
+        ----------
+        job_name : str
+            Ignored: each experiment has shared parameters of its own.
+        params : list of shared variable
+        param_sync_rule : ParamSyncRule
+        cleanup : bool
+            Ignored: no experiment leaves anything behind.
+        """
+        super().init_shared_params(params, param_sync_rule)

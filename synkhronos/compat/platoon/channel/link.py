@@ -1,0 +1,121 @@
+"""A worker's connection with its controller."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import mmap
+import os
+import time
+from multiprocessing import reduction
+from typing import Any
+
+from synkhronos.compat.platoon.channel import sockets
+from synkhronos.compat.platoon.channel.group import Failure
+from synkhronos.compat.platoon.channel.sockets import POLL
+from synkhronos.compat.platoon.util import PlatoonError
+from synkhronos.tasks import Worker as RankWorker
+
+#: Seconds that connecting with the controller may take.
+_CONNECT = 60.0
+
+
+class Link:
+    """The connection.
+
+    Parameters
+    ----------
+    worker : synkhronos.Worker
+        The rank of this process.
+    address : str
+        Where the controller listens.
+
+    Attributes
+    ----------
+    worker : synkhronos.Worker
+    address : str
+    """
+
+    def __init__(self, worker: RankWorker, address: str):
+        self.worker, self.address = worker, address
+        connection = sockets.connect(address, worker.progress, _CONNECT)
+        if connection is None:
+            raise PlatoonError("the controller can't be reached")
+        self._connection = connection
+        self._send([worker.number, os.getpid()])
+
+    def _send(self, message: Any) -> None:
+        text = json.dumps(message)
+        try:
+            self._connection.send_bytes(text.encode())
+        except OSError as error:
+            raise PlatoonError("the controller has ended", error) from error
+
+    def request(self, query: dict[str, Any], seconds: float) -> Any:
+        """Send a query to the controller, and return its answer.
+
+        Raises
+        ------
+        PlatoonError
+            If there is no answer in time, or the controller has ended.
+        """
+        self._send(query)
+        return json.loads(self.receive(self._connection, seconds, "answer of the controller"))
+
+    def receive(self, connection: Any, seconds: float, what: str) -> bytes:
+        """Return a message; leave the program if another worker fails meanwhile.
+
+        Parameters
+        ----------
+        connection : Connection
+        seconds : float
+            Time limit.
+        what : str
+            Name of the message, for errors.
+        """
+        deadline = time.monotonic() + seconds
+        try:
+            while not connection.poll(POLL):
+                self.worker.progress()
+                if time.monotonic() > deadline:
+                    raise PlatoonError(f"timeout: no {what} in {seconds:g} seconds")
+            found: bytes = connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise PlatoonError(f"no {what}: its process has ended", error) from error
+        self.worker.progress()
+        return found
+
+    def map_memory(self, name: str, nbytes: int, seconds: float) -> tuple[mmap.mmap, bool]:
+        """Map memory that all workers share.
+
+        Parameters
+        ----------
+        name : str
+        nbytes : int
+            Size, the same on all workers.
+        seconds : float
+            Time limit.
+
+        Returns
+        -------
+        mmap, bool
+            The memory, and whether this worker is the first that asked for it.
+        """
+        answer = self.request({"memory": {"name": name, "nbytes": nbytes}}, seconds)
+        if "error" in answer:
+            raise PlatoonError(answer["error"])
+        file = reduction.recv_handle(self._connection)
+        try:
+            return mmap.mmap(file, max(1, nbytes)), answer["is_new"]
+        finally:
+            os.close(file)
+
+    def report(self, failure: Failure) -> None:
+        """Send the controller a failure, if it is still there."""
+        with contextlib.suppress(PlatoonError):
+            self._send({"failure": dataclasses.asdict(failure)})
+
+
+#: The link of this process, once it is a worker of an experiment.
+current: Link | None = None

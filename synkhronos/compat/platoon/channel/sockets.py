@@ -1,0 +1,71 @@
+"""Sockets between processes of one experiment, on one machine and for one user.
+
+Addresses are in Linux's abstract namespace: they leave no file, and vanish with their process.  Both ends check that
+the other one belongs to the same user.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+#: Seconds between two looks of a waiting process at its peers.
+POLL = 0.05
+_CREDENTIALS = struct.Struct("3i")
+
+
+def listen(address: str) -> socket.socket:
+    """Return a listening socket.
+
+    Raises
+    ------
+    OSError
+        If another socket listens at this address.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0{address}")
+    listener.listen(socket.SOMAXCONN)
+    return listener
+
+
+def accept(listener: socket.socket) -> Connection | None:
+    """Accept a connection; None if it is another user's."""
+    return _checked(listener.accept()[0])
+
+
+def connect(address: str, progress: Callable[[], None], seconds: float) -> Connection | None:
+    """Connect, and wait until somebody listens there; None if nobody does in time.
+
+    Parameters
+    ----------
+    address : str
+    progress : callable
+        Called while this process waits; may raise.
+    seconds : float
+        Time limit.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        client = socket.socket(socket.AF_UNIX)
+        try:
+            client.connect(f"\0{address}")
+            return _checked(client)
+        except (ConnectionRefusedError, BlockingIOError):
+            client.close()
+            progress()
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(POLL / 5)
+
+
+def _checked(end: socket.socket) -> Connection | None:
+    """Return a connection over a socket whose other end is this user's."""
+    _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if user != os.getuid():
+        end.close()
+        return None
+    return Connection(end.detach())

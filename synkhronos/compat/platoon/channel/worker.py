@@ -1,0 +1,341 @@
+"""A worker: one process of an experiment, on one device."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import posix_ipc
+
+from synkhronos.compat.platoon.channel import batches, link, sockets
+from synkhronos.compat.platoon.channel.controller import add_ports
+from synkhronos.compat.platoon.param_sync import ParamSyncRule
+from synkhronos.compat.platoon.util import PlatoonError, SingletonType
+
+#: Platoon's names of reductions, and the library's.
+_OPS = {
+    **dict.fromkeys(("+", "sum", "add"), "sum"),
+    **dict.fromkeys(("*", "prod", "product", "mul"), "prod"),
+    **dict.fromkeys(("max", "maximum"), "max"),
+    **dict.fromkeys(("min", "minimum"), "min"),
+}
+
+
+class Worker(metaclass=SingletonType):
+    """The worker of this process; a second call returns the first instance.
+
+    Parameters
+    ----------
+    control_port : int
+        Ignored: the launcher has connected the worker with its controller.
+    data_port : int, optional
+        Queue of mini-batches for `recv_mb`; see `init_mb_sock`.
+    socket_timeout : int
+        Milliseconds that a request or a mini-batch may take.
+    data_hwm : int
+        Ignored: the controller bounds the queue.
+
+    Attributes
+    ----------
+    shared_params : list of ndarray
+        Parameters in memory that all workers share, after `init_shared_params`.
+    local_params : list of shared variable
+        This worker's own.
+
+    Raises
+    ------
+    PlatoonError
+        If the launcher has not started this process.
+    """
+
+    def __init__(
+        self,
+        control_port: int | None,
+        data_port: int | None = None,
+        socket_timeout: int = 300000,
+        data_hwm: int = 10,
+        port: int | None = None,
+    ):
+        if port is not None:
+            raise RuntimeError("port: this parameter is called data_port, as in the Controller")
+        if link.current is None:
+            raise PlatoonError("this process has no controller: start NAME_worker.py with `synkhronos platoon NAME`")
+        self._link = link.current
+        self._seconds = socket_timeout / 1000
+        self._lock = self._link.worker.lock()
+        self._is_holder = False
+        self._multinode = False
+        self._batches: Connection | None = None
+        self.shared_arrays: dict[int, np.ndarray] = {}
+        self.shared_params: list[np.ndarray] = []
+        if data_port:
+            self.init_mb_sock(data_port, data_hwm)
+
+    # -- requests and the lock -----------------------------------------------------------------------------------
+
+    def send_req(self, req: Any, info: Any = None) -> Any:
+        """Send a request, and return what the controller's ``handle_control`` answers.
+
+        Parameters
+        ----------
+        req, info : object
+            Any that JSON can encode: the request, and further information.
+
+        Returns
+        -------
+        object
+            As JSON carries it: tuples are lists, keys of dicts are str.
+
+        Raises
+        ------
+        PlatoonError
+            If there is no answer within ``socket_timeout``, or the controller has ended.
+        """
+        query = {"worker_id": os.getpid(), "req": req, "req_info": info}
+        return self._link.request(query, self._seconds)
+
+    def lock(self, timeout: float | None = None) -> None:
+        """Take the workers' lock.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait for it; by default as long as it takes.
+
+        Raises
+        ------
+        posix_ipc.BusyError
+            If another worker holds it for so long.
+        PlatoonError
+            If this worker holds it already.
+        """
+        if self._is_holder:
+            raise PlatoonError("lock: this worker holds the lock already, and would wait for itself")
+        if not self._lock.acquire(timeout):
+            raise posix_ipc.BusyError("another worker holds the lock")
+        self._is_holder = True
+
+    def unlock(self) -> None:
+        """Release the workers' lock.
+
+        Raises
+        ------
+        PlatoonError
+            If this worker does not hold it.
+        """
+        if not self._is_holder:
+            raise PlatoonError("unlock: this worker does not hold the lock")
+        self._is_holder = False
+        self._lock.release()
+
+    @property
+    def local_size(self) -> int:
+        """Number of workers on this machine."""
+        return self._link.worker.size
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this worker on this machine: the position of its device in the launcher's list."""
+        return self._link.worker.number
+
+    @property
+    def global_size(self) -> int:
+        """Number of all workers."""
+        return self._link.worker.size
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this worker among all."""
+        return self._link.worker.number
+
+    def close(self) -> None:
+        """Close the connection to the queue of mini-batches; all else ends with the process."""
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+
+    # -- collectives -----------------------------------------------------------------------------------------------
+
+    def all_reduce(self, src: Any, op: str, dest: Any = None) -> Any:
+        """Reduce arrays of all workers; all of them have to call it.
+
+        Parameters
+        ----------
+        src : ndarray, or array of a GPU
+            Of one shape and dtype on all workers.
+        op : {"sum", "prod", "max", "min"}
+            Or another of Platoon's names, such as ``"+"`` and ``"maximum"``.
+        dest : ndarray, optional
+            Array for the result, of the same shape and dtype.
+
+        Returns
+        -------
+        ndarray, array of a GPU, or None
+            The result, the same on all workers; None if ``dest`` has it.
+        """
+        name = _OPS.get(str(op).lower())
+        if name is None:
+            raise ValueError(f"op: expected one of {', '.join(_OPS)}, got {op!r}")
+        src = np.asarray(src) if isinstance(src, np.generic) else src
+        if dest is not None and (dest.shape, dest.dtype) != (src.shape, src.dtype):
+            raise TypeError(
+                f"dest: expected {src.dtype} of shape {src.shape}, as src, got {dest.dtype} of shape {dest.shape}"
+            )
+        result = self._link.worker.all_reduce(src, name)
+        if dest is None:
+            return result
+        dest[...] = result
+        return None
+
+    def shared(self, array: Any) -> np.ndarray:
+        """Return an array in memory that all workers share.
+
+        Parameters
+        ----------
+        array : ndarray, or array of a GPU
+            Names shape and dtype of the result; its values are not copied.
+
+        Returns
+        -------
+        ndarray
+            Workers that ask for the same number of bytes share one array; it begins with zeros.
+        """
+        nbytes = int(np.dtype(array.dtype).itemsize * np.prod(array.shape, dtype=int))
+        if nbytes not in self.shared_arrays:
+            memory, _ = self._link.map_memory(f"shared arrays of {nbytes:,} bytes", nbytes, self._seconds)
+            self.shared_arrays[nbytes] = np.ndarray(array.shape, array.dtype, memory)
+        return self.shared_arrays[nbytes]
+
+    # -- shared parameters -----------------------------------------------------------------------------------------
+
+    def init_shared_params(self, params: Sequence[Any], param_sync_rule: ParamSyncRule) -> None:
+        """Map the shared parameters; the first worker that calls it copies its own there.
+
+        Parameters
+        ----------
+        params : list of shared variable
+            Of the same shapes and dtypes on all workers.
+        param_sync_rule : ParamSyncRule
+            What `sync_params` does.
+
+        Raises
+        ------
+        PlatoonError
+            If the parameters take another number of bytes than those of the first worker.
+        """
+        self.local_params = params = list(params)
+        self.update_fn = param_sync_rule.make_update_function(params)
+        kinds = [(np.dtype(param.dtype), param.get_value(borrow=True).shape) for param in params]
+        sizes = [dtype.itemsize * int(np.prod(shape, dtype=int)) for dtype, shape in kinds]
+        # Each begins at a multiple of 16 bytes, which suits any dtype.
+        starts = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
+        self.lock()
+        try:
+            memory, is_first = self._link.map_memory("the shared parameters", starts[-1], self._seconds)
+            self.shared_params = [
+                np.ndarray(shape, dtype, memory, start)
+                for (dtype, shape), start in zip(kinds, starts[:-1], strict=True)
+            ]
+            if is_first:
+                self.copy_to_global(synchronous=False)
+        finally:
+            self.unlock()
+
+    def sync_params(self, synchronous: bool = True) -> None:
+        """Change this worker's parameters and the shared ones by the rule.
+
+        Parameters
+        ----------
+        synchronous : bool
+            Whether to hold the lock meanwhile.
+        """
+        self._locked(lambda: self.update_fn(self.shared_params), synchronous)
+
+    def copy_to_local(self, synchronous: bool = True) -> None:
+        """Copy the shared parameters to this worker's; as `sync_params`."""
+
+        def copy() -> None:
+            for param, value in zip(self.local_params, self.shared_params, strict=True):
+                param.set_value(value)
+
+        self._locked(copy, synchronous)
+
+    def copy_to_global(self, synchronous: bool = True) -> None:
+        """Copy this worker's parameters to the shared ones; as `sync_params`."""
+
+        def copy() -> None:
+            for param, value in zip(self.local_params, self.shared_params, strict=True):
+                value[...] = param.get_value(borrow=True)
+
+        self._locked(copy, synchronous)
+
+    def _locked(self, change: Any, synchronous: bool) -> None:
+        if not self.shared_params:
+            raise PlatoonError("there are no shared parameters: call init_shared_params() first")
+        if not synchronous:
+            change()
+            return
+        self.lock()
+        try:
+            change()
+        finally:
+            self.unlock()
+
+    # -- mini-batches ----------------------------------------------------------------------------------------------
+
+    def init_mb_sock(self, port: int, data_hwm: int = 10) -> None:
+        """Connect with a queue of mini-batches, and wait until the controller has opened it.
+
+        Parameters
+        ----------
+        port : int
+            As in `Controller.init_data`.
+        data_hwm : int
+            Ignored: the controller bounds the queue.
+        """
+        self._batches = sockets.connect(f"{self._link.address}-{port}", self._link.worker.progress, self._seconds)
+        if self._batches is None:
+            raise PlatoonError(f"port: the controller has opened no queue {port}")
+
+    def recv_mb(self) -> list[np.ndarray]:
+        """Return the next mini-batch of the queue, which no other worker gets.
+
+        Returns
+        -------
+        list of ndarray
+            The arrays of `Controller.send_mb`.
+
+        Raises
+        ------
+        PlatoonError
+            If the controller has closed the queue and it is empty, or there is no mini-batch within
+            ``socket_timeout``.
+        """
+        if self._batches is None:
+            raise PlatoonError("recv_mb: call init_mb_sock() first")
+        with contextlib.suppress(OSError):  # the sender has ended; what it sent last can be read
+            self._batches.send_bytes(b"")
+        connection = self._batches
+        arrays = batches.read(lambda: self._link.receive(connection, self._seconds, "mini-batch"))
+        if arrays is None:
+            raise PlatoonError("no mini-batch: the controller has closed the queue, and all were received")
+        return arrays
+
+    # -- arguments -------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def default_parser() -> argparse.ArgumentParser:
+        """Return a parser of a worker's arguments, to which a program may add its own."""
+        parser = argparse.ArgumentParser(description="A worker of Platoon's interface.")
+        add_ports(parser)
+        return parser
+
+    @staticmethod
+    def default_arguments(args: argparse.Namespace) -> dict[str, Any]:
+        """Return the arguments of this class among those that a parser of `default_parser` has found."""
+        return {name: value for name, value in vars(args).items() if name in ("control_port", "data_port", "data_hwm")}

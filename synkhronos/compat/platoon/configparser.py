@@ -1,0 +1,46 @@
+"""Hosts and devices from Platoon's environment variables and files.
+
+The first source that names them counts: ``PLATOON_DEVICES`` or ``PLATOON_HOSTS``, the files of ``PLATOONRC`` from the
+last to the first, ``./.platoonrc``, ``~/.platoonrc``.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+
+
+def fetch_devices_for_host(host: str) -> list[str]:
+    """Return the devices of a host.
+
+    Raises
+    ------
+    KeyError
+        If neither ``PLATOON_DEVICES`` nor an entry of the section ``devices`` names them.
+    """
+    return _fetch("PLATOON_DEVICES", "devices", host)
+
+
+def fetch_hosts() -> list[str]:
+    """Return the hosts of an experiment.
+
+    Raises
+    ------
+    KeyError
+        If neither ``PLATOON_HOSTS`` nor the entry ``hosts`` of the section ``platoon`` names them.
+    """
+    return _fetch("PLATOON_HOSTS", "platoon", "hosts")
+
+
+def _fetch(variable: str, section: str, key: str) -> list[str]:
+    names = os.environ.get(variable, "")
+    if not names:
+        parser = configparser.RawConfigParser()
+        parser.optionxform = str  # type: ignore[assignment, method-assign]
+        files = ["~/.platoonrc", "./.platoonrc", *filter(None, os.environ.get("PLATOONRC", "").split(os.pathsep))]
+        parser.read([os.path.expanduser(file) for file in files])  # a later file overrides
+        try:
+            names = parser.get(section, key)
+        except configparser.Error:
+            raise KeyError(key) from None
+    return names.replace(",", " ").split()

@@ -1,0 +1,145 @@
+"""The command line: ``synkhronos platoon NAME``, and ``platoon-launcher NAME``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from synkhronos.compat.platoon import configparser
+from synkhronos.compat.platoon.program import LAUNCH
+
+#: Exit statuses: a worker or the controller has failed; wrong arguments; a process could not be started or was killed.
+FAILED, WRONG_ARGUMENTS, SYSTEM_ERROR = 1, 2, 3
+#: Seconds that the controller gets to end the workers after Ctrl-C.
+_GRACE = 10.0
+#: Bytes of the controller's errors that are printed.
+_SHOWN = 8000
+
+
+def script() -> None:
+    """Run the command ``platoon-launcher``."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run an experiment.
+
+    Parameters
+    ----------
+    arguments : list of str
+        Of the command line.
+
+    Returns
+    -------
+    int
+        0 if the controller and all workers have ended with 0; 1 if one of them failed; 2 for wrong arguments; 3 if the
+        operating system could not start a process, or the experiment was interrupted.
+    """
+    options = _parser().parse_args(arguments)
+    name = options.experiment_name
+    _print(f"### Launching experiment: {name}")
+    if not Path(f"{name}_worker.py").is_file():
+        return _refuse(f"there is no {name}_worker.py in {os.getcwd()}", WRONG_ARGUMENTS)
+    here = socket.gethostname()
+    hosts = options.hosts or ([] if options.devices else _configured_hosts())
+    if hosts and hosts != [here]:
+        return _refuse(f"hosts: an experiment is on one machine, here {here}, got {', '.join(hosts)}", WRONG_ARGUMENTS)
+    logs = Path("PLATOON_LOGS", name, time.strftime("%Y-%m-%d_%H-%M-%S"))
+    try:
+        logs.mkdir(parents=True)
+        process = _start(options, logs)
+    except OSError as error:
+        return _refuse(str(error), SYSTEM_ERROR)
+    _print(f"### Logs folder: {logs}\n### Waiting for the experiment to finish ...")
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        return _refuse("interrupted", SYSTEM_ERROR)
+    if status == 0:
+        _print("SUCCESS! The experiment has finished.")
+        return 0
+    errors = (logs / "controller_cpu.err").read_bytes()[-_SHOWN:].decode(errors="replace")
+    if status < 0:
+        return _refuse(f"{errors}the controller was ended by {signal.Signals(-status).name}", SYSTEM_ERROR)
+    return _refuse(f"{errors}the controller exited with status {status}; see {logs}", FAILED)
+
+
+def _start(options: argparse.Namespace, logs: Path) -> subprocess.Popen[bytes]:
+    """Start the controller, in a session of its own: Ctrl-C reaches this process alone."""
+    name, devices = options.experiment_name, options.devices or []
+    arguments = [name, str(logs), "--single", *(["-D", *devices] if devices else [])]
+    arguments += shlex.split(options.controller_args or "")
+    if options.worker_args:
+        arguments.append(f"-w={options.worker_args}")
+    own = Path(f"{name}_controller.py")
+    file = own if own.is_file() else Path(__file__).parent / "channel" / "controller.py"
+    launch = {
+        "experiment_name": name,
+        "log_directory": str(logs),
+        "devices": devices,
+        "worker_args": options.worker_args or "",
+    }
+    code = (
+        "from synkhronos.ranks.worker import end_with; "
+        f"end_with({os.getpid()}, True); from synkhronos.compat.platoon import program; program.main()"
+    )
+    package = str(Path(__file__).resolve().parents[3])  # children run this very library
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
+    with open(logs / "controller_cpu.out", "wb") as out, open(logs / "controller_cpu.err", "wb") as err:
+        return subprocess.Popen(
+            [sys.executable, "-u", "-c", code, str(file), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env={**os.environ, "PYTHONPATH": path, LAUNCH: json.dumps(launch)},
+            start_new_session=True,
+        )
+
+
+def _configured_hosts() -> list[str]:
+    try:
+        return configparser.fetch_hosts()
+    except KeyError:
+        return []
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="synkhronos platoon",
+        description="Run NAME_controller.py, and NAME_worker.py on each device: programs written for Platoon.",
+    )
+    parser.add_argument(
+        "experiment_name", metavar="NAME", help="of the files; the controller's is optional"
+    )
+    places = parser.add_mutually_exclusive_group()
+    places.add_argument(
+        "-D", "--devices", nargs="+", metavar="DEVICE", help="a device for each worker: cuda0 cuda1, or cpu cpu"
+    )
+    places.add_argument("-H", "--hosts", nargs="+", metavar="HOST", help="this machine; no other is possible")
+    parser.add_argument("-c", "--controller-args", help='arguments of the controller: -c="--patience 3"')
+    parser.add_argument("-w", "--worker-args", help='arguments of the workers: -w="--rate 0.1"')
+    return parser
+
+
+def _refuse(text: str, status: int) -> int:
+    sys.stderr.write(f"ERROR! {text}\n")
+    return status
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()

@@ -1,0 +1,113 @@
+"""All-reduce as an Op of the graph library; workers have to compute functions with it in the same order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import theano
+from theano import tensor
+
+from synkhronos.compat import chosen
+from synkhronos.compat.platoon.channel.worker import Worker
+from synkhronos.compat.platoon.training.global_dynamics import existing_worker
+
+
+class AllReduce(theano.Op):
+    """The reduction of an array over all workers.
+
+    Parameters
+    ----------
+    op : str
+        As in `Worker.all_reduce`.
+    worker : Worker, optional
+        By default the worker of this process.
+    """
+
+    __props__ = ("op",)
+
+    def __init__(self, op: str, worker: Worker | None = None):
+        if worker is not None and not isinstance(worker, Worker):
+            raise TypeError(f"worker: expected a platoon Worker, got {worker!r}")
+        self.op = op
+        self.worker = existing_worker() if worker is None else worker
+
+    def __str__(self) -> str:
+        return f"AllReduce{{{self.op}}}"
+
+    def make_node(self, src: Any, dest: Any = None) -> Any:
+        """Return the node; the result has the type of ``src``, and takes no memory of ``dest``."""
+        src = tensor.as_tensor_variable(src)
+        if dest is not None and tensor.as_tensor_variable(dest).type != src.type:
+            raise TypeError(f"dest: expected {src.type}, as src, got {tensor.as_tensor_variable(dest).type}")
+        return theano.Apply(self, [src], [src.type()])
+
+    def perform(self, node: Any, inputs: Any, outputs: Any, *_: Any) -> None:
+        """Reduce."""
+        outputs[0][0] = self.worker.all_reduce(inputs[0], self.op)
+
+    def infer_shape(self, *arguments: Any) -> list[Any]:
+        """Return the shape of the result, which is that of the array."""
+        return [arguments[-1][0]]
+
+    def do_constant_folding(self, *_: Any) -> bool:
+        """Return False: compiling a function would wait for the other workers."""
+        return False
+
+
+def AllReduceSum(src: Any, dest: Any = None, inplace: bool = False, worker: Worker | None = None) -> Any:  # noqa: N802
+    """Return the sum of an array over all workers.
+
+    Parameters
+    ----------
+    src : tensor variable
+    dest : tensor variable, optional
+        Its type has to be that of ``src``.
+    inplace : bool
+        Accepted for Platoon's programs; no array is overwritten.
+    worker : Worker, optional
+
+    Returns
+    -------
+    tensor variable
+    """
+    return AllReduce("sum", worker)(src, dest)
+
+
+def AllReduceProd(src: Any, dest: Any = None, inplace: bool = False, worker: Worker | None = None) -> Any:  # noqa: N802
+    """Return the product over all workers; as `AllReduceSum`."""
+    return AllReduce("prod", worker)(src, dest)
+
+
+def AllReduceMax(src: Any, dest: Any = None, inplace: bool = False, worker: Worker | None = None) -> Any:  # noqa: N802
+    """Return the maximum over all workers; as `AllReduceSum`."""
+    return AllReduce("max", worker)(src, dest)
+
+
+def AllReduceMin(src: Any, dest: Any = None, inplace: bool = False, worker: Worker | None = None) -> Any:  # noqa: N802
+    """Return the minimum over all workers; as `AllReduceSum`."""
+    return AllReduce("min", worker)(src, dest)
+
+
+def _register_with_jax() -> None:
+    """Have JAX mode call `Worker.all_reduce` from compiled code, in the order of the graph."""
+    try:
+        import jax
+        from jax.experimental import io_callback
+        from pytensor.link.jax.dispatch import jax_funcify
+    except ImportError:
+        return
+
+    @jax_funcify.register(AllReduce)
+    def funcify(op: AllReduce, **_: Any) -> Any:
+        def reduce(array: Any) -> np.ndarray:
+            return np.asarray(op.worker.all_reduce(np.asarray(array), op.op))
+
+        def call(array: Any) -> Any:
+            return io_callback(reduce, jax.ShapeDtypeStruct(array.shape, array.dtype), array, ordered=True)
+
+        return call
+
+
+if chosen == "pytensor":
+    _register_with_jax()

@@ -1,0 +1,1 @@
+"""Exchange of parameters by collectives."""

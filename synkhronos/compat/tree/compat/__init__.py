@@ -1,0 +1,1 @@
+"""The module ``theano.compat``, on PyTensor."""

@@ -1,0 +1,404 @@
+"""Parts of ``import platoon`` in one process: rules, configuration, the queue of mini-batches, order of reports."""
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from multiprocessing.connection import Pipe
+
+import numpy as np
+import pytest
+import theano
+from platoon import configparser
+from platoon.channel import Controller, Worker
+from platoon.param_sync import ASGD, EASGD, ParamSyncRule
+from platoon.training.global_dynamics import EASGD as SynchronousEASGD
+from platoon.training.global_dynamics import SGD, GlobalDynamics
+from platoon.util import PlatoonError
+
+from synkhronos.compat.platoon import launcher
+from synkhronos.compat.platoon.channel import batches, sockets
+from synkhronos.compat.platoon.channel.group import Failure, WorkerGroup
+
+LIMIT = 30
+
+
+def run(code, *arguments):
+    """Run lines in a process of their own, and return what they print."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# -- rules -------------------------------------------------------------------------------------------------------
+
+
+def values(seed):
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=(2, 3)).astype("float32"), np.float64(rng.normal()), rng.normal(size=4)]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1])
+def test_easgd(alpha):
+    params, master = [theano.shared(value) for value in values(0)], [np.array(value) for value in values(1)]
+    local, central = values(0), values(1)
+    rule = EASGD(0.5)
+    update = rule.make_update_function(params)
+    rule.set_alpha(alpha)
+    assert rule.get_alpha() == alpha
+    for _ in range(3):
+        update(master)
+        for i in range(3):
+            force = np.asarray(local[i]).dtype.type(alpha) * (local[i] - central[i])
+            local[i], central[i] = local[i] - force, central[i] + force
+    for param, value, shared, expected in zip(params, local, master, central, strict=True):
+        np.testing.assert_array_equal(param.get_value(), value)
+        np.testing.assert_array_equal(shared, expected)
+        assert param.get_value().dtype == shared.dtype == np.asarray(value).dtype
+
+
+def test_asgd_of_two_workers():
+    master = [np.array(value) for value in values(0)]
+    workers = [[theano.shared(value) for value in values(0)] for _ in range(2)]
+    updates = [ASGD().make_update_function(params) for params in workers]
+    total = [np.array(value, "float64") for value in values(0)]
+    for step in range(4):
+        for k, (params, update) in enumerate(zip(workers, updates, strict=True)):
+            for i, param in enumerate(params):
+                change = np.asarray((step + 1) * (k + 0.5)).astype(param.dtype)
+                param.set_value(param.get_value() + change)
+                total[i] += change
+            update(master)
+            for param, shared in zip(params, master, strict=True):
+                np.testing.assert_array_equal(param.get_value(), shared)
+    for shared, expected in zip(master, total, strict=True):
+        np.testing.assert_allclose(shared, expected, rtol=1e-5)
+
+
+def test_rules_of_ones_own():
+    class Compiled(ParamSyncRule):
+        def theano_update(self, local_params):
+            master = [param.type() for param in local_params]
+            return theano.function(
+                master,
+                [m + p for m, p in zip(master, local_params, strict=True)],
+                updates=[(p, p * 0 + m) for m, p in zip(master, local_params, strict=True)],
+                mode="FAST_COMPILE",
+            )
+
+    class Summed(ParamSyncRule):
+        def update_params(self, local_params, master_params):
+            master_params[0] += local_params[0]
+            local_params[0].fill(0)
+
+    for rule, local in ((Compiled(), 1), (Summed(), 0)):
+        param, master = theano.shared(np.full(3, 2.0)), np.ones(3)
+        rule.make_update_function([param])([master])
+        np.testing.assert_array_equal(master, np.full(3, 3.0))
+        np.testing.assert_array_equal(param.get_value(), np.full(3, local))
+    with pytest.raises(NotImplementedError):
+        ParamSyncRule().make_update_function([param])([master])
+
+
+def test_global_dynamics_before_there_is_a_worker():
+    rule = GlobalDynamics()
+    with pytest.raises(NotImplementedError, match="make_rule"):
+        rule()
+    with pytest.raises(AttributeError, match="Worker instance has not been created yet"):
+        rule.worker  # noqa: B018
+    with pytest.raises(TypeError, match="worker: expected a platoon Worker"):
+        SGD(worker=1)
+    with pytest.raises(TypeError, match="fun: expected a function"):
+        rule.register_fn(3)
+    with pytest.raises(AttributeError, match="EASGD has a function of its own"):
+        SynchronousEASGD().register_fn(print)
+    with pytest.raises(PlatoonError, match="this process has no controller"):
+        Worker(5567)
+
+
+# -- configuration -----------------------------------------------------------------------------------------------
+
+
+def test_where_devices_and_hosts_come_from(tmp_path, monkeypatch):
+    def write(name, host, devices):
+        (tmp_path / name).write_text(f"[platoon]\nhosts : {host}\n[devices]\nlisa : {devices}\n")
+        return str(tmp_path / name)
+
+    for variable in ("PLATOON_DEVICES", "PLATOON_HOSTS", "PLATOONRC"):
+        monkeypatch.delenv(variable, raising=False)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for fetch, argument in ((configparser.fetch_hosts, ()), (configparser.fetch_devices_for_host, ("lisa",))):
+        with pytest.raises(KeyError):
+            fetch(*argument)
+    write(".platoonrc", "h0", "cuda0")
+    assert configparser.fetch_devices_for_host("lisa") == ["cuda0"] and configparser.fetch_hosts() == ["h0"]
+    write("work/.platoonrc", "h1\n        h2, h3", "cuda1\n       cuda2,cuda3")
+    assert configparser.fetch_devices_for_host("lisa") == ["cuda1", "cuda2", "cuda3"]
+    assert configparser.fetch_hosts() == ["h1", "h2", "h3"]
+    monkeypatch.setenv("PLATOONRC", f"{write('a', 'h4', 'cuda4')}{os.pathsep}{write('b', 'h5', 'cuda5')}")
+    assert configparser.fetch_devices_for_host("lisa") == ["cuda5"] and configparser.fetch_hosts() == ["h5"]
+    monkeypatch.setenv("PLATOON_DEVICES", "cuda6,cuda7")
+    monkeypatch.setenv("PLATOON_HOSTS", "h6")
+    assert configparser.fetch_devices_for_host("other") == ["cuda6", "cuda7"] and configparser.fetch_hosts() == ["h6"]
+    assert Controller.get_workers_devices([]) == ["cuda6", "cuda7"]
+    assert Controller.get_workers_devices(["cpu"]) == ["cpu"]
+
+
+def test_arguments():
+    words = ["lstm", "logs", "--single", "-D", "cpu", "cpu", "-w=--rate 3", "--data-port", "7", "--more", "1"]
+    parser = Controller.default_parser()
+    parser.add_argument("--more")
+    assert Controller.default_arguments(parser.parse_args(words)) == {
+        "experiment_name": "lstm",
+        "log_directory": "logs",
+        "devices": ["cpu", "cpu"],
+        "worker_args": "--rate 3",
+        "control_port": 5567,
+        "data_port": 7,
+        "data_hwm": 10,
+        "multi": False,
+    }
+    assert Worker.default_arguments(Worker.default_parser().parse_args(["--control-port=6"])) == {
+        "control_port": 6,
+        "data_port": None,
+        "data_hwm": 10,
+    }
+    with pytest.raises(PlatoonError, match="an experiment is on one machine"):
+        Controller(multi=True)
+
+
+def test_this_host_alone_may_be_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x_worker.py").touch()
+    monkeypatch.setenv("PLATOON_HOSTS", "lisa0")
+    assert launcher.main(["x"]) == launcher.WRONG_ARGUMENTS
+    assert f"here {socket.gethostname()}, got lisa0" in capsys.readouterr().err
+
+
+# -- mini-batches ------------------------------------------------------------------------------------------------
+
+
+class Queue:
+    """A sender, and readers in threads."""
+
+    def __init__(self, limit=3):
+        self.is_over = False
+        self.address = f"synkhronos-test-{os.getpid()}-{random.random()}"
+        self.sender = batches.BatchSender(self.address, limit, lambda: self.is_over)
+
+    def read(self, received, pause=0.0):
+        connection = sockets.connect(self.address, lambda: None, LIMIT)
+        while True:
+            connection.send_bytes(b"")
+            batch = batches.read(connection.recv_bytes)
+            if batch is None:
+                return
+            received.append(batch)
+            time.sleep(pause * random.random())
+
+
+@pytest.fixture
+def queue():
+    queue = Queue()
+    yield queue
+    queue.sender.close()
+    queue.is_over = True
+
+
+def test_each_mini_batch_goes_to_one_reader(queue):
+    rng = np.random.default_rng(0)
+    dtypes = ["float32", "float64", "int8", "uint16", "bool", "complex64", "S3", "U2", "M8[s]", ">f4"]
+    sent = []
+    for i in range(60):
+        shapes = [tuple(rng.integers(0, 5, rng.integers(0, 4))) for _ in range(rng.integers(0, 4))]
+        arrays = [(rng.random(shape) * 100).astype("int64").astype(rng.choice(dtypes)) for shape in shapes]
+        sent.append([np.array(i), *arrays])
+    received = [[] for _ in range(3)]
+    readers = [threading.Thread(target=queue.read, args=(each, 2e-3)) for each in received]
+    for reader in readers:
+        reader.start()
+    for batch in sent:
+        queue.sender.send(batch)
+    queue.sender.close()
+    for reader in readers:
+        reader.join(LIMIT)
+        assert not reader.is_alive()
+    found = {int(batch[0]): batch for each in received for batch in each}
+    assert sum(map(len, received)) == len(found) == 60
+    for i, batch in enumerate(sent):
+        assert len(found[i]) == len(batch)
+        for actual, expected in zip(found[i], batch, strict=True):
+            np.testing.assert_array_equal(actual, expected)
+            assert actual.dtype == expected.dtype and actual.flags.writeable
+
+
+def test_the_queue_is_bounded(queue):
+    sent, received = [], []
+
+    def send():
+        for i in range(8):
+            queue.sender.send([np.array(i)])
+            sent.append(i)
+        queue.sender.close()
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    wait_until(lambda: len(sent) == 3)
+    time.sleep(0.1)
+    assert len(sent) == 3
+    queue.read(received)
+    sender.join(LIMIT)
+    assert [int(batch[0]) for batch in received] == list(range(8))
+    with pytest.raises(PlatoonError, match="the sender is closed"):
+        queue.sender.send([np.zeros(2)])
+
+
+def test_a_sender_that_waits_ends_with_the_workers(queue):
+    for i in range(3):
+        queue.sender.send([np.array(i)])
+    threading.Timer(0.1, lambda: setattr(queue, "is_over", True)).start()
+    with pytest.raises(PlatoonError, match="the workers have ended"):
+        queue.sender.send([np.array(3)])
+
+
+def test_what_is_sent_is_a_copy(queue):
+    array, received = np.ones(3), []
+    queue.sender.send([array])
+    array[:] = 2
+    with pytest.raises(TypeError, match="arrays of numbers or strings"):
+        queue.sender.send([np.array([{}])])
+    queue.sender.close()
+    queue.read(received)
+    np.testing.assert_array_equal(received[0][0], np.ones(3))
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+# -- requests and reports ----------------------------------------------------------------------------------------
+
+
+class Group:
+    """A group whose workers are pipes of this process, and whose master is a process that does nothing."""
+
+    def __init__(self, folder, n):
+        self.group = WorkerGroup(f"synkhronos-test-{os.getpid()}-{random.random()}", "x", [], ["cpu"] * n, str(folder))
+        self.master = self.group._master = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        self.group._end_of_master = os.pidfd_open(self.master.pid)
+        self.group._processes = list(range(n))
+        ends = [Pipe() for _ in range(n)]
+        self.group._connections = {theirs: rank for rank, (_, theirs) in enumerate(ends)}
+        self.workers = [ours for ours, _ in ends]
+
+    def end(self, status):
+        self.master.communicate(b"x" if status == 0 else b"")
+        assert (self.master.returncode == 0) == (status == 0)
+
+
+def test_a_workers_own_report_counts_whenever_it_comes(tmp_path):
+    """A peer's word of its end may arrive first, and blames whom it has seen end."""
+    group = Group(tmp_path, 3)
+    send_failure(group.workers[0], Failure(2, 2, "rank 2 has ended", is_own=False))
+    threading.Timer(0.1, send_failure, (group.workers[1], Failure(1, 3, "worker 1 exited with status 3", True))).start()
+    threading.Timer(0.3, group.end, (1,)).start()
+    failure = group.group.serve(lambda *_: "train")
+    assert failure == Failure(1, 3, "worker 1 exited with status 3", True)
+
+
+def test_a_report_is_read_after_all_processes_have_ended(tmp_path):
+    group = Group(tmp_path, 2)
+    send_failure(group.workers[0], Failure(1, 2, "rank 1 has ended", is_own=False))
+    send_failure(group.workers[1], Failure(1, 7, "worker 1 exited with status 7", True))
+    group.end(1)
+    assert group.group.serve(lambda *_: "train").status == 7
+
+
+def test_many_requests_of_many_workers(tmp_path):
+    group, n_requests, answered, failed = Group(tmp_path, 4), 60, [], []
+
+    def work(rank, connection):
+        try:
+            for i in range(n_requests):
+                text = "x" * random.choice([0, 10, 100_000])
+                connection.send_bytes(encode({"req": [rank, i], "worker_id": rank, "req_info": {"text": text}}))
+                assert decode(connection.recv_bytes()) == [rank, i, len(text)]
+                time.sleep(random.random() * 2e-3)
+            connection.close()
+        except BaseException as error:
+            failed.append(error)
+
+    def answer(req, worker_id, info):
+        assert req[0] == worker_id
+        answered.append(tuple(req))
+        return (*req, len(info["text"]))
+
+    threads = [threading.Thread(target=work, args=pair) for pair in enumerate(group.workers)]
+    for thread in threads:
+        thread.start()
+    threading.Thread(target=lambda: [thread.join() for thread in threads] and group.end(0)).start()
+    assert group.group.serve(answer) is None
+    assert not failed and len(answered) == 4 * n_requests
+    for rank in range(4):
+        assert [i for each, i in answered if each == rank] == list(range(n_requests))
+
+
+def send_failure(connection, failure):
+    connection.send_bytes(encode({"failure": vars(failure)}))
+
+
+def encode(message):
+    return json.dumps(message).encode()
+
+
+def decode(message):
+    return json.loads(message)
+
+
+# -- names -------------------------------------------------------------------------------------------------------
+
+
+def test_one_module_under_two_names():
+    import platoon.channel.worker
+
+    import synkhronos.compat.platoon.channel.worker as same
+
+    assert platoon.channel.worker is same and platoon.channel.Worker is same.Worker
+    with pytest.raises(ModuleNotFoundError, match="synkhronos.compat has no module platoon.nothing"):
+        import platoon.nothing  # noqa: F401
+
+
+def test_an_installed_platoon_comes_first_but_not_under_the_launcher(tmp_path):
+    (tmp_path / "platoon").mkdir()
+    (tmp_path / "platoon" / "__init__.py").write_text("name = 'installed'\n")
+    (tmp_path / "platoon" / "channel.py").write_text("name = 'channel'\n")
+    (tmp_path / "main.py").write_text("from platoon.channel import Worker\nprint(Worker.__module__)\n")
+    code = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        import synkhronos.compat
+        import platoon.channel
+        print(platoon.name, platoon.channel.name)
+    """
+    assert run(code, str(tmp_path)) == "installed channel"
+    code = """
+        import sys
+        from synkhronos.compat.platoon.program import run_file
+        run_file(sys.argv[1] + "/main.py", [])
+    """
+    assert run(code, str(tmp_path)) == "synkhronos.compat.platoon.channel.worker"

@@ -1,0 +1,146 @@
+"""A worker written for Platoon: uses each item of its interface once, and pickles what it found."""
+
+import os
+import pickle
+import random
+import sys
+import time
+
+import helper
+import numpy as np
+import posix_ipc
+import theano
+from platoon import Worker as SameWorker
+from platoon.channel import Worker
+from platoon.ops import AllReduceMax, AllReduceSum
+from platoon.param_sync import EASGD
+from platoon.training import global_dynamics as gd
+from platoon.util import PlatoonError
+
+
+def main(args):
+    found = {"helper": helper.WORD, "rate": args.rate}
+    worker = Worker(**Worker.default_arguments(args))
+    assert Worker() is worker and SameWorker is Worker
+    rank, size = worker.global_rank, worker.global_size
+    assert (rank, size) == (worker.local_rank, worker.local_size)
+    found["size"] = size
+    found["process"] = os.getpid()
+    found["hello"] = worker.send_req("hello", {"rank": rank})
+    found["echo"] = worker.send_req("echo", {"a": [1, 2.5, None, "ä"]})
+
+    def barrier():
+        worker.all_reduce(np.zeros(1), "sum")
+
+    # shared parameters, one worker after the other
+    params = [theano.shared(np.arange(4, dtype="float32") + 10 * rank), theano.shared(np.float64(rank))]
+    if rank == 1:
+        barrier()
+    worker.init_shared_params(params, EASGD(0.25))
+    if rank == 0:
+        barrier()
+    found["initial"] = [np.array(value) for value in worker.shared_params]
+    for turn in (0, 1, 0):
+        barrier()
+        if rank == turn:
+            worker.sync_params()
+    barrier()
+    found["local"] = [param.get_value() for param in params]
+    found["central"] = [np.array(value) for value in worker.shared_params]
+    barrier()
+    if rank == 1:
+        params[1].set_value(np.float64(123))
+        worker.copy_to_global()
+    barrier()
+    worker.copy_to_local(synchronous=False)
+    found["copied"] = [param.get_value() for param in params]
+
+    # the lock
+    counter = worker.shared(np.zeros(2, "int64"))
+    assert worker.shared(np.zeros(4, "int32")) is counter
+    for _ in range(40):
+        worker.lock()
+        value = counter[0]
+        time.sleep(random.random() * 1e-3)
+        counter[0] = value + 1
+        worker.unlock()
+    barrier()
+    found["counter"] = int(counter[0])
+    if rank == 0:
+        worker.lock()
+    barrier()
+    if rank == 1:
+        for seconds in (0, 0.1):
+            try:
+                worker.lock(timeout=seconds)
+            except posix_ipc.BusyError:
+                found[f"busy after {seconds}"] = True
+    barrier()
+    for misuse in (worker.lock, worker.unlock) if rank == 0 else (worker.unlock,):
+        try:
+            misuse()
+        except PlatoonError as error:
+            found[misuse.__name__] = str(error)
+
+    # collectives
+    own = np.arange(6, dtype="float32").reshape(2, 3) + rank + 1
+    found["reduced"] = {op: worker.all_reduce(own, op) for op in ("+", "sum", "add", "*", "mul", "max", "minimum")}
+    dest = np.empty_like(own)
+    assert worker.all_reduce(own, "sum", dest) is None
+    found["dest"] = dest
+    shared = [theano.shared(own), theano.shared(own.sum())]
+    rule = gd.SumSGD()
+    rule.make_rule(shared)
+    rule()
+    found["SumSGD"] = [variable.get_value() for variable in shared]
+    mean = theano.shared(own)
+    rule = gd.AverageSGD(worker)
+    rule.make_rule(mean)
+    rule()
+    found["AverageSGD"] = mean.get_value()
+    local, central = theano.shared(own), theano.shared(np.ones_like(own))
+    rule = gd.EASGD()
+    rule.make_rule(local, central, 0.1)
+    rule()
+    found["EASGD"] = local.get_value(), central.get_value()
+    local, updates, center = theano.shared(own), theano.shared(own * np.nan), theano.shared(np.ones_like(own))
+    updates.set_value(own)
+    rule = gd.Downpour()
+    rule.make_rule(local, updates, center)
+    rule()
+    found["Downpour"] = local.get_value(), updates.get_value(), center.get_value()
+    rule = gd.GlobalDynamics()
+    rule.register_fn(lambda: found.update(own=worker.all_reduce(np.float32(rank), "max")))
+    rule()
+
+    # in a graph
+    x = theano.tensor.fmatrix("x")
+    total, largest = theano.shared(own * 0), theano.shared(own * 0)
+    function = theano.function(
+        [x], AllReduceSum(x * 2).sum(), updates=[(total, AllReduceSum(x)), (largest, AllReduceMax(x))]
+    )
+    for _ in range(2):
+        found["in a graph"] = float(function(own)), total.get_value(), largest.get_value()
+
+    # mini-batches
+    worker.init_mb_sock(4567)
+    found["batches"] = []
+    while worker.send_req("next") == "train":
+        found["batches"].append(worker.recv_mb())
+    barrier()
+    try:
+        worker.recv_mb()
+    except PlatoonError as error:
+        found["closed"] = str(error)
+    found["said"] = worker.send_req("what")
+    worker.close()
+    with open(f"found-{rank}.pkl", "wb") as file:
+        pickle.dump(found, file)
+    print("worker", rank, "ends")
+
+
+if __name__ == "__main__":
+    parser = Worker.default_parser()
+    parser.add_argument("--rate", type=float)
+    main(parser.parse_args())
+    sys.exit(0)

@@ -1,0 +1,3 @@
+"""A module beside a worker's file."""
+
+WORD = "found"

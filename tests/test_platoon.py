@@ -1,0 +1,340 @@
+"""``synkhronos platoon NAME``: controllers and workers in the manner of Platoon's, on two ranks."""
+
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch_runs import ENVIRONMENT, command
+from library import NAME
+from system import names, names_left
+
+PROGRAMS = Path(__file__).parent / "platoon_programs"
+#: PyTensor's functions are compiled by XLA, as on GPUs.
+FLAGS = {"PYTENSOR_FLAGS": "mode=JAX,traceback__limit=0"} if NAME == "pytensor" else {}
+LIMIT = 100
+DEVICES = ["-D", "cpu", "cpu"]
+
+
+def start(folder, experiment, *arguments, **environment):
+    """Start an experiment in a folder, and return the launcher's process; `processes_of` finds all of its processes."""
+    for file in (*PROGRAMS.glob(f"{experiment}_*.py"), PROGRAMS / "helper.py"):
+        shutil.copy(file, folder)
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        command("platoon", experiment, *arguments),
+        cwd=folder,
+        env=ENVIRONMENT | {"MARK": mark} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.mark = mark
+    return process
+
+
+def finish(process):
+    """Wait for the launcher's end; check that it has left no process and no memory."""
+    try:
+        out, err = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+    deadline = time.monotonic() + 20
+    while processes_of(process) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not processes_of(process)
+    return process.returncode, out, err
+
+
+def processes_of(process):
+    """Return the commands of all live processes that the launcher has started, directly or not."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"MARK={process.mark}".encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+    found.pop(process.pid, None)
+    return found
+
+
+def run(folder, experiment, *arguments, status=0, **environment):
+    before = names()
+    code, out, err = finish(start(folder, experiment, *arguments, **environment))
+    logs = {path.name: path.read_text() for path in sorted(Path(folder).glob("PLATOON_LOGS/*/*/*"))}
+    assert code == status, (code, out, err, logs)
+    assert not names_left(before)
+    return out, err, logs
+
+
+# -- the contract ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def contract(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("contract")
+    arguments = [*DEVICES, "-c=--patience 7 --control-port=6000", "-w=--rate 0.5"]
+    out, err, logs = run(folder, "contract", *arguments, **FLAGS)
+    found = [pickle.loads((folder / f"found-{rank}.pkl").read_bytes()) for rank in (0, 1)]
+    return found, out, err, logs
+
+
+def test_files_and_arguments(contract):
+    found, out, err, logs = contract
+    assert [(each["helper"], each["rate"], each["size"]) for each in found] == [("found", 0.5, 2)] * 2
+    arguments = found[0]["said"]["arguments"]
+    assert arguments[0] == "contract" and arguments[2:6] == ["--single", "-D", "cpu", "cpu"]
+    assert arguments[6:] == ["--patience", "7", "--control-port=6000", "-w=--rate 0.5"]
+    assert sorted(logs) == [
+        *(f"controller_cpu.{kind}" for kind in ("err", "out")),
+        *(f"worker_cpu-{rank}.{kind}" for rank in (0, 1) for kind in ("err", "out")),
+    ]
+    assert [logs[f"worker_cpu-{rank}.out"].splitlines()[-1] for rank in (0, 1)] == ["worker 0 ends", "worker 1 ends"]
+    assert "SUCCESS" in out and not err
+
+
+def test_requests(contract):
+    found = contract[0]
+    for rank, each in enumerate(found):
+        assert each["hello"] == [True, 2] and each["echo"] == {"a": [1, 2.5, None, "ä"]}
+        assert each["said"]["ranks"][str(each["process"])] == rank
+    assert len({found[0]["process"], found[1]["process"], found[0]["said"]["controller"]}) == 3
+
+
+def test_shared_parameters(contract):
+    found = contract[0]
+    local = [[np.arange(4, dtype="float32") + 10 * rank, np.float64(rank)] for rank in (0, 1)]
+    central = [value.copy() for value in local[0]]
+    for each in found:
+        for actual, expected in zip(each["initial"], central, strict=True):
+            np.testing.assert_array_equal(actual, expected)
+    for turn in (0, 1, 0):
+        for i in (0, 1):
+            force = local[turn][i].dtype.type(0.25) * (local[turn][i] - central[i])
+            local[turn][i], central[i] = local[turn][i] - force, central[i] + force
+    for rank, each in enumerate(found):
+        for i, dtype in enumerate(("float32", "float64")):
+            np.testing.assert_array_equal(each["local"][i], local[rank][i])
+            np.testing.assert_array_equal(each["central"][i], central[i])
+            assert each["local"][i].dtype == each["central"][i].dtype == dtype
+        np.testing.assert_array_equal(each["copied"][0], local[1][0])
+        assert each["copied"][1] == 123
+
+
+def test_the_lock(contract):
+    found = contract[0]
+    assert [each["counter"] for each in found] == [80, 80]
+    assert found[1]["busy after 0"] and found[1]["busy after 0.1"]
+    assert "holds the lock already" in found[0]["lock"] and "unlock" not in found[0]
+    assert "does not hold the lock" in found[1]["unlock"]
+
+
+def test_all_reduce(contract):
+    found = contract[0]
+    own = [np.arange(6, dtype="float32").reshape(2, 3) + rank + 1 for rank in (0, 1)]
+    expected = {"+": own[0] + own[1], "*": own[0] * own[1], "max": own[1], "minimum": own[0]}
+    expected |= {"sum": expected["+"], "add": expected["+"], "mul": expected["*"]}
+    for each in found:
+        assert each["reduced"].keys() == expected.keys()
+        for op, value in each["reduced"].items():
+            np.testing.assert_array_equal(value, expected[op])
+            assert value.dtype == "float32"
+        np.testing.assert_array_equal(each["dest"], expected["sum"])
+
+
+def test_global_dynamics(contract):
+    found = contract[0]
+    own = [np.arange(6, dtype="float32").reshape(2, 3) + rank + 1 for rank in (0, 1)]
+    total = own[0] + own[1]
+    forces = [np.float32(0.1) * (value - 1) for value in own]
+    for rank, each in enumerate(found):
+        np.testing.assert_array_equal(each["SumSGD"][0], total)
+        assert each["SumSGD"][1] == total.sum()
+        np.testing.assert_array_equal(each["AverageSGD"], total / 2)
+        np.testing.assert_allclose(each["EASGD"][0], own[rank] - forces[rank], rtol=1e-6)
+        np.testing.assert_allclose(each["EASGD"][1], 1 + forces[0] + forces[1], rtol=1e-6)
+        for value, expected in zip(each["Downpour"], (1 + total, 0 * total, 1 + total), strict=True):
+            np.testing.assert_array_equal(value, expected)
+        assert each["own"] == 1
+
+
+def test_all_reduce_in_a_graph(contract):
+    own = [np.arange(6, dtype="float32").reshape(2, 3) + rank + 1 for rank in (0, 1)]
+    for each in contract[0]:
+        total, updated, largest = each["in a graph"]
+        assert total == 2 * (own[0] + own[1]).sum()
+        np.testing.assert_array_equal(updated, own[0] + own[1])
+        np.testing.assert_array_equal(largest, own[1])
+
+
+def test_mini_batches(contract):
+    found = contract[0]
+    received = [batch for each in found for batch in each["batches"]]
+    assert sorted(int(batch[1]) for batch in received) == list(range(30))  # each on one worker
+    for full, number, empty, transposed in received:
+        np.testing.assert_array_equal(full, np.full((2, 3), number, "float32"))
+        assert (full.dtype, empty.shape, empty.dtype) == ("float32", (0, 4), bool)
+        np.testing.assert_array_equal(transposed, np.arange(6).reshape(2, 3).T)
+    assert all("has closed the queue" in each["closed"] for each in found)
+
+
+# -- ends --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize(
+    ("how", "rank", "said"),
+    [
+        ("raise", 1, "worker 1 (cpu, process {}) raised ValueError: the third batch is damaged"),
+        ("exit", 0, "worker 0 (cpu, process {}) exited with status 3"),
+        ("controller", 1, "KeyError: 'no such decision'"),
+    ],
+)
+def test_failures(tmp_path, how, rank, said):
+    _, err, logs = run(tmp_path, "fails", *DEVICES, f"-w={how} {rank}", status=1)
+    before, _, after = said.partition("{}")
+    assert before in err and after in err, err
+    assert f"worker {1 - rank}" not in err
+    if how == "raise":
+        assert logs["worker_cpu-1.err"].rstrip().splitlines()[-1] == "ValueError: the third batch is damaged"
+
+
+@pytest.mark.any_library
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise 0", "worker 0 (cpu, process"),
+        ("exit 1", "worker 1 (cpu, process"),
+        ("text 1", "exited with 'there is no data'"),
+        ("lock 1", "ValueError: the holder of the lock has failed"),
+        ("lock 0", "ValueError: the holder of the lock has failed"),
+        ("reduce 1", "the ranks wait for each other in different places"),
+        ("kill 1", "was killed by SIGKILL"),
+        ("kill 0", "worker 0 (process"),
+        ("end 1", "exited with code 7"),
+        ("controller_init", "RuntimeError: the controller has no data"),
+    ],
+)
+def test_more_failures(tmp_path, how, said):
+    _, err, _ = run(tmp_path, "fails", *DEVICES, f"-w={how}", status=1)
+    assert said in err
+
+
+@pytest.mark.any_library
+def test_a_worker_that_leaves_early_with_status_0(tmp_path):
+    run(tmp_path, "fails", *DEVICES, "-w=leave 1")
+
+
+@pytest.mark.any_library
+@pytest.mark.faults
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 3), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize("how", ["compute", "receive", "ask"])
+def test_the_launcher_is_interrupted(tmp_path, number, status, how):
+    process = start(tmp_path, "fails", *DEVICES, f"-w={how}")
+    wait_for(process, tmp_path)
+    process.send_signal(number)
+    assert finish(process)[0] == status
+
+
+@pytest.mark.any_library
+@pytest.mark.faults
+def test_the_controller_is_killed(tmp_path):
+    process = start(tmp_path, "fails", *DEVICES, "-w=ask")
+    wait_for(process, tmp_path)
+    controller = next(pid for pid, line in processes_of(process).items() if b"program.main()" in line)
+    os.kill(controller, signal.SIGKILL)
+    status, _, err = finish(process)
+    assert status == 3 and "the controller was ended by SIGKILL" in err
+
+
+def wait_for(process, folder):
+    deadline = time.monotonic() + LIMIT
+    while not any(b"ready" in path.read_bytes() for path in folder.glob("PLATOON_LOGS/*/*/controller_cpu.out")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+
+
+# -- the command line --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["missing", "-D", "cpu"], "there is no missing_worker.py"),
+        (["fails", "-H", "lisa0", "lisa1"], "hosts: an experiment is on one machine"),
+        (["fails", "-D"], "expected at least one argument"),
+    ],
+)
+def test_wrong_arguments(tmp_path, arguments, said):
+    shutil.copy(PROGRAMS / "fails_worker.py", tmp_path)
+    done = subprocess.run(
+        command("platoon", *arguments), cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == 2 and said in done.stderr
+    assert not (tmp_path / "PLATOON_LOGS").exists()
+
+
+@pytest.mark.any_library
+def test_devices_of_the_configuration_and_no_controller(tmp_path):
+    """A plain controller refuses requests."""
+    for file in ("fails_worker.py",):
+        shutil.copy(PROGRAMS / file, tmp_path)
+    (tmp_path / "alone_worker.py").write_text(
+        "from platoon.channel import Worker\nworker = Worker(5567)\nprint('rank', worker.local_rank)\n"
+        "import sys\nif len(sys.argv) > 1:\n    worker.send_req('next')\n"
+    )
+    _, _, logs = run(tmp_path, "alone", PLATOON_DEVICES="cpu,cpu,cpu")
+    assert [logs[f"worker_cpu-{rank}.out"] for rank in range(3)] == ["rank 0\n", "rank 1\n", "rank 2\n"]
+    _, err, _ = run(tmp_path, "alone", "-D", "cpu", "-w=ask", status=1, PLATOON_DEVICES="cpu,cpu,cpu")
+    assert "no answer to the request 'next': Controller has no handle_control()" in err
+
+
+@pytest.mark.any_library
+def test_the_names_of_the_first_version(tmp_path):
+    (tmp_path / "old_controller.py").write_text(
+        "from platoon.channel import Lieutenant\n"
+        "class Old(Lieutenant):\n"
+        "    n = 0\n"
+        "    def handle_control(self, req):\n"
+        "        self.n += 1\n"
+        "        return 'stop' if self.n > 4 else req['done'] + 1\n"
+        "l = Old()\nl.init_control(port=5567)\nl.serve()\n"
+    )
+    (tmp_path / "old_worker.py").write_text(
+        "import sys, numpy as np\n"
+        "from platoon.channel import Soldier\n"
+        "from platoon.param_sync import EASGD\n"
+        "class Shared:\n"
+        "    dtype = np.dtype('float64')\n"
+        "    def __init__(self): self.value = np.ones(3)\n"
+        "    def get_value(self, borrow=False): return self.value\n"
+        "    def set_value(self, value): self.value = value\n"
+        "s = Soldier(cport=5567)\n"
+        "s.init_shared_params('job', [Shared()], param_sync_rule=EASGD(0.5), cleanup=(sys.argv[1] == 'init'))\n"
+        "while True:\n"
+        "    answer = s.send_req(dict(done=10))\n"
+        "    s.lock_params()\n"
+        "    s.unlock_params()\n"
+        "    if answer == 'stop':\n"
+        "        break\n"
+        "    assert answer == 11\n"
+        "    s.sync_params(synchronous=True)\n"
+    )
+    run(tmp_path, "old", *DEVICES, "-w", "init")
+
+
+@pytest.mark.any_library
+def test_a_worker_without_a_launcher():
+    code = "import synkhronos.compat; from platoon.channel import Worker; Worker(5567)"
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 1 and "start NAME_worker.py with `synkhronos platoon NAME`" in done.stderr
