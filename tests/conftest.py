@@ -101,6 +101,7 @@ if DEVICE != "host":
             "launch_hosts",
             "launch_messages",
             "notebook",
+            "platoon",
             "security",
             "soak",
             "stop",

@@ -236,6 +236,16 @@ def test_a_worker_that_leaves_early_with_status_0(tmp_path):
 
 @pytest.mark.any_library
 @pytest.mark.faults
+def test_no_more_mini_batches(tmp_path):
+    """A worker that has nothing to hand in exits with 0; one that has taken a mini-batch since its last request fails."""
+    _, _, logs = run(tmp_path, "fails", "-D", "cpu", "-w=idle")
+    assert "there are no more mini-batches" in logs["worker_cpu.err"]
+    _, err, _ = run(tmp_path, "fails", "-D", "cpu", "-w=busy", status=1)
+    assert "EndOfBatches" in err
+
+
+@pytest.mark.any_library
+@pytest.mark.faults
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 3), (signal.SIGKILL, -signal.SIGKILL)])
 @pytest.mark.parametrize("how", ["compute", "receive", "ask"])
 def test_the_launcher_is_interrupted(tmp_path, number, status, how):

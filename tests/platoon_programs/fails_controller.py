@@ -13,6 +13,11 @@ class Fails(Controller):
         while True:
             self.send_mb([np.zeros(3)])
 
+    def send_three(self):
+        self.init_data(4568)
+        for _ in range(3):
+            self.send_mb([np.zeros(3)])
+
     def handle_control(self, req, worker_id, req_info):
         if req == "raise":
             raise KeyError("no such decision")
@@ -25,5 +30,6 @@ if __name__ == "__main__":
         raise RuntimeError("the controller has no data")
     controller = Fails(**Controller.default_arguments(args))
     Process(target=controller.send).start()
+    Process(target=controller.send_three).start()
     print("ready", flush=True)
     sys.exit(controller.serve())

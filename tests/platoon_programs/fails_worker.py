@@ -38,6 +38,13 @@ if how == "reduce":
 if how == "lock":
     time.sleep(0.1)
     worker.lock()
+if how in ("idle", "busy"):
+    worker.init_mb_sock(4568)
+    while True:
+        assert worker.send_req("next") == "train"
+        worker.recv_mb()
+        if how == "busy":
+            worker.recv_mb()
 if how == "receive":
     worker.init_mb_sock(9999)
 if how == "compute":

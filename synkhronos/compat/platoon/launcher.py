@@ -122,9 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="synkhronos platoon",
         description="Run NAME_controller.py, and NAME_worker.py on each device: programs written for Platoon.",
     )
-    parser.add_argument(
-        "experiment_name", metavar="NAME", help="of the files; the controller's is optional"
-    )
+    parser.add_argument("experiment_name", metavar="NAME", help="of the files; the controller's is optional")
     places = parser.add_mutually_exclusive_group()
     places.add_argument(
         "-D", "--devices", nargs="+", metavar="DEVICE", help="a device for each worker: cuda0 cuda1, or cpu cpu"

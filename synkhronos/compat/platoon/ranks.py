@@ -12,6 +12,7 @@ import synkhronos
 from synkhronos.compat.platoon.channel import link
 from synkhronos.compat.platoon.channel.group import Failure, Plan
 from synkhronos.compat.platoon.program import run_file
+from synkhronos.compat.platoon.util import EndOfBatches
 from synkhronos.ranks import WorkerError
 from synkhronos.ranks.worker import end_with
 from synkhronos.tasks import Worker, run
@@ -98,6 +99,9 @@ def run_script(worker: Worker, plan: Plan) -> None:
             sys.stderr.write(f"{error.code}\n")
             what = f"exited with {error.code!r}"
     except BaseException as error:
+        if isinstance(error, EndOfBatches) and error.is_idle:
+            sys.stderr.write("this worker has ended: there are no more mini-batches\n")
+            return
         worker._rank.check()  # raises if a peer has failed before: this error may be a consequence
         traceback.print_exc()
         status, what = 1, f"raised {type(error).__name__}: {error}"

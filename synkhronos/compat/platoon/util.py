@@ -40,6 +40,20 @@ class PlatoonWarning(PlatoonException):
         super().__init__("WARNING", descr, from_exc)
 
 
+class EndOfBatches(PlatoonError):
+    """The queue of mini-batches is closed and empty.
+
+    Attributes
+    ----------
+    is_idle : bool
+        Whether the worker has received no mini-batch since its last request: it has nothing to hand in.
+    """
+
+    def __init__(self, is_idle: bool):
+        super().__init__("no mini-batch: the controller has closed the queue, and all were received")
+        self.is_idle = is_idle
+
+
 class SingletonType(type):
     """Metaclass of classes with one instance per process: later calls return the first instance."""
 

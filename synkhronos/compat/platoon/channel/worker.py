@@ -15,7 +15,7 @@ import posix_ipc
 from synkhronos.compat.platoon.channel import batches, link, sockets
 from synkhronos.compat.platoon.channel.controller import add_ports
 from synkhronos.compat.platoon.param_sync import ParamSyncRule
-from synkhronos.compat.platoon.util import PlatoonError, SingletonType
+from synkhronos.compat.platoon.util import EndOfBatches, PlatoonError, SingletonType
 
 #: Platoon's names of reductions, and the library's.
 _OPS = {
@@ -71,6 +71,7 @@ class Worker(metaclass=SingletonType):
         self._is_holder = False
         self._multinode = False
         self._batches: Connection | None = None
+        self._is_idle = True
         self.shared_arrays: dict[int, np.ndarray] = {}
         self.shared_params: list[np.ndarray] = []
         if data_port:
@@ -96,6 +97,7 @@ class Worker(metaclass=SingletonType):
         PlatoonError
             If there is no answer within ``socket_timeout``, or the controller has ended.
         """
+        self._is_idle = True
         query = {"worker_id": os.getpid(), "req": req, "req_info": info}
         return self._link.request(query, self._seconds)
 
@@ -312,9 +314,11 @@ class Worker(metaclass=SingletonType):
 
         Raises
         ------
+        EndOfBatches
+            If the controller has closed the queue and it is empty.  A worker that does not catch it exits, with 0 if
+            it has received no mini-batch since its last request.
         PlatoonError
-            If the controller has closed the queue and it is empty, or there is no mini-batch within
-            ``socket_timeout``.
+            If there is no mini-batch within ``socket_timeout``, or its sender was killed.
         """
         if self._batches is None:
             raise PlatoonError("recv_mb: call init_mb_sock() first")
@@ -323,7 +327,8 @@ class Worker(metaclass=SingletonType):
         connection = self._batches
         arrays = batches.read(lambda: self._link.receive(connection, self._seconds, "mini-batch"))
         if arrays is None:
-            raise PlatoonError("no mini-batch: the controller has closed the queue, and all were received")
+            raise EndOfBatches(self._is_idle)
+        self._is_idle = False
         return arrays
 
     # -- arguments -------------------------------------------------------------------------------------------------
