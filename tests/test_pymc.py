@@ -389,6 +389,36 @@ def test_new_data(two):
     assert abs(model.compile_logp(**HERE)(points(model)[0]) - before) > 1
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_new_data_of_fewer_rows_than_ranks(two, count):
+    """Without rows there is the prior's density."""
+    with pm.Model() as model:
+        x, y = pm.Data("x", X), pm.Data("observed", X[:, 0])
+        b, s = pm.Normal("b", shape=3), pm.HalfNormal("s")
+        pm.Normal("y", x @ b, s, observed=y)
+    parallel = data_parallel(model)
+    for n in (N, count, N):
+        with parallel:
+            pm.set_data({"x": X[:n], "observed": X[:n, 0]})
+        check_equal(parallel, model)
+
+
+def test_data_that_are_changed_in_place(two):
+    columns = X.copy()
+    with pm.Model() as model:
+        y = pm.Data("observed", X[:, 0])
+        b = pm.Normal("b", shape=3)
+        pm.Normal("y", columns @ b, 1, observed=y)
+    parallel = data_parallel(model)
+    ours, theirs, point = parallel.compile_logp(**HERE), model.compile_logp(**HERE), points(model)[0]
+    seen = []
+    for memory in (np.empty(0), model["observed"].get_value(borrow=True), columns):  # the model has the array itself
+        memory[:] = 1
+        seen.append(theirs(point))
+        np.testing.assert_allclose(ours(point), seen[-1], rtol=1e-9)
+    assert len(set(map(float, seen))) == 3
+
+
 # -- what samplers do with it ------------------------------------------------------------------------------------
 
 
@@ -626,6 +656,25 @@ def test_a_death_within_nutpie_returns_the_draws_so_far(fork):
         drawn = nutpie.sample(compiled, draws=1_000_000, tune=5, chains=2, cores=2, seed=1, progress_bar=False)
     assert 10 <= drawn.posterior.sizes["draw"] < 1_000_000
     assert drawn.sample_stats["diverging"].sum() <= 2
+
+
+@pytest.mark.parametrize("start", [pm.find_MAP, pm.fit, pm.sample, lambda model: model.logp()])
+def test_without_ranks_nothing_starts(fork, start):
+    """Samplers such as nutpie take the error of an evaluation for a point without a density."""
+    synk.close()
+    parallel = data_parallel(small())
+    with parallel, pytest.raises(RuntimeError, match=r"[Cc]all synkhronos.fork\(\)"):
+        start(model=parallel)
+
+
+def test_paths_in_other_processes_are_told_of_concurrent(two):
+    """pymc-extras would ask for a report of a bug."""
+    pathfinder = {"__name__": "pymc_extras.inference.pathfinder.pathfinder"}
+    exec("def fit_pathfinder(model, concurrent): return model.logp()", pathfinder)
+    parallel = data_parallel(small())
+    assert pathfinder["fit_pathfinder"](parallel, None).type.ndim == 0
+    with pytest.raises(ValueError, match="^concurrent: .* pass concurrent=None"):
+        pathfinder["fit_pathfinder"](parallel, "process")
 
 
 @pytest.mark.skipif(XLA, reason="PyMC forks beside JAX' threads")

@@ -54,9 +54,12 @@ def data_parallel(model: pymc.Model) -> DataParallelModel:
 
     Notes
     -----
-    Call `synkhronos.fork` before sampling, and pass ``cores=1`` to ``pm.sample``: chains run one after another, each on
-    all ranks.  What is no density of the whole model is computed by this process: ``pm.sample_posterior_predictive``,
-    ``pm.compute_log_likelihood``.
+    Call `synkhronos.fork` before the model is compiled, as samplers do, and pass ``cores=1`` to ``pm.sample``: chains
+    run one after another, each on all ranks.  What is no density of the whole model is computed by this process:
+    ``pm.sample_posterior_predictive``, ``pm.compute_log_likelihood``.
+
+    Use ``pm.set_data`` for new rows.  If an array is changed in place, an evaluation notices it only if the array has
+    up to 32,768 elements, or most of its rows were changed.
 
     Examples
     --------

@@ -9,7 +9,9 @@ PyMC is imported with this module.
 from __future__ import annotations
 
 import operator
+import sys
 from functools import reduce
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -61,6 +63,14 @@ class DataParallelModel(pm.Model):
         """Return the log-density as an expression, as `pymc.Model.logp` does, from which all samplers start.
 
         The log-density of each row, which it is with ``sum=False``, is computed by this process.
+
+        Raises
+        ------
+        RuntimeError
+            If no ranks are running in this process.  Some samplers take an error of an evaluation for a point without
+            a density, so that this is checked before they start.
+        ValueError
+            If pymc-extras' pathfinder asks for the log-density, and would evaluate it in other processes.
         """
         if vars is None:
             vars = [*self.basic_RVs, *self.potentials]
@@ -68,12 +78,30 @@ class DataParallelModel(pm.Model):
         sums = [self._sums[one] for one in each if one in self._sums]
         if not sum or not sums:
             return super().logp(vars, jacobian, sum)
+        _check_pathfinder()
+        for total in sums:
+            total.owner.op.rows.check_ranks()
         others = [one for one in each if one not in self._sums]
         return reduce(operator.add, sums if not others else [super().logp(others, jacobian), *sums])
 
     def copy(self) -> DataParallelModel:
         """Return a copy, with variables and data of its own."""
         return DataParallelModel(super().copy())
+
+
+def _check_pathfinder() -> None:
+    """Raise ValueError if pymc-extras' pathfinder is calling, with paths in processes of their own.
+
+    These have no ranks, and pathfinder does not report the error: it asks to report a bug.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame := frame and frame.f_back:
+        is_pathfinder = frame.f_globals.get("__name__", "").startswith("pymc_extras.inference.pathfinder")
+        if is_pathfinder and frame.f_locals.get("concurrent") == "process":
+            raise ValueError(
+                "concurrent: pathfinder computes its paths in other processes, which have no ranks; "
+                "pass concurrent=None: paths then run one after another, each on all ranks"
+            )
 
 
 def _sum_over_rows(model: pm.Model, variable: Any) -> Any:

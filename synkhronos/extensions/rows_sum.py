@@ -45,6 +45,7 @@ from pytensor.tensor.type import float_dtypes
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.checks import called
+from synkhronos.data.fixed import FixedData
 from synkhronos.devices import HOST
 from synkhronos.graphs import library_of
 
@@ -59,6 +60,10 @@ _SMALL = 1000
 #: Bytes of rows that a rank of the host computes at once.  They fit into a core's caches, with what is computed from
 #: them: the gradient finds there what the value was computed from, and memory is read once.
 _BLOCK = 4 << 20
+
+#: Elements of each array of rows that an evaluation compares with those of the one before: with at most so many all of
+#: them, else those of rows at equal distances.
+_SAMPLE = 1 << 15
 
 #: Seconds in which a sampler stops its threads.
 _TO_STOP = 1.0
@@ -99,7 +104,11 @@ def sum_over_rows(terms: Any, rows: Mapping[Any, Any], name: str | None = None) 
     function that contains the sum, and sent to the ranks whole, at each evaluation.  Constants are sent once.
 
     The rows are shared out at the first evaluation, and again after `synkhronos.fork` and when one of the shared
-    variables has got a new value.  Changes of an array in place are not noticed.
+    variables has got a new value.  Each evaluation also compares the arrays with what was shared out, and shares them
+    out again if they were changed in place.  Of an array with more than 32,768 elements it compares some rows only, at
+    equal distances: a change of other rows is not noticed.  ``set_value`` is noticed always.
+
+    The sum over no rows is 0.
 
     Value and gradient come from one call, and are kept for the last point, so that asking for them again needs no rank.
     Threads take turns.  Only the process that called `synkhronos.fork` can evaluate it.
@@ -153,6 +162,7 @@ class RowsSum:
         self.deaths_interrupt = False
         self._lock = threading.RLock()
         self._shared_out: list[Any] = []
+        self._samples: list[Any] = []
         self._num_slices = 1
         self._session: weakref.ref[Any] | None = None
         self._wants_gradient = False
@@ -245,6 +255,8 @@ class RowsSum:
         self, function: synk.Function, arguments: Sequence[np.ndarray], likes: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Call a function, and return its results, of the shapes and dtypes of other arrays."""
+        if not len(self._shared_out[0]):
+            return [np.zeros_like(like) for like in likes]
         try:
             joined = np.ravel(function.read(*arguments, num_slices=self._num_slices))
         except synk.WorkerError as error:
@@ -270,24 +282,27 @@ class RowsSum:
         return results
 
     def _share_out(self) -> None:
-        """Give each rank its rows, if they have not got them yet."""
-        session = self._running_session()
+        """Give each rank its rows, if the ranks or the rows are not those of the last evaluation."""
+        session = self.check_ranks()
         now = [_now(source) for source in self._sources]
-        there = self._session is not None and self._session() is session
-        if there and all(new is old for new, old in zip(now, self._shared_out, strict=True)):
+        samples = [_sample(values) for values in now]
+        is_known = self._session is not None and self._session() is session and samples == self._samples
+        if is_known and all(new is old for new, old in zip(now, self._shared_out, strict=True)):
             return
-        _check_lengths(self._variables, now)
+        num_rows = _check_lengths(self._variables, now)
         self._point = None
         self._session = None
-        _ = self._value_function  # or the ranks would not know the variables
-        synk.scatter(self._held, now)
         self._num_slices = 1
-        if session.rank.device is HOST:  # a GPU works best on all rows at once
-            nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in now)
-            self._num_slices = min(max(1, nbytes // (session.rank.size * _BLOCK)), len(now[0]))
-        self._shared_out, self._session = now, weakref.ref(session)
+        if num_rows:
+            _ = self._value_function  # or the ranks would not know the variables
+            synk.scatter(self._held, now)
+            if session.rank.device is HOST:  # a GPU works best on all rows at once
+                nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in now)
+                self._num_slices = min(max(1, nbytes // (session.rank.size * _BLOCK)), num_rows)
+        self._shared_out, self._samples, self._session = now, samples, weakref.ref(session)
 
-    def _running_session(self) -> Any:
+    def check_ranks(self) -> Any:
+        """Return the session; raise RuntimeError if no ranks are running, or not this process' own."""
         try:
             return ranks.session()
         except RuntimeError as error:
@@ -331,7 +346,8 @@ class _Elsewhere:
 
 _NOT_HERE = (
     "a sum over rows can be evaluated only by the process that called synkhronos.fork(), and this is another one. "
-    "If PyMC started it for a chain, pass cores=1 to pm.sample: chains then run one after another, each on all ranks"
+    "If PyMC started it for a chain, pass cores=1 to pm.sample: chains then run one after another, each on all ranks. "
+    "For the paths of pymc-extras' pathfinder, pass concurrent=None"
 )
 
 
@@ -487,18 +503,25 @@ def _checked_source(variable: Any, value: Any) -> Any:
         raise wrong(f"rows: {called(variable)} of type {variable.type} can't take the values: {error}") from None
 
 
-def _check_lengths(variables: Iterable[Any], values: Sequence[Any]) -> None:
-    """Refuse values of different lengths, and none."""
+def _check_lengths(variables: Iterable[Any], values: Sequence[Any]) -> int:
+    """Return the number of rows; raise ValueError if it differs between the values."""
     lengths = {called(variable): len(each) for variable, each in zip(variables, values, strict=True)}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"rows: expected equally many of each, got {lengths}")
-    if not min(lengths.values()):
-        raise ValueError("rows: expected at least one, got none")
+    return min(lengths.values())
 
 
 def _now(source: Any) -> Any:
     """Return the present values of rows; the same object as long as nobody has set others."""
     return source.get_value(borrow=True) if isinstance(source, SharedVariable) else source
+
+
+def _sample(values: Any) -> Any:
+    """Return the shape of rows and some of their bytes, to be compared with others'."""
+    if isinstance(values, FixedData):
+        return None
+    array = np.asarray(values)
+    return array.shape, array[:: -(-array.size // _SAMPLE) or 1].tobytes()
 
 
 def _holder(variable: Any) -> Any:
