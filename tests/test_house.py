@@ -24,17 +24,17 @@ FLOORS = [
     {"tasks"},
     {"rules"},
     {"training"},
-    {"extensions", "launch", "compat/platoon"},
+    {"extensions", "launch", "compat/platoon", "compat/theanompi"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 #: Rooms within a room: other libraries' names, on what is below the top floor.
-INNER = {"compat/platoon"}
+INNER = {"compat/platoon", "compat/theanompi"}
 #: The doors of the house see all rooms.
 DOORS = {"__init__", "__main__"}
 #: A rule starts a run, as Theano-MPI's rules do: ``rule.init(...)``, which imports the launcher when it is called.
 STAIRS = {("rules", "launch")}
 #: What starts programs of others, which may import ``theano``.
-STARTERS = {"__main__", "launch", "compat/platoon"}
+STARTERS = {"__main__", "launch", *INNER}
 
 
 def room_of(path):

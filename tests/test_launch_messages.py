@@ -100,16 +100,16 @@ FILES = {
     "no KEY=VALUE": (
         "a.cfg",
         "RULE=BSP\nDEVICES",
-        r"a.cfg, line 2: expected KEY=VALUE, or a .toml file, got 'DEVICES'",
+        r"a.cfg: line 2: expected KEY=VALUE, or a .toml file, got 'DEVICES'",
     ),
-    "no key": ("a.cfg", "COLOUR=red", r"a.cfg, line 1: 'COLOUR' is no setting: expected RULE, "),
-    "a quotation mark": ("a.cfg", "RULE='BSP", r"a.cfg, line 1: No closing quotation"),
+    "no key": ("a.cfg", "COLOUR=red", r"a.cfg: 'COLOUR' is no setting: expected RULE, "),
+    "a quotation mark": ("a.cfg", "RULE='BSP", r"a.cfg: line 1: a quotation mark is not closed"),
     "a way to exchange": (
         "a.cfg",
         "SYNC_TYPE=max",
-        r"a.cfg, line 1: SYNC_TYPE: expected one of avg, cdd, swap, got 'max'",
+        r"a.cfg: SYNC_TYPE: expected one of avg, cdd, swap, got 'max'",
     ),
-    "a strategy": ("a.cfg", "EXCH_STRATEGY=pigeon", r"a.cfg, line 1: EXCH_STRATEGY: expected one of .* got 'pigeon'"),
+    "a strategy": ("a.cfg", "EXCH_STRATEGY=pigeon", r"a.cfg: EXCH_STRATEGY: expected one of .* got 'pigeon'"),
 }
 
 #: Classes, and what `check` says.

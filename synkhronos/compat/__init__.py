@@ -30,7 +30,7 @@ import importlib.util
 import os
 import sys
 
-from synkhronos.compat import gaps, hook, real
+from synkhronos.compat import copies, gaps, hook, real
 
 __all__ = ["chosen", "install"]
 
@@ -62,6 +62,7 @@ def install() -> str:
     """
     gaps.install()
     hook.serve_alias("platoon")
+    copies.install()
     if hook.is_installed():
         return "pytensor"
     asked = os.environ.get(VARIABLE, "")

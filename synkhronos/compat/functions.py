@@ -26,6 +26,7 @@ from pytensor.link.basic import Container
 from pytensor.link.jax.linker import JAXLinker
 from pytensor.tensor.type import TensorType
 
+from synkhronos.compat import sync
 from synkhronos.lowering import linker
 
 __all__ = ["Function", "In", "CompatLinker", "in_numpy", "install", "made"]
@@ -141,18 +142,16 @@ def in_numpy(mode: Any) -> Any:
     return Mode(CompatLinker(), found.provided_optimizer) if is_jax else mode
 
 
-_get_value = SharedVariable.get_value
-
-
 def get_value(self: SharedVariable, borrow: bool = False, return_internal_type: bool = False) -> Any:
     """Return a shared variable's value; a JAX array as a NumPy array, unless the internal type is asked for."""
-    value = self.container.value
+    value = self.container.data
     if return_internal_type or not type(value).__module__.startswith("jax"):
-        return _get_value(self, borrow, return_internal_type)
+        return sync.get_value(self, borrow, return_internal_type)
     return np.array(value)
 
 
 def install() -> None:
     """Have PyTensor's own ways to compile and to read return NumPy arrays too."""
     predefined_modes["JAX"] = in_numpy(predefined_modes["JAX"])
+    sync.install(Container, SharedVariable)
     SharedVariable.get_value = get_value

@@ -1,10 +1,8 @@
-"""Which modules do Lasagne 0.1 and other programs of its time import, that newer packages no longer have?
+"""Stand-ins for modules that Lasagne 0.1, Theano-MPI's models and other programs of their time import.
 
-`install`
-    Puts the finder last in ``sys.meta_path``, where it is asked only for what is nowhere else.
-`GapFinder`
-    Finds ``theano.tensor.signal.downsample`` and ``theano.compat.python2x``, which Theano 1.0 lacks, and
-    ``pkg_resources``, which setuptools 82 lacks.
+Theano 1.0 lacks ``theano.tensor.signal.downsample`` and ``theano.compat.python2x``, setuptools 82 lacks
+``pkg_resources``, and ``hickle`` is often not installed. The finder is the last in ``sys.meta_path``, so that it is asked
+only for modules that nobody else finds.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from types import ModuleType
 
 _HERE = Path(__file__).parent
 _MODULES = {
+    "hickle": _HERE / "lost" / "hickle.py",
     "pkg_resources": _HERE / "lost" / "pkg_resources.py",
     "theano.compat.python2x": _HERE / "tree" / "compat" / "python2x.py",
     "theano.tensor.signal.downsample": _HERE / "tree" / "tensor" / "signal" / "downsample.py",

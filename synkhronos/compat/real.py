@@ -1,22 +1,57 @@
-"""What does Theano 1.0.5 need to be told beside NumPy 1.23 and Python 3.11?
-
-`install`
-    Names a BLAS when the user named none and Theano would fail to find one; has loops run by Theano's own Python code.
-`usable_blas`
-    The one that is named.
-"""
+"""What Theano 1.0.5 itself needs: a BLAS, scans without C code, and cuDNN's functions where there is no cuDNN."""
 
 from __future__ import annotations
 
 import configparser
+import importlib.abc
+import importlib.machinery
 import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
+from types import ModuleType
+
+from synkhronos.compat import cudnn, sync
+
+#: What is changed in a module of Theano's after it has been loaded.
+_CHANGES = {
+    "theano.compile.sharedvalue": lambda module: sync.install(module.Container, module.SharedVariable),
+    "theano.gpuarray.dnn": cudnn.fall_back,
+}
+
+
+class Changer(importlib.abc.MetaPathFinder):
+    """Finds the modules that are changed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return a module's own spec, with a loader that changes the module."""
+        if fullname not in _CHANGES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(fullname, spec.loader.path)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads a module, and changes it."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module's code, then make the change."""
+        super().exec_module(module)
+        _CHANGES[self.name](module)
 
 
 def install() -> None:
     """Name a BLAS in THEANO_FLAGS, if need be, which Theano reads as it is imported; say that scans have no C."""
+    if not any(isinstance(finder, Changer) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Changer())
+        for name, change in _CHANGES.items():
+            if name in sys.modules:
+                change(sys.modules[name])
     # Theano's C code around a scan's steps was made by a Cython that knew no Python 3.11, and does not compile.  Where
     # its module can't be imported, Theano has Python code in its place.
     sys.modules["theano.scan_module.scan_perform_ext"] = None  # type: ignore[assignment]

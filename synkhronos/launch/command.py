@@ -11,7 +11,10 @@ import dataclasses
 import json
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from synkhronos.launch.settings import Settings
 
 
 def main(arguments: list[str]) -> int:
@@ -77,7 +80,7 @@ def _sets(options: argparse.Namespace) -> dict[str, Any]:
 
 def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     from synkhronos.launch.settings import from_environment, joined, read, resolve
-    from synkhronos.launch.supervisor import Supervisor, prepare, versions
+    from synkhronos.launch.supervisor import versions
 
     named = ("ranks", "devices", "hosts", "folder", "bind", "resume")
     given = {name: getattr(options, name) for name in named if getattr(options, name) is not None}
@@ -89,5 +92,12 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
         shown = {**dataclasses.asdict(settings), **versions(settings.root)}
         sys.stdout.write(json.dumps(shown, indent=1) + "\n")
         return 0
-    with prepare(settings, [sys.executable, "-m", "synkhronos", *arguments]):
+    return start(settings, [sys.executable, "-m", "synkhronos", *arguments])
+
+
+def start(settings: Settings, command: list[str]) -> int:
+    """Run a session that ``command`` asks for; return its exit status."""
+    from synkhronos.launch.supervisor import Supervisor, prepare
+
+    with prepare(settings, command):
         return Supervisor(settings).run()

@@ -11,20 +11,40 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from synkhronos.launch.settings import FAILURE, Settings, from_environment, options_of, resolve
+from synkhronos.launch.settings import (
+    FAILURE,
+    Settings,
+    SettingsError,
+    from_environment,
+    joined,
+    options_of,
+    resolve,
+)
 from synkhronos.launch.supervisor import prepare, python_path
+from synkhronos.launch.tmlauncher import exchange_settings
 from synkhronos.rules import Rule
+
+
+def _exchange(rule: Rule) -> Iterator[dict[str, Any]]:
+    """Yield the settings for the attributes by which Theano-MPI's users say how ranks exchange."""
+    for name in ("sync_type", "exch_strategy"):
+        value = getattr(rule, name, None)
+        if value is not None:
+            try:
+                yield exchange_settings(name, value)
+            except ValueError as error:
+                raise SettingsError(str(error)) from None
 
 
 class Run:
     """A run in processes of its own."""
 
     def __init__(self, rule: Rule, devices: Sequence[str] | str | None, modelfile: str, modelclass: str, **others: Any):
-        asked = {"rule": type(rule).__name__, "rule_options": options_of(rule), **others}
+        asked = joined([{"rule": type(rule).__name__, "rule_options": options_of(rule)}, *_exchange(rule), others])
         for name, value in (("devices", devices), ("modelfile", modelfile), ("modelclass", modelclass)):
             if value not in (None, ""):  # else the environment may say it
                 asked[name] = value

@@ -20,7 +20,6 @@ import json
 import math
 import os
 import re
-import shlex
 import time
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +32,7 @@ from synkhronos import rules
 from synkhronos.checks import at_least, is_number
 from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts import MOST, Host, hosts_of, launched
-from synkhronos.launch import modelfile
+from synkhronos.launch import modelfile, tmlauncher
 from synkhronos.ranks import available_cores
 from synkhronos.training.checkpoint import paths_in
 from synkhronos.training.early_stop import as_metric
@@ -48,22 +47,6 @@ RULES: dict[str, type[rules.Rule]] = {
     name.lower(): kind
     for name, kind in vars(rules).items()
     if isinstance(kind, type) and issubclass(kind, rules.Rule) and kind is not rules.Rule
-}
-#: The keys of Theano-MPI's files, without "_", and ours.
-_OLD_KEYS = {"session": "folder", **{key: key for key in ("rule", "modelfile", "modelclass", "devices", "bind")}}
-#: Its ways to combine, and to move, and what each is here.
-_OLD_SYNC: dict[str, dict[str, Any]] = {
-    "avg": {"rule_options": {"average": "params"}},
-    "cdd": {"rule_options": {"average": "gradient"}},
-    "swap": {"rule": "Swap"},
-}
-_OLD_STRATEGIES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("ar", "nccl32", "asa32", "copper"), {}),
-    **dict.fromkeys(("nccl16", "asa16", "copper16"), {"rule_options": {"precision": "float16"}}),
-}
-_OLD_WAYS = {
-    **dict.fromkeys(("synctype", "syncrule"), _OLD_SYNC),
-    **dict.fromkeys(("exchstrategy", "exchstrat", "strategy"), _OLD_STRATEGIES),
 }
 #: The settings that are integers, and the range of each.
 _RANGES = {
@@ -189,7 +172,10 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: expected a session file: {error}") from None
     if path.suffix not in (".json", ".toml"):
-        return _old(path, text)
+        try:
+            return tmlauncher.settings_of(tmlauncher.parse(text))
+        except ValueError as error:
+            raise SettingsError(f"{path}: {error}") from None
     try:
         found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
@@ -204,36 +190,6 @@ def _check_keys(found: Mapping[str, Any], source: str) -> None:
     for key in found:
         if key not in KEYS:
             raise SettingsError(f"{source}: {key!r} is no setting: expected one of {', '.join(sorted(KEYS))}")
-
-
-def _old(path: Path, text: str) -> dict[str, Any]:
-    """Read Theano-MPI's KEY=VALUE lines."""
-    found: dict[str, Any] = {}
-    ways: dict[str, Any] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError as error:
-            raise SettingsError(f"{path}, line {number}: {error}") from None
-        if not words:
-            continue
-        key, equals, value = "".join(words).partition("=")
-        name = key.lower().replace("_", "")
-        if not equals:
-            raise SettingsError(f"{path}, line {number}: expected KEY=VALUE, or a .toml file, got {line!r}")
-        if name in _OLD_WAYS:
-            known = _OLD_WAYS[name]
-            if value.lower() not in known:
-                raise SettingsError(f"{path}, line {number}: {key}: expected one of {', '.join(known)}, got {value!r}")
-            ways = joined([ways, known[value.lower()]])
-        elif name in _OLD_KEYS:
-            found[_OLD_KEYS[name]] = value
-        else:
-            raise SettingsError(
-                f"{path}, line {number}: {key!r} is no setting: expected RULE, MODELFILE, MODELCLASS, DEVICES, BIND, "
-                "SESSION, SYNC_TYPE or EXCH_STRATEGY; take a .toml file for others"
-            )
-    return found | ways
 
 
 def parse_set(text: str) -> dict[str, Any]:

@@ -58,7 +58,7 @@ from pytensor.tensor.subtensor import (
 )
 from pytensor.tensor.type import lscalar
 
-__all__ = ["LengthGraph", "SlicedSubtensor", "decisive", "extract_lengths", "indices_of", "of_numbers"]
+__all__ = ["Known", "LengthGraph", "SlicedSubtensor", "decisive", "extract_lengths", "indices_of", "of_numbers"]
 
 #: What the host computes lengths by.
 _ARITHMETIC = (
@@ -175,7 +175,7 @@ def extract_lengths(graph: FunctionGraph) -> LengthGraph | None:
     """Return a graph for JAX with its lengths as inputs; None where no input's value decides one."""
     if not any(map(_is_integer, graph.inputs)):
         return None
-    known = _Known(graph)
+    known = Known(graph)
     demands = [(node, *_demands(node, known)) for node in graph.toposort()]
     cuts = list(dict.fromkeys(variable for _, variables, _ in demands for variable in variables))
     sliced = [(node, slices) for node, _, slices in demands if slices]
@@ -203,7 +203,7 @@ def extract_lengths(graph: FunctionGraph) -> LengthGraph | None:
 # -- what the host knows ---------------------------------------------------------------------------------------------
 
 
-class _Known:
+class Known:
     """Which variables of a graph are numbers before it is computed.
 
     The host knows what follows from integer inputs and from the inputs' shapes; only the former varies with an input's
@@ -274,7 +274,7 @@ def _is_integer(variable: Any) -> bool:
 # -- what has to be known --------------------------------------------------------------------------------------------
 
 
-def _demands(node: Any, known: _Known) -> tuple[list[Any], dict[int, _Length]]:
+def _demands(node: Any, known: Known) -> tuple[list[Any], dict[int, _Length]]:
     """Return the variables that decide lengths at a node, and slices of unknown lengths by their positions."""
     if isinstance(node.op, Subtensor | AdvancedSubtensor | IncSubtensor | AdvancedIncSubtensor):
         return [], dict(_slices(node, known))
@@ -297,7 +297,7 @@ def decisive(node: Any) -> Sequence[Any]:
     return []
 
 
-def _numbers(variable: Any, known: _Known) -> Iterator[Any]:
+def _numbers(variable: Any, known: Known) -> Iterator[Any]:
     """Yield the numbers that a length, or a shape, depends on and that the host knows."""
     if known.varies(variable) and getattr(variable.type, "ndim", 0) == 0:
         yield variable
@@ -306,7 +306,7 @@ def _numbers(variable: Any, known: _Known) -> Iterator[Any]:
             yield from _numbers(source, known)
 
 
-def _slices(node: Any, known: _Known) -> Iterator[tuple[int, _Length]]:
+def _slices(node: Any, known: Known) -> Iterator[tuple[int, _Length]]:
     """Yield the slices at a node whose lengths depend on an input's value, by their positions among the indexes."""
     x = node.inputs[0]
     if known.varies(x) is not None:

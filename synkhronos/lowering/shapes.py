@@ -60,7 +60,7 @@ from pytensor.tensor.subtensor import (
 
 from synkhronos.lowering.lengths import SlicedSubtensor, decisive, indices_of, of_numbers
 
-__all__ = ["register_lowerings"]
+__all__ = ["constant_length", "register_lowerings"]
 
 #: What has more elements is data and no shape.
 _MOST = 64
@@ -317,7 +317,7 @@ def _sliced(lowering: Callable[..., Any]) -> Callable[..., Any]:
             ]
             if not traced:
                 return plain(*inputs)
-            lengths = [_difference(variables[i], known) for i in traced]
+            lengths = [_length(variables[i], known) for i in traced]
             return _at(op, inputs[:n_before], indices, traced, lengths, in_bounds=False)
 
         return run
@@ -427,15 +427,10 @@ def _is_fixed(index: slice) -> bool:
 Polynomial = Counter[tuple[Any, ...]]
 
 
-def _difference(index: slice, known: dict[Any, Polynomial]) -> int:
-    """Return the length of a slice, where stop minus start is constant.
+def constant_length(index: slice, known: dict[Any, Polynomial]) -> int | None:
+    """Return the length of a slice, where stop minus start is constant; None where it is not.
 
     ``known`` are the polynomials of some variables.
-
-    Raises
-    ------
-    NotImplementedError
-        If it isn't.
     """
     step = index.step
     if index.start is not None and index.stop is not None and (step is None or _polynomial(step, known) == {(): 1}):
@@ -443,7 +438,15 @@ def _difference(index: slice, known: dict[Any, Polynomial]) -> int:
         difference.subtract(_polynomial(index.start, known))
         if not any(count for atoms, count in difference.items() if atoms):
             return max(difference[()], 0)
-    bounds = {"start": index.start, "stop": index.stop, "step": step}
+    return None
+
+
+def _length(index: slice, known: dict[Any, Polynomial]) -> int:
+    """Return the constant length of a slice; raise NotImplementedError where it is not constant."""
+    length = constant_length(index, known)
+    if length is not None:
+        return length
+    bounds = {"start": index.start, "stop": index.stop, "step": index.step}
     shown = [f"{k}: {debugprint(v, file='str', depth=4).strip()}" for k, v in bounds.items() if v is not None]
     raise NotImplementedError(
         "XLA compiles for fixed shapes, and the length of a slice depends on what arrays hold.\n"

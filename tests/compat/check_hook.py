@@ -133,11 +133,11 @@ def test_jax_is_not_imported_before_a_function_is_compiled_for_it():
         "import theano.d3viz",
         "from theano import d3viz",
         "from theano.gpuarray import GpuArrayType",
-        "from theano.gpuarray.dnn import dnn_conv",
+        "from theano.gpuarray.dnn import GpuDnnConv",
         "import theano.gpuarray.fft",
         "from theano.tensor import nothing",
         "from theano.tensor.nnet.bn import nothing",
-        "from theano.sandbox.cuda.dnn import dnn_conv",
+        "from theano.sandbox.cuda.dnn import GpuDnnConv",
     ],
 )
 def test_a_module_that_is_missing_says_so(line):

@@ -211,6 +211,22 @@ def test_rows_from_a_place_that_an_array_holds(x):
     assert (function([place], of_integers)([12]) == np.iinfo("int16").min).all()
 
 
+def test_shapes_behind_a_random_crop(x):
+    place = T.lvector("place")
+    rows = x[place[0] : place[0] + 3].flatten(1)
+    draws = RandomStreams(1).uniform(size=rows.shape)
+    f = function([place], [rows.shape, rows * T.gt(draws, -1)])
+    for start in (0, 5):
+        shape, found = f([start])
+        assert shape.tolist() == [18] and found.tolist() == X[start : start + 3].ravel().tolist()
+    assert np.isnan(f([len(X) - 2])[1]).all()
+    # At the end there are fewer rows where that can be known: from an integer, or from another array's shape.
+    n = T.lscalar("n")
+    other = T.lvector("other")
+    for start, argument in ((n, len(X) - 2), (other.shape[0], np.zeros(len(X) - 2, "int64"))):
+        assert function([n if start is n else other], x[start : start + 3].shape)(argument).tolist() == [2, 6]
+
+
 def test_rows_from_a_place_that_a_loop_comes_to(x):
     def step(place, x):
         return place + 2, x[place : place + 2].sum(axis=0)

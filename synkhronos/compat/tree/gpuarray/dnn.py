@@ -1,6 +1,8 @@
-"""The module ``theano.gpuarray.dnn``, on PyTensor: it says that Theano's own code for cuDNN is not available."""
+"""The module ``theano.gpuarray.dnn``, on PyTensor: convolution and pooling by XLA or NumPy in the place of cuDNN."""
 
 from typing import Any
+
+from synkhronos.compat.cudnn import dnn_conv, dnn_pool
 
 
 def dnn_available(*args: Any) -> bool:

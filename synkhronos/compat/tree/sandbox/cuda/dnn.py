@@ -1,3 +1,3 @@
-"""The module ``theano.sandbox.cuda.dnn``, on PyTensor: it says that Theano's own code for cuDNN is not available."""
+"""The module ``theano.sandbox.cuda.dnn``, on PyTensor: convolution and pooling in the place of cuDNN."""
 
-from theano.gpuarray.dnn import dnn_available
+from theano.gpuarray.dnn import dnn_available, dnn_conv, dnn_pool

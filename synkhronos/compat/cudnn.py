@@ -1,0 +1,92 @@
+"""Theano's functions for cuDNN, by convolution and pooling that run anywhere."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def dnn_conv(
+    img: Any,
+    kerns: Any,
+    border_mode: Any = "valid",
+    subsample: Any = (1, 1),
+    dilation: Any = (1, 1),
+    conv_mode: str = "conv",
+    direction_hint: str | None = None,
+    workmem: str | None = None,
+    algo: str | None = None,
+    precision: str | None = None,
+    num_groups: int = 1,
+) -> Any:
+    """Return the convolution of images with filters.
+
+    Parameters
+    ----------
+    img : variable
+        Images: rows, channels, height, width.
+    kerns : variable
+        Filters: output channels, input channels of a group, height, width.
+    border_mode : {"valid", "full", "half"}, int or tuple of int
+    subsample, dilation : tuple of int
+    conv_mode : {"conv", "cross"}
+        Whether filters are flipped.
+    direction_hint, workmem, algo, precision
+        Chose among cuDNN's algorithms; dropped.
+    num_groups : int
+    """
+    from theano.tensor.nnet import conv2d
+
+    if conv_mode not in ("conv", "cross"):
+        raise ValueError(f"conv_mode: expected 'conv' or 'cross', got {conv_mode!r}")
+    return conv2d(
+        img,
+        kerns,
+        border_mode=border_mode,
+        subsample=subsample,
+        filter_flip=conv_mode == "conv",
+        filter_dilation=dilation,
+        num_groups=num_groups,
+    )
+
+
+def dnn_pool(img: Any, ws: Any, stride: Any = None, mode: str = "max", pad: Any = None) -> Any:
+    """Return pooled images; windows that reach beyond the border are left out.
+
+    Parameters
+    ----------
+    img : variable
+        Of four dimensions, or five.
+    ws : tuple of int
+        The window's two or three lengths.
+    stride : tuple of int, optional
+        By default 1 in each direction.
+    mode : {"max", "max_deterministic", "sum", "average_inc_pad", "average_exc_pad"}
+    pad : tuple of int, optional
+        By default none.
+    """
+    from theano.tensor.signal.pool import pool_2d, pool_3d
+
+    return (pool_2d if len(ws) == 2 else pool_3d)(
+        img,
+        ws=tuple(ws),
+        ignore_border=True,
+        stride=(1,) * len(ws) if stride is None else tuple(stride),
+        pad=(0,) * len(ws) if pad is None else tuple(pad),
+        mode="max" if mode == "max_deterministic" else mode,
+    )
+
+
+def fall_back(dnn: Any) -> None:
+    """Have Theano's own ``dnn_conv`` and ``dnn_pool`` fall back on these where there is no cuDNN."""
+    for ours in (dnn_conv, dnn_pool):
+        setattr(dnn, ours.__name__, _either(dnn, getattr(dnn, ours.__name__), ours))
+
+
+def _either(dnn: Any, theirs: Any, ours: Any) -> Any:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        is_active = sys.modules["theano.gpuarray"].pygpu_activated and dnn.dnn_available(None)
+        return (theirs if is_active else ours)(*args, **kwargs)
+
+    function.__name__, function.__doc__ = theirs.__name__, theirs.__doc__
+    return function

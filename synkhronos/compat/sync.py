@@ -1,0 +1,74 @@
+"""``shared.container.value.sync()``, by which Theano's programs wait for a GPU."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+
+
+class SyncedArray(np.ndarray):
+    """A view of a shared variable's memory on the host."""
+
+    def sync(self) -> None:
+        """Do nothing: the value is there."""
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (), **kwargs: Any) -> Any:
+        """Compute with plain arrays, so that results are plain."""
+        if out:
+            kwargs["out"] = tuple(map(_plain, out))
+        return getattr(ufunc, method)(*map(_plain, inputs), **kwargs)
+
+
+class SyncedValue:
+    """A shared variable's JAX array, or another object that can be waited for."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._value, name)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        return np.asarray(self._value, *args, **kwargs)
+
+    def sync(self) -> None:
+        """Wait until the value has been computed."""
+        self._value.block_until_ready()
+
+
+def value_of(container: Any) -> Any:
+    """Return a container's value, with a method ``sync``."""
+    value = container.data
+    if type(value) is np.ndarray:
+        return value.view(SyncedArray)
+    return SyncedValue(value) if hasattr(value, "block_until_ready") else value
+
+
+def set_value_of(container: Any, value: Any) -> None:
+    """Set a container's value."""
+    container.data = _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    return value.view(np.ndarray) if isinstance(value, SyncedArray) else value
+
+
+def get_value(self: Any, borrow: bool = False, return_internal_type: bool = False) -> Any:
+    """Return a shared variable's value, without the method."""
+    value = self.container.data
+    return value if borrow else copy.deepcopy(value)
+
+
+def install(container: Any, shared: Any) -> None:
+    """Give values of a library's containers the method, but for those that the library itself reads.
+
+    Parameters
+    ----------
+    container, shared : type
+        The library's classes Container and SharedVariable.
+    """
+    if container.value.fget is not value_of:
+        container.value = property(value_of, set_value_of)
+        shared.get_value = get_value

@@ -1,0 +1,21 @@
+"""The module ``theanompi.rules``: rules with Theano-MPI's names and class attributes."""
+
+from synkhronos import rules
+from synkhronos.rules import ASGD, EASGD, GOSGD
+
+__all__ = ["ASGD", "BSP", "EASGD", "GOSGD"]
+
+
+class BSP(rules.BSP):
+    """Bulk-synchronous training; set the class attributes before ``init``.
+
+    Attributes
+    ----------
+    sync_type : {"cdd", "avg", "swap"}
+        What ranks exchange after each step: gradients, or parameters; with ``"swap"`` pairs swap parameters.
+    exch_strategy : str
+        ``"nccl32"`` or ``"ar"``; ``"nccl16"`` exchanges in float16.
+    """
+
+    sync_type = "cdd"
+    exch_strategy = "nccl32"
