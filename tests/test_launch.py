@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from launch_models import masks
 from launch_runs import ENVIRONMENT, TESTS, lines, run, train
 from library import package, shared, tensor
 from loading_sources import Damaged
@@ -382,6 +383,34 @@ def test_a_model_of_the_base_class(tmp_path, rule):
     rng = np.random.default_rng(0).normal(size=(165, 3))[120:]
     loss = float(np.mean((rng @ w - rng @ [1.0, 2.0, 3.0]) ** 2))
     np.testing.assert_allclose(reports[-1]["validation"]["cost"], loss, rtol=1e-6)  # each of 45 rows once
+
+
+@pytest.mark.parametrize("rule", ["BSP", "EASGD", "DiLoCo"])
+def test_a_mean_by_weight_is_that_of_all_items_and_averages_take_no_momentum(tmp_path, rule):
+    model = ["--set=model='launch_models/small.py:Masked'", "--devices=cpu,cpu", f"--set=rule={rule}"]
+    more = ["--set=rule_options.period=1", "--set=rule_options.momentum=0.9"] if rule == "DiLoCo" else []
+    run("train", *model, *more, "--set=checkpoint=1", "--set=seed=3", "--folder", tmp_path, cwd=TESTS)
+    (x, y, mask), (_, y_valid, mask_valid) = (
+        [part[rows] for part in masks.rows()] for rows in (slice(40), slice(40, None))
+    )
+    for report in lines(tmp_path, "reports"):
+        np.testing.assert_allclose(report["loss"], (mask * y**2).sum() / mask.sum(), rtol=1e-6)
+        for name, errors in (("cost", y_valid**2), ("error", abs(y_valid))):
+            expected = (mask_valid * errors).sum() / mask_valid.sum()
+            np.testing.assert_allclose(report["validation"][name], expected, rtol=1e-6)
+    _, average = np.load(tmp_path / "params.npz").values()
+    expected = np.zeros(3)
+    for epoch in range(2):
+        order = np.random.default_rng((3, epoch)).permutation(40)
+        for first in range(0, 40, 4):  # two rows a rank
+            expected = 0.9 * expected + 0.1 * x[order[first : first + 4]].mean(axis=0)
+    np.testing.assert_allclose(average, expected, rtol=0.5 if rule == "EASGD" else 1e-9)
+
+
+def test_a_mean_without_its_weight_is_warned_of(tmp_path):
+    model = ["--set=model='launch_models/small.py:Unweighted'", "--devices=cpu"]
+    run("train", *model, "--set=epochs=1", "--folder", tmp_path, cwd=TESTS)
+    assert "loss: the denominator of a mean depends on the values of mask" in (tmp_path / "rank-0.log").read_text()
 
 
 @pytest.mark.any_library

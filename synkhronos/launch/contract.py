@@ -23,6 +23,7 @@ The contract is Theano-MPI's.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -217,6 +218,9 @@ def groups(model: Any, leave_out_normalization: bool = False) -> Groups:
     excluded = [p for p in model.params if leave_out_normalization and p.name in ("gamma", "beta")]
     apart = {id(p) for p in excluded}
     found = Groups([p for p in model.params if id(p) not in apart], [], excluded, [], [])
+    averages = getattr(model, "averages", None)
+    if isinstance(averages, Mapping):  # of the base class, whose params end with them
+        found.n_averages = sum(any(p is average for average in averages) for p in found.params)
     if not found.params:
         raise ContractError("params: expected some that are not named gamma or beta, which each rank keeps for itself")
     seen = {

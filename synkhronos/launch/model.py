@@ -19,7 +19,7 @@ from synkhronos.devices import JAX, device_of
 from synkhronos.graphs import library_of
 from synkhronos.loading import Loader
 from synkhronos.training import updates
-from synkhronos.training.model import by_own_gradient
+from synkhronos.training.model import by_own_gradient, warn_of_denominators
 
 
 def _count(data: Any) -> int:
@@ -75,7 +75,7 @@ class Model:
     trained : list of shared variables
         The `params` that `build` has set; `params` then has the running averages as well.
     shown : list of shared variables
-        The last step's cost, and its error.
+        The last step's cost, its error, and the weight of both, as far as there are some.
     """
 
     batch_size = 100
@@ -90,6 +90,9 @@ class Model:
     loss: Any
     #: For `build` to set where there is one.
     error: Any = None
+    #: What `loss`, `error` and `tested` are means over where that is not the rows: a scalar variable, such as
+    #: ``mask.sum()``.  Reported costs and errors are means by this weight.  A batch of weight 0 counts nothing.
+    weight: Any = None
     #: What validation computes, where it isn't `loss` and `error`: cost, error, and error of the best five answers.
     #: A network with dropout or batch normalisation is validated without the one, and by the other's running averages.
     tested: Sequence[Any] | None = None
@@ -126,7 +129,7 @@ class Model:
         self.params = [*self.trained, *self.averages]
 
     def build(self) -> None:
-        """Set ``inputs``, ``params``, ``loss``, and if you like ``error``, ``tested`` and ``averages``."""
+        """Set ``inputs``, ``params``, ``loss``, and if you like ``error``, ``weight``, ``tested`` and ``averages``."""
         raise NotImplementedError(f"{type(self).__name__}.build()")
 
     def load(self) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -139,7 +142,8 @@ class Model:
 
     def updates(self, loss: Any, params: list[Any], learning_rate: Any) -> Any:
         """Return the updates of the parameters in a step: by default Nesterov's momentum."""
-        return by_own_gradient(updates.nesterov_momentum(loss, params, learning_rate=learning_rate))
+        rule = updates.nesterov_momentum(loss, params, learning_rate=learning_rate, weight=self.weight)
+        return by_own_gradient(rule)
 
     # -- the contract ----------------------------------------------------------------------------------------
 
@@ -148,12 +152,20 @@ class Model:
         library = library_of(self.loss)
         self.shared_lr = library.shared(np.asarray(self.rate, self.params[0].type.dtype), name="learning_rate")
         shown = [self.loss] if self.error is None else [self.loss, self.error]
+        tested = list(self.tested or shown)
+        if self.weight is not None:
+            shown.append(self.weight)
+            tested.append(self.weight)
+        elif not self.rank:
+            means = dict(zip(("loss", "error"), shown, strict=False))
+            means |= {f"tested[{i}]": each for i, each in enumerate(self.tested or ())}
+            warn_of_denominators(means, self.inputs, 1)
         # Variables, not outputs: PyTensor would wait for an output of JAX before the next batch is begun.
         self.shown = [library.shared(np.zeros((), each.dtype)) for each in shown]
         news = {**self.updates(self.loss, self.trained, self.shared_lr), **self.averages}
         news |= zip(self.shown, shown, strict=True)
         self.train_fn = library.function(list(self.inputs), [], updates=list(news.items()))
-        self.val_fn = library.function(list(self.inputs), list(self.tested or shown))
+        self.val_fn = library.function(list(self.inputs), tested)
 
     def train_iter(self, count: int, recorder: Any) -> None:
         """Take a step with the next batch of this rank's share."""
@@ -161,7 +173,9 @@ class Model:
         recorder.start()
         self.train_fn(*batch)
         recorder.end("calc")
-        recorder.train_error(count, *map(_present, self.shown))
+        values = list(map(_present, self.shown))
+        weight = {} if self.weight is None else {"weight": values.pop()}
+        recorder.train_error(count, *values, **weight)
 
     def next_batch(self, recorder: Any) -> list[np.ndarray]:
         """Return the next batch of this rank's share, in an order that is new in each epoch; note the time."""
@@ -210,7 +224,9 @@ class Model:
         arrays = next(self._val_batches, None)
         if arrays is not None:  # else a loader has left out a whole batch
             batch = self._prepared(arrays, False)
-            recorder.val_error(count, *self.val_fn(*batch), rows=len(batch[0]))
+            values = list(self.val_fn(*batch))
+            rows = len(batch[0]) if self.weight is None else float(values.pop())
+            recorder.val_error(count, *values, rows=rows)
 
     def adjust_hyperp(self, epoch: int) -> None:
         """Leave the learning rate as it is."""

@@ -183,7 +183,7 @@ class _Run:
         lines = Recorder(self.folder) if is_here else elsewhere.Records()
         folder = self.folder if is_here else None
         self.recorder = ClassRecorder(worker.number, lines, settings.every, self.rows, folder)
-        self.state = State(self.groups.params, self.groups.optimizer, shared)
+        self.state = State(self.groups.params, self.groups.optimizer, shared, self.groups.n_averages)
         self.reports = Recorder(self.folder) if worker.number == 0 else None
         own = model.vels if isinstance(rule, SummedGradients) else self.groups.params
         self.watch = Watch(list(model.params), own)
@@ -351,8 +351,8 @@ class _Run:
 
     def check_loss(self) -> float | None:
         """Return the mean cost of all ranks; refuse one that is no number any more."""
-        costs = [cost for cost in self.worker.exchange(self.recorder.mean_loss()) if cost is not None]
-        loss = float(np.mean(costs)) if costs else None
+        costs, weights = zip(*self.worker.exchange(self.recorder.loss_sums()), strict=True)
+        loss = sum(costs) / sum(weights) if sum(weights) else None
         if loss is not None and not np.isfinite(loss):
             raise FloatingPointError(f"the cost is {loss} in epoch {self.recorder.epoch + 1}: nothing of it was saved")
         return loss
@@ -387,7 +387,7 @@ class _Run:
         for _, found, _ in shown:
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + value
-        means = {name: value / total for name, value in sums.items()}
+        means = {name: value / total for name, value in sums.items()}  # without weight there are no sums
         recorder.note_validation(self.count, means)
         if means:
             self.model.current_info = recorder.get_latest_val_info()

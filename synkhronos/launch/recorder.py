@@ -87,9 +87,10 @@ class ClassRecorder:
         self.seconds[word] = self.seconds.get(word, 0.0) + time.perf_counter() - self._began
         self._began = None
 
-    def train_error(self, count: int, cost: Any, error: Any = None) -> None:
-        """Note an iteration's cost, and its error."""
+    def train_error(self, count: int, cost: Any, error: Any = None, weight: Any = 1) -> None:
+        """Note an iteration's cost, and its error; ``weight`` is the number of items that both are means over."""
         self._costs.append(cost)
+        self._weights.append(weight)
         if error is not None:
             self._errors.append(error)
 
@@ -101,11 +102,14 @@ class ClassRecorder:
     def clear_train_info(self) -> None:
         """Forget what `train_error` has noted since the last line."""
         self._costs: list[Any] = []
+        self._weights: list[Any] = []
         self._errors: list[Any] = []
 
-    def val_error(self, count: int, cost: Any, error: Any = None, error_top_5: Any = None, rows: int = 1) -> None:
-        """Note a validation batch's cost and errors; ``rows`` says how much it counts."""
+    def val_error(self, count: int, cost: Any, error: Any = None, error_top_5: Any = None, rows: float = 1) -> None:
+        """Note a validation batch's cost and errors; ``rows`` is its weight, and nothing counts where it is 0."""
         self._val_rows += rows
+        if not rows:
+            return
         for name, value in (("cost", cost), ("error", error), ("top5", error_top_5)):
             if value is not None:
                 self._val[name] = self._val.get(name, 0.0) + rows * _mean(value)
@@ -179,7 +183,7 @@ class ClassRecorder:
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin to count an epoch's steps."""
-        self.epoch, self.steps, self.loss, self._noted = epoch, 0, 0.0, 0
+        self.epoch, self.steps, self.loss, self._noted = epoch, 0, 0.0, 0.0
         self.epoch_began = self._line_began = time.perf_counter()
         self._written, self._line_seconds = 0, dict(self.seconds)
         self.untimed = 0
@@ -200,13 +204,14 @@ class ClassRecorder:
         """Write a line about the iterations since the last one."""
         if not self._steps():
             return
-        costs = [_mean(cost) for cost in self._costs]
-        self.loss += sum(costs)
-        self._noted += len(costs)
+        weights = [_mean(weight) for weight in self._weights]
+        cost = self._weighted_sum(self._costs, weights)
+        self.loss += cost
+        self._noted += sum(weights)
         now = time.perf_counter()
         timed = self._steps() - (self.untimed if not self._written else 0)
         rate = timed * self.rows / (now - self._line_began)
-        loss = float(np.mean(costs)) if costs else None
+        loss = cost / sum(weights) if sum(weights) else None
         if self._recorder is not None:
             self._recorder.write_rank(
                 self.rank,
@@ -223,16 +228,27 @@ class ClassRecorder:
             )
         shown = [f"epoch {self.epoch + 1}, iteration {self.total}"]
         shown += [f"cost {loss:.4g}"] if loss is not None else []
-        shown += [f"error {np.mean([_mean(error) for error in self._errors]):.4g}"] if self._errors else []
+        if self._errors and loss is not None:
+            weights = weights if len(weights) == len(self._errors) else [1.0] * len(self._errors)
+            shown += [f"error {self._weighted_sum(self._errors, weights) / sum(weights):.4g}"]
         sys.stdout.write(f"{', '.join(shown)}; {rate:,.0f} {self.unit}/s\n")
         self.clear_train_info()
         self._written, self._line_began, self._line_seconds = self.steps, now, dict(self.seconds)
+
+    @staticmethod
+    def _weighted_sum(values: list[Any], weights: list[float]) -> float:
+        """Return the sum of values times weights; a value of weight 0 counts nothing, even if it is NaN."""
+        return sum(weight * _mean(value) for value, weight in zip(values, weights, strict=True) if weight)
+
+    def loss_sums(self) -> tuple[float, float]:
+        """Return the sum of the epoch's costs, each times its weight, and the sum of weights."""
+        return self.loss, self._noted
 
     def mean_loss(self) -> float | None:
         """Return the mean cost of the epoch, None if the class has noted none."""
         return self.loss / self._noted if self._noted else None
 
-    def validation_sums(self) -> tuple[int, dict[str, float]]:
+    def validation_sums(self) -> tuple[float, dict[str, float]]:
         """Return how many rows `val_error` was about, and the sums; and forget them."""
         found = self._val_rows, self._val
         self._forget_validation()
@@ -240,7 +256,7 @@ class ClassRecorder:
 
     def _forget_validation(self) -> None:
         self._val: dict[str, float] = {}
-        self._val_rows = 0
+        self._val_rows: float = 0
 
 
 def _mean(value: Any) -> float:

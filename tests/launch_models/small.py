@@ -3,6 +3,7 @@
 import numpy as np
 import theano
 import theano.tensor as T
+from masks import rows
 
 from synkhronos.extensions.updates import sgd
 from synkhronos.launch import Model
@@ -33,3 +34,33 @@ class Frozen(Line):
 
     def adjust_hyperp(self, epoch):
         self.shared_lr.set_value(0.0)
+
+
+class Masked(Line):
+    """A mean over the numbers that a mask selects, none in some batches; learns nothing to speak of."""
+
+    batch_size, n_epochs, rate = 2, 2, 1e-12
+
+    def build(self):
+        x, y, mask = T.dmatrix("x"), T.dmatrix("y"), T.dmatrix("mask")
+        w, average = theano.shared(np.zeros(3), "w"), theano.shared(np.zeros(3), "average")
+        self.inputs, self.params, self.weight = [x, y, mask], [w], mask.sum()
+        self.loss = (mask * (x * w - y) ** 2).sum() / self.weight
+        self.error = (mask * abs(x * w - y)).sum() / self.weight
+        self.averages = {average: 0.9 * average + 0.1 * x.mean(axis=0)}
+
+    def load(self):
+        x, y, mask = rows()
+        return [x[:40], y[:40], mask[:40]], [x[40:], y[40:], mask[40:]]
+
+
+class Unweighted(Masked):
+    """The same without the weight."""
+
+    def build(self):
+        super().build()
+        self.weight = None
+
+    def load(self):
+        (x, y, _), valid = super().load()
+        return [x, y, np.ones_like(x)], valid[:2] + [np.ones_like(valid[0])]
