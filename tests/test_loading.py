@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import struct
 import subprocess
 import tempfile
 import time
+import zlib
 
 import numpy as np
 import pytest
@@ -508,6 +510,18 @@ def test_a_picture_of_more_than_8_bits_is_refused(tmp_path):
     image = pytest.importorskip("PIL.Image")
     for name, pixels in (("deep.png", np.uint16([[0, 255], [256, 65535]])), ("real.tif", np.float32([[0, 0.5]]))):
         image.fromarray(pixels).save(tmp_path / name)
+        with pytest.raises(ValueError, match="expected a picture of 8 bits a channel"):
+            loading.Images([tmp_path / name], 2)[0]
+    pixels = np.full((2, 2, 3), 300, ">u2")  # Pillow calls these "RGB" and keeps 1, their upper byte
+    (tmp_path / "deep.ppm").write_bytes(b"P6 2 2 65535\n" + pixels.tobytes())
+    parts = [
+        (b"IHDR", struct.pack(">IIBBBBB", 2, 2, 16, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(b"".join(b"\0" + row.tobytes() for row in pixels))),
+        (b"IEND", b""),
+    ]
+    chunks = [struct.pack(">I", len(d)) + name + d + struct.pack(">I", zlib.crc32(name + d)) for name, d in parts]
+    (tmp_path / "colours.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+    for name in ("deep.ppm", "colours.png"):
         with pytest.raises(ValueError, match="expected a picture of 8 bits a channel"):
             loading.Images([tmp_path / name], 2)[0]
 

@@ -1,6 +1,7 @@
 """What loaders say of wrong arguments and files: the table tests/tables/loading_messages.json has a line for each."""
 
 import json
+import os
 import sys
 import types
 from pathlib import Path
@@ -39,6 +40,18 @@ def hdf5_file():
     with h5py.File("d.h5", "w") as file:
         file["x"] = np.ones(3)
     return "d.h5"
+
+
+def virtual_hdf5_file():
+    """Write a data set whose rows are in another file, which has gone."""
+    h5py = pytest.importorskip("h5py", reason="the extra `hdf5` is not installed")
+    layout = h5py.VirtualLayout((3,), "f8")
+    layout[:] = h5py.VirtualSource(hdf5_file(), "x", shape=(3,))
+    with h5py.File("virtual.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+    assert loading.hdf5("virtual.h5", "x")[2] == 1
+    os.remove("d.h5")
+    return "virtual.h5"
 
 
 def without(module, action):
@@ -161,6 +174,7 @@ CALLS = {
     "hdf5: nothing there": lambda: (hdf5_file(), loading.hdf5("nothing.h5", "x")),
     "hdf5: another file": lambda: (hdf5_file(), loading.hdf5("notes.txt", "x")),
     "hdf5: another name": lambda: loading.hdf5(hdf5_file(), "z"),
+    "hdf5: a part is missing": lambda: loading.hdf5(virtual_hdf5_file(), "x"),
     "hdf5: not installed": lambda: without("h5py", lambda: loading.hdf5("d.h5", "x")),
     "pictures: not installed": lambda: without("PIL.Image", lambda: Images(["x.jpg"], 5)),
     "pictures: no list": lambda: Images("x.jpg", 5),

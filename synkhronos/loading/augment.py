@@ -45,8 +45,8 @@ class CropMirror:
 
     Notes
     -----
-    With ``mean`` or ``scale`` pictures become float32, else they keep their dtype.  Where a window is, and whether it
-    is mirrored, follows from the seed, the epoch and the row.
+    With ``mean`` or ``scale`` pictures become float32, which has to hold their numbers (float64 is rounded); else they
+    keep their dtype.  Where a window is, and whether it is mirrored, follows from the seed, the epoch and the row.
 
     Examples
     --------

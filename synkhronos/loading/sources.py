@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -210,6 +211,10 @@ def _open_hdf5(path: str, name: str) -> Any:
     found = file.get(name)
     if not isinstance(found, h5py.Dataset):
         raise KeyError(f"{path}: expected a data set {name!r} in it, found {', '.join(file)}")
+    for source in found.virtual_sources() if found.is_virtual else ():  # HDF5 has zeros in the place of missing files
+        places = [os.path.join(folder, source.file_name) for folder in (os.path.dirname(path), os.getcwd())]
+        if "%" not in source.file_name and source.file_name != "." and not any(map(os.path.exists, places)):
+            raise FileNotFoundError(f"{path}: {name!r} has rows of {source.file_name}, and there is no such file")
     return found
 
 
@@ -286,7 +291,7 @@ class Images:
     def _read(self, path: str) -> np.ndarray:
         pillow, size = _pillow(), self.size
         with pillow.open(path) as picture:
-            if picture.mode.startswith(("I", "F")):  # Pillow would cut off whatever is above 255
+            if _is_deep(picture):
                 raise ValueError(f"expected a picture of 8 bits a channel, got one of Pillow's mode {picture.mode!r}")
             picture.draft(self.mode, (size, size))  # a JPEG file is decoded no larger than need be
             picture = picture.convert(self.mode)
@@ -297,6 +302,16 @@ class Images:
             picture = picture.resize((size, size), pillow.Resampling.BILINEAR, (left, top, left + side, top + side))
         array = np.asarray(picture)
         return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
+
+
+def _is_deep(picture: Any) -> bool:
+    """Return whether a picture has more than 8 bits a channel, of which Pillow would drop some."""
+    if picture.mode.startswith(("I", "F")):
+        return True
+    # Pillow calls colours of 16 bits "RGB", too: how they lie in the file tells them from others.
+    return any(
+        re.search(";16[BLN]", str(layout)) or codec == "ppm" and layout[1] > 255 for codec, _, _, layout in picture.tile
+    )
 
 
 def image_folder(folder: str | os.PathLike[str], size: int, mode: str = "RGB") -> Images:
