@@ -279,6 +279,8 @@ def test_what_is_sent_is_a_copy(queue):
     array[:] = 2
     with pytest.raises(TypeError, match="arrays of numbers or strings"):
         queue.sender.send([np.array([{}])])
+    with pytest.raises(TypeError, match="^arrays: expected an array, got a masked one"):
+        queue.sender.send([np.ma.masked_array(array, array > 0)])
     queue.sender.close()
     queue.read(received)
     np.testing.assert_array_equal(received[0][0], np.ones(3))

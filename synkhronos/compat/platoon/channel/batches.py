@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+from synkhronos.casts import check_dense
 from synkhronos.compat.platoon.channel import sockets
 from synkhronos.compat.platoon.channel.sockets import POLL
 from synkhronos.compat.platoon.util import PlatoonError
@@ -58,6 +59,7 @@ class BatchSender:
         PlatoonError
             If the sender is closed, or the workers have ended.
         """
+        check_dense(list(arrays), "arrays")
         batch = [np.array(array, order="C") for array in arrays]  # the caller may overwrite its own
         for array in batch:
             if array.dtype.kind not in "biufcSUmM":
