@@ -1,8 +1,8 @@
 """Stand-ins for modules that Lasagne 0.1, Theano-MPI's models and other programs of their time import.
 
 Theano 1.0 lacks ``theano.tensor.signal.downsample`` and ``theano.compat.python2x``, setuptools 82 lacks
-``pkg_resources``, and ``hickle`` is often not installed. The finder is the last in ``sys.meta_path``, so that it is asked
-only for modules that nobody else finds.
+``pkg_resources``, and ``hickle`` is often not installed. The finder is the last in ``sys.meta_path``, so that it is
+asked only for modules that nobody else finds.
 """
 
 from __future__ import annotations
