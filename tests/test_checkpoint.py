@@ -415,7 +415,9 @@ def test_a_lock_belongs_to_one_object(tmp_path):
     first.save(1, ARRAYS, {})
     first.lock()
     for other in (second, copy.deepcopy(first)):
-        with pytest.raises(CheckpointError, match=f"process {os.getpid()} on host"):
+        with pytest.raises(
+            CheckpointError, match=rf"process {os.getpid()} on host {platform.node()} \(this one\) has under way"
+        ):
             other.save(2, ARRAYS, {})
     assert second.load().arrays["n"] == 3
     first.unlock()

@@ -29,12 +29,13 @@ from synkhronos.extensions.updates import (
     rmsprop,
     sgd,
 )
-from synkhronos.launch import binding, doctor, modelfile
-from synkhronos.launch.contract import groups
+from synkhronos.launch import binding, doctor, modelfile, program
+from synkhronos.launch.contract import ContractError, groups
 from synkhronos.launch.recorder import ClassRecorder
 from synkhronos.ranks import available_cores
 from synkhronos.rules import BSP
 from synkhronos.training import Checkpoint, CheckpointError, storing
+from synkhronos.training.early_stop import EarlyStop
 from synkhronos.training.model import by_own_gradient
 
 
@@ -151,8 +152,20 @@ def test_a_run_stops_early_and_keeps_its_best_epoch(tmp_path):
             np.testing.assert_array_equal(found[name], expected[name])
             assert not np.array_equal(found[name], last[name])
         (tmp_path / "run" / "best.npz").unlink()  # as if it had been killed before its end
-    done = train(tmp_path / "other", "Overfits", status=1, keep_best="acc", epochs=1)
-    assert "Overfits lacks:\n  metric 'acc', got loss, cost, error, top5" in done.stderr
+    # Of another metric nothing is known yet.
+    train(tmp_path / "run", "Overfits", "--resume", **{**best, "keep_best": "error", "epochs": 6})
+    assert lines(tmp_path / "run", "reports")[-1]["epoch"] == 6
+
+
+def test_a_metric_that_the_class_does_not_report():
+    for keep_best, metrics, words in [
+        (["acc", "max"], {"loss": 1.0, "cost": 2.0}, "A lacks:\n  metric 'acc', got loss, cost$"),
+        (None, {"loss": 1.0}, "A lacks:\n  metric 'cost', got loss$"),
+        (None, {}, "A lacks:\n  metric 'cost', got nothing$"),
+    ]:
+        settings = SimpleNamespace(keep_best=keep_best, patience=3, modelclass="A")
+        with pytest.raises(ContractError, match=words):
+            program._Run.observe(SimpleNamespace(settings=settings, stop=EarlyStop()), metrics)
 
 
 def step(update_rule):

@@ -489,6 +489,8 @@ class _Run:
         check_types(path, meta, storing.TYPES | _TYPES)
         storing.check(path, meta, storing.describe("run", self.rule, self.groups, None))
         self.stop = EarlyStop.from_json(meta["stop"])
+        if self.settings.keep_best:
+            self.stop.begin(" ".join(self.settings.keep_best))
         for epoch in range(meta["epochs"]):  # learning rates that are no shared variables
             contract.call(self.model.adjust_hyperp, epoch)
         storing.restore(worker, _KEPT, self.groups, self.rule, path, self.shared, False, 0)

@@ -64,6 +64,7 @@ class FolderLock:
             self.is_exclusive = True
         except BlockingIOError:
             owner = os.pread(file, 1000, 0).decode(errors="replace").strip() or "another process"
+            owner += " (this one)" if owner == _this_process() else ""
             os.close(file)
             raise BlockingIOError(errno.EWOULDBLOCK, owner) from None
         except OSError as error:
@@ -76,7 +77,7 @@ class FolderLock:
         self._file = file
         with contextlib.suppress(OSError):  # the disk may be full: then nobody knows the name
             os.ftruncate(file, 0)
-            os.pwrite(file, f"process {os.getpid()} on host {platform.node()}\n".encode(), 0)
+            os.pwrite(file, f"{_this_process()}\n".encode(), 0)
 
     def release(self) -> None:
         """Release the lock, if this object holds it."""
@@ -88,6 +89,10 @@ class FolderLock:
 
     def __reduce__(self) -> tuple[type[FolderLock], tuple[Path]]:
         return FolderLock, (self.path.parent,)  # a copy does not hold the lock
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on host {platform.node()}"
 
 
 _locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
