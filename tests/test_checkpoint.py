@@ -246,7 +246,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_by_name(tmp_path):
         load_meta(path)
 
 
-SMALL = {"w": np.array([1.0, 2.0]), "n": np.array([3], "int8")}
+SMALL = {"w": np.linspace(1, 2, 40), "n": np.array([3], "int8")}
 META = {"epoch": 1, "best": 0.5}
 
 
@@ -285,8 +285,10 @@ def test_each_flipped_byte_and_each_lost_end_is_noticed(tmp_path, sound, name):
     assert not is_sound_or_refused(path)
 
 
+FLIP = st.tuples(st.just("flip"), st.integers(0, 10**6), st.integers(1, 255))
 DAMAGE = st.one_of(
-    st.tuples(st.just("flip"), st.integers(0, 10**6), st.integers(1, 255)),
+    FLIP,
+    FLIP,  # more often: only the digests notice it in arrays
     st.tuples(st.just("truncate"), st.integers(0, 10**6), st.none()),
     st.tuples(st.just("insert"), st.integers(0, 10**6), st.binary(min_size=1, max_size=9)),
     st.tuples(st.just("replace"), st.sampled_from(FILES), st.none()),
@@ -295,7 +297,7 @@ DAMAGE = st.one_of(
 
 
 @settings(max_examples=80)
-@given(damages=st.lists(st.tuples(st.sampled_from(FILES), DAMAGE), min_size=1, max_size=4))
+@given(damages=st.lists(st.tuples(st.sampled_from(FILES), DAMAGE), min_size=1, max_size=2))
 def test_a_damaged_checkpoint_is_refused(tmp_path_factory, sound, damages):
     path = tmp_path_factory.getbasetemp() / "damaged" / sound.name
     shutil.rmtree(path, ignore_errors=True)
