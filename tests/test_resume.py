@@ -16,13 +16,14 @@ from synkhronos.training import Checkpoint, CheckpointError, make_trainer, sched
 pytestmark = pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
 
 
-def trainer(update_rule=momentum, rule=None, rate=0.01, extra=(), names="wb", **kwargs):
-    """Make a trainer of a small model, with extra updates of these names."""
+def trainer(update_rule=momentum, rule=None, rate=0.01, extra=(), op="mean", counts=(), names="wb", **kwargs):
+    """Make a trainer of a small model, with averages and counts of these names."""
     x, y = tensor.dmatrix("x"), tensor.dvector("y")
     w, b = (shared(np.zeros(n), name) for n, name in zip((4, 1), names, strict=True))
     loss = ((tensor.dot(x, w) + b[0] - y) ** 2).mean()
-    means = [(mean := shared(np.zeros(()), name), 0.5 * mean + 0.5 * loss) for name in extra]
-    return make_trainer(loss, [w, b], x, y, update_rule, rule or rules.BSP(), rate, extra_updates=means, **kwargs)
+    updates = [(mean := shared(np.zeros(()), name), 0.5 * mean + 0.5 * loss, op) for name in extra]
+    updates += [(count := shared(np.zeros((), "int64"), name), count + 1) for name in counts]
+    return make_trainer(loss, [w, b], x, y, update_rule, rule or rules.BSP(), rate, extra_updates=updates, **kwargs)
 
 
 def saved(folder, made):
@@ -77,14 +78,20 @@ OTHERS = {
     "extra update": (
         {"extra": ["ema"]},
         {"extra": ["best"]},
-        "its other updated variables are ema 0-d float64, expected best 0-d float64",
+        r"its averaged extra updates are ema \[\] float64, expected best \[\] float64",
     ),
-    "order of extra updates": (
-        {"extra": ["a", "b"]},
-        {"extra": ["b", "a"]},
-        "other updated variables are a 0-d float64, b",
+    "order of extra updates": ({"extra": ["a", "b"]}, {"extra": ["b", "a"]}, r"extra updates are a \[\] float64, b"),
+    "no extra update": ({"extra": ["ema"]}, {}, r"extra updates are ema \[\] float64, expected none"),
+    "count": (
+        {"counts": ["steps"]},
+        {"counts": ["rows"]},
+        "its other updated variables are steps 0-d int64, expected rows 0-d int64",
     ),
-    "no extra update": ({"extra": ["ema"]}, {}, "other updated variables are ema 0-d float64, expected none"),
+    "average of which each rank keeps its own": (
+        {"extra": ["ema"]},
+        {"extra": ["ema"], "op": None},
+        "averaged extra up",
+    ),
 }
 
 
@@ -126,10 +133,10 @@ def test_learning_rates_and_schedules_may_change(fork, tmp_path, before, after):
 @pytest.mark.parametrize("rule", [rules.BSP, rules.LocalSGD], ids=lambda rule: rule.__name__)
 def test_a_checkpoint_that_lacks_something_is_refused_before_a_rank_changes(fork, tmp_path, rule):
     fork(2)
-    made = trainer(rule=rule(), extra=["ema"])
+    made = trainer(rule=rule(), extra=["ema"], counts=["steps"])
     path = saved(tmp_path, made)
     stored = Checkpoint(tmp_path).load(path)
-    broken, again = Checkpoint(tmp_path / "broken"), trainer(rule=made.rule, extra=["ema"])
+    broken, again = Checkpoint(tmp_path / "broken"), trainer(rule=made.rule, extra=["ema"], counts=["steps"])
 
     def refused(arrays, meta, what):
         resumed = broken.save(1, arrays, meta)
@@ -145,7 +152,7 @@ def test_a_checkpoint_that_lacks_something_is_refused_before_a_rank_changes(fork
     for key in stored.arrays:
         if ".own." not in key:
             refused({k: v for k, v in stored.arrays.items() if k != key}, stored.meta, key)
-    refused({**stored.arrays, "0.params": np.zeros(3)}, stored.meta, "expected 5 elements of 0.params, got")
+    refused({**stored.arrays, "0.params": np.zeros(3)}, stored.meta, "expected 6 elements of 0.params, got")
     refused(stored.arrays, {}, "kind")
     with pytest.raises(CheckpointError, match="broken: expected a checkpoint"):
         resume(broken.folder, made)

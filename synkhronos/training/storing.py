@@ -67,6 +67,17 @@ class Groups:
         generators = [s for s in library.shareds(variables) if library.is_generator(s)]
         return cls([*exchanged, *averages], optimizer, own, others, generators, len(averages))
 
+    def by_role(self) -> dict[str, list[Any]]:
+        """Return the variables of each role, random streams left out."""
+        n_params = len(self.params) - self.n_averages
+        return {
+            "params": self.params[:n_params],
+            "averages": self.params[n_params:],
+            "optimizer": self.optimizer,
+            "excluded": self.excluded,
+            "others": self.others,
+        }
+
 
 def collect(worker: Worker, name: str, groups: Groups, alike: bool) -> dict[str, Any] | None:
     """Return what this rank has; None where ranks are alike, and rank 0's is enough, but for random streams."""
@@ -118,7 +129,8 @@ def _unpack(stored: Stored) -> list[dict[str, Any]]:
             continue
         for role in ("params", "optimizer", "excluded"):
             found[role] = array = stored.arrays[f"{r}.{role}"]
-            size = sum(math.prod(shape) for _, shape, _ in variables[role])
+            described = variables[role] + (variables["averages"] if role == "params" else [])
+            size = sum(math.prod(shape) for _, shape, _ in described)
             if array.shape != (size,):
                 raise CheckpointError(f"{stored.path}: expected {size} elements of {r}.{role}, got {array.shape}")
         found |= {name: int(stored.arrays[f"{r}.{name}"]) for name in ("step", "since")}
@@ -145,9 +157,10 @@ TYPES: dict[str, Any] = {
     "alike": bool,
     "streams": list,
 }
-#: What errors call the variables of each group.
+#: What errors call the variables of each role.
 _ROLES = {
     "params": "exchanged parameters",
+    "averages": "averaged extra updates",
     "optimizer": "variables of the update rule",
     "excluded": "parameters that are not exchanged",
     "others": "other updated variables",
@@ -180,7 +193,7 @@ def describe(kind: str, rule: Rule, groups: Groups, update_rule: tuple[str, dict
         "rule_options": _plain_options(rule.options()),
         "update_rule": name,
         "update_rule_options": _plain_options(options),
-        "variables": {role: [_variable(shared, role) for shared in getattr(groups, role)] for role in _ROLES},
+        "variables": {role: [_variable(s, role) for s in shareds] for role, shareds in groups.by_role().items()},
         "generators": [_generator(shared) for shared in groups.generators],
     }
 
