@@ -481,10 +481,10 @@ def counts(report: Path, status: int) -> str:
 
 
 def lint(options: argparse.Namespace, rest: list[str]) -> int:
-    """Check style, format and types: ruff and mypy."""
+    """Check style, format, types and names: ruff, mypy and tests/lint_names.py."""
     python = prepare(PYTENSOR.name, "dev").python
-    tools = ("ruff check", "ruff format --check", "mypy")
-    return call_all([[python, "-m", *tool.split()] for tool in tools])
+    tools = ("-m ruff check", "-m ruff format --check", "-m mypy", "tests/lint_names.py")
+    return call_all([[python, *tool.split()] for tool in tools])
 
 
 def docs(options: argparse.Namespace, rest: list[str]) -> int:
