@@ -191,6 +191,68 @@ def test_a_runs_checkpoint_names_the_variables_of_the_update_rule():
 
 
 @pytest.mark.any_library
+@pytest.mark.parametrize(
+    ("rule", "mode", "place"), [("BSP", "train", [1, 4]), ("BSP", "val", [1, 2]), ("EASGD", "train", [1, 4])]
+)
+def test_a_run_goes_on_behind_the_step_at_which_a_signal_came(tmp_path, rule, mode, place):
+    pytest.importorskip("safetensors")
+    options = {"rule": rule, "checkpoint": 1, "epochs": 3} | (
+        {"rule_options__period": 3, "rule_options__asynchronous": "false"} if rule == "EASGD" else {}
+    )
+    train(tmp_path / "whole", "Signalled", **options)
+    done = train(tmp_path / "parts", "Signalled", status=143, config__at=[mode, *place], **options)
+    noted = json.loads((tmp_path / "parts" / "run.json").read_text())
+    newest = max((tmp_path / "parts" / "checkpoints").iterdir())
+    assert (noted["status"], noted["signal"], noted["checkpoint"]) == (143, "SIGTERM", str(newest))
+    assert f"the run was ended by SIGTERM; --resume goes on from {newest}" in done.stderr
+    assert not (tmp_path / "parts" / "params.npz").exists()
+    n_steps = int(newest.name.removeprefix("rows-"))
+    assert n_steps == 18 if mode == "val" else 9 < n_steps < 18
+    train(tmp_path / "parts", "Signalled", "--resume", **options)
+    whole, parts = (np.load(tmp_path / each / "params.npz") for each in ("whole", "parts"))
+    for name in whole:
+        np.testing.assert_array_equal(whole[name], parts[name])
+    whole, parts = (lines(tmp_path / each, "reports") for each in ("whole", "parts"))
+    for one, other in zip(whole, parts, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-12)
+        assert all(one[key] == other[key] for key in ("epoch", "seen", "steps", "validation", "learning_rate"))
+    assert sum(line["rows"] for line in lines(tmp_path / "parts", "rank-1")) == 3 * 90
+
+
+@pytest.mark.any_library
+def test_a_run_of_ranks_that_exchange_one_by_one_is_ended_by_a_signal(tmp_path):
+    pytest.importorskip("safetensors")
+    options = {"rule": "EASGD", "checkpoint": 1, "epochs": 2}
+    train(tmp_path, "Signalled", "--devices=cpu", "--ranks=3", status=143, config__at=["train", 0, 3], **options)
+    train(tmp_path, "Signalled", "--resume", **options)  # two of the three go on
+    assert [report["epoch"] for report in lines(tmp_path, "reports")] == [1, 2]
+
+
+@pytest.mark.any_library
+def test_a_model_goes_on_in_the_middle_of_an_epoch():
+    from synkhronos.launch import Model
+
+    class Read(Model):
+        batch_size = 2
+
+        def build(self):
+            kind = SimpleNamespace(type=SimpleNamespace(dtype="int64"))
+            self.inputs, self.params = [kind], []
+
+        def load(self):
+            return [np.arange(20)], []
+
+    model, recorder = Read({"rank": 1, "size": 2, "seed": 3}), ClassRecorder(0)
+    model.epoch = 4
+    batches = [model.next_batch(recorder)[0].tolist() for _ in range(5)]
+    model.epoch = 5
+    model.next_batch(recorder)
+    model.epoch = 4
+    model.skip_iter(3)
+    assert [model.next_batch(recorder)[0].tolist() for _ in range(2)] == batches[3:]
+
+
+@pytest.mark.any_library
 def test_ranks_report_once_an_epoch(tmp_path):
     (tmp_path / "counted.py").write_text(
         textwrap.dedent("""
@@ -253,7 +315,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(tmp_path):
     train(tmp_path, "MLP", "--resume", "--devices=cpu", "--ranks=3", epochs=2, rule="EASGD")
     assert [report["batch"] for report in lines(tmp_path, "reports")] == ["2 x 10", "3 x 10"]
     done = train(tmp_path, "MLP", "--resume", epochs=3, status=1)
-    assert re.search(r"CheckpointError: .*rows-0+1 is of the rule EASGD, got BSP", done.stderr)
+    assert re.search(r"CheckpointError: .*rows-0+9 is of the rule EASGD, got BSP", done.stderr)
 
 
 @pytest.mark.any_library

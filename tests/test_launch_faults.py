@@ -1,5 +1,6 @@
 """How runs fail: the first failure is told last, the status says so, and whoever is killed leaves nothing behind."""
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -91,7 +93,10 @@ class Fake(supervisor.Supervisor):
         supervisor.prepare(self.settings, []).close()
 
     def _start(self, consoles):
-        self._master = subprocess.Popen(["sh", "-c", self.script], stdout=consoles[0], start_new_session=True)
+        # Signals come when the supervisor knows whom to pass them on to.
+        script = f"until [ -e {self.folder}/started ]; do sleep 0.01; done; {self.script}"
+        self._master = subprocess.Popen(["sh", "-c", script], stdout=consoles[0], start_new_session=True)
+        (self.folder / "started").touch()
 
     def noted(self):
         return json.loads((self.folder / "run.json").read_text())
@@ -131,6 +136,71 @@ def test_an_error_of_the_supervisor_itself_is_recorded(tmp_path, monkeypatch):
         run.run()
     noted = run.noted()
     assert noted["status"] == 1 and noted["error"].startswith("ZeroDivisionError") and "ended" in noted
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_the_status_is_recorded_whatever_ends_a_run(tmp_path, number):
+    run = Fake(tmp_path, f"kill -{int(number)} {os.getpid()}; sleep 60")
+    assert run.run() == 128 + number
+    noted = run.noted()
+    assert (noted["status"], noted["signal"], noted["checkpoint"]) == (128 + number, number.name, None)
+    assert noted["ended"] and signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_a_signal_that_is_ignored_from_the_start_stays_so(tmp_path):
+    run = Fake(tmp_path, f"kill -HUP {os.getpid()}; exit 3")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert run.run() == 3 and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+#: Passes a signal on to the supervisor twice, as a scheduler's that is sent to all, and ends as a master does behind it.
+SAVES = """
+trap 'mkdir -p {folder}/checkpoints/rows-000000000007; exit 143' TERM
+kill -TERM {pid}; kill -TERM {pid}
+for i in $(seq 600); do sleep 0.1; done
+"""
+
+
+def test_ranks_get_their_time_to_write_a_checkpoint(tmp_path, capfd):
+    run = Fake(tmp_path, SAVES.format(folder=tmp_path, pid=os.getpid()), checkpoint=1)
+    assert run.run() == 143
+    noted, path = run.noted(), str(tmp_path / "checkpoints" / "rows-000000000007")
+    assert (noted["status"], noted["signal"], noted["checkpoint"]) == (143, "SIGTERM", path)
+    assert f"the run was ended by SIGTERM; --resume goes on from {path}" in capfd.readouterr().err
+
+
+def test_ranks_that_take_too_long_are_ended(tmp_path, capfd):
+    run = Fake(tmp_path, f"trap '' TERM; kill -TERM {os.getpid()}; sleep 60", checkpoint=1, grace=0.3)
+    began = time.monotonic()
+    assert run.run() == 143
+    assert 0.3 < time.monotonic() - began < 30
+    assert run.noted()["checkpoint"] is None
+    assert "ended by SIGTERM, before it had written a checkpoint" in capfd.readouterr().err
+
+
+def test_a_run_that_ends_by_itself_behind_a_signal_has_its_own_status(tmp_path):
+    run = Fake(tmp_path, f"trap 'exit 0' TERM; kill -TERM {os.getpid()}; sleep 60 & wait", checkpoint=1)
+    assert run.run() == 0 and "signal" not in run.noted()
+
+
+def test_a_console_that_nobody_reads_outlives_no_signal(tmp_path):
+    reading, writing = os.pipe()
+    try:
+        os.set_blocking(writing, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writing, b"x" * 4096)
+        os.set_blocking(writing, True)
+        run = Fake(tmp_path, f"echo one; kill -TERM {os.getpid()}; sleep 60")
+        run._console._fd = writing
+        assert run.run() == 143
+        assert run.noted()["status"] == 143
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 def test_other_hosts_may_print_anything():
@@ -276,3 +346,61 @@ def test_a_kill_of_any_process_leaves_nothing_behind(tmp_path, who, script):
     finally:
         process.kill()
         process.wait()
+
+
+def scheduled(tmp_path, script, name="Slow", **settings):
+    """Start a run that writes checkpoints."""
+    settings = {"modelfile": "launch_models.others", "modelclass": name, "every": 1, "epochs": 1000, **settings}
+    if script:
+        settings = {**settings, "devices": ["cpu", "cpu"], "folder": str(tmp_path)}
+        words = [sys.executable, "-c", f"from synkhronos.rules import BSP\nr = BSP()\nr.init(**{settings!r})\nr.wait()"]
+    else:
+        sets = [f"--set={name}={value}" for name, value in settings.items()]
+        words = command("train", "--devices=cpu,cpu", "--folder", tmp_path, *sets)
+    return subprocess.Popen(
+        words, cwd=TESTS, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("script", [False, True])
+def test_a_scheduler_signals_all_processes_of_a_run(tmp_path, script):
+    pytest.importorskip("safetensors")
+    process = scheduled(tmp_path, script, checkpoint=1)
+    try:
+        started(tmp_path, process)
+        everyone = family(process.pid)
+        for pid in reversed(everyone):  # the ranks first
+            os.kill(pid, signal.SIGUSR1)
+        _, said = process.communicate(timeout=LIMIT)
+        assert process.returncode == (-signal.SIGUSR1 if script else 128 + signal.SIGUSR1), said
+        noted = json.loads((tmp_path / "run.json").read_text())
+        assert noted["status"] == 128 + signal.SIGUSR1 and noted["signal"] == "SIGUSR1"
+        assert (Path(noted["checkpoint"]) / "meta.json").exists()
+        deadline = time.monotonic() + LIMIT
+        while any(lives(pid) for pid in everyone):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.faults
+def test_a_second_signal_ends_a_run_at_once(tmp_path):
+    pytest.importorskip("safetensors")
+    process = scheduled(tmp_path, False, "Stuck", checkpoint=1, grace=600)
+    try:
+        started(tmp_path, process)
+        while any(len((tmp_path / f"rank-{r}.jsonl").read_text().splitlines()) < 3 for r in range(2)):
+            time.sleep(0.05)
+        time.sleep(0.5)  # both are in the fourth step, which has no end
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(supervisor.ECHO + 0.5)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=LIMIT)
+        assert process.returncode == 143 and "before it had written a checkpoint" in said
+    finally:
+        process.kill()
+        process.communicate()

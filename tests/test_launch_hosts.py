@@ -133,11 +133,12 @@ def family(mark):
 @pytest.mark.faults
 @pytest.mark.any_library
 @pytest.mark.skipif(not are_simulated(), reason="no namespaces here, which tell the agents apart")
-@pytest.mark.parametrize("who", [*KINDS, "agent of another host", "Ctrl-C"])
+@pytest.mark.parametrize("who", [*KINDS, "agent of another host", "Ctrl-C", "all, by a scheduler"])
 def test_a_kill_of_any_process_leaves_nothing_behind(tmp_path, who):
     # All are noticed in the middle of a step, but what passes lines on: with the next record.
-    model = "mlp.py:MLP" if who == "what passes lines on" else "others.py:Stuck"
+    model = "mlp.py:MLP" if who in ("what passes lines on", "all, by a scheduler") else "others.py:Stuck"
     sets = ["--set=every=1", "--set=epochs=100000", "--set", f"model='launch_models/{model}'"]
+    sets += ["--set=checkpoint=1"] if who == "all, by a scheduler" else []
     train = ["-m", "synkhronos", "train", "--hosts", "a:1,b:1", "--folder", tmp_path / "run", *sets]
     command, environment = words(["a:1", "b:1"], "-c", HOST, sys.executable, *train)
     mark = f"mark-{tmp_path.name}-{os.getpid()}"
@@ -166,7 +167,12 @@ def test_a_kill_of_any_process_leaves_nothing_behind(tmp_path, who):
         found["agent"].sort(key=lambda pid: everyone[pid][0] != everyone[first][0])
         found["agent of another host"] = found["agent"][1:]
         found["Ctrl-C"] = found["supervisor"]
-        os.kill(found[who][0], signal.SIGINT if who == "Ctrl-C" else signal.SIGKILL)
+        if who == "all, by a scheduler":
+            for pid in everyone:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+        else:
+            os.kill(found[who][0], signal.SIGINT if who == "Ctrl-C" else signal.SIGKILL)
         began = time.monotonic()
         status = ""
         # Behind what the ranks say.
@@ -174,7 +180,12 @@ def test_a_kill_of_any_process_leaves_nothing_behind(tmp_path, who):
             status = host.stdout.readline()
             assert status
         print(who, status, time.monotonic() - began)
-        assert int(status) != 0 and time.monotonic() - began < 10
+        if who == "all, by a scheduler":
+            noted = json.loads((tmp_path / "run" / "run.json").read_text())
+            assert int(status) == noted["status"] == 143
+            assert Path(noted["checkpoint"], "meta.json").exists()
+        else:
+            assert int(status) != 0 and time.monotonic() - began < 10
         deadline = time.monotonic() + LIMIT
         while left := [what for pid, what in family(mark.encode()).items() if pid not in before]:
             assert time.monotonic() < deadline, left

@@ -177,7 +177,7 @@ def test_ranks_agree_without_a_question_at_each_step(monkeypatch, every):
             asked.append(now[0])
             return [value, (0, value[1] / 2)]
 
-    agreement = stop.Agreement(Alone())
+    agreement = stop.StopAgreement(Alone())
     for _ in range(10_000):
         now[0] += 0.001 * every
         assert not agreement.is_stop()

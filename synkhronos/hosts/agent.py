@@ -71,6 +71,7 @@ from synkhronos.ranks.rank import HEAD
 from synkhronos.ranks.segments import Receiver, Segment, Unmapped, announce, create_unlinked, is_closed
 from synkhronos.ranks.task import TaskMemory
 from synkhronos.ranks.threads import available_cores
+from synkhronos.ranks.worker import ignore_signals_to_all
 from synkhronos.ranks.workers import Workers
 
 #: What begins the names of the variables by which launchers tell a process of MPI who it is.
@@ -440,6 +441,7 @@ def _open(path: str, nbytes: int) -> io.FileIO:
 
 def main(address: str) -> None:
     """Be an agent, from ``mpirun``'s start to the ranks' end; the first one finds the master at an address."""
+    ignore_signals_to_all()
     os.environ.pop("MPI4PY_RC_INITIALIZE", None)  # which scripts are given that shall leave MPI alone
     import mpi4py
 

@@ -40,7 +40,8 @@ def agent_command(address: str) -> list[str]:
     package = str(Path(__file__).resolve().parents[2])
     # An agent that fails kills itself: the others wait for it, and mpirun may overlook an exit code.  What MPI raises
     # mostly follows from the loss of another host: the signal tells these from failures of its own (see `lost_hosts`).
-    code = "import os, sys; sys.excepthook = lambda kind, *error: (sys.__excepthook__(kind, *error), "
+    code = "import os, signal, sys; sys.excepthook = lambda kind, *error: (sys.__excepthook__(kind, *error), "
+    code += f"signal.signal({_OF_MPI}, signal.SIG_DFL), signal.pthread_sigmask(signal.SIG_UNBLOCK, [{_OF_MPI}]), "
     code += f"os.kill(os.getpid(), {_OF_MPI} if kind.__module__ == 'mpi4py.MPI' else {int(signal.SIGKILL)})); "
     code += f"sys.path.insert(0, {package!r}); from synkhronos.hosts.agent import main; main({address!r})"
     return [sys.executable, "-c", code]

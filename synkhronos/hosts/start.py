@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, NoReturn
 
 import numpy as np
@@ -40,6 +40,7 @@ from synkhronos.ranks.link import Link
 from synkhronos.ranks.memory import Release
 from synkhronos.ranks.row_access import RowAccess, find_row_accesses
 from synkhronos.ranks.segments import SegmentTable, is_closed
+from synkhronos.ranks.worker import SENT_TO_ALL, ignore_signals_to_all
 
 #: Seconds that the agents may take to start.
 _START = 60.0
@@ -55,7 +56,18 @@ _VARIABLES = re.compile(
 
 def serve() -> NoReturn:
     """Be one of the other processes that ``mpirun`` has started: start this host's agent, and end with it."""
+    ignore_signals_to_all()
     raise SystemExit(subprocess.call(mpirun.agent_command(""), stdin=subprocess.DEVNULL, close_fds=False))
+
+
+@contextlib.contextmanager
+def blocked_signals() -> Iterator[None]:
+    """Have processes that are started meanwhile begin with the signals blocked that schedulers send to all."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SENT_TO_ALL)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class MpiLink(Link):
@@ -104,7 +116,8 @@ class MpiLink(Link):
             listener.bind("\0" + address)
             listener.listen(1)
             command = mpirun.agent_command(address) if hosts is None else mpirun.command(self.names, address)
-            with defer_signals():
+            # A scheduler's signal goes to all processes, and mpirun would end the agents: the master's script decides.
+            with defer_signals(), blocked_signals():
                 self._launcher = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from synkhronos.ranks.errors import cause_of_death
+from synkhronos.ranks.worker import SENT_TO_ALL
 from synkhronos.training.recorder import RANK_FILE, line_of
 
 #: Stands before and behind a file's name; no text has it.
@@ -36,7 +37,9 @@ _pump: subprocess.Popen[bytes] | None = None
 #: Puts the name before each line that a rank prints: a process of its own, so that the last lines of a rank that is
 #: killed come, too.
 _CODE = f"""
-import os, sys
+import os, signal, sys
+for number in {sorted(map(int, SENT_TO_ALL))}:
+    signal.signal(number, signal.SIG_IGN)  # a scheduler's, at which the rank goes on
 name = sys.argv[1].encode()
 for line in sys.stdin.buffer:
     line = line.rstrip(b"\\n")

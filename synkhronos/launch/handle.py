@@ -11,8 +11,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from synkhronos.launch.settings import (
@@ -27,6 +29,7 @@ from synkhronos.launch.settings import (
 from synkhronos.launch.supervisor import prepare, python_path
 from synkhronos.launch.tmlauncher import exchange_settings
 from synkhronos.rules import Rule
+from synkhronos.training.stop import STOP_SIGNALS
 
 
 def _exchange(rule: Rule) -> Iterator[dict[str, Any]]:
@@ -70,6 +73,16 @@ class Run:
         RuntimeError
             If it has failed; with the first failure's traceback.
         """
+        came: list[int] = []
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            came.append(number)
+            self._process.send_signal(number)
+
+        # A scheduler ends a job when this process has ended: not before the ranks have written their checkpoint.
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            before = {n: signal.signal(n, forward) for n in STOP_SIGNALS if signal.getsignal(n) == signal.SIG_DFL}
         try:
             status = self._process.wait()
         except BaseException:
@@ -78,6 +91,11 @@ class Run:
                 self._process.wait(15)
             self._process.kill()
             raise
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        for received in came:
+            signal.raise_signal(received)  # which ends this process, as it would have done at once
         if status:
             failure = self.folder / FAILURE
             words = failure.read_text("utf-8", "backslashreplace") if failure.is_file() else ""

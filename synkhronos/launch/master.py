@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.data import data
 from synkhronos.launch import binding, program
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings
 from synkhronos.processes import fork_bound
@@ -27,6 +28,7 @@ from synkhronos.ranks.worker import end_with
 from synkhronos.rules import shared_memory
 from synkhronos.tasks import run
 from synkhronos.training.checkpoint import paths_in
+from synkhronos.training.stop import StopSignals, requested_stop
 
 
 def main(folder: str, plan: dict[str, Any]) -> int:
@@ -40,7 +42,7 @@ def main(folder: str, plan: dict[str, Any]) -> int:
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     settings = Settings.load(Path(folder) / SETTINGS)
     try:
-        _run(settings, plan)
+        return _run(settings, plan)
     except BaseException as error:
         if isinstance(error, WorkerError):
             who = error.failures[error.rank].partition(":")[0] if error.worker_traceback else f"rank {error.rank}"
@@ -52,10 +54,10 @@ def main(folder: str, plan: dict[str, Any]) -> int:
         except OSError as full:
             sys.stderr.write(f"{FAILURE} can't be written: {full}\n{text}")
         return 130 if isinstance(error, KeyboardInterrupt) else 1
-    return 0
 
 
-def _run(settings: Settings, plan: dict[str, Any]) -> None:
+def _run(settings: Settings, plan: dict[str, Any]) -> int:
+    """Train; return 0, or 128 plus the number of the signal at which a checkpoint was written."""
     if settings.on_gpu:
         _set_flag("PYTENSOR_FLAGS", "mode", "JAX")  # a class compiles its functions itself
     _set_flag("THEANO_FLAGS", "compile.wait", "1")  # seconds between two looks at the compiler's lock, not 5 to 10
@@ -78,7 +80,12 @@ def _run(settings: Settings, plan: dict[str, Any]) -> None:
     rule = settings.make_rule()
     size, dtype = run(program.build, settings, rule)[0]
     memory = shared_memory(rule, session().size, size, np.dtype(dtype))
-    run(program.train, settings, rule, memory, _checkpoint(settings))
+    flag = data(shape=(1,), dtype="int64")
+    flag.is_sent = False
+    # Before this there is nothing to save, and signals end the run; the supervisor decides how long it may take.
+    with StopSignals(None, flag.data) if settings.saves_on_signal else contextlib.nullcontext():
+        is_stopped = run(program.train, settings, rule, memory, _checkpoint(settings), flag)[0]
+        return 128 + requested_stop() if is_stopped else 0
 
 
 def _set_flag(variable: str, name: str, value: str) -> None:

@@ -190,6 +190,14 @@ class Model:
         recorder.end("wait")
         return batch
 
+    def skip_iter(self, count: int) -> None:
+        """Go on behind the first batches of this rank's share in the epoch."""
+        self._batches, self._at = self._epoch(), self.epoch
+        for _ in range(count):
+            if next(self._batches, None) is None:
+                self._batches = self._epoch()
+                next(self._batches)
+
     def _epoch(self) -> Iterator[tuple[np.ndarray, ...]]:
         """Go through this rank's batches of the epoch."""
         if isinstance(self.train_data, Loader):

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import random
@@ -39,6 +40,7 @@ from synkhronos.training.checkpoint import Checkpoint, check_types, load_meta
 from synkhronos.training.early_stop import EarlyStop, cost_of
 from synkhronos.training.meter import timed
 from synkhronos.training.recorder import Recorder, cut
+from synkhronos.training.stop import StopAgreement, StopPoll
 
 #: Under which a rank keeps its model from one program to the next.
 _KEPT = "launch"
@@ -51,7 +53,13 @@ _EXCHANGES = {
 #: between two calls of a class' save(path).
 _WARMUP, _SNAPSHOTS = 5, 5
 #: Entries of a run's checkpoint, besides those of `storing.describe`.
-_TYPES: dict[str, Any] = {"epochs": int, "stop": dict, "host_generators": list, "totals": list}
+_TYPES: dict[str, Any] = {
+    "epochs": int,
+    "stop": dict,
+    "host_generators": list,
+    "totals": list,
+    "within": list | None,
+}
 
 
 def enter(worker: Worker, consoles: list[int], masks: list[list[int]], devices: list[str], by_host: list[range]) -> int:
@@ -145,13 +153,23 @@ def build(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
     return exchanged.size, exchanged.dtype.name
 
 
-def train(worker: Worker, settings: Settings, rule: Rule, shared: dict[str, LocalRows], path: str | None) -> int:
-    """Train; return the number of epochs that the model has been trained for."""
+def train(
+    worker: Worker,
+    settings: Settings,
+    rule: Rule,
+    shared: dict[str, LocalRows],
+    path: str | None,
+    flag: LocalRows,
+) -> bool:
+    """Train; return whether a signal has ended the training, with a checkpoint.
+
+    ``path`` is the checkpoint to go on from, and ``flag`` that of `synkhronos.training.stop.StopPoll`.
+    """
     kept = worker.kept(_KEPT)
     model = kept["model"]
     if kept["average"] == "gradient":
         rule = SummedGradients(model.vels, model.vels2, rule.precision)
-    run = _Run(worker, settings, rule, model, kept["groups"], shared)
+    run = _Run(worker, settings, rule, model, kept["groups"], shared, flag)
     try:
         return run.all_epochs(path)
     finally:
@@ -173,6 +191,7 @@ class _Run:
         model: Any,
         groups: storing.Groups,
         shared: dict[str, LocalRows],
+        flag: LocalRows,
     ):
         self.worker, self.settings, self.rule, self.model = worker, settings, rule, model
         self.groups = groups
@@ -191,10 +210,13 @@ class _Run:
         self.trained = 0.0
         self.count = 0
         self.stop = EarlyStop()
+        self.agreement, self.poll = StopAgreement(worker), StopPoll(worker, flag)
+        #: What a checkpoint within an epoch has of this rank; the batches done are those of a resumed epoch.
+        self.within: dict[str, Any] = {"batch": 0}
         self.checkpoint: Checkpoint | None = None
 
-    def all_epochs(self, path: str | None) -> int:
-        """Go through all epochs; return the number of those that the model has been trained for."""
+    def all_epochs(self, path: str | None) -> bool:
+        """Go through all epochs; return whether a signal has ended that, with a checkpoint."""
         epochs = self.settings.epochs if self.settings.epochs is not None else getattr(self.model, "n_epochs", None)
         if isinstance(epochs, bool) or not isinstance(epochs, int | np.integer) or epochs < 1:
             raise contract.ContractError(
@@ -211,15 +233,28 @@ class _Run:
             if self.is_stopped():  # by its patience, before it was resumed
                 break
             self.model.epoch = epoch
-            self.warm_up(epoch)
+            is_resumed = self.within["batch"] > 0
+            if not is_resumed:
+                self.warm_up(epoch)
             self.recorder.learning_rate = contract.learning_rate(self.model)
             if self.recorder.learning_rate is not None:
                 self.state.learning_rate = self.recorder.learning_rate
             self.recorder.begin_epoch(epoch)
-            self.iterate()
+            if is_resumed:
+                self.recorder.resume_epoch(*self.within["record"])
+            else:
+                self.within = {"batch": 0, "generators": _generators()}
+            is_ended = self.iterate(self.within["batch"])
             loss = self.check_loss()
             own = self.stand_for_all()
-            validation, has_stopped = self.validate()
+            validation: dict[str, float] = {}
+            has_stopped = False
+            if not is_ended:
+                validation, has_stopped, is_ended = self.validate()
+            if is_ended:
+                self.save(epoch, own, {}, is_within=True)
+                return True
+            self.within = {"batch": 0}
             self.report(epoch, loss, validation)
             metrics = validation if loss is None else {"loss": loss, **validation}
             is_best = self.observe(metrics)
@@ -242,7 +277,7 @@ class _Run:
         self.save_params("params.npz")
         if self.settings.keep_best:
             self.save_best()
-        return done
+        return False
 
     def warm_up(self, epoch: int) -> None:
         """Multiply ``shared_lr`` by the fifth root of the number of ranks, in each of epochs 1 to 5."""
@@ -283,30 +318,42 @@ class _Run:
 
     # -- an epoch --------------------------------------------------------------------------------------------
 
-    def iterate(self) -> None:
-        """Take an epoch's steps, with exchanges between them."""
+    def iterate(self, batch: int) -> bool:
+        """Take an epoch's steps from a batch on, with exchanges; return whether a signal has ended that."""
         worker, model, recorder, rule = self.worker, self.model, self.recorder, self.rule
         per_batch = contract.sub_batches(model)
-        batches: int | None = None
-        batch = 0
-        while batches is None or batch < batches:
+        # The data are shared out among ranks in the first step, where a class does that.
+        batches = self.agree(int(model.data.n_batch_train)) if batch else None
+        is_ended = False
+        while not is_ended and (batches is None or batch < batches):
             for sub_batch in range(per_batch):
                 self.step(batch)
-                if batches is None:  # now the data have been shared out among ranks, where a class does that
+                if batches is None:
                     batches = self.agree(int(model.data.n_batch_train))
                 # Ranks that exchange one by one do so after whole batches.
                 if not rule.asynchronous or sub_batch == per_batch - 1:
                     self.exchange()
             batch += 1
             recorder.print_train_info(batch * worker.size)
+            is_ended = self.is_ended(together=not rule.asynchronous)
         self.count = batch * worker.size
+        self.within["batch"] = batch
         recorder.write()
         self.trained = time.perf_counter()
+        if self.settings.saves_on_signal and any(worker.exchange(is_ended)):
+            return True
         recorder.clear_train_info()
         self.reset("train")
         self.watch.check_change(recorder.learning_rate, epoch_ended=True)
         if rule.asynchronous:
             self.watch.compare(worker)
+        return False
+
+    def is_ended(self, together: bool) -> bool:
+        """Return whether a signal ends the training here: for ranks ``together`` in the same step, the same answer."""
+        if not self.settings.saves_on_signal:
+            return False
+        return self.agreement.is_stop() if together else self.poll.is_stop()
 
     def step(self, batch: int) -> None:
         """Take a step on this rank."""
@@ -357,7 +404,7 @@ class _Run:
             raise FloatingPointError(f"the cost is {loss} in epoch {self.recorder.epoch + 1}: nothing of it was saved")
         return loss
 
-    def validate(self) -> tuple[dict[str, float], bool]:
+    def validate(self) -> tuple[dict[str, float], bool, bool]:
         """Validate what stands for all ranks.
 
         Returns
@@ -366,11 +413,13 @@ class _Run:
             Cost and errors, over all ranks.
         has_stopped : bool
             Whether ``val_iter`` has returned ``"stop"`` on some rank.
+        is_ended : bool
+            Whether a signal has ended the training meanwhile.
         """
         recorder = self.recorder
-        batch, has_stopped = 0, False
+        batch, has_stopped, is_ended = 0, False, False
         per_batch = contract.sub_batches(self.model)
-        while batch < int(self.model.data.n_batch_val) and not has_stopped:
+        while batch < int(self.model.data.n_batch_val) and not has_stopped and not is_ended:
             following = batch + 1
             for _ in range(per_batch):
                 self.worker.progress()
@@ -380,18 +429,21 @@ class _Run:
                 if has_stopped:
                     break
             batch = following
+            is_ended = self.is_ended(together=False)
         self.reset("val")
-        shown = self.worker.exchange((*recorder.validation_sums(), has_stopped))
+        shown = self.worker.exchange((*recorder.validation_sums(), has_stopped, is_ended))
+        if any(ended for *_, ended in shown):
+            return {}, False, True
         sums: dict[str, float] = {}
-        total = sum(rows for rows, _, _ in shown)
-        for _, found, _ in shown:
+        total = sum(rows for rows, *_ in shown)
+        for _, found, *_ in shown:
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + value
         means = {name: value / total for name, value in sums.items()}  # without weight there are no sums
         recorder.note_validation(self.count, means)
         if means:
             self.model.current_info = recorder.get_latest_val_info()
-        return means, any(stopped for _, _, stopped in shown)
+        return means, any(stopped for _, _, stopped, _ in shown), False
 
     def report(self, epoch: int, loss: float | None, validation: dict[str, float]) -> None:
         """Print and write what an epoch has come to."""
@@ -454,19 +506,21 @@ class _Run:
             self.checkpoint = Checkpoint(folder, settings.keep, keep_best=settings.keep_best)
         return self.checkpoint
 
-    def save(self, epochs: int, own: Any, metrics: dict[str, float]) -> None:
-        """Write a checkpoint of all ranks."""
+    def save(self, epochs: int, own: Any, metrics: dict[str, float], is_within: bool = False) -> None:
+        """Write a checkpoint of all ranks, after some epochs, or within the next one."""
         kept = self.worker.kept(_KEPT)
         kept["state"], kept["own"] = self.state, own
         if isinstance(self.rule, SummedGradients):
             self.rule.store(self.state)
         found = storing.collect(self.worker, _KEPT, self.groups, False)
-        mine = found, _generators(), self.recorder.total
+        recorder = self.recorder
+        within = {**self.within, "record": [recorder.steps, *recorder.loss_sums()]} if is_within else None
+        mine = found, _generators(), recorder.total, within
         if self.worker.number:
             self.worker.send(mine, 0)
         else:
             gathered = [mine, *map(self.worker.receive, range(1, self.worker.size))]
-            arrays, streams = storing.packed([each for each, _, _ in gathered])
+            arrays, streams = storing.packed([found for found, *_ in gathered])
             arrays |= {f"shared.{name}": np.array(array) for name, array in self.state.shared.items()}
             meta = {
                 **storing.describe("run", self.rule, self.groups, None),
@@ -476,10 +530,11 @@ class _Run:
                 "ranks": self.worker.size,
                 "alike": False,
                 "streams": streams,
-                "host_generators": [each for _, each, _ in gathered],
-                "totals": [each for _, _, each in gathered],
+                "host_generators": [each for _, each, *_ in gathered],
+                "totals": [each for _, _, each, _ in gathered],
+                "within": [each for *_, each in gathered] if is_within else None,
             }
-            self.open_checkpoints().save(epochs, arrays, meta, metrics)
+            self.open_checkpoints().save(recorder.total, arrays, meta, metrics)
         self.worker.barrier("the checkpoint is written")
 
     def resume(self, path: str) -> int:
@@ -493,6 +548,8 @@ class _Run:
             self.stop.begin(" ".join(self.settings.keep_best))
         for epoch in range(meta["epochs"]):  # learning rates that are no shared variables
             contract.call(self.model.adjust_hyperp, epoch)
+        if meta["within"]:
+            self.replay(meta["epochs"], meta["within"])
         storing.restore(worker, _KEPT, self.groups, self.rule, path, self.shared, False, 0)
         self.state = worker.kept(_KEPT)["state"]
         if isinstance(self.rule, SummedGradients):
@@ -503,9 +560,43 @@ class _Run:
         if worker.number == 0:
             for file in self.folder.glob("*.jsonl"):
                 past = meta["epochs"] + (file.stem == "reports")  # which counts the epochs that are done
-                cut(file, lambda line: line.get("epoch", past) < past)  # noqa: B023 - used at once
+                rank = file.stem.removeprefix("rank-")
+                done = -1  # steps, those of the epoch within which the checkpoint is among them
+                if meta["within"] and rank.isdecimal() and int(rank) < len(meta["totals"]):
+                    done = meta["totals"][int(rank)]
+
+                def stays(line: dict[str, Any], past: int = past, done: int = done) -> bool:
+                    return line.get("epoch", past) < past or line.get("step", math.inf) <= done
+
+                cut(file, stays)
         worker.barrier("all go on from the checkpoint")
         return int(meta["epochs"])
+
+    def replay(self, epoch: int, within: list[dict[str, Any]]) -> None:
+        """Have the class go on behind the batches of an epoch that the checkpoint's ranks have trained on.
+
+        A class without ``skip_iter`` takes these steps again, for the sake of its attributes: the checkpoint replaces
+        what they make of parameters.
+        """
+        number, size = self.worker.number, self.worker.size
+        found = within[number % len(within)]
+        sub_batches = contract.sub_batches(self.model)
+        batches = round(found["batch"] * len(within) / size)
+        steps, loss, noted = found["record"]
+        if size != len(within):
+            steps = batches * sub_batches
+        self.within = {**found, "batch": batches, "record": [steps, loss, noted]}
+        self.model.epoch = epoch
+        _set_generators(found["generators"])
+        if callable(getattr(self.model, "skip_iter", None)):
+            self.model.skip_iter(batches)
+            return
+        recorder = ClassRecorder(number, every=sys.maxsize, rows=self.rows)
+        for batch in range(batches):
+            for _ in range(sub_batches):
+                self.worker.progress()
+                with as_the_class_computes():
+                    self.model.train_iter(batch, recorder)
 
 
 def _generators() -> dict[str, Any]:

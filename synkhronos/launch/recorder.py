@@ -188,12 +188,17 @@ class ClassRecorder:
         self._written, self._line_seconds = 0, dict(self.seconds)
         self.untimed = 0
 
+    def resume_epoch(self, steps: int, loss: float, noted: float) -> None:
+        """Go on behind the first steps of an epoch, with the sum of their costs and that of their weights."""
+        self.steps = self._written = self.untimed = steps
+        self.loss, self._noted = loss, noted
+
     def stepped(self, compiled: float | None = None) -> None:
         """Count an iteration; of one in which functions may have been compiled, say how long it was."""
         self.steps += 1
         self.total += 1
         if compiled is not None:  # rows a second leave it out
-            self.untimed = 1
+            self.untimed += 1
             self.epoch_began += compiled
             self._line_began += compiled
 

@@ -139,6 +139,11 @@ class Settings:
             raise SettingsError(f"rule_options: {error}") from None
 
     @property
+    def saves_on_signal(self) -> bool:
+        """Whether a scheduler's signal has ranks write a checkpoint before they end."""
+        return bool(self.checkpoint and self.grace)
+
+    @property
     def on_gpu(self) -> bool:
         """Whether ranks compute on GPUs."""
         return self.devices[0] != "cpu"

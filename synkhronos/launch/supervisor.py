@@ -239,7 +239,7 @@ class Supervisor:
         if number == signal.SIGINT:
             self._deadline += _GRACE
             words = "the ranks are asked to stop; Ctrl-C once more ends them at once\n"
-        elif self.settings.checkpoint and self.settings.grace:
+        elif self.settings.saves_on_signal:
             self._deadline += self.settings.grace
             words = f"{signal.Signals(number).name}: the ranks are asked to write a checkpoint and to end\n"
         else:
@@ -299,14 +299,15 @@ class Supervisor:
         failure = self.folder / FAILURE
         words = failure.read_text("utf-8", "backslashreplace") if failure.is_file() else ""
         number = end["status"] - 128
-        saved = code > 128 and number in STOP_SIGNALS  # the master's word that it has written a checkpoint
-        if saved or self.came and number > 0:
+        checkpoints = paths_in(self.folder / "checkpoints")
+        is_saved = code > 128 and number in STOP_SIGNALS and checkpoints  # with this code the master says so
+        if is_saved or self.came and number > 0:
             end["signal"] = signal.Signals(number).name
-            end["checkpoint"] = str(paths_in(self.folder / "checkpoints")[-1]) if saved else None
+            end["checkpoint"] = str(checkpoints[-1]) if is_saved else None
             words = f"the run was ended by {end['signal']}"
-            if saved:
+            if is_saved:
                 words += f"; --resume goes on from {end['checkpoint']}"
-            elif self.settings.checkpoint and self.came != signal.SIGINT:
+            elif self.settings.saves_on_signal and self.came != signal.SIGINT:
                 words += ", before it had written a checkpoint"
             words += "\n"
         elif code and not words:

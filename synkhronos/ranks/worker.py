@@ -275,6 +275,12 @@ def _detach_from_master(channel: socket.socket, master: int) -> None:
         setattr(sys, name, open(fd, "w", buffering=1, errors="backslashreplace", closefd=False))
 
 
+def ignore_signals_to_all() -> None:
+    """Have this process go on when a scheduler signals all processes of a job: it ends with the master."""
+    for number in SENT_TO_ALL:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _follow_master(master: int, number: int, frame: FrameType | None) -> None:
     """Exit by a signal, unless the master handles or ignores it: it then continues and needs its workers."""
     try:

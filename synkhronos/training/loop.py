@@ -33,7 +33,7 @@ from synkhronos.tasks import LocalFunction, LocalRows, Worker
 from synkhronos.training.interval import Plan, Source
 from synkhronos.training.meter import Meter, Outcome
 from synkhronos.training.model import Model
-from synkhronos.training.stop import Agreement, requested_stop
+from synkhronos.training.stop import StopAgreement, requested_stop
 from synkhronos.training.train_function import TrainFunction
 
 #: Bytes of the rows of one launch, at most, which are there at once.
@@ -244,7 +244,7 @@ class RankLoop(Loop):
         super().__init__(plan, source, meter, plan.batch, worker.is_master)
         self.worker, self.rule, self.state, self.watch = worker, rule, state, worker.progress
         self._step, self._rate, self._taken = step, rate, taken
-        self._agreement = Agreement(worker)
+        self._agreement = StopAgreement(worker)
         row = sum(math.prod(each.shape[1:]) * each.dtype.itemsize for each in source.data)
         self.most = max(1, min(source.most, step.most_at_once, _BYTES // max(1, row * plan.batch)))
         if isinstance(source, Feed):

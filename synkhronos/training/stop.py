@@ -15,6 +15,8 @@ import time
 from types import FrameType
 from typing import Any, Self
 
+import numpy as np
+
 from synkhronos.ranks.interrupts import handler_of, put_back, set_handler
 from synkhronos.tasks import LocalRows, Worker
 
@@ -41,10 +43,12 @@ class StopSignals:
     grace : float or None
         Seconds after the signal at which the process ends by it, whatever it does then.  So it does at the second
         signal, a second or more after the first.  None leaves both to another process.
+    flag : ndarray, optional
+        The integer that `StopPoll` reads: its only element becomes the signal's number.
     """
 
-    def __init__(self, grace: float | None):
-        self._grace = grace
+    def __init__(self, grace: float | None, flag: np.ndarray | None = None):
+        self._grace, self._flag = grace, flag
         self._came_at = 0.0
         self._is_over = False
         self._before: dict[int, Any] = {}
@@ -63,7 +67,10 @@ class StopSignals:
             put_back(number, self._receive, before)
         if self._came_at:
             number, _requested = _requested, 0
-            if kind is None or kind is GeneratorExit:  # the loop was left before it could end by the signal
+            if self._grace is not None and kind in (
+                None,
+                GeneratorExit,
+            ):  # the loop was left before it could end by the signal
                 end_by(number)
             self._is_over = kind is SystemExit
 
@@ -72,6 +79,8 @@ class StopSignals:
         now = time.monotonic()
         if not self._came_at:
             _requested, self._came_at = number, now
+            if self._flag is not None:
+                self._flag[0] = number
             if self._grace is not None:
                 # Not by `threading`: it may hold a lock of its own where this handler interrupts it.
                 _thread.start_new_thread(self._wait, (number, self._grace))
@@ -92,7 +101,7 @@ def end_by(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-class Agreement:
+class StopAgreement:
     """Has ranks that step together stop after the same step; each rank makes one, and asks after each step."""
 
     def __init__(self, worker: Worker):
@@ -112,14 +121,14 @@ class Agreement:
         return any(number for number, _ in answers)
 
 
-class Poll:
+class StopPoll:
     """Tells ranks at their own pace that the master was asked to stop.
 
     Parameters
     ----------
     worker : Worker
     flag : LocalRows
-        One integer, 0 at first, that all ranks share.
+        That of `StopSignals`; 0 at first.
     """
 
     def __init__(self, worker: Worker, flag: LocalRows):
@@ -128,13 +137,10 @@ class Poll:
 
     def is_stop(self) -> bool:
         """Return whether this rank has to stop."""
-        now, number = time.monotonic(), requested_stop()
-        if now < self._next and not number:
-            return False
-        self._next = now + _INTERVAL
-        with self._worker.lock(self._worker.size + 7) as lock:
-            lock.read(self._flag)
-            if number:
-                self._flag.array[0] = number
-                lock.write(self._flag)
+        now = time.monotonic()
+        if now < self._next:
             return bool(self._flag.array[0])
+        self._next = now + _INTERVAL
+        with self._worker.lock(self._worker.size + 7) as lock:  # it is on the first host, as the master is
+            lock.read(self._flag)
+        return bool(self._flag.array[0])

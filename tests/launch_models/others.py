@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import sys
 import time
 
@@ -11,6 +12,7 @@ import theano
 from theano.sandbox.rng_mrg import MRG_RandomStreams
 
 from launch_models.mlp import MLP
+from synkhronos.training import stop
 
 
 class Traced(MLP):
@@ -179,3 +181,30 @@ class StrangeCall(MLP):
 
 
 a_number = 3
+
+
+class Signalled(Shaky):
+    """Gets a scheduler's signal in the middle of an epoch, or of its validation."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        stop._INTERVAL = 0.0  # ranks that step together ask after each step
+        self.at = config.get("at", [])
+
+    def train_iter(self, count, recorder):
+        super().train_iter(count, recorder)
+        self.receive("train", count)
+
+    def val_iter(self, count, recorder):
+        super().val_iter(count, recorder)
+        self.receive("val", self.current_v)
+
+    def receive(self, mode, count):
+        if self.rank == 0 and self.at == [mode, self.epoch, count]:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Slow(MLP):
+    def train_iter(self, count, recorder):
+        time.sleep(0.02)
+        super().train_iter(count, recorder)
