@@ -530,6 +530,26 @@ def test_a_model_of_the_base_class_says_what_is_wrong():
 
 
 @pytest.mark.any_library
+def test_a_row_of_a_model_that_is_no_number_is_named():
+    from synkhronos.launch.program import _Run
+
+    rows = np.zeros((5, 2))
+    rows[3, 1] = np.inf
+    worker, recorder = (
+        SimpleNamespace(exchange=lambda sums: [sums]),
+        SimpleNamespace(loss_sums=lambda: (np.nan, 1), epoch=1),
+    )
+    run = SimpleNamespace(worker=worker, recorder=recorder, model=SimpleNamespace(train_data=[np.arange(5), rows]))
+    with pytest.raises(
+        FloatingPointError, match=r"the cost is nan in epoch 2: row 3 of load\(\)'s training array 1 has inf"
+    ):
+        _Run.check_loss(run)
+    run.model = SimpleNamespace(train_data="a class of somebody's")
+    with pytest.raises(FloatingPointError, match="the cost is nan in epoch 2: nothing of it was saved"):
+        _Run.check_loss(run)
+
+
+@pytest.mark.any_library
 def test_a_model_goes_on_where_a_loader_has_left_out_whole_batches():
     from synkhronos.launch import Model
     from synkhronos.loading import Loader

@@ -348,6 +348,26 @@ def test_a_loss_that_is_no_number_stops_before_a_checkpoint(fork, tmp_path):
             assert math.isfinite(Checkpoint(tmp_path / name).load(path).meta["seen"]) and arrays
 
 
+@pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
+def test_a_row_that_is_no_number_is_named(fork, name):
+    fork(2)
+    at, x, y = np.arange(ROWS), X.copy(), Y.copy()
+    x[[17, 40], 2], y[23] = np.nan, -np.inf
+    for (inputs, targets, valid), words in (
+        ((x, Y, (X, Y)), r"row 17 of x_data, 'x', has nan, the first of 2 such rows; nothing was saved since"),
+        ((X, y, (X, Y)), r"row 23 of y_data, 'y', has -inf; nothing was saved since"),
+        ((X, Y, (x, Y)), r"after 60 rows, validation \{'mse': nan\}: row 17 of valid, 'x', has nan"),
+    ):
+        with np.errstate(invalid="ignore"), pytest.raises(FloatingPointError, match=words):
+            list(Model(name).trainer.epochs(inputs, [targets, at], 5, 1, valid=(valid[0], [valid[1], at])))
+    # A row that was not used since the last report is not to blame.
+    with np.errstate(all="ignore"), pytest.raises(FloatingPointError, match="learning rate of 1e.200 may be too high"):
+        order = np.random.default_rng((0, 0)).permutation(ROWS)
+        late = X.copy()
+        late[order[-1]] = np.nan
+        list(Model(name, rate=1e200).trainer.epochs(late, [Y, at], 5, 1, every=2))
+
+
 @pytest.mark.parametrize("name", [name for name in ALL if name in ("BSP", "LocalSGD", "EASGD")])
 def test_each_rank_writes_lines(fork, tmp_path, name):
     fork(2)

@@ -39,6 +39,7 @@ from synkhronos.training import storing
 from synkhronos.training.checkpoint import Checkpoint, check_types, load_meta
 from synkhronos.training.early_stop import EarlyStop, cost_of
 from synkhronos.training.meter import timed
+from synkhronos.training.nonfinite import describe_nonfinite
 from synkhronos.training.recorder import Recorder, cut
 from synkhronos.training.stop import StopAgreement, StopPoll
 
@@ -401,7 +402,11 @@ class _Run:
         costs, weights = zip(*self.worker.exchange(self.recorder.loss_sums()), strict=True)
         loss = sum(costs) / sum(weights) if sum(weights) else None
         if loss is not None and not np.isfinite(loss):
-            raise FloatingPointError(f"the cost is {loss} in epoch {self.recorder.epoch + 1}: nothing of it was saved")
+            data = getattr(self.model, "train_data", None)  # of `Model`
+            arrays = [a for a in data if hasattr(a, "dtype")] if isinstance(data, list) else []
+            row = describe_nonfinite({f"load()'s training array {i}": array for i, array in enumerate(arrays)})
+            why = f"{row}; nothing of it was saved" if row else "nothing of it was saved"
+            raise FloatingPointError(f"the cost is {loss} in epoch {self.recorder.epoch + 1}: {why}")
         return loss
 
     def validate(self) -> tuple[dict[str, float], bool, bool]:

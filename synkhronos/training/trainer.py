@@ -41,6 +41,7 @@ from synkhronos.training.meter import Meter, Outcome
 from synkhronos.training.metrics import Metric, MetricTotals, parse_metrics
 from synkhronos.training.model import Model, Rows, Updates, by_own_gradient, identify_rule
 from synkhronos.training.model import Rule as UpdateRule
+from synkhronos.training.nonfinite import describe_nonfinite
 from synkhronos.training.recorder import Recorder
 from synkhronos.training.report import Report
 from synkhronos.training.resume import OnRanks, Place
@@ -281,8 +282,8 @@ class Trainer:
             numbers = [report.loss, *report.validation.values()]
             if not all(map(math.isfinite, numbers)):
                 raise FloatingPointError(
-                    f"the loss is {report.loss} after {report.seen:,} rows, validation {report.validation}: the "
-                    f"learning rate of {report.learning_rate:g} may be too high; nothing was saved since"
+                    f"the loss is {report.loss} after {report.seen:,} rows, validation {report.validation}: "
+                    f"{self._explain(report, course, last, valid)}; nothing was saved since"
                 )
             place.outcomes = []
             place.row = place.start = 0 if last == course.count else last
@@ -299,6 +300,19 @@ class Trainer:
                 if is_best or reports % checkpoint.every == 0 or self._is_over(course, patience):
                     self._on_ranks.save(checkpoint, course, place, self.schedule, report.seen, metrics)
             yield report
+
+    def _explain(self, report: Report, course: Course, last: int, valid: tuple[list[Data], int] | Loader | None) -> str:
+        """Return why a loss may be NaN or infinite: a row of the data, or else the learning rate."""
+        x, y = ([called(v) for v in variables] for variables in (self._model.x, self._model.y))
+        words = ""
+        if course.loader is None:
+            names = [*(f"x_data, {name}," for name in x), *(f"y_data, {name}," for name in y)]
+            rows = course.order.data[self._place.start : last]
+            words = describe_nonfinite(dict(zip(names, course.data, strict=True)), rows)
+        if not words and isinstance(valid, tuple):
+            names = [f"valid, {name}," for name in (*x, *y)]
+            words = describe_nonfinite(dict(zip(names, valid[0], strict=True)))
+        return words or f"the learning rate of {report.learning_rate:g} may be too high"
 
     def _is_over(self, course: Course, patience: int | None) -> bool:
         """Whether there is nothing left to train."""

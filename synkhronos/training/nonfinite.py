@@ -1,0 +1,47 @@
+"""Rows of data that explain a loss that is NaN or infinite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+#: Bytes of rows that are looked at in one go.
+_BYTES = 1 << 26
+
+
+def describe_nonfinite(arrays: Mapping[str, Any], rows: Any = None) -> str:
+    """Return words for an error that name the first row with NaN or infinity; "" if there is none.
+
+    Parameters
+    ----------
+    arrays : dict of str to ndarray or Data
+        By the name in the error.  Of `synkhronos.data_parts` the rows of this host are looked at.
+    rows : ndarray of int, optional
+        Numbers of the rows to look at; by default all.
+
+    Examples
+    --------
+    >>> describe_nonfinite({"x_data": np.array([0.0, np.nan, np.inf]), "y_data": np.arange(3)})
+    'row 1 of x_data has nan, the first of 2 such rows'
+    """
+    for name, array in arrays.items():
+        if array.dtype.kind not in "fc":
+            continue
+        chosen = np.arange(len(array)) if rows is None else np.sort(rows)
+        if (here := getattr(array, "here", None)) is not None:
+            chosen = chosen[(chosen >= here.start) & (chosen < here.stop)]
+        step = max(1, _BYTES // max(1, int(np.prod(array.shape[1:])) * array.dtype.itemsize))
+        found = np.concatenate(
+            [_nonfinite(array, chosen[i : i + step]) for i in range(0, len(chosen), step)] or [chosen]
+        )
+        if len(found):
+            row = np.asarray(array[found[:1]])
+            others = f", the first of {len(found):,} such rows" if len(found) > 1 else ""
+            return f"row {found[0]:,} of {name} has {row[~np.isfinite(row)][0]}{others}"
+    return ""
+
+
+def _nonfinite(array: Any, rows: np.ndarray) -> np.ndarray:
+    return rows[~np.isfinite(array[rows]).reshape(len(rows), -1).all(1)]
