@@ -85,6 +85,20 @@ def test_cdd_on_three_ranks_and_one(tmp_path):
     np.testing.assert_allclose(params(tmp_path / "one"), by_gradients(1, 2, late=0), rtol=1e-5)
 
 
+@pytest.mark.any_library
+def test_cdd_in_16_bits(tmp_path):
+    train(tmp_path, "Regression", rule_options__precision="float16")
+    exact = by_gradients(2, 2)
+    np.testing.assert_allclose(params(tmp_path), exact, rtol=5e-3)
+    assert np.abs(params(tmp_path) / exact - 1).max() > 2e-5
+
+
+@pytest.mark.any_library
+def test_there_is_no_warmup_where_the_class_scales_its_learning_rate(tmp_path):
+    train(tmp_path, "Regression", scale_lr="true")
+    assert [report["learning_rate"] for report in lines(tmp_path, "reports")] == pytest.approx([2 * RATE] * 2)
+
+
 def test_avg_is_the_mean_after_each_step(tmp_path):
     # A class that compiles by its size is told 1: it has a whole step.
     done = train(tmp_path, "Regression", rule_options__average="params")

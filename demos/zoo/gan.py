@@ -104,7 +104,8 @@ class GAN(ZooModel):
         x, z = self.next_batch(recorder)
         recorder.start()
         cost = self.critic_fn(x, z)
-        error = self.generator_fn(self.draw(len(x))) if count % self.critic_steps == 0 else None
+        steps = self.epoch * self.data.n_batch_train + count + 1
+        error = self.generator_fn(self.draw(len(x))) if steps % self.critic_steps == 0 else None
         recorder.end("calc")
         recorder.train_error(count, cost, error)
 

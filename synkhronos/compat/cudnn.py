@@ -61,7 +61,7 @@ def dnn_pool(img: Any, ws: Any, stride: Any = None, mode: str = "max", pad: Any 
         The window's two or three lengths.
     stride : tuple of int, optional
         By default 1 in each direction.
-    mode : {"max", "max_deterministic", "sum", "average_inc_pad", "average_exc_pad"}
+    mode : {"max", "max_deterministic", "sum", "average", "average_inc_pad", "average_exc_pad"}
     pad : tuple of int, optional
         By default none.
     """
@@ -73,7 +73,7 @@ def dnn_pool(img: Any, ws: Any, stride: Any = None, mode: str = "max", pad: Any 
         ignore_border=True,
         stride=(1,) * len(ws) if stride is None else tuple(stride),
         pad=(0,) * len(ws) if pad is None else tuple(pad),
-        mode="max" if mode == "max_deterministic" else mode,
+        mode={"max_deterministic": "max", "average": "average_inc_pad"}.get(mode, mode),
     )
 
 

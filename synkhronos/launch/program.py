@@ -285,7 +285,8 @@ class _Run:
         shared = getattr(self.model, "shared_lr", None)
         asked = self.settings.warmup
         if asked is None:
-            asked = isinstance(self.rule, BSP | SummedGradients | Swap) and getattr(self.model, "warmup", True)
+            as_there = isinstance(self.rule, BSP | SummedGradients | Swap) and getattr(self.model, "warmup", True)
+            asked = as_there and not self.settings.scale_lr  # which has done it at once
         if not asked or shared is None or self.worker.size == 1 or not 1 <= epoch <= _WARMUP:
             return
         rate = np.asarray(shared.get_value())

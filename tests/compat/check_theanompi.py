@@ -57,10 +57,10 @@ def test_dnn_conv_refuses_other_modes():
         dnn.dnn_conv(theano.shared(IMAGES), theano.shared(FILTERS), conv_mode="convolve")
 
 
-@pytest.mark.parametrize("mode", ["max", "max_deterministic", "sum", "average_inc_pad", "average_exc_pad"])
+@pytest.mark.parametrize("mode", ["max", "max_deterministic", "sum", "average", "average_inc_pad", "average_exc_pad"])
 def test_dnn_pool(mode):
     x = theano.shared(IMAGES)
-    plain = {"max_deterministic": "max"}.get(mode, mode)
+    plain = {"max_deterministic": "max", "average": "average_inc_pad"}.get(mode, mode)
     expected = pool_2d(x, (3, 2), stride=(2, 2), pad=(1, 0), mode=plain, ignore_border=True)
     assert is_same_graph(dnn.dnn_pool(x, (3, 2), (2, 2), mode, (1, 0)), expected)
     # cuDNN's windows overlap by default, Theano's do not.

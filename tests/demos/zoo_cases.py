@@ -91,5 +91,5 @@ def run(model, recorder):
     model.reset_iter("val")
     n_steps = 2 if type(model).__name__ in WHOLE else 3
     for i in range(n_steps):
-        model.train_iter(i + 1, recorder)
+        model.train_iter(i, recorder)
     model.val_iter(n_steps, recorder)

@@ -68,6 +68,9 @@ class Regression:
     def adjust_hyperp(self, epoch):
         pass
 
+    def scale_lr(self, size):
+        self.shared_lr.set_value(np.float32(self.shared_lr.get_value() * size))
+
     def cleanup(self):
         pass
 
