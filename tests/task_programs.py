@@ -139,6 +139,24 @@ def add_ones(worker, counter, times, slow=False):
     return turns
 
 
+def take_with_a_limit(worker, seconds):
+    """Have rank 0 hold a lock while the others try to get it; return whether each of them got it, then and later."""
+    lock, found = worker.lock(1), []
+    if worker.number == 0:
+        found.append(lock.acquire())
+    for held in (True, False):
+        worker.barrier(f"held: {held}")
+        if worker.number:
+            got = lock.acquire(timeout=seconds if held else 60)
+            found.append(got)
+            if got:
+                lock.release()
+        worker.barrier(f"tried: {held}")
+        if worker.number == 0 and held:
+            lock.release()
+    return found
+
+
 def own_steps(worker, step, w, rows):
     """Take a number of steps that differs from rank to rank, each on rows of this rank's own."""
     losses = [float(step(rows[worker.number : worker.number + 1])) for _ in range(worker.number + 1)]

@@ -154,6 +154,11 @@ def test_no_update_under_a_lock_is_lost(n_ranks):
     assert sorted(turn for each in turns for turn in each) == list(range(2000 * n_ranks))
 
 
+@pytest.mark.parametrize("seconds", [0, 0.1])
+def test_a_lock_with_a_time_limit(n_ranks, seconds):
+    assert synk.run(programs.take_with_a_limit, seconds) == [[True], *[[False, True]] * (n_ranks - 1)]
+
+
 def test_functions_compute_on_their_own_rank(n_ranks):
     x, w = tensor.dmatrix("x"), shared(np.zeros(3), "w")
     step = synk.function([x], x.sum(), updates=[(w, w + x[0])])

@@ -88,7 +88,7 @@ def main(args):
     dest = np.empty_like(own)
     assert worker.all_reduce(own, "sum", dest) is None
     found["dest"] = dest
-    shared = [theano.shared(own), theano.shared(own.sum())]
+    shared = [theano.shared(own), theano.shared(own.sum()), theano.shared(2**60 + rank)]
     rule = gd.SumSGD()
     rule.make_rule(shared)
     rule()
@@ -121,6 +121,12 @@ def main(args):
     )
     for _ in range(2):
         found["in a graph"] = float(function(own)), total.get_value(), largest.get_value()
+    rule = gd.SumSGD()
+    rule.make_rule([total, largest])
+    rule()
+    found["summed"] = total.get_value(), largest.get_value()
+    if "jax" in sys.modules:  # functions compute with the precision for which they were compiled
+        found["64 bits"] = sys.modules["jax"].config.jax_enable_x64
 
     # mini-batches
     worker.init_mb_sock(4567)

@@ -32,4 +32,6 @@ if __name__ == "__main__":
     Process(target=controller.send).start()
     Process(target=controller.send_three).start()
     print("ready", flush=True)
+    if args.worker_args == "controller_main":
+        raise RuntimeError("the controller has no plan")
     sys.exit(controller.serve())

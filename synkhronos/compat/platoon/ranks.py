@@ -40,7 +40,8 @@ def main() -> None:
         sys.exit(1)
     except WorkerError as error:
         sys.stderr.write(f"{error}\n")
-        _report(error.rank, f"worker {error.rank}: {str(error).splitlines()[0]}")  # one that was killed can't
+        text, _, _ = str(error).splitlines()[0].partition("; the other workers")
+        _report(error.rank, text.replace(f"rank {error.rank}", f"worker {error.rank}", 1))
         sys.exit(1)
     except RuntimeError as error:  # a worker has ended that others wait for
         _report(0, str(error))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,6 +25,18 @@ _OPS = {
     **dict.fromkeys(("max", "maximum"), "max"),
     **dict.fromkeys(("min", "minimum"), "min"),
 }
+
+
+@contextlib.contextmanager
+def as_programs_compute() -> Iterator[None]:
+    """Leave JAX's precision as it was: the library's own work needs 64 bits, programs have what ``floatX`` says."""
+    jax = sys.modules.get("jax")
+    before = None if jax is None else jax.config.jax_enable_x64
+    try:
+        yield
+    finally:
+        if jax is not None and jax.config.jax_enable_x64 != before:
+            jax.config.update("jax_enable_x64", before)
 
 
 class Worker(metaclass=SingletonType):
@@ -188,7 +201,8 @@ class Worker(metaclass=SingletonType):
             raise TypeError(
                 f"dest: expected {src.dtype} of shape {src.shape}, as src, got {dest.dtype} of shape {dest.shape}"
             )
-        result = self._link.worker.all_reduce(src, name)
+        with as_programs_compute():
+            result = self._link.worker.all_reduce(src, name)
         if dest is None:
             return result
         dest[...] = result

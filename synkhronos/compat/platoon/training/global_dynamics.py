@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.compat.platoon.channel.worker import Worker
+from synkhronos.compat.platoon.channel.worker import Worker, as_programs_compute
+from synkhronos.rules.state import Vector
 
 
 class GlobalDynamics:
@@ -35,7 +36,8 @@ class GlobalDynamics:
         """
         if self._fn is None:
             raise NotImplementedError(f"{type(self).__name__}: call make_rule() or register_fn() first")
-        self._fn()
+        with as_programs_compute():
+            self._fn()
 
     @property
     def worker(self) -> Worker:
@@ -60,8 +62,12 @@ class GlobalDynamics:
         """Set up the rule for shared variables."""
         raise NotImplementedError(f"{type(self).__name__} has no make_rule()")
 
-    def _sum(self, value: Any) -> Any:
-        return self.worker.all_reduce(value, "sum")
+    def _reduce(self, vector: Any, average: bool = False) -> Any:
+        """Return the sum, or the mean, of the workers' vectors."""
+        if average and vector.dtype.kind not in "fc":
+            raise TypeError(f"the mean of {vector.dtype} values is not {vector.dtype}: use SumSGD, or float variables")
+        total = self.worker.all_reduce(vector, "sum")
+        return total / vector.dtype.type(self.worker.global_size) if average else total
 
 
 class _Rule(GlobalDynamics):
@@ -92,12 +98,11 @@ class SGD(_Rule):
         local_updates : shared variable, or list of shared variable
             Each gets the sum, or the mean, of the workers' values.
         """
-        variables = _as_list(local_updates)
+        vectors = _vectors(local_updates)
 
         def exchange() -> None:
-            for variable in variables:
-                total = self._sum(_value(variable))
-                variable.set_value(_divided(total, self.worker.global_size) if self.average else total)
+            for (vector,) in vectors:
+                vector.set(self._reduce(vector.get(), self.average))
 
         self._fn = exchange
 
@@ -125,15 +130,15 @@ class EASGD(_Rule):
             the opposite over all workers.
         alpha : float
         """
-        pairs = list(zip(_as_list(local_particle), _as_list(central_particle), strict=True))
+        vectors = _vectors(local_particle, central_particle)
         self.alpha = alpha
 
         def exchange() -> None:
-            for local, central in pairs:
-                value, center = _value(local), _value(central)
-                force = value.dtype.type(alpha) * (value - center)
-                local.set_value(value - force)
-                central.set_value(center + self._sum(force))
+            for local, central in vectors:
+                value, center = local.get(), central.get()
+                force = local.dtype.type(alpha) * (value - center)
+                local.set(value - force)
+                central.set(center + self._reduce(force))
 
         self._fn = exchange
 
@@ -161,18 +166,15 @@ class Downpour(_Rule):
             In an exchange the sum of ``local_acc_updates`` is added to ``global_particle``, whose value
             ``local_particle`` gets; ``local_acc_updates`` becomes 0.
         """
-        triples = list(
-            zip(_as_list(local_particle), _as_list(local_acc_updates), _as_list(global_particle), strict=True)
-        )
+        vectors = _vectors(local_particle, local_acc_updates, global_particle)
 
         def exchange() -> None:
-            for local, updates, center in triples:
-                value = _value(updates)
-                total = self._sum(value)
-                new = _value(center) + (_divided(total, self.worker.global_size) if self.average else total)
-                center.set_value(new)
-                local.set_value(new)
-                updates.set_value(np.zeros(value.shape, value.dtype))
+            for local, updates, center in vectors:
+                value = updates.get()
+                new = center.get() + self._reduce(value, self.average)
+                center.set(new)
+                local.set(new)
+                updates.set(np.zeros(value.shape, value.dtype))
 
         self._fn = exchange
 
@@ -195,17 +197,19 @@ def existing_worker() -> Worker:
     return found
 
 
-def _as_list(variables: Any) -> list[Any]:
-    return list(variables) if isinstance(variables, list | tuple) else [variables]
+def _vectors(*groups: Any) -> list[list[Vector]]:
+    """Return the variables as vectors, one collective for each: a vector of each group for each dtype.
 
-
-def _value(variable: Any) -> Any:
-    """Return a shared variable's array on the device where it lies, which may be its own memory."""
-    return variable.get_value(borrow=True, return_internal_type=True)
-
-
-def _divided(total: Any, size: int) -> Any:
-    """Divide in the array's own dtype."""
-    if total.dtype.kind not in "fc":
-        raise TypeError(f"the mean of {total.dtype} values is not {total.dtype}: use SumSGD, or float variables")
-    return total / total.dtype.type(size)
+    Raises
+    ------
+    TypeError
+        If variables at one position of the groups have different dtypes or shapes.
+    """
+    lists = [list(group) if isinstance(group, list | tuple) else [group] for group in groups]
+    positions: dict[str, list[tuple[Any, ...]]] = {}
+    for variables in zip(*lists, strict=True):
+        kinds = {(variable.dtype, variable.get_value(borrow=True).shape) for variable in variables}
+        if len(kinds) > 1:
+            raise TypeError(f"make_rule: expected variables of one dtype and shape at each position, got {kinds}")
+        positions.setdefault(variables[0].dtype, []).append(variables)
+    return [[Vector(column) for column in zip(*rows, strict=True)] for rows in positions.values()]
