@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import mmap
 import os
 import secrets
@@ -78,6 +79,8 @@ class Controller:
         self._address = f"synkhronos-platoon-{secrets.token_hex(8)}"
         self._group: WorkerGroup | None = None
         self._workers: set[int] = set()
+        # Before multiprocessing waits for its processes, which may wait for the workers to take mini-batches.
+        atexit.register(self._close)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle_force_close)
         if data_port:
@@ -149,7 +152,9 @@ class Controller:
         return failure.status
 
     def _close(self) -> None:
-        """End the workers, and what sends them mini-batches."""
+        """End the workers, and what sends them mini-batches; not in a process that this one has forked."""
+        if os.getpid() != self._process:
+            return
         self._over[0] = 1
         if self._group is not None:
             self._group.end()
