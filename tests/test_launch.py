@@ -482,6 +482,21 @@ def test_a_mean_by_weight_is_that_of_all_items_and_averages_take_no_momentum(tmp
     np.testing.assert_allclose(average, expected, rtol=0.5 if rule == "EASGD" else 1e-9)
 
 
+def test_bsp_averages_parameters_by_weights(tmp_path):
+    model = ["--set=model='launch_models/small.py:Stepping'", "--devices=cpu,cpu", "--set=rule=BSP", "--set=seed=3"]
+    run("train", *model, "--set=epochs=2", "--folder", tmp_path, cwd=TESTS)
+    x, y, mask = masks.rows()
+    w = np.zeros(3)
+    for epoch in range(2):
+        order = np.random.default_rng((3, epoch)).permutation(40)
+        for first in range(0, 40, 4):  # two rows a rank
+            rows = order[first : first + 4]
+            if mask[rows].any():
+                gradient = 2 * (mask[rows] * x[rows] * (x[rows] * w - y[rows])).sum(axis=0) / mask[rows].sum()
+                w = w - 0.1 * gradient
+    np.testing.assert_allclose(np.load(tmp_path / "params.npz")["arr_0"], w, rtol=1e-9)
+
+
 def test_a_mean_without_its_weight_is_warned_of(tmp_path):
     model = ["--set=model='launch_models/small.py:Unweighted'", "--devices=cpu"]
     run("train", *model, "--set=epochs=1", "--folder", tmp_path, cwd=TESTS)

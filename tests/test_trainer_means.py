@@ -42,6 +42,26 @@ def test_every_rule_reports_the_mean_loss_by_weight(fork, tmp_path, name):
         assert report.validation["items"] == m.sum()
 
 
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+@pytest.mark.parametrize("average", ["gradient", "params"])
+def test_bsp_takes_the_steps_of_one_process(fork, average, precision):
+    n = 2 if XLA else 3
+    fork(n)
+    model, alone = Masked(), Masked(make_train_function_serial)
+    trainer = make_trainer(
+        model.loss, [model.w], model.x, [model.y, model.m], sgd, rules.BSP(average, precision=precision), 0.1,
+        weight=model.weight,
+    )  # fmt: skip
+    rows = np.arange(3, N)  # in the last step some ranks have none
+    x, y, m = data(rows)
+    for epoch, _ in enumerate(trainer.epochs(x, [y, m], batch_size=2, epochs=2)):
+        order = np.random.default_rng((0, epoch)).permutation(len(rows))
+        for first in range(0, len(rows), 2 * n):
+            alone.train(x, [y, m], batch=order[first : first + 2 * n])
+        expected = [alone.w.get_value()] * n
+        np.testing.assert_allclose(synk.gather(model.w), expected, rtol=1e-2 if precision else 1e-9)
+
+
 def test_a_rule_s_steps_on_rows_of_no_weight_move_nothing(fork):
     fork(2)
     model = Masked()

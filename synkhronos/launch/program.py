@@ -379,6 +379,7 @@ class _Run:
         state.step += 1
         state.since += 1
         if due:
+            state.count_items = None if getattr(self.model, "weight", None) is None else self.recorder.last_weight
             with timed(self.recorder.seconds, "exchange", lambda: worker.waited):
                 self.rule.exchange(worker, state)
                 state.since = 0

@@ -245,6 +245,10 @@ class ClassRecorder:
         """Return the sum of values times weights; a value of weight 0 counts nothing, even if it is NaN."""
         return sum(weight * _mean(value) for value, weight in zip(values, weights, strict=True) if weight)
 
+    def last_weight(self) -> float:
+        """Return the weight of the last cost since the last line, 0 if there is none."""
+        return _mean(self._weights[-1]) if self._weights else 0.0
+
     def loss_sums(self) -> tuple[float, float]:
         """Return the sum of the epoch's costs, each times its weight, and the sum of weights."""
         return self.loss, self._noted

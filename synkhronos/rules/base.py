@@ -183,20 +183,28 @@ class Rule:
         period = self.period(state.step) if callable(self.period) else self.period
         return max(1, period - state.since)
 
-    def mean(self, worker: Worker, state: State) -> Any:
-        """Return the mean of all ranks' parameters: of running averages, by the rows since the last exchange."""
+    def mean(self, worker: Worker, state: State, factor: float = 1.0) -> Any:
+        """Return the mean of all ranks' parameters: of running averages, by the rows since the last exchange.
+
+        ``factor`` is this rank's weight divided by the mean weight of all ranks.
+        """
 
         def reduce(vector: Any) -> Any:
             return average(worker, vector, self.precision)
 
         if self.precision in (None, "float32"):
-            return by_rows(state, state.vector, reduce, self.precision)
+            return by_rows(state, _scaled(state, state.vector, factor), reduce, self.precision)
         anchor = state.own.get("anchor")
         if anchor is None:
             raise RuntimeError("a rule that exchanges in 16 bits has to call super().setup() in its own setup()")
-        mean = anchor + by_rows(state, state.vector - anchor, reduce, self.precision)
+        mean = anchor + by_rows(state, _scaled(state, state.vector - anchor, factor), reduce, self.precision)
         state.own["anchor"] = mean
         return mean
+
+
+def _scaled(state: State, vector: Any, factor: float) -> Any:
+    """Multiply the parameters of a vector, but not its running averages."""
+    return vector if factor == 1 else state.with_averages(vector * vector.dtype.type(factor), vector)
 
 
 def shared_memory(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, Data]:

@@ -27,7 +27,8 @@ class BSP(Rule):
     With ``average="gradient"`` (Theano-MPI's "cdd") the ranks' gradients are averaged, each counted by its rows, and
     all take the same step: x ← x − η (1/p) Σ_i g^i(x).  With ``average="params"`` (its "avg") each rank takes a step of
     its own, and then parameters are averaged: x^i ← (1/p) Σ_j (x^j − η g^j(x^j)).  Both are the same for plain gradient
-    descent, and for momentum, not for rules such as Adam that scale by the gradient's size.
+    descent, and for momentum, not for rules such as Adam that scale by the gradient's size.  Where the loss has a
+    weight (see `synkhronos.training.make_trainer`), gradients and parameters count by it.
 
     Parameters
     ----------
@@ -53,7 +54,12 @@ class BSP(Rule):
 
     def exchange(self, worker: Worker, state: State) -> None:
         """Average."""
-        state.vector = self.mean(worker, state)
+        factor = 1.0
+        if state.count_items is not None:
+            items = worker.exchange(state.count_items())
+            if sum(items):
+                factor = items[worker.number] * worker.size / sum(items)
+        state.vector = self.mean(worker, state, factor)
 
 
 class LocalSGD(Rule):

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -153,6 +153,9 @@ class State:
         Those that it has taken since the last exchange.
     learning_rate : float
         That of the last step.
+    count_items : callable, optional
+        Returns the number of items (such as words) in this rank's steps since the last exchange, for models whose loss
+        has such a weight; None where losses are means over rows.
     averages : int
         The number of elements of running averages at the end of `vector`.
     own : dict
@@ -176,6 +179,7 @@ class State:
         self.shared = {name: rows.array for name, rows in self.rows.items()}
         self.step = self.since = 0
         self.learning_rate = 1.0
+        self.count_items: Callable[[], float] | None = None
         self.own: dict[str, Any] = {}
         self._scratch: dict[str, np.ndarray] = {}
 

@@ -48,6 +48,8 @@ class Plan:
     can_stop: bool = False
     #: The outcomes of the ranks (of all together: one) since the last report and before `first`; none at a report.
     before: Sequence[Any] = ()
+    #: Whether the loss is a mean by a weight, and not over rows.
+    has_weight: bool = False
 
     def rate(self, place: int) -> float:
         """Return the learning rate at a place in the epoch."""

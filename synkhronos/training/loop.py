@@ -244,6 +244,9 @@ class RankLoop(Loop):
         super().__init__(plan, source, meter, plan.batch, worker.is_master)
         self.worker, self.rule, self.state, self.watch = worker, rule, state, worker.progress
         self._step, self._rate, self._taken = step, rate, taken
+        #: Weights of the steps since the last exchange.
+        self._items: list[Any] = []
+        state.count_items = self._count_items if plan.has_weight else None
         self._agreement = StopAgreement(worker)
         row = sum(math.prod(each.shape[1:]) * each.dtype.itemsize for each in source.data)
         self.most = max(1, min(source.most, step.most_at_once, _BYTES // max(1, row * plan.batch)))
@@ -306,8 +309,17 @@ class RankLoop(Loop):
         """Set the variable of this rank."""
         self._rate.set_value(np.asarray(rate, self._rate.type.dtype))
 
+    def _count_items(self) -> float:
+        """Return the sum of the weights of this rank's steps since the last exchange."""
+        return float(np.sum(self._step.read(self._items), dtype=np.float64)) if self._items else 0.0
+
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         """Start the steps, in one launch where that can be."""
+        steps = self._launched(rows)
+        self._items += [weight for _, weight in steps if weight is not None]
+        return steps
+
+    def _launched(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         data, state = self.source.data, self.state
         if state.averages:
             state.own["batches"] = state.own.get("batches", 0.0) + sum(map(len, rows)) / self.plan.batch
@@ -340,6 +352,7 @@ class RankLoop(Loop):
             self.state.learning_rate = self.rate
             self.rule.exchange(self.worker, self.state)
             self.state.since = 0
+            self._items = []
             if self.state.averages:
                 self.state.own["batches"] = 0.0
 

@@ -367,6 +367,7 @@ class Trainer:
             course.pools or [range(ranks.session().size)],
             can_stop,
             self._place.outcomes,
+            self._model.weight is not None,
         )
 
     def _interval(self, course: Course, plan: Plan) -> tuple[int, list[Outcome]]:

@@ -54,6 +54,15 @@ class Masked(Line):
         return [x[:40], y[:40], mask[:40]], [x[40:], y[40:], mask[40:]]
 
 
+class Stepping(Masked):
+    """The same with plain gradient descent."""
+
+    rate = 0.1
+
+    def updates(self, loss, params, learning_rate):
+        return by_own_gradient(sgd(loss, params, learning_rate=learning_rate, weight=self.weight))
+
+
 class Unweighted(Masked):
     """The same without the weight."""
 
