@@ -37,7 +37,7 @@ class _BatchNorm(NumpyOp):
     rounded: tuple[int, ...]
     axes: tuple[int, ...]
 
-    def kept(self, shape: Sequence[Any]) -> tuple[Any, ...]:
+    def statistics_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
         """Return the shape of statistics: one on the axes that are summed over."""
         return tuple(1 if axis in self.axes else length for axis, length in enumerate(shape))
 
@@ -52,13 +52,13 @@ class _BatchNorm(NumpyOp):
         distances from any one of the numbers it is neither.
         """
         if 0 in x.shape:
-            return module.zeros(self.registry(x.shape), x.dtype)
+            return module.zeros(self.statistics_shape(x.shape), x.dtype)
         return x[tuple(slice(0, 1) if axis in self.axes else slice(None) for axis in range(x.ndim))]
 
     def infer_shape(self, *args: Any) -> Any:
         """Return the outputs' shapes: one like the first input's, and two of statistics."""
         shape = args[-1][0]
-        return [tuple(shape), self.registry(shape), self.registry(shape)]
+        return [tuple(shape), self.statistics_shape(shape), self.statistics_shape(shape)]
 
 
 class BatchNormTrain(_BatchNorm):
@@ -94,7 +94,7 @@ class BatchNormTrain(_BatchNorm):
         # As the class's expression has it.
         dtype = upcast(x.dtype, scale.dtype, shift.dtype)
         scale, shift = (self._factor(x, v).astype(dtype) for v in (scale, shift))
-        statistics = [TensorType(x.dtype, shape=self.registry(x.type.shape))() for _ in range(2)]
+        statistics = [TensorType(x.dtype, shape=self.statistics_shape(x.type.shape))() for _ in range(2)]
         return Apply(self, [x, scale, shift], [TensorType(dtype, shape=x.type.shape)(), *statistics])
 
     def _factor(self, x: Any, factor: Any) -> Any:
@@ -102,11 +102,11 @@ class BatchNormTrain(_BatchNorm):
         if factor.ndim != x.ndim or not all(factor.type.broadcastable[a] for a in self.axes):
             raise TypeError(f"scale and shift need {x.ndim} dimensions, of length 1 on {self.axes}, not {factor.type}")
         if any(f and not k for f, k in zip(factor.type.broadcastable, self._broadcastable(x), strict=True)):
-            return pt.alloc(factor, *self.registry(tuple(x.shape)))
+            return pt.alloc(factor, *self.statistics_shape(tuple(x.shape)))
         return factor
 
     def _broadcastable(self, x: Any) -> tuple[bool, ...]:
-        return tuple(length == 1 for length in self.registry(x.type.shape))
+        return tuple(length == 1 for length in self.statistics_shape(x.type.shape))
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
         """Statistics depend on the array alone."""
@@ -115,8 +115,10 @@ class BatchNormTrain(_BatchNorm):
     def check(self, x: Any, *factors: Any) -> None:
         """Refuse factors of other lengths: they would be broadcast, and the gradient be wrong."""
         for factor in factors:
-            if factor.shape != self.registry(x.shape):
-                raise ValueError(f"scale and shift of {x.shape} must be {self.registry(x.shape)}, not {factor.shape}")
+            if factor.shape != self.statistics_shape(x.shape):
+                raise ValueError(
+                    f"scale and shift of {x.shape} must be {self.statistics_shape(x.shape)}, not {factor.shape}"
+                )
 
     def perform(self, node: Any, inputs: Any, output_storage: Any, params: Any = None) -> None:
         """Compute with NumPy: the variance of what is centred already."""
@@ -165,7 +167,7 @@ class BatchNormTrainGrad(_BatchNorm):
         """Take the array, the output's gradient, the scale and the statistics."""
         inputs = [pt.as_tensor_variable(v) for v in (x, dy, scale, mean, invstd)]
         x, _, scale = inputs[:3]
-        sums = [TensorType(scale.dtype, shape=self.registry(x.type.shape))() for _ in range(2)]
+        sums = [TensorType(scale.dtype, shape=self.statistics_shape(x.type.shape))() for _ in range(2)]
         return Apply(self, inputs, [x.type(), *sums])
 
     def gradients(self, count: Any, x: Any, dy: Any, scale: Any, mean: Any, invstd: Any) -> tuple[Any, Any, Any]:

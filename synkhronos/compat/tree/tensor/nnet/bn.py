@@ -43,14 +43,14 @@ class _Layout:
 
     def __init__(self, inputs: Any, axes: tuple[int, ...], gamma: Any):
         self.axes = axes
-        self.registry = [a for a in range(inputs.ndim) if a not in axes]
+        self.remaining_axes = [a for a in range(inputs.ndim) if a not in axes]
         self.ndim = inputs.ndim
         self.is_full = gamma.ndim == inputs.ndim
-        self.pattern = [self.registry.index(a) if a in self.registry else "x" for a in range(inputs.ndim)]
+        self.pattern = [self.remaining_axes.index(a) if a in self.remaining_axes else "x" for a in range(inputs.ndim)]
 
     def spread(self, name: str, parameter: Any) -> Any:
         """Return a parameter so that it broadcasts."""
-        wanted = self.ndim if self.is_full else len(self.registry)
+        wanted = self.ndim if self.is_full else len(self.remaining_axes)
         parameter = pt.as_tensor_variable(parameter)
         if parameter.ndim != wanted:
             raise ValueError(
@@ -61,7 +61,7 @@ class _Layout:
 
     def collect(self, statistic: Any) -> Any:
         """Return a statistic in the parameters' layout."""
-        return statistic if self.is_full else statistic.dimshuffle(*self.registry)
+        return statistic if self.is_full else statistic.dimshuffle(*self.remaining_axes)
 
 
 def _epsilon(value: float, dtype: str) -> Any:
