@@ -175,7 +175,7 @@ def test_ranks_agree_without_a_question_at_each_step(monkeypatch, every):
     class Alone:
         def exchange(self, value):
             asked.append(now[0])
-            return [value, (0, value[1] / 2)]
+            return [value, (0, 2 * value[1])]
 
     agreement = stop.StopAgreement(Alone())
     for _ in range(10_000):

@@ -114,9 +114,10 @@ class StopAgreement:
         self._left -= 1
         if self._left:
             return False
-        answers = self._worker.exchange((requested_stop(), time.monotonic() - self._asked_at))
-        seconds = max(max(each for _, each in answers), 1e-6)
-        self._every = self._left = max(1, min(2 * self._every, int(self._every * _INTERVAL / seconds)))
+        seconds = max(time.monotonic() - self._asked_at, 1e-6)
+        proposed = max(1, min(2 * self._every, int(self._every * _INTERVAL / seconds)))
+        answers = self._worker.exchange((requested_stop(), proposed))
+        self._every = self._left = min(each for _, each in answers)
         self._asked_at = time.monotonic()
         return any(number for number, _ in answers)
 
