@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import math
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -83,9 +84,9 @@ def number(value: Any, name: str, expected: str = "a number") -> float:
 
 
 def positive(value: Any, name: str) -> float:
-    """Return a real number above 0; raise TypeError or ValueError."""
+    """Return a finite real number above 0; raise TypeError or ValueError."""
     checked = number(value, name, "a positive number")
-    if not checked > 0:
+    if not 0 < checked < math.inf:
         raise ValueError(f"{name}: expected a positive number, got {value!r}")
     return checked
 

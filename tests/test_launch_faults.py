@@ -84,6 +84,17 @@ def test_the_console_is_no_reason_to_stop(tmp_path, console):
         assert rb"[rank 0] gr\xf6\xdfer \u2192 \udcff" in done.stdout
 
 
+@pytest.mark.parametrize("console", ["all closed", "full"])
+def test_the_console_of_a_script_is_no_reason_to_stop(tmp_path, console):
+    settings = {"modelfile": "launch_models.others", "modelclass": "Speaks", "devices": "cpu", "epochs": 1}
+    code = f"from synkhronos.rules import BSP; r = BSP(); print(3); r.init(**{settings | {'folder': str(tmp_path)}!r}); r.wait()"
+    words = ["sh", "-c", OUTPUT[console], "sh", sys.executable, "-c", f"{code}; import os; os._exit(5)"]
+    done = subprocess.run(words, cwd=TESTS, env=ENVIRONMENT | {"PYTHONUNBUFFERED": ""}, timeout=LIMIT)
+    assert done.returncode == 5  # without a flush of what was printed
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == 0
+    assert (tmp_path / "rank-0.log").read_text("utf-8").startswith("process ")
+
+
 class Fake(supervisor.Supervisor):
     """A supervisor of a shell command in the place of ranks."""
 

@@ -18,7 +18,7 @@ from launch_runs import ENVIRONMENT, TESTS, run, train
 
 from synkhronos import rules
 from synkhronos.gpus import get_n_gpu
-from synkhronos.launch import SettingsError
+from synkhronos.launch import SettingsError, modelfile
 from synkhronos.launch.recorder import ClassRecorder
 from synkhronos.launch.settings import Settings, from_environment, joined, parse_set, read, resolve
 from synkhronos.launch.supervisor import prepare
@@ -62,6 +62,7 @@ SETTINGS = {
     "an option": ({"rule": "EASGD", "rule_options": {"tau": 3}}, r"rule_options: EASGD has no 'tau': expected one of beta, period, alpha, asynchronous"),
     "an option's value": ({"rule": "EASGD", "rule_options": {"beta": 2}}, r"rule_options: beta: expected a number above 0, up to 1, got 2"),
     "an option, yes or no": ({"rule": "EASGD", "rule_options": {"asynchronous": "False"}}, r"rule_options: asynchronous: expected True or False, got 'False'"),
+    "an option without end": ({"rule": "SlowMo", "rule_options": {"lr": float("inf")}}, r"rule_options: lr: expected a positive number, got inf"),
     "options, no table": ({"rule_options": "period"}, r"rule_options: expected a table of names and values, got 'period'"),
     "config, a date": ({"config": {"days": [datetime.date(2024, 1, 1)]}}, r"config: expected numbers, texts, lists and tables: .* date is not JSON"),
     "config, no table": ({"config": [1]}, r"config: expected a table of names and values, got \[1\]"),
@@ -76,6 +77,7 @@ SETTINGS = {
     "every": ({"every": 0}, r"every: expected at least 1, got 0"),
     "checkpoint": ({"checkpoint": -1}, r"checkpoint: expected no negative number, got -1"),
     "patience": ({"patience": 0}, r"patience: expected at least 1, got 0"),
+    "keep_best, a name": ({"keep_best": "accuracy"}, r"keep_best: expected one of loss, cost, error, top5, got 'accuracy'"),
     "keep_best": ({"keep_best": ["error", "least"]}, r"keep_best: expected a metric's name, or a pair such as \('accuracy', 'max'\), got"),
     "keep": ({"keep": 0}, r"keep: expected at least 1, got 0"),
     "bind": ({"bind": "perhaps"}, r"bind: expected true or false, got 'perhaps'"),
@@ -166,6 +168,24 @@ def test_wrong_settings(name, places, monkeypatch):
     with pytest.raises(SettingsError, match=words):
         resolve([asked])
     assert not places["new"].exists()
+
+
+def test_a_file_that_can_not_be_imported_by_its_name_is_refused(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "v1.2").mkdir()
+    for name in ("v1.2/my_net.py", "net.v2.py", "random.py", "numpy.py"):
+        (tmp_path / name).write_text("class Net: pass\n")
+    asked = {"modelclass": "Net", "devices": "cpu", "folder": "run"}
+    for name, words in (
+        ("net.v2.py", "net.v2.py: a module's name has no dot: rename the file"),
+        ("random.py", "random.py: 'random' is a module that every run imports: rename the file"),
+        ("numpy.py", "numpy.py: 'numpy' is a module that every run imports"),
+    ):
+        with pytest.raises(SettingsError, match=f"modelfile: .*{words}"):
+            resolve([{**asked, "modelfile": name}])
+    found = resolve([{**asked, "modelfile": "v1.2/my_net.py"}])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert modelfile.load(found.root, found.modelfile, "Net").__module__ == "my_net"
 
 
 def test_a_folder_that_nobody_may_write_is_refused(monkeypatch, tmp_path):

@@ -26,7 +26,7 @@ from synkhronos.launch.settings import (
     options_of,
     resolve,
 )
-from synkhronos.launch.supervisor import prepare, python_path
+from synkhronos.launch.supervisor import open_standard_streams, prepare, python_path
 from synkhronos.launch.tmlauncher import exchange_settings
 from synkhronos.rules import Rule
 from synkhronos.training.stop import STOP_SIGNALS
@@ -54,8 +54,10 @@ class Run:
         script = sys.argv[0] if sys.argv and os.path.exists(sys.argv[0]) else None
         self.settings: Settings = resolve([asked, from_environment(os.environ)], beside=script)
         self.folder = Path(self.settings.folder)
+        open_standard_streams()
         lock = prepare(self.settings, [sys.executable, *sys.argv])
-        sys.stdout.flush()
+        with contextlib.suppress(OSError, ValueError):  # on a full disk, or closed
+            sys.stdout.flush()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "synkhronos.launch.supervisor", str(self.folder), str(os.getpid())],
             env={**os.environ, "PYTHONPATH": python_path()},

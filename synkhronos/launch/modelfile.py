@@ -44,6 +44,12 @@ def find(name: str, class_name: str, folders: Sequence[str]) -> tuple[str, str]:
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
         raise ModelFileError(f"modelclass: {path} has no {class_name!r}: it has {', '.join(classes) or 'no class'}")
     parts = path.relative_to(root).with_suffix("").parts
+    if any("." in part for part in parts[:-1]):  # no package can have the folder's name: the file is imported alone
+        root, parts = path.parent, parts[-1:]
+    if "." in parts[-1]:
+        raise ModelFileError(f"modelfile: {path}: a module's name has no dot: rename the file")
+    if parts[0] in sys.modules and parts[0] in {*sys.stdlib_module_names, "numpy", "synkhronos"}:
+        raise ModelFileError(f"modelfile: {path}: {parts[0]!r} is a module that every run imports: rename the file")
     module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
     return str(root), module
 

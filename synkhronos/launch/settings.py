@@ -64,6 +64,8 @@ _GIVEN = {
     "verbose": "it is true on rank 0",
     "seed": "use the setting 'seed'",
 }
+#: The metrics of a class' epoch: the mean cost, and those of `ClassRecorder.val_error`.
+_METRICS = ("loss", "cost", "error", "top5")
 #: Files of a run's folder that have results: a folder without any may be used again.
 _RESULTS = ("rank-*.jsonl", "reports.jsonl", "params.npz", "checkpoints")
 
@@ -418,10 +420,15 @@ def _table(found: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _metric(value: Any) -> list[str] | None:
+    if value is None:
+        return None
     try:
-        return None if value is None else list(as_metric(value, "keep_best"))
+        name, mode = as_metric(value, "keep_best")
     except TypeError as error:
         raise SettingsError(str(error)) from None
+    if name not in _METRICS:
+        raise SettingsError(f"keep_best: expected one of {', '.join(_METRICS)}, got {name!r}")
+    return [name, mode]
 
 
 def _config(found: Mapping[str, Any]) -> dict[str, Any]:
