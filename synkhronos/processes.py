@@ -26,7 +26,7 @@ from synkhronos import engines, ranks
 from synkhronos.checks import flag, index, integer, number
 from synkhronos.devices import HOST, choose, device_named, is_on_gpus, keep_off_gpus, needs_fresh_processes
 from synkhronos.graphs import loaded_libraries
-from synkhronos.hosts import MOST, Host, MpiLink, hosts_of, is_this_machine, launched, serve
+from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, MpiLink, find_launch, is_this_machine, parse_hosts, serve
 from synkhronos.ranks import Command, Rank
 
 __all__ = ["bytes_sent", "close", "fork"]
@@ -147,8 +147,8 @@ def fork(
     """
     if n_parallel is not None:
         n_parallel = integer(n_parallel, "n_parallel")
-        if not 1 <= n_parallel <= MOST:
-            raise ValueError(f"n_parallel: expected a number of ranks from 1 to {MOST}, got {n_parallel}")
+        if not 1 <= n_parallel <= MAX_RANKS_PER_HOST:
+            raise ValueError(f"n_parallel: expected a number of ranks from 1 to {MAX_RANKS_PER_HOST}, got {n_parallel}")
     if use_gpu is not None and not isinstance(use_gpu, bool | np.bool_):
         raise TypeError(f"use_gpu: expected True, False or None, got {use_gpu!r}")
     profile_workers = flag(profile_workers, "profile_workers")
@@ -157,11 +157,11 @@ def fork(
     master_rank = integer(master_rank, "master_rank")
     if not number(host_timeout, "host_timeout", "a number of seconds") >= 1:
         raise ValueError(f"host_timeout: expected a number of seconds, at least 1, got {host_timeout!r}")
-    named = hosts_of(hosts)
+    named = parse_hosts(hosts)
     if len(named) == 1:
         _check_is_here(named[0])
         return _fork(named[0].n_ranks or n_parallel, use_gpu, master_rank, profile_workers, timeout)
-    process = launched() if hosts is None else None
+    process = find_launch() if hosts is None else None
     if not named and process is not None and process[0] > 0:
         serve()
     if named or process is not None:
@@ -182,7 +182,7 @@ def fork_bound(
     What other hosts print goes to the file ``said``.
     """
     bound = tuple(map(tuple, cores))
-    named = hosts_of(hosts)
+    named = parse_hosts(hosts)
     if len(named) > 1:
         with _started(named, use_gpu, said=said) as others:
             return _fork(None, use_gpu, cores=bound, link=others)
@@ -231,7 +231,7 @@ def _fork(
         index(master_rank, "master_rank", size, ValueError)
         n_here = size
     else:
-        device, _ = choose(link.have_gpus() if use_gpu is None else use_gpu, None)
+        device, _ = choose(link.choose_gpu_default() if use_gpu is None else use_gpu, None)
         link.divide(n_parallel, is_on_gpus(device))
         size, n_here = link.size, len(link.here)
         if master_rank not in link.here:

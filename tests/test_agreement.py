@@ -486,10 +486,10 @@ def test_an_agent_counts_the_steps_of_other_hosts():
     step = (FIRST << STEP_BITS) + 2
     agent = object.__new__(Agent)
     agent._control, agent._tally, agent._ranks = Memory(range(1), 2), StepTally(2, 0), [range(1), range(1, 2)]
-    agent._take_step(1, step, [])
+    agent._on_step(1, step, [])
     agent._tally.update(0, step)
     agent._tally.update(FIRST, step)
-    agent._take_failed(1, FIRST)
+    agent._on_failed(1, FIRST)
     assert last_common_step(agent._control.words, FIRST) == step
 
 

@@ -22,11 +22,11 @@ from synkhronos import processes
 from synkhronos.hosts import agent as agents
 from synkhronos.hosts import mpirun, start
 from synkhronos.hosts.agent import Agent
-from synkhronos.hosts.contents import PAGE, Contents, Rows, pages_of, put_pages, take_pages
 from synkhronos.hosts.mail import PART
-from synkhronos.hosts.mpirun import _check_names, lost_hosts
-from synkhronos.hosts.names import Host, hosts_of
-from synkhronos.hosts.pipes import FRAME, FRAMES, Layout
+from synkhronos.hosts.mpirun import _check_names, find_lost_hosts
+from synkhronos.hosts.names import Host, parse_hosts
+from synkhronos.hosts.page_table import PAGE, PageTable, SegmentAccess, find_pages, put_pages, take_pages
+from synkhronos.hosts.pipes import FRAME, FRAMES, PipeLayout
 from synkhronos.hosts.task import TaskAgent
 from synkhronos.ranks.control import Control
 
@@ -133,7 +133,7 @@ def test_wrong_hosts(hosts, error, words, monkeypatch):
     for name in ("SLURM_JOB_NODELIST", "PBS_NODEFILE", "LSB_MCPU_HOSTS"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(error, match=words):
-        hosts_of(hosts)
+        parse_hosts(hosts)
 
 
 def test_without_mpirun(monkeypatch):
@@ -164,14 +164,14 @@ def test_processes_that_mpi_does_not_connect_are_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(start, "_has_started", False)
     monkeypatch.setattr(mpirun, "agent_command", lambda address: ["sleep", "60"])
-    monkeypatch.setattr(start.Hosts, "_meet", lambda self, listener: said)
+    monkeypatch.setattr(start.MpiLink, "_connect", lambda self, listener: said)
     with pytest.raises(RuntimeError, match="2 processes were started, and MPI connects 1 of them.*srun --ntasks-per"):
         synk.fork(use_gpu=False)
 
 
 def test_what_mpirun_leaves_behind_holds_up_nobody(monkeypatch):
     leaves = ["sh", "-c", "sleep 20 & echo no route to host b >&2; exit 255"]
-    monkeypatch.setattr(mpirun, "command", lambda names, address: leaves)
+    monkeypatch.setattr(mpirun, "mpirun_command", lambda names, address: leaves)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="hosts a, b could not be reached: no route to host b$"):
         synk.fork(hosts=["a", "b"], use_gpu=False)
@@ -181,14 +181,14 @@ def test_what_mpirun_leaves_behind_holds_up_nobody(monkeypatch):
 def test_what_an_agent_says_comes_without_what_mpirun_says_besides(monkeypatch):
     reason = "the first host has to be the machine that calls fork(), and a is not"
     said = f"Traceback:\n  in _connect\nRuntimeError: {reason}\n[proxy:1@b] main (pmip.c:123): demux engine error"
-    monkeypatch.setattr(mpirun, "command", lambda names, address: ["sh", "-c", f"echo '{said}' >&2; exit 7"])
+    monkeypatch.setattr(mpirun, "mpirun_command", lambda names, address: ["sh", "-c", f"echo '{said}' >&2; exit 7"])
     with pytest.raises(RuntimeError, match=f"^the hosts a, b could not be reached: {re.escape(reason)}$"):
         synk.fork(hosts=["a", "b"], use_gpu=False)
 
 
 def started(press):
     """Start hosts, with Ctrl-C before the instruction of this number; return the number of instructions."""
-    codes = {start.Hosts.start.__code__, start.Hosts.__init__.__code__, processes._started.__wrapped__.__code__}
+    codes = {start.MpiLink.launch.__code__, start.MpiLink.__init__.__code__, processes._started.__wrapped__.__code__}
     before, count = sys.gettrace(), 0
 
     def trace(frame, event, argument):
@@ -215,8 +215,8 @@ def started(press):
 def test_ctrl_c_at_any_moment_leaves_no_mpirun(monkeypatch):
     made.end()  # those are children of this process, too
     said = [{"name": name, "cores": 1, "gpus": 0, "machine": 1, "versions": {}} for name in "ab"]
-    monkeypatch.setattr(mpirun, "command", lambda names, address: ["sleep", "60"])
-    monkeypatch.setattr(start.Hosts, "_meet", lambda self, listener: said)
+    monkeypatch.setattr(mpirun, "mpirun_command", lambda names, address: ["sleep", "60"])
+    monkeypatch.setattr(start.MpiLink, "_connect", lambda self, listener: said)
     for press in range(1, 1 + started(-1)):
         with pytest.raises(KeyboardInterrupt):
             started(press)
@@ -226,10 +226,10 @@ def test_ctrl_c_at_any_moment_leaves_no_mpirun(monkeypatch):
 def test_a_process_that_is_bound_to_a_core_is_warned_of_where_it_calls_fork(monkeypatch):
     versions = iter([{"Python": "3.11"}, {"Python": "3.12"}])
     said = [{"name": each, "cores": 1, "gpus": 0, "machine": 4, "versions": next(versions)} for each in "ab"]
-    monkeypatch.setattr(processes, "launched", lambda: (0, 2))
+    monkeypatch.setattr(processes, "find_launch", lambda: (0, 2))
     monkeypatch.setattr(start, "_has_started", False)
     monkeypatch.setattr(mpirun, "agent_command", lambda address: ["sleep", "60"])
-    monkeypatch.setattr(start.Hosts, "_meet", lambda self, listener: said)
+    monkeypatch.setattr(start.MpiLink, "_connect", lambda self, listener: said)
     with (
         pytest.warns(UserWarning, match="may use 1 of 4 cores") as found,
         pytest.raises(RuntimeError, match="3.12 on b"),
@@ -240,18 +240,18 @@ def test_a_process_that_is_bound_to_a_core_is_warned_of_where_it_calls_fork(monk
 
 def test_an_mpirun_of_another_mpi_than_mpi4py_s_is_refused(monkeypatch):
     made.end()  # those are children of this process, too
-    monkeypatch.setattr(mpirun, "command", lambda names, address: ["sleep", "60"])
-    monkeypatch.setattr(mpirun, "path", lambda: "/opt/mpi/bin/mpirun")
+    monkeypatch.setattr(mpirun, "mpirun_command", lambda names, address: ["sleep", "60"])
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: "/opt/mpi/bin/mpirun")
     # The process of the first host, which is alone to its MPI.
-    monkeypatch.setattr(start.Hosts, "_meet", lambda self, listener: [{"name": "a", "cores": 4, "gpus": 0}])
+    monkeypatch.setattr(start.MpiLink, "_connect", lambda self, listener: [{"name": "a", "cores": 4, "gpus": 0}])
     with pytest.raises(RuntimeError, match=r"^/opt/mpi/bin/mpirun started 2 processes, and MPI connects 1 of them"):
         synk.fork(hosts=["a", "b"], use_gpu=False)
     assert children_of(os.getpid()) == []
 
 
 def test_frames_have_no_more_memory_than_they_need():
-    control = Control(3, 0.0, here=range(2), extra=Layout.nbytes(2))
-    frame = Layout(control).frame(3, FRAMES - 1)
+    control = Control(3, 0.0, here=range(2), extra=PipeLayout.nbytes(2))
+    frame = PipeLayout(control).frame(3, FRAMES - 1)
     assert len(frame) == FRAME
     frame[-1] = 1
     assert control.extra[-1] == 1
@@ -288,15 +288,15 @@ def test_hosts_that_nobody_knows(monkeypatch, tmp_path):
 
 def test_what_mpirun_says_tells_which_host_is_lost():
     known_as = [("a", "node-a"), ("b", "node-b"), ("c", "node-c")]
-    assert lost_hosts("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 9", known_as) == [1]
-    assert lost_hosts("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 11\n=   CLEANING", known_as) == [0, 2]
-    assert lost_hosts("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 110", known_as) == [1]
-    assert lost_hosts("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 12\n=   CLEANING", known_as) == [0, 2]
-    assert lost_hosts("PID 28 on node c exited on signal 12 (User defined signal 2)", known_as) == [0, 1]
-    assert lost_hosts("HNP daemon   : [p@0,0] on node a\n  Remote daemon: [p@0,1] on node b", known_as) == [1]
-    assert lost_hosts("process rank 1 with PID 28 on\nnode c exited on\nsignal 9 (Killed)", known_as) == [2]
-    assert lost_hosts("[b:00000] *** An error occurred in Socket closed", known_as) == [0, 2]
-    assert lost_hosts("[mpiexec@a] control_cb: assert (!closed) failed", known_as) == [1, 2]
+    assert find_lost_hosts("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 9", known_as) == [1]
+    assert find_lost_hosts("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 11\n=   CLEANING", known_as) == [0, 2]
+    assert find_lost_hosts("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 110", known_as) == [1]
+    assert find_lost_hosts("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 12\n=   CLEANING", known_as) == [0, 2]
+    assert find_lost_hosts("PID 28 on node c exited on signal 12 (User defined signal 2)", known_as) == [0, 1]
+    assert find_lost_hosts("HNP daemon   : [p@0,0] on node a\n  Remote daemon: [p@0,1] on node b", known_as) == [1]
+    assert find_lost_hosts("process rank 1 with PID 28 on\nnode c exited on\nsignal 9 (Killed)", known_as) == [2]
+    assert find_lost_hosts("[b:00000] *** An error occurred in Socket closed", known_as) == [0, 2]
+    assert find_lost_hosts("[mpiexec@a] control_cb: assert (!closed) failed", known_as) == [1, 2]
 
 
 @pytest.mark.parametrize(("error", "number"), [("mpi4py.MPI.Exception(1)", 12), ("OSError(1)", 9)])
@@ -314,9 +314,9 @@ def test_an_agent_that_fails_ends_by_a_signal_that_says_whether_mpi_did(error, n
 def test_hosts_of_the_environment_and_of_allocations(monkeypatch, tmp_path):
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     monkeypatch.delenv("SYNKHRONOS_HOSTS", raising=False)
-    assert hosts_of(None) == hosts_of([]) == []
+    assert parse_hosts(None) == parse_hosts([]) == []
     monkeypatch.setenv("SYNKHRONOS_HOSTS", "a, b:3")
-    assert hosts_of(None) == [("a", None), ("b", 3)]
+    assert parse_hosts(None) == [("a", None), ("b", 3)]
     # What scontrol of Slurm 22.05 makes of such a list.
     scontrol = tmp_path / "scontrol"
     scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames a[08-10,7],login1,r[1-2]n[1,3]" ] && printf %s "$NAMES"\n')
@@ -335,7 +335,7 @@ def test_hosts_of_the_environment_and_of_allocations(monkeypatch, tmp_path):
         with monkeypatch.context() as patched:
             for name, value in {**variables, "NAMES": "\n".join(names)}.items():
                 patched.setenv(name, value)
-            assert hosts_of("all") == hosts_of(None) == [(name, None) for name in names]
+            assert parse_hosts("all") == parse_hosts(None) == [(name, None) for name in names]
 
 
 def test_mpirun_in_a_step_of_slurm_has_what_the_job_has(monkeypatch):
@@ -351,8 +351,8 @@ def test_mpirun_in_a_step_of_slurm_has_what_the_job_has(monkeypatch):
         "SLURM_MPI_TYPE": "none",
         "SLURM_OVERLAP": "1",
     }
-    assert mpirun.environment(False) == {**expected, "SLURM_STEP_ID": "0", **of_user, **of_job}
-    assert mpirun.environment(True) == os.environ  # what this host's agent finds the others by
+    assert mpirun.mpirun_environment(False) == {**expected, "SLURM_STEP_ID": "0", **of_user, **of_job}
+    assert mpirun.mpirun_environment(True) == os.environ  # what this host's agent finds the others by
 
 
 ROWS = st.one_of(
@@ -368,7 +368,7 @@ def test_other_hosts_have_what_they_read(data):
     row = data.draw(st.sampled_from([1, 8, 100, 5000, 12288]))
     memory = {1: np.zeros(60 * row, np.uint8), 2: np.zeros(60 * 8, np.uint8)}
     hosts = [{key: np.zeros_like(value) for key, value in memory.items()} for _ in range(2)]
-    contents = Contents(2)
+    contents = PageTable(2)
     for key, value in memory.items():
         contents.add(key, value)
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
@@ -380,15 +380,15 @@ def test_other_hosts_have_what_they_read(data):
         needed, expected = [], []
         for _ in hosts:
             rows = data.draw(st.one_of(st.none(), ROWS))
-            read = Rows(1, 0, row, rows, None if rows is not None else (2, 0, len(indexes), 0))
-            needed.append(pages_of([read], memory))
+            read = SegmentAccess(1, 0, row, rows, None if rows is not None else (2, 0, len(indexes), 0))
+            needed.append(find_pages([read], memory))
             expected.append(list(range(*rows)) if rows is not None else indexes.tolist())
-        for host, pages, rows in zip(hosts, contents.lacking(needed), expected, strict=True):
+        for host, pages, rows in zip(hosts, contents.take_missing(needed), expected, strict=True):
             for key, some in pages.items():
                 put_pages(host[key], some, take_pages(memory[key], some))
             for r in rows:
                 assert np.array_equal(host[1][r * row : (r + 1) * row], memory[1][r * row : (r + 1) * row])
-        assert contents.lacking(needed) == [{}, {}]  # nothing goes twice
+        assert contents.take_missing(needed) == [{}, {}]  # nothing goes twice
 
 
 def test_an_agent_that_sends_for_long_hears_the_others_before_it_judges():
@@ -396,19 +396,19 @@ def test_an_agent_that_sends_for_long_hears_the_others_before_it_judges():
         """Mail of which three looks are needed until it has gone, and to which another host speaks all the time."""
 
         looks = 3
-        heard = {1: 0.0}
+        last_received = {1: 0.0}
 
-        def hear(self, most):
-            self.heard[1] = time.monotonic()
+        def accept(self, limit):
+            self.last_received[1] = time.monotonic()
 
-        def is_sending(self, most):
+        def has_pending(self, limit):
             self.looks -= 1
             return self.looks > 0
 
     agent = object.__new__(Agent)
     agent._mail, silences = Sending(), []
-    agent._beat = lambda now: silences.append(now - agent._mail.heard[1])
-    agent._go_on(16)
+    agent._beat = lambda now: silences.append(now - agent._mail.last_received[1])
+    agent._heartbeat(16)
     assert len(silences) == 3 and max(silences) < 60, silences
 
 
@@ -421,13 +421,13 @@ def test_what_comes_for_a_task_waits_until_its_host_has_heard_of_it():
     control = SimpleNamespace(here=range(1), fence=lambda: None, ring=lambda rank, reason: None)
     agent = TaskAgent(mail, control, [range(1), range(1, 2)], {})
     agent.begin(4, None)
-    agent.takes[PART](1, 5, 1, 0, 1, b"first")
-    assert not agent.move() and not taken
+    agent.handlers[PART](1, 5, 1, 0, 1, b"first")
+    assert not agent.progress() and not taken
     agent.begin(5, None)
     agent._bridge = bridge
-    agent.takes[PART](1, 5, 1, 0, 2, b"second")
-    agent.takes[PART](1, 4, 1, 0, 1, b"of a command that has failed")
-    assert agent.move() and taken == [(1, 0, 1, b"first"), (1, 0, 2, b"second")]
+    agent.handlers[PART](1, 5, 1, 0, 2, b"second")
+    agent.handlers[PART](1, 4, 1, 0, 1, b"of a command that has failed")
+    assert agent.progress() and taken == [(1, 0, 1, b"first"), (1, 0, 2, b"second")]
     assert not agent.is_waited_for
 
 
@@ -439,7 +439,7 @@ def test_an_agent_says_what_it_has_no_room_for(monkeypatch):
     agent, said = object.__new__(Agent), []
     agent._names, agent._me, agent._here, agent._segments, agent._mapped = "ab", 1, range(2, 3), {}, 0
     agent._mail = SimpleNamespace(send=lambda *message: said.append(message))
-    agent._take_announce(0, 1, 4096, None)
+    agent._on_announce(0, 1, 4096, None)
     assert said == [(0, agents.LOST, "host b (rank 2): 4096 bytes of shared memory can't be mapped", 2)]
     assert agent._segments == {}
 
@@ -448,9 +448,12 @@ def test_the_pages_of_a_long_run_are_known_at_once():
     rows = 1 << 40
     memory = {1: np.broadcast_to(np.uint8(0), rows)}
     for each in ((rows - 2 * PAGE, rows, 1), (rows - 1, rows - 2 * PAGE - 1, -1)):
-        assert pages_of([Rows(1, 0, 1, each, None)], memory)[1].tolist() == [rows // PAGE - 2, rows // PAGE - 1]
+        assert find_pages([SegmentAccess(1, 0, 1, each, None)], memory)[1].tolist() == [
+            rows // PAGE - 2,
+            rows // PAGE - 1,
+        ]
     began = time.perf_counter()
-    assert len(pages_of([Rows(1, 0, 1, (0, 1 << 28, 1), None)], memory)[1]) == (1 << 28) // PAGE
+    assert len(find_pages([SegmentAccess(1, 0, 1, (0, 1 << 28, 1), None)], memory)[1]) == (1 << 28) // PAGE
     assert time.perf_counter() - began < 1
 
 

@@ -19,8 +19,7 @@ import numpy as np
 
 from synkhronos.devices.host import HostCommunicator, Layout, as_bytes, combine, nbytes
 from synkhronos.devices.reductions import REDUCTIONS
-from synkhronos.hosts.pipes import DOWN_IN, DOWN_OUT, FRAME, FRAMES, HERE, UP_IN, UP_OUT, Pipe
-from synkhronos.hosts.pipes import Layout as PipeLayout
+from synkhronos.hosts.pipes import DOWN_IN, DOWN_OUT, FRAME, FRAMES, HERE, UP_IN, UP_OUT, Pipe, PipeLayout
 from synkhronos.ranks import Rank
 
 #: Chunks whose results the ranks of the last host have not taken yet, at most: a frame must not be filled anew before.
@@ -33,7 +32,7 @@ class ChainCommunicator(HostCommunicator):
     def __init__(self, rank: Rank):
         super().__init__(rank)
         layout, self._here = PipeLayout(rank.control), rank.control.here
-        self._beyond = layout.beyond
+        self._n_next_hosts = layout.n_next_hosts
         self._up_out, self._up_in, self._down_out, self._down_in, self._local = (
             Pipe(rank, layout, pipe) for pipe in (UP_OUT, UP_IN, DOWN_OUT, DOWN_IN, HERE)
         )
@@ -87,19 +86,19 @@ class ChainCommunicator(HostCommunicator):
                 content = self._next_halves()[root - here.start][:n]
                 if me == root and source is not None:
                     content[:] = source[at : at + n]
-                self._local.pass_on()
-                self._rank.wait(self._local.when_all())
+                self._local.advance()
+                self._rank.wait(self._local.make_all_done())
             else:
-                content = into.come()[:n]
+                content = into.wait_readable()[:n]
             for out in outs:
-                frame = out.free()
+                frame = out.wait_writable()
                 if me == here.start:
                     frame[:n] = content
-                out.pass_on(n)
+                out.advance(n)
             if target is not None and me != root:
                 target[at : at + n] = content
             if into is not self._local:
-                into.pass_on()
+                into.advance()
 
     def _reduce(
         self,
@@ -124,8 +123,8 @@ class ChainCommunicator(HostCommunicator):
                 part = source[at : at + count]
                 halves[place][:low] = part[:low]
                 halves[place][high:] = part[high:]
-            self._local.pass_on()
-            rank.wait(self._local.when_all())
+            self._local.advance()
+            rank.wait(self._local.make_all_done())
             inputs = [
                 source[at + low : at + high]
                 if r == rank.number and source is not None
@@ -135,17 +134,17 @@ class ChainCommunicator(HostCommunicator):
             ]
             so_far = None
             if not self._is_first:
-                so_far = self._up_in.come()[: count * wide.itemsize].view(wide)[low:high]
+                so_far = self._up_in.wait_readable()[: count * wide.itemsize].view(wide)[low:high]
             out = self._down_out if self._is_last else self._up_out
-            result = out.free()[: count * wide.itemsize].view(wide)[low:high]
+            result = out.wait_writable()[: count * wide.itemsize].view(wide)[low:high]
             if so_far is not None and contributors[0] < here.start:
                 inputs.insert(0, so_far)
             combine(inputs, row, result)
             if self._is_last and row.divides:
                 np.true_divide(result, len(contributors), out=result)
             if not self._is_first:
-                self._up_in.pass_on()
-            out.pass_on(count * wide.itemsize)
+                self._up_in.advance()
+            out.advance(count * wide.itemsize)
             waiting.append((at, count))
             if len(waiting) > self._under_way:
                 self._take(target, waiting.pop(0), wide, len(waiting))
@@ -159,7 +158,7 @@ class ChainCommunicator(HostCommunicator):
         The way is longer for the first hosts.  Each hop has room for four times as many as it adds here, so that hosts
         whose frames are full never wait for each other in a circle.
         """
-        return _ON_LAST if self._is_last else FRAMES * self._beyond[0]
+        return _ON_LAST if self._is_last else FRAMES * self._n_next_hosts[0]
 
     def _take(self, target: np.ndarray | None, chunk: tuple[int, int], wide: np.dtype, behind: int) -> None:
         """Copy a chunk of the result to where it is wanted, and pass it on to the host before.
@@ -168,16 +167,16 @@ class ChainCommunicator(HostCommunicator):
         """
         at, count = chunk
         if self._is_last:
-            self._rank.wait(self._down_out.when_all(behind))
-            result = self._down_out.past(behind)[: count * wide.itemsize].view(wide)
+            self._rank.wait(self._down_out.make_all_done(behind))
+            result = self._down_out.previous_frame(behind)[: count * wide.itemsize].view(wide)
         else:
-            result = self._down_in.come()[: count * wide.itemsize].view(wide)
+            result = self._down_in.wait_readable()[: count * wide.itemsize].view(wide)
             if not self._is_first:
-                frame = self._down_out.free()
+                frame = self._down_out.wait_writable()
                 if self._rank.number == self._here.start:
                     frame[: count * wide.itemsize] = as_bytes(result)
-                self._down_out.pass_on(count * wide.itemsize)
+                self._down_out.advance(count * wide.itemsize)
         if target is not None:
             target[at : at + count] = result
         if not self._is_last:
-            self._down_in.pass_on()
+            self._down_in.advance()

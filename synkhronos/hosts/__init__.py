@@ -1,29 +1,16 @@
-"""How do ranks on other machines take part?
+"""Ranks on other machines.
 
 On each machine, a *host*, ranks share memory.  One more process a host, the *agent*, is no rank: it alone speaks MPI,
-and writes into its host's control memory what the ranks of the other hosts have written into theirs.  So a rank waits
-for words in its own host's memory wherever the others are, and the rooms above know of no hosts::
+and copies into its host's control memory what the ranks of other hosts have written into theirs.  So a rank waits for
+words in its own host's memory wherever its peers are, and the layers above know of no hosts::
 
     host a                                                          host b
     master, workers <-> control memory <-> agent  <== MPI ==>  agent <-> control memory <-> workers
 
-`MpiLink`, `serve`
-    Starts the agents by ``mpirun``, and is what the master's session knows of the other hosts (`start`).
-`Host`, `MOST`, `hosts_of`, `is_this_machine`, `launched`
-    The hosts that a user names, or that ``mpirun`` has started the script on (`names`).
-`mpirun`
-    What ``mpirun`` wants and says.
-`agent`, `mail`
-    What an agent does, from its start to its end; how agents tell each other.
-`contents`
-    Which parts of shared memory the other hosts lack.
-`pipes`, `frames`
-    Memory through which collectives stream arrays from a host to the next, and the agent's part in that.
-`task`
-    What ranks of different hosts send each other, and share under a lock.
+`MpiLink` connects the master's session to the agents.
 """
 
-from synkhronos.hosts.names import MOST, Host, hosts_of, is_this_machine, launched
+from synkhronos.hosts.names import MAX_RANKS_PER_HOST, Host, find_launch, is_this_machine, parse_hosts
 from synkhronos.hosts.start import MpiLink, serve
 
-__all__ = ["MOST", "Host", "MpiLink", "hosts_of", "is_this_machine", "launched", "serve"]
+__all__ = ["MAX_RANKS_PER_HOST", "Host", "MpiLink", "parse_hosts", "is_this_machine", "find_launch", "serve"]

@@ -1,24 +1,21 @@
-"""What an agent does, from its start to its end.
+"""The agent of a host: the process that ``mpirun`` starts there, and that alone speaks MPI.
 
-`main`
-    The process that ``mpirun`` starts on each host.
-
-An agent looks at its host's control memory and at what has come by MPI, in turns, and never waits for either::
+An agent polls its host's control memory and the messages that have arrived, in turns, and waits for neither::
 
     control memory of this host                                to and from the other agents (`Mail`)
-    a command was posted (master's host)          ->           POST, before it ANNOUNCE, PAGES, DROP
-    all ranks of the host have come to a step     ->           STEP, with what they show
-    a rank, here or elsewhere, has failed         ->           FAILED, from each host once
-    all ranks of the host are done                ->           DONE, with their reports, to the master's host
-    a worker has ended                            ->           LOST, to the master's host
-    a frame of a pipe is filled, or free          <->          frames, to and from the neighbours
-    a rank has sent to one of another host        ->           PART, to that host; STOP, to all
+    a command was posted (master's host)          ->           POST, preceded by ANNOUNCE, PAGES, DROP
+    all ranks of the host have reached a step     ->           STEP, with the values that they publish
+    a rank, here or elsewhere, has failed         ->           FAILED, once from each host
+    all ranks of the host have finished           ->           DONE, with their reports, to the master's host
+    a worker has exited                           ->           LOST, to the master's host
+    a frame of a pipe is full, or free            <->          frames, to and from the neighbours
+    a rank has sent to a rank of another host     ->           PART, to that host; STOP, to all
     a rank uses a lock of another host            <->          ASK, ANSWER, CONTENT: see `synkhronos.hosts.task`
     the master ends the ranks                     ->           END;  answered by GONE
 
-The master's agent and each other one send each other BEAT a few times a second.  A host from which nothing comes for
-`host_timeout` seconds is lost.  The master's agent tells the master so; another one, which has lost that agent, ends
-its workers and itself.  A rank that computes for minutes is no loss, since beats come from agents.
+The master's agent and each other agent send each other BEAT a few times a second.  A host that is silent for
+`host_timeout` seconds is lost.  The master's agent reports that to the master; another agent that has lost the master's
+ends its workers and itself.  A rank that computes for minutes is not lost, since agents send the beats.
 """
 
 from __future__ import annotations
@@ -43,26 +40,26 @@ import numpy as np
 
 from synkhronos.checks import versions
 from synkhronos.gpus import get_n_gpu
-from synkhronos.hosts.contents import PAGE, Contents, pages_of, put_pages, take_pages
 from synkhronos.hosts.frames import Frames
 from synkhronos.hosts.mail import (
     ANNOUNCE,
     BEAT,
+    CHUNK_NBYTES,
     DONE,
     DROP,
     END,
     FAILED,
     GONE,
     LOST,
+    MAX_PENDING,
     PAGES,
-    PIECE,
     POST,
     STEP,
-    UNDER_WAY,
     Mail,
 )
-from synkhronos.hosts.names import host_and_ranks, ranks_of
-from synkhronos.hosts.pipes import FRAME, NEWS, Layout
+from synkhronos.hosts.names import describe_host, number_ranks
+from synkhronos.hosts.page_table import PAGE, PageTable, find_pages, put_pages, take_pages
+from synkhronos.hosts.pipes import FRAME, NEWS, PipeLayout
 from synkhronos.hosts.task import TaskAgent
 from synkhronos.ranks.agreement import StepTally, close_command
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, FOR_STEP, SLOT, SPIN, Control
@@ -74,41 +71,41 @@ from synkhronos.ranks.threads import available_cores
 from synkhronos.ranks.worker import ignore_signals_to_all
 from synkhronos.ranks.workers import Workers
 
-#: What begins the names of the variables by which launchers tell a process of MPI who it is.
+#: Prefixes of the environment variables by which launchers identify MPI processes.
 _LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDRA_")
-#: Messages that an agent takes in while it can't look at them: beats, for minutes.
-_WHILE_BUSY = 10_000
-#: Seconds between two beats, and between two looks at the workers' lives.
+#: Maximal number of messages that an agent accepts while it cannot process them: beats of some minutes.
+_MAX_UNPROCESSED = 10_000
+#: Seconds between two beats, and between two checks of the workers' lives.
 _BEAT, _LOOK = 0.2, 0.02
-#: Seconds of quiet up to which an agent looks without a pause, and up to which its pauses are short.
+#: Seconds without news up to which an agent polls without sleeping, and up to which its sleeps are short.
 _AWAKE, _DOZING = 1e-3, 0.05
-#: The short pauses, and the longest; between them a pause is a hundredth of the quiet before it.
+#: Seconds of a short sleep, and of the longest; in between a sleep is a hundredth of the time without news.
 _SHORT, _LONG = 50e-6, 10e-3
-#: Seconds that workers get to end by themselves.
+#: Seconds that workers get to exit by themselves.
 _GRACE = 2.0
-#: Seconds that the other hosts get to end once the master has ended.
-_ENOUGH = 0.5
-#: Seconds after which an agent ends that has not met the others.
+#: Seconds that the other hosts get to exit after the master has.
+_GRACE_WITHOUT_MASTER = 0.5
+#: Seconds after which an agent exits that has not connected to the others.
 _START = 90
 
 
 class Agent:
-    """One host's agent.
+    """Agent of one host.
 
     Parameters
     ----------
     mpi : module
         ``mpi4py.MPI``.
     config : dict
-        What the master has said: see `synkhronos.hosts.start.MpiLink.start`.
+        Configuration from the master: see `synkhronos.hosts.start.MpiLink.start`.
     control : Control
-        This host's.
+        Control memory of this host.
     channel : socket or None
-        To the master, on its host.
+        Channel to the master, on its host.
     workers : Workers
-        Those that this agent has started: none on the master's host.
+        Workers that this agent has started; none on the master's host.
     frames : mpi4py.MPI.Comm
-        Another communicator of all agents, for frames.
+        Second communicator of all agents, for frames.
     """
 
     def __init__(
@@ -123,30 +120,30 @@ class Agent:
         world = mpi.COMM_WORLD
         self._config, self._control, self._channel, self._workers = config, control, channel, workers
         self._me, self._names = world.rank, config["names"]
-        self._ranks = ranks_of(config["counts"])
+        self._ranks = number_ranks(config["counts"])
         self._here = control.here
-        self._layout = Layout(control)
-        self._layout.beyond[0] = world.size - 1 - world.rank
+        self._layout = PipeLayout(control)
+        self._layout.n_next_hosts[0] = world.size - 1 - world.rank
         self._mail = Mail(mpi, world)
         self._frames = Frames(mpi, frames, control, self._layout)
-        self._contents = Contents(world.size - 1, self._go_on)
+        self._pages = PageTable(world.size - 1, self._heartbeat)
         self._receiver = None if channel is None else Receiver(channel)
         self._segments: dict[int, Segment] = {}
         self._task = TaskAgent(self._mail, control, self._ranks, self._segments)
         self._mapped = self._posted = self._step = 0
         self._tally = StepTally(world.size, world.rank)
         self._done: tuple[int, ...] = ()
-        # The others start their workers before they say anything.
+        # The others start their workers before they send anything.
         self._next_beat = self._next_look = 0.0
         self._deadline = 0.0
         self._is_ending = False
-        #: The hosts with which this one exchanges beats, and those of the others that have ended.
+        #: Hosts with which this one exchanges beats, and those of them that have exited.
         self._peers = self._mail.others if self._is_first else [0]
         self._gone: set[int] = set()
-        self._takes: dict[int, Callable[..., None]] = {
-            POST: self._take_post, ANNOUNCE: self._take_announce, PAGES: self._take_pages, DROP: self._take_drop,
-            STEP: self._take_step, FAILED: self._take_failed, DONE: self._take_done, LOST: self._take_lost,
-            BEAT: self._take_beat, END: self._take_end, GONE: self._take_gone, **self._task.takes,
+        self._handlers: dict[int, Callable[..., None]] = {
+            POST: self._on_post, ANNOUNCE: self._on_announce, PAGES: self._on_pages, DROP: self._on_drop,
+            STEP: self._on_step, FAILED: self._on_failed, DONE: self._on_done, LOST: self._on_lost,
+            BEAT: self._on_beat, END: self._on_end, GONE: self._on_gone, **self._task.handlers,
         }  # fmt: skip
 
     @property
@@ -154,24 +151,24 @@ class Agent:
         return self._channel is not None
 
     def run(self) -> None:
-        """Look here and there until the ranks end."""
+        """Poll until the ranks end."""
         last_news, has_cores = time.monotonic(), len(self._here) < available_cores()
         while not self._is_over():
-            news = self._look_here()
-            for source, kind, what in self._mail.come():
-                self._takes[kind](source, *what)
+            news = self._poll_memory()
+            for source, kind, what in self._mail.receive():
+                self._handlers[kind](source, *what)
                 news |= kind != BEAT
-            if self._frames.move():
+            if self._frames.progress():
                 self._control.ring_here(FOR_STEP)
                 news = True
-            news |= self._task.move()
+            news |= self._task.progress()
             now = time.monotonic()
             self._beat(now)
             if news:
                 last_news = now
                 continue
             quiet = now - last_news
-            # Frames that move wait for a pause without loss: others are under way, and ranks may need the core.
+            # While frames are in transit a short sleep costs nothing: others follow, and ranks may need the core.
             if quiet < _AWAKE and has_cores and not self._frames.are_moving:
                 os.sched_yield()
             else:
@@ -180,34 +177,34 @@ class Agent:
     def _is_over(self) -> bool:
         return self._is_ending and (not self._is_first or self._gone.issuperset(self._peers))
 
-    # -- what happens here -----------------------------------------------------------------------------------
+    # -- events of this host -----------------------------------------------------------------------------------
 
-    def _look_here(self) -> bool:
-        """Tell the other hosts what is new on this one."""
+    def _poll_memory(self) -> bool:
+        """Send the other hosts what has changed on this one; return True if something has."""
         words, news = self._control.words, False
-        # Before the word of a failure, which a rank writes first, or the master might hear that all are done, not why.
+        # Read before FAILED, which a failing rank writes first: otherwise DONE could be sent without the failure.
         done = tuple(self._control.done[self._here.start : self._here.stop])
         if self._is_first and words[Control.POSTED] > self._posted:
             self._post()
             news = True
-        failed = words[Control.FAILED]  # before the ranks' steps: see `ranks.agreement`
+        failed = words[Control.FAILED]  # read before the ranks' steps: see `ranks.agreement`
         step = min(self._control.arrived[self._here.start : self._here.stop])
         sends_step, sends_failed = self._tally.update(failed, step)
         if sends_step:
-            self._show(step)
+            self._send_step(step)
         if sends_failed:
             self._mail.send_all(self._mail.others, FAILED, failed)
-            self._close()
+            self._close_commands()
         news |= sends_step or sends_failed
         if not self._is_first:
-            news |= self._say_done(done)
+            news |= self._send_done(done)
         elif words[Control.ENDING] and not self._is_ending:
             self._is_ending = news = True
             self._mail.send_all(self._mail.others, END, words[Control.ENDING] > 1)
         return news
 
     def _post(self) -> None:
-        """Send a command to the other hosts, after what it needs."""
+        """Send a command to the other hosts, preceded by the segments and pages that it needs."""
         words, mail = self._control.words, self._mail
         assert self._receiver is not None
         self._posted = words[Control.POSTED]
@@ -219,43 +216,43 @@ class Agent:
                 self._mapped = segment.key
                 self._segments[segment.key] = segment
                 if not segment.is_file:
-                    self._contents.add(segment.key, np.frombuffer(segment.buffer, np.uint8, segment.nbytes))
+                    self._pages.add(segment.key, np.frombuffer(segment.buffer, np.uint8, segment.nbytes))
                 path = self._receiver.path if segment.is_file else None
                 mail.send_all(mail.others, ANNOUNCE, segment.key, segment.nbytes, path)
         length = words[Control.LENGTH]
         message = bytes(self._control.mailbox[:length])
         reads, dropped, task = pickle.loads(self._control.mailbox[length : length + words[Control.PLAN]])
-        memory = self._contents.memory
-        lacking = self._contents.lacking([pages_of(of_host, memory) for of_host in reads])
-        for host, of_host in zip(mail.others, lacking, strict=True):
+        memory = self._pages.memory
+        missing = self._pages.take_missing([find_pages(of_host, memory) for of_host in reads])
+        for host, of_host in zip(mail.others, missing, strict=True):
             for key, pages in of_host.items():
-                for at in range(0, len(pages), PIECE // PAGE):
-                    part = pages[at : at + PIECE // PAGE]
+                for at in range(0, len(pages), CHUNK_NBYTES // PAGE):
+                    part = pages[at : at + CHUNK_NBYTES // PAGE]
                     content = take_pages(memory[key], part)
                     words[Control.SENT] += content.size
                     mail.send(host, PAGES, key, part, content)
-                    self._go_on(UNDER_WAY)
+                    self._heartbeat(MAX_PENDING)
             mail.send(host, POST, self._posted, message, task)
             if dropped:
                 mail.send(host, DROP, dropped)
-        self._contents.drop(dropped)
+        self._pages.drop(dropped)
         for key in dropped:
             self._segments.pop(key, None)
         self._task.begin(self._posted, task)
 
-    def _go_on(self, most: int = 1 << 30) -> None:
-        """Beat in the middle of long work, and wait until at most so many messages are on their way."""
+    def _heartbeat(self, limit: int = 1 << 30) -> None:
+        """Send beats during long work, and wait until at most ``limit`` messages are unsent."""
         while True:
-            self._mail.hear(_WHILE_BUSY)
+            self._mail.accept(_MAX_UNPROCESSED)
             self._beat(time.monotonic())
-            if not self._mail.is_sending(most):
+            if not self._mail.has_pending(limit):
                 return
             time.sleep(_SHORT)
 
-    def _show(self, step: int) -> None:
-        """Say that this host's ranks have come to a step, and what they show there and at the one before.
+    def _send_step(self, step: int) -> None:
+        """Send the step that this host's ranks have reached, with the values published there and one step before.
 
-        They may have gone through the one before without waiting for the others.
+        They may have passed the step before without waiting for the others.
         """
         shown = []
         for r in self._here:
@@ -267,8 +264,8 @@ class Agent:
         self._step = step
         self._mail.send_all(self._mail.others, STEP, step, shown)
 
-    def _say_done(self, done: tuple[int, ...]) -> bool:
-        """Tell the master's host which ranks are done with the command: all at once, or, if it failed, as they come."""
+    def _send_done(self, done: tuple[int, ...]) -> bool:
+        """Send the ranks that have finished to the master's host: all at once, or one by one if the command failed."""
         control, here, posted = self._control, self._here, self._posted
         if done == self._done or not (min(done) >= posted or control.words[Control.FAILED] == posted):
             return False
@@ -282,7 +279,7 @@ class Agent:
         return True
 
     def _beat(self, now: float) -> None:
-        """Say that this host is there, and see whether the others are."""
+        """Send a beat if it is time, and check the other hosts and the workers."""
         if now >= self._next_beat and not self._is_ending:
             self._next_beat = now + _BEAT
             here, clock = self._here, time.monotonic_ns()
@@ -291,24 +288,24 @@ class Agent:
             self._mail.send_all(self._peers, BEAT, going_on, sleeping)
         if now >= self._next_look:
             self._next_look = now + _LOOK
-            self._look_for_losses(now)
+            self._check_peers(now)
 
-    def _look_for_losses(self, now: float) -> None:
-        """See whether the master, the other hosts and this one's workers are there."""
+    def _check_peers(self, now: float) -> None:
+        """Check whether the master, the other hosts and this host's workers are alive."""
         if self._channel is not None and is_closed(self._channel):
             self._end_without_the_master(now)
         if self._is_ending:
             return
         timeout = self._config["timeout"]
         for host in self._peers:
-            if now - self._mail.heard[host] > timeout:
+            if now - self._mail.last_received[host] > timeout:
                 if not self._is_first:
                     if not self._config["launched"] and os.getppid() > 1:
                         with contextlib.suppress(OSError):
-                            os.kill(os.getppid(), signal.SIGKILL)  # mpirun's daemon, which would wait for ever
+                            os.kill(os.getppid(), signal.SIGKILL)  # mpirun's daemon, which would wait forever
                     self._leave(9)
-                name, first = host_and_ranks(self._names[host], self._ranks[host]), self._ranks[host].start
-                self._tell(f"{name} has not been heard of for {timeout:g} seconds", first)
+                name, first = describe_host(self._names[host], self._ranks[host]), self._ranks[host].start
+                self._report_loss(f"{name} has not been heard of for {timeout:g} seconds", first)
         dead = self._workers.first_dead()
         if dead is not None:
             number, pid, code = dead
@@ -317,15 +314,15 @@ class Agent:
             del self._workers.pids[number]
 
     def _end_without_the_master(self, now: float) -> None:
-        """End all, and those that don't answer by the launcher."""
+        """End all hosts after the master's death; leave those that do not answer to the launcher."""
         self._control.words[Control.ENDING] = 2
-        self._deadline = self._deadline or now + _ENOUGH
+        self._deadline = self._deadline or now + _GRACE_WITHOUT_MASTER
         if now > self._deadline:
             self._leave(1)
 
-    # -- what has come from other hosts ----------------------------------------------------------------------
+    # -- messages of other hosts ----------------------------------------------------------------------
 
-    def _take_post(self, source: int, number: int, message: bytes, task: TaskMemory | None) -> None:
+    def _on_post(self, source: int, number: int, message: bytes, task: TaskMemory | None) -> None:
         control, words = self._control, self._control.words
         self._task.begin(number, task)
         control.mailbox[: len(message)] = message
@@ -334,29 +331,29 @@ class Agent:
         words[Control.POSTED] = self._posted = number
         self._control.ring_here(FOR_COMMAND)
 
-    def _take_announce(self, source: int, key: int, nbytes: int, path: str | None) -> None:
+    def _on_announce(self, source: int, key: int, nbytes: int, path: str | None) -> None:
         try:
             with create_unlinked(nbytes) if path is None else _open(path, nbytes) as file:
                 segment = Segment(key, file.fileno(), nbytes, path is not None)
                 for channel in self._workers.channels.values():
                     announce(channel, segment, file.fileno())
         except (MemoryError, OSError) as error:
-            name = host_and_ranks(self._names[self._me], self._here)
+            name = describe_host(self._names[self._me], self._here)
             self._mail.send(0, LOST, f"{name}: {error}", self._here.start)
             return
         self._segments[key] = segment
         self._mapped = key
 
-    def _take_pages(self, source: int, key: int, pages: np.ndarray, content: np.ndarray) -> None:
-        if key in self._segments:  # else there was no room for it
+    def _on_pages(self, source: int, key: int, pages: np.ndarray, content: np.ndarray) -> None:
+        if key in self._segments:  # else it could not be mapped
             segment = self._segments[key]
             put_pages(np.frombuffer(segment.buffer, np.uint8, segment.nbytes), pages, content)
 
-    def _take_drop(self, source: int, keys: list[int]) -> None:
+    def _on_drop(self, source: int, keys: list[int]) -> None:
         for key in keys:
             self._segments.pop(key, None)
 
-    def _take_step(self, source: int, step: int, shown: list[tuple[int, int, bytes]]) -> None:
+    def _on_step(self, source: int, step: int, shown: list[tuple[int, int, bytes]]) -> None:
         self._tally.receive_step(source, step)
         control = self._control
         for r, which, content in shown:
@@ -365,21 +362,21 @@ class Agent:
             control.arrived[r] = step
         self._control.ring_here(FOR_STEP)
 
-    def _take_failed(self, source: int, number: int) -> None:
+    def _on_failed(self, source: int, number: int) -> None:
         self._tally.receive_failed(source, number)
         words = self._control.words
         if number > words[Control.FAILED]:
             words[Control.FAILED] = number
             self._control.ring_all()
-        self._close()
+        self._close_commands()
 
-    def _close(self) -> None:
-        """Say how far all ranks had come in a command that failed, when all hosts have told."""
+    def _close_commands(self) -> None:
+        """Close the failed commands that all hosts have reported."""
         for number, step in self._tally.take_closed():
             close_command(self._control.words, number, step)
             self._control.ring_here(FOR_STEP)
 
-    def _take_done(
+    def _on_done(
         self, source: int, done: tuple[int, ...], committed: tuple[int, ...], reports: dict[int, bytes]
     ) -> None:
         control = self._control
@@ -391,27 +388,27 @@ class Agent:
             control.done[r] = done[i]
         self._control.ring_here(FOR_JOIN)
 
-    def _take_lost(self, source: int, text: str, rank: int) -> None:
-        self._tell(text, rank)
+    def _on_lost(self, source: int, text: str, rank: int) -> None:
+        self._report_loss(text, rank)
 
-    def _take_beat(self, source: int, going_on: list[int], sleeping: list[int]) -> None:
+    def _on_beat(self, source: int, going_on: list[int], sleeping: list[int]) -> None:
         control, clock = self._control, time.monotonic_ns()
         for i, r in enumerate(self._ranks[source]):
             control.progress[r] = going_on[i] and clock - going_on[i]
             control.sleeping[r] = sleeping[i]
 
-    def _take_end(self, source: int, kill: bool) -> None:
+    def _on_end(self, source: int, kill: bool) -> None:
         self._workers.end(0.0 if kill else _GRACE, lambda: False)
         self._is_ending = True
         self._mail.send(0, GONE)
 
-    def _take_gone(self, source: int) -> None:
+    def _on_gone(self, source: int) -> None:
         self._gone.add(source)
 
-    # -- parts -----------------------------------------------------------------------------------------------
+    # -- loss and exit -----------------------------------------------------------------------------------------------
 
-    def _tell(self, text: str, rank: int) -> None:
-        """Tell the master of a loss: the first; what follows from it is no news."""
+    def _report_loss(self, text: str, rank: int) -> None:
+        """Report a loss to the master: the first only, since others may follow from it."""
         if self._control.words[Control.NEWS]:
             return
         content = json.dumps([text[: NEWS // 8], rank]).encode()
@@ -419,18 +416,18 @@ class Agent:
         self._control.words[Control.NEWS] = len(content)
         self._control.ring_all()
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._config["master"], signal.SIGURG)  # it may be busy with its own part of the command
+            os.kill(self._config["master"], signal.SIGURG)  # it may be running its own part of the command
 
     def _leave(self, code: int) -> NoReturn:
-        """End without the other hosts."""
+        """Exit without the other hosts."""
         self._workers.end(0.0, lambda: True)
-        if not self._config["launched"]:  # else the master would be ended with all that mpirun has started
-            os.kill(os.getpid(), signal.SIGKILL)  # what mpirun does not overlook
+        if not self._config["launched"]:  # else mpirun would end the master, too
+            os.kill(os.getpid(), signal.SIGKILL)  # mpirun may ignore an exit code, but no signal
         os._exit(code)
 
 
 def _open(path: str, nbytes: int) -> io.FileIO:
-    """Open a file that another host has too."""
+    """Open a file that another host has opened, and check its size."""
     file = io.FileIO(path)
     size = os.fstat(file.fileno()).st_size
     if size != nbytes:
@@ -440,42 +437,42 @@ def _open(path: str, nbytes: int) -> io.FileIO:
 
 
 def main(address: str) -> None:
-    """Be an agent, from ``mpirun``'s start to the ranks' end; the first one finds the master at an address."""
+    """Run an agent until the ranks end; the first host's agent connects to the master at ``address``."""
     ignore_signals_to_all()
-    os.environ.pop("MPI4PY_RC_INITIALIZE", None)  # which scripts are given that shall leave MPI alone
+    os.environ.pop("MPI4PY_RC_INITIALIZE", None)  # set for scripts that must not initialise MPI
     import mpi4py
 
     mpi4py.rc.finalize = False
     mpi4py.rc.thread_level = "single"
-    # MPICH's UCX would take a frame in parts, and copy each once more.
+    # MPICH's UCX would split a frame, and copy each part once more.
     os.environ.setdefault("UCX_RNDV_THRESH", str(FRAME // 4))
-    # It would make shared memory for processes of the same host, of which there are none, and leave it where this one
-    # is killed within its start.
+    # UCX would create shared memory for processes of the same host, of which there are none, and leave it behind if
+    # this process is killed during its start.
     os.environ.setdefault("UCX_TLS", "^sm")
-    if address:  # else the master calls fork() when it likes
-        signal.alarm(_START)  # until all have met, MPI waits without end: for a host that went dark, say
+    if address:  # else the master may call fork() at any time
+        signal.alarm(_START)  # MPI waits without limit until all are connected
     from mpi4py import MPI
 
     _unlink_shared_memory()
     world = MPI.COMM_WORLD
-    if not address and world.rank == 0:  # the first process says what to do
+    if not address and world.rank == 0:  # MPI has not connected this process: the first one is the master's
         raise SystemExit(f"MPI does not connect the process on {platform.node()} with the others that were started")
-    hellos = world.gather(_hello())
+    hellos = world.gather(_describe_host())
     channel, file, config = None, None, None
     if world.rank == 0:
         channel, config, file = _connect(address, hellos)
     config = world.bcast(config)
-    if config is None:  # the master has thought better of it
+    if config is None:  # the master has given up the start
         MPI.Finalize()
         return
     frames = world.Dup()
     signal.alarm(0)
-    here = ranks_of(config["counts"])[world.rank]
-    made, extra = file is not None, Layout.nbytes(len(here))
+    here = number_ranks(config["counts"])[world.rank]
+    made, extra = file is not None, PipeLayout.nbytes(len(here))
     if file is None:
         file = _control_memory(MPI, config, here, extra)
         os.environ.update(config["environment"])
-        # A worker that imports mpi4py, as Theano does, must neither take itself for this agent nor start MPI anew.
+        # A worker that imports mpi4py, as Theano does, must neither identify as this agent nor initialise MPI.
         os.environ["MPI4PY_RC_INITIALIZE"] = "0"
         for name in [name for name in os.environ if name.startswith(_LAUNCHERS)]:
             del os.environ[name]
@@ -489,27 +486,27 @@ def main(address: str) -> None:
         workers.start(config["profile"])
         file.close()
     Agent(MPI, config, control, channel, workers, frames).run()
-    with contextlib.suppress(MPI.Exception):  # of messages that nobody has waited for any more
+    with contextlib.suppress(MPI.Exception):  # messages that were never received
         MPI.Finalize()
 
 
 def _control_memory(mpi: Any, config: dict[str, Any], here: range, extra: int) -> io.FileIO:
-    """Make this host's control memory; where there is no room for it, the master ends all."""
+    """Create this host's control memory; without room for it, report the loss and wait for the end."""
     try:
         return Control.create(config["size"], len(here), extra)
     except MemoryError as error:
         mail = Mail(mpi, mpi.COMM_WORLD)
-        mail.send(0, LOST, f"{host_and_ranks(config['names'][mail.me], here)}: {error}", here.start)
+        mail.send(0, LOST, f"{describe_host(config['names'][mail.me], here)}: {error}", here.start)
         deadline = time.monotonic() + _GRACE
-        while time.monotonic() < deadline and all(kind != END for _, kind, _ in mail.come()):
+        while time.monotonic() < deadline and all(kind != END for _, kind, _ in mail.receive()):
             time.sleep(_LONG)
         raise
 
 
 def _unlink_shared_memory() -> None:
-    """Take the names from the files in /dev/shm that MPI would leave there if this process were killed.
+    """Unlink files in /dev/shm that MPI would leave behind if this process were killed.
 
-    They are for processes of the same host, and on each there is one agent.  Open MPI has some where srun starts it.
+    They are for processes of the same host, on which there is one agent only.  Open MPI creates some under srun.
     """
     ours = re.compile(r"/dev/shm/(mpich|sm_segment)\S*$")
     with open("/proc/self/maps") as maps:
@@ -519,8 +516,8 @@ def _unlink_shared_memory() -> None:
             os.unlink(name)
 
 
-def _hello() -> dict[str, Any]:
-    """Say what this host is."""
+def _describe_host() -> dict[str, Any]:
+    """Return this host's name, cores, GPUs and versions."""
     return {
         "name": platform.node(),
         "cores": available_cores(),
@@ -532,13 +529,13 @@ def _hello() -> dict[str, Any]:
 
 def _versions() -> dict[str, str]:
     found = versions(("synkhronos", "numpy", "pytensor", "Theano", "jax", "nccl4py", "cuda-core"))
-    if find_spec("pygpu") is not None:  # which is linked into environments, with no word of its version
+    if find_spec("pygpu") is not None:  # linked into environments without metadata
         found["pygpu"] = "installed"
     return found
 
 
 def _connect(address: str, hellos: Any) -> tuple[socket.socket, dict[str, Any] | None, Any]:
-    """Tell the master who is there, and return the channel, what it says, and its control memory as a file."""
+    """Send the hosts' descriptions to the master; return the channel, its configuration and the control memory."""
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         channel.connect("\0" + address)

@@ -1,28 +1,32 @@
-"""An agent's part in pipes: it moves frames from host to host, over MPI.
-
-`Frames`
-    Those of one host.
-"""
+"""Transport of pipe frames between hosts, over MPI: the agent's part of a collective on several hosts."""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import Any
 
-from synkhronos.hosts.pipes import COUNT_BITS, DOWN_IN, DOWN_OUT, FRAMES, UP_IN, UP_OUT, Layout
+from synkhronos.hosts.pipes import COUNT_BITS, DOWN_IN, DOWN_OUT, FRAMES, UP_IN, UP_OUT, PipeLayout
 from synkhronos.ranks.control import Control
 
 
 class Frames:
-    """Moves the frames of this host's pipes to and from its neighbours.
+    """Sends and receives the frames of this host's pipes.
 
-    A message's tag says to which command its frame belongs.  Frames come in order, so that both ends count them.
+    The tag of a message is the number of the command, modulo `_TAGS`.  Frames arrive in order, so both ends count them.
+
+    Parameters
+    ----------
+    mpi : module
+    world : mpi4py.MPI.Comm
+        A communicator for frames alone.
+    control : Control
+    layout : PipeLayout
     """
 
-    #: Commands that a tag tells apart: as many tags as every MPI has.
+    #: Number of commands that tags distinguish: every MPI has as many tags.
     _TAGS = 1 << 15
 
-    def __init__(self, mpi: Any, world: Any, control: Control, layout: Layout):
+    def __init__(self, mpi: Any, world: Any, control: Control, layout: PipeLayout):
         self._mpi, self._world = mpi, world
         self._control, self._layout = control, layout
         me, last = world.rank, world.size - 1
@@ -32,13 +36,13 @@ class Frames:
         ]
         pipes = UP_OUT, DOWN_OUT, UP_IN, DOWN_IN
         self._next = dict.fromkeys(pipes, 0)
-        #: For each pipe, the requests of frames on their way, each behind how many have moved then.
+        #: Requests of frames in transit by pipe, each with the number of frames moved once it completes.
         self._moving: dict[int, deque[tuple[int, Any]]] = {pipe: deque() for pipe in pipes}
         self._command = self._base = 0
         self._status = mpi.Status()
 
-    def move(self) -> bool:
-        """Begin and end what can be; return whether a rank has something new to see."""
+    def progress(self) -> bool:
+        """Start and complete transfers without waiting; return True if ranks have to be notified."""
         command = self._control.words[Control.POSTED]
         if command != self._command:
             self._command, self._base = command, command << COUNT_BITS
@@ -52,11 +56,11 @@ class Frames:
 
     @property
     def are_moving(self) -> bool:
-        """Whether some are on their way, which go on only while an agent looks at them."""
+        """Whether frames are in transit; MPI makes progress only while an agent calls it."""
         return any(self._moving.values())
 
     def _end(self, pipe: int) -> bool:
-        """Let go of what has moved; return whether some of it was the present command's."""
+        """Remove completed transfers; return True if one belongs to the current command."""
         moving, news = self._moving[pipe], False
         while moving and moving[0][1].Test():
             moved = moving.popleft()[0]
@@ -77,7 +81,7 @@ class Frames:
 
     def _receive(self, pipe: int, peer: int) -> None:
         layout, coming, base = self._layout, self._moving[pipe], self._base
-        # Content of a failed command may be on its way into a frame that the new one needs.
+        # A frame of a failed command may still be in transit into memory that the new command needs.
         while (
             len(coming) < FRAMES
             and (not coming or coming[0][0] > base)
@@ -88,12 +92,12 @@ class Frames:
             if later == 0:
                 count = self._next[pipe]
                 if count >= FRAMES and min(layout.done[pipe]) < base + count - FRAMES + 1:
-                    break  # its place is taken
-                room: Any = layout.frame(pipe, count)[:nbytes]
+                    break  # its memory is in use
+                buffer: Any = layout.frame(pipe, count)[:nbytes]
                 self._next[pipe] = count + 1
                 moved = base + count + 1
             elif later < self._TAGS // 2:
-                break  # of a command that this host has not heard of yet
-            else:  # of one that has failed
-                room, moved = bytearray(nbytes), 0
-            coming.append((moved, self._world.Irecv([room, self._mpi.BYTE], peer, tag)))
+                break  # of a command that this host has not received yet
+            else:  # of a failed command
+                buffer, moved = bytearray(nbytes), 0
+            coming.append((moved, self._world.Irecv([buffer, self._mpi.BYTE], peer, tag)))

@@ -1,7 +1,7 @@
-"""What agents tell each other, over MPI.
+"""Messages between agents, over MPI.
 
-`Mail`
-    Sends and receives messages.  `synkhronos.hosts.agent` says what each kind of them is for.
+Messages are pickled tuples of a kind and its content; `synkhronos.hosts.agent` lists the kinds.  Bytes of shared memory
+follow a message that announces them, without being pickled.
 """
 
 from __future__ import annotations
@@ -15,68 +15,80 @@ from typing import Any
 #: Kinds of messages.
 POST, ANNOUNCE, PAGES, DROP, STEP, FAILED, DONE, LOST, BEAT, END, GONE, PART, STOP, ASK, ANSWER, CONTENT = range(16)
 
-#: Seconds that a host has until its first message, besides `host_timeout`.
+#: Seconds that a host has for its first message, in addition to `host_timeout`.
 _FIRST_BEAT = 10.0
-#: Bytes of rows or pages that one message brings, at most: few enough that others don't wait for long behind it.
-PIECE = 1 << 22
-#: Messages that an agent has under way, at most, when it sends another piece.
-UNDER_WAY = 16
+#: Maximal number of bytes of rows or pages in one message: few enough that other messages do not wait long behind it.
+CHUNK_NBYTES = 1 << 22
+#: Number of unsent messages up to which an agent sends another chunk.
+MAX_PENDING = 16
 
 
 class Mail:
-    """Messages between agents, over MPI's communicator ``world``: sent and received without ever waiting."""
+    """A non-blocking mailbox of an agent.
+
+    Parameters
+    ----------
+    mpi : module
+        ``mpi4py.MPI``.
+    world : mpi4py.MPI.Comm
+        Communicator of all agents; the rank in it is the number of the host.
+
+    Attributes
+    ----------
+    last_received : dict of int to float
+        Time of the last message of each other host, by the monotonic clock.
+    """
 
     def __init__(self, mpi: Any, world: Any):
         self._mpi, self._world = mpi, world
         self.me, self.size = world.rank, world.size
         self._sending: list[Any] = []
-        self._coming: list[deque[tuple[Any, bytearray]]] = [deque() for _ in range(self.size)]
+        self._receiving: list[deque[tuple[Any, bytearray]]] = [deque() for _ in range(self.size)]
         self._status = mpi.Status()
-        #: When a message of each other host came last, by the monotonic clock.
-        self.heard = dict.fromkeys(self.others, time.monotonic() + _FIRST_BEAT)
+        self.last_received = dict.fromkeys(self.others, time.monotonic() + _FIRST_BEAT)
 
     @property
     def others(self) -> list[int]:
-        """All hosts but this."""
+        """Numbers of all other hosts."""
         return [host for host in range(self.size) if host != self.me]
 
     def send(self, to: int, kind: int, *what: Any) -> None:
-        """Send a message to a host."""
+        """Send a message to a host without waiting."""
         self.send_all([to], kind, *what)
 
     def send_all(self, hosts: Iterable[int], kind: int, *what: Any) -> None:
-        """Send a message to some hosts."""
+        """Send a message to several hosts without waiting."""
         payload = pickle.dumps((kind, what), pickle.HIGHEST_PROTOCOL)
         for host in hosts:
             self._sending.append((self._world.Isend([payload, self._mpi.BYTE], host, 0), payload))
 
     def send_bytes(self, to: int, content: memoryview) -> None:
-        """Send memory as it is, which has to stay so until it has gone; a message before it says what it is."""
+        """Send memory, which must not change until it is sent; a message before announces it."""
         self._sending.append((self._world.Isend([content, self._mpi.BYTE], to, 1), content))
 
-    def receive_bytes(self, source: int, room: Any) -> Any:
-        """Receive what `send_bytes` sends, in the order of the messages before; return MPI's request."""
-        return self._world.Irecv([room, self._mpi.BYTE], source, 1)
+    def receive_bytes(self, source: int, buffer: Any) -> Any:
+        """Start receiving the bytes of a `send_bytes`, in the order of the announcing messages; return the request."""
+        return self._world.Irecv([buffer, self._mpi.BYTE], source, 1)
 
-    def is_sending(self, most: int) -> bool:
-        """Whether more than so many of the messages that were sent have not gone yet."""
+    def has_pending(self, limit: int) -> bool:
+        """Whether more than ``limit`` messages are not sent yet."""
         self._sending = [each for each in self._sending if not each[0].Test()]
-        return len(self._sending) > most
+        return len(self._sending) > limit
 
-    def come(self) -> Iterator[tuple[int, int, tuple[Any, ...]]]:
-        """Yield what has come: from which host, the kind, the content; from each host in the order it was sent."""
-        self.is_sending(0)  # lets go of what has gone
-        self.hear(UNDER_WAY)
-        for source, waiting in enumerate(self._coming):
+    def receive(self) -> Iterator[tuple[int, int, tuple[Any, ...]]]:
+        """Yield source, kind and content of each message that has arrived; those of one host in order."""
+        self.has_pending(0)  # frees messages that are sent
+        self.accept(MAX_PENDING)
+        for source, waiting in enumerate(self._receiving):
             while waiting and waiting[0][0].Test():
                 kind, what = pickle.loads(waiting.popleft()[1])
                 yield source, kind, what
 
-    def hear(self, most: int) -> None:
-        """Take in what has come, up to so many messages, without looking at them."""
+    def accept(self, limit: int) -> None:
+        """Start receiving messages that have arrived, up to ``limit``, without delivering them."""
         status = self._status
-        while sum(map(len, self._coming)) < most and self._world.Iprobe(self._mpi.ANY_SOURCE, 0, status):
+        while sum(map(len, self._receiving)) < limit and self._world.Iprobe(self._mpi.ANY_SOURCE, 0, status):
             source = status.source
-            room = bytearray(status.Get_count(self._mpi.BYTE))
-            self._coming[source].append((self._world.Irecv([room, self._mpi.BYTE], source, 0), room))
-            self.heard[source] = time.monotonic()
+            buffer = bytearray(status.Get_count(self._mpi.BYTE))
+            self._receiving[source].append((self._world.Irecv([buffer, self._mpi.BYTE], source, 0), buffer))
+            self.last_received[source] = time.monotonic()

@@ -1,18 +1,4 @@
-"""What ``mpirun`` and ``srun`` have to be told, and what is to be made of what they say.
-
-`command`, `environment`
-    How ``mpirun`` starts an agent on each host.
-`agent_command`
-    What starts one here, where they have started this script on each host.
-`check_processes`
-    Whether that was as it has to be.
-`lost_hosts`
-    Which host ``mpirun`` complains of.
-`path`, `under_srun`
-    For messages: where it is, and how ``srun`` starts scripts.
-`tree`
-    The processes to end with it.
-"""
+"""Command lines and environments of ``mpirun`` and ``srun``, and the interpretation of their messages."""
 
 from __future__ import annotations
 
@@ -29,17 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from synkhronos.hosts.names import launched
+from synkhronos.hosts.names import find_launch
 
-#: By which an agent ends itself that got an error from MPI; nobody else sends it.
+#: Signal by which an agent kills itself after an error of MPI; nothing else sends it.
 _OF_MPI = int(signal.SIGUSR2)
 
 
 def agent_command(address: str) -> list[str]:
     """Return the command line of an agent."""
     package = str(Path(__file__).resolve().parents[2])
-    # An agent that fails kills itself: the others wait for it, and mpirun may overlook an exit code.  What MPI raises
-    # mostly follows from the loss of another host: the signal tells these from failures of its own (see `lost_hosts`).
+    # An agent that fails kills itself: the others wait for it, and mpirun may ignore an exit code.  Errors of MPI
+    # mostly follow from the loss of another host; their signal distinguishes them (see `find_lost_hosts`).
     code = "import os, signal, sys; sys.excepthook = lambda kind, *error: (sys.__excepthook__(kind, *error), "
     code += f"signal.signal({_OF_MPI}, signal.SIG_DFL), signal.pthread_sigmask(signal.SIG_UNBLOCK, [{_OF_MPI}]), "
     code += f"os.kill(os.getpid(), {_OF_MPI} if kind.__module__ == 'mpi4py.MPI' else {int(signal.SIGKILL)})); "
@@ -47,9 +33,9 @@ def agent_command(address: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def command(names: Sequence[str], address: str) -> list[str]:
+def mpirun_command(names: Sequence[str], address: str) -> list[str]:
     """Return the command line that starts an agent on each host."""
-    mpirun = path()
+    mpirun = find_mpirun()
     each = ",".join(f"{name}:1" for name in names)
     if _is_mpich(mpirun):
         how = ["-hosts", each]
@@ -59,7 +45,7 @@ def command(names: Sequence[str], address: str) -> list[str]:
     return [mpirun, *how, "-n", str(len(names)), *agent_command(address)]
 
 
-def path() -> str:
+def find_mpirun() -> str:
     """Return the ``mpirun`` of this environment, or else the first on the path."""
     beside = Path(sys.executable).with_name("mpirun")
     found = str(beside) if beside.exists() else shutil.which("mpirun")
@@ -77,7 +63,7 @@ def _is_mpich(mpirun: str) -> bool:
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """Refuse hosts that nobody knows: Open MPI is silent about them for half a minute."""
+    """Raise RuntimeError for hosts without an address: Open MPI reports them only after half a minute."""
     unknown = [name for name in names if not _is_known(name) and not _is_known(_of_ssh(name))]
     if unknown:
         raise RuntimeError(
@@ -93,7 +79,7 @@ def _is_known(name: str) -> bool:
 
 
 def _of_ssh(name: str) -> str:
-    """Return the name or address that a user's configuration of ssh has for a host."""
+    """Return the host name or address in the user's ssh configuration."""
     with contextlib.suppress(OSError):
         said = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, check=False).stdout
         if found := re.search(r"^hostname (\S+)$", said, re.MULTILINE):
@@ -101,29 +87,29 @@ def _of_ssh(name: str) -> str:
     return name
 
 
-def environment(is_started: bool) -> dict[str, str]:
-    """Return the environment of ``mpirun``; of this host's agent alone, where ``mpirun`` has started this script."""
-    found = {"UCX_LOG_LEVEL": "error", **os.environ}  # Open MPI's UCX warns of what every agent's end leaves
+def mpirun_environment(is_started: bool) -> dict[str, str]:
+    """Return the environment of ``mpirun``, or of an agent if ``mpirun`` has started this script (``is_started``)."""
+    found = {"UCX_LOG_LEVEL": "error", **os.environ}  # Open MPI's UCX warns at every agent's exit
     if is_started:
         return found
-    # In a step of Slurm, what srun has told this process of MPI is for that step, of one task.
+    # In a step of Slurm, srun's MPI variables of this process describe that step, of one task.
     found = {name: value for name, value in found.items() if not name.startswith("PMI") or name.startswith("PMIX_MCA_")}
     if nodes := found.get("SLURM_JOB_NODELIST"):
-        # Open MPI takes hosts and places from these, which a step has of its own.
+        # Open MPI reads hosts and slots from these, which a step redefines.
         found |= {"SLURM_NODELIST": nodes, "SLURM_TASKS_PER_NODE": f"1(x{found.get('SLURM_JOB_NUM_NODES', 1)})"}
-        # mpirun has srun start a step.  It would wait without end for cores that the script's own step has; and where
-        # srun connects MPI by PMIx unless it is told not to, MPICH gets two answers, and ends.
+        # mpirun starts a step with srun.  That would wait without limit for cores of the script's own step; and where
+        # srun provides PMIx by default, MPICH gets two answers and aborts.
         found |= {"SLURM_OVERLAP": "1", "SLURM_MPI_TYPE": "none"}
     return found
 
 
 def check_processes(hellos: Sequence[dict[str, Any]]) -> None:
-    """Refuse processes that MPI doesn't connect, and several on one host; warn of one that is bound to a core."""
-    _, count = launched() or (0, len(hellos))
+    """Raise if MPI does not connect the processes, or two are on one host; warn if one is bound to a core."""
+    _, count = find_launch() or (0, len(hellos))
     if len(hellos) != count:
         raise RuntimeError(
             f"{count} processes were started, and MPI connects {len(hellos)} of them: start one on each host, by the "
-            f"mpirun of the MPI that mpi4py uses{under_srun()}; independent processes call fork(hosts=[])"
+            f"mpirun of the MPI that mpi4py uses{advise_srun()}; independent processes call fork(hosts=[])"
         )
     names = [hello["name"] for hello in hellos]
     for name in names:
@@ -142,8 +128,8 @@ def check_processes(hellos: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def under_srun() -> str:
-    """Say how ``srun`` starts scripts, where it has started this one."""
+def advise_srun() -> str:
+    """Return advice on ``srun`` for messages; "" if it has not started this script."""
     if "SLURM_STEP_ID" not in os.environ:
         return ""
     return (
@@ -152,20 +138,24 @@ def under_srun() -> str:
     )
 
 
-def lost_hosts(said: str, known_as: Sequence[Sequence[str]]) -> list[int]:
-    """Return which host is lost, by what ``mpirun`` has said; where it names none, those that may be.
+def find_lost_hosts(output: str, known_as: Sequence[Sequence[str]]) -> list[int]:
+    """Return the lost host according to the output of ``mpirun``, or all candidates if it names none.
 
-    ``known_as`` has the names of each host.
+    Parameters
+    ----------
+    output : str
+    known_as : sequence of sequence of str
+        Names of each host.
     """
-    said = " ".join(said.split())  # it breaks lines where it likes
+    output = " ".join(output.split())  # lines are broken anywhere
 
     def named(pattern: str) -> list[int]:
-        found = re.findall(pattern, said)
+        found = re.findall(pattern, output)
         return [i for i, names in enumerate(known_as) if any(name in found for name in names)]
 
     of_mpich, of_open_mpi = r"RUNNING AT (\S+) = EXIT CODE: ", r"on node (\S+) exited on signal "
-    # A host whose agent got an error from MPI is still there.  So is one whose agent MPICH has crashed, as it does at
-    # times where the other end goes in the middle of a message, and one that complains of a closed connection.
+    # A host whose agent got an error of MPI is alive.  So is one whose agent crashed in MPICH, as happens when a peer
+    # is lost in the middle of a message, and one that reports a closed connection.
     follows = rf"(?:{int(signal.SIGSEGV)}|{_OF_MPI})\b"
     for pattern in (f"{of_mpich}(?!{follows})", r"Remote daemon: \S+ on node (\S+)", f"{of_open_mpi}(?!{follows})"):
         if lost := named(pattern):
@@ -175,10 +165,10 @@ def lost_hosts(said: str, known_as: Sequence[Sequence[str]]) -> list[int]:
     return [i for i in range(len(known_as)) if i not in complaining]
 
 
-def tree(pid: int) -> list[int]:
-    """Return a process, its children, their children, and so on."""
+def list_process_tree(pid: int) -> list[int]:
+    """Return the ids of a process and all its descendants."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:  # it has ended
+    except OSError:  # it has exited
         children = []
-    return [pid, *(each for child in children for each in tree(int(child)))]
+    return [pid, *(each for child in children for each in list_process_tree(int(child)))]

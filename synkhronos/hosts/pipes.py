@@ -1,14 +1,9 @@
-"""Memory through which collectives stream arrays from a host to the next.
+"""Pipes: shared memory through which collectives stream arrays between neighbouring hosts.
 
-`Layout`
-    Where everything lies in the part of the control memory that this room has.
-`Pipe`
-    One end of a stream of frames: ranks of a host fill frames that its agent sends, or take those that it received.
-
-Hosts stand in a row, and each has pipes to its neighbours only: up to the next, down to the one before.  All ranks of
-a host go through the frames of a pipe together, whether they have a part in them or not.  A rank counts the frames that
-it is done with, the agent those that it has moved.  Counts begin anew with each command, whose number is in their upper
-bits: so what a failed command has left is older than anything that is waited for.
+Hosts are in a row, and each has pipes to its neighbours: up to the next, down to the previous one.  All ranks of a host
+process every frame of a pipe, whether they contribute to it or not.  Each rank counts the frames that it has processed,
+the agent those that it has sent or received.  A count restarts with each command, whose number is in its upper bits:
+so counts of a failed command are less than any that is waited for.
 """
 
 from __future__ import annotations
@@ -20,49 +15,58 @@ import numpy as np
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control import SCRATCH, Control
 
-#: Bytes of a frame, at most: what ranks of a host hand each other at once.  Each costs ranks and agents some turns.
+#: Maximal number of bytes of a frame, the unit of streaming.
 FRAME = SCRATCH
-#: Frames that a pipe holds.
+#: Number of frames in a pipe.
 FRAMES = 8
-#: Bytes of the text in which an agent tells of a loss.
+#: Number of bytes of the message in which an agent describes a lost host or rank.
 NEWS = 4096
-#: Where the count of frames ends and the number of the command begins.
+#: Number of lower bits of a counter that count frames; the upper bits are the number of the command.
 COUNT_BITS = 32
 
-#: The pipes of a host: to and from the next one, to and from the one before.
+#: Pipes of a host: to and from the next host, to and from the previous one.
 UP_OUT, UP_IN, DOWN_OUT, DOWN_IN = range(4)
-#: A stream that stays on the host: how far each rank is.
+#: Progress of each rank in a stream that stays on the host.
 HERE = 4
 
 
-class Layout:
-    """What lies where in the extra memory of a `Control`."""
+class PipeLayout:
+    """Layout of the link's part of the control memory.
+
+    Attributes
+    ----------
+    news : memoryview
+        Message of an agent about a loss.
+    n_next_hosts : memoryview of uint64
+        One word: number of hosts after this one in the row.
+    moved : memoryview of uint64
+        Number of frames that the agent has sent or received, by pipe.
+    lengths : memoryview of uint64
+        Number of bytes in each frame, by pipe.
+    done : list of memoryview of uint64
+        Number of frames that each rank has processed, by pipe and for `HERE`.
+    """
 
     def __init__(self, control: Control):
         n_here = len(control.here)
         memory = control.extra
         words = memory[NEWS : NEWS + _words_bytes(n_here)].cast("Q")
-        #: Room for a text.
         self.news = memory[:NEWS]
-        #: One word: how many hosts come after this one in the row.
-        self.beyond = words[:1]
-        #: For each pipe, the frames that the agent has sent or received.
+        self.n_next_hosts = words[:1]
         self.moved = words[1:5]
-        #: For each pipe, the bytes in each of its frames.
         self.lengths = words[5 : 5 + 4 * FRAMES]
         done = words[5 + 4 * FRAMES :]
-        #: For each pipe, and the host itself, the frames that each of its ranks is done with.
         self.done = [done[i * n_here : (i + 1) * n_here] for i in range(5)]
         self._memory = memory
         self._frames_at = NEWS + _words_bytes(n_here)
 
     @staticmethod
     def nbytes(n_here: int) -> int:
-        """Return the size of the memory for a host with so many ranks."""
+        """Return the size of the memory of a host with ``n_here`` ranks."""
         return NEWS + _words_bytes(n_here) + 4 * FRAMES * FRAME
 
     def frame(self, pipe: int, count: int) -> memoryview:
-        """Return the memory of the frame with this count."""
+        """Return the memory of the frame number ``count``."""
         at = self._frames_at + (pipe * FRAMES + count % FRAMES) * FRAME
         return self._memory[at : at + FRAME]
 
@@ -72,54 +76,61 @@ def _words_bytes(n_here: int) -> int:
 
 
 class Pipe:
-    """A rank's view of one of its host's pipes, or of the stream that stays there."""
+    """A rank's end of one of its host's pipes, or of the stream that stays on the host.
 
-    def __init__(self, rank: Rank, layout: Layout, pipe: int):
+    Parameters
+    ----------
+    rank : Rank
+    layout : PipeLayout
+    pipe : int
+    """
+
+    def __init__(self, rank: Rank, layout: PipeLayout, pipe: int):
         self._rank, self._layout, self._pipe = rank, layout, pipe
         self._me = rank.number - rank.control.here.start
         self._done = layout.done[pipe]
         self._command = self._base = self._count = 0
 
-    def _now(self) -> int:
-        """Return the count of the present frame; the first of a command begins anew."""
+    def _frame_number(self) -> int:
+        """Return the number of the current frame; 0 at the start of a command."""
         if self._command != self._rank.command:
             self._command = self._rank.command
             self._base = self._command << COUNT_BITS
             self._count = 0
         return self._count
 
-    def free(self) -> np.ndarray:
-        """Return the next frame to fill, as bytes, when the one that was there has been sent."""
-        count = self._now()
+    def wait_writable(self) -> np.ndarray:
+        """Wait until the current frame's memory is free, and return it as bytes."""
+        count = self._frame_number()
         moved, pipe, needed = self._layout.moved, self._pipe, self._base + count - FRAMES + 1
         if count >= FRAMES and moved[pipe] < needed:
             self._rank.wait(lambda: moved[pipe] >= needed)
         return self._bytes(count)
 
-    def come(self) -> np.ndarray:
-        """Return the next frame, as bytes, when it has been received."""
-        count = self._now()
+    def wait_readable(self) -> np.ndarray:
+        """Wait until the current frame has been received, and return it as bytes."""
+        count = self._frame_number()
         moved, pipe, needed = self._layout.moved, self._pipe, self._base + count + 1
         if moved[pipe] < needed:
             self._rank.wait(lambda: moved[pipe] >= needed)
         return self._bytes(count)
 
-    def past(self, behind: int) -> np.ndarray:
-        """Return a frame that this rank has passed on, as bytes: the last one, or one so many before it."""
-        return self._bytes(self._now() - 1 - behind)
+    def previous_frame(self, behind: int) -> np.ndarray:
+        """Return a frame that this rank has processed, as bytes: the last one, or the one ``behind`` frames earlier."""
+        return self._bytes(self._frame_number() - 1 - behind)
 
-    def pass_on(self, nbytes: int = 0) -> None:
-        """Be done with the present frame, in which so many bytes are to be sent; the next one is the present one."""
-        count = self._now()
+    def advance(self, nbytes: int = 0) -> None:
+        """Finish the current frame, of which ``nbytes`` are to be sent, and go on to the next."""
+        count = self._frame_number()
         self._count = count + 1
         if nbytes:
-            self._layout.lengths[self._pipe * FRAMES + count % FRAMES] = nbytes  # the same on all ranks of the host
+            self._layout.lengths[self._pipe * FRAMES + count % FRAMES] = nbytes  # equal on all ranks of the host
         self._done[self._me] = self._base + count + 1
         self._rank.notify_local()
 
-    def when_all(self, behind: int = 0) -> Callable[[], bool]:
-        """Return what says whether all ranks of the host are done with as many frames as this one, less ``behind``."""
-        done, needed = self._done, self._base + self._now() - behind
+    def make_all_done(self, behind: int = 0) -> Callable[[], bool]:
+        """Return a predicate: have all ranks of the host processed as many frames as this one, less ``behind``?"""
+        done, needed = self._done, self._base + self._frame_number() - behind
         return lambda: min(done) >= needed
 
     def _bytes(self, count: int) -> np.ndarray:

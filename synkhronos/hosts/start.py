@@ -1,10 +1,4 @@
-"""Starts the agents, and is what the master's session knows of the other hosts.
-
-`MpiLink`
-    From ``mpirun``'s start to its end.
-`serve`
-    What the script does on other hosts, where ``mpirun`` has started it on all.
-"""
+"""The link of several hosts: it starts the agents with ``mpirun``, and is the master's view of the other hosts."""
 
 from __future__ import annotations
 
@@ -29,9 +23,9 @@ from typing import IO, Any, NoReturn
 import numpy as np
 
 from synkhronos.hosts import mpirun
-from synkhronos.hosts.contents import Rows
-from synkhronos.hosts.names import Host, host_and_ranks, host_of, ranks_of
-from synkhronos.hosts.pipes import Layout
+from synkhronos.hosts.names import Host, describe_host, find_host, number_ranks
+from synkhronos.hosts.page_table import SegmentAccess
+from synkhronos.hosts.pipes import PipeLayout
 from synkhronos.ranks import Command, SharedArray
 from synkhronos.ranks.control import MAILBOX, Control
 from synkhronos.ranks.errors import cause_of_death
@@ -44,18 +38,18 @@ from synkhronos.ranks.worker import SENT_TO_ALL, ignore_signals_to_all
 
 #: Seconds that the agents may take to start.
 _START = 60.0
-#: Seconds that agents get to end by themselves.
+#: Seconds that agents get to exit by themselves.
 _LAST = 0.7
-#: Seconds in which what they have printed last is read, where they had to be killed.
+#: Seconds for which the last output of killed agents is read.
 _LAST_WORDS = 0.05
-#: Variables that go to the other hosts as they are here.
+#: Environment variables that are copied to the other hosts.
 _VARIABLES = re.compile(
     "(PYTENSOR|THEANO|SYNKHRONOS|OMP|OPENBLAS|MKL|JAX|XLA)_|NCCL_(?!HOSTID$)|PYTHON(HASHSEED|WARNINGS)$"
 )
 
 
 def serve() -> NoReturn:
-    """Be one of the other processes that ``mpirun`` has started: start this host's agent, and end with it."""
+    """Run this host's agent in a script that ``mpirun`` has started on every host, and exit with it."""
     ignore_signals_to_all()
     raise SystemExit(subprocess.call(mpirun.agent_command(""), stdin=subprocess.DEVNULL, close_fds=False))
 
@@ -93,12 +87,12 @@ class MpiLink(Link):
         self._named = hosts
         self.names = [host.name for host in hosts or ()]
         self._timeout, self._output = timeout, output
-        self._said: deque[str] = deque(maxlen=50)
+        self._last_lines: deque[str] = deque(maxlen=50)
         self._readers: list[threading.Thread] = []
         self._channel: socket.socket | None = None
         self._launcher: Any = None
         self._control: Control | None = None
-        self._layout: Layout | None = None
+        self._layout: PipeLayout | None = None
 
     def launch(self) -> None:
         """Start the agents.
@@ -106,7 +100,7 @@ class MpiLink(Link):
         Raises
         ------
         RuntimeError
-            If they don't start, or the hosts don't have the same versions.
+            If they do not start, or the hosts have different versions.
         """
         hosts = self._named
         if hosts is None:
@@ -115,7 +109,7 @@ class MpiLink(Link):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("\0" + address)
             listener.listen(1)
-            command = mpirun.agent_command(address) if hosts is None else mpirun.command(self.names, address)
+            command = mpirun.agent_command(address) if hosts is None else mpirun.mpirun_command(self.names, address)
             # A scheduler's signal goes to all processes, and mpirun would end the agents: the master's script decides.
             with defer_signals(), blocked_signals():
                 self._launcher = subprocess.Popen(
@@ -125,33 +119,33 @@ class MpiLink(Link):
                     stderr=subprocess.PIPE,
                     text=True,
                     errors="backslashreplace",
-                    env=mpirun.environment(hosts is None),
+                    env=mpirun.mpirun_environment(hosts is None),
                     start_new_session=True,  # Ctrl-C at the terminal is the master's to handle
                     close_fds=hosts is not None,  # mpirun talks to its processes over files that they inherit
                 )
-            hellos = self._meet(listener)
+            hellos = self._connect(listener)
         if hosts is None:
             hosts = [Host(hello["name"], None) for hello in hellos]
             self.names = [host.name for host in hosts]
             mpirun.check_processes(hellos)
         elif len(hellos) < len(hosts):
             raise RuntimeError(
-                f"{mpirun.path()} started {len(hosts)} processes, and MPI connects {len(hellos)} of them: it is not of "
-                "the MPI that mpi4py uses, which python -c 'from mpi4py import MPI; print(MPI.Get_library_version())' "
-                "names; pip install synkhronos[hosts] brings one MPI for both"
+                f"{mpirun.find_mpirun()} started {len(hosts)} processes, and MPI connects {len(hellos)} of them: it is "
+                "not of the MPI that mpi4py uses, which python -c 'from mpi4py import MPI; "
+                "print(MPI.Get_library_version())' names; pip install synkhronos[hosts] brings one MPI for both"
             )
         _check_versions(self.names, [hello["versions"] for hello in hellos])
         self._known_as = [(name, hello["name"]) for name, hello in zip(self.names, hellos, strict=True)]
         self._asked = [host.n_ranks for host in hosts]
         self._cores, self._gpus = ([hello[what] for hello in hellos] for what in ("cores", "gpus"))
 
-    def have_gpus(self) -> bool | None:
-        """Whether ranks are to be on GPUs where nobody says: on all hosts, or on none; None if nothing is against it.
+    def choose_gpu_default(self) -> bool | None:
+        """Return the default of ``use_gpu``: None if all hosts have GPUs (this host then decides), False if none has.
 
         Raises
         ------
         ValueError
-            If some have GPUs and others none.
+            If some hosts have GPUs and others none.
         """
         if all(self._gpus):
             return None
@@ -184,12 +178,12 @@ class MpiLink(Link):
                     f"hosts: {name} has {n_gpus} GPUs{asked}: pass use_gpu=False, or in a session devices = 'cpu', to "
                     "compute on CPU cores"
                 )
-        self.ranks_by_host = ranks_of(each)
+        self.ranks_by_host = number_ranks(each)
         self.size = sum(each)
-        self.extra = Layout.nbytes(each[0])
+        self.extra = PipeLayout.nbytes(each[0])
 
-    def _meet(self, listener: socket.socket) -> list[dict[str, Any]]:
-        """Return what each host says of itself, when the first agent has come."""
+    def _connect(self, listener: socket.socket) -> list[dict[str, Any]]:
+        """Wait for the first agent to connect and return each host's description."""
         listener.settimeout(0.05)
         deadline = time.monotonic() + _START
         while self._channel is None:
@@ -200,10 +194,10 @@ class MpiLink(Link):
                     if self._named is None:
                         raise RuntimeError(
                             "MPI did not connect the processes that mpirun or srun has started: "
-                            f"{self._read()}{mpirun.under_srun()}"
+                            f"{self._read_error()}{mpirun.advise_srun()}"
                         ) from None
                     raise RuntimeError(
-                        f"the hosts {', '.join(self.names)} could not be reached: {self._read()}"
+                        f"the hosts {', '.join(self.names)} could not be reached: {self._read_error()}"
                     ) from None
                 if time.monotonic() > deadline:
                     raise RuntimeError(
@@ -219,29 +213,29 @@ class MpiLink(Link):
         self._channel.settimeout(_START)
         said = self._channel.recv(1 << 20)
         if not said:
-            raise RuntimeError(f"the agent of this host ended at once: {self._read()}")
+            raise RuntimeError(f"the agent of this host ended at once: {self._read_error()}")
         hellos: list[dict[str, Any]] = json.loads(said)
         self._channel.settimeout(None)
         return hellos
 
-    def _read(self) -> str:
-        """Return what ``mpirun`` has said, when it has ended."""
+    def _read_error(self) -> str:
+        """Return the error message of ``mpirun``, which has ended."""
         try:
             said = self._launcher.communicate(timeout=_LAST)
-        except subprocess.TimeoutExpired as error:  # an ssh that others are to use, too, stays and has the pipes open
+        except subprocess.TimeoutExpired as error:  # a shared ssh connection keeps the pipes open
             said = [(text or b"").decode(errors="backslashreplace") for text in (error.output, error.stderr)]
         lines = [line.strip(" =-") for text in reversed(said) for line in text.splitlines()]
-        for line in lines:  # an agent's reason, among what mpirun says of its end
+        for line in lines:  # an agent's own message, among mpirun's
             if line.startswith("RuntimeError: "):
                 return line.removeprefix("RuntimeError: ")
         return "; ".join(line for line in lines if line) or f"mpirun ended with code {self._launcher.returncode}"
 
-    # -- what the session calls ------------------------------------------------------------------------------
+    # -- Link ------------------------------------------------------------------------------
 
     def start(self, control: Control, file: io.FileIO | None, root: int, profile: bool) -> socket.socket:
         """Start the other hosts' workers and return the channel to this host's agent."""
         assert self._channel is not None and file is not None
-        self._control, self._layout = control, Layout(control)
+        self._control, self._layout = control, PipeLayout(control)
         config = {
             "names": self.names,
             "counts": list(map(len, self.ranks_by_host)),
@@ -257,24 +251,24 @@ class MpiLink(Link):
         self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         socket.send_fds(self._channel, [json.dumps(config).encode()], [file.fileno()])
         for stream, name in ((self._launcher.stdout, "stdout"), (self._launcher.stderr, "stderr")):
-            self._readers.append(threading.Thread(target=self._pass_on, args=(stream, name), daemon=True))
+            self._readers.append(threading.Thread(target=self._forward_output, args=(stream, name), daemon=True))
             self._readers[-1].start()
         return self._channel
 
     def make_plan(self, command: Command, parcel: SharedArray | None, segments: SegmentTable) -> bytes:
         """Return, pickled, the rows that each other host reads, the segments to release, and the memory of a task."""
         dropped = [key for what, key in command.let_go if what == "segment"] if isinstance(command, Release) else []
-        needed: list[list[Rows]] = []
+        needed: list[list[SegmentAccess]] = []
         for name, ranks in zip(self.names, self.ranks_by_host, strict=True):
             needed.append([])
-            for read in find_row_accesses((command, parcel), self.size, ranks):
-                there = read.array.rows_of(self.size, ranks)
+            for access in find_row_accesses((command, parcel), self.size, ranks):
+                there = access.array.rows_of(self.size, ranks)
                 if there is None:
-                    needed[-1].append(_rows(read))
+                    needed[-1].append(_to_segment_access(access))
                     continue
-                _check_rows(read, there, segments, host_and_ranks(name, ranks))
-                if isinstance(read.rows, SharedArray):
-                    needed[-1].append(_rows(RowAccess(read.rows)))
+                _check_rows(access, there, segments, describe_host(name, ranks))
+                if isinstance(access.rows, SharedArray):
+                    needed[-1].append(_to_segment_access(RowAccess(access.rows)))
         task = command.memory
         plan = pickle.dumps((needed[1:], dropped, task), pickle.HIGHEST_PROTOCOL)
         if len(plan) > self.plan_nbytes:
@@ -291,7 +285,7 @@ class MpiLink(Link):
 
     def host_name(self, rank: int) -> str:
         """Return the name of a rank's host."""
-        return self.names[host_of(self.ranks_by_host, rank)]
+        return self.names[find_host(self.ranks_by_host, rank)]
 
     def find_loss(self) -> tuple[str, int] | None:
         """Return a description of the failure of another host, or of an agent, and a rank there; None if all live."""
@@ -304,7 +298,7 @@ class MpiLink(Link):
         assert self._channel is not None
         if self._launcher.poll() is None and not is_closed(self._channel):
             return None
-        # It says on which host something has ended, if it notices: that takes it a moment.
+        # mpirun reports the host, after a moment.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(1.0)
         for reader in self._readers:
@@ -313,8 +307,8 @@ class MpiLink(Link):
         if code is not None and code < 0:
             what = "the agent of this host" if self._named is None else "mpirun, which connects the hosts,"
             return f"{what} (process {self._launcher.pid}) {cause_of_death(code)}", 0
-        lost = mpirun.lost_hosts(" ".join(list(self._said)), self._known_as)
-        names = [host_and_ranks(self.names[i], self.ranks_by_host[i]) for i in lost]
+        lost = mpirun.find_lost_hosts(" ".join(list(self._last_lines)), self._known_as)
+        names = [describe_host(self.names[i], self.ranks_by_host[i]) for i in lost]
         which = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
         return f"{which} was lost: the host, or the agent there, has ended", self.ranks_by_host[lost[0]].start
 
@@ -330,56 +324,56 @@ class MpiLink(Link):
         self.kill()
 
     def kill(self) -> None:
-        """End ``mpirun``, which ends the agents, who end their workers."""
+        """End ``mpirun`` and with it the agents, which end their workers."""
         if self._launcher is None:
             return
         if self._channel is not None:
-            self._channel.close()  # the agents end when they see that
+            self._channel.close()  # agents exit when it is closed
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._launcher.wait(_LAST)
         last = _LAST
         if self._launcher.poll() is None:
-            # And what it has started here: an ssh to a host that went dark would wait for it.
-            for pid in mpirun.tree(self._launcher.pid):
+            # Its children, too: an ssh would wait for an unreachable host.
+            for pid in mpirun.list_process_tree(self._launcher.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._launcher.wait()
-            # Open MPI gives ssh the pipes that are read here, and ssh may have passed them on (ControlMaster): they
-            # stay open as long as somebody waits for a host that went dark.  What was said is in them already.
+            # Open MPI's ssh inherits the pipes that are read here, and may pass them on (ControlMaster): they stay open
+            # as long as a process waits for an unreachable host.  All output is in them already.
             last = _LAST_WORDS
         for reader in self._readers:
             reader.join(last)
         self._control = self._layout = None
 
-    def _pass_on(self, stream: IO[str], name: str) -> None:
-        """Pass on what comes from the hosts to a standard stream of this process, and keep the end of it."""
+    def _forward_output(self, stream: IO[str], name: str) -> None:
+        """Forward the hosts' output to a standard stream of this process, and keep its last lines."""
         for line in stream:
-            self._said.append(line)
+            self._last_lines.append(line)
             to = getattr(sys, name) if self._output is None else self._output
             if to is not None:
                 with contextlib.suppress(OSError, ValueError):
                     to.write(line)
 
 
-def _rows(read: RowAccess) -> Rows:
-    """Return what is read of a segment, in bytes."""
-    array, rows, base = read
+def _to_segment_access(access: RowAccess) -> SegmentAccess:
+    """Convert an access of rows to bytes of a segment."""
+    array, rows, base = access
     item = np.dtype(array.dtype).itemsize
     if rows is None or not array.shape:
-        return Rows(array.key, array.offset, 1, (0, int(np.prod(array.shape)) * item, 1), None)
+        return SegmentAccess(array.key, array.offset, 1, (0, int(np.prod(array.shape)) * item, 1), None)
     row = int(np.prod(array.shape[1:])) * item
     if isinstance(rows, range):
-        return Rows(array.key, array.offset, row, (rows.start - base, rows.stop - base, rows.step), None)
-    return Rows(array.key, array.offset, row, None, (rows.key, rows.offset, rows.shape[0], base))
+        return SegmentAccess(array.key, array.offset, row, (rows.start - base, rows.stop - base, rows.step), None)
+    return SegmentAccess(array.key, array.offset, row, None, (rows.key, rows.offset, rows.shape[0], base))
 
 
-def _check_rows(read: RowAccess, there: range, segments: SegmentTable, who: str) -> None:
-    """Refuse rows that another host has loaded for itself."""
-    rows = range(read.array.shape[0]) if read.rows is None else read.rows
+def _check_rows(access: RowAccess, there: range, segments: SegmentTable, who: str) -> None:
+    """Raise IndexError for rows that only another host has loaded."""
+    rows = range(access.array.shape[0]) if access.rows is None else access.rows
     index = np.array([*rows[:1], *rows[-1:]]) if isinstance(rows, range) else rows.view(segments)
     if not index.size:
         return
-    first, last = int(index.min()) - read.base, int(index.max()) - read.base
+    first, last = int(index.min()) - access.base, int(index.max()) - access.base
     if first < there.start or last >= there.stop:
         raise IndexError(
             f"{who} needs rows from {first:,} to {last:,} of data that data_parts has loaded, and has those from "
@@ -389,7 +383,7 @@ def _check_rows(read: RowAccess, there: range, segments: SegmentTable, who: str)
 
 
 def _start_once() -> None:
-    """Refuse a second session of a script that ``mpirun`` has started: its processes on other hosts have ended."""
+    """Raise in a second session of a script that ``mpirun`` started: its processes on other hosts have exited."""
     global _has_started
     if _has_started:
         raise RuntimeError(

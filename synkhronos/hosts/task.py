@@ -1,29 +1,26 @@
-"""What ranks of different hosts have to do with each other in a task: messages, locks, and the rows used under these.
+"""Tasks on several hosts: messages between ranks, and locks with the rows that are used under them.
 
-`TaskAgent`
-    One agent's part.
+A message of a rank to a rank of another host travels as PART; its receipt is another PART.  STOP is a rank's request
+that all ranks stop.
 
-What a rank has sent to one of another host goes there as PART; that one has received it, as another PART.  STOP is a
-rank's word that all ought to stop.
+A lock, and the only valid copy of the rows that are used under it, is on one host.  A rank of another host has a copy
+in its own host's memory while it holds the lock: it reads rows after it has acquired the lock, and writes them back
+before it releases it.  Agents carry requests and bytes, and compute nothing::
 
-A lock is on one host, and so is the only copy of what ranks use under it.  A rank of another host has its own host's
-memory hold a copy as long as it has the lock: it reads rows when it has got the lock, computes as a rank of the lock's
-host would, and writes them back.  Agents carry this, and compute nothing::
-
-    rank          its agent                       the agent of the lock's host
-    take          ASK(TAKE)               ->      stands in line; takes the lock for the rank
-                                          <-      ANSWER: how often it had been taken
+    rank          its agent                       agent of the lock's host
+    acquire       ASK(TAKE)               ->      queues; acquires the lock for the rank
+                                          <-      ANSWER: how often it had been acquired
     read          ASK(READ, rows)         ->
-                  into memory             <-      CONTENT, part by part, from memory; ANSWER
-    write         CONTENT, part by part   ->      into memory
+                  into memory             <-      CONTENT, chunk by chunk, from memory; ANSWER
+    write         CONTENT, chunk by chunk ->      into memory
                   ASK(WRITE)              ->
-                                          <-      ANSWER: all is there
-    give          ASK(GIVE)               ->      gives it back
+                                          <-      ANSWER: all bytes have arrived
+    release       ASK(GIVE)               ->      releases it
 
-Bytes go from memory to memory: the message before them says where to.
+Bytes travel from memory to memory; the message before them names their place.
 
-What comes from a host is done in the order in which it was sent: nothing before the content in front of it is there, or
-before this host has heard of the command to which it belongs.
+Invariant: messages of a host are processed in order.  None is processed before the bytes announced ahead of it have
+arrived, or before this host has received the command to which it belongs.
 """
 
 from __future__ import annotations
@@ -32,77 +29,88 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from synkhronos.hosts.mail import ANSWER, ASK, CONTENT, PART, PIECE, STOP, UNDER_WAY, Mail
-from synkhronos.hosts.names import host_of
+from synkhronos.hosts.mail import ANSWER, ASK, CHUNK_NBYTES, CONTENT, MAX_PENDING, PART, STOP, Mail
+from synkhronos.hosts.names import find_host
 from synkhronos.ranks.control import FOR_TASK, Control
 from synkhronos.ranks.segments import Segment
 from synkhronos.ranks.task import GIVE, READ, TAKE, WRITE, Bridge, Span, TaskMemory
 
 
 class TaskAgent:
-    """What an agent does in tasks, for ranks of its host and for those that use its host's locks.
+    """An agent's part in tasks, for ranks of its host and for ranks that use its host's locks.
 
-    ``ranks`` has those of each host, ``segments`` the shared memory of this one, by key.
+    Parameters
+    ----------
+    mail : Mail
+    control : Control
+    ranks : sequence of range
+        Ranks of each host.
+    segments : dict of int to Segment
+        Shared memory of this host, by key.
+
+    Attributes
+    ----------
+    handlers : dict of int to callable
+        Handler of each kind of message.
     """
 
     def __init__(self, mail: Mail, control: Control, ranks: Sequence[range], segments: dict[int, Segment]):
         self._mail, self._control, self._ranks, self._segments = mail, control, ranks, segments
         self._number = 0
         self._bridge: Bridge | None = None
-        #: For each lock the hosts and ranks that wait for it.
-        self._lines: dict[int, deque[tuple[int, int]]] = {}
-        #: What is being sent.
-        self._going: deque[Iterator[None]] = deque()
-        #: From each host what has come and is not done yet: the content to wait for, the command, what to do.
-        self._coming: list[deque[tuple[Any, int, Callable[[Bridge], object]]]] = [deque() for _ in range(mail.size)]
-        #: What takes each kind of message.
-        self.takes: dict[int, Callable[..., None]] = {
-            PART: self._take_part, STOP: self._take_stop,
-            ASK: self._take_ask, ANSWER: self._take_answer, CONTENT: self._take_content,
+        #: Hosts and ranks that wait for each lock, in order.
+        self._queues: dict[int, deque[tuple[int, int]]] = {}
+        #: Transfers in progress; each step of a generator sends a chunk.
+        self._transfers: deque[Iterator[None]] = deque()
+        #: Actions by host, in order: the request of the bytes to wait for, the command, the action.
+        self._actions: list[deque[tuple[Any, int, Callable[[Bridge], object]]]] = [deque() for _ in range(mail.size)]
+        self.handlers: dict[int, Callable[..., None]] = {
+            PART: self._on_part, STOP: self._on_stop,
+            ASK: self._on_ask, ANSWER: self._on_answer, CONTENT: self._on_content,
         }  # fmt: skip
 
     def begin(self, number: int, task: TaskMemory | None) -> None:
-        """Begin with a command, which may be a task, and forget what is left of the one before."""
+        """Start a command, which may be a task, and drop the remains of the previous one."""
         self._number, self._bridge = number, None
-        self._lines.clear()
-        self._going.clear()
-        if task is not None and task.key in self._segments:  # there may have been no room for its memory
+        self._queues.clear()
+        self._transfers.clear()
+        if task is not None and task.key in self._segments:  # its memory may not have been mapped
             segment = self._segments[task.key]
-            if self._mail.me > 0:  # else the master has done it
+            if self._mail.me > 0:  # on the first host the master prepares it
                 task.prepare(segment)
             self._bridge = Bridge(task, segment, self._control.here)
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a rank of another host waits for a lock of this one, or content is on its way."""
-        return any(self._lines.values()) or bool(self._going) or any(self._coming)
+        """Whether a rank of another host waits for a lock of this one, or a transfer is in progress."""
+        return any(self._queues.values()) or bool(self._transfers) or any(self._actions)
 
-    def move(self) -> bool:
-        """Do what can be done; return whether something was."""
+    def progress(self) -> bool:
+        """Process requests and transfers without waiting; return True if anything was done."""
         news = False
-        for coming in self._coming:
+        for coming in self._actions:
             while coming and coming[0][1] <= self._number and (coming[0][0] is None or coming[0][0].Test()):
                 _, number, act = coming.popleft()
-                if number == self._number and self._bridge is not None:  # else the command has failed
+                if number == self._number and self._bridge is not None:  # else its command has failed
                     act(self._bridge)
                 news = True
         if self._bridge is not None:
-            news |= self._tell_others(self._bridge)
+            news |= self._forward(self._bridge)
             for request in self._bridge.asked():
-                self._pass_on(self._bridge, *request)
+                self._request(self._bridge, *request)
                 news = True
-            for lock, line in self._lines.items():
+            for lock, line in self._queues.items():
                 news |= bool(line) and self._grant(self._bridge, lock, line)
-        while self._going and not self._mail.is_sending(UNDER_WAY):
-            one = self._going.popleft()
+        while self._transfers and not self._mail.has_pending(MAX_PENDING):
+            one = self._transfers.popleft()
             if next(one, self) is not self:
-                self._going.append(one)  # each a part in turn
+                self._transfers.append(one)  # one chunk of each in turn
             news = True
         return news
 
-    def _when_here(self, source: int, number: int, act: Callable[[Bridge], object], content: Any = None) -> None:
-        """Do something for a command when it is the turn of what this host has sent."""
-        self._coming[source].append((content, number, act))
+    def _schedule(self, source: int, number: int, act: Callable[[Bridge], object], content: Any = None) -> None:
+        """Schedule an action behind the earlier ones of the same host, and behind the arrival of its bytes."""
+        self._actions[source].append((content, number, act))
 
     def _wake(self, rank: int) -> None:
         self._control.fence()
@@ -110,62 +118,62 @@ class TaskAgent:
 
     # -- messages between ranks ----------------------------------------------------------------------------------
 
-    def _tell_others(self, bridge: Bridge) -> bool:
-        """Send what ranks of this host have sent to others."""
+    def _forward(self, bridge: Bridge) -> bool:
+        """Forward the messages, receipts and stop requests of this host's ranks."""
         news = False
         for source, target, turn, content in bridge.news():
             to = target if content is not None else source
-            self._mail.send(host_of(self._ranks, to), PART, self._number, source, target, turn, content)
+            self._mail.send(find_host(self._ranks, to), PART, self._number, source, target, turn, content)
             news = True
         if bridge.is_stopped_here():
             self._mail.send_all(self._mail.others, STOP, self._number)
         return news
 
-    def _take_part(self, source: int, number: int, *part: Any) -> None:
-        self._when_here(source, number, lambda bridge: self._wake(bridge.take(*part)))
+    def _on_part(self, source: int, number: int, *part: Any) -> None:
+        self._schedule(source, number, lambda bridge: self._wake(bridge.take(*part)))
 
-    def _take_stop(self, source: int, number: int) -> None:
-        self._when_here(source, number, Bridge.stop)
+    def _on_stop(self, source: int, number: int) -> None:
+        self._schedule(source, number, Bridge.stop)
 
-    # -- for the ranks of this host that use another one's locks -------------------------------------------------
+    # -- ranks of this host that use locks of another -------------------------------------------------
 
-    def _pass_on(self, bridge: Bridge, rank: int, what: int, lock: int, spans: Sequence[Span]) -> None:
-        home, number = host_of(self._ranks, bridge.home(lock)), self._number
+    def _request(self, bridge: Bridge, rank: int, what: int, lock: int, spans: Sequence[Span]) -> None:
+        home, number = find_host(self._ranks, bridge.home(lock)), self._number
         if what == WRITE:
-            self._going.append(self._send(home, spans, ASK, number, rank, what, lock, ()))
+            self._transfers.append(self._send(home, spans, ASK, number, rank, what, lock, ()))
             return
         self._mail.send(home, ASK, number, rank, what, lock, spans)
         if what == GIVE:
             self._answer(bridge, rank, 0)
 
-    def _take_answer(self, source: int, number: int, rank: int, value: int) -> None:
-        self._when_here(source, number, lambda bridge: self._answer(bridge, rank, value))
+    def _on_answer(self, source: int, number: int, rank: int, value: int) -> None:
+        self._schedule(source, number, lambda bridge: self._answer(bridge, rank, value))
 
     def _answer(self, bridge: Bridge, rank: int, value: int) -> None:
-        """Have a rank hear what the lock's host says."""
+        """Deliver the lock's host's answer to a rank."""
         bridge.answer(rank, value)
         self._wake(rank)
 
-    # -- for the locks of this host ------------------------------------------------------------------------------
+    # -- locks of this host ------------------------------------------------------------------------------
 
-    def _take_ask(self, source: int, number: int, rank: int, what: int, lock: int, spans: Sequence[Span]) -> None:
-        self._when_here(source, number, lambda bridge: self._do(bridge, source, rank, what, lock, spans))
+    def _on_ask(self, source: int, number: int, rank: int, what: int, lock: int, spans: Sequence[Span]) -> None:
+        self._schedule(source, number, lambda bridge: self._process(bridge, source, rank, what, lock, spans))
 
-    def _do(self, bridge: Bridge, source: int, rank: int, what: int, lock: int, spans: Sequence[Span]) -> None:
-        """Do what a rank of another host asks for."""
+    def _process(self, bridge: Bridge, source: int, rank: int, what: int, lock: int, spans: Sequence[Span]) -> None:
+        """Process the request of a rank of another host."""
         number = self._number
         if what == TAKE:
-            self._lines.setdefault(lock, deque()).append((source, rank))
+            self._queues.setdefault(lock, deque()).append((source, rank))
             bridge.want(lock, True)
         elif what == READ:
-            self._going.append(self._send(source, spans, ANSWER, number, rank, 0))
-        elif what == WRITE:  # what was before it has come
+            self._transfers.append(self._send(source, spans, ANSWER, number, rank, 0))
+        elif what == WRITE:  # the bytes announced before it have arrived
             self._mail.send(source, ANSWER, number, rank, 0)
         else:
             bridge.give_lock(lock)
 
     def _grant(self, bridge: Bridge, lock: int, line: deque[tuple[int, int]]) -> bool:
-        """Give a lock to the first who waits for it, if it is free."""
+        """Grant a lock to the first rank in line if it is free."""
         source, rank = line[0]
         turn = bridge.take_lock(lock, rank)
         if turn is None:
@@ -175,14 +183,14 @@ class TaskAgent:
         self._mail.send(source, ANSWER, self._number, rank, turn)
         return True
 
-    # -- content -------------------------------------------------------------------------------------------------
+    # -- transfers -------------------------------------------------------------------------------------------------
 
     def _send(self, to: int, spans: Sequence[Span], *message: Any) -> Iterator[None]:
-        """Send rows to another host, a part at a time, and then a message."""
+        """Send rows to another host, a chunk at each step, and then a message."""
         for key, start, nbytes in spans:
             memory = memoryview(self._segments[key].buffer)
-            for at in range(start, start + nbytes, PIECE):
-                part = memory[at : min(at + PIECE, start + nbytes)]
+            for at in range(start, start + nbytes, CHUNK_NBYTES):
+                part = memory[at : min(at + CHUNK_NBYTES, start + nbytes)]
                 self._mail.send(to, CONTENT, self._number, key, at, len(part))
                 self._mail.send_bytes(to, part)
                 if self._mail.me == 0:
@@ -190,9 +198,9 @@ class TaskAgent:
                 yield
         self._mail.send(to, *message)
 
-    def _take_content(self, source: int, number: int, key: int, at: int, nbytes: int) -> None:
-        """Receive a part of rows to where they belong."""
-        room: Any = bytearray(nbytes)
+    def _on_content(self, source: int, number: int, key: int, at: int, nbytes: int) -> None:
+        """Receive a chunk of rows into their place in memory."""
+        buffer: Any = bytearray(nbytes)
         if number == self._number and key in self._segments:  # else the command has failed
-            room = memoryview(self._segments[key].buffer)[at : at + nbytes]
-        self._when_here(source, number, lambda bridge: None, self._mail.receive_bytes(source, room))
+            buffer = memoryview(self._segments[key].buffer)[at : at + nbytes]
+        self._schedule(source, number, lambda bridge: None, self._mail.receive_bytes(source, buffer))

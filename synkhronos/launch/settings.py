@@ -31,7 +31,7 @@ from typing import Any
 from synkhronos import rules
 from synkhronos.checks import at_least, is_number
 from synkhronos.gpus import get_n_gpu
-from synkhronos.hosts import MOST, Host, hosts_of, launched
+from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, find_launch, parse_hosts
 from synkhronos.launch import modelfile, tmlauncher
 from synkhronos.ranks import available_cores
 from synkhronos.training.checkpoint import paths_in
@@ -296,15 +296,15 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
         root, module = modelfile.find(name, class_name, [os.fspath(each) for each in folders if each])
     except modelfile.ModelFileError as error:
         raise SettingsError(str(error)) from None
-    n_ranks = None if found.get("ranks") is None else _integer(found["ranks"], "ranks", 1, MOST)
+    n_ranks = None if found.get("ranks") is None else _integer(found["ranks"], "ranks", 1, MAX_RANKS_PER_HOST)
     hosts = _hosts(found.get("hosts"), n_ranks)
     if hosts:
         devices = _devices_on(hosts[0], found.get("devices"))
         hosts[0] = Host(hosts[0].name, len(devices))
     else:
         devices = _devices(found.get("devices"), n_ranks)
-    if len(devices) > MOST:
-        raise SettingsError(f"devices: expected at most {MOST}, got {len(devices)}")
+    if len(devices) > MAX_RANKS_PER_HOST:
+        raise SettingsError(f"devices: expected at most {MAX_RANKS_PER_HOST}, got {len(devices)}")
     rule = rule_name(_text(found, "rule") or Settings.rule)
     others: dict[str, Any] = {
         **{key: _integer(found[key], key, *ends) for key, ends in _RANGES.items() if found.get(key) is not None},
@@ -513,10 +513,10 @@ def _hosts(hosts: Any, n_ranks: int | None) -> list[Host]:
     if isinstance(hosts, str) and hosts != "all":
         hosts = [each for each in hosts.split(",") if each.strip()]
     try:
-        found = hosts_of([] if hosts is None else hosts)
+        found = parse_hosts([] if hosts is None else hosts)
     except (TypeError, ValueError, OSError) as error:
         raise SettingsError(str(error)) from None
-    if found and (process := launched()) is not None:
+    if found and (process := find_launch()) is not None:
         raise SettingsError(
             f"hosts: {process[1]} of these commands were started, and one starts the ranks of all hosts: start it once "
             "(srun --nodes=1 --ntasks=1, or without srun or mpirun)"

@@ -32,18 +32,18 @@ LARGE = 1_000_000
 #: What this process does at its next chunk.
 AT_CHUNK: Callable[[], None] | None = None
 
-_real_pass_on = Pipe.pass_on
+_real_advance = Pipe.advance
 
 
-def _pass_on(self: Pipe, nbytes: int = 0) -> None:
+def _advance(self: Pipe, nbytes: int = 0) -> None:
     global AT_CHUNK
-    _real_pass_on(self, nbytes)
+    _real_advance(self, nbytes)
     if AT_CHUNK is not None and self._count > 1:
         act, AT_CHUNK = AT_CHUNK, None
         act()
 
 
-Pipe.pass_on = _pass_on  # type: ignore[method-assign]
+Pipe.advance = _advance  # type: ignore[method-assign]
 
 
 def tell(folder: str, event: str, **data: Any) -> None:

@@ -1,0 +1,188 @@
+"""Copies of shared memory on other hosts: the pages that a host does not have yet, or not any more.
+
+Users write into shared memory by every means of NumPy, without notice.  So the pages that a command reads are compared
+with a copy of what was sent last, and those that differ are sent again: no write is missed, and unchanged pages are
+sent once.  The price is a second copy, on the master's host, of all that other hosts were sent, and a comparison in
+each command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+#: Number of bytes of a page, the unit in which memory is compared and sent.
+PAGE = 4096
+#: Number of pages compared at a time.
+_RUN = 1024
+
+
+class SegmentAccess(NamedTuple):
+    """Rows of a segment that a host reads, as the master's plan lists them.
+
+    Attributes
+    ----------
+    key : int
+        Key of the segment.
+    offset : int
+        Byte at which row 0 starts.
+    row_nbytes : int
+    rows : (start, stop, step) or None
+        None if there are indexes.
+    indexes : (key, offset, count, base) or None
+        ``count`` int64 in another segment; ``base`` is subtracted from each.
+    """
+
+    key: int
+    offset: int
+    row_nbytes: int
+    rows: tuple[int, int, int] | None
+    indexes: tuple[int, int, int, int] | None
+
+
+class PageTable:
+    """Pages of each segment that each other host has; kept by the agent of the master's host.
+
+    Parameters
+    ----------
+    n_hosts : int
+        Number of other hosts.
+    heartbeat : callable
+        Called repeatedly during long comparisons.
+
+    Attributes
+    ----------
+    memory : dict of int to ndarray of uint8
+        Segments of this host, by key.
+    """
+
+    def __init__(self, n_hosts: int, heartbeat: Callable[[], object] = bool):
+        self._n_hosts = n_hosts
+        self._heartbeat = heartbeat
+        self.memory: dict[int, np.ndarray] = {}
+        self._last: dict[int, np.ndarray] = {}
+        self._has: dict[int, np.ndarray] = {}
+
+    def add(self, key: int, memory: np.ndarray) -> None:
+        """Add a segment, of which no other host has a page yet."""
+        self.memory[key] = memory
+        # Untouched memory costs nothing: only pages that are sent are written here.
+        self._last[key] = np.empty(memory.size, np.uint8)
+        self._has[key] = np.zeros((self._n_hosts, -(-memory.size // PAGE)), bool)
+
+    def drop(self, keys: Iterable[int]) -> None:
+        """Remove segments."""
+        for key in keys:
+            for table in (self.memory, self._last, self._has):
+                table.pop(key, None)
+
+    def take_missing(self, needed: Sequence[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
+        """Return the pages that each host needs and does not have, and record them as sent.
+
+        Parameters
+        ----------
+        needed : sequence of dict of int to ndarray
+            Sorted page numbers that each host needs, by segment.
+
+        Returns
+        -------
+        list of dict of int to ndarray
+            Page numbers to send to each host, by segment.
+        """
+        for key in set().union(*needed):
+            pages = np.unique(np.concatenate([of_host[key] for of_host in needed if key in of_host]))
+            for at in range(0, len(pages), _RUN):
+                self._compare(key, pages[at : at + _RUN])
+                self._heartbeat()
+        missing_by_host: list[dict[int, np.ndarray]] = []
+        for host, of_host in enumerate(needed):
+            missing_by_host.append({})
+            for key, pages in of_host.items():
+                has = self._has[key][host]
+                missing = pages[~has[pages]]
+                if missing.size:
+                    missing_by_host[-1][key] = missing
+                    has[missing] = True
+        return missing_by_host
+
+    def _compare(self, key: int, pages: np.ndarray) -> None:
+        """Mark pages that have changed since they were sent, and copy those that are sent now."""
+        memory, last, has = self.memory[key], self._last[key], self._has[key]
+        known = pages[has[:, pages].any(axis=0)]
+        has[:, known[_differ(take_pages(memory, known), take_pages(last, known))]] = False
+        new = pages[~has[:, pages].any(axis=0)]
+        put_pages(last, new, take_pages(memory, new))
+
+
+def _differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return, page by page, whether two runs of bytes differ; the last page may be shorter."""
+    n_whole = one.size // PAGE
+    whole = slice(n_whole * PAGE)
+    first, second = (each[whole].view(np.uint64).reshape(n_whole, PAGE // 8) for each in (one, other))
+    differ = (first != second).any(axis=1)
+    if one.size % PAGE:
+        differ = np.append(differ, not np.array_equal(one[n_whole * PAGE :], other[n_whole * PAGE :]))
+    return differ
+
+
+def find_pages(accesses: Iterable[SegmentAccess], memory: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+    """Return the sorted numbers of the pages that are read, by segment; indexes are looked up in ``memory``."""
+    found: dict[int, list[np.ndarray]] = {}
+    for access in accesses:
+        if access.indexes is not None:
+            key, at, count, base = access.indexes
+            found.setdefault(key, []).append(_page_range(at, at + 8 * count))
+            index = memory[key][at : at + 8 * count].view(np.int64) - base
+            found.setdefault(access.key, []).append(_pages_of_rows(access, index))
+        elif access.rows is not None:
+            rows = range(*access.rows)
+            if rows and abs(rows.step) == 1:
+                low, high = sorted((rows[0], rows[-1]))  # min() would go through all of them
+                pages = _page_range(
+                    access.offset + low * access.row_nbytes, access.offset + (high + 1) * access.row_nbytes
+                )
+            else:
+                pages = _pages_of_rows(access, np.arange(*access.rows))
+            found.setdefault(access.key, []).append(pages)
+    # A segment that is not in `memory` is a file, which every host has.
+    return {key: np.unique(np.concatenate(parts)) for key, parts in found.items() if key in memory}
+
+
+def _page_range(start: int, stop: int) -> np.ndarray:
+    """Return the numbers of the pages of a range of bytes."""
+    return np.arange(start // PAGE, -(-stop // PAGE)) if stop > start else np.arange(0)
+
+
+def _pages_of_rows(access: SegmentAccess, index: np.ndarray) -> np.ndarray:
+    """Return the numbers of the pages of rows."""
+    if not index.size or not access.row_nbytes:
+        return np.arange(0)
+    first = (access.offset + index * access.row_nbytes) // PAGE
+    last = (access.offset + (index + 1) * access.row_nbytes - 1) // PAGE
+    most = int((last - first).max()) + 1
+    return np.minimum(first[:, None] + np.arange(most), last[:, None]).reshape(-1)
+
+
+def take_pages(memory: np.ndarray, pages: np.ndarray) -> np.ndarray:
+    """Return the bytes of some pages, concatenated; the last page of the memory may be shorter."""
+    if not pages.size:
+        return np.empty(0, np.uint8)
+    n_whole = memory.size // PAGE
+    whole = memory[: n_whole * PAGE].reshape(n_whole, PAGE)
+    if pages[-1] < n_whole:
+        return np.take(whole, pages, axis=0).reshape(-1)
+    return np.concatenate([np.take(whole, pages[:-1], axis=0).reshape(-1), memory[n_whole * PAGE :]])
+
+
+def put_pages(memory: np.ndarray, pages: np.ndarray, content: np.ndarray) -> None:
+    """Write pages into memory; ``content`` is as `take_pages` returned it."""
+    if not pages.size:
+        return
+    n_whole = memory.size // PAGE
+    whole = memory[: n_whole * PAGE].reshape(n_whole, PAGE)
+    n = pages.size if pages[-1] < n_whole else pages.size - 1
+    whole[pages[:n]] = content[: n * PAGE].reshape(n, PAGE)
+    if n < pages.size:
+        memory[n_whole * PAGE :] = content[n * PAGE :]
