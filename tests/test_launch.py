@@ -140,7 +140,8 @@ def test_a_run_stops_early_and_keeps_its_best_epoch(tmp_path):
     train(tmp_path / "best", "Overfits", epochs=3, **options)
     best = {"keep_best": "['top5', 'max']", "patience": 2, "keep": 1, "checkpoint": 5, "epochs": 9, **options}
     for resume in ([], ["--resume"]):
-        train(tmp_path / "run", "Overfits", *resume, **best)
+        done = train(tmp_path / "run", "Overfits", *resume, **best)
+        assert ("top5 max: no better for 2 epochs; the run ends after 5" in done.stdout) != bool(resume)
         assert [report["epoch"] for report in lines(tmp_path / "run", "reports")] == [1, 2, 3, 4, 5]
         kept = Checkpoint(tmp_path / "run" / "checkpoints", keep_best=("top5", "max"))
         assert [kept.load(path).meta["epochs"] for path in kept.paths()] == [3, 5]

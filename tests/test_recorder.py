@@ -192,13 +192,20 @@ def test_schedules_go_together():
         each.observe(5.0)
     assert other(3) == schedule(3) == pytest.approx(0.1)
     forget(other)
-    assert state_of(other) == {"rate": pytest.approx(0.025), "since": 0}
+    assert state_of(other) == {"made": ["plateau", 0.1], "rate": pytest.approx(0.025), "since": 0}
     own = SimpleNamespace(best=-math.inf, observe=None)  # for which more is better
     forget(SimpleNamespace(schedule=own))
     assert own.best == -math.inf
     # What follows from the epoch alone is as it was made, and learns nothing from another's checkpoint.
     for old in (schedules.constant(0.1), schedules.steps(0.1, {5: 0.1}), schedules.warmup(0.1, 5), schedule):
-        for new in (schedules.constant(0.01), schedules.warmup(schedules.cosine(0.01, 9), 5)):
+        # Nor does a schedule of another kind, or one that begins with another rate.
+        own = SimpleNamespace(rate=3.0, observe=None)
+        for new in (
+            schedules.constant(0.01),
+            schedules.warmup(schedules.cosine(0.01, 9), 5),
+            schedules.plateau(0.01, 0.5, 2),
+            own,
+        ):
             before = repr(new)
             set_state(new, state_of(old))
             assert repr(new) == before

@@ -270,6 +270,10 @@ class _Run:
                 self.save(done, own, metrics)
             if has_stopped and self.worker.number == 0:
                 sys.stdout.write(f"val_iter() has returned 'stop': the run ends after epoch {done}\n")
+            if self.is_stopped() and self.worker.number == 0:
+                sys.stdout.write(
+                    f"{self.stop.measure}: no better for {self.stop.since} epochs; the run ends after {done}\n"
+                )
             if last:
                 break
             self.state.vector = own

@@ -30,14 +30,27 @@ Schedule = Callable[[float], float]
 
 
 def state_of(schedule: Any) -> dict[str, Any]:
-    """Return what a schedule has learnt from validation, as JSON can say it; nothing of one that learns nothing."""
+    """Return what a schedule has learnt from validation, for a checkpoint; nothing of one that learns nothing."""
     found = _learnt(schedule)
-    return {name: found[name] for name in ("rate", "best", "since") if name in found and not math.isinf(found[name])}
+    state: dict[str, Any] = {
+        name: found[name] for name in ("rate", "best", "since") if name in found and not math.isinf(found[name])
+    }
+    return {"made": _made(schedule), **state} if found else {}
 
 
 def set_state(schedule: Any, state: Mapping[str, Any]) -> None:
-    """Give a schedule what `state_of` has returned; one that learns nothing stays as its user has made it."""
-    _learnt(schedule).update(state)
+    """Give a schedule what `state_of` has returned, if that is of the same kind and was made with the same rate.
+
+    Any other stays as its user has made it.
+    """
+    if state.get("made") == _made(schedule):
+        _learnt(schedule).update({name: value for name, value in state.items() if name != "made"})
+
+
+def _made(schedule: Any) -> list[Any]:
+    """Return the kind of a schedule that learns, and the rate that it began with, where that is known."""
+    schedule = _innermost(schedule)
+    return [type(schedule).__name__, getattr(schedule, "initial", None)]
 
 
 def forget(schedule: Any) -> None:
@@ -221,9 +234,11 @@ class plateau:  # noqa: N801
     least: float = 0.0
     best: float = field(default=math.inf, init=False)
     since: int = field(default=0, init=False)
+    initial: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.rate, self.factor = positive(self.rate, "rate"), positive(self.factor, "factor")
+        self.initial = self.rate
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
