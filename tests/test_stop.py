@@ -116,6 +116,27 @@ def test_a_signal_within_validation_leaves_the_report_to_the_next_run(fork, tmp_
     assert [line["seen"] for line in read(tmp_path / "records")["reports"]] == [60, 120]
 
 
+def test_a_signal_behind_a_report_leaves_no_checkpoint_of_a_training_that_was_left(fork, tmp_path, at_once):
+    fork(1)
+    checkpoint = Checkpoint(tmp_path, every=1, keep_best="mse")
+    options = {"valid": (X, Y), "checkpoint": checkpoint}
+    list(Model("BSP").epochs(5, 4, **options))
+    first, stale, *_ = checkpoint.paths()
+    before = checkpoint.load(stale).metrics
+
+    def reports_until_signal(resume, **others):
+        for report in Model("BSP", rate=0.01).epochs(5, 4, **options | others, resume=resume):
+            yield report.loss
+            signal.raise_signal(signal.SIGTERM)
+
+    left = Checkpoint(tmp_path, every=9)  # at which the second epoch is not saved
+    status, losses = ended(SimpleNamespace(loss=loss) for loss in reports_until_signal(first, checkpoint=left))
+    assert status == 128 + signal.SIGTERM and len(losses) == 1
+    assert checkpoint.paths() == [first, stale]
+    after = checkpoint.load(stale).metrics
+    assert after["loss"] == losses[0] != before["loss"] and after["mse"] != before["mse"]
+
+
 def test_a_handler_of_the_user_stays(fork, tmp_path, at_once):
     fork(2)
     came = []

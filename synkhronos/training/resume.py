@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +30,7 @@ from synkhronos.training.schedules import Schedule
 _TYPES: dict[str, Any] = {
     **dict.fromkeys(("seen", "epoch", "row", "start", "seed", "count", "steps_taken"), int),
     "outcomes": list,
-    **dict.fromkeys(("stop", "schedule"), dict),
+    **dict.fromkeys(("stop", "schedule", "metrics"), dict),
     "parts": list | None,
 }
 
@@ -46,6 +45,8 @@ class Place:
     #: The row of the last report; what the ranks have done from there to `row`, where a signal came between reports.
     start: int = 0
     outcomes: list[Outcome] = field(default_factory=list)
+    #: Loss and validation of the last report.
+    metrics: dict[str, float] = field(default_factory=dict)
     #: Best report so far.
     stop: EarlyStop = field(default_factory=EarlyStop)
     #: The steps that all ranks have taken together; of rules by which each takes its own these are with the ranks.
@@ -82,16 +83,8 @@ class OnRanks:
     def _describe(self) -> dict[str, Any]:
         return storing.describe("trainer", self.rule, self.groups, self.update_rule)
 
-    def save(
-        self,
-        checkpoint: Checkpoint,
-        course: Course,
-        place: Place,
-        schedule: Schedule,
-        seen: int,
-        metrics: Mapping[str, float],
-    ) -> None:
-        """Write a checkpoint of all ranks."""
+    def save(self, checkpoint: Checkpoint, course: Course, place: Place, schedule: Schedule, seen: int) -> None:
+        """Write a checkpoint of all ranks; behind a report it has this report's metrics."""
         by_rank = run(storing.collect, self.name, self.groups, self.alike)
         arrays, streams = storing.packed(by_rank)
         arrays |= {f"shared.{name}": np.array(data.data) for name, data in self.memory.items()}
@@ -102,6 +95,7 @@ class OnRanks:
             "row": place.row,
             "start": place.start,
             "outcomes": [list(outcome) for outcome in place.outcomes],
+            "metrics": place.metrics,
             "stop": place.stop.to_json(),
             "seed": course.seed,
             "count": course.length,
@@ -113,7 +107,7 @@ class OnRanks:
             "steps_taken": place.steps,
             "streams": streams,
         }
-        checkpoint.save(seen, arrays, meta, metrics)
+        checkpoint.save(seen, arrays, meta, {} if place.outcomes else place.metrics)
 
     def restore(self, path: str | os.PathLike[str], course: Course, schedule: Schedule) -> tuple[Place, int]:
         """Take what a checkpoint has, on as many ranks as there are now; return where it goes on, and the rows seen.
@@ -139,6 +133,7 @@ class OnRanks:
             row=meta["row"],
             start=meta["start"],
             outcomes=shared_out([Outcome(*each) for each in meta["outcomes"]], n_outcomes),
+            metrics=meta["metrics"],
             stop=EarlyStop.from_json(meta["stop"]),
             steps=meta["steps_taken"],
         )

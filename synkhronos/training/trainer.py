@@ -292,13 +292,13 @@ class Trainer:
             observe: Callable[[float], None] | None = getattr(self.schedule, "observe", None)
             if observe is not None:
                 observe(next(iter(report.validation.values()), report.loss))
-            metrics = {"loss": report.loss, **report.validation}
-            is_best = place.stop.observe(cost_of(metrics, metric)) and keep_best is not None
+            place.metrics = {"loss": report.loss, **report.validation}
+            is_best = place.stop.observe(cost_of(place.metrics, metric)) and keep_best is not None
             for one in recorders:
                 one.write(report.record())
             if checkpoint is not None:
                 if is_best or reports % checkpoint.every == 0 or self._is_over(course, patience):
-                    self._on_ranks.save(checkpoint, course, place, self.schedule, report.seen, metrics)
+                    self._on_ranks.save(checkpoint, course, place, self.schedule, report.seen)
             yield report
 
     def _explain(self, report: Report, course: Course, last: int, valid: tuple[list[Data], int] | Loader | None) -> str:
@@ -397,10 +397,8 @@ class Trainer:
         words, place = f"{signal.Signals(number).name}: training ends", self._place
         if checkpoint is not None and all(math.isfinite(outcome.loss) for outcome in place.outcomes):
             seen = place.epoch * course.count + place.row
-            path = checkpoint.path(seen)
-            if place.outcomes or not path.exists():  # that of a report has metrics, too
-                self._on_ranks.save(checkpoint, course, place, self.schedule, seen, {})
-            words += f"; go on with resume={str(path)!r}"
+            self._on_ranks.save(checkpoint, course, place, self.schedule, seen)
+            words += f"; go on with resume={str(checkpoint.path(seen))!r}"
         sys.stderr.write(f"{words}\n")
         raise SystemExit(128 + number)
 
