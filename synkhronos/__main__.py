@@ -65,8 +65,9 @@ def main(arguments: list[str]) -> None:
         prog="python -m synkhronos",
         usage=_USAGE,
         description="Train a class on all ranks (train), look whether it can be (check), draw what recorders have "
-        "written (show), say what the machine has and what is missing (doctor): each has a --help of its own. Or run "
-        "a program written for Theano: where Theano is not installed, PyTensor takes its place.",
+        "written (show), say what the machine has and what is missing (doctor), run Platoon's controllers and "
+        "workers (platoon): each has a --help of its own. Or run a program written for Theano: where Theano is not "
+        "installed, PyTensor takes its place.",
     )
     parser.add_argument(
         "--theano",

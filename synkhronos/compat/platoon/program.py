@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import runpy
 import sys
@@ -31,5 +32,7 @@ def run_file(file: str, arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Run the file that the first argument names."""
+    """Run a controller's file, which the first argument names."""
+    # Controllers start methods of their own as processes; a controller can't be pickled for any other way.
+    multiprocessing.set_start_method("fork")
     run_file(sys.argv[1], sys.argv[2:])
