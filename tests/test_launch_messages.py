@@ -68,6 +68,7 @@ SETTINGS = {
     "config, no table": ({"config": [1]}, r"config: expected a table of names and values, got \[1\]"),
     "epochs": ({"epochs": 0}, r"epochs: expected at least 1, got 0"),
     "config, given by the run": ({"config": {"rank": 0}}, r"config: 'rank' is given by the run: each rank has its own"),
+    "config, the name": ({"config": {"mname": "MLP"}}, r"config: 'mname' is given by the run: it is the class' name"),
     "config, another setting": ({"config": {"seed": 3}}, r"config: 'seed' is given by the run: use the setting 'seed'"),
     "seed": ({"seed": "x"}, r"seed: expected an integer, got 'x'"),
     "seed, large": ({"seed": 2**32}, r"seed: expected at most 4294967295, got 4294967296"),

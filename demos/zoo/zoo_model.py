@@ -54,7 +54,7 @@ class ZooModel(Model):
         for name, value in config.items():
             if name in self.settings:
                 setattr(self, name, value)
-            elif name not in ("rank", "size", "verbose", "seed", "data"):
+            elif name not in ("rank", "size", "verbose", "seed", "mname", "data"):
                 raise ValueError(
                     f"config: {type(self).__name__} has no {name!r}: expected data, {', '.join(self.settings)}"
                 )

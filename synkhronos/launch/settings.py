@@ -63,6 +63,7 @@ _GIVEN = {
     "size": "set the number of ranks by 'ranks'",
     "verbose": "it is true on rank 0",
     "seed": "use the setting 'seed'",
+    "mname": "it is the class' name",
 }
 #: The metrics of a class' epoch: the mean cost, and those of `ClassRecorder.val_error`.
 _METRICS = ("loss", "cost", "error", "top5")
