@@ -1,6 +1,5 @@
 """A scheduler's signal in the middle of training: a checkpoint behind the last step, from which training goes on."""
 
-import json
 import os
 import signal
 import subprocess
@@ -247,7 +246,7 @@ def test_a_program_that_a_scheduler_ends(tmp_path, how):
             assert process.returncode == 128 + signal.SIGTERM
             newest = Checkpoint(tmp_path / "checkpoints").paths()[-1]
             assert f"SIGTERM: training ends; go on with resume={str(newest)!r}" in said
-            assert json.loads((newest / "meta.json").read_text())["epoch"] >= 2
+            assert Checkpoint(tmp_path / "checkpoints").load(newest).meta["epoch"] >= 2
         else:
             assert process.returncode == -signal.SIGTERM, said
     finally:
