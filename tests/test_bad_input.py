@@ -103,11 +103,11 @@ FUNCTION = {
         TypeError,
         "(?s)^inputs: expected a variable .* of type numpy.ndarray",
     ),
-    "inputs twice": (lambda w: synk.function([w.x, w.x]), ValueError, "^inputs: 'x' comes twice"),
+    "inputs twice": (lambda w: synk.function([w.x, w.x]), ValueError, "^inputs: 'x' is given twice"),
     "inputs here and there": (
         lambda w: synk.function([w.x], bcast_inputs=[w.x]),
         ValueError,
-        "inputs: 'x' comes twice",
+        "inputs: 'x' is given twice",
     ),
     "inputs without rows": (lambda w: synk.function([w.w]), ValueError, "^inputs: 'w' has no rows .* bcast_inputs"),
     "inputs of one row for ever": (
@@ -157,12 +157,12 @@ FUNCTION = {
     "outputs average of integers": (
         lambda w: synk.function([w.y], [w.x.sum(), w.y.sum()]),
         ValueError,
-        "^outputs: op 'avg' of output 1 would not be int64.*'sum'",
+        "^outputs: op 'avg' of output 1 is not defined for dtype int64.*'sum'",
     ),
     "outputs mean of integers": (
         lambda w: synk.function([w.y], (w.y.sum(), "mean")),
         ValueError,
-        "^outputs: op 'mean' .* not be int64",
+        "^outputs: op 'mean' .* not defined for dtype int64",
     ),
     "outputs of no inputs": (
         lambda w: synk.function([w.y], w.x.sum()),
@@ -194,7 +194,7 @@ FUNCTION = {
     "updates twice": (
         lambda w: synk.function([], updates=[(w.s, w.s + 1), (w.s, w.s + 2)]),
         ValueError,
-        "^updates: .* comes twice",
+        "^updates: .* is given twice",
     ),
     "updates by a string": (
         lambda w: synk.function([], updates=[(w.s, "one")]),
@@ -260,7 +260,7 @@ FUNCTION = {
     "sliceable twice": (
         lambda w: synk.function([], w.m.sum(), sliceable_shareds=[w.m, w.m]),
         ValueError,
-        "^sliceable_shareds: .* comes twice",
+        "^sliceable_shareds: .* is given twice",
     ),
     "what the library doesn't know": (
         lambda w: synk.function([w.x], w.x.sum(), speed="fast"),
@@ -357,7 +357,7 @@ CALL = {
     "slices of an average of integers": (
         lambda w: w.f(X, Y, 1.0, num_slices=2),
         ValueError,
-        "num_slices=2: op 'avg' of the update of 'i' .* not be int64",
+        "num_slices=2: op 'avg' of the update of 'i' .* not defined for dtype int64",
     ),
     "subset a number": (
         lambda w: w.f(X, Y, 1.0, output_subset=0),
@@ -632,9 +632,13 @@ COLLECTIVE_ARGUMENTS = {
     "gather nd_up below 0": (lambda w: synk.gather(w.s, nd_up=-1), ValueError, "^nd_up: expected 0 or 1, got -1"),
     "gather nd_up a flag": (lambda w: synk.gather(w.s, nd_up=True), TypeError, "^nd_up: expected 0 or 1, got True"),
     "gather nd_up a string": (lambda w: synk.gather(w.s, nd_up="1"), TypeError, "^nd_up: expected 0 or 1, got '1'"),
-    "reduce integers": (lambda w: synk.reduce(w.i), ValueError, "^op: the 'avg' of 'i' would not be int64"),
-    "reduce one of integers": (lambda w: synk.reduce([w.s, w.i], "avg"), ValueError, "^op: the 'avg' of 'i' would not"),
-    "all_reduce integers": (lambda w: synk.all_reduce(w.i), ValueError, "^op: the 'avg' of 'i' would not be int64"),
+    "reduce integers": (lambda w: synk.reduce(w.i), ValueError, "^op: 'avg' of 'i' is not defined for dtype int64"),
+    "reduce one of integers": (lambda w: synk.reduce([w.s, w.i], "avg"), ValueError, "^op: 'avg' of 'i' is not"),
+    "all_reduce integers": (
+        lambda w: synk.all_reduce(w.i),
+        ValueError,
+        "^op: 'avg' of 'i' is not defined for dtype int64",
+    ),
     "all_gather numbers": (
         lambda w: synk.all_gather(w.z),
         ValueError,
@@ -652,7 +656,7 @@ COLLECTIVE_ARGUMENTS = {
         ValueError,
         "^batch: .*'z' has no rows",
     ),
-    "twice": (lambda w: synk.all_reduce([w.s, w.s]), ValueError, "^shared_vars: a shared variable comes twice"),
+    "twice": (lambda w: synk.all_reduce([w.s, w.s]), ValueError, "^shared_vars: a shared variable is given twice"),
 }
 
 RANKS = {

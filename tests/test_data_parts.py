@@ -13,7 +13,7 @@ from library import HOSTS, few, tensor
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.data.parts import PartsData, batches
-from synkhronos.data.rows import share
+from synkhronos.data.rows import get_share
 
 pytestmark = [
     pytest.mark.skipif(bool(HOSTS), reason="has hosts of its own"),
@@ -59,7 +59,7 @@ def test_rows_are_as_they_were_loaded(fork, n):
             return rows(start, stop)
 
         parts, whole = synk.data_parts(load, length), rows(0, length)
-        mine = share(length, n, 0)
+        mine = get_share(length, n, 0)
         assert asked == [(mine.start, mine.stop)]  # the other ranks have lists of their own
         assert parts.shape == (length, 3) and parts.here == range(length) and parts.dtype == float
         assert np.array_equal(parts, whole) and np.array_equal(parts[-1], whole[-1])
@@ -85,9 +85,9 @@ def test_batches_lie_where_they_are_needed(counts, data):
     assert len(seen) == len(set(seen.tolist())) == size * len(found)
     for batch in found:
         for of_host in by_host:
-            held = range(share(length, n, of_host[0]).start, share(length, n, of_host[-1]).stop)
+            held = range(get_share(length, n, of_host[0]).start, get_share(length, n, of_host[-1]).stop)
             for r in of_host:
-                assert set(batch[share(size, n, r)].tolist()) <= set(held)
+                assert set(batch[get_share(size, n, r)].tolist()) <= set(held)
     if len(counts) == 1:  # no more rows are left out than must be
         assert len(found) == length // size
     assert all(np.array_equal(a, b) for a, b in zip(found, batches(length, size, by_host, seed=3), strict=True))

@@ -344,7 +344,7 @@ def test_a_launch_takes_and_returns_one_array_for_each_random_generator(fork):
     f = synk.function([], (w.sum(), "avg"), updates=[(w, w + random.normal(size=3) * random.uniform(size=3))])
     first = [float(f()) for _ in range(3)]
     assert len(set(first)) == 3
-    executable = f._program.compile(PLAIN).run
+    executable = f._program.compile(PLAIN).runner
     storages = [storage[0] for storage in executable._storages]
     assert len(storages) == 3 and all(JAX.holds(value) for value in storages)
     assert sorted(value.shape for value in storages) == [(2,), (2,), (3,)]
@@ -362,7 +362,7 @@ def pair(fork):
     first = synk.function([x], (x.sum(), "sum"), updates=[(g, x * w)])
     second = synk.function([], updates=[(w, w - g), (n, n + 1)])
     synk.distribute()
-    return [f._program.compile(PLAIN).run for f in (first, second)], (g, w, n)
+    return [f._program.compile(PLAIN).runner for f in (first, second)], (g, w, n)
 
 
 @pytest.fixture
@@ -481,7 +481,7 @@ def test_what_is_the_same_each_time_is_combined_each_time(fork):
     first = synk.function([], (w.sum(), "sum"), updates=[(g, s * 1)])
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
-    runs = [f._program.compile(PLAIN).run for f in (first, second)]
+    runs = [f._program.compile(PLAIN).runner for f in (first, second)]
     launch, calls = runs[0].chain(Combination(g.container.storage), runs[1], times=4), []
     with defer_signals(), combining(Doubling(calls), 4):
         totals = launch()
@@ -513,7 +513,7 @@ def test_a_vector_that_travels_in_pieces_or_in_another_dtype_is_combined_all_the
     first = synk.function([x], (x.sum(), "sum"), updates=[(g, T.join(0, *parts, x[0, -1:]))])
     second = synk.function([], updates=[(w, w - g[:-1] / g[-1])])
     synk.distribute()
-    runs = [f._program.compile(PLAIN).run for f in (first, second)]
+    runs = [f._program.compile(PLAIN).runner for f in (first, second)]
     launch = runs[0].chain(Combination(g.container.storage, dtype, 2, tail), runs[1], times=times)
     rows = rng.uniform(1, 2, (times, sum(SIZES))).astype("float32")
     rows[:, -1] = 67  # not to be told from 66 by eight bits of mantissa after a division by 3
@@ -561,7 +561,7 @@ def test_a_piece_is_begun_with_before_the_backward_pass_goes_on(fork, monkeypatc
     grad_updates, _, g = sgd((h**2).mean(), ws, learning_rate=0.1, weight=x.shape[0])
     first = synk.function([x], ((h**2).mean(), "mean"), updates=grad_updates)
     synk.distribute()
-    run = first._program.compile(PLAIN).run
+    run = first._program.compile(PLAIN).runner
     chain = run.chain(Combination(g.container.storage))
     chain._log = Log(chain._dtypes)
     jaxpr = jax.make_jaxpr(chain._run)(*chain._arguments([np.ones((5, 8), "float32")])).jaxpr.eqns[0].params["jaxpr"]
@@ -613,7 +613,7 @@ def test_an_error_behind_what_was_begun_waits_for_it_and_counts_for_nothing(fork
     first = synk.function([], (w.sum(), "sum"), updates=[(g, T.join(0, w[:30] * 2, w[30:] * 3))])
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
-    runs = [f._program.compile(PLAIN).run for f in (first, second)]
+    runs = [f._program.compile(PLAIN).runner for f in (first, second)]
     launch = runs[0].chain(Combination(g.container.storage), runs[1])
 
     class Fails(Doubling):
@@ -635,7 +635,7 @@ def test_launches_that_were_used_last_are_kept(fork):
     fork(1)
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
-    runs = [each._program.compile(PLAIN).run for each in (f, g)]
+    runs = [each._program.compile(PLAIN).runner for each in (f, g)]
     made = {times: runs[0].chain(then=runs[1], times=times) for times in range(1, 17)}
     assert made[1] is runs[0].chain(then=runs[1], times=1)
     runs[0].chain(then=runs[1], times=17)
@@ -670,7 +670,7 @@ def test_updates_by_lengths_and_constants_are_compiled_once(fork, at_once, which
     for shared_, expected in ((w, w_alone), (k, k_alone)):
         np.testing.assert_allclose(shared_.get_value(), expected.get_value())
         assert np.asarray(shared_.get_value()).dtype == np.asarray(expected.get_value()).dtype
-    runs = [f._program.compile(PLAIN).run for f in (train.gradient, train.update)]
+    runs = [f._program.compile(PLAIN).runner for f in (train.gradient, train.update)]
     for times in (1, 3):
         assert runs[0].chain(then=runs[1], times=times)._run._cache_size() == 1
 
@@ -679,7 +679,7 @@ def test_only_numbers_are_returned_again_and_again(fork):
     fork(1)
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x * 2, "gather")), synk.function([], updates=[(w, w + 1)])
-    runs = [each._program.compile(PLAIN).run for each in (f, g)]
+    runs = [each._program.compile(PLAIN).runner for each in (f, g)]
     assert runs[0].chain(then=runs[1], times=2) is None
 
 
@@ -687,7 +687,7 @@ def test_a_log_is_long_enough_for_a_launch(fork):
     fork(1)
     x, w = T.dvector("x"), shared(np.zeros(()), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
-    runs = [each._program.compile(PLAIN).run for each in (f, g)]
+    runs = [each._program.compile(PLAIN).runner for each in (f, g)]
     launch = runs[0].chain(then=runs[1], times=100)
     rows = JAX.from_host(np.arange(200.0))
     expected = np.arange(200.0).reshape(100, 2).sum(axis=1)
@@ -742,7 +742,7 @@ def test_what_was_launched_is_freed_with_its_function(fork):
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x.sum(), "sum"), updates=[(w, w + x)]), synk.function([], updates=[(w, 2 * w)])
     f(np.ones(3)), g()
-    runs = [each._program.compile(PLAIN).run for each in (f, g)]
+    runs = [each._program.compile(PLAIN).runner for each in (f, g)]
     runs.append(runs[0].chain(then=runs[1]))
     runs[-1](JAX.from_host(np.ones(3)))
     references = [weakref.ref(run) for run in runs]
@@ -955,7 +955,7 @@ def test_what_is_float32_is_computed_in_float32(fork):
     for result in f(value, value[:, 0]):
         assert result.dtype == "float32"
     assert w.get_value().dtype == "float32" and synk.get_value(1, w).dtype == "float32"
-    run = f._program.compiled[PLAIN].run
+    run = f._program.compiled[PLAIN].runner
     text = run._run.lower(*run._arguments((value[:2], value[:2, 0]))).as_text()
     assert "xf32>" in text and not re.search(r"xf64>", text)  # but for numbers: counts of rows
 
@@ -1262,7 +1262,7 @@ def test_rows_by_a_symbolic_index(fork, table):
     for rank in range(2):
         np.testing.assert_allclose(synk.get_value(rank, w), total)
     # All full batches are one launch, the last is another.
-    assert f._program.compiled[PLAIN].run._run._cache_size() == 2
+    assert f._program.compiled[PLAIN].runner._run._cache_size() == 2
     np.testing.assert_array_equal(f.as_theano(2)[0], table[20:])
 
 

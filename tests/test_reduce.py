@@ -133,13 +133,13 @@ def test_values_of_different_shapes_are_refused(op):
 @pytest.mark.parametrize("op", REDUCTIONS)
 def test_an_op_says_what_the_user_said(op):
     plain, host = Op.parse(op, "op"), Op.parse(f"c_{op}", "op")
-    assert (plain.spelled, host.spelled) == (op, f"c_{op}")
+    assert (plain.spelling, host.spelling) == (op, f"c_{op}")
     assert (plain.on_host, host.on_host) == (False, True)
     assert host.name == op
 
 
 def test_none_is_an_op():
-    assert Op.parse(None, "op").spelled is None
+    assert Op.parse(None, "op").spelling is None
 
 
 @pytest.mark.parametrize("op", ["average", "", "c_", "SUM", "c_c_sum", "None"])

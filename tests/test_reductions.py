@@ -82,10 +82,10 @@ def test_it_refuses_what_the_row_says_and_is_named_where_an_op_is_wrong(row, for
     synk.function([], updates=[(i, i)])
     with pytest.raises(
         ValueError,
-        match="^op: the 'logaddexp' of 'i' would not be int64, as it is; choose 'sum', 'prod', 'min' or 'max'",
+        match="^op: 'logaddexp' of 'i' is not defined for dtype int64; choose 'sum', 'prod', 'min' or 'max'",
     ):
         synk.all_reduce(i, "logaddexp")
-    with pytest.raises(ValueError, match="^outputs: op 'logaddexp' of output 0 would not be int64"):
+    with pytest.raises(ValueError, match="^outputs: op 'logaddexp' of output 0 is not defined for dtype int64"):
         synk.function([], (i, "logaddexp"))
     for wrong in (lambda: synk.reduce(i, "logsum"), lambda: synk.function([], (i, "logsum"))):
         with pytest.raises(ValueError, match="'logaddexp'.* got 'logsum'"):

@@ -74,7 +74,7 @@ def test_masked_arrays_are_refused_wherever_an_array_is_taken(fork):
 def test_sparse_inputs_are_refused_when_the_function_is_made(fork):
     fork(2)
     x, y = sparse.csr_matrix("x", dtype="float64"), T.dmatrix("y")
-    words = "inputs: 'x' is sparse, and what ranks are passed is dense: pass its data, indices, indptr and shape"
+    words = "inputs: 'x' is sparse, and inputs have to be dense arrays: pass its data, indices, indptr and shape"
     with pytest.raises(TypeError, match=f"^{words}"):
         synk.function([x], (sparse.sp_sum(x), "sum"))
     with pytest.raises(TypeError, match=f"^bcast_{words}"):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from synkhronos.data.rows import highest, lowest, pieces, select, share
+from synkhronos.data.rows import get_share, max_row, min_row, select, split
 from synkhronos.devices import take
 
 lengths = st.integers(0, 12)
@@ -158,12 +158,12 @@ def test_select_takes_anything_that_numpy_reads_as_indexes():
 def test_shares_are_numpys_array_split(count, parts):
     expected = np.array_split(np.arange(count), parts)
     for part in range(parts):
-        assert np.arange(count)[share(count, parts, part)].tolist() == expected[part].tolist()
+        assert np.arange(count)[get_share(count, parts, part)].tolist() == expected[part].tolist()
 
 
 @given(st.integers(0, 100), st.integers(1, 9))
 def test_shares_differ_by_one_row_at_most_and_the_first_take_the_odd_rows(count, parts):
-    sizes = [len(range(count)[share(count, parts, part)]) for part in range(parts)]
+    sizes = [len(range(count)[get_share(count, parts, part)]) for part in range(parts)]
     assert sum(sizes) == count
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[-1] <= 1
@@ -173,7 +173,7 @@ def test_shares_differ_by_one_row_at_most_and_the_first_take_the_odd_rows(count,
 def test_pieces_joined_are_the_selection(case, count):
     length, batch, _ = case
     rows = select(batch, length)
-    cut = list(pieces(rows, count))
+    cut = list(split(rows, count))
     assert len(cut) == count
     assert all(isinstance(piece, type(rows)) for piece in cut)
     assert [row for piece in cut for row in piece] == list(rows)
@@ -184,7 +184,7 @@ def test_pieces_of_shares_lose_no_row(case, parts, count):
     length, batch, index = case
     rows = select(batch, length)
     data = rows_of(length)
-    cut = [piece for part in range(parts) for piece in pieces(rows[share(len(rows), parts, part)], count)]
+    cut = [piece for part in range(parts) for piece in split(rows[get_share(len(rows), parts, part)], count)]
     np.testing.assert_array_equal(np.concatenate([take(data, piece) for piece in cut]), data[index])
 
 
@@ -195,9 +195,9 @@ def test_pieces_of_shares_lose_no_row(case, parts, count):
 def test_lowest_and_highest(case):
     length, batch, index = case
     rows, picked = select(batch, length), np.arange(length)[index]
-    assert lowest(rows) == (picked.min() if picked.size else 0)
-    assert highest(rows) == (picked.max() if picked.size else -1)
-    assert type(lowest(rows)) is type(highest(rows)) is int
+    assert min_row(rows) == (picked.min() if picked.size else 0)
+    assert max_row(rows) == (picked.max() if picked.size else -1)
+    assert type(min_row(rows)) is type(max_row(rows)) is int
 
 
 # -- take ----------------------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def test_code_that_did_not_change_is_sent_once(fork, write, monkeypatch):
     f = scaling(module.Scale())
     ones(f)
     sent = []
-    monkeypatch.setattr(type(f), "_entered", lambda self, session: sent.append(self))
+    monkeypatch.setattr(type(f), "_mark_distributed", lambda self, session: sent.append(self))
     ones(f)
     module.unused = None
     importlib.reload(module)  # with the same code

@@ -24,7 +24,7 @@ import numpy as np
 from synkhronos.casts import check_dense
 from synkhronos.checks import called, listed, one_of
 from synkhronos.data import Data
-from synkhronos.data.rows import share
+from synkhronos.data.rows import get_share
 from synkhronos.devices import Selection
 from synkhronos.devices.reductions import REDUCTIONS, of_collectives
 from synkhronos.graphs import library_of
@@ -75,7 +75,7 @@ def named(session: Session, shared_vars: Any, generators: bool = False) -> tuple
                 "make a synkhronos.function() of it first"
             )
     if len({id(variable) for variable in variables}) != len(variables):
-        raise ValueError("shared_vars: a shared variable comes twice")
+        raise ValueError("shared_vars: a shared variable is given twice")
     for variable in variables:
         if not library_of(variable).is_generator(variable):
             seen[variable] = True
@@ -159,7 +159,7 @@ def check_suits(op: str, dtype: np.dtype, of: str) -> None:
     """Refuse a reduction that is not of the dtype of what is reduced."""
     if not REDUCTIONS[op].suits(dtype):
         *others, last = [repr(name) for name in of_collectives() if REDUCTIONS[name].suits(dtype)]
-        raise ValueError(f"op: the {op!r} of {of} would not be {dtype}, as it is; choose {', '.join(others)} or {last}")
+        raise ValueError(f"op: {op!r} of {of} is not defined for dtype {dtype}; choose {', '.join(others)} or {last}")
 
 
 def op_word(op: Any) -> str:
@@ -183,7 +183,7 @@ def as_rows(selection: Selection, kept: list[Data]) -> range | SharedArray:
 
 def shares(selection: Selection, size: int, kept: list[Data]) -> list[range | SharedArray]:
     """Return each rank's share of a selection, as commands can carry it."""
-    rows, parts = as_rows(selection, kept), [share(len(selection), size, r) for r in range(size)]
+    rows, parts = as_rows(selection, kept), [get_share(len(selection), size, r) for r in range(size)]
     if isinstance(rows, range):
         return [rows[part] for part in parts]
     return [rows.part(part.start, part.stop) for part in parts]

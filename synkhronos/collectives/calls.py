@@ -34,7 +34,7 @@ from synkhronos.collectives.commands import (
     SetStreams,
 )
 from synkhronos.data import Data
-from synkhronos.data.rows import select, share
+from synkhronos.data.rows import get_share, select
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import restarted
 from synkhronos.ranks import Session, WeakKeys
@@ -142,7 +142,7 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
         selections = [select(batch, len(value)) for value in staged]
         for variable, value, selection in zip(variables, staged, selections, strict=True):
             for r in range(session.size):
-                part = share(len(selection), session.size, r)
+                part = get_share(len(selection), session.size, r)
                 check_shape(variable, (part.stop - part.start, *value.shape[1:]))
         locations = tuple(value.location() for value in staged)
         kept: list[Data] = []

@@ -25,7 +25,7 @@ from synkhronos import ranks
 from synkhronos.casts import as_numbers
 from synkhronos.checks import at_least
 from synkhronos.data.fixed import FixedData
-from synkhronos.data.rows import highest, lowest, select, share
+from synkhronos.data.rows import get_share, max_row, min_row, select
 from synkhronos.graphs.mirror import Mirror, object_of
 from synkhronos.ranks import Cancelled, Command, Rank, Segment, Session, SharedArray
 from synkhronos.ranks.segments import create_unlinked
@@ -73,7 +73,7 @@ class PartsData(FixedData):
             if first is None or first is Ellipsis:
                 first = slice(None)
             rows = select(first if isinstance(first, slice) else np.ravel(first), len(self), "key")
-            if highest(rows) >= 0 and not (lowest(rows) >= self.here.start and highest(rows) < self.here.stop):
+            if max_row(rows) >= 0 and not (min_row(rows) >= self.here.start and max_row(rows) < self.here.stop):
                 raise IndexError(
                     f"{self.origin}: this host has rows {self.here.start:,} to {self.here.stop - 1:,} of "
                     f"{len(self):,}; others have the rest"
@@ -185,14 +185,14 @@ def in_order(length: int, size: int, n_ranks: int) -> Iterator[np.ndarray]:
     >>> [rows.tolist() for rows in in_order(8, 4, 2)]
     [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
-    shares, each = [np.arange(length)[share(length, n_ranks, r)] for r in range(n_ranks)], -(-size // n_ranks)
+    shares, each = [np.arange(length)[get_share(length, n_ranks, r)] for r in range(n_ranks)], -(-size // n_ranks)
     for start in range(0, len(shares[0]), each):  # the first have one more at most, as in the shares of a batch
         yield np.concatenate([rows[start : start + each] for rows in shares])
 
 
 def _rows_of(length: int, size: int, some: range) -> range:
     """Return the rows that some ranks have of so many."""
-    return range(share(length, size, some[0]).start, share(length, size, some[-1]).stop)
+    return range(get_share(length, size, some[0]).start, get_share(length, size, some[-1]).stop)
 
 
 class _PartsArray(SharedArray):
@@ -245,7 +245,7 @@ class _Load(Command):
 
     def run(self, rank: Rank) -> tuple[tuple[int, ...], str]:
         """Return a row's shape, and the dtype."""
-        mine = share(self.length, rank.size, rank.number)
+        mine = get_share(self.length, rank.size, rank.number)
         rows = self._loaded(rank, mine.start, mine.stop) if mine.stop > mine.start else None
         shape, dtype = self._agreed(rank, rows)
         here, row = rank.control.here, math.prod(shape) * np.dtype(dtype).itemsize

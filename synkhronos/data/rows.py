@@ -1,11 +1,7 @@
-"""Which rows each rank reads.
+"""Selections of rows: the meaning of ``batch``, and the partition of rows among ranks.
 
-A selection of rows is a ``range`` or an array of indexes, and both are cut by slicing.
-
-`select`, `select_unbounded`, `flat`
-    What ``batch`` means for data of some length, or of any; a list of indexes as an array.
-`share`
-    One rank's part of so many rows.
+A selection is a ``range``, or an array of int64 indexes.  Slicing either gives a selection of fewer rows, so the code
+that partitions a selection does not depend on its type.
 """
 
 from __future__ import annotations
@@ -20,16 +16,29 @@ from synkhronos.devices import Selection
 
 
 def select(batch: Any, length: int, name: str = "batch") -> Selection:
-    """Return the rows that ``batch`` picks of ``length``: their indexes in order, none of them negative.
+    """Return the selection that ``batch`` makes from ``length`` rows.
 
     Parameters
     ----------
     batch : None, int, slice, or array_like
-        None for all rows, an int for the first that many, a slice, a list or array of indexes (negative ones count
-        from the end), or a boolean mask of ``length``.
+        None selects all rows, an int that many from the first.  A list or array of indexes may have negative ones,
+        which count from the end.  A boolean mask has one entry for each row.
     length : int
+        Number of rows.
     name : str
-        What to call ``batch`` in an error.
+        Name of ``batch`` in errors.
+
+    Returns
+    -------
+    range or ndarray of int64
+        Indexes from 0 to ``length - 1``, in the order of ``batch``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If ``batch`` is none of these.
+    IndexError
+        If a row does not exist.
     """
     if batch is None:
         return range(length)
@@ -44,36 +53,36 @@ def select(batch: Any, length: int, name: str = "batch") -> Selection:
         raise TypeError(f"{name}: expected a number of rows, a slice, a list of indexes or a mask, got {batch!r}")
     if isinstance(batch, int | np.integer):
         if not 0 <= batch <= length:
-            raise IndexError(f"{name}={batch}: expected a number of rows from 0 to {length}, which is all there are")
+            raise IndexError(f"{name}={batch}: expected an int from 0 to {length}, the number of rows")
         return range(int(batch))
     if isinstance(batch, range):
         if not batch:
             return range(0)
-        low, high = _in_range(min(batch[0], batch[-1]), max(batch[0], batch[-1]), length, name)
-        if low >= 0:
+        _check_bounds(min(batch[0], batch[-1]), max(batch[0], batch[-1]), length, name)
+        if min(batch[0], batch[-1]) >= 0:
             return batch
         batch = np.arange(batch.start, batch.stop, batch.step)
-    index = flat(batch, name)
+    index = as_index_array(batch, name)
     if index.dtype == bool:
         if len(index) != length:
             raise ValueError(f"{name}: a mask needs one entry for each of the {length} rows, got {len(index)}")
         return np.flatnonzero(index)
     if index.size == 0:
         return index
-    # Read without their signs, negative indexes are larger than any length: one look at all of them is enough, mostly.
+    # As unsigned numbers, negative indexes are larger than any length, so that one pass usually checks both bounds.
     if int(index.view(np.uint64).max()) < length:
         return index
-    low, _ = _in_range(int(index.min()), int(index.max()), length, name)
-    return np.where(index < 0, index + length, index) if low < 0 else index
+    _check_bounds(int(index.min()), int(index.max()), length, name)
+    return np.where(index < 0, index + length, index)
 
 
 def select_unbounded(batch: Any, name: str = "batch") -> Selection:
-    """Return the rows that ``batch`` picks where nothing says how many there are.
+    """Return the selection that ``batch`` makes from an unknown number of rows.
 
-    As `select`, but rows can't be counted from the end.
+    The parameters are those of `select`, but rows can't be counted from the end.
     """
     if isinstance(batch, slice):
-        select(batch, 0, name)  # complains of bounds that are no integers
+        select(batch, 0, name)  # checks that the bounds are integers
         far = batch.start if (batch.step or 1) < 0 else batch.stop
         if far is None or min(far, batch.start or 0, batch.stop or 0) < 0:
             raise ValueError(f"{name}: with minibatch inputs alone a slice needs bounds from the start, got {batch!r}")
@@ -81,12 +90,12 @@ def select_unbounded(batch: Any, name: str = "batch") -> Selection:
     if isinstance(batch, int | np.integer) and not isinstance(batch, bool):
         return select(batch, max(0, int(batch)), name)
     if not isinstance(batch, range | bool | np.bool_):
-        index = flat(batch, name)
+        index = as_index_array(batch, name)
         if index.dtype == bool:
             return np.flatnonzero(index)
-    endless = int(np.iinfo(np.int64).max)
-    rows = select(batch, endless, name)
-    if highest(rows) > endless // 2:
+    most = int(np.iinfo(np.int64).max)
+    rows = select(batch, most, name)
+    if max_row(rows) > most // 2:  # a negative index
         raise IndexError(f"{name}: with minibatch inputs alone indexes need to be from the start, got {batch!r:.80}")
     return rows
 
@@ -94,8 +103,20 @@ def select_unbounded(batch: Any, name: str = "batch") -> Selection:
 _ANY = "None, an int, a slice, a list or array of indexes, or a boolean mask"
 
 
-def flat(batch: Any, name: str, expected: str = _ANY) -> np.ndarray:
-    """Return a list of indexes as an array of int64, or a mask as one of bool; neither is compared with a length."""
+def as_index_array(batch: Any, name: str, expected: str = _ANY) -> np.ndarray:
+    """Return a list of indexes as an array of int64, or a mask as an array of bool.
+
+    No index is compared with a length.
+
+    Parameters
+    ----------
+    batch : array_like of int or bool
+        Of one dimension.
+    name : str
+        Name of the argument in errors.
+    expected : str
+        Description of valid arguments in errors.
+    """
     if isinstance(batch, int | np.integer | str | bytes | dict | set) or not hasattr(batch, "__len__"):
         raise TypeError(f"{name}: expected {expected}, got {batch!r}")
     check_dense(batch, name)
@@ -114,40 +135,47 @@ def flat(batch: Any, name: str, expected: str = _ANY) -> np.ndarray:
     return index if index.dtype == bool else index.astype(np.int64, copy=False)
 
 
-def _in_range(low: int, high: int, length: int, name: str) -> tuple[int, int]:
-    """Return the lowest and the highest of some indexes, if there are such rows."""
+def _check_bounds(low: int, high: int, length: int, name: str) -> None:
+    """Raise IndexError if the lowest or the highest index is out of range."""
     if low < -length or high >= length:
         raise IndexError(f"{name}: index {low if low < -length else high} is out of range for {length} rows")
-    return low, high
 
 
-def share(count: int, parts: int, part: int) -> slice:
-    """Return one part of ``count`` rows in ``parts`` runs, as even as possible: the first parts take the odd rows.
+def get_share(n_rows: int, n_shares: int, index: int) -> slice:
+    """Return the bounds of one share of rows that are divided into contiguous shares, as evenly as possible.
+
+    The first shares have one row more than the others if the number of rows is no multiple of their number.
+
+    Parameters
+    ----------
+    n_rows, n_shares : int
+    index : int
+        Number of the share, from 0: usually a rank.
 
     Examples
     --------
-    >>> [share(7, 3, r) for r in range(3)]
+    >>> [get_share(7, 3, rank) for rank in range(3)]
     [slice(0, 3, None), slice(3, 5, None), slice(5, 7, None)]
     """
-    each, odd = divmod(count, parts)
-    start = part * each + min(part, odd)
-    return slice(start, start + each + (part < odd))
+    each, odd = divmod(n_rows, n_shares)
+    start = index * each + min(index, odd)
+    return slice(start, start + each + (index < odd))
 
 
-def pieces(rows: Selection, count: int) -> Iterator[Selection]:
-    """Cut rows into ``count`` nearly equal pieces."""
-    for piece in range(count):
-        yield rows[share(len(rows), count, piece)]
+def split(rows: Selection, n_shares: int) -> Iterator[Selection]:
+    """Yield the shares of a selection that is divided as by `get_share`."""
+    for index in range(n_shares):
+        yield rows[get_share(len(rows), n_shares, index)]
 
 
-def lowest(rows: Selection) -> int:
+def min_row(rows: Selection) -> int:
     """Return the lowest index of a selection, 0 for an empty one."""
     if isinstance(rows, range):
         return min(rows[0], rows[-1]) if rows else 0
     return int(rows.min()) if rows.size else 0
 
 
-def highest(rows: Selection) -> int:
+def max_row(rows: Selection) -> int:
     """Return the highest index of a selection, -1 for an empty one."""
     if isinstance(rows, range):
         return max(rows[0], rows[-1]) if rows else -1

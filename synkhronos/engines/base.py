@@ -127,9 +127,9 @@ class Engine:
     def collect(self, rank: Rank, outputs: Any) -> Any:
         """Return, in the master, what `results` makes the outputs of: here, the reductions of all ranks' outputs.
 
-        ``outputs`` is what this rank has computed in a call (``synkhronos.function.combine.Outputs``).
+        ``outputs`` is what this rank has computed in a call (``synkhronos.function.outputs.RankOutputs``).
         """
-        return outputs.combined(rank)
+        return outputs.reduce(rank)
 
     # -- in the master ---------------------------------------------------------------------------------------
 

@@ -64,9 +64,9 @@ class FetchOutputs(Command):
         for engine, run in groupby(unread, itemgetter(0)):
             kept = [mine for _, mine in run]
             fetched = iter(engine.fetch([value for each in kept for value in each.values]))
-            outputs += [each.of(list(islice(fetched, len(each.values)))) for each in kept]
+            outputs += [each.with_values(list(islice(fetched, len(each.values)))) for each in kept]
         # Nothing is dropped here: workers come by without waiting for the master, who may fail and ask again.
-        return outputs[0].combined_together(rank, outputs)
+        return outputs[0].reduce_many(rank, outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +302,7 @@ class LazyEngine(Engine):
 
     def collect(self, rank: Rank, outputs: Any) -> tuple[int, int, int]:
         """Keep the outputs until they are read; return the number of the command, their size and their count."""
-        outputs = outputs.detached(rank)
+        outputs = outputs.detach(rank)
         unread = _unread(rank)
         assert rank.command not in unread, "two calls with outputs in one command"
         unread[rank.command] = self, outputs

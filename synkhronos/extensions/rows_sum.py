@@ -258,7 +258,7 @@ class RowsSum:
         if not len(self._shared_out[0]):
             return [np.zeros_like(like) for like in likes]
         try:
-            joined = np.ravel(function.read(*arguments, num_slices=self._num_slices))
+            joined = np.ravel(function._call_and_read(*arguments, num_slices=self._num_slices))
         except synk.WorkerError as error:
             session = None if self._session is None else self._session()
             if not self.deaths_interrupt or session is not None and session.closed is None:

@@ -1,17 +1,11 @@
-"""What does a call compute?
+"""Functions that run on all ranks at once.
 
-`Function`, `function`, `distribute`
-    What users call (`function`).
-`build`
-    Checks the arguments of `function` and makes a program of them.
-`inputs`
-    Checks a call's inputs and puts them where all ranks find them.
-`program`
-    What a function computes, on any rank, and the variants in which it is compiled.
-`call`
-    The command that runs a program on all ranks.
-`combine`, `reduce`
-    How results of ranks and slices become one.
+A call passes through four layers, from the user's arguments to a result::
+
+    Function.__call__   checks the arguments                          master
+    CallInputs          puts input arrays into shared memory          master
+    Call                computes a rank's rows with its Program       every rank
+    RankOutputs         reduces the outputs over ranks                every rank
 """
 
 from synkhronos.function.function import Function, distribute, function

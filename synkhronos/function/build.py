@@ -1,4 +1,4 @@
-"""Checks the arguments of `synkhronos.function` and makes a program of them."""
+"""Checks of the arguments of `synkhronos.function`, and the `Program` built from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from synkhronos.graphs.family import Input
 _numbers = itertools.count()
 
 
-def build(
+def build_program(
     inputs: Any,
     outputs: Any,
     bcast_inputs: Any,
@@ -30,26 +30,34 @@ def build(
     kwargs: dict[str, Any],
     device: Device,
 ) -> Program:
-    """Return the program that the arguments describe, for ranks that compute on a device.
+    """Return the program of a function; the arguments are those of `synkhronos.function`.
+
+    Parameters
+    ----------
+    device : Device
+        Device of the ranks, which decides about the default mode.
 
     Raises
     ------
     TypeError, ValueError
-        Naming the argument, what came and what was expected.
+        For wrong arguments.  The message names the argument, its value and the expected kind of value.
     """
-    scattered = _list(inputs, "inputs")
-    whole = _list(bcast_inputs, "bcast_inputs")
+    scattered = _as_list(inputs, "inputs")
+    broadcast = _as_list(bcast_inputs, "bcast_inputs")
     raw_outputs, raw_ops = _split_outputs(outputs)
     raw_updates = _split_updates(updates)
-    raw_givens = _pairs(givens, "givens")
-    sliceable = _list(sliceable_shareds, "sliceable_shareds")
+    raw_givens = _as_pairs(givens, "givens")
+    sliceable = _as_list(sliceable_shareds, "sliceable_shareds")
 
-    library = _common_library(scattered, whole, raw_outputs, raw_updates, raw_givens, sliceable)
-    entries = _inputs(library, scattered, whole, kwargs.get("allow_input_downcast"))
-    ops = [_output_op(library, output, op, i) for i, (output, op) in enumerate(zip(raw_outputs, raw_ops, strict=True))]
-    pairs, update_ops = _updates(library, raw_updates)
+    library = _find_library(scattered, broadcast, raw_outputs, raw_updates, raw_givens, sliceable)
+    entries = _check_inputs(library, scattered, broadcast, kwargs.get("allow_input_downcast"))
+    ops = [
+        _check_output_op(library, output, op, i)
+        for i, (output, op) in enumerate(zip(raw_outputs, raw_ops, strict=True))
+    ]
+    pairs, update_ops = _check_updates(library, raw_updates)
     substitutions = [
-        (key, value if library.is_variable(value) else _converted(library, key, value, "givens"))
+        (key, value if library.is_variable(value) else _convert(library, key, value, "givens"))
         for key, value in raw_givens
     ]
     _check_reachable(library, entries, raw_outputs, pairs, substitutions)
@@ -77,10 +85,12 @@ def build(
     )
 
 
-def _inputs(library: GraphLibrary, scattered: list[Any], whole: list[Any], downcast: bool | None) -> list[Input]:
-    """Return the inputs, those that are scattered first: these need rows."""
-    entries = [_input(library, value, "inputs", downcast) for value in scattered]
-    entries += [_input(library, value, "bcast_inputs", downcast) for value in whole]
+def _check_inputs(
+    library: GraphLibrary, scattered: list[Any], broadcast: list[Any], downcast: bool | None
+) -> list[Input]:
+    """Return the scattered inputs, which need rows, and then the others."""
+    entries = [_check_input(library, value, "inputs", downcast) for value in scattered]
+    entries += [_check_input(library, value, "bcast_inputs", downcast) for value in broadcast]
     for entry in entries[: len(scattered)]:
         if entry.variable.type.ndim == 0:
             raise ValueError(f"inputs: {called(entry.variable)} has no rows to scatter; put it into bcast_inputs")
@@ -92,21 +102,23 @@ def _inputs(library: GraphLibrary, scattered: list[Any], whole: list[Any], downc
     seen: set[int] = set()
     for entry in entries:
         if id(entry.variable) in seen:
-            raise ValueError(f"inputs: {called(entry.variable)} comes twice")
+            raise ValueError(f"inputs: {called(entry.variable)} is given twice")
         seen.add(id(entry.variable))
     return entries
 
 
-def _updates(library: GraphLibrary, updates: list[tuple[Any, Any, Any]]) -> tuple[list[tuple[Any, Any]], list[Op]]:
-    """Return what becomes of each shared variable, and by which op ranks' values are combined."""
+def _check_updates(
+    library: GraphLibrary, updates: list[tuple[Any, Any, Any]]
+) -> tuple[list[tuple[Any, Any]], list[Op]]:
+    """Return pairs of a shared variable and its new value, and the op that accumulates each over slices."""
     pairs, ops = [], []
     for shared, expression, op in updates:
         if not library.is_shared(shared):
             raise TypeError(f"updates: expected a shared variable to update, got {shared!r}")
-        pairs.append((shared, _converted(library, shared, expression, "updates")))
+        pairs.append((shared, _convert(library, shared, expression, "updates")))
         ops.append(Op.parse(op, f"updates: the op of {called(shared)}"))
     if len({id(shared) for shared, _ in pairs}) != len(pairs):
-        raise ValueError("updates: a shared variable comes twice")
+        raise ValueError("updates: a shared variable is given twice")
     return pairs, ops
 
 
@@ -117,10 +129,10 @@ def _check_sliceable(library: GraphLibrary, sliceable: list[Any]) -> None:
         if not library.is_array(shared) or shared.type.ndim == 0 or library.fixed_shape(shared)[0] is not None:
             raise ValueError(f"sliceable_shareds: {called(shared)} has no rows to cut")
     if len({id(shared) for shared in sliceable}) != len(sliceable):
-        raise ValueError("sliceable_shareds: a shared variable comes twice")
+        raise ValueError("sliceable_shareds: a shared variable is given twice")
 
 
-def _list(values: Any, name: str) -> list[Any]:
+def _as_list(values: Any, name: str) -> list[Any]:
     if values is None:
         return []
     if not isinstance(values, list | tuple):
@@ -128,7 +140,7 @@ def _list(values: Any, name: str) -> list[Any]:
     return list(values)
 
 
-def _pairs(values: Any, name: str) -> list[tuple[Any, Any]]:
+def _as_pairs(values: Any, name: str) -> list[tuple[Any, Any]]:
     if values is None:
         return []
     items = values.items() if isinstance(values, Mapping) else values
@@ -143,7 +155,7 @@ def _pairs(values: Any, name: str) -> list[tuple[Any, Any]]:
 
 
 def _split_outputs(outputs: Any) -> tuple[list[Any], list[Any]]:
-    """Return outputs and ops; how the user grouped them is remembered by the caller."""
+    """Return the output variables and their ops; `is_single` tells one output from a list of one."""
     if outputs is None:
         return [], []
     if isinstance(outputs, Mapping):
@@ -173,6 +185,7 @@ def is_single(outputs: Any) -> bool:
 
 
 def _split_updates(updates: Any) -> list[tuple[Any, Any, Any]]:
+    """Return triples of a shared variable, its new value and an op."""
     if updates is None:
         return []
     items: Any = updates
@@ -188,9 +201,10 @@ def _split_updates(updates: Any) -> list[tuple[Any, Any, Any]]:
     return triples
 
 
-def _common_library(
+def _find_library(
     inputs: Any, bcast_inputs: Any, outputs: Any, updates: Any, givens: Any, sliceable: Any
 ) -> GraphLibrary:
+    """Return the graph library of all variables; raise TypeError if there are several."""
     named = [
         *(("inputs", getattr(value, "variable", value)) for value in inputs),
         *(("bcast_inputs", getattr(value, "variable", value)) for value in bcast_inputs),
@@ -216,8 +230,8 @@ def _common_library(
     return library
 
 
-def _converted(library: GraphLibrary, target: Any, value: Any, name: str) -> Any:
-    """Return what replaces a variable as a variable of its type: values become constants."""
+def _convert(library: GraphLibrary, target: Any, value: Any, name: str) -> Any:
+    """Return the replacement of a variable, an expression or a constant, as a variable of the same type."""
     try:
         return library.convert(target, value)
     except (TypeError, ValueError, AttributeError) as error:
@@ -225,7 +239,7 @@ def _converted(library: GraphLibrary, target: Any, value: Any, name: str) -> Any
 
 
 def _check_reachable(library: GraphLibrary, entries: Any, outputs: Any, updates: Any, givens: Any) -> None:
-    """Refuse what is computed from variables that nothing gives a value."""
+    """Raise ValueError for an expression that depends on a variable which is no input, given, constant or shared."""
     reached = {id(entry.variable) for entry in entries} | {id(key) for key, _ in givens}
     needed = [
         *(("givens", value) for _, value in givens),
@@ -245,9 +259,9 @@ def _check_reachable(library: GraphLibrary, entries: Any, outputs: Any, updates:
                 raise ValueError(f"{name}: {called(variable)} is no input, but {expression} is computed from it")
 
 
-def _input(library: GraphLibrary, value: Any, name: str, downcast: bool | None) -> Input:
+def _check_input(library: GraphLibrary, value: Any, name: str, downcast: bool | None) -> Input:
     entry = library.input(value)
-    if library.is_variable(value):  # an `In` says it for itself
+    if library.is_variable(value):  # an `In` has an ``allow_downcast`` of its own
         entry = replace(entry, allow_downcast=downcast)
     if library.is_shared(entry.variable):
         raise TypeError(f"{name}: {called(entry.variable)} is a shared variable and can't be passed")
@@ -255,7 +269,7 @@ def _input(library: GraphLibrary, value: Any, name: str, downcast: bool | None) 
         raise ValueError(f"{name}: {called(entry.variable)} is computed from others and can't be passed")
     if library.is_sparse(entry.variable):
         raise TypeError(
-            f"{name}: {called(entry.variable)} is sparse, and what ranks are passed is dense: pass its data, indices, "
+            f"{name}: {called(entry.variable)} is sparse, and inputs have to be dense arrays: pass its data, indices, "
             "indptr and shape as bcast_inputs and make a CSR or CSC of them, or keep it in a shared variable"
         )
     if not library.is_array(entry.variable) or np.dtype(entry.variable.type.dtype).kind not in "biufc":
@@ -265,16 +279,16 @@ def _input(library: GraphLibrary, value: Any, name: str, downcast: bool | None) 
     return entry
 
 
-def _output_op(library: GraphLibrary, output: Any, op: Any, position: int) -> Op:
+def _check_output_op(library: GraphLibrary, output: Any, op: Any, position: int) -> Op:
     parsed = Op.parse(op, f"outputs: the op of output {position}")
     variable = library.output_variable(output)
     if parsed.name is not None and not library.is_array(variable):
         raise TypeError(f"outputs: output {position} of type {variable.type} can't be reduced; use op None")
-    if parsed.name is not None and not parsed.row.suits(np.dtype(variable.type.dtype)):
-        of_numbers = "'max' (any), 'min' (all)" if variable.type.dtype == "bool" else "'sum', 'prod', 'min', 'max'"
+    if parsed.name is not None and not parsed.reduction.suits(np.dtype(variable.type.dtype)):
+        alternatives = "'max' (any), 'min' (all)" if variable.type.dtype == "bool" else "'sum', 'prod', 'min', 'max'"
         raise ValueError(
-            f"outputs: op {parsed.spelled!r} of output {position} would not be {variable.type.dtype}, as it is; "
-            f"choose {of_numbers}, 'gather' or None, or cast the output"
+            f"outputs: op {parsed.spelling!r} of output {position} is not defined for dtype {variable.type.dtype}; "
+            f"choose {alternatives}, 'gather' or None, or cast the output"
         )
     return parsed
 

@@ -1,11 +1,14 @@
-"""Runs a program on all ranks.
+"""The command that runs a program on all ranks.
 
-`Call`
-    The command: each rank takes its rows, computes, and hands its outputs to the master.
-`Part`
-    What one rank has of it.
-`Whole`, `Scattered`
-    Where an input's value lies, and which rows of it are meant.
+Each rank selects its rows of the inputs, computes, and passes its outputs to the engine, which reduces them over the
+ranks, or stores them until they are read.
+
+The first call of a variant compiles it.  How ranks take turns in this depends on the compiler
+(`GraphLibrary.compiles`)::
+
+    IN_TURN         the master compiles   |barrier|  the workers compile, from the cache on disk
+    AT_ONCE         all ranks compile
+    AT_FIRST_CALL   all ranks rewrite the graph; the master computes  |barrier|  the workers compute, from the cache
 """
 
 from __future__ import annotations
@@ -16,223 +19,262 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.data.rows import pieces, select, share
+from synkhronos.data.rows import get_share, select, split
 from synkhronos.devices import Selection
-from synkhronos.function.combine import Outputs
-from synkhronos.function.notice import notice
-from synkhronos.function.program import Compiled, Program, Variant
+from synkhronos.function.notice import warn_if_slow
+from synkhronos.function.outputs import RankOutputs
+from synkhronos.function.program import CompiledVariant, Program, Variant
 from synkhronos.function.reduce import Accumulator
 from synkhronos.graphs.family import AT_FIRST_CALL, IN_TURN
 from synkhronos.graphs.mirror import object_of
 from synkhronos.ranks import Cancelled, Command, Rank, RowAccess, SharedArray
 
 
-class Whole(NamedTuple):
-    """An input that every rank gets whole."""
+class BroadcastInput(NamedTuple):
+    """An input that every rank gets completely.
+
+    Attributes
+    ----------
+    array : SharedArray
+    is_mutable : bool
+        Whether the compiled function may overwrite the value, so that each rank needs a copy of the shared memory.
+    """
 
     array: SharedArray
-    copy: bool
+    is_mutable: bool
 
 
-class Scattered(NamedTuple):
-    """An input whose rows are shared out."""
+class ScatteredInput(NamedTuple):
+    """An input whose rows are divided among the ranks.
+
+    Attributes
+    ----------
+    array : SharedArray
+    rows : range or SharedArray of int64
+        Selected rows of all ranks together.
+    offset : int
+        Index that row 0 of the array stands for.
+    is_mutable : bool
+        As in `BroadcastInput`.
+    """
 
     array: SharedArray
-    #: The selected rows of all ranks together.
     rows: range | SharedArray
-    #: The index that row 0 stands for.
     offset: int
-    #: Whether the rank must not be given the shared memory itself.
-    copy: bool
+    is_mutable: bool
 
     def row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:
-        """Yield the rows of some ranks."""
-        first, last = (share(self._n_rows, size, r) for r in (ranks[0], ranks[-1]))
+        """Yield the access of a run of ranks, out of ``size``, to the array's rows."""
+        first, last = (get_share(self._n_rows, size, r) for r in (ranks[0], ranks[-1]))
         rows = self.rows
         if isinstance(rows, range):
             yield RowAccess(self.array, rows[first.start : last.stop], self.offset)
         else:
-            index = rows.part(first.start, last.stop)
-            yield RowAccess(self.array, index, self.offset)
+            yield RowAccess(self.array, rows.part(first.start, last.stop), self.offset)
 
     @property
     def _n_rows(self) -> int:
         return len(self.rows) if isinstance(self.rows, range) else self.rows.shape[0]
 
-    def part(self, rank: Rank) -> Selection:
-        """Return this rank's rows."""
+    def select_share(self, rank: Rank) -> Selection:
+        """Return the array's rows that this rank computes."""
         rows: Selection = self.rows if isinstance(self.rows, range) else self.rows.view(rank.segments)
-        part = rows[share(len(rows), rank.size, rank.number)]
+        mine = rows[get_share(len(rows), rank.size, rank.number)]
         if not self.offset:
-            return part
-        if isinstance(part, range):
-            return range(part.start - self.offset, part.stop - self.offset, part.step)
-        return part - self.offset
+            return mine
+        if isinstance(mine, range):
+            return range(mine.start - self.offset, mine.stop - self.offset, mine.step)
+        return mine - self.offset
 
 
 class _CallFields(NamedTuple):
-    #: Its key.
-    program: Any
+    program_key: Any
     variant: Variant
-    #: Whether some rank may not have compiled the variant yet.
-    compile: bool
-    inputs: tuple[Scattered | Whole, ...]
-    #: The selected rows of all ranks together; None if no input is scattered.
+    needs_compile: bool
+    inputs: tuple[ScatteredInput | BroadcastInput, ...]
     n_rows: int | None
-    #: For each rank what ``batch_s`` picks of its sliceable shared variables: a slice, or a SharedArray of indexes.
-    chosen: tuple[Any, ...] | None
-    slices: int
-    #: Whether the program has any.
-    updates: bool
-    #: Whether the master gets the outputs now, where an engine would have the ranks keep them until they are read.
-    read_at_once: bool = False
+    batch_s: tuple[Any, ...] | None
+    n_slices: int
+    has_updates: bool
+    reads_outputs: bool = False
 
 
 class Call(_CallFields, Command):
-    """Run a program on all ranks."""
+    """Run a program on all ranks.
+
+    Attributes
+    ----------
+    program_key : hashable
+        Key of the program among the ranks' objects.
+    variant : Variant
+    needs_compile : bool
+        Whether some rank may not have compiled the variant.
+    inputs : tuple of ScatteredInput or BroadcastInput
+    n_rows : int or None
+        Number of selected rows of all ranks together; None if no input is scattered.
+    batch_s : tuple of (slice or SharedArray of int64), or None
+        For each rank the selected rows of its sliceable shared variables; None for all rows.
+    n_slices : int
+        Number of slices in which each rank computes its rows.
+    has_updates : bool
+        Whether the user gave the function updates.
+    reads_outputs : bool
+        Whether the master reduces the outputs in this command, also with an engine that would store them until read.
+    """
 
     __slots__ = ()
 
     @property
     def effect(self) -> str | None:
-        """What an error says was done, if it was."""
-        return "The function's updates were applied" if self.updates else None
+        """Effect of the command, for the error message of a rank that fails after it."""
+        return "The function's updates were applied" if self.has_updates else None
 
     def run(self, rank: Rank) -> Any:
-        """Compute this rank's part; the master returns what the engine makes of all ranks' outputs."""
-        return self.complete(rank, self.part(rank))
+        """Compute this rank's rows and pass on the outputs, as `execute` does."""
+        return self.execute(rank, self.bind(rank))
 
-    def part(self, rank: Rank) -> Part:
-        """Return this rank's part, to be computed."""
-        program: Program = object_of(rank, self.program)
-        return Part(self, program, self._compiled(program, rank), rank)
+    def bind(self, rank: Rank) -> RankCall:
+        """Return this rank's rows with the compiled variant, ready to be computed."""
+        program: Program = object_of(rank, self.program_key)
+        return RankCall(self, program, self._compile(program, rank), rank)
 
-    def complete(self, rank: Rank, part: Part) -> Any:
-        """Compute this rank's part; the master returns what the engine makes of all ranks' outputs."""
-        program = part.program
-        if part.active or (self.n_rows == 0 and rank.is_master):
-            if self.compile:
-                self._first_call(rank, part)
+    def execute(self, rank: Rank, bound: RankCall) -> Any:
+        """Compute this rank's rows and pass on the outputs.
+
+        Returns
+        -------
+        object
+            In the master, the collected outputs as `Engine.collect` returns them; with ``reads_outputs`` a list of
+            reduced outputs.
+        """
+        program = bound.program
+        if bound.is_active or (self.n_rows == 0 and rank.is_master):
+            if self.needs_compile:
+                self._compute_first(rank, bound)
             else:
-                part.compute()
+                bound.compute()
             rank.commit()
-        elif self.compile and self._fills_the_cache(part):
+        elif self.needs_compile and self._fills_cache(bound):
             rank.barrier()
-        if self.compile:
-            rank.threads.limit()  # what was compiled may have brought a BLAS with it
-        if not part.compiled.kinds.ops:
+        if self.needs_compile:
+            rank.threads.limit()  # the compiled code may have loaded a BLAS
+        if not bound.compiled.spec.ops:
             return []
-        if self.read_at_once:
-            outputs = part.outputs().detached(rank)
-            return outputs.of(program.engine.fetch(outputs.values)).combined(rank)
-        return program.engine.collect(rank, part.outputs())
+        if self.reads_outputs:
+            outputs = bound.collect_outputs().detach(rank)
+            return outputs.with_values(program.engine.fetch(outputs.values)).reduce(rank)
+        return program.engine.collect(rank, bound.collect_outputs())
 
-    def _fills_the_cache(self, part: Part) -> bool:
-        """Whether a first call compiles for what is on disk afterwards."""
-        return part.program.compiles == AT_FIRST_CALL and part.program.library.leaves_on_disk(part.compiled.function)
+    def _fills_cache(self, bound: RankCall) -> bool:
+        """Whether the first launch compiles, and writes the compiled code to disk for the other ranks."""
+        program = bound.program
+        return program.compile_order == AT_FIRST_CALL and program.library.leaves_on_disk(bound.compiled.function)
 
-    def _first_call(self, rank: Rank, part: Part) -> None:
-        """Compute; the master before the others if these find on disk then what is compiled with it."""
-        fills = self._fills_the_cache(part)
-        if fills and not rank.is_master:
+    def _compute_first(self, rank: Rank, bound: RankCall) -> None:
+        """Compute for the first time, the master before the workers if it fills the cache on disk."""
+        fills_cache = self._fills_cache(bound)
+        if fills_cache and not rank.is_master:
             rank.barrier()
-        takes_long = rank.is_master and part.program.compiles == AT_FIRST_CALL
-        with notice(f"compiling {part.program.name}") if takes_long else contextlib.nullcontext():
-            part.compute()
-        if fills and rank.is_master:
+        is_slow = rank.is_master and bound.program.compile_order == AT_FIRST_CALL
+        with warn_if_slow(f"compiling {bound.program.name}") if is_slow else contextlib.nullcontext():
+            bound.compute()
+        if fills_cache and rank.is_master:
             rank.barrier()
 
-    def _compiled(self, program: Program, rank: Rank) -> Compiled:
-        if not self.compile:
+    def _compile(self, program: Program, rank: Rank) -> CompiledVariant:
+        if not self.needs_compile:
             return program.compile(self.variant)
-        # The master first where it fills the compiler's cache, and the others would queue for the compiler's lock.
         if rank.is_master:
-            # Numba's part of it comes with the first call.
-            what = "rewriting the graph of" if program.compiles == AT_FIRST_CALL else "compiling"
-            with notice(f"{what} {program.name}"):
+            work = "rewriting the graph of" if program.compile_order == AT_FIRST_CALL else "compiling"
+            with warn_if_slow(f"{work} {program.name}"):
                 program.compile(self.variant)
-        if program.compiles == IN_TURN:
+        if program.compile_order == IN_TURN:
             rank.barrier()
         return program.compile(self.variant)
 
 
-class Part:
-    """One rank's part of a call.
+class RankCall:
+    """One rank's rows of a call, and the outputs computed from them.
+
+    Parameters
+    ----------
+    call : Call
+    program : Program
+    compiled : CompiledVariant
+    rank : Rank
 
     Attributes
     ----------
-    run : Runner
-        What runs: the compiled function, or what includes it.
-    rows : int
-        What the part weighs.
-    active : bool
-        Whether there are rows to compute, or no rows in question.
-    values : list
-        The outputs, reduced over slices, once computed.
+    runner : Runner
+        Launches the compiled function, or a fused launch that contains it.
+    n_rows : int
+        Number of rows to compute: the weight of the outputs in a mean.  1 if the call selects no rows.
+    is_active : bool
+        Whether the rank has rows to compute.
+    values : list of array
+        Outputs, reduced over slices; empty before `compute`.
     """
 
-    def __init__(self, call: Call, program: Program, compiled: Compiled, rank: Rank):
+    def __init__(self, call: Call, program: Program, compiled: CompiledVariant, rank: Rank):
         self._call, self._rank = call, rank
         self.program, self.compiled = program, compiled
-        self.run = compiled.run
-        self._parts: list[Selection | None] = []
-        parts: dict[Any, Selection] = {}  # inputs that are cut alike get the same object: it is copied but once
+        self.runner = compiled.runner
+        self._shares: list[Selection | None] = []
+        # Inputs with the same rows share one selection, which devices copy only once.
+        known: dict[Any, Selection] = {}
         for entry in call.inputs:
-            if isinstance(entry, Scattered):
-                part = parts.get((entry.rows, entry.offset))
-                if part is None:
-                    part = parts[entry.rows, entry.offset] = entry.part(rank)
-                self._parts.append(part)
+            if isinstance(entry, ScatteredInput):
+                mine = known.get((entry.rows, entry.offset))
+                if mine is None:
+                    mine = known[entry.rows, entry.offset] = entry.select_share(rank)
+                self._shares.append(mine)
             else:
-                self._parts.append(None)
-        self._sliceable = self._sliceable_rows() if call.variant.rows is not None else None
+                self._shares.append(None)
+        self._sliceable_rows = self._select_sliceable_rows() if call.variant.row_inputs is not None else None
         self.values: list[Any] = []
         if call.n_rows is not None:
-            scattered = next(part for part in self._parts if part is not None)
-            self.rows = len(scattered)
-            self.active = self.rows > 0
+            self.n_rows = len(next(mine for mine in self._shares if mine is not None))
         elif program.sliceable:
-            self.rows = len(self._sliceable) if self._sliceable is not None else self._lengths()[0]
-            self.active = self.rows > 0
+            self.n_rows = self._sliceable_lengths()[0] if self._sliceable_rows is None else len(self._sliceable_rows)
         else:
-            self.rows, self.active = 1, True
+            self.n_rows = 1
+        self.is_active = self.n_rows > 0
 
-    def outputs(self) -> Outputs:
-        """Return what was computed."""
-        kinds, times = self.compiled.kinds, self.run.times
+    def collect_outputs(self) -> RankOutputs:
+        """Return the computed outputs with their weight and specification."""
+        spec, times = self.compiled.spec, self.runner.times
         if times > 1:
-            return Outputs(self.rows // times, self.active, self.values, kinds.repeated(times))
-        of_none = self._of_none if self._call.n_rows is None else list
-        return Outputs(self.rows, self.active, self.values, kinds, of_none)
+            return RankOutputs(self.n_rows // times, self.values, spec.repeat(times))
+        return RankOutputs(self.n_rows, self.values, spec, self._compute_empty if self._call.n_rows is None else list)
 
-    def _of_none(self) -> list[Any]:
+    def _compute_empty(self) -> list[Any]:
         self.compute()
         return self.values
 
-    def _lengths(self) -> list[int]:
+    def _sliceable_lengths(self) -> list[int]:
         library = self.program.library
         return [library.get(shared).shape[0] for shared in self.program.sliceable]
 
-    def _sliceable_rows(self) -> Selection:
-        """Return the rows chosen of this rank's sliceable shared variables.
+    def _select_sliceable_rows(self) -> Selection:
+        """Return the selected rows of this rank's sliceable shared variables.
 
-        All ranks agree that theirs exist before any computes, so that a wrong index changes nothing.
+        The ranks agree that all selected rows exist before any rank computes, so that a wrong index changes nothing.
         """
-        lengths = self._lengths()
-        if self._call.chosen is None:
+        lengths = self._sliceable_lengths()
+        if self._call.batch_s is None:
             if min(lengths) != max(lengths):
                 names = [shared.name for shared in self.program.sliceable]
                 raise ValueError(
-                    f"sliceable_shareds: {names} have {lengths} rows on rank {self._rank.number}; to cut them alike "
-                    "they need equally many, or batch_s to choose"
+                    f"sliceable_shareds: {names} have {lengths} rows on rank {self._rank.number}; "
+                    "num_slices needs equally many rows in all of them, or batch_s to select rows"
                 )
             return range(lengths[0])
-        chosen, problem, rows = self._call.chosen[self._rank.number], None, None
+        selected, problem, rows = self._call.batch_s[self._rank.number], None, None
         try:
-            if isinstance(chosen, SharedArray):
-                rows = select(chosen.view(self._rank.segments), min(lengths), "batch_s")
+            if isinstance(selected, SharedArray):
+                rows = select(selected.view(self._rank.segments), min(lengths), "batch_s")
             else:
-                rows = range(min(lengths))[chosen]
+                rows = range(min(lengths))[selected]
         except IndexError as error:
             problem = f"{error} on rank {self._rank.number}"
         problems = [p for p in self._rank.exchange_cached(problem) if p is not None]
@@ -241,56 +283,59 @@ class Part:
         return rows
 
     def compute(self) -> None:
-        """Run over this rank's rows, in slices if asked for, and keep the outputs."""
-        call, ops = self._call, self.compiled.kinds.ops
-        if not self.rows:
-            # Nobody has any: the outputs are what the serial library makes of none, and nothing is updated.
-            self.run = self.program.compile(call.variant._replace(accumulate=True)).run
-            self.values = self._run(self._parts, self._sliceable)[: len(ops)]
+        """Compute this rank's rows, in slices if the call asks for them, and store the outputs in `values`."""
+        call, ops = self._call, self.compiled.spec.ops
+        if not self.n_rows:
+            # No rank has rows: compute the outputs of zero rows, as the serial library does, without updates.
+            self.runner = self.program.compile(call.variant._replace(returns_updates=True)).runner
+            self.values = self._launch(self._shares, self._sliceable_rows)[: len(ops)]
             return
-        if not call.variant.accumulate:
-            self.values = self._run(self._parts, self._sliceable)
+        if not call.variant.returns_updates:
+            self.values = self._launch(self._shares, self._sliceable_rows)
             return
-        lengths = [self.rows] if self._sliceable is None else [self.rows, len(self._sliceable)]
-        count = max(1, min(call.slices, *lengths))
-        targets = self.program.accumulated()
-        totals = [Accumulator(op) for op in [*ops, *(op for _, op in targets)]]
-        cut = [None if part is None else list(pieces(part, count)) for part in self._parts]
-        sliceable = None if self._sliceable is None else list(pieces(self._sliceable, count))
-        for piece in range(count):
-            parts = [None if c is None else c[piece] for c in cut]
-            chosen = None if sliceable is None else sliceable[piece]
-            rows = next((len(part) for part in parts if part is not None), 1 if chosen is None else len(chosen))
-            values = self._run(parts, chosen)
+        lengths = [self.n_rows] if self._sliceable_rows is None else [self.n_rows, len(self._sliceable_rows)]
+        count = max(1, min(call.n_slices, *lengths))
+        updates = self.program.list_accumulated_updates()
+        totals = [Accumulator(op) for op in [*ops, *(op for _, op in updates)]]
+        slices = [None if mine is None else list(split(mine, count)) for mine in self._shares]
+        sliceable_slices = None if self._sliceable_rows is None else list(split(self._sliceable_rows, count))
+        for i in range(count):
+            rows = [None if each is None else each[i] for each in slices]
+            sliceable_rows = None if sliceable_slices is None else sliceable_slices[i]
+            weight = next(
+                (len(each) for each in rows if each is not None), 1 if sliceable_rows is None else len(sliceable_rows)
+            )
+            values = self._launch(rows, sliceable_rows)
             for total, value in zip(totals, values, strict=True):
-                total.add(value, rows)
+                total.add(value, weight)
         results = [total.result() for total in totals]
         self.values = results[: len(ops)]
         library = self.program.library
-        for (shared, _), value in zip(targets, results[len(ops) :], strict=True):
-            takes = self.program.device.takes_shareds and library.is_array(shared)
-            library.put(shared, self.program.device.array(value) if takes else value)
+        for (shared, _), value in zip(updates, results[len(ops) :], strict=True):
+            is_on_device = self.program.device.takes_shareds and library.is_array(shared)
+            library.put(shared, self.program.device.array(value) if is_on_device else value)
 
-    def _inputs(self, parts: Sequence[Selection | None], sliceable: Selection | None) -> list[Any]:
-        rank, program, kept = self._rank, self.program, self.program.buffers
-        devices = program.devices_for(self.run)
+    def _launch(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
+        """Run the compiled function on some rows of each input, None for all of it, and return its outputs."""
+        inputs = self._load_inputs(rows, sliceable_rows)
+        if self._rank.is_master and self.runner.is_new(inputs):
+            shapes = [getattr(value, "shape", ()) for value in inputs]
+            with warn_if_slow(f"compiling {self.program.name} for inputs of shapes {shapes}"):
+                return self.runner(*inputs)
+        return self.runner(*inputs)
+
+    def _load_inputs(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
+        rank, program, buffers = self._rank, self.program, self.program.buffers
+        devices = program.input_devices_for(self.runner)
         values = [
-            device.input(rank, kept, position, entry.array, part, entry.copy)
-            for position, (device, entry, part) in enumerate(zip(devices, self._call.inputs, parts, strict=True))
+            device.input(rank, buffers, position, entry.array, mine, entry.is_mutable)
+            for position, (device, entry, mine) in enumerate(zip(devices, self._call.inputs, rows, strict=True))
         ]
-        if sliceable is not None:
-            if self._call.variant.rows == "slice":
-                assert isinstance(sliceable, range)
-                values += [np.int64(sliceable.start), np.int64(sliceable.stop)]
+        if sliceable_rows is not None:
+            if self._call.variant.row_inputs == "slice":
+                assert isinstance(sliceable_rows, range)
+                values += [np.int64(sliceable_rows.start), np.int64(sliceable_rows.stop)]
             else:
                 device = program.library.input_device(np.dtype(np.int64), 1, program.device)
-                values.append(device.indexes(rank, kept, "rows", np.asarray(sliceable, np.int64)))
+                values.append(device.indexes(rank, buffers, "rows", np.asarray(sliceable_rows, np.int64)))
         return values
-
-    def _run(self, parts: Sequence[Selection | None], sliceable: Selection | None) -> list[Any]:
-        inputs = self._inputs(parts, sliceable)
-        if self._rank.is_master and self.run.is_new(inputs):
-            shapes = [getattr(value, "shape", ()) for value in inputs]
-            with notice(f"compiling {self.program.name} for inputs of shapes {shapes}"):
-                return self.run(*inputs)
-        return self.run(*inputs)

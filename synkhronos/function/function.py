@@ -1,11 +1,11 @@
-"""Functions that run on all ranks.
+"""Functions that run on all ranks: the class that users call, its constructor, and the distribution to the workers.
 
-`Function`
-    What the user calls.
-`function`
-    Makes one.
-`distribute`
-    Copies functions and shared variables to all ranks.
+The state of a function in a session::
+
+    created ── distribute(), or the first call ──> distributed ── the user's code changes, or fork() again ──> created
+
+The workers get a function's `Program` when it is distributed.  Each rank compiles a variant of it in the first call
+that needs this variant.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from synkhronos import ranks
 from synkhronos.checks import at_least, integer
 from synkhronos.data import Data, data
 from synkhronos.devices import JAX
-from synkhronos.function.build import build, is_single
+from synkhronos.function.build import build_program, is_single
 from synkhronos.function.call import Call
-from synkhronos.function.inputs import Inputs, all_slices
+from synkhronos.function.inputs import CallInputs, has_only_slices
 from synkhronos.function.program import PLAIN, Program, Variant
 from synkhronos.graphs.mirror import Mirror, declare
 from synkhronos.ranks import Session, WeakKeys
@@ -36,35 +36,36 @@ _keys = itertools.count()
 
 
 class Function:
-    """A function that runs on all ranks at once.
+    """A function that runs on all ranks at once, made by `synkhronos.function`; see `__call__`.
 
-    Made by `synkhronos.function`; calling it is described in `__call__`.
+    Two functions that share a variable share its value on each rank.  A copy has the same shared variables.  A deep
+    copy, or an unpickled function, has copies of them with their values in the master.
     """
 
     def __init__(self, program: Program, single: bool):
         self._program = program
         self._single = single
         self._key = ("function", next(_keys))
-        self._session: Session | None = None
-        self._ready: set[Variant] = set()
-        self._inputs = Inputs(program)
+        self._session: Session | None = None  # to whose workers the program was sent
+        self._compiled: set[Variant] = set()  # on all ranks
+        self._inputs = CallInputs(program)
 
-    # -- what it is ------------------------------------------------------------------------------------------
+    # -- attributes ------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """What the function is called."""
+        """Name of the function in messages."""
         return self._program.name
 
     @property
     def output_modes(self) -> list[str | None]:
-        """The op of each output."""
-        return [op.spelled for op in self._program.output_ops]
+        """Reduction op of each output, None for the master's own value."""
+        return [op.spelling for op in self._program.output_ops]
 
     @property
     def update_modes(self) -> list[str | None]:
-        """The op of each update: how slices accumulate."""
-        return [op.spelled for op in self._program.update_ops]
+        """Op of each update, by which `num_slices` accumulates its values."""
+        return [op.spelling for op in self._program.update_ops]
 
     def __repr__(self) -> str:
         names = ", ".join(entry.name or "_" for entry in self._program.inputs)
@@ -72,31 +73,28 @@ class Function:
 
     def get_shared(self) -> list[Any]:
         """Return the shared variables that the function reads or updates."""
-        return self._program.shareds()
+        return self._program.list_shareds()
 
-    # -- copying it ------------------------------------------------------------------------------------------
-    #
-    # As the graph libraries' own functions: a copy has the same shared variables, a deep copy or a pickle has copies of
-    # them, with the values that they have in the master.
+    # -- copies ----------------------------------------------------------------------------------------------
 
     def __copy__(self) -> Function:
-        return _made(copy.copy(self._program), self._single)
+        return _make_function(copy.copy(self._program), self._single)
 
     def __reduce__(self) -> Any:
-        # Every node comes after those it depends on: pickle follows references, and would go as deep as the graph.
+        # The nodes in topological order: otherwise pickle would recurse as deep as the graph is.
         program = self._program
-        return _unpickled, (program.library.nodes(program.variables()), program, self._single)
+        return _unpickle_function, (program.library.nodes(program.list_variables()), program, self._single)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Function:
         program = self._program
         make, arguments = self.__reduce__()
-        for shared in self.get_shared():  # PyTensor's containers can't copy JAX arrays, but pickle them
+        for shared in self.get_shared():  # PyTensor's containers can pickle JAX arrays, but not copy them
             if JAX.holds(program.library.get(shared)) and id(shared.container) not in memo:
                 memo[id(shared.container)] = pickle.loads(pickle.dumps(shared.container))
         made: Function = make(*copy.deepcopy(arguments, memo))
         return made
 
-    # -- running it ------------------------------------------------------------------------------------------
+    # -- calls -----------------------------------------------------------------------------------------------
 
     def __call__(
         self,
@@ -107,30 +105,30 @@ class Function:
         output_subset: Sequence[int] | None = None,
         **named_inputs: Any,
     ) -> Any:
-        """Run on all ranks, and return the reduced outputs.
+        """Run on all ranks and return the reduced outputs.
 
         Parameters
         ----------
         *inputs : Data or array_like
-            In the order of ``inputs`` and then ``bcast_inputs``.  Arrays other than Data are copied into shared memory
-            that the library keeps for the purpose.
+            In the order of ``inputs`` and then ``bcast_inputs``.  Arrays other than Data are copied into shared memory,
+            which the function uses again in the next call.
         batch : int, slice, list of int, or array of int or bool, optional
-            Which rows of the scattered inputs to use: an int for so many from the first, a slice, indexes, or a mask.
-            Rows are picked before they are split among the ranks.
+            Rows of the scattered inputs to use: a number of rows from the first, a slice, indexes, or a mask.  They are
+            selected before they are divided among the ranks.  Default: all rows.
         batch_s : slice or list of int, or a list of these with one for each rank, optional
-            Which rows of its own ``sliceable_shareds`` each rank uses.
+            Rows of its own ``sliceable_shareds`` that each rank uses.  Default: all rows.
         num_slices : int
-            The number of pieces in which each rank computes its rows; more pieces take less memory.
+            Number of slices in which each rank computes its rows; more slices take less memory.
         output_subset : sequence of int, optional
-            Which outputs to compute and return.
+            Indexes of the outputs to compute and return.  Default: all outputs.
         **named_inputs
             Inputs by the names of their variables.
 
         Returns
         -------
         ndarray, or list of ndarray
-            A list if ``outputs`` was one.  In JAX mode `Result` objects, which stand for arrays and are read when they
-            are looked at: the call itself returns before the ranks have computed.
+            A list if ``outputs`` was one.  In JAX mode `Result` objects: the call returns before the ranks have
+            computed, and a `Result` waits for its array when it is used.
 
         Raises
         ------
@@ -141,8 +139,8 @@ class Function:
 
         Notes
         -----
-        The rows are split into as many runs as there are ranks, as evenly as possible, in rank order.  A rank without
-        rows sits out: it updates nothing, and counts in no op.
+        Each rank gets a contiguous run of the selected rows, in rank order, as evenly as possible.  A rank without rows
+        sits out: it updates nothing, and counts in no op.
 
         Examples
         --------
@@ -160,23 +158,23 @@ class Function:
         session = ranks.session()
         with session.turn:
             session.settle()
-            call = self.prepare(session, inputs, named_inputs, batch, batch_s, num_slices, output_subset)
-            return self.results(session, call, session.run(call))
+            call = self._prepare(session, inputs, named_inputs, batch, batch_s, num_slices, output_subset)
+            return self._get_results(session, call, session.run(call))
 
-    def read(self, *inputs: Any, num_slices: int = 1) -> Any:
-        """Do as a call whose outputs are read at once: in JAX mode in one command, for arrays in place of `Result`."""
+    def _call_and_read(self, *inputs: Any, num_slices: int = 1) -> Any:
+        """Call the function and read its outputs in one command: arrays in JAX mode too, instead of `Result`."""
         session = ranks.session()
         with session.turn:
             session.settle()
-            call = self.prepare(session, inputs, {}, None, None, num_slices, None)._replace(read_at_once=True)
-            return self.results(session, call, session.run(call))
+            call = self._prepare(session, inputs, {}, None, None, num_slices, None)._replace(reads_outputs=True)
+            return self._get_results(session, call, session.run(call))
 
-    def run(self, session: Session) -> Any:
-        """Do as a call without arguments, in the turn of another call."""
-        call = self.prepare(session, (), {}, None, None, 1, None)
-        return self.results(session, call, session.run(call))
+    def _call_in_turn(self, session: Session) -> Any:
+        """Call the function without arguments, by a caller that holds the session's turn."""
+        call = self._prepare(session, (), {}, None, None, 1, None)
+        return self._get_results(session, call, session.run(call))
 
-    def prepare(
+    def _prepare(
         self,
         session: Session,
         inputs: Sequence[Any],
@@ -186,36 +184,37 @@ class Function:
         num_slices: int,
         output_subset: Sequence[int] | None,
     ) -> Call:
-        """Check a call's arguments and put the inputs where the ranks find them; return the command to run.
+        """Check the arguments of a call, put the inputs into shared memory, and return the command.
 
-        For those who run it together with others; the session's turn has to be held until `results` has been called.
+        The caller holds the session's turn until it has passed the command's result to `_get_results`.
         """
-        variant = self._variant(batch_s, num_slices, output_subset)
-        arrays, count = self._inputs.locate(session, inputs, named_inputs, batch)
-        chosen = None if batch_s is None else self._inputs.choose(session, batch_s)
+        variant = self._choose_variant(batch_s, num_slices, output_subset)
+        shared_inputs, n_rows = self._inputs.share_inputs(session, inputs, named_inputs, batch)
+        shared_batch_s = None if batch_s is None else self._inputs.share_batch_s(session, batch_s)
         has_updates = bool(self._program.updates)
         try:
-            self._distribute(session)
+            self._ensure_distributed(session)
             self._program.engine.before_call(session)
         except Exception as error:
-            if has_updates:  # the user may ask, as of a call that failed later
+            if has_updates:  # errors of later stages have such a note too
                 error.add_note("The function's updates were applied on no rank.")
             raise
-        return Call(self._key, variant, variant not in self._ready, arrays, count, chosen, num_slices, has_updates)
+        needs_compile = variant not in self._compiled
+        return Call(self._key, variant, needs_compile, shared_inputs, n_rows, shared_batch_s, num_slices, has_updates)
 
-    def most_at_once(self, combined: np.dtype) -> int:
-        """Return how many times one launch can compute, and combine the ranks' arrays of a dtype each time."""
-        return self._program.engine.most_at_once(combined)
+    def _max_fused_calls(self, dtype: np.dtype) -> int:
+        """Return how many calls one launch can fuse, each followed by an all-reduce of arrays of a dtype."""
+        return self._program.engine.most_at_once(dtype)
 
-    def outputs(self, session: Session, call: Call, collected: Any) -> list[Any]:
-        """Return each output, as often as it was computed, from what the command of `prepare` has returned."""
-        self._ready.add(call.variant)
-        results = collected if call.read_at_once or not collected else self._program.engine.results(session, collected)
+    def _get_outputs(self, session: Session, call: Call, collected: Any) -> list[Any]:
+        """Return the outputs in a list, from the result of the command; a fused launch has several of each output."""
+        self._compiled.add(call.variant)
+        results = collected if call.reads_outputs or not collected else self._program.engine.results(session, collected)
         return [np.asarray(result) if isinstance(result, np.generic) else result for result in results]
 
-    def results(self, session: Session, call: Call, collected: Any) -> Any:
-        """Return what the user gets, from what the command of `prepare` has returned."""
-        results = self.outputs(session, call, collected)
+    def _get_results(self, session: Session, call: Call, collected: Any) -> Any:
+        """Return the outputs as the user grouped them, from the result of the command."""
+        results = self._get_outputs(session, call, collected)
         return results[0] if self._single and results else results
 
     def as_theano(self, *args: Any, **kwargs: Any) -> Any:
@@ -246,7 +245,7 @@ class Function:
         minibatch: bool | Sequence[bool] = False,
         **named: npt.ArrayLike,
     ) -> Data | list[Data]:
-        """Make Data objects for the function's inputs.
+        """Create Data objects for the function's inputs.
 
         Parameters
         ----------
@@ -255,7 +254,7 @@ class Function:
         force_cast, oversize
             As in `synkhronos.data`.
         minibatch : bool or sequence of bool
-            For all inputs, or one for each.
+            Flag of all inputs, or one for each; see `Data.minibatch`.
         **named : array_like
             Values by the names of inputs.
 
@@ -274,7 +273,7 @@ class Function:
         >>> synk.close()
         """
         ranks.session()
-        values = self._inputs.values(args, named)
+        values = self._inputs.bind_arguments(args, named)
         entries = self._program.inputs
         if isinstance(minibatch, list | tuple):
             if len(minibatch) != len(entries):
@@ -288,9 +287,9 @@ class Function:
         ]
         return made[0] if len(made) == 1 else made
 
-    # -- preparing a call ------------------------------------------------------------------------------------
+    # -- variants --------------------------------------------------------------------------------------------
 
-    def _variant(self, batch_s: Any, num_slices: Any, output_subset: Any) -> Variant:
+    def _choose_variant(self, batch_s: Any, num_slices: Any, output_subset: Any) -> Variant:
         if batch_s is None and output_subset is None and type(num_slices) is int and num_slices == 1:
             return PLAIN
         program = self._program
@@ -300,34 +299,35 @@ class Function:
                 raise ValueError(
                     f"num_slices={num_slices}: {self.name} has no scattered inputs and no sliceable_shareds to cut"
                 )
-            for shared, op in program.accumulated():
+            for shared, op in program.list_accumulated_updates():
                 if not program.library.is_array(shared):
                     if op.name is not None:
                         raise TypeError(
                             f"num_slices={num_slices}: the update of {shared.name!r} of type {shared.type} can't be "
-                            "accumulated; give it the op None, by which the last slice's stays"
+                            "accumulated; give it the op None, which keeps the value of the last slice"
                         )
-                elif op.name is not None and not op.row.suits(np.dtype(shared.type.dtype)):
+                elif op.name is not None and not op.reduction.suits(np.dtype(shared.type.dtype)):
                     raise ValueError(
-                        f"num_slices={num_slices}: op {op.spelled!r} of the update of {shared.name!r} would not be "
-                        f"{shared.type.dtype}, as it is; give the update another op"
+                        f"num_slices={num_slices}: op {op.spelling!r} of the update of {shared.name!r} is not defined "
+                        f"for dtype {shared.type.dtype}; give the update another op"
                     )
-        rows = None
+        row_inputs = None
         if batch_s is not None and not program.sliceable:
             raise ValueError(f"batch_s: {self.name} was made without sliceable_shareds")
         if program.sliceable and (batch_s is not None or num_slices > 1):
             for shared in program.sliceable:
                 if any(shared is updated for updated, _ in program.updates + program.default_updates):
+                    argument = "num_slices" if batch_s is None else "batch_s"
                     raise ValueError(
-                        f"{'num_slices' if batch_s is None else 'batch_s'}: {shared.name!r} is one of the "
-                        f"sliceable_shareds and {self.name} updates it: of the rows that are chosen, the update would "
-                        "make the whole variable; update another variable, or leave this one out of sliceable_shareds"
+                        f"{argument}: {self.name} updates {shared.name!r}, which is one of its sliceable_shareds: the "
+                        "update would replace all rows by values of the selected rows; update another variable, or "
+                        "leave this one out of sliceable_shareds"
                     )
-            spans = batch_s is None or all_slices(batch_s)
-            rows = "slice" if spans and not program.engine.fixed_lengths else "index"
-        return Variant(rows, bool(num_slices > 1), self._subset(output_subset))
+            is_contiguous = batch_s is None or has_only_slices(batch_s)
+            row_inputs = "slice" if is_contiguous and not program.engine.fixed_lengths else "index"
+        return Variant(row_inputs, bool(num_slices > 1), self._check_subset(output_subset))
 
-    def _subset(self, output_subset: Any) -> tuple[int, ...] | None:
+    def _check_subset(self, output_subset: Any) -> tuple[int, ...] | None:
         if output_subset is None:
             return None
         if not isinstance(output_subset, list | tuple | np.ndarray | range):
@@ -340,22 +340,23 @@ class Function:
             subset.append(index)
         return tuple(subset)
 
-    # -- distributing ----------------------------------------------------------------------------------------
+    # -- distribution ----------------------------------------------------------------------------------------
 
-    def _distribute(self, session: Session) -> None:
+    def _ensure_distributed(self, session: Session) -> None:
+        """Send the program to the workers if they have none, or the user's code in it has changed."""
         program = self._program
         if program.code is not None and program.code.has_changed():
-            # All ranks compile it anew: what is compiled may hold the old code, on the master too.
+            # The master compiles again, too: its compiled variants may hold the old code.
             program.compiled.clear()
             self._session = None
         if self._session is not session:
-            _distribute(session, [self])
+            _send_functions(session, [self])
 
-    def _entered(self, session: Session) -> None:
-        """Note that the workers have it."""
+    def _mark_distributed(self, session: Session) -> None:
+        """Record that the workers have the program, and prepare the master's."""
         self._session = session
-        self._ready = set()
-        self._program.place()
+        self._compiled = set()
+        self._program.reset_if_engine_changed()
         session.rank.objects[self._key] = weakref.ref(self._program)
         self._program.to_device()
         session.memory.release_with(self, "object", self._key)
@@ -370,40 +371,38 @@ def function(
     sliceable_shareds: Sequence[Any] | None = None,
     **kwargs: Any,
 ) -> Function:
-    """Make a function that runs on all ranks at once.
-
-    This takes the place of ``pytensor.function`` and ``theano.function``, to which other keyword arguments are passed.
+    """Create a function that runs on all ranks at once, in place of ``pytensor.function`` or ``theano.function``.
 
     Parameters
     ----------
     inputs : list of variables
-        Scattered along axis 0.
+        Inputs whose rows are divided among the ranks, along axis 0.
     outputs : variable, (variable, op), or a list of these, optional
-        Each is reduced over ranks by its op: "avg" (the default: ranks weigh the same), "mean" (each weighs as many
-        rows as it computed), "sum", "prod", "min", "max", "gather" (joined along axis 0), or None (the master's own).
-        With ``"c_"`` in front the reduction happens in host memory even for values on GPUs.
+        Each output is reduced over ranks by its op: "avg" (the default: ranks have equal weights), "mean" (the weight
+        of a rank is its number of rows), "sum", "prod", "min", "max", "gather" (joined along axis 0), or None (the
+        master's own value).  With the prefix ``"c_"`` values on GPUs, too, are reduced in host memory.
     bcast_inputs : list of variables, optional
-        Passed whole to every rank.
+        Inputs that every rank gets completely.
     updates : dict, or list of (shared, expression) or (shared, expression, op), optional
-        Each rank updates its own copy.  The op says how ``num_slices`` accumulates.
+        Each rank updates its own copy.  With ``num_slices`` the values of the slices are reduced by the op.
     givens : dict or list of pairs, optional
         Substitutions in the graph.
     sliceable_shareds : list of shared variables, optional
-        Those of which ``batch_s`` and ``num_slices`` pick rows, along axis 0.
+        Shared variables whose rows (along axis 0) ``batch_s`` selects and ``num_slices`` divides.
     **kwargs
-        For the graph library's own ``function``: ``mode``, ``name``, ``on_unused_input``, ...
+        Other arguments of the graph library's ``function``: ``mode``, ``name``, ``on_unused_input``, ...
 
     Returns
     -------
     Function
-        Compiled in each rank when it is first called.
+        Each rank compiles it in the first call.
 
     Raises
     ------
     RuntimeError
         Before `fork`, and after `close`.
     TypeError, ValueError
-        For wrong arguments; among these "avg" or "mean" of an integer output.
+        For wrong arguments, such as the op "avg" or "mean" for an integer output.
 
     Examples
     --------
@@ -419,50 +418,62 @@ def function(
     """
     session = ranks.session()
     device = session.rank.device
-    program = build(inputs, outputs, bcast_inputs, updates, givens, sliceable_shareds, kwargs, device)
-    return _made(program, is_single(outputs))
+    program = build_program(inputs, outputs, bcast_inputs, updates, givens, sliceable_shareds, kwargs, device)
+    return _make_function(program, is_single(outputs))
 
 
-def _made(program: Program, single: bool) -> Function:
-    """Return a function, and note that the workers don't have it."""
+def _make_function(program: Program, single: bool) -> Function:
+    """Return a new function, and register it for `distribute`."""
     made = Function(program, single)
-    declare(program.shareds())
-    with contextlib.suppress(RuntimeError):  # no ranks are running, which one that is unpickled can wait for
+    declare(program.list_shareds())
+    with contextlib.suppress(RuntimeError):  # a function can be unpickled while no ranks are running
         _undistributed(ranks.session())[made] = True
     return made
 
 
-def _unpickled(nodes: Sequence[Any], program: Program, single: bool) -> Function:
-    return _made(program, single)
+def _unpickle_function(nodes: Sequence[Any], program: Program, single: bool) -> Function:
+    return _make_function(program, single)
 
 
 def distribute() -> None:
     """Send every function, and each shared variable once, to all ranks.
 
-    Call it as often as you like: it sends the functions made since the last time, with the shared variables that are
-    new. A function that was not distributed is sent at its first call.
+    It can be called repeatedly: it sends the functions created since the last call, with their new shared variables.  A
+    function that was not distributed is sent at its first call.
 
     Notes
     -----
-    Shared variables get the values that they have in the master now.  From then on each rank's copy is its own. Random
-    generators are moved apart, so that each rank draws different numbers; the master draws those that the serial
-    program would draw.
+    The workers' copies of a shared variable get the master's present value.  From then on each rank has its own copy.
+    Random generators are moved apart, so that each rank draws different numbers.  The master draws the same numbers as
+    the serial program.
+
+    Examples
+    --------
+    >>> import numpy as np, pytensor, synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> s = pytensor.shared(np.zeros(2), "s")
+    >>> f = synk.function([], [], updates=[(s, s + 1)])
+    >>> synk.distribute()
+    >>> s.set_value(np.ones(2))  # in the master alone
+    >>> synk.gather(s).tolist()
+    [[1.0, 1.0], [0.0, 0.0]]
+    >>> synk.close()
     """
     session = ranks.session()
     with session.turn:
         session.settle()
-        _distribute(session, list(_undistributed(session)))
+        _send_functions(session, list(_undistributed(session)))
 
 
 class _Undistributed(WeakKeys[Function, bool]):
-    """The functions made since the fork that the workers don't have; earlier ones are sent when called."""
+    """Functions created since the fork that were not sent to the workers; earlier ones are sent when called."""
 
 
 def _undistributed(session: Session) -> _Undistributed:
     return session.registry.get(_Undistributed)
 
 
-def _distribute(session: Session, functions: Sequence[Function]) -> None:
+def _send_functions(session: Session, functions: Sequence[Function]) -> None:
     functions = sorted((f for f in functions if f._session is not session), key=lambda f: f._key)
     if not functions:
         return
@@ -470,17 +481,17 @@ def _distribute(session: Session, functions: Sequence[Function]) -> None:
     for f in functions:
         by_library.setdefault(f._program.library.name, []).append(f)
     for group in by_library.values():
-        variables = [variable for f in group for variable in f._program.variables()]
+        variables = [variable for f in group for variable in f._program.list_variables()]
         try:
             Mirror.of(session).send([(f._key, f._program) for f in group], variables)
         except TypeError as error:
-            # The pickle can't tell a graph from what came with it.
+            # The error of the pickle does not tell whether the graph or a keyword argument caused it.
             for f in group:
                 try:
-                    f._program.check_kwargs()
+                    f._program.check_picklable()
                 except TypeError as found:
                     raise TypeError(f"{f.name}: {found}") from found.__cause__
             raise TypeError(f"{', '.join(f.name for f in group)}: {error}") from error
     for f in functions:
-        f._entered(session)
+        f._mark_distributed(session)
         _undistributed(session).discard(f)

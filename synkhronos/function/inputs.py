@@ -1,11 +1,7 @@
-"""Puts a call's inputs where all ranks find them.
+"""Inputs of a call: checks in the master, and arrays in shared memory that all ranks can read.
 
-`Inputs`
-    Checks what the user passes, copies into shared memory what isn't there, and says which rows are meant.
-`all_slices`
-    Whether ``batch_s`` asks for runs of rows alone.
-`one_a_rank`, `indexes`
-    What ``batch_s`` chooses on each rank; one such choice as an array.
+A `Data` object is in shared memory already.  Any other array is copied into a buffer that the function keeps for this
+input from call to call; of a scattered input only the selected rows are copied.
 """
 
 from __future__ import annotations
@@ -18,28 +14,39 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.casts import check_dense
 from synkhronos.data import Data
-from synkhronos.data.rows import flat, highest, lowest, select, select_unbounded
+from synkhronos.data.rows import as_index_array, max_row, min_row, select, select_unbounded
 from synkhronos.devices import Selection, take
-from synkhronos.function.call import Scattered, Whole
+from synkhronos.function.call import BroadcastInput, ScatteredInput
 from synkhronos.function.program import Program
 from synkhronos.ranks import Session, SharedArray
 
 _MISSING = object()
 
 
-class Inputs:
-    """Puts the inputs of one function's calls where all ranks find them."""
+class CallInputs:
+    """Checks the inputs of a function's calls and puts them into shared memory.
+
+    Parameters
+    ----------
+    program : Program
+    """
 
     def __init__(self, program: Program):
         self.program = program
-        self._kept: dict[Any, Data] = {}
+        self._buffers: dict[Any, Data] = {}
         self._by_name = {e.name: i for i, e in enumerate(program.inputs) if e.name is not None}
         self._dtypes = [np.dtype(entry.variable.type.dtype) for entry in program.inputs]
         shapes = [program.library.fixed_shape(entry.variable) for entry in program.inputs]
         self._fixed_shapes = [None if all(length is None for length in shape) else shape for shape in shapes]
 
-    def values(self, args: Sequence[Any], named: dict[str, Any]) -> list[Any]:
-        """Put positional and named arguments, and defaults, in the inputs' order."""
+    def bind_arguments(self, args: Sequence[Any], named: dict[str, Any]) -> list[Any]:
+        """Return one value for each input, from positional and named arguments and defaults.
+
+        Raises
+        ------
+        TypeError
+            If an input is missing or given twice, or an argument belongs to no input.
+        """
         entries = self.program.inputs
         if len(args) > len(entries):
             raise TypeError(f"{self.program.name} takes {len(entries)} inputs, got {len(args)}")
@@ -60,151 +67,191 @@ class Inputs:
                 values[i] = entry.default[0]
         return values
 
-    def locate(
+    def share_inputs(
         self, session: Session, args: Sequence[Any], named: dict[str, Any], batch: Any
-    ) -> tuple[tuple[Scattered | Whole, ...], int | None]:
-        """Check the inputs, put arrays into shared memory, and say where each rank finds its rows."""
+    ) -> tuple[tuple[ScatteredInput | BroadcastInput, ...], int | None]:
+        """Check the inputs of a call, select their rows, and put arrays into shared memory.
+
+        Returns
+        -------
+        inputs : tuple of ScatteredInput or BroadcastInput
+        n_rows : int or None
+            Number of selected rows; None if no input is scattered.
+
+        Raises
+        ------
+        TypeError, ValueError, IndexError
+            For wrong inputs or a wrong ``batch``.
+        """
         program, n = self.program, self.program.n_scattered
         if not program.inputs and not args and not named and batch is None:
             return (), None
-        values = self.values(args, named)
-        checked = [self._checked(i, value, session) for i, value in enumerate(values)]
+        values = self.bind_arguments(args, named)
+        checked = [self._check(i, value, session) for i, value in enumerate(values)]
         if n == 0:
             if batch is not None:
                 raise ValueError(f"batch: {self.program.name} has no scattered inputs")
-            return tuple(self._whole(i, value) for i, value in enumerate(checked)), None
+            return tuple(self._broadcast(i, value) for i, value in enumerate(checked)), None
 
-        rows, low = self._select(checked[:n], batch)
-        located: list[Scattered | Whole] = []
+        rows, low = self._select_rows(checked[:n], batch)
+        located: list[ScatteredInput | BroadcastInput] = []
         index: SharedArray | None = None
         for i, value in enumerate(checked):
-            copy = program.inputs[i].mutable
+            is_mutable = program.inputs[i].mutable
             if i >= n:
-                located.append(self._whole(i, value))
+                located.append(self._broadcast(i, value))
             elif not isinstance(value, Data):
-                # The master picks the rows while it copies: nothing is moved that isn't asked for.
-                kept = self._keep(i, value.dtype, value.ndim)
-                take(value, rows, kept.resized((len(rows), *value.shape[1:])))
-                located.append(Scattered(kept.location(), range(len(rows)), 0, copy))
+                buffer = self._get_buffer(i, value.dtype, value.ndim)
+                take(value, rows, buffer.resized((len(rows), *value.shape[1:])))
+                located.append(ScatteredInput(buffer.location(), range(len(rows)), 0, is_mutable))
             elif value.minibatch and _is_listed(batch):
-                # Its rows have been put into the list's order already.
-                located.append(Scattered(value.location(), range(len(rows)), 0, copy))
+                # A minibatch has its rows in the order of the list.
+                located.append(ScatteredInput(value.location(), range(len(rows)), 0, is_mutable))
             else:
-                chosen: range | SharedArray
+                selected: range | SharedArray
                 if isinstance(rows, range):
-                    chosen = rows
+                    selected = rows
                 else:
-                    chosen = index = self._shared_index("batch", rows) if index is None else index
-                located.append(Scattered(value.location(), chosen, low if value.minibatch else 0, copy))
+                    selected = index = self._share_index("batch", rows) if index is None else index
+                offset = low if value.minibatch else 0
+                located.append(ScatteredInput(value.location(), selected, offset, is_mutable))
         return tuple(located), len(rows)
 
-    def _checked(self, position: int, value: Any, session: Session) -> Data | np.ndarray:
+    def _check(self, position: int, value: Any, session: Session) -> Data | np.ndarray:
+        """Return the value of an input, as an array of its dtype unless it is a Data object."""
         entry = self.program.inputs[position]
         kind = entry.variable.type
         if isinstance(value, Data):
             if not value.belongs_to(session):
-                value.check_session(session, self._called(position))
+                value.check_session(session, self._describe(position))
             if value.dtype != self._dtypes[position] or value.ndim != kind.ndim:
                 raise TypeError(
-                    f"{self._called(position)}: expected {kind.dtype} of {kind.ndim} dimensions, "
+                    f"{self._describe(position)}: expected {kind.dtype} of {kind.ndim} dimensions, "
                     f"got Data of {value.dtype} and {value.ndim} dimensions"
                 )
             checked: Data | np.ndarray = value
         else:
             if type(value) is not np.ndarray:
-                check_dense(value, self._called(position))
+                check_dense(value, self._describe(position))
             try:
                 checked = self.program.library.filter(kind, value, entry.strict, entry.allow_downcast)
             except (TypeError, ValueError, AttributeError) as error:
                 wrong = ValueError if isinstance(error, ValueError) else TypeError
-                raise wrong(f"{self._called(position)}: expected {kind}, got {_short(value)}: {error}") from None
+                raise wrong(f"{self._describe(position)}: expected {kind}, got {_shorten(value)}: {error}") from None
         fixed = self._fixed_shapes[position]
         if fixed is not None and any(f is not None and f != s for f, s in zip(fixed, checked.shape, strict=True)):
             raise ValueError(
-                f"{self._called(position)}: expected shape {fixed} (None is any length), got {checked.shape}"
+                f"{self._describe(position)}: expected shape {fixed} (None is any length), got {checked.shape}"
             )
         return checked
 
-    def _called(self, position: int) -> str:
+    def _describe(self, position: int) -> str:
         entry = self.program.inputs[position]
         return f"input {position} ({entry.name or entry.variable}) of {self.program.name}"
 
-    def _select(self, values: Sequence[Data | np.ndarray], batch: Any) -> tuple[Selection, int]:
-        """Return the selected rows of all ranks together, and the lowest index among them."""
+    def _select_rows(self, values: Sequence[Data | np.ndarray], batch: Any) -> tuple[Selection, int]:
+        """Select rows of the scattered inputs for all ranks together.
+
+        Returns
+        -------
+        rows : range or ndarray of int64
+        low : int
+            Index that row 0 of a minibatch stands for.
+        """
         lengths = [len(v) for v in values if not (isinstance(v, Data) and v.minibatch)]
         if not lengths and batch is None:
-            lengths = [len(v) for v in values]  # all are minibatches, and the batch is what they hold
+            lengths = [len(v) for v in values]  # of minibatches: the batch is all their rows
         if not lengths:
             rows = select_unbounded(batch)
         else:
             rows = select(batch, min(lengths))
-            # What counts from the end picks other rows where there are more of them.
+            # Indexes from the end select different rows of inputs of different lengths.
             if any(not np.array_equal(select(batch, length), rows) for length in set(lengths) - {min(lengths)}):
                 raise ValueError(
                     f"{self.program.name}: scattered inputs need equally many rows, got {lengths}"
-                    + ("" if batch is None else f", of which batch={_short(batch)} picks different ones")
+                    + ("" if batch is None else f", of which batch={_shorten(batch)} picks different ones")
                 )
-        low = lowest(rows) if any(isinstance(v, Data) and v.minibatch for v in values) else 0
+        low = min_row(rows) if any(isinstance(v, Data) and v.minibatch for v in values) else 0
         for i, value in enumerate(values):
             if isinstance(value, Data) and value.minibatch:
-                what, needed = ("picks", len(rows)) if _is_listed(batch) else ("spans", highest(rows) - low + 1)
+                verb, needed = ("picks", len(rows)) if _is_listed(batch) else ("spans", max_row(rows) - low + 1)
                 if needed > len(value):
-                    raise IndexError(f"batch: input {i} is a minibatch of {len(value)} rows, but batch {what} {needed}")
+                    raise IndexError(f"batch: input {i} is a minibatch of {len(value)} rows, but batch {verb} {needed}")
         return rows, low
 
-    def _whole(self, position: int, value: Data | np.ndarray) -> Whole:
+    def _broadcast(self, position: int, value: Data | np.ndarray) -> BroadcastInput:
         if not isinstance(value, Data):
-            kept = self._keep(position, value.dtype, value.ndim)
-            kept.resized(value.shape)[...] = value
-            value = kept
-        return Whole(value.location(), self.program.inputs[position].mutable)
+            buffer = self._get_buffer(position, value.dtype, value.ndim)
+            buffer.resized(value.shape)[...] = value
+            value = buffer
+        return BroadcastInput(value.location(), self.program.inputs[position].mutable)
 
-    def _keep(self, key: Any, dtype: np.dtype, ndim: int) -> Data:
-        """Return the shared memory that is kept for an input."""
-        kept = self._kept.get(key)
+    def _get_buffer(self, key: Any, dtype: np.dtype, ndim: int) -> Data:
+        """Return the shared memory that this function keeps under a key, such as an input's position."""
+        buffer = self._buffers.get(key)
         session = ranks.session()
-        if kept is None or kept.dtype != dtype or not kept.belongs_to(session):
-            kept = self._kept[key] = Data(dtype, ndim)
-        return kept
+        if buffer is None or buffer.dtype != dtype or not buffer.belongs_to(session):
+            buffer = self._buffers[key] = Data(dtype, ndim)
+        return buffer
 
-    def _shared_index(self, key: Any, index: np.ndarray) -> SharedArray:
-        kept = self._keep(key, np.dtype(np.int64), 1)
-        kept.resized(index.shape)[...] = index
-        return kept.location()
+    def _share_index(self, key: Any, index: np.ndarray) -> SharedArray:
+        buffer = self._get_buffer(key, np.dtype(np.int64), 1)
+        buffer.resized(index.shape)[...] = index
+        return buffer.location()
 
-    def choose(self, session: Session, batch_s: Any) -> tuple[Any, ...]:
-        """Check ``batch_s`` as far as the master can, and return each rank's."""
-        each = one_a_rank(batch_s, session.size)
-        chosen: list[Any] = []
-        for r, one in enumerate([batch_s] if each is None else each):
-            if isinstance(one, slice):
-                select(one, 0, "batch_s")  # complains of bounds that are no integers
-                chosen.append(one)
+    def share_batch_s(self, session: Session, batch_s: Any) -> tuple[Any, ...]:
+        """Check ``batch_s`` and put its indexes into shared memory; only the ranks know how many rows they have.
+
+        Returns
+        -------
+        tuple of (slice or SharedArray)
+            One selection for each rank.
+        """
+        by_rank = split_by_rank(batch_s, session.size)
+        shared: list[Any] = []
+        for r, selection in enumerate([batch_s] if by_rank is None else by_rank):
+            if isinstance(selection, slice):
+                select(selection, 0, "batch_s")  # checks that the bounds are integers
+                shared.append(selection)
             else:
-                chosen.append(self._shared_index(("batch_s", r), indexes(one, "batch_s")))
-        return tuple(chosen * session.size if each is None else chosen)
+                shared.append(self._share_index(("batch_s", r), check_indexes(selection, "batch_s")))
+        return tuple(shared * session.size if by_rank is None else shared)
 
 
 def _is_listed(batch: Any) -> bool:
-    """Whether ``batch`` is a list of indexes or a mask, neither a number of rows nor a run of them."""
+    """Whether ``batch`` is a list of indexes or a mask, rather than a number of rows or a slice."""
     return batch is not None and not isinstance(batch, int | np.integer | slice)
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype} and shape {value.shape}"
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def all_slices(batch_s: Any) -> bool:
-    """Whether every rank's choice is a run of rows."""
-    candidates = batch_s if isinstance(batch_s, list | tuple) else [batch_s]
-    return all(isinstance(one, slice) and one.step in (None, 1) for one in candidates) and len(candidates) > 0
+def has_only_slices(batch_s: Any) -> bool:
+    """Whether ``batch_s`` selects contiguous rows on every rank."""
+    selections = batch_s if isinstance(batch_s, list | tuple) else [batch_s]
+    return all(isinstance(one, slice) and one.step in (None, 1) for one in selections) and len(selections) > 0
 
 
-def one_a_rank(batch_s: Any, size: int, name: str = "batch_s") -> list[Any] | None:
-    """Return a list of choices if ``batch_s`` is one, None if it is one choice for all ranks."""
+def split_by_rank(batch_s: Any, size: int, name: str = "batch_s") -> list[Any] | None:
+    """Return the list of one selection for each rank; None if ``batch_s`` is one selection for all ranks.
+
+    Parameters
+    ----------
+    batch_s : slice, array_like of int, or a list of these
+    size : int
+        Number of ranks.
+    name : str
+        Name of the argument in errors.
+
+    Raises
+    ------
+    ValueError
+        If the list is not as long as there are ranks.
+    """
     if isinstance(batch_s, slice):
         return None
     if isinstance(batch_s, list | tuple) and any(
@@ -214,13 +261,19 @@ def one_a_rank(batch_s: Any, size: int, name: str = "batch_s") -> list[Any] | No
             raise ValueError(f"{name}: expected one choice of rows for each of {size} ranks, got {len(batch_s)}")
         return list(batch_s)
     if isinstance(batch_s, np.ndarray) and batch_s.ndim == 2:
-        return one_a_rank(list(batch_s), size, name)
+        return split_by_rank(list(batch_s), size, name)
     return None
 
 
-def indexes(one: Any, name: str) -> np.ndarray:
-    """Check a list of indexes whose range only the rank knows."""
-    index = flat(one, name, "a slice, a list of indexes, or a list of these, one a rank")
+def check_indexes(selection: Any, name: str) -> np.ndarray:
+    """Return a list of indexes as an array of int64; each rank checks their range itself.
+
+    Raises
+    ------
+    TypeError
+        For a mask, and for anything but integers.
+    """
+    index = as_index_array(selection, name, "a slice, a list of indexes, or a list of these, one a rank")
     if index.dtype == bool:
         raise TypeError(f"{name}: expected integer indexes, got dtype {index.dtype}")
     return index

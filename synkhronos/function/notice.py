@@ -1,8 +1,4 @@
-"""Says what takes long.
-
-`notice`
-    Tells the user, after some seconds, what the program is waiting for, and at the end how long it took.
-"""
+"""Log messages about work that takes longer than a user expects, such as compiling."""
 
 from __future__ import annotations
 
@@ -14,24 +10,29 @@ from collections.abc import Iterator
 
 _log = logging.getLogger("synkhronos")
 
-#: Seconds after which a user wonders.
+#: Number of seconds after which work is logged.
 PATIENCE = 5.0
 
 
 @contextlib.contextmanager
-def notice(what: str) -> Iterator[None]:
-    """Log ``what``, as in "compiling f", if it takes longer than `PATIENCE`.
+def warn_if_slow(work: str) -> Iterator[None]:
+    """Log a warning if the ``with`` block takes longer than `PATIENCE`, and its duration at the end.
 
-    It is a warning, which Python shows on stderr by itself.
+    Python prints warnings on stderr by default.
+
+    Parameters
+    ----------
+    work : str
+        Description of the work, as in "compiling f".
     """
     start = time.monotonic()
-    timer = threading.Timer(PATIENCE, _log.warning, ["%s; this may take a minute or two", what])
+    timer = threading.Timer(PATIENCE, _log.warning, ["%s; this may take a minute or two", work])
     timer.daemon = True
-    try:  # from here on, lest an interrupt leave a timer that goes off for nothing
+    try:  # includes the start, so that an interrupt leaves no timer behind
         timer.start()
         yield
     finally:
         timer.cancel()
         took = time.monotonic() - start
         if took > PATIENCE:
-            _log.warning("%s took %.0f s", what, took)
+            _log.warning("%s took %.0f s", work, took)

@@ -1,12 +1,14 @@
-"""What a function computes, on any rank.
+"""A function's graph, and the variants in which each rank compiles it.
 
-`Program`
-    The user's inputs, outputs and updates, and the compiled functions made of them.
-`Variant`, `Compiled`
-    One of the ways in which a program is compiled, and what comes of it.
+The master pickles a `Program` and sends it to the workers, so that every rank compiles the same graph.  A variant is
+compiled when a call needs it for the first time:
 
-A program is compiled in variants, each when it is first called for: as the user wrote it; with rows chosen from the
-sliceable shared variables; with updates returned, to be accumulated over slices; with a subset of the outputs.
+==================  ================================================================================================
+`PLAIN`             the graph as the user wrote it
+`row_inputs`        the sliceable shared variables are sliced or indexed by additional inputs: ``batch_s``
+`returns_updates`   the new values of the updates are returned, to be accumulated over slices: ``num_slices``
+`output_subset`     only some of the outputs
+==================  ================================================================================================
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import numpy as np
 
 from synkhronos.devices import HOST, Device
 from synkhronos.engines import Engine, Runner, engine_of
-from synkhronos.function.combine import Kinds
+from synkhronos.function.outputs import OutputSpec
 from synkhronos.function.reduce import Op
 from synkhronos.graphs import GraphLibrary
 from synkhronos.graphs.code import UserCode
@@ -29,73 +31,101 @@ from synkhronos.graphs.family import Input
 
 
 class Variant(NamedTuple):
-    """One of the ways in which a program is compiled."""
+    """One way in which a program is compiled.
 
-    #: How rows of the sliceable shared variables are chosen by additional inputs: "slice" by start and stop, "index" by
-    #: a vector of indexes, None not at all.
-    rows: str | None = None
-    #: Whether the values for the user's updates are returned behind the outputs, and nothing is updated but random
-    #: generators.
-    accumulate: bool = False
-    #: Which outputs; None for all.
-    subset: tuple[int, ...] | None = None
+    Attributes
+    ----------
+    row_inputs : {"slice", "index"} or None
+        Additional inputs that select rows of the sliceable shared variables: "slice" for two integers, start and stop,
+        "index" for a vector of indexes.  None: all rows are used.
+    returns_updates : bool
+        Whether the new values of the updates are returned behind the outputs.  Then only random generators are updated.
+    output_subset : tuple of int or None
+        Indexes of the outputs to compute; None for all.
+    """
+
+    row_inputs: str | None = None
+    returns_updates: bool = False
+    output_subset: tuple[int, ...] | None = None
 
 
-#: As the user wrote it.
+#: The graph as the user wrote it.
 PLAIN = Variant()
-#: What a program knows of where it computes.
-_PLACED = ("engine", "device", "input_devices")
+#: Cached attributes of a program that depend on the ranks' engine and device.
+_ENGINE_ATTRIBUTES = ("engine", "device", "input_devices")
 
 
-class Compiled(NamedTuple):
-    """A compiled variant."""
+class CompiledVariant(NamedTuple):
+    """A compiled variant of a program.
 
-    #: The graph library's.
+    Attributes
+    ----------
+    function : callable
+        The graph library's compiled function.
+    runner : Runner
+        Launches the function on a rank.
+    spec : OutputSpec
+    """
+
     function: Callable[..., Any]
-    #: How ranks run it.
-    run: Runner
-    #: Of its outputs.
-    kinds: Kinds
+    runner: Runner
+    spec: OutputSpec
 
 
 @dataclass
 class Program:
-    """What a function computes."""
+    """The graph of a function, with its reductions and compiled variants.
 
-    #: First those that are scattered, then those that go whole to every rank.
+    Attributes
+    ----------
+    inputs : list of Input
+        The scattered inputs, then those that every rank gets completely.
+    n_scattered : int
+        Number of scattered inputs.
+    outputs : list
+        Variables, or the library's ``Out`` around them.
+    output_ops, update_ops : list of Op
+    updates : list of (shared variable, variable)
+    givens : list of (variable, variable)
+        Substitutions in the graph.
+    sliceable : list of shared variable
+        Shared variables of which a call can select rows.
+    kwargs : dict
+        Other arguments of the library's ``function``.
+    name : str
+    library : GraphLibrary
+    compiled : dict
+        Variants that this rank has compiled.
+    buffers : dict
+        Device memory for the selected rows of each input, which later calls use again.
+    code : UserCode or None
+        The user's own code that the workers have by name, once it has been sent.
+    """
+
     inputs: list[Input]
     n_scattered: int
-    #: Variables, or the library's ``Out`` around them.
     outputs: list[Any]
     output_ops: list[Op]
-    #: Pairs of a shared variable and an expression.
     updates: list[tuple[Any, Any]]
     update_ops: list[Op]
-    #: Pairs of a variable and an expression.
     givens: list[tuple[Any, Any]]
-    #: Shared variables.
     sliceable: list[Any]
-    #: For the library's ``function``.
     kwargs: dict[str, Any]
     name: str
-    #: Whose variables these are.
     library: GraphLibrary
-    #: What this rank has compiled so far.
-    compiled: dict[Variant, Compiled] = field(default_factory=dict)
-    #: Memory that its device keeps for the rows that this rank picks for each input.
+    compiled: dict[Variant, CompiledVariant] = field(default_factory=dict)
     buffers: dict[int, Any] = field(default_factory=dict)
-    #: The user's own code in it that the workers have by name, once it has been sent.
     code: UserCode | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "compiled": {}, "buffers": {}, "code": None}
-        # Where another process computes is for itself to say.
-        for name in _PLACED:
+        # Another process finds its own engine and device.
+        for name in _ENGINE_ATTRIBUTES:
             state.pop(name, None)
         return state
 
-    def variables(self) -> list[Any]:
-        """Return all variables that the program names."""
+    def list_variables(self) -> list[Any]:
+        """Return the variables of all arguments: inputs, outputs, updates, givens and sliceable shared variables."""
         return [
             *(entry.variable for entry in self.inputs),
             *(self.library.output_variable(output) for output in self.outputs),
@@ -104,39 +134,39 @@ class Program:
             *self.sliceable,
         ]
 
-    def shareds(self) -> list[Any]:
+    def list_shareds(self) -> list[Any]:
         """Return every shared variable that the program reads or writes."""
-        return self.library.shareds(self.variables())
+        return self.library.shareds(self.list_variables())
 
     @cached_property
     def engine(self) -> Engine:
-        """What runs it."""
+        """Engine that launches the compiled variants."""
         return engine_of(self.library, self.kwargs.get("mode"))
 
     @property
-    def compiles(self) -> str:
-        """How ranks best compile it; see `GraphLibrary.compiles`."""
+    def compile_order(self) -> str:
+        """Order in which ranks compile: a constant of `GraphLibrary.compiles`."""
         return self.library.compiles(self.kwargs.get("mode"))
 
     @cached_property
     def device(self) -> Device:
-        """What holds the values that it computes with."""
+        """Device that holds the values of the graph's variables."""
         return self.engine.device
 
     @cached_property
     def input_devices(self) -> list[Device]:
-        """What holds the values of each input."""
+        """Device that holds each input's value."""
         kinds = [entry.variable.type for entry in self.inputs]
         return [self.library.input_device(np.dtype(kind.dtype), kind.ndim, self.device) for kind in kinds]
 
-    def devices_for(self, run: Runner) -> list[Device]:
-        """Return what holds the values of each input that something takes which runs the program."""
-        if not run.on_host:
+    def input_devices_for(self, runner: Runner) -> list[Device]:
+        """Return the device of each input's value for a runner, which may take some on the host."""
+        if not runner.on_host:
             return self.input_devices
-        return [HOST if i in run.on_host else device for i, device in enumerate(self.input_devices)]
+        return [HOST if i in runner.on_host else device for i, device in enumerate(self.input_devices)]
 
-    def check_kwargs(self) -> None:
-        """Raise TypeError naming the keyword argument that can't be pickled, as it has to be for the workers."""
+    def check_picklable(self) -> None:
+        """Raise TypeError that names the keyword argument which can't be pickled, if there is one."""
         for name, value in self.kwargs.items():
             try:
                 pickle.dumps(value)
@@ -147,81 +177,76 @@ class Program:
                     + ("; a mode's name can be passed in its place, such as 'NanGuardMode'" if name == "mode" else "")
                 ) from error
 
-    def place(self) -> None:
-        """Forget what was compiled for another engine or device: the ranks may be others than before."""
+    def reset_if_engine_changed(self) -> None:
+        """Drop variants and buffers of another engine or device: ranks of an earlier session may have had another."""
         engine = engine_of(self.library, self.kwargs.get("mode"))
         if "device" in self.__dict__ and (self.engine, self.device) != (engine, engine.device):
-            for name in _PLACED:
+            for name in _ENGINE_ATTRIBUTES:
                 self.__dict__.pop(name, None)
             self.compiled.clear()
             self.buffers.clear()
 
     def to_device(self) -> None:
-        """Move the shared variables' values to the device."""
+        """Move the values of the shared variables to the device."""
         if not self.device.takes_shareds:
             return
         library = self.library
-        for shared in self.shareds():
+        for shared in self.list_shareds():
             if library.is_array(shared) and isinstance(library.get(shared), np.ndarray):
                 library.put(shared, self.device.from_host(library.get(shared)))
 
-    def compile(self, variant: Variant) -> Compiled:
-        """Return the compiled variant, compiling it now if it isn't yet."""
+    def compile(self, variant: Variant) -> CompiledVariant:
+        """Compile a variant, unless this rank has compiled it before, and return it."""
         compiled = self.compiled.get(variant)
         if compiled is None:
-            chosen = range(len(self.outputs)) if variant.subset is None else variant.subset
-            ops = [self.output_ops[i] for i in chosen]
-            kinds = [self.library.output_variable(self.outputs[i]).type for i in chosen]
+            subset = range(len(self.outputs)) if variant.output_subset is None else variant.output_subset
+            types = [self.library.output_variable(self.outputs[i]).type for i in subset]
+            spec = OutputSpec.from_types(types, [self.output_ops[i] for i in subset], variant.returns_updates)
             function = self._compile(variant)
-            n_inputs = len(self.inputs) + {None: 0, "index": 1, "slice": 2}[variant.rows]
-            run = self.engine.runner(self.library, function, n_inputs, fetched=not variant.accumulate)
-            compiled = self.compiled[variant] = Compiled(function, run, Kinds.of(kinds, ops, variant.accumulate))
+            n_inputs = len(self.inputs) + {None: 0, "index": 1, "slice": 2}[variant.row_inputs]
+            runner = self.engine.runner(self.library, function, n_inputs, fetched=not variant.returns_updates)
+            compiled = self.compiled[variant] = CompiledVariant(function, runner, spec)
         return compiled
 
     def _compile(self, variant: Variant) -> Callable[..., Any]:
         library = self.library
         inputs = [entry.wrapped for entry in self.inputs]
-        outputs = self.outputs if variant.subset is None else [self.outputs[i] for i in variant.subset]
+        outputs = self.outputs if variant.output_subset is None else [self.outputs[i] for i in variant.output_subset]
         kwargs = dict(self.kwargs)
         if variant != PLAIN:
             # A subset of the outputs may need a subset of the inputs, and some outputs no sliceable variable.
             kwargs["on_unused_input"] = "ignore"
-        if variant.rows is None and not variant.accumulate:
+        if variant.row_inputs is None and not variant.returns_updates:
             return library.function(inputs, outputs, updates=self.updates, givens=self.givens, **kwargs)
 
         updates = self.updates + self.default_updates
         variables = [library.output_variable(output) for output in outputs]
         expressions = [library.convert(shared, expression) for shared, expression in updates]
         targets, givens = [shared for shared, _ in updates], self.givens
-        if variant.rows is not None:
-            rows, cut = self._row_inputs(variant.rows)
-            inputs = inputs + rows
-            # What givens replace may lie inside the graph, and then it is the copy that has to be replaced.
-            inside = [key if key.owner is not None else expression for key, expression in givens]
-            given = [expression for _, expression in givens]
-            cloned = library.clone([*variables, *expressions, *given, *inside], {s: cut(s) for s in self.sliceable})
-            n, m, k = len(variables), len(expressions), len(given)
-            variables, expressions, given, inside = (
-                cloned[:n],
-                cloned[n : n + m],
-                cloned[n + m : n + m + k],
-                cloned[n + m + k :],
-            )
+        if variant.row_inputs is not None:
+            row_inputs, select = self._make_row_inputs(variant.row_inputs)
+            inputs = inputs + row_inputs
+            # The key of a given may be computed from a sliceable variable: then its clone is what has to be replaced.
+            keys = [key if key.owner is not None else expression for key, expression in givens]
+            values = [expression for _, expression in givens]
+            groups = [variables, expressions, values, keys]
+            cloned = iter(library.clone([v for group in groups for v in group], {s: select(s) for s in self.sliceable}))
+            variables, expressions, values, keys = ([next(cloned) for _ in group] for group in groups)
             givens = [
-                (key if key.owner is None else copy, expression)
-                for (key, _), copy, expression in zip(givens, inside, given, strict=True)
+                (key if key.owner is None else clone, value)
+                for (key, _), clone, value in zip(givens, keys, values, strict=True)
             ]
         outputs = [library.with_output_variable(o, v) for o, v in zip(outputs, variables, strict=True)]
         pairs = list(zip(targets, expressions, strict=True))
-        if variant.accumulate:
-            # Generators go on from slice to slice; all else that is updated must look the same to every slice.
+        if variant.returns_updates:
+            # Random generators advance from slice to slice.  Other variables keep their values until the last slice.
             outputs = outputs + [expression for shared, expression in pairs if not library.is_generator(shared)]
             pairs = [(shared, expression) for shared, expression in pairs if library.is_generator(shared)]
             if any(not library.is_generator(shared) for shared, _ in self.default_updates):
                 kwargs["no_default_updates"] = True
         return library.function(inputs, outputs, updates=pairs, givens=givens, **kwargs)
 
-    def accumulated(self) -> list[tuple[Any, Op]]:
+    def list_accumulated_updates(self) -> list[tuple[Any, Op]]:
         """Return the shared variables whose updates are accumulated over slices, with their ops."""
         ops = self.update_ops + [_default_op(shared) for shared, _ in self.default_updates]
         return [
@@ -232,20 +257,21 @@ class Program:
 
     @cached_property
     def default_updates(self) -> list[tuple[Any, Any]]:
-        """The updates that the library would add by itself."""
+        """Default updates that the library's ``function`` adds by itself."""
         without = self.kwargs.get("no_default_updates", False)
         if without is True:
             return []
         excluded = {id(shared) for shared, _ in self.updates} | {id(v) for v in (without or [])}
         return [
             (shared, shared.default_update)
-            for shared in self.shareds()
+            for shared in self.list_shareds()
             if getattr(shared, "default_update", None) is not None and id(shared) not in excluded
         ]
 
-    def _row_inputs(self, rows: str) -> tuple[list[Any], Callable[[Any], Any]]:
+    def _make_row_inputs(self, kind: str) -> tuple[list[Any], Callable[[Any], Any]]:
+        """Return additional inputs, and a function from a shared variable to its rows that they select."""
         tensor = self.library.tensor
-        if rows == "slice":
+        if kind == "slice":
             start, stop = tensor.lscalar("start"), tensor.lscalar("stop")
             return [start, stop], lambda shared: shared[start:stop]
         index = tensor.lvector("rows")
@@ -253,5 +279,5 @@ class Program:
 
 
 def _default_op(shared: Any) -> Op:
-    """Return the op of an update that the library would add: nobody named one, and an average of integers is none."""
+    """Return the op of a default update: "avg", or None for integers, whose average is no integer."""
     return Op(None if getattr(shared.type, "dtype", "") and np.dtype(shared.type.dtype).kind in "biu" else "avg")

@@ -1,10 +1,4 @@
-"""How results of slices and ranks become one.
-
-`Op`
-    A reduction, as the user named it.
-`Accumulator`
-    Takes values one by one and gives their reduction.
-"""
+"""Reduction ops of outputs and updates, and their accumulation value by value."""
 
 from __future__ import annotations
 
@@ -19,47 +13,70 @@ from synkhronos.devices.reductions import REDUCTIONS, Reduction
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """A reduction."""
+    """The reduction that a user chose for an output or an update.
 
-    #: One of `REDUCTIONS`, or None: the last value; of ranks, the master's own.
+    Attributes
+    ----------
+    name : str or None
+        A key of `REDUCTIONS`.  None keeps the last slice's value, and of all ranks' values the master's.
+    on_host : bool
+        Whether to reduce in host memory even on GPUs: the prefix ``c_``.
+    """
+
     name: str | None
-    #: Whether to reduce in host memory in any case: the user's ``c_``.
     on_host: bool = False
 
     @classmethod
     def parse(cls, op: Any, argument: str) -> Op:
-        """Read the user's word for a reduction."""
+        """Return the op that a user's string, or None, stands for.
+
+        Parameters
+        ----------
+        op : str or None
+            Such as "sum" or "c_sum".
+        argument : str
+            Name of the argument in errors.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If it is no op.
+        """
         if op is None:
             return cls(None)
         if not isinstance(op, str):
-            raise TypeError(f"{argument}: expected an op ({_choices()}), got {op!r}")
+            raise TypeError(f"{argument}: expected an op ({_list_ops()}), got {op!r}")
         name = op.removeprefix("c_")
         if name not in REDUCTIONS:
-            raise ValueError(f"{argument}: expected an op ({_choices()}), got {op!r}")
+            raise ValueError(f"{argument}: expected an op ({_list_ops()}), got {op!r}")
         return cls(name, name != op)
 
     @property
-    def spelled(self) -> str | None:
-        """The user's word."""
+    def spelling(self) -> str | None:
+        """The string that `parse` reads as this op."""
         return f"c_{self.name}" if self.on_host else self.name
 
     @property
-    def row(self) -> Reduction:
-        """The row of the table, where there is a name."""
+    def reduction(self) -> Reduction:
+        """Definition of the reduction; only of an op with a name."""
         return REDUCTIONS[str(self.name)]
 
     @property
-    def elementwise(self) -> bool:
-        """Whether all values need the same shape."""
-        return self.name is not None and self.row.combine is not None
+    def is_elementwise(self) -> bool:
+        """Whether the reduced values need to have the same shape."""
+        return self.name is not None and self.reduction.combine is not None
 
 
-def _choices() -> str:
+def _list_ops() -> str:
     return ", ".join(map(repr, REDUCTIONS)) + ", each with 'c_' in front for host memory, or None"
 
 
 class Accumulator:
-    """Takes values one by one and gives their reduction.
+    """Running reduction of values that arrive one by one.
+
+    Parameters
+    ----------
+    op : Op
 
     Examples
     --------
@@ -72,54 +89,59 @@ class Accumulator:
 
     def __init__(self, op: Op):
         self.op = op
-        self._row = None if op.name is None else op.row
-        #: What holds the values.
-        self._device: Device = HOST
-        self.rows = 0
-        self.count = 0
+        self._reduction = None if op.name is None else op.reduction
+        self._device: Device = HOST  # of the values
+        self._n_rows = 0
+        self._n_values = 0
         self._value: Any = None
-        self._parts: list[Any] = []
+        self._pieces: list[Any] = []
         self._dtype: np.dtype | None = None
 
-    def add(self, value: Any, rows: int) -> None:
-        """Take a value that came from so many rows."""
-        self.rows += rows
-        self.count += 1
-        row = self._row
-        if row is None:
+    def add(self, value: Any, n_rows: int) -> None:
+        """Add a value that was computed from ``n_rows`` rows, its weight in a mean.
+
+        Raises
+        ------
+        ValueError
+            If its shape differs from the shape of the others, and the reduction is elementwise.
+        """
+        self._n_rows += n_rows
+        self._n_values += 1
+        reduction = self._reduction
+        if reduction is None:
             self._value = value
             return
-        if self.count == 1:
+        if self._n_values == 1:
             self._device = device_of(value)
         value = self._device.array(value)
-        if row.combine is None:
-            self._parts.append(value if value.ndim else value.reshape((1,)))
+        if reduction.combine is None:
+            self._pieces.append(value if value.ndim else value.reshape((1,)))
             return
-        weighted = self._weigh(row, value, rows) if row.divides else value
+        weighted = self._weigh(reduction, value, n_rows) if reduction.divides else value
         if self._value is None:
-            # What came may be the caller's own, and this will be written in.
+            # A copy, as the caller may own the value, and the next ones are added in place.
             self._value = np.array(weighted) if weighted is value and self._device is HOST else weighted
         elif self._value.shape != value.shape:
             raise ValueError(
-                f"op {self.op.spelled!r} needs the same shape from all, got {self._value.shape} and {value.shape}"
+                f"op {self.op.spelling!r} needs the same shape from all, got {self._value.shape} and {value.shape}"
             )
         else:
-            self._value = self._device.combine(row, self._value, weighted)
+            self._value = self._device.combine(reduction, self._value, weighted)
 
-    def _weigh(self, row: Reduction, value: Any, rows: int) -> Any:
+    def _weigh(self, reduction: Reduction, value: Any, n_rows: int) -> Any:
         self._dtype = value.dtype
         if value.dtype == np.float16:  # a sum over rows soon exceeds its range
             value = value.astype(np.float32)
-        return self._device.array(value * np.asarray(rows, value.dtype)) if row.by_rows else value
+        return self._device.array(value * np.asarray(n_rows, value.dtype)) if reduction.by_rows else value
 
     def result(self) -> Any:
-        """Return the reduction of what was taken; at least one value."""
-        if self._parts:
-            return self._parts[0] if len(self._parts) == 1 else self._device.join(self._parts)
-        row = self._row
-        if row is None or not row.divides:
+        """Return the reduction of the values added so far, at least one."""
+        if self._pieces:
+            return self._pieces[0] if len(self._pieces) == 1 else self._device.join(self._pieces)
+        reduction = self._reduction
+        if reduction is None or not reduction.divides:
             return self._value
-        total = self.rows if row.by_rows else self.count
-        # Nothing was computed from any row: the serial library's own word (0 / 0) stays.
-        value = self._value if total == 0 and self.count else self._value / np.asarray(total, self._value.dtype)
+        total = self._n_rows if reduction.by_rows else self._n_values
+        # A mean of values of zero rows stays what the serial library computed: 0 / 0.
+        value = self._value if total == 0 else self._value / np.asarray(total, self._value.dtype)
         return self._device.array(value).astype(self._dtype, copy=False)

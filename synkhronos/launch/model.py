@@ -14,7 +14,7 @@ import numpy as np
 
 from synkhronos.casts import cast
 from synkhronos.checks import at_least, called
-from synkhronos.data.rows import share
+from synkhronos.data.rows import get_share
 from synkhronos.devices import JAX, device_of
 from synkhronos.graphs import library_of
 from synkhronos.loading import Loader
@@ -118,7 +118,7 @@ class Model:
         if isinstance(self.val_data, Loader):
             n_batch_val = len(range(self.rank * self.batch_size, n_val, self.size * self.batch_size))
         else:
-            val_rows = share(n_val, self.size, self.rank)
+            val_rows = get_share(n_val, self.size, self.rank)
             self._val = [array[val_rows] for array in self.val_data]
             n_batch_val = -(-len(range(n_val)[val_rows]) // self.batch_size)
         self.data = SimpleNamespace(n_batch_train=rows // self.batch_size, n_batch_val=n_batch_val)

@@ -37,7 +37,7 @@ import cloudpickle
 import numpy as np
 
 from synkhronos.casts import as_numbers, check_cast
-from synkhronos.data.rows import share
+from synkhronos.data.rows import get_share
 from synkhronos.loading.augment import generator
 from synkhronos.loading.ring import SKIPPED, THERE, Layout, Plan, Ring, order_of, units_of
 from synkhronos.loading.sources import Arrays, Stream, row_name
@@ -242,7 +242,7 @@ class _Loader:
 
     def _write(self, at: int, there: np.ndarray, rows: Any, epoch: int, seed: int) -> None:
         """Write this loader's share of a unit."""
-        mine = share(len(rows), self.ring.layout.loaders, self.number)
+        mine = get_share(len(rows), self.ring.layout.loaders, self.number)
         task = self.task
         if task.augment is None and isinstance(task.source, Arrays):
             taken = task.source.take(rows[mine])

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from synkhronos.casts import cast
 from synkhronos.data.array import as_numpy
-from synkhronos.data.rows import highest, lowest, select
+from synkhronos.data.rows import max_row, min_row, select
 from synkhronos.devices import HOST, JAX, Device, Selection, take
 from synkhronos.engines import Runner
 from synkhronos.function.program import PLAIN, Program
@@ -83,9 +83,9 @@ class LocalRows:
         here = self.here
         if self.ndim and len(here) < len(self._array):
             rows = range(len(self._array)) if rows is None else rows
-            if len(rows) and not (lowest(rows) >= here.start and highest(rows) < here.stop):
+            if len(rows) and not (min_row(rows) >= here.start and max_row(rows) < here.stop):
                 raise IndexError(
-                    f"rows {lowest(rows):,} to {highest(rows):,} are not all here: of the {len(self._array):,} that "
+                    f"rows {min_row(rows):,} to {max_row(rows):,} are not all here: of the {len(self._array):,} that "
                     f"data_parts has loaded, rank {self._rank.number}'s host has {here.start:,} to {here.stop - 1:,} "
                     "(rows.here)"
                 )
@@ -161,7 +161,7 @@ class LocalFunction:
     def launch(self, *inputs: Any) -> list[Any]:
         """Run on this rank, and return the outputs, which may be there later: `read` waits for them."""
         self._task.progress()
-        return self._run(self._program.compile(PLAIN).run, inputs)
+        return self._run(self._program.compile(PLAIN).runner, inputs)
 
     def launch_many(self, times: int, *inputs: Any) -> list[Any] | None:
         """Run many times, each time with the next of as many equal parts of the inputs' rows, in one launch.
@@ -173,7 +173,7 @@ class LocalFunction:
             where functions are not compiled by XLA, or have outputs that are no numbers.
         """
         self._task.progress()
-        repeated = self._program.compile(PLAIN).run.repeated(times)
+        repeated = self._program.compile(PLAIN).runner.repeated(times)
         return None if repeated is None else self._run(repeated, inputs)
 
     @property
@@ -189,7 +189,7 @@ class LocalFunction:
         program = self._program
         if len(inputs) != len(program.inputs):
             raise TypeError(f"{program.name} takes {len(program.inputs)} inputs, got {len(inputs)}")
-        devices, values = program.devices_for(run), []
+        devices, values = program.input_devices_for(run), []
         for position, (entry, device, value) in enumerate(zip(program.inputs, devices, inputs, strict=True)):
             kind = entry.variable.type
             if isinstance(value, LocalRows) and value.dtype == kind.dtype and value.ndim == kind.ndim:

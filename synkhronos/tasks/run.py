@@ -21,7 +21,7 @@ from synkhronos.collectives.arguments import mirrored
 from synkhronos.data import Data
 from synkhronos.devices import HOST
 from synkhronos.function import Function
-from synkhronos.function.notice import notice
+from synkhronos.function.notice import warn_if_slow
 from synkhronos.function.program import PLAIN
 from synkhronos.graphs import loaded_libraries
 from synkhronos.graphs.mirror import object_of
@@ -156,7 +156,7 @@ class Program(_ProgramFields, Command):
             return
         if rank.is_master:
             for key in self.functions:
-                with notice(f"compiling {object_of(rank, key).name}"):
+                with warn_if_slow(f"compiling {object_of(rank, key).name}"):
                     object_of(rank, key).compile(PLAIN)
         rank.barrier()
         for key in self.functions:
@@ -188,7 +188,7 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Function):
-            value._distribute(self.session)
+            value._ensure_distributed(self.session)
             if value._key not in self.functions:
                 self.functions.append(value._key)
             return "function", value._key

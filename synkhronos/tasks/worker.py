@@ -17,7 +17,7 @@ import numpy as np
 from synkhronos.casts import check_dense
 from synkhronos.checks import index, integer
 from synkhronos.collectives.arguments import check_suits, op_word
-from synkhronos.data.rows import share
+from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST, Device, device_of
 from synkhronos.devices.host import combine
 from synkhronos.devices.reductions import REDUCTIONS
@@ -279,7 +279,7 @@ class Worker:
             The shares of all ranks are all rows, each once.
         """
         order = np.random.default_rng((seed, epoch)).permutation(count)
-        return order[share(count, self.size, self.number)]
+        return order[get_share(count, self.size, self.number)]
 
 
 class Group:

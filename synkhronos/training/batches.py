@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from synkhronos.data.rows import select
-from synkhronos.function.inputs import indexes, one_a_rank
+from synkhronos.function.inputs import check_indexes, split_by_rank
 
 #: One step's rows: an array of indexes for each rank, or None where there can't be one.
 StepRows: TypeAlias = list[np.ndarray] | None
@@ -52,8 +52,8 @@ def sliceable_rows_of_ranks(batches_s: Sequence[Any], size: int) -> list[StepRow
     steps: list[StepRows] = []
     for i, batch_s in enumerate(batches_s):
         name = f"batches_s[{i}]"
-        each = one_a_rank(batch_s, size, name) or [batch_s] * size
-        rows = [None if one is None or isinstance(one, slice) else indexes(one, name) for one in each]
+        each = split_by_rank(batch_s, size, name) or [batch_s] * size
+        rows = [None if one is None or isinstance(one, slice) else check_indexes(one, name) for one in each]
         known = [one for one in rows if one is not None and len(one)]
         steps.append(known if len(known) == size else None)
     return steps

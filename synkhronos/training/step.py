@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from synkhronos.collectives.commands import Agreed, Reduce
 from synkhronos.engines import Runner
-from synkhronos.function.call import Call, Part
+from synkhronos.function.call import Call, RankCall
 from synkhronos.graphs.family import AT_FIRST_CALL
 from synkhronos.graphs.mirror import object_of
 from synkhronos.ranks import Command, Rank
@@ -50,21 +50,21 @@ class Step(_StepFields, Command):
 
     def run(self, rank: Rank) -> tuple[Any, Any] | None:
         """Take this rank's part; return what the two calls return, None if some rank can't take many steps at once."""
-        gradient, update = self.gradient.part(rank), self.update.part(rank)
+        gradient, update = self.gradient.bind(rank), self.update.bind(rank)
         chain = self._chain(rank, gradient, update)
         if self.times > 1 and not all(rank.exchange_cached(chain is not None)):
             return None
         if chain is not None:
-            gradient.run = chain
-            return self.gradient.complete(rank, gradient), []
+            gradient.runner = chain
+            return self.gradient.execute(rank, gradient), []
         is_second = rank.number == (rank.root + 1) % rank.size
-        if self.update.compile and is_second and update.program.compiles == AT_FIRST_CALL:
+        if self.update.needs_compile and is_second and update.program.compile_order == AT_FIRST_CALL:
             # Beside the gradient, which the master compiles meanwhile.
             update.program.library.compile_now(update.compiled.function)
         with rank.suspend_commits():
-            loss = self.gradient.complete(rank, gradient)
+            loss = self.gradient.execute(rank, gradient)
             self.reduce.run(rank)
-        return loss, self.update.complete(rank, update)
+        return loss, self.update.execute(rank, update)
 
     @property
     def op(self) -> str:
@@ -83,11 +83,11 @@ class Step(_StepFields, Command):
         ((_, _, device, (shape, _)),) = agreed.parts
         return device.communicator(rank), shape
 
-    def _chain(self, rank: Rank, gradient: Part, update: Part) -> Runner | None:
+    def _chain(self, rank: Rank, gradient: RankCall, update: RankCall) -> Runner | None:
         """Return what does all of it in one launch, None where it can't be done."""
         engine = gradient.program.engine
-        if update.program.engine is not engine or not gradient.active or self.gradient.variant.accumulate:
+        if update.program.engine is not engine or not gradient.is_active or self.gradient.variant.returns_updates:
             return None
-        if self.gradient.compile and gradient.program.compiles == AT_FIRST_CALL:
+        if self.gradient.needs_compile and gradient.program.compile_order == AT_FIRST_CALL:
             return None  # the master runs that alone: it would wait for the others in the middle of it
-        return engine.chain(rank, gradient.run, self, update.run, self.times)
+        return engine.chain(rank, gradient.runner, self, update.runner, self.times)

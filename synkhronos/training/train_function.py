@@ -252,7 +252,7 @@ class TrainFunction:
         longest = max((len(one) for step in rows if step is not None for one in step), default=0)
         if not longest:
             return 1  # what is no array has no shape
-        most = self.gradient.most_at_once(np.dtype(self.grad_shared.type.dtype))
+        most = self.gradient._max_fused_calls(np.dtype(self.grad_shared.type.dtype))
         # Of shared variables' rows a launch takes those of one step after the other.
         row = sum(int(np.prod(np.shape(a)[1:])) * np.dtype(getattr(a, "dtype", float)).itemsize for a in arrays)
         nbytes = row * longest
@@ -266,18 +266,18 @@ class TrainFunction:
         session = ranks.session()
         with session.turn:
             session.settle()
-            gradient = self.gradient.prepare(session, arrays, {}, batch, batch_s, num_slices, None)
+            gradient = self.gradient._prepare(session, arrays, {}, batch, batch_s, num_slices, None)
             if self._some_have_no_rows(session, gradient, batch):
                 # They sit out, and would contribute what is left of an earlier step.
-                self._clear.run(session)
-            update = self.update.prepare(session, (), {}, None, None, 1, None)
+                self._clear._call_in_turn(session)
+            update = self.update._prepare(session, (), {}, None, None, 1, None)
             reduce = all_reduce_command(session, self.grad_shared, "avg", nccl=True)
             returned = session.run(Step(gradient, reduce, update, self._exchange, self._tail, times))
             if returned is None:
                 return None
             loss, updated = returned
-            self.update.results(session, update, updated)
-            outputs = self.gradient.outputs(session, gradient, loss)
+            self.update._get_results(session, update, updated)
+            outputs = self.gradient._get_outputs(session, gradient, loss)
         weights = outputs[times:] or [None] * times
         return list(zip(outputs[:times], weights, strict=True))
 
@@ -288,7 +288,7 @@ class TrainFunction:
             if not gradient.n_rows:
                 raise ValueError(f"batch: expected at least one row, got {batch!r}")
             return gradient.n_rows < n_ranks
-        chosen = gradient.chosen or (slice(None),) * n_ranks
+        chosen = gradient.batch_s or (slice(None),) * n_ranks
         lengths = [0] * n_ranks
         if any(isinstance(one, slice) for one in chosen):  # of how many rows only the ranks know
             layouts = session.run(GetShapes(mirrored(session, self._model.sliceable)))

@@ -20,7 +20,7 @@ from library import shared, tensor
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.data.rows import share
+from synkhronos.data.rows import get_share
 from synkhronos.extensions import updates
 from synkhronos.extensions.train import make_train_function
 
@@ -282,7 +282,7 @@ def parts_trainer(counts: str) -> None:
     with taken if len(HOSTS) == 1 else contextlib.nullcontext():
         assert ranks.session().link.ranks_by_host == by_host
         held = [
-            range(length)[share(length, n, of_host[0]).start : share(length, n, of_host[-1]).stop]
+            range(length)[get_share(length, n, of_host[0]).start : get_share(length, n, of_host[-1]).stop]
             for of_host in by_host
         ]
         arrays = [X, Y, np.arange(length)]

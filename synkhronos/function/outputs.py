@@ -1,0 +1,378 @@
+"""Reduction of a call's outputs over the ranks.
+
+Every rank computes the outputs of its own rows, and the master returns one value per output.  There are two ways:
+
+- Scalars, the common case in a training loop, are packed into one record per call.  Each worker writes its record into
+  its slot and continues without waiting for the master.
+- Outputs of any shape are reduced one at a time.  All ranks exchange the shapes, with the contents of small arrays.
+  Large arrays are gathered or reduced through shared memory, in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synkhronos.devices import HOST, Layout
+from synkhronos.function.reduce import Accumulator, Op
+from synkhronos.ranks import ROOM, Cancelled, Rank
+
+#: Number of bytes up to which an array is exchanged with its shape.
+SMALL_NBYTES = 1 << 12
+#: Number of outputs up to which a call's scalars are packed into one record: it has to fit into a slot.
+_MAX_SCALARS = 1024
+
+
+class OutputSpec(NamedTuple):
+    """Reduction ops and dtypes of a compiled function's outputs.
+
+    Attributes
+    ----------
+    ops : list of Op
+        One for each output; its name is None for an output that only the master returns.
+    has_reductions : bool
+        Whether any output is reduced over ranks.
+    scalar_dtypes : tuple of (dtype or None), or None
+        Dtype of each output if all reduced outputs are scalars and fit into one record (None for an output that is not
+        reduced).  None if the outputs are reduced as arrays.
+    """
+
+    ops: list[Op]
+    has_reductions: bool
+    scalar_dtypes: tuple[np.dtype | None, ...] | None
+
+    @classmethod
+    def from_types(cls, types: Sequence[Any], ops: list[Op], is_sliced: bool) -> OutputSpec:
+        """Return the specification of outputs of these types.
+
+        Parameters
+        ----------
+        types : sequence of Type
+            The graph library's types of the output variables.
+        ops : list of Op
+        is_sliced : bool
+            Whether each rank computes its rows in slices: a scalar that is gathered over slices becomes a vector.
+        """
+        has_reductions = any(op.name is not None for op in ops)
+        if len(types) > _MAX_SCALARS or is_sliced and any(op.name == "gather" for op in ops):
+            return cls(ops, has_reductions, None)
+        # An output that is not reduced may be of any type.
+        reduced = [None if op.name is None else kind for kind, op in zip(types, ops, strict=True)]
+        if any(kind is not None and kind.ndim for kind in reduced):
+            return cls(ops, has_reductions, None)
+        return cls(ops, has_reductions, tuple([None if kind is None else np.dtype(kind.dtype) for kind in reduced]))
+
+    def repeat(self, times: int) -> OutputSpec:
+        """Return the specification of a launch that computes each output ``times`` times in a row."""
+        dtypes = None if self.scalar_dtypes is None else tuple([d for d in self.scalar_dtypes for _ in range(times)])
+        return OutputSpec([op for op in self.ops for _ in range(times)], self.has_reductions, dtypes)
+
+
+class RankOutputs(NamedTuple):
+    """Outputs that one rank computed in one call.
+
+    Attributes
+    ----------
+    n_rows : int
+        Number of rows that the rank computed: the weight of its values in a mean.  0 on a rank that sat out.
+    values : list of array
+        One for each output; empty on a rank without rows.
+    spec : OutputSpec
+    compute_empty : callable
+        Computes the outputs of zero rows, as the serial library does, in case that no rank has rows.
+    """
+
+    n_rows: int
+    values: list[Any]
+    spec: OutputSpec
+    compute_empty: Callable[[], list[Any]] = list
+
+    @property
+    def n_outputs(self) -> int:
+        """Number of outputs."""
+        return len(self.spec.ops)
+
+    def with_values(self, values: list[Any]) -> RankOutputs:
+        """Return a copy with other values."""
+        return self._replace(values=values)
+
+    def detach(self, rank: Rank) -> RankOutputs:
+        """Return a copy without a reference to the program, which may be deleted before the values are read."""
+        if not rank.is_master:
+            values = [None if op.name is None else v for v, op in zip(self.values, self.spec.ops, strict=False)]
+            return self._replace(values=values, compute_empty=list)
+        try:  # now, before the shared variables change
+            return self._replace(values=self.values or self.compute_empty(), compute_empty=list)
+        except Exception as error:
+            return self._replace(compute_empty=_Raiser(error))
+
+    def reduce(self, rank: Rank) -> Any:
+        """Reduce the outputs over all ranks.
+
+        Returns
+        -------
+        list of array or None
+            One value for each output in the master.  Workers ignore the result.
+        """
+        if not self.spec.has_reductions:
+            return self.values or [None] * self.n_outputs
+        return _reduce_arrays(rank, self) if self.spec.scalar_dtypes is None else _reduce_scalars(rank, self)
+
+    @staticmethod
+    def reduce_many(rank: Rank, calls: Sequence[RankOutputs]) -> list[Any]:
+        """Reduce the outputs of several calls, with as many records in a message as fit.
+
+        Returns
+        -------
+        list
+            For each call the result of `reduce`.
+        """
+        results: list[Any] = []
+        waiting: list[RankOutputs] = []
+        nbytes = 0
+        for mine in calls:
+            size = None if mine.spec.scalar_dtypes is None else _record_dtype(mine.spec.scalar_dtypes).itemsize
+            if waiting and (size is None or nbytes + size > ROOM):
+                results += _reduce_scalars_of_many(rank, waiting)
+                waiting, nbytes = [], 0
+            if size is None:
+                results.append(_reduce_arrays(rank, mine))
+            else:
+                waiting.append(mine)
+                nbytes += size
+        return results + _reduce_scalars_of_many(rank, waiting) if waiting else results
+
+
+class _Raiser:
+    """A callable that raises an error: stands for values that could not be computed."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+    def __call__(self) -> list[Any]:
+        raise self.error
+
+
+# -- scalars -----------------------------------------------------------------------------------------------------
+#
+# A record is the number of rows as int64, then the reduced values.  It is written as bytes: this runs in every step of
+# a training loop, and pickling small arrays would take longer than everything else.
+
+
+@lru_cache(maxsize=256)
+def _record_dtype(dtypes: tuple[np.dtype | None, ...]) -> np.dtype:
+    """Return the structured dtype of a call's record."""
+    return np.dtype([("rows", np.int64), *((str(i), dtype) for i, dtype in enumerate(dtypes) if dtype is not None)])
+
+
+def _reduce_scalars(rank: Rank, mine: RankOutputs) -> list[Any] | None:
+    """Reduce one call's scalars.  The record is packed by hand, which is faster than NumPy for a single one."""
+    records = rank.gather(b"" if rank.is_master else _pack_record(mine))
+    if records is None:
+        return None
+    dtypes = mine.spec.scalar_dtypes or ()
+    own = mine.n_rows, mine.values
+    by_rank = [own if r == rank.number else _unpack_record(record, dtypes) for r, record in enumerate(records)]
+    return _reduce_values(mine, by_rank)
+
+
+def _pack_record(mine: RankOutputs) -> bytes:
+    parts = [mine.n_rows.to_bytes(8, "little")]
+    if mine.n_rows:
+        for value, dtype in zip(mine.values, mine.spec.scalar_dtypes or (), strict=True):
+            if dtype is not None:
+                parts.append(np.asarray(value, dtype).tobytes())
+    return b"".join(parts)
+
+
+def _unpack_record(record: bytes, dtypes: Sequence[np.dtype | None]) -> tuple[int, list[Any]]:
+    """Return a rank's number of rows and its values: none of a rank without rows."""
+    n_rows = int.from_bytes(record[:8], "little")
+    values: list[Any] = []
+    offset = 8
+    for dtype in dtypes if n_rows else ():
+        values.append(None if dtype is None else np.ndarray((), dtype, record, offset))
+        offset += 0 if dtype is None else dtype.itemsize
+    return n_rows, values
+
+
+def _reduce_scalars_of_many(rank: Rank, calls: Sequence[RankOutputs]) -> list[Any]:
+    """Reduce the scalars of many calls, whose records fit into one message."""
+    # Grouped by the specification, not by its dtypes: NumPy 1.23 takes None for a dtype when it compares.
+    runs = [list(run) for _, run in groupby(calls, lambda mine: mine.spec)]
+    mine = [_pack_records(run) for run in runs]
+    messages = rank.gather(b"" if rank.is_master else b"".join([records.tobytes() for records in mine]))
+    if messages is None:
+        return [None] * len(calls)
+    results: list[Any] = []
+    offset = 0
+    for run, own in zip(runs, mine, strict=True):
+        by_rank = [
+            own if r == rank.number else np.frombuffer(message, own.dtype, len(run), offset)
+            for r, message in enumerate(messages)
+        ]
+        results += _reduce_run(run, by_rank)
+        offset += own.nbytes
+    return results
+
+
+def _pack_records(run: Sequence[RankOutputs]) -> np.ndarray:
+    """Return this rank's records of calls with the same specification."""
+    dtypes = run[0].spec.scalar_dtypes or ()
+    reduced = [i for i, dtype in enumerate(dtypes) if dtype is not None]
+    empty = 0, *(0 for _ in reduced)
+    records = [(mine.n_rows, *[mine.values[i] for i in reduced]) if mine.n_rows else empty for mine in run]
+    return np.array(records, _record_dtype(dtypes))
+
+
+def _reduce_run(run: Sequence[RankOutputs], by_rank: Sequence[np.ndarray]) -> list[Any]:
+    """Reduce the records of calls with the same specification.
+
+    If each rank computed the same number of rows in all of them, the calls are reduced at once, as vectors.
+
+    Parameters
+    ----------
+    run : sequence of RankOutputs
+        This rank's outputs of the calls.
+    by_rank : sequence of structured array
+        Each rank's records of them.
+    """
+    ops, dtypes = run[0].spec.ops, run[0].spec.scalar_dtypes or ()
+    n_rows = [int(records["rows"][0]) for records in by_rank]
+    is_uniform = all((records["rows"] == n).all() for records, n in zip(by_rank, n_rows, strict=True))
+    if not is_uniform or 0 in n_rows or any(op.name == "gather" for op in ops):
+        unpacked = [[_unpack_record(record.tobytes(), dtypes) for record in records] for records in by_rank]
+        return [_reduce_values(mine, each) for mine, each in zip(run, zip(*unpacked, strict=True), strict=True)]
+    columns: list[Any] = []
+    for i, op in enumerate(ops):
+        if op.name is None:
+            columns.append([mine.values[i] for mine in run])
+            continue
+        total = Accumulator(op)
+        for records, n in zip(by_rank, n_rows, strict=True):
+            total.add(np.ascontiguousarray(records[str(i)]), n)
+        reduced = total.result()
+        columns.append([reduced[k, ...] for k in range(len(run))])
+    return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in run]
+
+
+def _reduce_values(mine: RankOutputs, by_rank: Sequence[tuple[int, list[Any]]]) -> list[Any]:
+    """Reduce values that the master has; ``by_rank`` has each rank's number of rows and its values."""
+    contributions = [(n_rows, values) for n_rows, values in by_rank if n_rows]
+    if not contributions:
+        return mine.values or mine.compute_empty()
+    results = []
+    for i, op in enumerate(mine.spec.ops):
+        if op.name is None:
+            results.append(mine.values[i] if mine.n_rows else None)
+            continue
+        total = Accumulator(op)
+        for n_rows, values in contributions:
+            total.add(values[i], n_rows)
+        results.append(total.result())
+    return results
+
+
+# -- arrays ------------------------------------------------------------------------------------------------------
+
+
+def _reduce_arrays(rank: Rank, mine: RankOutputs) -> Any:
+    """Reduce outputs of any shape: all ranks exchange the layouts, and large arrays are streamed."""
+    host = [None if op.name is None else np.asarray(v) for v, op in zip(mine.values, mine.spec.ops, strict=False)]
+    own: Any = (mine.n_rows, [_pack_array(value) for value in host] if mine.n_rows else [])
+    by_rank = rank.exchange(own) if rank.size > 1 else [own]
+    contributors = [r for r, (n_rows, _) in enumerate(by_rank) if n_rows]
+    if not contributors:
+        return _reduce_values(mine, by_rank) if rank.is_master else None
+    results: list[Any] = []
+    for i, op in enumerate(mine.spec.ops):
+        if op.name is None:
+            results.append(mine.values[i] if mine.n_rows else None)
+            continue
+        entries = {r: by_rank[r][1][i] for r in contributors}
+        layouts: dict[int, Layout] = {r: (shape, np.dtype(dtype)) for r, (shape, dtype, _) in entries.items()}
+        _check_shapes(rank, i, op, layouts)
+        if all(content is not None for _, _, content in entries.values()):
+            if rank.is_master:
+                total = Accumulator(op)
+                for r in contributors:
+                    total.add(host[i] if r == rank.number else _unpack_array(*entries[r]), by_rank[r][0])
+                results.append(total.result())
+        elif op.name == "gather":
+            results.append(_gather(rank, host[i] if mine.n_rows else None, layouts))
+        else:
+            weights = {r: by_rank[r][0] for r in contributors}
+            results.append(_stream(rank, op, host[i] if mine.n_rows else None, layouts, weights))
+    return results if rank.is_master else None
+
+
+def _pack_array(value: np.ndarray | None) -> tuple[tuple[int, ...], str, bytes | None] | None:
+    """Return an array's shape, its dtype, and the bytes of a small one: pickling an array takes longer."""
+    if value is None:
+        return None
+    return value.shape, value.dtype.str, value.tobytes() if value.nbytes <= SMALL_NBYTES else None
+
+
+def _unpack_array(shape: tuple[int, ...], dtype: str, content: bytes) -> np.ndarray:
+    """Return the small array that `_pack_array` packed."""
+    return np.array(np.frombuffer(content, dtype).reshape(shape))
+
+
+def _check_shapes(rank: Rank, position: int, op: Op, layouts: dict[int, Layout]) -> None:
+    """Raise ValueError in the master, and `Cancelled` in workers, if an output's shapes can't be reduced."""
+    shapes = {r: shape for r, (shape, _) in layouts.items()}
+    compared = {shape if op.is_elementwise else shape[1:] for shape in shapes.values()}
+    if len(compared) > 1:
+        if not rank.is_master:
+            raise Cancelled
+        needed = "the same shape" if op.is_elementwise else "the same lengths behind axis 0"
+        each = ", ".join(f"rank {r} has {shape}" for r, shape in shapes.items())
+        raise ValueError(f"output {position}: op {op.spelling!r} needs {needed} on all ranks, but {each}")
+
+
+def _gather(rank: Rank, value: np.ndarray | None, layouts: dict[int, Layout]) -> np.ndarray | None:
+    """Join large arrays along axis 0 in the master; ``value`` is None on a rank without rows."""
+    communicator = HOST.communicator(rank)
+    all_layouts = [layouts.get(r) for r in range(rank.size)]
+    mine = None if value is None else np.ascontiguousarray(value)
+    if not rank.is_master:
+        communicator.gather(mine, rank.root, all_layouts, None)
+        return None
+    (_, *rest), dtype = next(iter(layouts.values()))
+    joined = np.empty((sum(shape[0] for shape, _ in layouts.values()), *rest), dtype)
+    out, start = [], 0
+    for layout in all_layouts:
+        length = 0 if layout is None else layout[0][0]
+        out.append(None if layout is None else joined[start : start + length])
+        start += length
+    communicator.gather(mine, rank.root, all_layouts, out)
+    return joined
+
+
+def _stream(
+    rank: Rank, op: Op, value: np.ndarray | None, layouts: dict[int, Layout], weights: dict[int, int]
+) -> np.ndarray | None:
+    """Reduce large arrays into the master; each rank reduces a share of the elements.
+
+    Each rank weights its own values, so that the reduction over ranks is a plain one, followed by a division.
+    """
+    shape, dtype = next(iter(layouts.values()))
+    working = op.reduction.working(dtype)
+    mine = None
+    if value is not None:
+        mine = np.ascontiguousarray(value, working)
+        if op.reduction.by_rows:
+            mine = np.multiply(mine, weights[rank.number], dtype=working)
+    out = np.empty(shape, working) if rank.is_master else None
+    plain = "sum" if op.reduction.divides else str(op.name)
+    HOST.communicator(rank).reduce(mine, plain, rank.root, out, (shape, working), sorted(layouts))
+    if out is None:
+        return None
+    if op.reduction.divides:
+        total = sum(weights.values()) if op.reduction.by_rows else len(weights)
+        np.true_divide(out, total, out=out)
+    return out.astype(dtype, copy=False)
