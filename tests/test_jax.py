@@ -1386,9 +1386,9 @@ def test_adding_into_copies_of_places_is_adding_into_places(places, rest, rows, 
     index = rng.integers(-places, places, rows).astype(rng.choice(["int8", "int32", "int64"]))
     expected = x.copy()
     np.add.at(expected, index, y)
-    np.testing.assert_allclose(scatter.added(x, y, index, n_copies), expected, atol=1e-9)
+    np.testing.assert_allclose(scatter.add_rows(x, y, index, n_copies), expected, atol=1e-9)
     # As JAX does, and no other way: out of bounds is nowhere.
-    np.testing.assert_array_equal(scatter.added(x, y, np.full(rows, places), n_copies), x)
+    np.testing.assert_array_equal(scatter.add_rows(x, y, np.full(rows, places), n_copies), x)
 
 
 def test_what_many_rows_add_to_few_effects_is_added_into_copies_on_a_gpu(fork, monkeypatch):
@@ -1398,9 +1398,9 @@ def test_what_many_rows_add_to_few_effects_is_added_into_copies_on_a_gpu(fork, m
     gradient = grad((T.exp(effects[index]) * weights).sum(), effects)
     inputs = [rng.normal(size=5), rng.integers(-5, 5, 20_000), rng.normal(size=20_000)]
     expected = function([effects, index, weights], gradient)(*inputs)
-    added, taken = scatter.added, []
+    add_rows, taken = scatter.add_rows, []
     monkeypatch.setattr(scatter, "JAX", SimpleNamespace(on_gpu=True))
-    monkeypatch.setattr(scatter, "added", lambda *given: (taken.append(given[-1]), added(*given))[1])
+    monkeypatch.setattr(scatter, "add_rows", lambda *given: (taken.append(given[-1]), add_rows(*given))[1])
     result = synk.function([index, weights], (gradient, "sum"), bcast_inputs=[effects])(*inputs[1:], inputs[0])
     np.testing.assert_allclose(result, expected, rtol=1e-9)
     assert taken == [15]

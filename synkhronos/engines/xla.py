@@ -29,8 +29,8 @@ from synkhronos.engines.gradual import Gradual
 from synkhronos.engines.lazy import LazyEngine
 from synkhronos.graphs import GraphLibrary
 from synkhronos.graphs.family import is_referenced
-from synkhronos.lowering.precision import COMPILER_OPTIONS, bfloat16
-from synkhronos.lowering.traced import Traced
+from synkhronos.lowering.jax_function import JaxFunction
+from synkhronos.lowering.precision import COMPILER_OPTIONS, computes_in_bfloat16
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
 
@@ -75,7 +75,7 @@ class Executable(Runner):
 
     Parameters
     ----------
-    pieces : list of Traced
+    pieces : list of JaxFunction
         What is computed, in this order, in one launch.
     combination : Combination, optional
         Of a variable that the first of them updates; the others see what has been combined.
@@ -86,7 +86,7 @@ class Executable(Runner):
     """
 
     def __init__(
-        self, pieces: Sequence[Traced], combination: Combination | None = None, log: bool = False, times: int = 1
+        self, pieces: Sequence[JaxFunction], combination: Combination | None = None, log: bool = False, times: int = 1
     ):
         import jax
         import jax.numpy as jnp
@@ -115,7 +115,7 @@ class Executable(Runner):
             position
             for piece in pieces[:1]
             if piece.length_graph is not None
-            for position in piece.length_graph.positions
+            for position in piece.length_graph.deciding_inputs
         )
         self._has_lengths = any(piece.length_graph is not None for piece in pieces)
         assert len(pieces) == 1 or not self._has_lengths
@@ -134,7 +134,7 @@ class Executable(Runner):
             positions += range(n_arguments, n_arguments + len(self._log.cells))
         # Old values that nothing is computed from are kept as arguments: the new ones then take their place, and
         # addresses stay the same from launch to launch, as the launches that XLA records need them.
-        options = COMPILER_OPTIONS if bfloat16() else None
+        options = COMPILER_OPTIONS if computes_in_bfloat16() else None
         # Without a reference to this, or only the garbage collector would free what it holds.
         run = partial(_compute, self._pieces, combination, self._storages, self._updated, self._logged)
         if times > 1:
@@ -242,12 +242,12 @@ class Executable(Runner):
             (piece,) = self._pieces
             # A copy, as the program may write into its own before this has been computed.
             inputs = [np.array(v) if i in self.on_host else v for i, v in enumerate(inputs)]
-            lengths = [piece.lengths(inputs)]
+            lengths = [piece.compute_lengths(inputs)]
         return [*lengths, *inputs, *[cell[0] for cell in (*self._storages, *logs)]]
 
 
 def _compute(
-    pieces: Sequence[Traced],
+    pieces: Sequence[JaxFunction],
     combination: Combination | None,
     storages: Sequence[list[Any]],
     updated: Sequence[list[Any]],
@@ -295,7 +295,7 @@ def _of_lengths(run: Callable[..., tuple[Any, ...]], lengths: tuple[int, ...], *
     return run(*arguments, lengths=lengths)
 
 
-def _combined(piece: Traced, given: Sequence[Any], combination: Combination, turn: Any) -> tuple[list[Any], Any]:
+def _combined(piece: JaxFunction, given: Sequence[Any], combination: Combination, turn: Any) -> tuple[list[Any], Any]:
     """Return a function's results, a vector among them as all ranks' will have been combined; and whether that counts.
 
     ``turn`` is another number each time, in a loop.
@@ -481,7 +481,7 @@ class Xla(LazyEngine):
 
     def runner(self, library: GraphLibrary, function: Any, n_inputs: int, fetched: bool) -> Runner:
         """Return a function that takes and returns JAX arrays; numbers as a log's entries, which `fetch` reads."""
-        return Executable([Traced(function, n_inputs, JAX)], log=fetched)
+        return Executable([JaxFunction(function, n_inputs, JAX)], log=fetched)
 
     def chain(self, rank: Rank, first: Runner, combined: Combined, second: Runner, times: int) -> Runner | None:
         """Return both in one launch, with NCCL's work in between.

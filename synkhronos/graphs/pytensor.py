@@ -20,9 +20,8 @@ from pytensor.link.numba.linker import NumbaLinker
 
 from synkhronos.devices import JAX, Device
 from synkhronos.graphs.family import AT_FIRST_CALL, AT_ONCE, IN_TURN, GraphLibrary, check_jumps, write_keys_at_once
-from synkhronos.lowering import sums  # noqa: F401 - bounds a rewrite
+from synkhronos.lowering import random_keys, sums  # noqa: F401 - sums bounds a rewrite
 from synkhronos.lowering.linker import use_length_linker
-from synkhronos.lowering.traced import check_key, follow_streams, set_stream_of, stream_of
 
 
 class PyTensor(GraphLibrary):
@@ -45,21 +44,21 @@ class PyTensor(GraphLibrary):
             raise TypeError(f"expected a numpy.random.Generator, such as default_rng(seed), got {value!r}")
         if moves:
             check_jumps(value.bit_generator)
-        check_key(shared.container, value)
+        random_keys.check_generator(shared.container, value)
 
     def stream(self, shared: Any) -> Any:
         """Return a Generator: in JAX mode the one from which PyTensor would make the present key."""
-        return stream_of(shared.container, super().stream(shared))
+        return random_keys.add_position(shared.container, super().stream(shared))
 
     def follow_streams(self, function: Any) -> None:
         """In JAX mode PyTensor has given it a copy of each generator."""
         if isinstance(function.maker.linker, JAXLinker):
-            follow_streams(function)
+            random_keys.track_function(function)
 
     def set_stream(self, shared: Any, value: Any) -> None:
         """Put a Generator into the container, and in JAX mode its key where functions find it."""
         super().set_stream(shared, value)
-        set_stream_of(shared.container)
+        random_keys.update_key(shared.container)
 
     def moved(self, value: Any, distance: int) -> Any:
         """Jump a Generator."""

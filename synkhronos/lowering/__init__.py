@@ -1,9 +1,7 @@
 """Translation of PyTensor's graphs to JAX, where PyTensor's own translation falls short.
 
-- `lengths`, `shapes`, `linker`: lengths that follow from integer inputs, which XLA needs as constants.
-- `traced`: a compiled function as a function of JAX arrays.
-- `precision`: factors of products in bfloat16.
-- `scatter`, `sums`: faster or more exact translations of single operations.
+An engine runs a `jax_function.JaxFunction`.  PyTensor's part is done by `linker`, which makes lengths that follow from
+integer inputs static arguments.  The lowerings of single Ops in `shapes`, `precision` and `scatter` replace PyTensor's.
 
-Imported with PyTensor only: nothing here is needed with Theano.
+Modules that need PyTensor are imported with PyTensor only: nothing here is used with Theano.
 """

@@ -1,23 +1,13 @@
-"""Lengths that follow from a function's integer inputs, in JAX mode.
-
-`LengthGraph`
-    A graph in JAX mode in which such lengths are inputs of their own, and what computes them on the host.
-`extract_lengths`
-    Makes one, where a graph has such lengths.
-`indices_of`
-    The indexes of an Op.
-`of_numbers`
-    What computes an operation on Python's numbers.
-`decisive`
-    The inputs of a node that decide shapes.
-`SlicedSubtensor`
-    Indexing with slices whose lengths are given.
+"""Lengths that follow from a function's integer inputs, as static arguments of its JAX function.
 
 XLA compiles for fixed shapes.  The rows ``x[i * b:(i + 1) * b]`` have a length that depends on the value of ``i``, as
-do an array of ``n`` zeros or ``k`` steps of a loop.  So whatever decides a length in a graph, and follows from inputs
-without dimensions and from the inputs' shapes alone, is cut out of it: the host computes it at each call, and XLA gets
-it as a constant.  It compiles once for each set of lengths, which is once for all ``i`` but the last.  Where a slice
-begins is computed by XLA.
+do an array of ``n`` zeros or ``k`` steps of a loop.  The expressions that decide lengths, and follow from the inputs'
+shapes and from integer inputs without dimensions, are therefore cut out of the graph: the host computes them at each
+call, and XLA gets them as constants.  It compiles once for each set of lengths, which is once for all ``i`` but the
+last.  The start of a slice remains a traced value.
+
+    graph(i, x) --extract_lengths--> StaticLengthGraph:  graph(i, x, n)    on XLA, where n is static
+                                                         n = lengths(i, x)  on the host
 """
 
 from __future__ import annotations
@@ -58,10 +48,18 @@ from pytensor.tensor.subtensor import (
 )
 from pytensor.tensor.type import lscalar
 
-__all__ = ["Known", "LengthGraph", "SlicedSubtensor", "decisive", "extract_lengths", "indices_of", "of_numbers"]
+__all__ = [
+    "FixedLengthSubtensor",
+    "KnownVariables",
+    "StaticLengthGraph",
+    "extract_lengths",
+    "select_shape_inputs",
+    "split_indexing",
+    "to_python_function",
+]
 
-#: What the host computes lengths by.
-_ARITHMETIC = (
+#: Ops that the host may compute lengths with.
+_HOST_OPS = (
     CAReduce,
     CheckAndRaise,
     DimShuffle,
@@ -73,13 +71,18 @@ _ARITHMETIC = (
     Subtensor,
     TensorFromScalar,
 )
-_INCREMENTS = (IncSubtensor, AdvancedIncSubtensor)
+_INDEXING = (Subtensor, AdvancedSubtensor, IncSubtensor, AdvancedIncSubtensor)
 
 
-class SlicedSubtensor(Op):
+class FixedLengthSubtensor(Op):
     """Indexing, or an update by index, with the lengths of some of its slices as further inputs.
 
-    ``op`` is PyTensor's, ``positions`` say where among the indexes those slices are.
+    Parameters
+    ----------
+    op : Op
+        PyTensor's Op: ``Subtensor``, ``AdvancedSubtensor``, ``IncSubtensor`` or ``AdvancedIncSubtensor``.
+    positions : tuple of int
+        Positions of these slices among the indices.  The node's last inputs are their lengths.
     """
 
     __props__ = ("op", "positions")
@@ -88,147 +91,194 @@ class SlicedSubtensor(Op):
         self.op, self.positions = op, positions
 
     def perform(self, node: Any, inputs: Any, output_storage: Any, params: Any = None) -> None:
-        """Index as PyTensor does; nothing but JAX mode uses it."""
+        """Raise NotImplementedError: only JAX mode uses this Op."""
         raise NotImplementedError
 
 
-class _Length(NamedTuple):
-    """The length of a slice of something of a length."""
+class _SliceLength(NamedTuple):
+    """Length of a slice of an axis: each field is a variable, a number, or None for an omitted bound."""
 
     start: Any
     stop: Any
     step: Any
-    of: Any
+    axis_length: Any
 
 
-class LengthGraph:
-    """A graph in which lengths are inputs of their own, behind its other inputs.
+class StaticLengthGraph:
+    """A graph with lengths as additional inputs, and the host's program that computes these lengths.
 
-    ``inputs`` are those of the graph that it was made of, and ``wanted`` says what the lengths are in that one.  The
-    host computes them step by step, in a list that has a slot for each number.
+    The program is a list of steps over numbered slots, each of which contains one value.  A step computes the value of
+    one slot, or of a range of slots, from others.
+
+    Parameters
+    ----------
+    graph : FunctionGraph
+        The graph for JAX.  Its last inputs are the lengths.
+    inputs : sequence of variable
+        Inputs of the original graph, which `graph` has first.
+    wanted : sequence of variable or _SliceLength
+        The lengths, as expressions in `inputs`.
+
+    Attributes
+    ----------
+    n_lengths : int
+        Number of lengths.
+    deciding_inputs : list of int
+        Positions of the scalar inputs whose values decide lengths.
     """
 
     def __init__(self, graph: FunctionGraph, inputs: Sequence[Any], wanted: Sequence[Any]):
         self.graph, self.n_lengths = graph, len(wanted)
-        #: The inputs, without dimensions, whose values decide lengths.
-        self.positions: list[int] = []
-        self._at = {variable: position for position, variable in enumerate(inputs)}
-        #: What is in each slot as a call begins: constants.  The first takes the inputs' values.
-        self._start: list[Any] = [None]
-        #: What is computed, from which slots, into which.
+        self.deciding_inputs: list[int] = []
+        self._input_positions = {variable: position for position, variable in enumerate(inputs)}
+        #: Contents of the slots when a call begins: constants.  Slot 0 is for the values of the inputs.
+        self._initial: list[Any] = [None]
+        #: Function, slots of its arguments, and slot or range of slots for its result.
         self._steps: list[tuple[Callable[..., Any], list[int], int | slice]] = []
         slots: dict[Any, int] = {}
-        parts = [part for want in wanted for part in (want if isinstance(want, _Length) else (want,))]
+        parts = [part for want in wanted for part in (want if isinstance(want, _SliceLength) else (want,))]
         for node in io_toposort(list(inputs), [part for part in parts if hasattr(part, "type")]):
-            self._add(node, slots)
-        self._wanted = [self._slot(want, slots) for want in wanted]
+            self._add_node(node, slots)
+        self._wanted = [self._find_slot(want, slots) for want in wanted]
 
-    def _add(self, node: Any, slots: dict[Any, int]) -> None:
-        """Add what a node computes; ``slots`` are those of the variables in its graph."""
-        op = _scalar_op(node)
+    def _add_node(self, node: Any, slots: dict[Any, int]) -> None:
+        """Add the steps of a node; ``slots`` maps the variables of its graph to their slots."""
+        op = _get_scalar_op(node)
         if isinstance(op, Shape | Shape_i):
-            slots[node.outputs[0]] = self._step(_shape_of(self._at[node.inputs[0]], op), [0])
+            slots[node.outputs[0]] = self._add_step(_make_shape_getter(self._input_positions[node.inputs[0]], op), [0])
         elif isinstance(op, TensorFromScalar | ScalarFromTensor | CheckAndRaise):
-            slots[node.outputs[0]] = self._slot(node.inputs[0], slots)
+            slots[node.outputs[0]] = self._find_slot(node.inputs[0], slots)
         elif isinstance(op, Composite):
-            # Its own way to compute takes ten times as long.
+            # Composite's own `impl` takes ten times as long.
             inner = op.fgraph
-            inside = {into: self._slot(outer, slots) for into, outer in zip(inner.inputs, node.inputs, strict=True)}
-            for part in inner.toposort():
-                self._add(part, inside)
-            slots |= {o: self._slot(found, inside) for found, o in zip(inner.outputs, node.outputs, strict=True)}
+            inside = {
+                into: self._find_slot(outer, slots) for into, outer in zip(inner.inputs, node.inputs, strict=True)
+            }
+            for inner_node in inner.toposort():
+                self._add_node(inner_node, inside)
+            slots |= {
+                outer: self._find_slot(output, inside)
+                for output, outer in zip(inner.outputs, node.outputs, strict=True)
+            }
         else:
-            sources = [self._slot(variable, slots) for variable in node.inputs]
-            first = self._step(_on_host(node), sources, len(node.outputs))
+            sources = [self._find_slot(variable, slots) for variable in node.inputs]
+            first = self._add_step(_make_host_function(node), sources, len(node.outputs))
             slots |= {variable: first + i for i, variable in enumerate(node.outputs)}
 
-    def _slot(self, what: Any, slots: dict[Any, int]) -> int:
-        """Return the slot of a variable, of a slice's length, or of a plain number; a new one where there is none."""
-        if isinstance(what, _Length):
-            return self._step(_slice_length, [self._slot(part, slots) for part in what])
-        if what in slots:
-            return slots[what]
-        if what in self._at:
-            position = self._at[what]
-            self.positions.append(position)
-            slots[what] = self._step(lambda values: np.asarray(values[position]).item(), [0])
-            return slots[what]
-        self._start.append(_plain(what.data) if isinstance(what, Constant) else what)
-        return len(self._start) - 1
+    def _find_slot(self, value: Any, slots: dict[Any, int]) -> int:
+        """Return the slot of a variable, a slice's length or a plain number, after adding it if it is new."""
+        if isinstance(value, _SliceLength):
+            return self._add_step(_compute_slice_length, [self._find_slot(part, slots) for part in value])
+        if value in slots:
+            return slots[value]
+        if value in self._input_positions:
+            position = self._input_positions[value]
+            self.deciding_inputs.append(position)
+            slots[value] = self._add_step(lambda values: np.asarray(values[position]).item(), [0])
+            return slots[value]
+        self._initial.append(_to_python_number(value.data) if isinstance(value, Constant) else value)
+        return len(self._initial) - 1
 
-    def _step(self, compute: Callable[..., Any], sources: list[int], n_results: int = 1) -> int:
-        """Add a step; return the slot of its result, or of the first of several."""
-        first = len(self._start)
-        self._start += [None] * n_results
+    def _add_step(self, compute: Callable[..., Any], sources: list[int], n_results: int = 1) -> int:
+        """Add a step and return the slot of its first result."""
+        first = len(self._initial)
+        self._initial += [None] * n_results
         self._steps.append((compute, sources, first if n_results == 1 else slice(first, first + n_results)))
         return first
 
-    def lengths(self, values: Sequence[Any]) -> tuple[int, ...]:
-        """Return the lengths for values of all inputs of the graph."""
-        known = [values, *self._start[1:]]
+    def compute_lengths(self, values: Sequence[Any]) -> tuple[int, ...]:
+        """Return the lengths for the values of all inputs of the original graph."""
+        slots = [values, *self._initial[1:]]
         for compute, sources, into in self._steps:
-            known[into] = compute(*[known[source] for source in sources])
-        return tuple([int(known[slot]) for slot in self._wanted])
+            slots[into] = compute(*[slots[source] for source in sources])
+        return tuple([int(slots[slot]) for slot in self._wanted])
 
 
-def extract_lengths(graph: FunctionGraph) -> LengthGraph | None:
-    """Return a graph for JAX with its lengths as inputs; None where no input's value decides one."""
-    if not any(map(_is_integer, graph.inputs)):
+def extract_lengths(graph: FunctionGraph) -> StaticLengthGraph | None:
+    """Cut the lengths that depend on the values of inputs out of a graph.
+
+    Parameters
+    ----------
+    graph : FunctionGraph
+        A graph for JAX mode.  It is not changed.
+
+    Returns
+    -------
+    StaticLengthGraph or None
+        None if the value of no input decides a length.
+    """
+    if not any(map(_is_integer_scalar, graph.inputs)):
         return None
-    known = Known(graph)
-    demands = [(node, *_demands(node, known)) for node in graph.toposort()]
-    cuts = list(dict.fromkeys(variable for _, variables, _ in demands for variable in variables))
-    sliced = [(node, slices) for node, _, slices in demands if slices]
+    known = KnownVariables(graph)
+    cuts: dict[Any, None] = {}
+    sliced: list[tuple[Any, dict[int, _SliceLength]]] = []
+    for node in graph.toposort():
+        if not isinstance(node.op, _INDEXING):
+            for source in select_shape_inputs(node):
+                cuts.update(dict.fromkeys(_find_varying_scalars(source, known)))
+        elif slices := dict(_find_varying_slices(node, known)):
+            sliced.append((node, slices))
     if not cuts and not sliced:
         return None
-    # A copy, which has no features: they would undo what is done here, or forbid it.
+    # The clone has no features: they would undo or forbid these replacements.
     copy, copies = graph.clone_get_equiv(check_integrity=False, attach_feature=False)
     wanted: list[Any] = []
     for node, slices in sliced:
         lengths = [lscalar() for _ in slices]
-        here = copies[node]
-        rows = Apply(SlicedSubtensor(node.op, tuple(slices)), [*here.inputs, *lengths], [here.outputs[0].type()])
+        copied = copies[node]
+        fixed = Apply(
+            FixedLengthSubtensor(node.op, tuple(slices)), [*copied.inputs, *lengths], [copied.outputs[0].type()]
+        )
         for length in lengths:
             copy.add_input(length)
-        copy.replace(here.outputs[0], rows.outputs[0], import_missing=True)
+        copy.replace(copied.outputs[0], fixed.outputs[0], import_missing=True)
         wanted += slices.values()
     for variable in cuts:
         length = variable.type()
         copy.add_input(length)
         copy.replace(copies[variable], length)
         wanted.append(variable)
-    return LengthGraph(copy, graph.inputs, wanted)
+    return StaticLengthGraph(copy, graph.inputs, wanted)
 
 
-# -- what the host knows ---------------------------------------------------------------------------------------------
+# -- which variables are known -----------------------------------------------------------------------------------------
 
 
-class Known:
-    """Which variables of a graph are numbers before it is computed.
+class KnownVariables:
+    """Classification of a graph's variables by the time at which their values are known.
 
-    The host knows what follows from integer inputs and from the inputs' shapes; only the former varies with an input's
-    value.  JAX also knows what follows from other shapes, when it traces the graph.
+    The host knows before a call all values that follow from scalar integer inputs and from the inputs' shapes; only the
+    former vary with the values of inputs.  JAX, when it traces the graph, also knows the values that follow from the
+    shapes of other variables.
+
+    Parameters
+    ----------
+    graph : FunctionGraph
     """
 
     def __init__(self, graph: FunctionGraph):
         self._inputs = list(graph.inputs)
-        self._varies: dict[Any, bool] = {variable: True for variable in self._inputs if _is_integer(variable)}
+        #: Variables that the host knows, and whether they depend on the value of an input.
+        self._varies: dict[Any, bool] = {variable: True for variable in self._inputs if _is_integer_scalar(variable)}
+        #: Variables that JAX knows, but the host does not.
         self._traced: set[Any] = set()
         for node in graph.toposort():
-            self._look_at(node)
+            self._classify(node)
 
-    def varies(self, variable: Any) -> bool | None:
-        """Return whether a variable depends on an input's value; None if it is not known on the host at all."""
-        if not hasattr(variable, "type") or isinstance(variable, Constant):
-            return False
-        return self._varies.get(variable)
+    def is_known_to_host(self, variable: Any) -> bool:
+        """Whether the host knows the value before a call."""
+        return not hasattr(variable, "type") or isinstance(variable, Constant) or variable in self._varies
+
+    def varies(self, variable: Any) -> bool:
+        """Whether the host knows the value, and it depends on the value of an input."""
+        return self.is_known_to_host(variable) and self._varies.get(variable, False)
 
     def is_known_to_jax(self, variable: Any) -> bool:
-        """Whether it is a number when JAX traces the graph, provided that what the host knows is one."""
-        return self.varies(variable) is not None or variable in self._traced
+        """Whether the value is known when JAX traces the graph with the host's values as constants."""
+        return self.is_known_to_host(variable) or variable in self._traced
 
-    def length(self, variable: Any, axis: int) -> Any:
-        """Return what says how long a variable's axis is, in terms of the inputs."""
+    def express_length(self, variable: Any, axis: int) -> Any:
+        """Return the length of an axis as an int, or as an expression in the graph's inputs."""
         fixed = variable.type.shape[axis]
         if fixed is not None:
             return fixed
@@ -238,19 +288,18 @@ class Known:
             shapes = [[Shape_i(i)(v) for i in range(v.type.ndim)] if _is_array(v) else None for v in self._inputs]
             length = infer_shape([variable], self._inputs, shapes)[0][axis]
         for node in io_toposort(self._inputs, [length]):
-            self._look_at(node)
+            self._classify(node)
         return length
 
-    def _look_at(self, node: Any) -> None:
+    def _classify(self, node: Any) -> None:
         if isinstance(node.op, Shape | Shape_i):
             if node.inputs[0] in self._inputs:
                 self._varies[node.outputs[0]] = False
             else:
                 self._traced.add(node.outputs[0])
-        elif all(map(_is_small, node.outputs)) and isinstance(node.op, _ARITHMETIC):
-            of_inputs = [self.varies(variable) for variable in node.inputs]
-            if None not in of_inputs:
-                self._varies.update((variable, any(of_inputs)) for variable in node.outputs)
+        elif all(map(_is_small, node.outputs)) and isinstance(node.op, _HOST_OPS):
+            if all(map(self.is_known_to_host, node.inputs)):
+                self._varies.update(dict.fromkeys(node.outputs, any(map(self.varies, node.inputs))))
             elif all(map(self.is_known_to_jax, node.inputs)):
                 self._traced.update(node.outputs)
         elif type(node.op).__name__ == "JAXShapeTuple" and all(map(self.is_known_to_jax, node.inputs)):
@@ -265,24 +314,16 @@ def _is_small(variable: Any) -> bool:
     return getattr(variable.type, "ndim", 2) <= 1
 
 
-def _is_integer(variable: Any) -> bool:
-    """Whether a variable is a whole number, or true or false."""
+def _is_integer_scalar(variable: Any) -> bool:
     dtype = getattr(variable.type, "dtype", "")
     return getattr(variable.type, "ndim", None) == 0 and (dtype == "bool" or "int" in dtype)
 
 
-# -- what has to be known --------------------------------------------------------------------------------------------
+# -- which variables have to be known ----------------------------------------------------------------------------------
 
 
-def _demands(node: Any, known: Known) -> tuple[list[Any], dict[int, _Length]]:
-    """Return the variables that decide lengths at a node, and slices of unknown lengths by their positions."""
-    if isinstance(node.op, Subtensor | AdvancedSubtensor | IncSubtensor | AdvancedIncSubtensor):
-        return [], dict(_slices(node, known))
-    return [variable for source in decisive(node) for variable in _numbers(source, known)], {}
-
-
-def decisive(node: Any) -> Sequence[Any]:
-    """Return the inputs of a node that have to be known for its outputs' shapes to be known."""
+def select_shape_inputs(node: Any) -> Sequence[Any]:
+    """Return the inputs of a node whose values decide its outputs' shapes."""
     op = node.op
     if isinstance(op, ARange | AllocEmpty | Eye):
         return node.inputs
@@ -297,60 +338,69 @@ def decisive(node: Any) -> Sequence[Any]:
     return []
 
 
-def _numbers(variable: Any, known: Known) -> Iterator[Any]:
-    """Yield the numbers that a length, or a shape, depends on and that the host knows."""
+def _find_varying_scalars(variable: Any, known: KnownVariables) -> Iterator[Any]:
+    """Yield the scalars above a length or shape that the host knows and that vary with the values of inputs."""
     if known.varies(variable) and getattr(variable.type, "ndim", 0) == 0:
         yield variable
-    elif known.varies(variable) is not False and known.is_known_to_jax(variable) and variable.owner is not None:
+        return
+    is_fixed = known.is_known_to_host(variable) and not known.varies(variable)
+    if not is_fixed and known.is_known_to_jax(variable) and variable.owner is not None:
         for source in variable.owner.inputs:
-            yield from _numbers(source, known)
+            yield from _find_varying_scalars(source, known)
 
 
-def _slices(node: Any, known: Known) -> Iterator[tuple[int, _Length]]:
-    """Yield the slices at a node whose lengths depend on an input's value, by their positions among the indexes."""
+def _find_varying_slices(node: Any, known: KnownVariables) -> Iterator[tuple[int, _SliceLength]]:
+    """Yield the position among the indices, and the length, of each slice whose length varies with inputs' values."""
     x = node.inputs[0]
-    if known.varies(x) is not None:
-        return  # a shape's elements, say
-    first = 2 if isinstance(node.op, _INCREMENTS) else 1
+    if known.is_known_to_host(x):
+        return  # a shape, for example: the host computes this node
     axis = 0
-    for position, index in enumerate(indices_of(node.op, node.inputs[first:])):
+    for position, index in enumerate(split_indexing(node.op, node.inputs)[1]):
         if isinstance(index, slice):
             bounds = index.start, index.stop, index.step
-            varying = [known.varies(bound) for bound in bounds]
-            if None not in varying and any(varying):
-                length = known.length(x, axis)
-                if known.varies(length) is not None:
-                    yield position, _Length(*bounds, length)
-        # A mask takes as many axes as it has.
+            if all(map(known.is_known_to_host, bounds)) and any(map(known.varies, bounds)):
+                length = known.express_length(x, axis)
+                if known.is_known_to_host(length):
+                    yield position, _SliceLength(*bounds, length)
+        # A boolean mask indexes as many axes as it has.
         kind: Any = None if isinstance(index, slice) else index.type
         axis += kind.ndim if getattr(kind, "dtype", "") == "bool" else 1
 
 
-def indices_of(op: Op, flat: Sequence[Any]) -> tuple[Any, ...]:
-    """Return indexes, slices among them, from an Op's inputs or their values."""
-    # Before 3.0 advanced indexing has slices as they are.
-    return indices_from_subtensor(flat, getattr(op, "idx_list", None))
+def split_indexing(op: Op, inputs: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...]]:
+    """Split the inputs of an indexing Op, or their values, into operands and indices.
+
+    Returns
+    -------
+    operands : sequence
+        The array, and for an update the new values.
+    indices : tuple
+        Slices and integers or arrays, as in ``x[indices]``.
+    """
+    n_operands = 2 if isinstance(op, IncSubtensor | AdvancedIncSubtensor) else 1
+    # Before 3.0, advanced indexing has slices among its inputs and no `idx_list`.
+    return inputs[:n_operands], indices_from_subtensor(inputs[n_operands:], getattr(op, "idx_list", None))
 
 
-# -- on the host -----------------------------------------------------------------------------------------------------
+# -- functions for the host --------------------------------------------------------------------------------------------
 
 
-def _plain(value: Any) -> Any:
-    """Return a number as Python's, which are faster."""
+def _to_python_number(value: Any) -> Any:
+    """Convert a scalar to a Python number, whose arithmetic is faster; return an array or None unchanged."""
     return np.asarray(value).item() if np.ndim(value) == 0 and value is not None else value
 
 
-def _shape_of(position: int, op: Shape | Shape_i) -> Callable[..., Any]:
-    """Return what takes an input's shape, or one length of it, from the values of all."""
+def _make_shape_getter(position: int, op: Shape | Shape_i) -> Callable[..., Any]:
+    """Return a function of all inputs' values that returns one input's shape, or one length of it."""
     if isinstance(op, Shape):
         return lambda values: np.array(np.shape(values[position]))
     axis = op.i
     return lambda values: np.shape(values[position])[axis]
 
 
-def _slice_length(start: Any, stop: Any, step: Any, of: int) -> int:
+def _compute_slice_length(start: Any, stop: Any, step: Any, axis_length: int) -> int:
     bounds = [None if bound is None else int(bound) for bound in (start, stop, step)]
-    return len(range(*slice(*bounds).indices(int(of))))
+    return len(range(*slice(*bounds).indices(int(axis_length))))
 
 
 _COMPARISONS: dict[type[ScalarOp], Callable[..., Any]] = {
@@ -363,30 +413,30 @@ _COMPARISONS: dict[type[ScalarOp], Callable[..., Any]] = {
 }
 
 
-def of_numbers(op: ScalarOp) -> Callable[..., Any]:
-    """Return what computes an operation on Python's numbers."""
+def to_python_function(op: ScalarOp) -> Callable[..., Any]:
+    """Return a function of Python numbers that computes a scalar Op."""
     if type(op) in _COMPARISONS:
         return _COMPARISONS[type(op)]
     if isinstance(op, Add | Sub | Mul | Switch):
         return op.impl
 
     def compute(*values: Any) -> Any:
-        # ~True is False for NumPy, and -2 for Python.
+        # ~True is False in NumPy, and -2 in Python.
         return op.impl(*[np.bool_(value) if value is True or value is False else value for value in values])
 
     return compute
 
 
-def _scalar_op(node: Any) -> Any:
-    """Return an elementwise operation on numbers as one of scalars, any other as it is."""
+def _get_scalar_op(node: Any) -> Any:
+    """Return the scalar Op of an Elemwise node with scalar outputs, and any other node's Op."""
     return node.op.scalar_op if isinstance(node.op, Elemwise) and node.outputs[0].type.ndim == 0 else node.op
 
 
-def _on_host(node: Any) -> Callable[..., Any]:
-    """Return what computes a node's output, or its outputs in a list."""
-    op = _scalar_op(node)
+def _make_host_function(node: Any) -> Callable[..., Any]:
+    """Return a function of a node's input values that returns its output, or a list of its outputs."""
+    op = _get_scalar_op(node)
     if isinstance(op, ScalarOp):
-        compute = of_numbers(op)
+        compute = to_python_function(op)
         is_bool = node.outputs[0].type.dtype == "bool" and type(op) not in _COMPARISONS
         return (lambda *values: bool(compute(*values))) if is_bool else compute
 

@@ -1,7 +1,7 @@
-"""PyTensor's JAX mode, in which lengths may follow from the values of integer inputs.
+"""PyTensor's JAX linker, extended by lengths that follow from the values of integer inputs.
 
-A function's lengths are found by `lengths.extract_lengths` and become static arguments of the compiled function;
-`shapes` keeps lengths numbers while JAX traces.
+`lengths.extract_lengths` finds the lengths; they are static arguments of the compiled function.  `shapes` keeps other
+lengths as numbers while JAX traces.
 """
 
 from __future__ import annotations
@@ -19,53 +19,59 @@ __all__ = ["LengthLinker", "to_strong_array", "use_length_linker"]
 
 
 class LengthLinker(JAXLinker):
-    """PyTensor's JAX mode, in which lengths may follow from integer inputs.
+    """JAX linker whose functions may have lengths that follow from integer inputs.
 
-    What it compiles has an attribute ``extract_lengths``: the `LengthGraph` that it computes, or None.
+    A compiled function has the attribute ``length_graph``, a `StaticLengthGraph` or None.
     """
 
-    # XLA fuses by itself.  PyTensor would fuse a length with the data that are divided by it, and it could not be cut
-    # out.
+    # XLA fuses by itself.  PyTensor would fuse a length with the data that are divided by it, so that it could not be
+    # cut out.
     incompatible_rewrites = (*JAXLinker.incompatible_rewrites, "fusion")
 
     def fgraph_convert(self, fgraph: Any, input_storage: Any, storage_map: Any, **kwargs: Any) -> Any:
-        """Convert the graph; where there are such lengths, what was made of it."""
+        """Convert the graph, or its `StaticLengthGraph` if inputs' values decide lengths, to a JAX function."""
         from pytensor.link.jax.dispatch import jax_funcify
 
         register_lowerings()
         function = super().fgraph_convert(fgraph, input_storage, storage_map, **kwargs)
-        self._length_graph = extract_lengths(fgraph)  # after it: it copies random generators
+        self._length_graph = extract_lengths(fgraph)  # last: the conversion replaces random generators by copies
         if self._length_graph is not None:
             function = jax_funcify(self._length_graph.graph)
         dtypes = [getattr(output.type, "dtype", None) for output in fgraph.outputs]
         return (lambda *inputs: tuple(map(to_strong_array, function(*inputs), dtypes))) if dtypes else function
 
     def jit_compile(self, fn: Any) -> Any:
-        """Compile, with the lengths as constants."""
+        """Compile a JAX function with the lengths as static arguments."""
         import jax
 
-        plan = self._length_graph
-        if plan is None:
+        length_graph = self._length_graph
+        if length_graph is None:
             compiled = jax.jit(fn)
 
             def run(*values: Any) -> Any:
                 return compiled(*values)
         else:
-            n = len(plan.graph.inputs)
-            compiled = jax.jit(fn, static_argnums=tuple(range(n - plan.n_lengths, n)))
+            n = len(length_graph.graph.inputs)
+            compiled = jax.jit(fn, static_argnums=tuple(range(n - length_graph.n_lengths, n)))
 
             def run(*values: Any) -> Any:
-                return compiled(*values, *plan.lengths(values))
+                return compiled(*values, *length_graph.compute_lengths(values))
 
-        run.length_graph, run.compiled = plan, compiled  # type: ignore[attr-defined]
+        run.length_graph, run.compiled = length_graph, compiled  # type: ignore[attr-defined]
         return run
 
 
 def to_strong_array(value: Any, dtype: str | None) -> Any:
-    """Return a result as an array of a dtype of its own.
+    """Convert a Python number, or an array with a weak dtype, to an array with a strong one.
 
-    Lengths are Python's integers within a graph.  And the dtype of what is computed from these and constants alone is
-    "weak" to JAX: another one than what the variable that it updates had before, so that all is compiled once more.
+    Lengths are Python integers within a graph, and JAX calls the dtype of an array that was computed from numbers alone
+    "weak".  An update by such a value would change the variable's type, so that JAX would compile the function again.
+
+    Parameters
+    ----------
+    value : array or number
+    dtype : str or None
+        Dtype of the variable in the graph.  None: return the value unchanged.
     """
     import jax
     import jax.numpy as jnp
@@ -75,6 +81,6 @@ def to_strong_array(value: Any, dtype: str | None) -> Any:
 
 
 def use_length_linker(mode: Any) -> Any:
-    """Return a mode, with `LengthLinker` in the place of PyTensor's if it is JAX mode."""
+    """Return a mode with `LengthLinker` in place of PyTensor's JAX linker; return any other mode unchanged."""
     found = get_mode(mode)
     return Mode(LengthLinker(), found.provided_optimizer) if type(found.linker) is JAXLinker else mode

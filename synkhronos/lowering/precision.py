@@ -1,14 +1,14 @@
-"""In which precision does XLA multiply?
+"""Products in bfloat16, where JAX's setting ``jax_default_matmul_precision`` asks for them.
 
-`bfloat16`
-    Whether products are to be computed in bfloat16.
-`in_bfloat16`
-    Makes an Op's JAX function do so.
-`COMPILER_OPTIONS`
-    What XLA has to be told then.
+By default XLA multiplies float32 in TF32 on a GPU.  JAX follows the setting's value ``"bfloat16"`` on TPUs alone; here
+it also applies to GPUs.  Two decisions are made for each node of a graph:
 
-By itself XLA multiplies float32 on a GPU in TF32.  JAX's setting ``jax_default_matmul_precision`` changes that; its
-value ``"bfloat16"``, which JAX itself follows on TPUs alone, is given its meaning here.
+- A node that multiplies gets its factors in bfloat16 and accumulates in float32.
+- An elementwise node whose output is such a factor rounds it where it is computed, so that XLA writes it to memory
+  once, in bfloat16.  Convolutional networks are limited by memory bandwidth.
+
+An Op of our own declares its part by attributes: ``multiplies``, ``elementwise`` (one kernel writes its output) and
+``rounded`` (positions of inputs that it reads in bfloat16 without multiplying).
 """
 
 from __future__ import annotations
@@ -16,45 +16,52 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["COMPILER_OPTIONS", "bfloat16", "in_bfloat16"]
+__all__ = ["COMPILER_OPTIONS", "computes_in_bfloat16", "round_to_bfloat16"]
 
-#: XLA would compute with the number from before a rounding wherever it still has it, and write both to memory.
+#: Compiler options for graphs with rounded values: otherwise XLA would use the number from before the rounding wherever
+#: it is available, and write both to memory.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 
 
-def bfloat16() -> bool:
-    """Return whether JAX's setting asks for products in bfloat16."""
+def computes_in_bfloat16() -> bool:
+    """Whether JAX's setting asks for products in bfloat16."""
     import jax
 
     return bool(jax.config.jax_default_matmul_precision == "bfloat16")
 
 
-def in_bfloat16(run: Callable[..., Any], node: Any, graph: Any) -> Callable[..., Any]:
-    """Return the JAX function of an Op, a node of a graph, that multiplies in bfloat16; ``run`` does in full precision.
+def round_to_bfloat16(run: Callable[..., Any], node: Any, graph: Any) -> Callable[..., Any]:
+    """Wrap the JAX function of a node so that it rounds factors of products to bfloat16.
 
-    Factors are rounded to bfloat16; products of matrices come out in float32, convolutions rounded to bfloat16.  Sums
-    inside both are float32.  So outputs may be of another dtype than the graph says.
+    Products of matrices are float32; convolutions are rounded to bfloat16.  Both accumulate in float32.  Outputs may
+    therefore have another dtype than in the graph.  Outputs of the graph are not rounded, so that new values of
+    parameters keep full precision.
 
-    What an elementwise Op computes for one that rounds it is rounded where it is computed, for all that use it.  XLA
-    then writes it to memory once, in bfloat16, where it would write it in float32 as well for the others; and what
-    limits convolutional networks is memory.  So Ops that don't multiply may say that they round, too: those that do
-    little but read.  What a graph returns is not rounded: new values of parameters keep their digits.
+    Parameters
+    ----------
+    run : callable
+        JAX function of the node's Op in full precision.
+    node : Apply
+    graph : FunctionGraph
+        Graph of the node.
     """
     if _multiplies(node.op):
-        return _product(run, node)
-    taken = [i for i, x in enumerate(node.inputs) if i in _rounding(node.op) and _is_rounded(x, graph)]
-    if taken:
-        run = _taking(run, taken)
-    made = [_is_rounded(output, graph) for output in node.outputs]
-    if made == [True]:
-        return lambda *inputs: _rounded(run(*inputs))
-    if any(made):
-        return lambda *inputs: [_rounded(x) if m else x for x, m in zip(run(*inputs), made, strict=True)]
+        return _multiply_in_bfloat16(run, node)
+    rounded_inputs = [
+        i for i, x in enumerate(node.inputs) if i in _rounded_positions(node.op) and _is_rounded(x, graph)
+    ]
+    if rounded_inputs:
+        run = _pass_in_bfloat16(run, rounded_inputs)
+    rounds = [_is_rounded(output, graph) for output in node.outputs]
+    if rounds == [True]:
+        return lambda *inputs: _round(run(*inputs))
+    if any(rounds):
+        return lambda *inputs: [_round(x) if r else x for x, r in zip(run(*inputs), rounds, strict=True)]
     return run
 
 
 def _multiplies(op: Any) -> bool:
-    """Return whether an Op multiplies arrays and sums products; one of our own says so."""
+    """Whether an Op computes sums of products of its first two inputs."""
     from pytensor.tensor.blas import BatchedDot
     from pytensor.tensor.blockwise import Blockwise
     from pytensor.tensor.math import Dot
@@ -64,35 +71,35 @@ def _multiplies(op: Any) -> bool:
 
 
 def _is_elementwise(op: Any) -> bool:
-    """Return whether an Op's output is written by one elementwise kernel; one of our own says so."""
+    """Whether one elementwise kernel writes an Op's output."""
     from pytensor.tensor.elemwise import Elemwise
 
     return isinstance(op, Elemwise) or getattr(op, "elementwise", False)
 
 
-def _rounding(op: Any) -> Sequence[int]:
-    """Return which inputs of an Op are rounded to bfloat16; one of our own says so."""
+def _rounded_positions(op: Any) -> Sequence[int]:
+    """Return the positions of an Op's inputs that may be rounded to bfloat16."""
     return (0, 1) if _multiplies(op) else getattr(op, "rounded", ())
 
 
 def _is_rounded(variable: Any, graph: Any) -> bool:
-    """Return whether a float32 array is rounded where it is computed."""
+    """Whether a variable is rounded where it is computed: a float32 output of an elementwise node that is a factor."""
     if getattr(variable.type, "dtype", None) != "float32" or variable in graph.outputs:
         return False
     if variable.owner is None or not _is_elementwise(variable.owner.op):
         return False
-    return any(i in _rounding(client.op) for client, i in graph.clients[variable])
+    return any(i in _rounded_positions(client.op) for client, i in graph.clients[variable])
 
 
-def _taking(run: Callable[..., Any], taken: Sequence[int]) -> Callable[..., Any]:
-    """Return an Op's function that is handed some of its inputs in bfloat16, as which they were rounded."""
+def _pass_in_bfloat16(run: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
+    """Wrap an Op's function to pass some inputs in bfloat16; their values have been rounded before."""
     import jax.numpy as jnp
 
-    return lambda *inputs: run(*[x.astype(jnp.bfloat16) if i in taken else x for i, x in enumerate(inputs)])
+    return lambda *inputs: run(*[x.astype(jnp.bfloat16) if i in positions else x for i, x in enumerate(inputs)])
 
 
-def _product(run: Callable[..., Any], node: Any) -> Callable[..., Any]:
-    """Return a product's function with factors rounded to bfloat16."""
+def _multiply_in_bfloat16(run: Callable[..., Any], node: Any) -> Callable[..., Any]:
+    """Wrap the function of a product to round its factors to bfloat16."""
     import jax.numpy as jnp
     from pytensor.tensor.blas import BatchedDot
     from pytensor.tensor.blockwise import Blockwise
@@ -113,8 +120,8 @@ def _product(run: Callable[..., Any], node: Any) -> Callable[..., Any]:
     return multiply
 
 
-def _rounded(x: Any) -> Any:
-    """Return an array rounded to bfloat16, in its own dtype."""
+def _round(x: Any) -> Any:
+    """Round an array to bfloat16 and keep its dtype."""
     import jax.numpy as jnp
 
     return x.astype(jnp.bfloat16).astype(x.dtype)

@@ -25,8 +25,8 @@ from synkhronos.compat.ops.pooling import Pool
 from synkhronos.compat.ops.rectifier import rectifier
 from synkhronos.devices import JAX
 from synkhronos.engines.xla import Executable
+from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.lowering.linker import use_length_linker
-from synkhronos.lowering.traced import Traced
 
 RNG = np.random.default_rng(0)
 #: How far a sum of products may be off, of the numbers' size: bfloat16 has 8 bits.
@@ -53,7 +53,7 @@ def executable(inputs, outputs, updates=()):
         function = pytensor.function(
             inputs, outputs, updates=list(updates), mode=use_length_linker("JAX"), on_unused_input="ignore"
         )
-    return Executable([Traced(function, len(inputs), JAX)])
+    return Executable([JaxFunction(function, len(inputs), JAX)])
 
 
 def in_precision(name, inputs, outputs, values):

@@ -1,0 +1,153 @@
+"""Compiled PyTensor functions as functions of JAX arrays, for XLA to trace.
+
+PyTensor's compiled function is used for its graph and its storages.  An engine calls the JAX function itself: it may
+fuse several of them with an all-reduce into one program, and donates the arrays that are updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from synkhronos.devices import Device
+from synkhronos.lowering.precision import computes_in_bfloat16, round_to_bfloat16
+from synkhronos.lowering.random_keys import KEY, share_key_storage
+from synkhronos.lowering.scatter import add_in_copies
+
+if TYPE_CHECKING:  # it imports PyTensor, and the engines import this module with Theano too
+    from synkhronos.lowering.lengths import StaticLengthGraph
+
+
+class JaxFunction:
+    """A PyTensor function, compiled in JAX mode, as a function of JAX arrays on a device.
+
+    Parameters
+    ----------
+    function : Function
+        The compiled function.
+    n_inputs : int
+        Number of its inputs that are passed in a call; all further inputs are shared variables.
+    device : Device
+        Owner of the arrays.
+
+    Attributes
+    ----------
+    storages : list of list
+        Storages of the shared variables, each a list of one.  Functions that share a variable have the same list.
+    cells : list of list
+        Storage for each result: a list of its own for an output, one of `storages` for an update.
+    n_outputs : int
+        Number of outputs; the results behind them are updates.
+    types : list
+        PyTensor's types of the outputs.
+    donated : list of list
+        The items of `storages` whose arrays a launch may overwrite.
+    length_graph : StaticLengthGraph or None
+        Computes the lengths that follow from the values of inputs.
+    run : callable
+        Takes the inputs, the values in `storages` and the lengths; returns a value for each of `cells`.
+    """
+
+    def __init__(self, function: Any, n_inputs: int, device: Device):
+        self.n_inputs = n_inputs
+        self._thunk, self._graph = thunk, graph = function.vm, function.maker.fgraph
+        specs = function.maker.expanded_inputs
+        generators = {i: storage[0] for i, storage in enumerate(thunk.inputs) if isinstance(storage[0], dict)}
+        inputs = [share_key_storage(spec.value, storage) for spec, storage in zip(specs, thunk.inputs, strict=True)]
+        new_generators = {i for i, j in graph.update_mapping.items() if j in generators}
+        self.storages: list[list[Any]] = inputs[n_inputs:]
+        self.cells: list[list[Any]] = [[None] for _ in graph.outputs]
+        for position, j in graph.update_mapping.items():
+            self.cells[position] = inputs[j]
+        self.n_outputs = len(graph.outputs) - len(graph.update_mapping)
+        self.types = [output.type for output in graph.outputs[: self.n_outputs]]
+        updated = {id(cell) for cell in self.cells[self.n_outputs :]}
+        self.donated = [
+            storage
+            for storage in self.storages
+            if id(storage) in updated and (isinstance(storage[0], np.ndarray) or device.holds(storage[0]))
+        ]
+        self.length_graph: StaticLengthGraph | None = thunk.jit_fn.length_graph
+        run = (
+            _convert_graph(graph, thunk.storage_map)
+            if self.length_graph is None
+            else _convert_graph(self.length_graph.graph, {})
+        )
+        self.run = _pass_keys_only(run, generators, new_generators)
+
+    def compute_lengths(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        """Return the lengths that `run` takes, for the values of the inputs."""
+        values = [*inputs, *[storage[0] for storage in self.storages]]
+        return () if self.length_graph is None else self.length_graph.compute_lengths(values)
+
+    def explain(self) -> None:
+        """Raise the current exception again, with PyTensor's description of where in the graph it arose."""
+        from pytensor.link.utils import raise_with_op
+
+        node = next((output.owner for output in self._graph.outputs if output.owner is not None), None)
+        if node is not None:
+            raise_with_op(self._graph, node, self._thunk)
+
+
+def _pass_keys_only(
+    run: Callable[..., Any], generators: dict[int, dict[str, Any]], new_generators: set[int]
+) -> Callable[..., Any]:
+    """Wrap a function that takes and returns dicts of random generators by one that takes and returns their keys.
+
+    The other five numbers of PyTensor's dict are not used, and would be copied at each launch.
+
+    Parameters
+    ----------
+    run : callable
+    generators : dict of int to dict
+        The dicts by their positions among the arguments.
+    new_generators : set of int
+        Positions of updated dicts among the results.
+    """
+
+    def run_by_keys(*arguments: Any) -> tuple[Any, ...]:
+        with_dicts = [{**generators[i], KEY: a} if i in generators else a for i, a in enumerate(arguments)]
+        return tuple(result[KEY] if i in new_generators else result for i, result in enumerate(run(*with_dicts) or ()))
+
+    return run_by_keys
+
+
+def _convert_graph(graph: Any, storage_map: Any) -> Callable[..., Any]:
+    """Convert a graph to a function of JAX arrays in which every value has its variable's dtype.
+
+    PyTensor's own conversion follows JAX's type promotion, by which a float32 divided by a length is a float64, and so
+    are all values computed from it, such as the gradient of a mean.
+    """
+    from pytensor.link.jax.dispatch import jax_funcify, jax_typify
+    from pytensor.link.utils import fgraph_to_python
+
+    from synkhronos.lowering.linker import to_strong_array
+
+    in_bfloat16 = computes_in_bfloat16()
+
+    def convert(op: Any, node: Any = None, **kwargs: Any) -> Any:
+        run = jax_funcify(op, node=node, **kwargs)
+        if node is None or not callable(run):
+            return run
+        run = add_in_copies(run, node)
+        if in_bfloat16:
+            run = round_to_bfloat16(run, node, graph)
+        dtypes = [getattr(output.type, "dtype", None) for output in node.outputs]
+        if len(dtypes) == 1:
+            return lambda *inputs: _cast(run(*inputs), dtypes[0])
+        return lambda *inputs: tuple(map(_cast, run(*inputs), dtypes))
+
+    converted: Callable[..., Any] = fgraph_to_python(
+        graph, convert, type_conversion_fn=jax_typify, fgraph_name="synkhronos_graph", storage_map=storage_map
+    )
+    dtypes = [getattr(output.type, "dtype", None) for output in graph.outputs]
+    return lambda *inputs: tuple(map(to_strong_array, converted(*inputs) or (), dtypes))
+
+
+def _cast(value: Any, dtype: str | None) -> Any:
+    """Cast an array to a dtype; return any other value unchanged."""
+    if dtype is None or not hasattr(value, "astype") or value.dtype == dtype:
+        return value
+    return value.astype(dtype)
