@@ -70,7 +70,7 @@ def main() -> None:
         index = rng.permutation(len(data))[: rows * count]
         f(data, batch=index)
         assert (synk.get_value(0, last) == data[index[rows - 1]]).all()
-        copy = Copy(data.location(), rows, nbytes)
+        copy = Copy(data._location(), rows, nbytes)
 
         def by_index(index: np.ndarray = index) -> None:
             f(data, batch=index)

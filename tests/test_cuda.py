@@ -715,7 +715,7 @@ def test_pages_are_unlocked_before_they_are_unmapped(fork, staging):
     fork(2)
     rank = ranks.session().rank
     arrays = [synk.data(np.ones(n)) for n in (10, 5000, 3)]
-    keys = [array.location().key for array in arrays]
+    keys = [array._location().key for array in arrays]
     for key in keys:
         assert staging.locked(rank, key) == staging.locked(rank, key)
     assert len(staging.driver.locked) == len(rank.segments.at_drop) + 2 == 3
@@ -780,5 +780,5 @@ def test_a_segment_that_could_not_be_locked_is_forgotten(fork, staging, monkeypa
 
     monkeypatch.setattr(staging, "lock", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        staging.locked(rank, array.location().key)
+        staging.locked(rank, array._location().key)
     assert not staging.driver.locked and not staging._locked

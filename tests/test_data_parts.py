@@ -12,7 +12,7 @@ from library import HOSTS, few, tensor
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.data.parts import PartsData, batches
+from synkhronos.data.parts import PartsData, iterate_shuffled
 from synkhronos.data.rows import get_share
 
 pytestmark = [
@@ -33,7 +33,7 @@ def doubled():
 def test_some_of_very_many_rows_are_read_without_counting_all():
     """As on the first of several hosts: rows' numbers would take 8 TB here."""
     x = PartsData.__new__(PartsData)
-    x._session, x._ndim, x.origin, x.here = SimpleNamespace(closed=None), 1, "x", range(10)
+    x._session, x._ndim, x._origin, x.here = SimpleNamespace(closed=None), 1, "x", range(10)
     x._array = np.broadcast_to(7.0, 10**12)
     assert x[5:8].tolist() == [7, 7, 7] and not len(x[5:5])
     with pytest.raises(IndexError, match="x: this host has rows 0 to 9 of 1,000,000,000,000; others have the rest"):
@@ -80,7 +80,7 @@ def test_batches_lie_where_they_are_needed(counts, data):
     by_host = [range(sum(counts[:h]), sum(counts[: h + 1])) for h in range(len(counts))]
     length = data.draw(st.integers(n, 200))
     size = data.draw(st.integers(n, length))
-    found = list(batches(length, size, by_host, seed=3))
+    found = list(iterate_shuffled(length, size, by_host, seed=3))
     seen = np.concatenate(found) if found else np.empty(0, int)
     assert len(seen) == len(set(seen.tolist())) == size * len(found)
     for batch in found:
@@ -90,7 +90,9 @@ def test_batches_lie_where_they_are_needed(counts, data):
                 assert set(batch[get_share(size, n, r)].tolist()) <= set(held)
     if len(counts) == 1:  # no more rows are left out than must be
         assert len(found) == length // size
-    assert all(np.array_equal(a, b) for a, b in zip(found, batches(length, size, by_host, seed=3), strict=True))
+    assert all(
+        np.array_equal(a, b) for a, b in zip(found, iterate_shuffled(length, size, by_host, seed=3), strict=True)
+    )
 
 
 def test_it_can_t_be_changed_and_can_be_freed(fork):

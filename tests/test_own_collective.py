@@ -1,4 +1,4 @@
-"""A collective of one's own: a command that every rank runs, and a function that checks and sends it."""
+"""A collective of a user: a command that every rank runs, and a function that checks arguments and sends it."""
 
 from dataclasses import dataclass
 
@@ -8,37 +8,37 @@ from library import shared
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.collectives.arguments import mirrored, named
+from synkhronos.collectives.arguments import check_variables, get_mirror_keys
 from synkhronos.collectives.commands import Copies
 from synkhronos.devices import HOST
 from synkhronos.ranks import Command
 
-pytestmark = pytest.mark.new_ranks  # which know of the command
+pytestmark = pytest.mark.new_ranks  # workers that have imported the command
 
 
 # collective begins
 @dataclass(frozen=True, slots=True)
 class Rotate(Command):
-    """Give every rank the value of the rank before it."""
+    """Set every rank's variables to the values of the rank before it."""
 
     keys: tuple
 
     def run(self, rank):
-        copies = Copies(rank, self.keys)  # all ranks see all shapes now
+        copies = Copies(rank, self.keys)  # exchanges the shapes
         for i in range(len(self.keys)):
-            copies.check_equal(i, "rotate")
+            copies.check_equal_shapes(i, "rotate")
         for i in range(len(self.keys)):
-            out = [np.empty(*layout) for layout in copies.of(i)]
-            HOST.communicator(rank).gather(copies.readable(i, HOST), None, copies.of(i), out)
-            copies.put(i, copies.homes[i].from_host(out[rank.number - 1]))
+            out = [np.empty(*layout) for layout in copies.get_layouts(i)]
+            HOST.communicator(rank).gather(copies.get_contiguous(i, HOST), None, copies.get_layouts(i), out)
+            copies.replace(i, copies.devices[i].from_host(out[rank.number - 1]))
 
 
 def rotate(shared_vars):
     session = ranks.session()
     with session.turn:
         session.settle()
-        variables, _ = named(session, shared_vars)
-        session.run(Rotate(mirrored(session, variables)))
+        variables, _ = check_variables(session, shared_vars)
+        session.run(Rotate(get_mirror_keys(session, variables)))
 
 
 # collective ends

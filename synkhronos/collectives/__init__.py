@@ -1,13 +1,7 @@
-"""What do shared variables hold on each rank?
+"""Collectives over shared variables, of which every rank has its own copy.
 
-`broadcast`, `scatter`, `gather`, `all_gather`, `reduce`, `all_reduce`
-    Collectives over shared variables.
-`set_value`, `get_value`
-    One rank's copy.
-`get_lengths`, `get_shapes`
-    What shapes there are.
-
-They stand in `calls`, which checks arguments with `arguments` and runs `commands` on all ranks.
+The functions in `calls` check their arguments in the master (`arguments`) before any rank starts.  Then they run one
+command on all ranks (`commands`).
 """
 
 from synkhronos.collectives.calls import (

@@ -1,17 +1,7 @@
-"""Checks the arguments of collectives, in the master, before anything is sent.
+"""Checks of the arguments of collectives, in the master and before anything is sent.
 
-`named`
-    The shared variables that a collective names.
-`mirrored`
-    The keys by which the workers know them.
-`one_each`, `stage`, `check_shape`
-    Values for them, in shared memory.
-`is_state`, `check_stream`
-    Random generators among them, and values for these.
-`everything`, `as_rows`, `shares`
-    Which rows of the values.
-`op_name`, `op_word`, `check_suits`
-    Reductions.
+Values are put into shared memory as `Data`, and selections of rows as ranges or shared index arrays, so that commands
+carry descriptions and no arrays.
 """
 
 from __future__ import annotations
@@ -32,25 +22,41 @@ from synkhronos.graphs.mirror import Mirror, is_declared
 from synkhronos.ranks import Session, SharedArray, WeakKeys
 
 
-class _NamedBefore(WeakKeys[Any, bool]):
-    """Shared variables that have been checked."""
+class _CheckedVariables(WeakKeys[Any, bool]):
+    """Shared variables that an earlier collective has checked."""
 
 
-def named(session: Session, shared_vars: Any, generators: bool = False) -> tuple[list[Any], bool]:
-    """Return the shared variables that a collective names, and whether one was given rather than a list.
+def check_variables(session: Session, shared_vars: Any, allow_generators: bool = False) -> tuple[list[Any], bool]:
+    """Check the shared variables of a collective.
 
-    ``generators`` says whether random generators may be among them.
+    Parameters
+    ----------
+    session : Session
+    shared_vars : shared variable, or list of them
+    allow_generators : bool
+        Whether random generators are allowed.
+
+    Returns
+    -------
+    variables : list of shared variable
+    is_single : bool
+        Whether the argument was one variable rather than a list.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If one is no shared variable of arrays, is used by no function, or is given twice.
     """
-    single = not isinstance(shared_vars, list | tuple)
-    variables = [shared_vars] if single else list(shared_vars)
+    is_single = not isinstance(shared_vars, list | tuple)
+    variables = [shared_vars] if is_single else list(shared_vars)
     if not variables:
         raise ValueError("shared_vars: expected at least one shared variable, got an empty list")
     mirror = Mirror.of(session)
-    seen = session.registry.get(_NamedBefore)
+    checked = session.registry.get(_CheckedVariables)
     try:
-        if single and shared_vars in seen:  # a training loop's gradients, say
-            return variables, single
-    except TypeError:  # no variable at all
+        if is_single and shared_vars in checked:  # such as a training loop's gradients
+            return variables, is_single
+    except TypeError:  # not a variable
         pass
     for variable in variables:
         try:
@@ -60,7 +66,7 @@ def named(session: Session, shared_vars: Any, generators: bool = False) -> tuple
         if not library.is_shared(variable):
             raise TypeError(f"shared_vars: expected shared variables, got {variable!r}")
         if library.is_generator(variable):
-            if not generators:
+            if not allow_generators:
                 raise TypeError(
                     f"shared_vars: {called(variable)} is a random generator, which only broadcast(), gather(), "
                     "set_value() and get_value() take"
@@ -78,15 +84,15 @@ def named(session: Session, shared_vars: Any, generators: bool = False) -> tuple
         raise ValueError("shared_vars: a shared variable is given twice")
     for variable in variables:
         if not library_of(variable).is_generator(variable):
-            seen[variable] = True
-    return variables, single
+            checked[variable] = True
+    return variables, is_single
 
 
-def mirrored(session: Session, variables: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the keys by which the workers know variables; send them those that they don't have yet.
+def get_mirror_keys(session: Session, variables: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the keys of variables among the ranks' objects, after sending the variables that the workers lack.
 
-    To be called when all arguments have been checked: from now on the workers' copies are their own, which a call that
-    is refused must not bring about.
+    It is called after all arguments have been checked: a call that raises must not give the workers copies of their
+    own.
     """
     mirror = Mirror.of(session)
     missing = [variable for variable in variables if mirror.key(variable) is None]
@@ -95,95 +101,104 @@ def mirrored(session: Session, variables: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(mirror.key(variable) for variable in variables)
 
 
-def is_state(variable: Any) -> bool:
-    """Whether a shared variable is a random generator whose value is no array."""
+def is_generator_object(variable: Any) -> bool:
+    """Whether a shared variable is a random generator whose value is an object rather than an array."""
     library = library_of(variable)
     return library.is_generator(variable) and not library.is_array(variable)
 
 
 def check_stream(session: Session, variable: Any, value: Any, moves: bool) -> None:
-    """Refuse a value that a random generator can't take, or that can't be moved apart for the ranks."""
+    """Raise TypeError or ValueError if a value is not a valid state of a random generator.
+
+    Parameters
+    ----------
+    moves : bool
+        Whether the state has to be one that can be moved apart for the ranks.
+    """
     try:
         library_of(variable).check_stream(variable, value, moves and session.size > 1)
     except (TypeError, ValueError) as error:
         raise type(error)(f"values: {called(variable)}: {error}") from None
 
 
-def one_each(values: Any, variables: Sequence[Any], single: bool) -> list[Any]:
-    """Return a list with one value for each variable."""
-    return [values] if single else listed(values, "values", len(variables), "values, one for each shared variable")
+def match_values(values: Any, variables: Sequence[Any], is_single: bool) -> list[Any]:
+    """Return a list with one value for each variable; raise TypeError or ValueError for another number of values."""
+    return [values] if is_single else listed(values, "values", len(variables), "values, one for each shared variable")
 
 
-def stage(session: Session, variable: Any, value: Any) -> Data:
-    """Return a value as Data of the variable's dtype and dimensions: itself, or a copy in shared memory."""
+def as_data(session: Session, variable: Any, value: Any) -> Data:
+    """Return a value as Data of the variable's dtype and number of dimensions; other arrays are copied."""
     if isinstance(value, Data):
-        value.check_session(session, "values")
+        value._check_session(session, "values")
         if value.dtype != variable.type.dtype or value.ndim != variable.type.ndim:
             raise TypeError(
                 f"values: {called(variable)} needs {variable.type.dtype} of {variable.type.ndim} dimensions, got Data "
                 f"of {value.dtype} and {value.ndim} dimensions"
             )
         return value
-    return Data.holding(_filtered(variable, value))
+    return Data._from_array(_convert(variable, value))
 
 
-def _filtered(variable: Any, value: Any) -> np.ndarray:
-    """Return a value as the variable's own ``set_value`` would take it.
+def _convert(variable: Any, value: Any) -> np.ndarray:
+    """Return a value as an array that the variable's ``set_value`` accepts, apart from its shape.
 
-    Of any shape: which rows of it a rank gets, and whether the variable takes so many, is not known yet.
+    The shape is checked later, by `check_shape`, as a rank may get some of the rows.
     """
     check_dense(value, f"values: {called(variable)}")
-    of_any_shape = library_of(variable).tensor.TensorType(variable.type.dtype, (False,) * variable.type.ndim)
+    any_shape = library_of(variable).tensor.TensorType(variable.type.dtype, (False,) * variable.type.ndim)
     try:
-        return library_of(variable).filter(of_any_shape, value, allow_downcast=variable.container.allow_downcast)
+        return library_of(variable).filter(any_shape, value, allow_downcast=variable.container.allow_downcast)
     except (TypeError, ValueError, AttributeError) as error:
         wrong = ValueError if isinstance(error, ValueError) else TypeError
         raise wrong(f"values: {called(variable)} can't take {type(value).__name__}: {error}") from None
 
 
 def check_shape(variable: Any, shape: tuple[int, ...]) -> None:
-    """Refuse a shape that the variable's type doesn't allow."""
+    """Raise ValueError if the variable's type doesn't allow a shape."""
     if not library_of(variable).accepts(variable, shape):
         raise ValueError(f"values: {called(variable)} of type {variable.type} can't take shape {shape}")
 
 
-def op_name(op: Any, variables: Sequence[Any]) -> str:
-    """Return the name of a reduction that makes sense for all the variables."""
-    op = op_word(op)
+def check_op(op: Any, variables: Sequence[Any]) -> str:
+    """Return the name of a reduction; raise TypeError or ValueError if it is not defined for all variables."""
+    op = parse_op(op)
     for variable in variables:
-        check_suits(op, np.dtype(variable.type.dtype), called(variable))
+        check_op_dtype(op, np.dtype(variable.type.dtype), called(variable))
     return op
 
 
-def check_suits(op: str, dtype: np.dtype, of: str) -> None:
-    """Refuse a reduction that is not of the dtype of what is reduced."""
+def check_op_dtype(op: str, dtype: np.dtype, name: str) -> None:
+    """Raise ValueError if a reduction is not defined for the dtype of the array called ``name``."""
     if not REDUCTIONS[op].suits(dtype):
-        *others, last = [repr(name) for name in of_collectives() if REDUCTIONS[name].suits(dtype)]
-        raise ValueError(f"op: {op!r} of {of} is not defined for dtype {dtype}; choose {', '.join(others)} or {last}")
+        *others, last = [repr(each) for each in of_collectives() if REDUCTIONS[each].suits(dtype)]
+        raise ValueError(f"op: {op!r} of {name} is not defined for dtype {dtype}; choose {', '.join(others)} or {last}")
 
 
-def op_word(op: Any) -> str:
-    """Return the name of a reduction of collectives."""
+def parse_op(op: Any) -> str:
+    """Return the name of a reduction; raise TypeError or ValueError if collectives have none of this name."""
     return one_of(op, "op", of_collectives())
 
 
-def everything(value: Data) -> range:
-    """Return all rows of a value, as `Assign` takes them."""
+def select_all(value: Data) -> range:
+    """Return the selection of all rows of a value; a scalar counts as one row."""
     return range(len(value)) if value.ndim else range(1)
 
 
-def as_rows(selection: Selection, kept: list[Data]) -> range | SharedArray:
-    """Return a selection as a command can carry it; ``kept`` takes what must live until the command has run."""
+def share_selection(selection: Selection, buffers: list[Data]) -> range | SharedArray:
+    """Return a selection in a form that a command can carry: indexes are put into shared memory.
+
+    The new Data object is appended to ``buffers``: the caller keeps this list until the command has run.
+    """
     if isinstance(selection, range):
         return selection
-    index = Data.holding(selection)
-    kept.append(index)
-    return index.location()
+    index = Data._from_array(selection)
+    buffers.append(index)
+    return index._location()
 
 
-def shares(selection: Selection, size: int, kept: list[Data]) -> list[range | SharedArray]:
-    """Return each rank's share of a selection, as commands can carry it."""
-    rows, parts = as_rows(selection, kept), [get_share(len(selection), size, r) for r in range(size)]
+def share_by_rank(selection: Selection, size: int, buffers: list[Data]) -> list[range | SharedArray]:
+    """Return each rank's share of a selection, as `share_selection` does."""
+    rows, bounds = share_selection(selection, buffers), [get_share(len(selection), size, r) for r in range(size)]
     if isinstance(rows, range):
-        return [rows[part] for part in parts]
-    return [rows.part(part.start, part.stop) for part in parts]
+        return [rows[each] for each in bounds]
+    return [rows.part(each.start, each.stop) for each in bounds]

@@ -1,6 +1,7 @@
-"""The collectives, as users call them.
+"""Collectives as users call them.
 
-Each takes one shared variable or a list or tuple of them, checks its arguments, and runs one command on all ranks.
+Each function takes one shared variable, or a list or tuple of them.  It checks its arguments and runs one command on
+all ranks, or two if random generators are among the variables.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ from typing import Any
 from synkhronos import ranks
 from synkhronos.checks import called, flag, index, integer
 from synkhronos.collectives.arguments import (
-    as_rows,
+    as_data,
+    check_op,
     check_shape,
     check_stream,
-    everything,
-    is_state,
-    mirrored,
-    named,
-    one_each,
-    op_name,
-    shares,
-    stage,
+    check_variables,
+    get_mirror_keys,
+    is_generator_object,
+    match_values,
+    select_all,
+    share_by_rank,
+    share_selection,
 )
 from synkhronos.collectives.commands import (
     AllGather,
@@ -41,22 +42,22 @@ from synkhronos.ranks import Session, WeakKeys
 
 
 def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
-    """Give all ranks the master's value, or another.
+    """Set shared variables on all ranks to the master's value, or to a given one.
 
     Parameters
     ----------
     shared_vars : shared variable, or list of them
     values : array_like or Data, or list of these, optional
-        The value to give; by default the master's own.  For a random generator what its variable holds
-        (`numpy.random.Generator`, or with Theano a `numpy.random.RandomState` or the state of MRG streams): the master
-        goes on from there, and the workers from places that are moved apart from it.
+        Values for the variables.  Default: the master's.  The value of a random generator is what its variable holds: a
+        `numpy.random.Generator`, or with Theano a `numpy.random.RandomState` or the state of MRG streams.  The master
+        continues from this state, and the workers from states that are moved apart from it.
     nccl : bool
-        Whether arrays on GPUs travel by NCCL rather than through host memory.
+        Whether arrays on GPUs are transferred by NCCL rather than through host memory.
 
     Raises
     ------
     TypeError, ValueError
-        For wrong arguments; nothing is changed then.
+        For wrong arguments.  No variable is changed.
 
     Examples
     --------
@@ -73,50 +74,54 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
     with session.turn:
         session.settle()
         nccl = flag(nccl, "nccl")
-        variables, single = named(session, shared_vars, generators=True)
+        variables, is_single = check_variables(session, shared_vars, allow_generators=True)
         generators = [v for v in variables if library_of(v).is_generator(v)]
         arrays = [v for v in variables if not library_of(v).is_generator(v)]
         staged = None
         if values is None:
-            places = [library_of(v).stream(v) for v in generators]
+            states = [library_of(v).stream(v) for v in generators]
         else:
-            pairs = list(zip(variables, one_each(values, variables, single), strict=True))
-            places = [value for v, value in pairs if library_of(v).is_generator(v)]
-            staged = [stage(session, v, value) for v, value in pairs if not library_of(v).is_generator(v)]
+            pairs = list(zip(variables, match_values(values, variables, is_single), strict=True))
+            states = [value for v, value in pairs if library_of(v).is_generator(v)]
+            staged = [as_data(session, v, value) for v, value in pairs if not library_of(v).is_generator(v)]
             for variable, value in zip(arrays, staged, strict=True):
                 check_shape(variable, value.shape)
-        for variable, place in zip(generators, places, strict=True):
-            check_stream(session, variable, place, moves=True)
+        for variable, state in zip(generators, states, strict=True):
+            check_stream(session, variable, state, moves=True)
         if generators:
-            keys = mirrored(session, generators)
+            keys = get_mirror_keys(session, generators)
             restarted(session, generators)
-            session.run(SetStreams(keys, places))
+            session.run(SetStreams(keys, states))
         if not arrays:
             return
         if staged is None:
-            session.run(Broadcast(mirrored(session, arrays), nccl))
+            session.run(Broadcast(get_mirror_keys(session, arrays), nccl))
             return
-        rows = tuple(everything(value) for value in staged)
-        locations = tuple(value.location() for value in staged)
-        session.run(Assign(mirrored(session, arrays), locations, (rows,) * session.size))
+        rows = tuple(select_all(value) for value in staged)
+        locations = tuple(value._location() for value in staged)
+        session.run(Assign(get_mirror_keys(session, arrays), locations, (rows,) * session.size))
 
 
 def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
-    """Split the rows of values, and give each rank its part.
+    """Divide the rows of values among the ranks: each rank's variable is set to its share.
 
     Parameters
     ----------
     shared_vars : shared variable, or list of them
     values : array_like or Data, or list of these
-        Of at least one dimension.
+        Arrays of at least one dimension.
     batch : int, slice, list of int, or array of int or bool, optional
-        Which rows to use.  They are picked before the split, which gives each rank a run of neighbouring rows, in rank
-        order and as evenly as possible.
+        Rows to use: a number of rows from the first, a slice, indexes or a mask.  Default: all rows.  They are selected
+        before they are divided.
 
     Raises
     ------
     TypeError, ValueError, IndexError
-        For wrong arguments; nothing is changed then.
+        For wrong arguments.  No variable is changed.
+
+    Notes
+    -----
+    Each rank gets a contiguous run of the selected rows, in rank order, as evenly as possible.
 
     Examples
     --------
@@ -132,26 +137,25 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
     session = ranks.session()
     with session.turn:
         session.settle()
-        variables, single = named(session, shared_vars)
-        each = one_each(values, variables, single)
+        variables, is_single = check_variables(session, shared_vars)
         staged: list[Data] = []
-        for variable, value in zip(variables, each, strict=True):
+        for variable, value in zip(variables, match_values(values, variables, is_single), strict=True):
             if variable.type.ndim == 0:
                 raise ValueError(f"shared_vars: {called(variable)} has no rows to scatter")
-            staged.append(stage(session, variable, value))
+            staged.append(as_data(session, variable, value))
         selections = [select(batch, len(value)) for value in staged]
         for variable, value, selection in zip(variables, staged, selections, strict=True):
             for r in range(session.size):
-                part = get_share(len(selection), session.size, r)
-                check_shape(variable, (part.stop - part.start, *value.shape[1:]))
-        locations = tuple(value.location() for value in staged)
-        kept: list[Data] = []
-        by_variable = [shares(selection, session.size, kept) for selection in selections]
-        session.run(Assign(mirrored(session, variables), locations, tuple(zip(*by_variable, strict=True))))
+                bounds = get_share(len(selection), session.size, r)
+                check_shape(variable, (bounds.stop - bounds.start, *value.shape[1:]))
+        locations = tuple(value._location() for value in staged)
+        buffers: list[Data] = []
+        by_variable = [share_by_rank(selection, session.size, buffers) for selection in selections]
+        session.run(Assign(get_mirror_keys(session, variables), locations, tuple(zip(*by_variable, strict=True))))
 
 
 def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
-    """Return all ranks' values.
+    """Return all ranks' values of shared variables.
 
     Parameters
     ----------
@@ -159,14 +163,14 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
     nd_up : int
         1 to stack them on a new axis 0, 0 to join them along axis 0.
     nccl : bool
-        Whether arrays on GPUs travel by NCCL rather than through host memory.
+        Whether arrays on GPUs are transferred by NCCL rather than through host memory.
 
     Returns
     -------
     ndarray, or list of ndarray
-        In rank order.  If the shapes don't allow one array, a list with an array for each rank.  For a random
-        generator, a list with a `numpy.random.Generator` or `numpy.random.RandomState` for each rank.  For a list of
-        variables, a list of these.
+        Values in rank order.  If their shapes don't fit into one array, a list with an array for each rank.  For a
+        random generator, a list with a `numpy.random.Generator` or `numpy.random.RandomState` for each rank.  For a
+        list of variables, a list of these.
 
     Examples
     --------
@@ -186,29 +190,30 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
         if nd_up not in (0, 1):
             raise ValueError(f"nd_up: expected 0 or 1, got {nd_up}")
         nccl = flag(nccl, "nccl")
-        variables, single = named(session, shared_vars, generators=True)
-        arrays, states = [v for v in variables if not is_state(v)], [v for v in variables if is_state(v)]
-        gathered = session.run(Gather(mirrored(session, arrays), nd_up, nccl)) if arrays else []
+        variables, is_single = check_variables(session, shared_vars, allow_generators=True)
+        arrays = [v for v in variables if not is_generator_object(v)]
+        states = [v for v in variables if is_generator_object(v)]
+        gathered = session.run(Gather(get_mirror_keys(session, arrays), nd_up, nccl)) if arrays else []
         if states:
-            by_rank = session.run(GetStreams(mirrored(session, states)))
+            by_rank = session.run(GetStreams(get_mirror_keys(session, states)))
             gathered += [list(each) for each in zip(*by_rank, strict=True)]
-    return _in_order(variables, [*arrays, *states], gathered, single)
+    return _restore_order(variables, [*arrays, *states], gathered, is_single)
 
 
 def all_gather(shared_vars: Any, nccl: bool = True) -> None:
-    """Give every rank all ranks' values, joined along axis 0 in rank order.
+    """Set shared variables on every rank to all ranks' values, joined along axis 0 in rank order.
 
     Parameters
     ----------
     shared_vars : shared variable, or list of them
-        Of at least one dimension.
+        Variables of at least one dimension.
     nccl : bool
-        Whether arrays on GPUs travel by NCCL rather than through host memory.
+        Whether arrays on GPUs are transferred by NCCL rather than through host memory.
 
     Raises
     ------
     ValueError
-        If lengths differ elsewhere than along axis 0; nothing is changed then.
+        If lengths along other axes than 0 differ between ranks.  No variable is changed.
 
     Examples
     --------
@@ -226,8 +231,8 @@ def all_gather(shared_vars: Any, nccl: bool = True) -> None:
     with session.turn:
         session.settle()
         nccl = flag(nccl, "nccl")
-        variables, _ = named(session, shared_vars)
-        session.run(AllGather(mirrored(session, variables), nccl))
+        variables, _ = check_variables(session, shared_vars)
+        session.run(AllGather(get_mirror_keys(session, variables), nccl))
 
 
 def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool = True) -> Any:
@@ -237,21 +242,21 @@ def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool 
     ----------
     shared_vars : shared variable, or list of them
     op : str
-        "avg", "sum", "prod", "min" or "max", elementwise and in rank order.
+        "avg", "sum", "prod", "min" or "max", applied elementwise and in rank order.
     in_place : bool
-        Whether the master's variable takes the result; if not, it is returned and no variable changes.
+        Whether the master's variable is set to the result.  If not, the result is returned and no variable changes.
     nccl : bool
-        Whether arrays on GPUs travel by NCCL rather than through host memory.
+        Whether arrays on GPUs are transferred by NCCL rather than through host memory.
 
     Returns
     -------
     None, or ndarray, or list of ndarray
-        None with ``in_place``.
+        The reduction; None with ``in_place``.
 
     Raises
     ------
     ValueError
-        If shapes differ between ranks, naming each rank's; nothing is changed then.
+        If shapes differ between ranks; the message has each rank's.  No variable is changed.
 
     Examples
     --------
@@ -267,12 +272,13 @@ def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool 
     with session.turn:
         session.settle()
         in_place, nccl = flag(in_place, "in_place"), flag(nccl, "nccl")
-        variables, single = named(session, shared_vars)
-        op = op_name(op, variables)
-        results = session.run(Reduce(mirrored(session, variables), op, "master" if in_place else "returned", nccl))
+        variables, is_single = check_variables(session, shared_vars)
+        op = check_op(op, variables)
+        destination = "master" if in_place else "returned"
+        results = session.run(Reduce(get_mirror_keys(session, variables), op, destination, nccl))
     if in_place:
         return None
-    return results[0] if single else results
+    return results[0] if is_single else results
 
 
 def all_reduce(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
@@ -282,14 +288,14 @@ def all_reduce(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
     ----------
     shared_vars : shared variable, or list of them
     op : str
-        "avg", "sum", "prod", "min" or "max", elementwise and in rank order, so that every rank has the same bits.
+        "avg", "sum", "prod", "min" or "max", applied elementwise and in rank order: every rank gets the same bits.
     nccl : bool
-        Whether arrays on GPUs travel by NCCL rather than through host memory.
+        Whether arrays on GPUs are transferred by NCCL rather than through host memory.
 
     Raises
     ------
     ValueError
-        If shapes differ between ranks, naming each rank's; nothing is changed then.
+        If shapes differ between ranks; the message has each rank's.  No variable is changed.
 
     Examples
     --------
@@ -306,46 +312,46 @@ def all_reduce(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
     with session.turn:
         session.settle()
         nccl = flag(nccl, "nccl")
-        session.run(all_reduce_command(session, shared_vars, op, nccl))
+        session.run(get_all_reduce_command(session, shared_vars, op, nccl))
 
 
-class _AllReduces(WeakKeys[Any, dict[Any, Reduce]]):
-    """The commands of `all_reduce` that were checked before, by variable, op and way."""
+class _AllReduceCommands(WeakKeys[Any, dict[Any, Reduce]]):
+    """Commands of `all_reduce` that were checked before, by variable, op and ``nccl``."""
 
 
-def all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bool) -> Reduce:
-    """Return the command of `all_reduce`: the one that was checked before where a training loop asks for it again."""
-    commands = session.registry.get(_AllReduces)
+def get_all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bool) -> Reduce:
+    """Return the command of `all_reduce`, cached for a single variable: a training loop runs it in each step."""
+    commands = session.registry.get(_AllReduceCommands)
     try:
         known = commands.get(shared_vars) or {}
         command = known.get((op, nccl))
-    except TypeError:  # a list of variables, or what is none
+    except TypeError:  # a list, or not a variable
         known, command = {}, None
     if command is None:
-        variables, single = named(session, shared_vars)
-        checked = op_name(op, variables)
-        command = Reduce(mirrored(session, variables), checked, "everywhere", nccl)
-        if single:
+        variables, is_single = check_variables(session, shared_vars)
+        checked = check_op(op, variables)
+        command = Reduce(get_mirror_keys(session, variables), checked, "all", nccl)
+        if is_single:
             commands[shared_vars] = {**known, (op, nccl): command}
     return command
 
 
 def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> None:
-    """Set one rank's copy.
+    """Set one rank's copy of shared variables.
 
     Parameters
     ----------
     rank : int
     shared_vars : shared variable, or list of them
     values : array_like or Data, or list of these
-        For a random generator a value as its variable holds it (see `broadcast`), from which the rank goes on.
+        Values for the variables.  From the state of a random generator (see `broadcast`) the rank continues.
     batch : int, slice, list of int, or array of int or bool, optional
-        Which rows of the values.
+        Rows of the values to use.  Default: all rows.
 
     Raises
     ------
     TypeError, ValueError, IndexError
-        For wrong arguments; nothing is changed then.
+        For wrong arguments.  No variable is changed.
 
     Examples
     --------
@@ -362,32 +368,32 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
     with session.turn:
         session.settle()
         rank = index(rank, "rank", session.size)
-        variables, single = named(session, shared_vars, generators=True)
-        pairs = list(zip(variables, one_each(values, variables, single), strict=True))
-        states = [(variable, value) for variable, value in pairs if is_state(variable)]
+        variables, is_single = check_variables(session, shared_vars, allow_generators=True)
+        pairs = list(zip(variables, match_values(values, variables, is_single), strict=True))
+        states = [(variable, value) for variable, value in pairs if is_generator_object(variable)]
         for variable, value in states:
             check_stream(session, variable, value, moves=False)
         for variable in variables if batch is not None else ():
-            if is_state(variable) or variable.type.ndim == 0:
-                raise ValueError(f"batch: the value for {called(variable)} has no rows to choose from")
-        variables = [variable for variable in variables if not is_state(variable)]
-        staged = [stage(session, variable, value) for variable, value in pairs if not is_state(variable)]
-        kept: list[Data] = []
+            if is_generator_object(variable) or variable.type.ndim == 0:
+                raise ValueError(f"batch: the value for {called(variable)} has no rows to select")
+        variables = [variable for variable in variables if not is_generator_object(variable)]
+        staged = [as_data(session, variable, value) for variable, value in pairs if not is_generator_object(variable)]
+        buffers: list[Data] = []
         rows: list[Any] = []
         for variable, value in zip(variables, staged, strict=True):
-            selection = everything(value) if batch is None else select(batch, len(value))
+            selection = select_all(value) if batch is None else select(batch, len(value))
             check_shape(variable, (len(selection), *value.shape[1:]) if value.ndim else ())
-            rows.append(as_rows(selection, kept))
+            rows.append(share_selection(selection, buffers))
         if states:
-            keys = mirrored(session, [variable for variable, _ in states])
-            session.run(SetStreams(keys, [value for _, value in states], alone=rank))
+            keys = get_mirror_keys(session, [variable for variable, _ in states])
+            session.run(SetStreams(keys, [value for _, value in states], only_rank=rank))
         if not variables:
             return
-        locations = tuple(value.location() for value in staged)
+        locations = tuple(value._location() for value in staged)
         nothing = (None,) * len(variables)
         session.run(
             Assign(
-                mirrored(session, variables),
+                get_mirror_keys(session, variables),
                 locations,
                 tuple(tuple(rows) if r == rank else nothing for r in range(session.size)),
             )
@@ -395,7 +401,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
 
 
 def get_value(rank: int, shared_vars: Any) -> Any:
-    """Return one rank's copy.
+    """Return one rank's copy of shared variables.
 
     Parameters
     ----------
@@ -405,7 +411,7 @@ def get_value(rank: int, shared_vars: Any) -> Any:
     Returns
     -------
     ndarray, or list of ndarray
-        For a random generator, a `numpy.random.Generator` or `numpy.random.RandomState`.
+        The rank's value.  For a random generator, a `numpy.random.Generator` or `numpy.random.RandomState`.
 
     Examples
     --------
@@ -421,23 +427,24 @@ def get_value(rank: int, shared_vars: Any) -> Any:
     with session.turn:
         session.settle()
         rank = index(rank, "rank", session.size)
-        variables, single = named(session, shared_vars, generators=True)
-        arrays, states = [v for v in variables if not is_state(v)], [v for v in variables if is_state(v)]
-        values = session.run(GetValue(mirrored(session, arrays), rank)) if arrays else []
+        variables, is_single = check_variables(session, shared_vars, allow_generators=True)
+        arrays = [v for v in variables if not is_generator_object(v)]
+        states = [v for v in variables if is_generator_object(v)]
+        values = session.run(GetValue(get_mirror_keys(session, arrays), rank)) if arrays else []
         if states:
-            values += session.run(GetStreams(mirrored(session, states)))[rank]
-    return _in_order(variables, [*arrays, *states], values, single)
+            values += session.run(GetStreams(get_mirror_keys(session, states)))[rank]
+    return _restore_order(variables, [*arrays, *states], values, is_single)
 
 
-def _in_order(variables: list[Any], asked: list[Any], values: list[Any], single: bool) -> Any:
-    """Return the values of variables in the order in which the user named them."""
-    by_variable = {id(variable): value for variable, value in zip(asked, values, strict=True)}
+def _restore_order(variables: list[Any], requested: list[Any], values: list[Any], is_single: bool) -> Any:
+    """Return values, which are in the order of ``requested``, in the order of ``variables``."""
+    by_variable = {id(variable): value for variable, value in zip(requested, values, strict=True)}
     ordered = [by_variable[id(variable)] for variable in variables]
-    return ordered[0] if single else ordered
+    return ordered[0] if is_single else ordered
 
 
 def get_shapes(shared_vars: Any) -> list[Any]:
-    """Return the shape of each rank's copy.
+    """Return the shape of each rank's copy of shared variables.
 
     Parameters
     ----------
@@ -446,7 +453,7 @@ def get_shapes(shared_vars: Any) -> list[Any]:
     Returns
     -------
     list of tuple of int
-        One a rank; for a list of variables, a list of these.
+        One for each rank; for a list of variables, a list of these.
 
     Examples
     --------
@@ -461,24 +468,24 @@ def get_shapes(shared_vars: Any) -> list[Any]:
     session = ranks.session()
     with session.turn:
         session.settle()
-        variables, single = named(session, shared_vars)
-        layouts = session.run(GetShapes(mirrored(session, variables)))
+        variables, is_single = check_variables(session, shared_vars)
+        layouts = session.run(GetShapes(get_mirror_keys(session, variables)))
     each = [[layouts[r][i][0] for r in range(len(layouts))] for i in range(len(variables))]
-    return each[0] if single else each
+    return each[0] if is_single else each
 
 
 def get_lengths(shared_vars: Any) -> list[Any]:
-    """Return the length along axis 0 of each rank's copy.
+    """Return the length along axis 0 of each rank's copy of shared variables.
 
     Parameters
     ----------
     shared_vars : shared variable, or list of them
-        Of at least one dimension.
+        Variables of at least one dimension.
 
     Returns
     -------
     list of int
-        One a rank; for a list of variables, a list of these.
+        One for each rank; for a list of variables, a list of these.
 
     Examples
     --------
@@ -490,9 +497,9 @@ def get_lengths(shared_vars: Any) -> list[Any]:
     [2, 2]
     >>> synk.close()
     """
-    single = not isinstance(shared_vars, list | tuple)
-    for variable in [shared_vars] if single else shared_vars:
+    is_single = not isinstance(shared_vars, list | tuple)
+    for variable in [shared_vars] if is_single else shared_vars:
         if getattr(getattr(variable, "type", None), "ndim", None) == 0:
             raise ValueError(f"shared_vars: {called(variable)} has no length")
     shapes = get_shapes(shared_vars)
-    return [shape[0] for shape in shapes] if single else [[shape[0] for shape in each] for each in shapes]
+    return [shape[0] for shape in shapes] if is_single else [[shape[0] for shape in each] for each in shapes]

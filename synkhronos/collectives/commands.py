@@ -1,16 +1,11 @@
 """The commands behind the collectives.
 
-`Broadcast`, `Gather`, `AllGather`, `Reduce`
-    Ranks combine their copies, through the communicator of the device that holds them.
-`Assign`
-    Ranks take values, or rows of them, from shared memory.
-`GetValue`, `GetShapes`
-    The master asks what ranks hold.
-`GetStreams`, `SetStreams`
-    The same for random generators.
+A command that moves arrays of several ranks begins with `Copies`: the ranks exchange the layout and the device of each
+variable.  From the same data each rank decides in the same way whether the collective is possible, and how the arrays
+travel: by the communicator of the device that holds them, or through host memory.  So nothing is changed before all
+checks have passed on every rank.
 
-A command first lets every rank see the others' shapes, and which device holds what: what can't be combined is refused
-by all alike, before anything is changed.  Arrays travel as their device combines them, or through host memory.
+An `all_reduce` in a training loop exchanges a digest only, as long as the layouts stay the same (`AllReducePlan`).
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -30,172 +25,191 @@ from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import moved_apart, object_of
 from synkhronos.ranks import Cancelled, Command, Rank, RowAccess, SharedArray
 
-#: Plans that a rank keeps.
-_KNOWN = 64
+#: Number of plans of each kind that a rank caches.
+_MAX_PLANS = 64
 
 
-class _Plan:
-    """What follows from what all ranks show of some variables.
+class _TransferPlan:
+    """Layouts, devices and transports of variables, derived from what all ranks exchanged.
+
+    Parameters
+    ----------
+    by_rank : sequence of (sequence of (shape, dtype, device name), epoch)
+    nccl : bool
+        Whether devices transfer arrays directly.
 
     Attributes
     ----------
-    layouts : list of lists
-        For each rank, a layout for each variable.
-    homes, ways : list of Device
+    layouts : list of list of Layout
+        For each rank, the layout of each variable.
+    devices, transports : list of Device
         As in `Copies`.
     epochs : list of int
-        Each rank's connection.
+        Each rank's number of its device's connection.
     """
 
-    def __init__(self, shown: Sequence[Any], nccl: bool):
-        self.layouts: list[list[Layout]] = [[layout[:2] for layout in each] for each, _ in shown]
-        self.epochs = [epoch for _, epoch in shown]
-        self.homes: list[Device] = []
-        self.ways: list[Device] = []
+    def __init__(self, by_rank: Sequence[Any], nccl: bool):
+        self.layouts: list[list[Layout]] = [[layout[:2] for layout in each] for each, _ in by_rank]
+        self.epochs = [epoch for _, epoch in by_rank]
+        self.devices: list[Device] = []
+        self.transports: list[Device] = []
         for i in range(len(self.layouts[0])):
-            names = {each[i][2] for each, _ in shown} - {HOST.name}
-            home = device_named(names.pop()) if names else HOST
-            direct = nccl and all(home.communicates(each[i][1]) for each in self.layouts)
-            self.homes.append(home)
-            self.ways.append(home if direct else HOST)
+            names = {each[i][2] for each, _ in by_rank} - {HOST.name}
+            device = device_named(names.pop()) if names else HOST
+            is_direct = nccl and all(device.communicates(each[i][1]) for each in self.layouts)
+            self.devices.append(device)
+            self.transports.append(device if is_direct else HOST)
 
 
-class _Plans(dict[Any, _Plan]):
-    """The plans that a rank has made, by what all ranks have shown."""
+class _TransferPlans(dict[Any, _TransferPlan]):
+    """Transfer plans that a rank has made, by what all ranks exchanged."""
 
 
 class Copies:
-    """One rank's copies of the variables that a command names, and the shapes of all ranks'.
+    """One rank's copies of a command's variables, and the layouts of all ranks' copies.
+
+    Creating it is a collective operation: the ranks exchange their layouts.
+
+    Parameters
+    ----------
+    rank : Rank
+    keys : sequence
+        Keys of the variables among the rank's objects.
+    nccl : bool
+        Whether devices transfer arrays directly rather than through host memory.
+    is_changed : bool
+        Whether the ranks know already that their layouts differ from those of the last time.
 
     Attributes
     ----------
-    homes : list of Device
-        What holds each variable: the GPUs if they do on any rank, for the user may have put NumPy arrays there since.
-    ways : list of Device
-        What combines each variable's arrays: its home, or the host.
-
-    ``differ`` says that ranks have found already that not all show the same.
+    shareds : list of shared variable
+    values : list of array
+    layouts : list of list of Layout
+        For each rank, the layout of each variable.
+    devices : list of Device
+        Device that holds each variable: a GPU if it is there on any rank, as the user may have assigned NumPy arrays.
+    transports : list of Device
+        Device whose communicator transfers each variable: the variable's own device, or the host.
     """
 
-    def __init__(self, rank: Rank, keys: Sequence[Any], nccl: bool = False, differ: bool = False):
+    def __init__(self, rank: Rank, keys: Sequence[Any], nccl: bool = False, is_changed: bool = False):
         self.rank = rank
         self.shareds = [object_of(rank, key) for key in keys]
         self.libraries = [library_of(shared) for shared in self.shareds]
         self.values = [library.get(shared) for library, shared in zip(self.libraries, self.shareds, strict=True)]
         mine = tuple([(value.shape, value.dtype, device_of(value).name) for value in self.values])
         communicator = rank.device.communicator(rank)
-        exchange = rank.exchange if differ else rank.exchange_cached
-        shown = tuple(exchange((mine, communicator.epoch)))
-        # A training loop comes here at every step with the same.
-        known = rank.registry.get(_Plans)
-        found = known.get((shown, nccl))
-        if found is None:
-            if len(known) > _KNOWN:
-                known.clear()
-            found = known[shown, nccl] = _Plan(shown, nccl)
-        self.layouts, self.homes, self.ways = found.layouts, found.homes, found.ways
-        for i, home in enumerate(self.homes):
-            if not home.holds(self.values[i]):
-                self.put(i, home.from_host(self.values[i]))
-        if rank.device in self.ways:
-            communicator.connect(found.epochs)
+        exchange = rank.exchange if is_changed else rank.exchange_cached
+        by_rank = tuple(exchange((mine, communicator.epoch)))
+        plans = rank.registry.get(_TransferPlans)
+        plan = plans.get((by_rank, nccl))
+        if plan is None:
+            if len(plans) > _MAX_PLANS:
+                plans.clear()
+            plan = plans[by_rank, nccl] = _TransferPlan(by_rank, nccl)
+        self.layouts, self.devices, self.transports = plan.layouts, plan.devices, plan.transports
+        for i, device in enumerate(self.devices):
+            if not device.holds(self.values[i]):
+                self.replace(i, device.from_host(self.values[i]))
+        if rank.device in self.transports:
+            communicator.connect(plan.epochs)
 
-    def of(self, position: int) -> list[Layout]:
-        """Return one variable's layout on each rank."""
+    def get_layouts(self, position: int) -> list[Layout]:
+        """Return the layout of one variable on each rank."""
         return [each[position] for each in self.layouts]
 
-    def communicator(self, position: int) -> Any:
-        """Return what combines one variable's arrays."""
-        return self.ways[position].communicator(self.rank)
+    def get_communicator(self, position: int) -> Any:
+        """Return the communicator that transfers one variable."""
+        return self.transports[position].communicator(self.rank)
 
-    def writable(self, position: int) -> Any:
-        """Return one variable's array to be written in place, and then to be given to `written`."""
-        if self.ways[position] is not self.homes[position]:
-            return np.array(self.homes[position].to_host(self.values[position]), order="C")
+    def get_writable(self, position: int) -> Any:
+        """Return an array with one variable's value that a communicator may overwrite; then call `store`."""
+        if self.transports[position] is not self.devices[position]:
+            return np.array(self.devices[position].to_host(self.values[position]), order="C")
         library, shared = self.libraries[position], self.shareds[position]
-        self.values[position] = None  # whoever has a reference beside the container's is somebody else
+        self.values[position] = None  # so that any reference but the container's is the user's
         is_referenced = library.is_referenced(shared)
         value = self.values[position] = library.get(shared)
-        array = self.homes[position].writable(value, is_referenced)
+        array = self.devices[position].writable(value, is_referenced)
         if array is not value:
-            self.put(position, array)
+            self.replace(position, array)
         return array
 
-    def written(self, position: int, array: Any) -> None:
-        """Take an array that was written as the variable's."""
-        home, way = self.homes[position], self.ways[position]
-        new = home.written(array) if way is home else home.from_host(array)
+    def store(self, position: int, array: Any) -> None:
+        """Set one variable to an array that a communicator has written."""
+        device = self.devices[position]
+        new = device.written(array) if self.transports[position] is device else device.from_host(array)
         if new is not self.values[position]:
-            self.put(position, new)
+            self.replace(position, new)
 
-    def readable(self, position: int, way: Device | None = None) -> Any:
-        """Return one variable's array, contiguous, where it is combined."""
-        way = way or self.ways[position]
+    def get_contiguous(self, position: int, transport: Device | None = None) -> Any:
+        """Return one variable's value as a contiguous array on its transport, or on another one."""
+        transport, device = transport or self.transports[position], self.devices[position]
         value = self.values[position]
-        return way.contiguous(value if way is self.homes[position] else self.homes[position].to_host(value))
+        return transport.contiguous(value if transport is device else device.to_host(value))
 
-    def put(self, position: int, array: Any) -> None:
-        """Give one variable another array."""
+    def replace(self, position: int, array: Any) -> None:
+        """Put another array into one variable's container."""
         self.libraries[position].put(self.shareds[position], array)
         self.values[position] = self.libraries[position].get(self.shareds[position])
 
-    def refuse(self, message: str) -> None:
-        """Leave the command on every rank: all see the same, and the master says so."""
+    def fail(self, message: str) -> NoReturn:
+        """Fail on all ranks, which have found the same problem: ValueError in the master, `Cancelled` in workers."""
         raise ValueError(message) if self.rank.is_master else Cancelled
 
-    def check_equal(self, position: int, what: str) -> None:
-        """Refuse to reduce what differs in shape."""
-        layouts = self.of(position)
+    def check_equal_shapes(self, position: int, collective: str) -> None:
+        """Fail if the shapes of one variable differ between ranks."""
+        layouts = self.get_layouts(position)
         if len({shape for shape, _ in layouts}) > 1:
             each = ", ".join(f"rank {r} has {shape}" for r, (shape, _) in enumerate(layouts))
-            self.refuse(
-                f"{what}: {called(self.shareds[position])} needs the same shape on all ranks, but {each}; "
+            self.fail(
+                f"{collective}: {called(self.shareds[position])} needs the same shape on all ranks, but {each}; "
                 "see gather(), which takes any shapes"
             )
 
-    def check_fits(self, position: int, shape: tuple[int, ...], what: str) -> None:
-        """Refuse a shape that the variable's type doesn't allow."""
+    def check_shape(self, position: int, shape: tuple[int, ...], collective: str) -> None:
+        """Fail if one variable's type doesn't allow a shape."""
         library, shared = self.libraries[position], self.shareds[position]
         if not library.accepts(shared, shape):
-            self.refuse(f"{what}: {called(shared)} of type {shared.type} can't take shape {shape}")
+            self.fail(f"{collective}: {called(shared)} of type {shared.type} can't take shape {shape}")
 
 
 @dataclass(frozen=True, slots=True)
 class Broadcast(Command):
-    """Give every rank the master's value."""
+    """Copy the master's values to every rank."""
 
     keys: tuple[Any, ...]
     nccl: bool
 
     def run(self, rank: Rank) -> None:
-        """Let each rank take what the root shows."""
+        """Send or receive each variable's value."""
         copies = Copies(rank, self.keys, self.nccl)
         for i, (shape, dtype) in enumerate(copies.layouts[rank.root]):
-            communicator = copies.communicator(i)
+            communicator = copies.get_communicator(i)
             if rank.is_master:
-                communicator.broadcast(copies.readable(i), rank.root)
+                communicator.broadcast(copies.get_contiguous(i), rank.root)
                 continue
-            if copies.of(i)[rank.number] == (shape, dtype):
-                array = copies.writable(i)
+            if copies.get_layouts(i)[rank.number] == (shape, dtype):
+                array = copies.get_writable(i)
             else:
-                # Not into the container yet: if a rank fails meanwhile, the old value is better than a part of the new.
-                array = copies.ways[i].empty(shape, dtype)
+                # Stored at the end: if a rank fails before, the variable keeps its old value.
+                array = copies.transports[i].empty(shape, dtype)
             communicator.broadcast(array, rank.root)
-            copies.written(i, array)
+            copies.store(i, array)
 
 
 @dataclass(frozen=True, slots=True)
 class Assign(Command):
-    """Take rows of values in shared memory, each rank its own.
+    """Set variables to rows of values in shared memory, on each rank to its own.
 
     Attributes
     ----------
     keys : tuple
-        The variables'.
+        Keys of the variables.
     values : tuple of SharedArray
         One for each variable.
-    rows : tuple of tuples
-        For each rank, what it takes of each value: a range, indexes in shared memory, or None for nothing.
+    rows : tuple of tuple of (range, SharedArray or None)
+        For each rank, its rows of each value; None leaves the variable as it is.
     """
 
     keys: tuple[Any, ...]
@@ -203,171 +217,182 @@ class Assign(Command):
     rows: tuple[tuple[range | SharedArray | None, ...], ...]
 
     def row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:
-        """Yield the rows of some ranks."""
+        """Yield the accesses of some ranks to rows of the values."""
         for r in ranks:
             for value, rows in zip(self.values, self.rows[r], strict=True):
                 if rows is not None:
                     yield RowAccess(value, rows if value.shape else None)
 
     def run(self, rank: Rank) -> None:
-        """Copy the rows into the variables' containers."""
+        """Copy this rank's rows into the variables' containers."""
         for key, value, rows in zip(self.keys, self.values, self.rows[rank.number], strict=True):
             if rows is None:
                 continue
-            chosen = None
+            selection = None
             if value.shape:
-                chosen = rows if isinstance(rows, range) else rows.view(rank.segments)
+                selection = rows if isinstance(rows, range) else rows.view(rank.segments)
             shared = object_of(rank, key)
             library = library_of(shared)
-            library.put(shared, device_of(library.get(shared)).load(rank, value, chosen))
+            library.put(shared, device_of(library.get(shared)).load(rank, value, selection))
 
 
 @dataclass(frozen=True, slots=True)
 class Gather(Command):
-    """Hand every rank's value to the master."""
+    """Gather every rank's values in the master."""
 
     keys: tuple[Any, ...]
     nd_up: int
     nccl: bool
 
     def run(self, rank: Rank) -> Any:
-        """Return, in the master, what `gather` returns for each variable."""
+        """Return a list with the gathered values of each variable; its items are None in workers."""
         copies = Copies(rank, self.keys, self.nccl)
         results = []
         for i in range(len(self.keys)):
-            layouts = copies.of(i)
-            result, out = _room(copies.ways[i], layouts, self.nd_up) if rank.is_master else (None, None)
-            copies.communicator(i).gather(copies.readable(i), rank.root, layouts, out)
+            layouts = copies.get_layouts(i)
+            result, out = (
+                _allocate_gathered(copies.transports[i], layouts, self.nd_up) if rank.is_master else (None, None)
+            )
+            copies.get_communicator(i).gather(copies.get_contiguous(i), rank.root, layouts, out)
             results.append(result)
         return results
 
 
 @dataclass(frozen=True, slots=True)
 class AllGather(Command):
-    """Give every rank all ranks' values, joined."""
+    """Set each variable on every rank to all ranks' values, joined along axis 0."""
 
     keys: tuple[Any, ...]
     nccl: bool
 
     def run(self, rank: Rank) -> None:
-        """Check that they can be joined, then join them."""
+        """Check that all variables can be joined, then join them."""
         copies = Copies(rank, self.keys, self.nccl)
         for i, shared in enumerate(copies.shareds):
-            layouts = copies.of(i)
-            if not _joinable(layouts):
+            layouts = copies.get_layouts(i)
+            if not _can_join(layouts):
                 each = ", ".join(f"rank {r} has {shape}" for r, (shape, _) in enumerate(layouts))
-                copies.refuse(f"all_gather: {called(shared)} can't be joined along axis 0: {each}")
+                copies.fail(f"all_gather: {called(shared)} can't be joined along axis 0: {each}")
             rows = sum(shape[0] for shape, _ in layouts)
-            copies.check_fits(i, (rows, *layouts[0][0][1:]), "all_gather")
+            copies.check_shape(i, (rows, *layouts[0][0][1:]), "all_gather")
         for i in range(len(self.keys)):
-            joined, out = _room(copies.ways[i], copies.of(i), 0)
-            copies.communicator(i).gather(copies.readable(i), None, copies.of(i), out)
-            copies.written(i, joined)
+            joined, out = _allocate_gathered(copies.transports[i], copies.get_layouts(i), 0)
+            copies.get_communicator(i).gather(copies.get_contiguous(i), None, copies.get_layouts(i), out)
+            copies.store(i, joined)
 
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Command):
-    """Reduce every rank's value.
+    """Reduce every rank's values.
 
-    ``taker`` says whose variable takes the result: "everywhere", "master", or nobody's ("returned").
+    Attributes
+    ----------
+    keys : tuple
+        Keys of the variables.
+    op : str
+    destination : {"all", "master", "returned"}
+        Ranks whose variables are set to the result; "returned": none, the master returns it.
+    nccl : bool
     """
 
     keys: tuple[Any, ...]
     op: str
-    taker: str
+    destination: str
     nccl: bool
 
     def run(self, rank: Rank) -> Any:
-        """Check that shapes agree, then reduce."""
-        if rank.size == 1 and self.taker != "returned":
+        """Check that shapes are equal, then reduce; return the results in the master unless all ranks get them."""
+        if rank.size == 1 and self.destination != "returned":
             return []  # a reduction over one rank is that rank's value
-        if self.taker == "everywhere":
-            self._reduce_everywhere(rank, self.agree(rank))
+        if self.destination == "all":
+            self._all_reduce(rank, self.plan(rank))
             return []
-        copies, in_place = self._copies(rank), rank.is_master and self.taker == "master"
+        copies, in_place = self._exchange_layouts(rank), rank.is_master and self.destination == "master"
         results = []
         for i in range(len(self.keys)):
-            copies.check_equal(i, "reduce")
+            copies.check_equal_shapes(i, "reduce")
         for i in range(len(self.keys)):
-            layout, out = copies.of(i)[0], None
+            layout, out = copies.get_layouts(i)[0], None
             if rank.is_master:
-                out = copies.writable(i) if in_place else copies.ways[i].empty(*layout)
-            # Named nowhere else: `Device.written` looks whether anybody holds the array.
-            copies.communicator(i).reduce(
-                out if in_place else copies.readable(i), self.op, rank.root, out, layout, range(rank.size)
+                out = copies.get_writable(i) if in_place else copies.transports[i].empty(*layout)
+            # The argument has no name of its own: `Device.written` checks whether there are other references to it.
+            copies.get_communicator(i).reduce(
+                out if in_place else copies.get_contiguous(i), self.op, rank.root, out, layout, range(rank.size)
             )
             if in_place:
-                copies.written(i, out)
+                copies.store(i, out)
             results.append(out)
         return results
 
-    def agree(self, rank: Rank) -> Agreed | Copies:
-        """Return what all ranks have, which they know from the last time as long as it is the same everywhere.
+    def plan(self, rank: Rank) -> AllReducePlan | Copies:
+        """Agree on the layouts of an all-reduce; a collective operation.
 
-        `Copies` where some variable doesn't travel as its device combines it.
+        Returns
+        -------
+        AllReducePlan or Copies
+            `Copies` if some variable is not transferred by its own device.
         """
-        known = rank.registry.get(_KnownAgreements)
-        last, differ = known.get(self), False
-        if last is not None and last.holds(rank):
+        plans = rank.registry.get(_AllReducePlans)
+        last, is_changed = plans.get(self), False
+        if last is not None and last.is_valid(rank):
             if rank.agree(last.digest):
                 return last
-            differ = True
-        copies = self._copies(rank, differ)
+            is_changed = True
+        copies = self._exchange_layouts(rank, is_changed)
         for i in range(len(self.keys)):
-            copies.check_equal(i, "all_reduce")
-        if copies.homes != copies.ways:
+            copies.check_equal_shapes(i, "all_reduce")
+        if copies.devices != copies.transports:
             return copies
-        if len(known) > _KNOWN:
-            known.clear()
-        agreed = known[self] = Agreed.of(rank, self.keys, copies)
-        return agreed
+        if len(plans) > _MAX_PLANS:
+            plans.clear()
+        plan = plans[self] = AllReducePlan.from_copies(rank, self.keys, copies)
+        return plan
 
-    def _copies(self, rank: Rank, differ: bool = False) -> Copies:
-        return Copies(rank, self.keys, self.nccl and REDUCTIONS[self.op].nccl is not None, differ)
+    def _exchange_layouts(self, rank: Rank, is_changed: bool = False) -> Copies:
+        return Copies(rank, self.keys, self.nccl and REDUCTIONS[self.op].nccl is not None, is_changed)
 
-    def _reduce_everywhere(self, rank: Rank, agreed: Agreed | Copies) -> None:
-        if isinstance(agreed, Agreed):
-            agreed.all_reduce(rank, self.op)
+    def _all_reduce(self, rank: Rank, plan: AllReducePlan | Copies) -> None:
+        if isinstance(plan, AllReducePlan):
+            plan.all_reduce(rank, self.op)
             return
         for i in range(len(self.keys)):
-            array = agreed.writable(i)
-            agreed.communicator(i).all_reduce(array, self.op)
-            agreed.written(i, array)
-        for communicator in set(map(agreed.communicator, range(len(self.keys)))):
+            array = plan.get_writable(i)
+            plan.get_communicator(i).all_reduce(array, self.op)
+            plan.store(i, array)
+        for communicator in set(map(plan.get_communicator, range(len(self.keys)))):
             communicator.come()
 
 
-class Agreed(NamedTuple):
-    """What all ranks have found alike before an `all_reduce`.
+class AllReducePlan(NamedTuple):
+    """Layouts that all ranks have agreed on, for an all-reduce that is repeated.
 
-    It holds no array: whether anybody holds one beside its container decides whether it is written in place.
+    It has no reference to an array: an array is written in place only if its container has the only one.
 
     Attributes
     ----------
-    parts : list of tuples
-        Each variable's key, library, device and layout.
+    variables : list of (key, GraphLibrary, Device, Layout)
     epoch : int
-        The connection.
+        Number of the device's connection.
     digest : bytes
-        Shown by a rank on which all of it still holds.
+        Digest of all of it.  Each rank on which the plan is still valid passes it to `Rank.agree`.
     """
 
-    parts: list[tuple[Any, Any, Device, Layout]]
+    variables: list[tuple[Any, Any, Device, Layout]]
     epoch: int
     digest: bytes
 
     @classmethod
-    def of(cls, rank: Rank, keys: Sequence[Any], copies: Copies) -> Agreed:
-        """Return what copies of equal shapes say, as it is now that all are on their devices."""
+    def from_copies(cls, rank: Rank, keys: Sequence[Any], copies: Copies) -> AllReducePlan:
+        """Return the plan for copies of equal shapes, which are on their devices now."""
         layouts = copies.layouts[rank.number]
         epoch = rank.device.communicator(rank).epoch
-        shown = tuple([(*layout, home.name) for layout, home in zip(layouts, copies.homes, strict=True)])
-        parts = list(zip(keys, copies.libraries, copies.homes, layouts, strict=True))
-        return cls(parts, epoch, rank.digest((shown, epoch)))
+        described = tuple([(*layout, device.name) for layout, device in zip(layouts, copies.devices, strict=True)])
+        variables = list(zip(keys, copies.libraries, copies.devices, layouts, strict=True))
+        return cls(variables, epoch, rank.digest((described, epoch)))
 
-    def holds(self, rank: Rank) -> bool:
-        """Whether this rank's variables and its connection are still the same."""
-        for key, library, device, (shape, dtype) in self.parts:
+    def is_valid(self, rank: Rank) -> bool:
+        """Whether this rank's variables and its connection have not changed."""
+        for key, library, device, (shape, dtype) in self.variables:
             value = library.get(object_of(rank, key))
             if device_of(value) is not device or value.shape != shape or value.dtype != dtype:
                 return False
@@ -375,7 +400,7 @@ class Agreed(NamedTuple):
 
     def all_reduce(self, rank: Rank, op: str) -> None:
         """Reduce into every rank's variables."""
-        for key, library, device, _ in self.parts:
+        for key, library, device, _ in self.variables:
             shared = object_of(rank, key)
             is_referenced = library.is_referenced(shared)
             value = library.get(shared)
@@ -383,29 +408,29 @@ class Agreed(NamedTuple):
             new = device.written(array, device.communicator(rank).all_reduce(array, op))
             if new is not value:
                 library.put(shared, new)
-        for communicator in {device.communicator(rank) for _, _, device, _ in self.parts}:
+        for communicator in {device.communicator(rank) for _, _, device, _ in self.variables}:
             communicator.come()
 
 
-class _KnownAgreements(dict[Reduce, Agreed]):
-    """What a rank remembers of what all ranks have found alike."""
+class _AllReducePlans(dict[Reduce, AllReducePlan]):
+    """A rank's plans of repeated all-reduces, by command."""
 
 
 @dataclass(frozen=True, slots=True)
 class GetValue(Command):
-    """Hand one rank's value to the master."""
+    """Send one rank's values to the master."""
 
     keys: tuple[Any, ...]
     source: int
 
     def run(self, rank: Rank) -> Any:
-        """Return, in the master, the source's value of each variable."""
+        """Return the source's value of each variable in the master, an empty list in workers."""
         copies = Copies(rank, self.keys)
         results = []
         for i in range(len(self.keys)):
             layouts: list[Layout | None] = [None] * rank.size
-            layouts[self.source] = copies.of(i)[self.source]
-            mine = copies.readable(i, HOST) if rank.number == self.source else None
+            layouts[self.source] = copies.get_layouts(i)[self.source]
+            mine = copies.get_contiguous(i, HOST) if rank.number == self.source else None
             out = None
             if rank.is_master:
                 out = [None if layout is None else np.empty(*layout) for layout in layouts]
@@ -416,61 +441,80 @@ class GetValue(Command):
 
 @dataclass(frozen=True, slots=True)
 class GetShapes(Command):
-    """Tell the shapes of every rank's values."""
+    """Exchange the shapes of every rank's values."""
 
     keys: tuple[Any, ...]
 
     def run(self, rank: Rank) -> Any:
-        """Return the layouts, by rank and variable."""
+        """Return for each rank the layout of each variable."""
         return Copies(rank, self.keys).layouts
 
 
 @dataclass(frozen=True, slots=True)
 class GetStreams(Command):
-    """Show where every rank is in its random generators' streams."""
+    """Exchange the states of every rank's random generators."""
 
     keys: tuple[Any, ...]
 
     def run(self, rank: Rank) -> Any:
-        """Return a list for each rank, with a value for each variable."""
+        """Return for each rank the state of each variable."""
         shareds = [object_of(rank, key) for key in self.keys]
         return rank.exchange([library_of(shared).stream(shared) for shared in shareds])
 
 
 @dataclass(frozen=True, slots=True)
 class SetStreams(Command):
-    """Have random generators go on from a place in their streams: each rank, moved apart, or one alone."""
+    """Set the states of random generators.
+
+    Attributes
+    ----------
+    keys : tuple
+        Keys of the variables.
+    states : list
+        One for each variable.  The list makes the command unhashable, so that the session does not cache its pickle:
+        a generator that compares equal may have drawn numbers since.
+    only_rank : int or None
+        Rank whose generators are set; None for all ranks, with states that are moved apart.
+    """
 
     keys: tuple[Any, ...]
-    #: A list, which has no hash: equal generators may have drawn since, and the session keeps pickles of commands.
-    values: list[Any]
-    alone: int | None = None
+    states: list[Any]
+    only_rank: int | None = None
 
     def run(self, rank: Rank) -> None:
-        """Put the values, or this rank's own behind them, into the containers."""
-        for key, value in zip(self.keys, self.values, strict=True):
+        """Set this rank's generators."""
+        for key, state in zip(self.keys, self.states, strict=True):
             shared = object_of(rank, key)
             library = library_of(shared)
-            if self.alone is None:
-                library.set_stream(shared, moved_apart(library, copy.deepcopy(value), rank))
-            elif self.alone == rank.number:
-                library.set_stream(shared, copy.deepcopy(value))
+            if self.only_rank is None:
+                library.set_stream(shared, moved_apart(library, copy.deepcopy(state), rank))
+            elif self.only_rank == rank.number:
+                library.set_stream(shared, copy.deepcopy(state))
 
 
-def _joinable(layouts: Sequence[Layout]) -> bool:
+def _can_join(layouts: Sequence[Layout]) -> bool:
+    """Whether arrays of these layouts can be joined along axis 0."""
     return all(shape and shape[1:] == layouts[0][0][1:] for shape, _ in layouts)
 
 
-def _room(device: Device, layouts: Sequence[Layout], nd_up: int) -> tuple[Any, list[Any]]:
-    """Return what gather returns, and the part of it that each rank's array fills."""
+def _allocate_gathered(device: Device, layouts: Sequence[Layout], nd_up: int) -> tuple[Any, list[Any]]:
+    """Allocate the result of a gather.
+
+    Returns
+    -------
+    result : array, or list of array
+        A list if the shapes don't fit into one array.
+    out : list of array
+        For each rank, the flat part of the result that its array fills.
+    """
     shapes = [shape for shape, _ in layouts]
     dtype = layouts[0][1]
     if nd_up == 1 and len(set(shapes)) == 1:
-        whole: Any = device.empty((len(shapes), *shapes[0]), dtype)
-    elif nd_up == 0 and _joinable(layouts):
-        whole = device.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype)
+        result: Any = device.empty((len(shapes), *shapes[0]), dtype)
+    elif nd_up == 0 and _can_join(layouts):
+        result = device.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype)
     else:
-        whole = [device.empty(*layout) for layout in layouts]
-        return whole, [device.part(array, 0, shape) for array, shape in zip(whole, shapes, strict=True)]
+        result = [device.empty(*layout) for layout in layouts]
+        return result, [device.part(array, 0, shape) for array, shape in zip(result, shapes, strict=True)]
     starts = np.cumsum([0, *(math.prod(shape) for shape in shapes)])
-    return whole, [device.part(whole, int(start), shape) for start, shape in zip(starts, shapes, strict=False)]
+    return result, [device.part(result, int(start), shape) for start, shape in zip(starts, shapes, strict=False)]

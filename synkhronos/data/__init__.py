@@ -1,15 +1,8 @@
-"""What do all ranks see?
+"""Arrays that all ranks can read.
 
-`Data`, `data`
-    An array in shared memory (`array`).
-`FileData`, `data_file`
-    One in a file (`file`).
-`PartsData`, `data_parts`
-    One of which each host loads its own rows (`parts`).
-`fixed`
-    What these two share.
-`rows`
-    Which rows of it each rank reads.
+``data`` creates an array in shared memory that can be changed.  ``data_file`` maps a file, and ``data_parts`` has each
+rank load its own rows; these two are read-only.  On several hosts the rows of `Data` that a call needs are sent to the
+hosts that need them; a file is read on each host, and loaded rows stay where they are.
 """
 
 from synkhronos.data.array import Data, data

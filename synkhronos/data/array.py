@@ -1,9 +1,7 @@
-"""Arrays in shared memory.
+"""Arrays in shared memory, which the user changes in place and all ranks read.
 
-`Data`
-    An array that all ranks see.
-`data`
-    Makes one.
+An array grows by moving to a larger segment.  The session's memory table tells the ranks, with the next command, about
+segments that are new or have been released.
 """
 
 from __future__ import annotations
@@ -29,15 +27,17 @@ from synkhronos.ranks import SharedArray
 class Data:
     """An array in POSIX shared memory that all ranks see.
 
-    Made by `data`.  Its dtype and number of dimensions stay fixed; its shape may change, and its memory grows when it
-    must.
+    It is created by `data`.  Its dtype and number of dimensions are fixed.  Its shape may change, and its memory grows
+    as needed.
 
     Parameters
     ----------
     dtype : dtype_like
     ndim : int
     minibatch : bool
+        See `minibatch`.
     name : str, optional
+        Name in errors.
 
     Examples
     --------
@@ -53,8 +53,8 @@ class Data:
     >>> synk.close()
     """
 
-    #: Whether other hosts are sent what they read of it; what is False here ranks bring over themselves, under a lock.
-    is_sent = True
+    #: Whether the rows that other hosts read are sent to them.  If not, ranks transfer rows themselves, under a lock.
+    _is_published = True
 
     def __init__(self, dtype: npt.DTypeLike, ndim: int, minibatch: bool = False, name: str | None = None):
         self._dtype = np.dtype(dtype)
@@ -64,55 +64,57 @@ class Data:
         self._session = ranks.session()
         self._segment: ranks.Segment | None = None
         try:
-            self._array = np.zeros((0,) * min(ndim, 99), self._dtype)  # more than NumPy knows
+            self._array = np.zeros((0,) * min(ndim, 99), self._dtype)  # NumPy refuses as many dimensions
         except ValueError as error:
-            raise ValueError(f"ndim: expected as many dimensions as NumPy knows, got {ndim}: {error}") from None
+            raise ValueError(
+                f"ndim: expected a number of dimensions that NumPy supports, got {ndim}: {error}"
+            ) from None
         self._session.notify_at_close(self)
 
-    # -- what it is ------------------------------------------------------------------------------------------
+    # -- attributes ------------------------------------------------------------------------------------------
 
     @property
     def data(self) -> np.ndarray:
-        """The array itself: a view of the shared memory, of the present shape."""
-        self._check()
+        """NumPy array of the present shape: a view of the shared memory."""
+        self._check_open()
         return self._array
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype, which never changes."""
+        """Dtype; fixed."""
         return self._dtype
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions, which never changes."""
+        """Number of dimensions; fixed."""
         return self._ndim
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The present shape."""
+        """Present shape."""
         return self._array.shape
 
     @property
     def size(self) -> int:
-        """The present number of items."""
+        """Present number of items."""
         return self._array.size
 
     @property
     def alloc_size(self) -> int:
-        """The number of items for which there is memory."""
+        """Number of items for which memory is allocated."""
         return 0 if self._segment is None else self._segment.nbytes // max(1, self._dtype.itemsize)
 
     @property
     def name(self) -> str | None:
-        """Its name in errors."""
+        """Name in errors, or None."""
         return self._name
 
     @property
     def minibatch(self) -> bool:
-        """Whether it holds only the rows of a call's ``batch``, and not all rows.
+        """Whether the array has only the rows of a call's ``batch`` instead of all rows.
 
-        If ``batch`` is an int or a slice, row 0 goes with the lowest index that it picks.  If it is a list or array of
-        indexes, or a mask, row k goes with the k-th index.
+        If ``batch`` is an int or a slice, row 0 stands for the lowest selected index.  If it is a list or array of
+        indexes, or a mask, row k stands for the k-th index.
         """
         return self._minibatch
 
@@ -142,26 +144,6 @@ class Data:
         made.set_value(self.data)
         return made
 
-    @classmethod
-    def holding(cls, array: np.ndarray) -> Data:
-        """Return an array's copy in shared memory, for a command; in the turn of the call that sends it."""
-        made = cls(array.dtype, array.ndim)
-        made.resized(array.shape)[...] = array
-        return made
-
-    @classmethod
-    def with_file(cls, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str) -> tuple[Data, io.FileIO]:
-        """Return a new array of zeros, and the open file in which it lies, for a process that is no rank."""
-        made = cls(dtype, len(shape), name=name)
-        session, nbytes = made._session, max(1, math.prod(shape) * made._dtype.itemsize)
-        with session.turn:
-            session.settle()
-            file = session.memory.file(nbytes)
-            kept = io.FileIO(os.dup(file.fileno()), "r+")  # the ranks' is closed when all of them have it
-            made._lie_in(session.memory.enter(file, nbytes))
-            made._reshape(shape)
-        return made, kept
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Data:
         return self.__copy__()
 
@@ -172,7 +154,7 @@ class Data:
         name = "" if self._name is None else f" {self._name!r}"
         return f"<synkhronos.Data{name}: {self._dtype}, shape {self.shape}>"
 
-    # -- changing it -----------------------------------------------------------------------------------------
+    # -- changes ---------------------------------------------------------------------------------------------
 
     def set_value(self, x: npt.ArrayLike, force_cast: bool = False, oversize: float = 1) -> None:
         """Replace shape and content.
@@ -180,11 +162,11 @@ class Data:
         Parameters
         ----------
         x : array_like
-            Of this object's number of dimensions.
+            Array with this object's number of dimensions.
         force_cast : bool
-            Cast even where values may change.
+            Cast even if values may change.
         oversize : float
-            From 1 to 2: if memory has to be allocated, by which factor more than is needed now.
+            Factor from 1 to 2 by which newly allocated memory is larger than needed now.
 
         Raises
         ------
@@ -193,17 +175,17 @@ class Data:
         ValueError
             For another number of dimensions, or ``oversize`` out of range.
         MemoryError
-            If there is no room in shared memory; the old content stays.
+            If there is not enough shared memory.  The old content stays.
         """
         self._set_value(x, force_cast, oversize, "x")
 
     def set_length(self, n: int, oversize: float = 1) -> None:
-        """Change the number of rows; those that remain are kept, new ones are zero.
+        """Change the number of rows.  Remaining rows keep their values, and new rows are zero.
 
         Parameters
         ----------
         n : int
-            The new length along axis 0.
+            New length along axis 0.
         oversize : float
             As in `set_value`.
         """
@@ -214,13 +196,13 @@ class Data:
     def set_shape(self, shape: int | Sequence[int], oversize: float = 1) -> None:
         """Change the shape.
 
-        Rows that remain are kept, and new ones are zero.  If a length along another axis changes, no row is kept: all
-        is zero.
+        Remaining rows keep their values, and new rows are zero.  If a length along another axis changes, all rows are
+        zero.
 
         Parameters
         ----------
         shape : sequence of int
-            As many lengths as dimensions.
+            One length for each dimension.
         oversize : float
             As in `set_value`.
         """
@@ -230,25 +212,25 @@ class Data:
         self._reshape_in_turn(lengths, oversize, keep=True)
 
     def condition_data(self, x: npt.ArrayLike, force_cast: bool = False) -> np.ndarray:
-        """Return a value as an array that this object can take, without changing the object.
+        """Convert a value to an array that `set_value` accepts without a cast; this object does not change.
 
         Parameters
         ----------
         x : array_like
         force_cast : bool
-            Cast even where values may change.
+            Cast even if values may change.
 
         Returns
         -------
         ndarray
-            Of this object's dtype and number of dimensions; the argument itself where it fits.
+            Array with this object's dtype and number of dimensions: the argument itself if it has them.
         """
-        return self._conditioned(x, force_cast, "x").astype(self._dtype, copy=False)
+        return self._check_value(x, force_cast, "x").astype(self._dtype, copy=False)
 
     def free_memory(self) -> None:
-        """Give the shared memory back, on all ranks, and become empty.
+        """Release the shared memory on all ranks; the array becomes empty.
 
-        Arrays that were taken from `data` before keep their memory as long as they exist.
+        Arrays that `data` returned before keep the memory as long as they exist.
         """
         if self._session.closed is not None:
             return
@@ -258,88 +240,114 @@ class Data:
             self._drop()
             self._session.flush()
         if memory is not None and memory() is not None:
-            gc.collect()  # what compilers leave holds the inputs for which they compiled
+            gc.collect()  # compilers leave reference cycles that hold the inputs they compiled for
 
-    # -- for the library -------------------------------------------------------------------------------------
+    # -- internal: all of it in the turn of a call -------------------------------------------------------------
 
-    def location(self) -> SharedArray:
-        """Return where the array lies, for a command; in the turn of the call that sends it."""
-        self._check()
-        if self._segment is None:  # so that ranks have something to map, even for an array without items
+    @classmethod
+    def _from_array(cls, array: np.ndarray) -> Data:
+        """Return a copy of an array in shared memory."""
+        made = cls(array.dtype, array.ndim)
+        made._resize(array.shape)[...] = array
+        return made
+
+    @classmethod
+    def _create_with_file(cls, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str) -> tuple[Data, io.FileIO]:
+        """Return a new array of zeros with the open file of its memory, which a process that is no rank can map.
+
+        It takes the session's turn itself.
+        """
+        made = cls(dtype, len(shape), name=name)
+        session, nbytes = made._session, max(1, math.prod(shape) * made._dtype.itemsize)
+        with session.turn:
+            session.settle()
+            file = session.memory.file(nbytes)
+            duplicate = io.FileIO(os.dup(file.fileno()), "r+")  # the other is closed once all ranks have mapped it
+            made._use_segment(session.memory.enter(file, nbytes))
+            made._reshape(shape)
+        return made, duplicate
+
+    def _location(self) -> SharedArray:
+        """Return the description of the array that a command carries."""
+        self._check_open()
+        if self._segment is None:  # even an array without items needs a segment that ranks can map
             private = self._array
             self._reshape(private.shape)
             self._array[...] = private
         assert self._segment is not None
         return SharedArray(self._segment.key, self._dtype.str, self._array.shape)
 
-    def check_session(self, session: ranks.Session, name: str) -> None:
-        """Refuse to be used with ranks other than those it was made for."""
-        if not self.belongs_to(session):
+    def _check_session(self, session: ranks.Session, name: str) -> None:
+        """Raise ValueError if this object was created in an earlier session; ``name`` is the argument's."""
+        if not self._belongs_to(session):
             raise ValueError(
                 f"{name}: this Data object was made before the present fork(), and its memory is freed: make a new one"
             )
 
-    def belongs_to(self, session: ranks.Session) -> bool:
-        """Whether it was made for these ranks, and they still run."""
+    def _belongs_to(self, session: ranks.Session) -> bool:
+        """Whether this object was created in this session, and the session still runs."""
         return self._session is session and session.closed is None
 
-    def resized(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Take a new shape, with whatever content, and return the array to be filled; in the turn of a call."""
+    def _resize(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Change the shape and return the array, with arbitrary content."""
         if self._segment is not None and shape == self._array.shape and self._session.closed is None:
             return self._array
         self._reshape(shape)
         return self._array
 
-    def session_closed(self) -> None:
-        """Let the memory go with the ranks."""
+    def _on_session_close(self) -> None:
+        """Release the memory when the session ends."""
         self._drop()
 
-    def _check(self) -> None:
+    def _check_open(self) -> None:
+        """Raise RuntimeError if the session has ended."""
         if self._session.closed is not None:
             raise RuntimeError(
                 "this Data object's memory was freed when the ranks were closed: make a new one after synkhronos.fork()"
             )
 
     def _set_value(self, x: npt.ArrayLike, force_cast: bool, oversize: float, argument: str) -> None:
-        value = self._conditioned(x, force_cast, argument)
+        value = self._check_value(x, force_cast, argument)
         self._reshape_in_turn(value.shape, oversize, keep=False)
-        # Out of turn: a thread that reads the next batch copies it while the ranks compute on the last.
+        # Outside of the turn, so that a thread can copy the next batch while the ranks compute on the last one.
         self._array[...] = value
 
-    def _conditioned(self, x: npt.ArrayLike, force_cast: bool, argument: str) -> np.ndarray:
-        """Check a value's dtype and dimensions; the cast itself is left to the copy."""
+    def _check_value(self, x: npt.ArrayLike, force_cast: bool, argument: str) -> np.ndarray:
+        """Return a value as an array of any safe dtype, after checking dtype and number of dimensions."""
         flag(force_cast, "force_cast")
         value = as_numbers(x, argument)
         if value.ndim != self._ndim:
             raise ValueError(
-                f"{argument}: expected {self._ndim} dimensions{self._called()}, got {value.ndim} (shape {value.shape})"
+                f"{argument}: expected {self._ndim} dimensions{self._format_name()}, got {value.ndim} "
+                f"(shape {value.shape})"
             )
         if value.dtype != self._dtype and not force_cast:
             if not np.can_cast(value.dtype, self._dtype, "safe"):
                 raise TypeError(
-                    f"{argument}: {value.dtype} can't be cast safely to {self._dtype}{self._called()}: "
+                    f"{argument}: {value.dtype} can't be cast safely to {self._dtype}{self._format_name()}: "
                     "convert it, or pass force_cast=True"
                 )
             check_cast(value, self._dtype, argument)  # int64 to float64 rounds large numbers
         return value
 
-    def _called(self) -> str:
+    def _format_name(self) -> str:
+        """Return the part of an error message that names this object."""
         return "" if self._name is None else f" for {self._name!r}"
 
     def _reshape_in_turn(self, shape: tuple[int, ...], oversize: float, keep: bool) -> None:
-        self._check()
+        self._check_open()
         if not 1 <= number(oversize, "oversize", "a number from 1 to 2") <= 2:
             raise ValueError(f"oversize: expected a number from 1 to 2, got {oversize!r}")
         with self._session.turn:
-            self._session.settle()  # no rank may be reading
+            self._session.settle()  # until no rank reads the memory
             self._reshape(shape, oversize, keep)
 
     def _reshape(self, shape: tuple[int, ...], oversize: float = 1, keep: bool = False) -> None:
-        self._check()
+        self._check_open()
         old = self._array
         size = math.prod(shape)
         if size > self.alloc_size or self._segment is None:
-            self._lie_in(self._session.memory.create(math.ceil(size * oversize) * self._dtype.itemsize))
+            self._use_segment(self._session.memory.create(math.ceil(size * oversize) * self._dtype.itemsize))
         assert self._segment is not None
         self._array = self._segment.array(shape, self._dtype)
         if not keep or not self._ndim:
@@ -349,7 +357,8 @@ class Data:
             self._array[:kept] = old[:kept]
         self._array[kept:] = 0
 
-    def _lie_in(self, segment: ranks.Segment) -> None:
+    def _use_segment(self, segment: ranks.Segment) -> None:
+        """Replace the segment; the old array stays readable until the new one is made."""
         self._drop(keep_array=True)
         self._segment = segment
         self._session.memory.release_with(self, "segment", segment.key)
@@ -373,27 +382,28 @@ def data(
     oversize: float = 1,
     name: str | None = None,
 ) -> Data:
-    """Make an array in shared memory that all ranks see.
+    """Create an array in shared memory that all ranks can read.
 
     Parameters
     ----------
     value : array_like, optional
-        The first content.
+        Initial content.
     var : variable, optional
-        A PyTensor or Theano variable that gives dtype and number of dimensions (and the name, if none is given).
+        PyTensor or Theano variable with the dtype, the number of dimensions, and the default of ``name``.
     dtype : dtype_like, optional
-        Used if there is no ``var``.  Without it ``value`` gives the dtype.
+        Dtype, if there is no ``var``.  Default: the dtype of ``value``.
     ndim : int, optional
-        Used if there is no ``var``.  Without it ``value`` or ``shape`` gives the number.
+        Number of dimensions, if there is no ``var``.  Default: that of ``value`` or ``shape``.
     shape : sequence of int, optional
-        The first shape, filled with zeros, if there is no ``value``.
+        Initial shape of an array of zeros, if there is no ``value``.
     minibatch : bool
-        Whether it holds only the rows of a call's ``batch``: see `Data.minibatch`.
+        Whether the array has only the rows of a call's ``batch``: see `Data.minibatch`.
     force_cast : bool
-        Cast ``value`` even where values may change.
+        Cast ``value`` even if values may change.
     oversize : float
-        From 1 to 2: by which factor more memory is allocated than is needed now.
+        Factor from 1 to 2 by which the allocated memory is larger than needed now.
     name : str, optional
+        Name in errors.
 
     Returns
     -------
@@ -402,7 +412,7 @@ def data(
     Raises
     ------
     TypeError, ValueError
-        If the arguments don't say dtype and number of dimensions, or contradict each other.
+        If the arguments don't determine dtype and number of dimensions, or contradict each other.
     RuntimeError
         Before `fork`, and after `close`.
 
@@ -452,7 +462,7 @@ def data(
 
 
 def as_numpy(array: np.ndarray, dtype: npt.DTypeLike | None, copy: bool | None) -> np.ndarray:
-    """Return an array as a class's ``__array__`` has to: itself, unless a copy is asked for, or another dtype."""
+    """Return the result of ``__array__``: the array, or a copy if another dtype or ``copy=True`` requires one."""
     if dtype is not None and np.dtype(dtype) != array.dtype:
         if copy is False:
             raise ValueError(f"a cast from {array.dtype} to {np.dtype(dtype)} needs a copy")

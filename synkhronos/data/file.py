@@ -1,9 +1,7 @@
-"""Arrays in files.
+"""Arrays in files of NumPy's format, which every rank maps into its memory.
 
-`FileData`
-    An array in a file that all ranks map.
-`data_file`
-    Makes one.
+The ranks of a host share the system's page cache, so that the file is in memory once, and only the pages that were
+used.
 """
 
 from __future__ import annotations
@@ -15,34 +13,36 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.casts import NUMBERS
-from synkhronos.data.fixed import FixedData
+from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.ranks import SharedArray
 
 
-class FileData(FixedData):
-    """A `Data` object whose array is that of a file in NumPy's format; made by `data_file`.
+class FileData(ReadOnlyData):
+    """A read-only `Data` object whose array is in a file of NumPy's format; created by `data_file`.
 
-    Its content and shape stay as they are: ``data`` is read-only.
+    Attributes
+    ----------
+    path : str
+        Absolute path of the file.
     """
 
     def __init__(self, path: str, minibatch: bool = False, name: str | None = None):
-        self.path = self.origin = os.path.abspath(path)
-        shape, dtype, self._offset = _header(self.path)
+        self.path = self._origin = os.path.abspath(path)
+        shape, dtype, self._offset = _read_header(self.path)
         super().__init__(dtype, len(shape), minibatch, name)
         with self._session.turn:
             self._session.settle()
-            self._lie_fixed_in(self._session.memory.open(self.path), shape, self._offset)
+            self._map_segment(self._session.memory.open(self.path), shape, self._offset)
 
     def __repr__(self) -> str:
         return f"<synkhronos.FileData {self.path!r}: {self.dtype}, shape {self.shape}>"
 
-    def location(self) -> SharedArray:
-        """Return where the array lies, for a command; in the turn of the call that sends it."""
-        return SharedArray(self._key(), self.dtype.str, self.shape, self._offset)
+    def _location(self) -> SharedArray:
+        return SharedArray(self._get_key(), self.dtype.str, self.shape, self._offset)
 
 
 def data_file(path: str | os.PathLike[str], minibatch: bool = False, name: str | None = None) -> FileData:
-    """Have all ranks map an array in a file that ``numpy.save`` has written.
+    """Map an array in a file that ``numpy.save`` has written into the memory of all ranks.
 
     Nothing is copied: the ranks share the system's cache of the file.  Rows are read from the disk when a rank needs
     them.  On several hosts each host maps its own file at this path, and no rows are sent.
@@ -50,25 +50,25 @@ def data_file(path: str | os.PathLike[str], minibatch: bool = False, name: str |
     Parameters
     ----------
     path : str or path
-        The path of a ``.npy`` file.  On several hosts each needs the same file there, as on a shared file system.
+        Path of a ``.npy`` file.  On several hosts each needs the same file there, as on a shared file system.
     minibatch : bool
         As in `data`.
     name : str, optional
-        Its name in errors; by default the file's name.
+        Name in errors.  Default: the file's name.
 
     Returns
     -------
     FileData
-        A `Data` object that can't be changed.
+        A read-only `Data` object.
 
     Raises
     ------
     OSError
-        If there is no such file, or this user may not read it.
+        If there is no such file, or it can't be read.
     ValueError
-        If the file has no array of numbers in NumPy's format and in C's order.
+        If the file has no array of numbers in NumPy's format and in C order.
     WorkerError
-        In the first call that uses it, if a host has no such file, or one of another size.
+        In the first call that uses it, if a host has no such file, or a file of another size.
 
     Examples
     --------
@@ -85,8 +85,8 @@ def data_file(path: str | os.PathLike[str], minibatch: bool = False, name: str |
     return FileData(os.fspath(path), minibatch, os.path.basename(path) if name is None else name)
 
 
-def _header(path: str) -> tuple[tuple[int, ...], np.dtype, int]:
-    """Return an array's shape and dtype, and at which byte of its file it begins."""
+def _read_header(path: str) -> tuple[tuple[int, ...], np.dtype, int]:
+    """Return an array's shape, its dtype, and its offset in the file in bytes."""
     with open(path, "rb") as file:
         try:
             version = np.lib.format.read_magic(file)
@@ -94,11 +94,13 @@ def _header(path: str) -> tuple[tuple[int, ...], np.dtype, int]:
             shape, in_fortrans_order, dtype = read(file)
         except ValueError as error:
             raise ValueError(f"{path}: expected an array as numpy.save writes it: {error}") from None
-        at, size = file.tell(), os.fstat(file.fileno()).st_size
+        offset, size = file.tell(), os.fstat(file.fileno()).st_size
     if dtype.kind not in NUMBERS or not dtype.isnative:
         raise ValueError(f"{path}: expected numbers in this machine's order of bytes, got {dtype}")
     if in_fortrans_order and len(shape) > 1:
         raise ValueError(f"{path}: expected an array in C's order: save numpy.ascontiguousarray(x)")
-    if size < at + math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{path}: expected {math.prod(shape) * dtype.itemsize:,} bytes of {shape}, got {size - at:,}")
-    return shape, dtype, at
+    if size < offset + math.prod(shape) * dtype.itemsize:
+        raise ValueError(
+            f"{path}: expected {math.prod(shape) * dtype.itemsize:,} bytes of {shape}, got {size - offset:,}"
+        )
+    return shape, dtype, offset

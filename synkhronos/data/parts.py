@@ -1,11 +1,7 @@
-"""Arrays of which each host loads its own rows.
+"""Arrays of which each rank loads its own rows: the rows are in the memory of the hosts that compute on them.
 
-`PartsData`
-    An array whose rows lie where the ranks are that compute on them.
-`data_parts`
-    Makes one.
-`batches`, `in_order`
-    Shuffled rows, and all rows, each on the host that needs it.
+On each host there is a segment that is as long as the array of all rows, so that rows have the same offset everywhere.
+Only the pages of the host's own rows are allocated.
 """
 
 from __future__ import annotations
@@ -24,50 +20,54 @@ import numpy.typing as npt
 from synkhronos import ranks
 from synkhronos.casts import as_numbers
 from synkhronos.checks import at_least
-from synkhronos.data.fixed import FixedData
+from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.data.rows import get_share, max_row, min_row, select
 from synkhronos.graphs.mirror import Mirror, object_of
 from synkhronos.ranks import Cancelled, Command, Rank, Segment, Session, SharedArray
 from synkhronos.ranks.segments import create_unlinked
 
 
-class PartsData(FixedData):
-    """A `Data` object of which each host has only the rows of its own ranks; made by `data_parts`.
-
-    Its content and shape stay as they are.
+class PartsData(ReadOnlyData):
+    """A read-only `Data` object of which each host has the rows of its own ranks; created by `data_parts`.
 
     Attributes
     ----------
     here : range
-        The rows that this host has: all, where there is one host.
+        Rows of this host: all rows if there is one host.
     """
 
-    is_sent = False
+    _is_published = False
 
     def __init__(self, load: Callable[[int, int], npt.ArrayLike], length: int, name: str | None = None):
         session = ranks.session()
         with session.turn:
             session.settle()
-            key, shape, dtype = _load(session, load, length)
+            key, shape, dtype = _load_rows(session, load, length)
             super().__init__(dtype, len(shape), name=name)
-            self.origin = "data_parts" if name is None else name
-            self._lie_fixed_in(session.rank.segments[key], shape)
-        self.here = _rows_of(length, session.size, session.rank.control.here)
+            self._origin = "data_parts" if name is None else name
+            self._map_segment(session.rank.segments[key], shape)
+        self.here = _rows_of_ranks(length, session.size, session.rank.control.here)
 
     @property
     def data(self) -> np.ndarray:
-        """The array itself, read-only.  On several hosts take ``data[here.start : here.stop]``."""
-        return self._checked(slice(None))
+        """NumPy array of all rows, read-only.  On several hosts use ``data[here.start : here.stop]`` instead.
+
+        Raises
+        ------
+        IndexError
+            If this host does not have all rows.
+        """
+        return self._get_rows(slice(None))
 
     def __getitem__(self, key: Any) -> Any:
-        return self._checked(key)[key]
+        return self._get_rows(key)[key]
 
     def __repr__(self) -> str:
         return f"<synkhronos.PartsData: {self.dtype}, shape {self.shape}, rows {self.here.start} to {self.here.stop}>"
 
-    def _checked(self, key: Any) -> np.ndarray:
-        """Return the array, if what the key picks lies here."""
-        self._check()
+    def _get_rows(self, key: Any) -> np.ndarray:
+        """Return the array; raise IndexError if this host lacks a row that the key selects."""
+        self._check_open()
         if len(self.here) < len(self):
             first = (*key, ...)[0] if isinstance(key, tuple) else key
             if first is None or first is Ellipsis:
@@ -75,77 +75,75 @@ class PartsData(FixedData):
             rows = select(first if isinstance(first, slice) else np.ravel(first), len(self), "key")
             if max_row(rows) >= 0 and not (min_row(rows) >= self.here.start and max_row(rows) < self.here.stop):
                 raise IndexError(
-                    f"{self.origin}: this host has rows {self.here.start:,} to {self.here.stop - 1:,} of "
+                    f"{self._origin}: this host has rows {self.here.start:,} to {self.here.stop - 1:,} of "
                     f"{len(self):,}; others have the rest"
                 )
         return self._array
 
-    def location(self) -> SharedArray:
-        """Return where the array lies, for a command; in the turn of the call that sends it."""
-        return _PartsArray(self._key(), self.dtype.str, self.shape)
+    def _location(self) -> SharedArray:
+        return _PartialArray(self._get_key(), self.dtype.str, self.shape)
 
     def batches(self, size: int, seed: Any = None) -> Iterator[np.ndarray]:
-        """Yield batches of shuffled rows; each rank finds its share of a batch on its own host.
+        """Yield batches of shuffled rows, in which each rank's share is on its own host.
 
         Parameters
         ----------
         size : int
-            The number of rows of a batch: at least one for each rank.
+            Number of rows of a batch: at least one for each rank.
         seed : int, sequence of int, or numpy.random.Generator, optional
-            As for ``numpy.random.default_rng``.  Give ``(seed, epoch)`` for another order in each epoch.
+            Seed of ``numpy.random.default_rng``.  With ``(seed, epoch)`` each epoch has another order.
 
         Yields
         ------
         ndarray of int64
-            A ``batch`` for a call.  No row comes twice.  When a host has too few rows for another batch, the remaining
-            rows are left out.
+            A ``batch`` for a call.  No row appears twice.  When a host has too few rows for another batch, the
+            remaining rows are left out.
 
         Notes
         -----
-        Rows are shuffled within hosts, so that batches depend on how many ranks each host has.
+        Rows are shuffled within hosts, so that batches depend on the number of ranks of each host.
         """
         size, n_ranks = at_least(size, "size", 1), self._session.size
         if not n_ranks <= size <= len(self):
             raise ValueError(
-                f"size: expected a row for each of {n_ranks} ranks, and at most the {len(self)} rows that there are, "
-                f"got {size}"
+                f"size: expected a row for each of {n_ranks} ranks, and at most the {len(self)} rows, got {size}"
             )
-        return batches(len(self), size, self._session.link.ranks_by_host, seed)
+        return iterate_shuffled(len(self), size, self._session.link.ranks_by_host, seed)
 
 
 def data_parts(load: Callable[[int, int], npt.ArrayLike], length: int, name: str | None = None) -> PartsData:
-    """Have each rank load its own rows of an array; each host holds those of its ranks, and no rows are sent.
+    """Load an array in parallel: each rank loads its own rows, which stay on its host.
 
     Parameters
     ----------
     load : callable
-        ``load(start, stop)`` returns the rows from ``start`` up to ``stop``, of numbers.  It is called once on each
-        rank that has rows, on all at the same time: rank r of n has the r-th of n nearly equal runs.  A function that
-        the script defines is sent to the other hosts.
+        ``load(start, stop)`` returns an array of numbers, the rows from ``start`` to ``stop - 1``.  It is called once
+        on each rank that has rows, on all at the same time.  Rank r of n has the r-th of n nearly equal runs of rows.
+        A function that the script defines is sent to the other hosts.
     length : int
-        The number of rows on all ranks together.
+        Number of rows on all ranks together.
     name : str, optional
-        Its name in errors.
+        Name in errors.
 
     Returns
     -------
     PartsData
-        A `Data` object that can't be changed.  On one host a call may pick any rows.  On several hosts each rank can
-        use only rows of its own host: call with all rows, or with batches of `PartsData.batches`.  `scatter` and
-        trainers take it, too.
+        A read-only `Data` object.  On one host a call may select any rows.  On several hosts each rank can use only
+        rows of its own host: call with all rows, or with batches of `PartsData.batches`.  `scatter` and trainers accept
+        it, too.
 
     Raises
     ------
     RuntimeError
-        If ``load`` fails on the master; the message says for which rows.
+        If ``load`` fails on the master; the message has the rows.
     WorkerError
-        If it fails on another rank; the message says for which rows, the rank, and its host.
+        If it fails on another rank; the message has the rows, the rank, and its host.
     TypeError, ValueError
         For wrong arguments, or if ranks get rows of different shapes or dtypes.
     MemoryError
-        If there is no room in shared memory.
+        If there is not enough shared memory.
     IndexError
-        In a call that needs rows which lie elsewhere.
+        In a later call, if a rank needs rows of another host.
 
     Examples
     --------
@@ -164,55 +162,64 @@ def data_parts(load: Callable[[int, int], npt.ArrayLike], length: int, name: str
     return PartsData(load, at_least(length, "length", 1), name)
 
 
-def batches(length: int, size: int, by_host: Sequence[range], seed: Any = None) -> Iterator[np.ndarray]:
-    """Yield shuffled rows, ``size`` at a time, of which each rank's share lies with its host.
+def iterate_shuffled(length: int, size: int, ranks_by_host: Sequence[range], seed: Any = None) -> Iterator[np.ndarray]:
+    """Yield batches of shuffled rows, in which each rank's share is among the rows of its host.
 
-    ``size`` is at least the number of ranks, ``by_host`` has the ranks of each host, and ``seed`` is as
-    `PartsData.batches` has it.
+    Parameters
+    ----------
+    length : int
+        Number of all rows.
+    size : int
+        Number of rows of a batch, at least the number of ranks.
+    ranks_by_host : sequence of range
+        Ranks of each host.
+    seed
+        As in `PartsData.batches`.
     """
-    rng, n_ranks = np.random.default_rng(seed), by_host[-1].stop
-    orders = [rng.permutation(_rows_of(length, n_ranks, of_host)) for of_host in by_host]
-    each = [len(_rows_of(size, n_ranks, of_host)) for of_host in by_host]
-    for k in range(min(len(order) // count for order, count in zip(orders, each, strict=True))):
-        yield np.concatenate([order[k * count :][:count] for order, count in zip(orders, each, strict=True)])
+    rng, n_ranks = np.random.default_rng(seed), ranks_by_host[-1].stop
+    orders = [rng.permutation(_rows_of_ranks(length, n_ranks, ranks)) for ranks in ranks_by_host]
+    counts = [len(_rows_of_ranks(size, n_ranks, ranks)) for ranks in ranks_by_host]
+    for k in range(min(len(order) // count for order, count in zip(orders, counts, strict=True))):
+        yield np.concatenate([order[k * count :][:count] for order, count in zip(orders, counts, strict=True)])
 
 
-def in_order(length: int, size: int, n_ranks: int) -> Iterator[np.ndarray]:
-    """Yield all rows once, about ``size`` at a time, of which each rank's share is of the rows that it has loaded.
+def iterate_in_order(length: int, size: int, n_ranks: int) -> Iterator[np.ndarray]:
+    """Yield batches of about ``size`` rows that have each row once; each rank's share is among the rows it has loaded.
 
     Examples
     --------
-    >>> [rows.tolist() for rows in in_order(8, 4, 2)]
+    >>> [rows.tolist() for rows in iterate_in_order(8, 4, 2)]
     [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
-    shares, each = [np.arange(length)[get_share(length, n_ranks, r)] for r in range(n_ranks)], -(-size // n_ranks)
-    for start in range(0, len(shares[0]), each):  # the first have one more at most, as in the shares of a batch
-        yield np.concatenate([rows[start : start + each] for rows in shares])
+    shares = [np.arange(length)[get_share(length, n_ranks, r)] for r in range(n_ranks)]
+    count = -(-size // n_ranks)
+    for start in range(0, len(shares[0]), count):  # the first shares are the longest
+        yield np.concatenate([rows[start : start + count] for rows in shares])
 
 
-def _rows_of(length: int, size: int, some: range) -> range:
-    """Return the rows that some ranks have of so many."""
-    return range(get_share(length, size, some[0]).start, get_share(length, size, some[-1]).stop)
+def _rows_of_ranks(n_rows: int, n_ranks: int, ranks: range) -> range:
+    """Return the rows that a run of ranks has, if ``n_rows`` are divided among ``n_ranks``."""
+    return range(get_share(n_rows, n_ranks, ranks[0]).start, get_share(n_rows, n_ranks, ranks[-1]).stop)
 
 
-class _PartsArray(SharedArray):
-    """An array that each host has in part."""
+class _PartialArray(SharedArray):
+    """An array of which each host has the rows of its own ranks."""
 
     __slots__ = ()
 
     def rows_of(self, size: int, ranks: range) -> range:
-        """Return the rows that a host has."""
-        return _rows_of(self.shape[0], size, ranks)
+        """Return the rows on a host with these ranks."""
+        return _rows_of_ranks(self.shape[0], size, ranks)
 
 
-def _load(session: Session, load: Any, length: int) -> tuple[int, tuple[int, ...], str]:
-    """Have the ranks load; return the memory's key, the whole array's shape, and its dtype."""
+def _load_rows(session: Session, load: Any, length: int) -> tuple[int, tuple[int, ...], str]:
+    """Load all rows on the ranks; return the segment's key, the array's shape, and its dtype."""
     key = session.memory.key_of_parts()
-    loading = _Loading(load)
+    function = _LoadFunction(load)
     try:
-        Mirror.of(session).send([(("load", key), loading)], [])
-        session.rank.objects["load", key] = lambda: loading
-        shape, dtype = session.run(_Load(key, length))
+        Mirror.of(session).send([(("load", key), function)], [])
+        session.rank.objects["load", key] = lambda: function
+        shape, dtype = session.run(_LoadRows(key, length))
     except BaseException:
         session.memory.release("segment", key)
         raise
@@ -221,8 +228,8 @@ def _load(session: Session, load: Any, length: int) -> tuple[int, tuple[int, ...
     return key, (length, *shape), dtype
 
 
-class _Loading:
-    """The user's function, on its way to the ranks."""
+class _LoadFunction:
+    """The user's function in the form that `Mirror.send` sends to the ranks."""
 
     code: Any = None
 
@@ -230,43 +237,48 @@ class _Loading:
         self.load = load
 
     def to_device(self) -> None:
-        """Nothing of it goes to a device."""
+        """Do nothing: a function has no values on a device."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Load(Command):
-    """Load each rank's rows into memory that its host's ranks share.
+class _LoadRows(Command):
+    """Load each rank's rows into a segment that the ranks of its host share.
 
-    The memory has the addresses of all rows on each host, and room for its own.
+    Attributes
+    ----------
+    key : int
+        Key of the segment.
+    length : int
+        Number of rows on all ranks together.
     """
 
     key: int
     length: int
 
     def run(self, rank: Rank) -> tuple[tuple[int, ...], str]:
-        """Return a row's shape, and the dtype."""
+        """Load this rank's rows; return a row's shape, and the dtype."""
         mine = get_share(self.length, rank.size, rank.number)
-        rows = self._loaded(rank, mine.start, mine.stop) if mine.stop > mine.start else None
-        shape, dtype = self._agreed(rank, rows)
-        here, row = rank.control.here, math.prod(shape) * np.dtype(dtype).itemsize
-        nbytes, of_host = max(1, self.length * row), _rows_of(self.length, rank.size, here)
-        held = range(of_host.start * row, of_host.stop * row)
+        rows = self._call_load(rank, mine.start, mine.stop) if mine.stop > mine.start else None
+        shape, dtype = self._agree(rank, rows)
+        here, row_nbytes = rank.control.here, math.prod(shape) * np.dtype(dtype).itemsize
+        nbytes, rows_here = max(1, self.length * row_nbytes), _rows_of_ranks(self.length, rank.size, here)
+        allocated = range(rows_here.start * row_nbytes, rows_here.stop * row_nbytes)
         with contextlib.ExitStack() as files:
-            place = None
+            descriptor = None
             if rank.number == here.start:
-                file = files.enter_context(create_unlinked(nbytes, [held]))
-                place = os.getpid(), file.fileno()
-            pid, number = rank.exchange(place)[here.start]
+                file = files.enter_context(create_unlinked(nbytes, [allocated]))
+                descriptor = os.getpid(), file.fileno()
+            pid, number = rank.exchange(descriptor)[here.start]
             if rank.number != here.start:
                 file = files.enter_context(io.FileIO(f"/proc/{pid}/fd/{number}", "r+"))
-            segment = Segment(self.key, file.fileno(), nbytes, here=held)
+            segment = Segment(self.key, file.fileno(), nbytes, here=allocated)
             rank.segments.add(segment)
             if rows is not None:
                 segment.array((self.length, *shape), dtype)[mine] = rows
-            rank.barrier()  # nobody closes the file before all have it, or computes before all rows are there
+            rank.barrier()  # before any rank closes the file, or reads the rows of another
         return shape, dtype
 
-    def _loaded(self, rank: Rank, start: int, stop: int) -> np.ndarray:
+    def _call_load(self, rank: Rank, start: int, stop: int) -> np.ndarray:
         try:
             rows = as_numbers(object_of(rank, ("load", self.key)).load(start, stop), "load")
             if not rows.ndim or len(rows) != stop - start:
@@ -277,11 +289,11 @@ class _Load(Command):
             )
         return rows
 
-    def _agreed(self, rank: Rank, rows: np.ndarray | None) -> tuple[tuple[int, ...], str]:
-        """Return what all ranks that have rows say of one, or refuse."""
-        of_all = rank.exchange(None if rows is None else (rows.shape[1:], rows.dtype.str))
-        first: tuple[tuple[int, ...], str] = of_all[0]  # the first ranks have rows
-        for r, other in enumerate(of_all):
+    def _agree(self, rank: Rank, rows: np.ndarray | None) -> tuple[tuple[int, ...], str]:
+        """Return a row's shape and the dtype; raise ValueError if they differ between ranks."""
+        by_rank = rank.exchange(None if rows is None else (rows.shape[1:], rows.dtype.str))
+        first: tuple[tuple[int, ...], str] = by_rank[0]  # rank 0 always has rows
+        for r, other in enumerate(by_rank):
             if other not in (None, first):
                 if not rank.is_master:
                     raise Cancelled

@@ -45,7 +45,7 @@ from pytensor.tensor.type import float_dtypes
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.checks import called
-from synkhronos.data.fixed import FixedData
+from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.devices import HOST
 from synkhronos.graphs import library_of
 
@@ -518,7 +518,7 @@ def _now(source: Any) -> Any:
 
 def _sample(values: Any) -> Any:
     """Return the shape of rows and some of their bytes, to be compared with others'."""
-    if isinstance(values, FixedData):
+    if isinstance(values, ReadOnlyData):
         return None
     array = np.asarray(values)
     return array.shape, array[:: -(-array.size // _SAMPLE) or 1].tobytes()

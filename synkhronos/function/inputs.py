@@ -102,11 +102,11 @@ class CallInputs:
                 located.append(self._broadcast(i, value))
             elif not isinstance(value, Data):
                 buffer = self._get_buffer(i, value.dtype, value.ndim)
-                take(value, rows, buffer.resized((len(rows), *value.shape[1:])))
-                located.append(ScatteredInput(buffer.location(), range(len(rows)), 0, is_mutable))
+                take(value, rows, buffer._resize((len(rows), *value.shape[1:])))
+                located.append(ScatteredInput(buffer._location(), range(len(rows)), 0, is_mutable))
             elif value.minibatch and _is_listed(batch):
                 # A minibatch has its rows in the order of the list.
-                located.append(ScatteredInput(value.location(), range(len(rows)), 0, is_mutable))
+                located.append(ScatteredInput(value._location(), range(len(rows)), 0, is_mutable))
             else:
                 selected: range | SharedArray
                 if isinstance(rows, range):
@@ -114,7 +114,7 @@ class CallInputs:
                 else:
                     selected = index = self._share_index("batch", rows) if index is None else index
                 offset = low if value.minibatch else 0
-                located.append(ScatteredInput(value.location(), selected, offset, is_mutable))
+                located.append(ScatteredInput(value._location(), selected, offset, is_mutable))
         return tuple(located), len(rows)
 
     def _check(self, position: int, value: Any, session: Session) -> Data | np.ndarray:
@@ -122,8 +122,8 @@ class CallInputs:
         entry = self.program.inputs[position]
         kind = entry.variable.type
         if isinstance(value, Data):
-            if not value.belongs_to(session):
-                value.check_session(session, self._describe(position))
+            if not value._belongs_to(session):
+                value._check_session(session, self._describe(position))
             if value.dtype != self._dtypes[position] or value.ndim != kind.ndim:
                 raise TypeError(
                     f"{self._describe(position)}: expected {kind.dtype} of {kind.ndim} dimensions, "
@@ -182,22 +182,22 @@ class CallInputs:
     def _broadcast(self, position: int, value: Data | np.ndarray) -> BroadcastInput:
         if not isinstance(value, Data):
             buffer = self._get_buffer(position, value.dtype, value.ndim)
-            buffer.resized(value.shape)[...] = value
+            buffer._resize(value.shape)[...] = value
             value = buffer
-        return BroadcastInput(value.location(), self.program.inputs[position].mutable)
+        return BroadcastInput(value._location(), self.program.inputs[position].mutable)
 
     def _get_buffer(self, key: Any, dtype: np.dtype, ndim: int) -> Data:
         """Return the shared memory that this function keeps under a key, such as an input's position."""
         buffer = self._buffers.get(key)
         session = ranks.session()
-        if buffer is None or buffer.dtype != dtype or not buffer.belongs_to(session):
+        if buffer is None or buffer.dtype != dtype or not buffer._belongs_to(session):
             buffer = self._buffers[key] = Data(dtype, ndim)
         return buffer
 
     def _share_index(self, key: Any, index: np.ndarray) -> SharedArray:
         buffer = self._get_buffer(key, np.dtype(np.int64), 1)
-        buffer.resized(index.shape)[...] = index
-        return buffer.location()
+        buffer._resize(index.shape)[...] = index
+        return buffer._location()
 
     def share_batch_s(self, session: Session, batch_s: Any) -> tuple[Any, ...]:
         """Check ``batch_s`` and put its indexes into shared memory; only the ranks know how many rows they have.

@@ -81,7 +81,7 @@ def _run(settings: Settings, plan: dict[str, Any]) -> int:
     size, dtype = run(program.build, settings, rule)[0]
     memory = shared_memory(rule, session().size, size, np.dtype(dtype))
     flag = data(shape=(1,), dtype="int64")
-    flag.is_sent = False
+    flag._is_published = False
     # Before this there is nothing to save, and signals end the run; the supervisor decides how long it may take.
     with StopSignals(None, flag.data) if settings.saves_on_signal else contextlib.nullcontext():
         is_stopped = run(program.train, settings, rule, memory, _checkpoint(settings), flag)[0]

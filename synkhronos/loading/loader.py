@@ -469,7 +469,7 @@ class _Reader:
             if isinstance(data, Data):
                 data.free_memory()
 
-    session_closed = close  # they end with the ranks
+    _on_session_close = close  # they end with the ranks
 
 
 def _end(pids: list[int]) -> None:
@@ -498,7 +498,7 @@ def _wait_for_dropped() -> None:
 def _shared(shape: tuple[int, ...], dtype: np.dtype, in_session: bool) -> tuple[Any, Any]:
     """Return memory that loaders can map, as an array, and its file; of a session, memory of all ranks."""
     if in_session:
-        return Data.with_file(shape, dtype, "batches")
+        return Data._create_with_file(shape, dtype, "batches")
     nbytes = max(1, math.prod(shape) * dtype.itemsize)
     file = create_unlinked(nbytes)
     return Segment(0, file.fileno(), nbytes).array(shape, dtype), file

@@ -490,7 +490,7 @@ class Session:
             self._free()
 
     def notify_at_close(self, owner: Any) -> None:
-        """Have ``owner.session_closed()`` called when the session ends, if the owner still exists then."""
+        """Have ``owner._on_session_close()`` called when the session ends, if the owner still exists then."""
         self._at_close[owner] = True
 
     def _free(self) -> None:
@@ -502,7 +502,7 @@ class Session:
         self.rank.spans_hosts = False
         self.rank.fail()
         for owner in list(self._at_close):
-            owner.session_closed()
+            owner._on_session_close()
         self.workers.close()
         self.memory.free()
         self.rank.registry.clear()

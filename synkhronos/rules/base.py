@@ -219,7 +219,7 @@ def shared_memory(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[
         name: data(shape=shape, dtype=dtype) for name, (shape, dtype) in rule.memory(n_ranks, size, dtype).items()
     }
     for each in memory.values():
-        each.is_sent = False
+        each._is_published = False
     return memory
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.collectives.arguments import mirrored
+from synkhronos.collectives.arguments import get_mirror_keys
 from synkhronos.data import Data
 from synkhronos.devices import HOST
 from synkhronos.function import Function
@@ -193,13 +193,13 @@ class _Pickler(pickle.Pickler):
                 self.functions.append(value._key)
             return "function", value._key
         if isinstance(value, Data):
-            value.check_session(self.session, "an argument")
-            location = value.location()
-            if value.is_sent:
+            value._check_session(self.session, "an argument")
+            location = value._location()
+            if value._is_published:
                 self.arrays.append(location)
             return "data", location
         if getattr(value, "container", None) is not None and any(lib.is_shared(value) for lib in loaded_libraries()):
-            return "shared", mirrored(self.session, [value])[0]
+            return "shared", get_mirror_keys(self.session, [value])[0]
         return None
 
 

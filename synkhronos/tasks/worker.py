@@ -16,7 +16,7 @@ import numpy as np
 
 from synkhronos.casts import check_dense
 from synkhronos.checks import index, integer
-from synkhronos.collectives.arguments import check_suits, op_word
+from synkhronos.collectives.arguments import check_op_dtype, parse_op
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST, Device, device_of
 from synkhronos.devices.host import combine
@@ -120,7 +120,7 @@ class Worker:
         ndarray, or array of a GPU
         """
         check_dense(array, "array")
-        home = _home(self._rank, array, op_word(op))
+        home = _home(self._rank, array, parse_op(op))
         value = array
         if home is HOST:
             host = device_of(array).to_host(array)
@@ -320,7 +320,7 @@ class Group:
     def all_reduce(self, array: Any, op: str = "avg") -> Any:
         """Return the reduction of all members' arrays, the same on each of them; as `Worker.all_reduce`."""
         check_dense(array, "array")
-        home = _home(self._rank, array, op_word(op))
+        home = _home(self._rank, array, parse_op(op))
         gpus = home.group(self._rank, self.ranks)
         result = np.array(array, order="C") if gpus is None else _copied(home, array)
         kind = _kind(result, op, HOST if gpus is None else home)
@@ -399,7 +399,7 @@ def _kind(array: Any, op: str, home: Device) -> tuple[Any, ...]:
     dtype = np.dtype(array.dtype)
     if dtype.hasobject:
         raise TypeError(f"array: expected numbers, got an array of {dtype}")
-    check_suits(op, dtype, "an array")
+    check_op_dtype(op, dtype, "an array")
     return tuple(array.shape), str(dtype), op, home.name
 
 

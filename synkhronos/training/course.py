@@ -16,7 +16,7 @@ import numpy as np
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.data import Data
-from synkhronos.data.parts import PartsData, batches
+from synkhronos.data.parts import PartsData, iterate_shuffled
 from synkhronos.loading import Loader
 from synkhronos.training.interval import InOrder, Source
 
@@ -70,7 +70,7 @@ class Course:
     def _of_parts(self, epoch: int) -> Iterator[np.ndarray]:
         """Yield the rows of an epoch's steps of all ranks, where each takes rows of its own host."""
         assert self.pools is not None
-        return batches(self.length, self.batch * self.pools[-1].stop, self.pools, (self.seed, epoch))
+        return iterate_shuffled(self.length, self.batch * self.pools[-1].stop, self.pools, (self.seed, epoch))
 
     def parts(self) -> list[int] | None:
         """Return what the order of rows depends on, besides the seed, where each rank takes rows of its own host."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from synkhronos.collectives.commands import Agreed, Reduce
+from synkhronos.collectives.commands import AllReducePlan, Reduce
 from synkhronos.engines import Runner
 from synkhronos.function.call import Call, RankCall
 from synkhronos.graphs.family import AT_FIRST_CALL
@@ -78,9 +78,9 @@ class Step(_StepFields, Command):
 
     def agree(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return what combines the gradient, and its shape on all ranks."""
-        agreed = self.reduce.agree(rank)
-        assert isinstance(agreed, Agreed)  # the engine has seen where the gradient is
-        ((_, _, device, (shape, _)),) = agreed.parts
+        plan = self.reduce.plan(rank)
+        assert isinstance(plan, AllReducePlan)  # the engine has checked the device of the gradient
+        ((_, _, device, (shape, _)),) = plan.variables
         return device.communicator(rank), shape
 
     def _chain(self, rank: Rank, gradient: RankCall, update: RankCall) -> Runner | None:

@@ -18,8 +18,8 @@ import numpy as np
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.collectives.arguments import mirrored
-from synkhronos.collectives.calls import all_reduce_command
+from synkhronos.collectives.arguments import get_mirror_keys
+from synkhronos.collectives.calls import get_all_reduce_command
 from synkhronos.collectives.commands import GetShapes
 from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
@@ -271,7 +271,7 @@ class TrainFunction:
                 # They sit out, and would contribute what is left of an earlier step.
                 self._clear._call_in_turn(session)
             update = self.update._prepare(session, (), {}, None, None, 1, None)
-            reduce = all_reduce_command(session, self.grad_shared, "avg", nccl=True)
+            reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
             returned = session.run(Step(gradient, reduce, update, self._exchange, self._tail, times))
             if returned is None:
                 return None
@@ -291,7 +291,7 @@ class TrainFunction:
         chosen = gradient.batch_s or (slice(None),) * n_ranks
         lengths = [0] * n_ranks
         if any(isinstance(one, slice) for one in chosen):  # of how many rows only the ranks know
-            layouts = session.run(GetShapes(mirrored(session, self._model.sliceable)))
+            layouts = session.run(GetShapes(get_mirror_keys(session, self._model.sliceable)))
             lengths = [min(shape[0] for shape, _ in each) for each in layouts]
         counts = [
             len(range(length)[one]) if isinstance(one, slice) else one.shape[0]

@@ -24,7 +24,7 @@ from synkhronos import ranks
 from synkhronos.casts import as_numbers, check_cast
 from synkhronos.checks import at_least, called, number
 from synkhronos.data import Data
-from synkhronos.data.parts import in_order
+from synkhronos.data.parts import iterate_in_order
 from synkhronos.graphs import library_of
 from synkhronos.loading import Loader, LoadError
 from synkhronos.loading.loader import Feed
@@ -435,7 +435,7 @@ class Trainer:
         if isinstance(valid, Loader):
             chosen = valid.epoch(0, step)
         elif pools_of(valid[0]):
-            chosen = in_order(valid[1], step, ranks.session().size)
+            chosen = iterate_in_order(valid[1], step, ranks.session().size)
         else:
             chosen = (slice(start, min(valid[1], start + step)) for start in range(0, valid[1], step))
         for rows in chosen:

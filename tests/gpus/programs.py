@@ -170,7 +170,7 @@ def theano():
     data = synk.data(np.arange(1000, dtype="float32"))
     with ranks.session().turn:
         for op in ("sum", "max"):
-            results = ranks.session().run(Reduced(op, data.location()))
+            results = ranks.session().run(Reduced(op, data._location()))
             assert results == results[:1] * n
             print(op, results[0])
     print(*synk.run(between))

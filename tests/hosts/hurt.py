@@ -179,7 +179,7 @@ class Orders:
             on = []
         if place in ("lock", "exchange"):
             rows = synk.data(shape=(LARGE,), dtype="float64")
-            rows.is_sent = False  # else hosts were busy with that first
+            rows._is_published = False  # else hosts were busy with that first
             return all(synk.run(locked, self.folder, place, tuple(on), action, rows))
         with ranks.session().turn:
             ranks.session().settle()

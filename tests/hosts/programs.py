@@ -420,7 +420,7 @@ def locks() -> None:
     before = synk.bytes_sent()
     for who in range(n + 3):  # from n on nobody fails
         rows = synk.data(shape=(n + 3, 1000 if who % 2 else 1_500_000), dtype="float32")
-        rows.is_sent = False
+        rows._is_published = False
         rows[...] = 5
         assert synk.run(programs.last, rows) == [5.0] + [0.0] * (n - 1)
         rows[...] = 0

@@ -1,0 +1,45 @@
+"""The base class of `Data` objects that can't be changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy.typing as npt
+
+from synkhronos import ranks
+from synkhronos.data.array import Data
+
+
+class ReadOnlyData(Data):
+    """A `Data` object whose content and shape can't be changed."""
+
+    #: Source of the rows, for errors.
+    _origin: str
+
+    def _map_segment(self, segment: ranks.Segment, shape: tuple[int, ...], offset: int = 0) -> None:
+        """Use the array at an offset of a segment, in bytes; in the turn of a call."""
+        self._use_segment(segment)
+        self._array = segment.array(shape, self.dtype, offset)
+        self._array.flags.writeable = False
+
+    def _get_key(self) -> int:
+        """Return the segment's key; raise ValueError if the memory was freed."""
+        self._check_open()
+        if self._segment is None:
+            raise ValueError(f"{self._origin}: this Data object's memory was freed: make a new one")
+        return self._segment.key
+
+    def _raise_read_only(self) -> NoReturn:
+        raise ValueError(f"{self._origin}: this Data can't be changed: synkhronos.data(array) is a copy that can")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._raise_read_only()
+
+    def set_value(self, x: npt.ArrayLike, force_cast: bool = False, oversize: float = 1) -> None:
+        """Raise ValueError: the content is read-only."""
+        self._raise_read_only()
+
+    def set_shape(self, shape: int | Sequence[int], oversize: float = 1) -> None:
+        """Raise ValueError: the shape is fixed."""
+        self._raise_read_only()
