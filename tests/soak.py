@@ -1214,7 +1214,7 @@ class Soak:
             variable.sent |= error is None
         if outcome == "refused":  # by the ranks, perhaps, once they had seen each other's shapes
             for variable in self.variables:
-                variable.sent |= Mirror.of(ranks.session()).key(variable.shared) is not None
+                variable.sent |= Mirror.get(ranks.session()).get_key(variable.shared) is not None
         if died:
             self._recover(step)
             return

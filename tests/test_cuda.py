@@ -91,7 +91,7 @@ def test_labels_and_indexes_stay_on_the_host():
     from synkhronos.graphs.theano import LIBRARY
 
     def location(dtype, ndim):
-        return LIBRARY.input_device(np.dtype(dtype), ndim, PYGPU)
+        return LIBRARY.choose_input_device(np.dtype(dtype), ndim, PYGPU)
 
     assert location("float32", 0) is location("float64", 4) is location("uint8", 4) is location("int64", 2) is PYGPU
     assert location("int32", 1) is location("bool", 0) is location("complex64", 3) is HOST

@@ -15,7 +15,7 @@ from synkhronos.engines.lazy import Result
 from synkhronos.extensions.train import make_train_function, make_train_function_serial
 from synkhronos.extensions.updates import adam
 from synkhronos.graphs import library_of
-from synkhronos.graphs.family import AT_FIRST_CALL
+from synkhronos.graphs.library import AT_FIRST_CALL
 
 pytestmark = [
     pytest.mark.skipif(DEVICE != "host", reason="the toy computes with NumPy's arrays"),
@@ -95,8 +95,8 @@ def test_a_step_is_one_launch_and_several_are(toy, fork, n):
 def test_what_is_compiled_at_its_first_call_is_chained_from_the_second(toy, fork, monkeypatch):
     # The master compiles first, alone: it can't meet the others in that launch.
     library = type(library_of(tensor.dmatrix()))
-    monkeypatch.setattr(library, "compiles", lambda self, mode: AT_FIRST_CALL)
-    monkeypatch.setattr(library, "leaves_on_disk", lambda self, function: True)
+    monkeypatch.setattr(library, "choose_compile_order", lambda self, mode: AT_FIRST_CALL)
+    monkeypatch.setattr(library, "has_disk_cache", lambda self, function: True)
     monkeypatch.setattr(library, "compile_now", lambda self, function: None)
     fork(2)
     (train, w), (alone, w_alone) = trained(make_train_function), trained(make_train_function_serial)

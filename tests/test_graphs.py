@@ -12,11 +12,11 @@ from library import tensor as T
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.graphs import library_named, library_of, loaded_libraries
-from synkhronos.graphs.mirror import Mirror, object_of
+from synkhronos.graphs import import_library, library_of, loaded_libraries
+from synkhronos.graphs.mirror import Mirror, get_object
 from synkhronos.ranks import Command
 
-LIBRARY = library_named(NAME)
+LIBRARY = import_library(NAME)
 
 
 class Half:
@@ -115,7 +115,7 @@ def test_every_node_comes_after_those_it_depends_on():
     x, y = T.vectors("x", "y")
     a = x + y
     outputs = [T.exp(a) * a, T.log(a), a.sum()]
-    nodes = LIBRARY.nodes(outputs)
+    nodes = LIBRARY.sort_nodes(outputs)
     assert len(nodes) == len({id(node) for node in nodes})
     assert all(output.owner in nodes for output in outputs)
     for position, node in enumerate(nodes):
@@ -127,7 +127,7 @@ def test_a_graph_deeper_than_pythons_stack_is_walked():
     x = T.vector("x")
     for _ in range(5000):
         x = x + 1
-    assert len(LIBRARY.nodes([x])) >= 5000
+    assert len(LIBRARY.sort_nodes([x])) >= 5000
 
 
 @pytest.mark.timeout(60)
@@ -157,15 +157,15 @@ def test_small_sums_are_still_simplified():
 
 
 def test_variables_without_a_graph_have_no_nodes():
-    assert LIBRARY.nodes([T.vector("x"), shared(1.0), T.constant(2.0)]) == []
+    assert LIBRARY.sort_nodes([T.vector("x"), shared(1.0), T.constant(2.0)]) == []
 
 
 def test_shared_variables_are_found_once_wherever_they_are():
     a, b, c = shared(1.0, "a"), shared(2.0, "b"), shared(3.0, "c")
     x = T.scalar("x")
-    found = LIBRARY.shareds([x * a + b, (a + b) * 2, c])
+    found = LIBRARY.find_shareds([x * a + b, (a + b) * 2, c])
     assert {variable.name for variable in found} == {"a", "b", "c"} and len(found) == 3
-    assert LIBRARY.shareds([x * 2]) == []
+    assert LIBRARY.find_shareds([x * 2]) == []
 
 
 @pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
@@ -173,22 +173,22 @@ def test_shared_variables_in_default_updates_are_found():
     step, count = shared(1.0, "step"), shared(0.0, "count")
     count.default_update = count + step * 2
     for variables in ([count], [count * 3]):
-        assert {variable.name for variable in LIBRARY.shareds(variables)} == {"count", "step"}
-        assert count.default_update.owner in LIBRARY.nodes(variables)
+        assert {variable.name for variable in LIBRARY.find_shareds(variables)} == {"count", "step"}
+        assert count.default_update.owner in LIBRARY.sort_nodes(variables)
 
 
 @pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
 def test_a_shared_variable_that_is_a_default_update_is_found():
     first, second = shared(1.0, "first"), shared(2.0, "second")
     first.default_update, second.default_update = second, first
-    assert LIBRARY.shareds([first + 1]) == [first, second]
+    assert LIBRARY.find_shareds([first + 1]) == [first, second]
 
 
 @pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
 def test_default_updates_that_lead_in_a_circle_are_walked_once():
     a, b = shared(1.0, "a"), shared(2.0, "b")
     a.default_update, b.default_update = a + b, b - a
-    assert {variable.name for variable in LIBRARY.shareds([a])} == {"a", "b"}
+    assert {variable.name for variable in LIBRARY.find_shareds([a])} == {"a", "b"}
 
 
 def test_shared_variables_outside_a_scan_are_found():
@@ -199,7 +199,7 @@ def test_shared_variables_outside_a_scan_are_found():
         powers = package.scan(lambda a: a * w, outputs_info=[x], n_steps=3, return_updates=False)
     else:
         powers, _ = package.scan(lambda a: a * w, outputs_info=[x], n_steps=3)
-    assert w in LIBRARY.shareds([powers])
+    assert w in LIBRARY.find_shareds([powers])
 
 
 def test_a_clone_has_its_variables_replaced():
@@ -228,23 +228,25 @@ def test_a_value_of_the_wrong_type_is_not_put():
 
 
 def test_lengths_that_a_type_fixes_are_told():
-    assert LIBRARY.fixed_shape(T.matrix()) == (None, None)
-    assert LIBRARY.fixed_shape(T.row()) == (1, None)
-    assert LIBRARY.fixed_shape(T.scalar()) == ()
+    assert LIBRARY.get_fixed_shape(T.matrix()) == (None, None)
+    assert LIBRARY.get_fixed_shape(T.row()) == (1, None)
+    assert LIBRARY.get_fixed_shape(T.scalar()) == ()
     s = shared(np.zeros((2, 3)))
-    assert LIBRARY.accepts(s, (5, 0)) and not LIBRARY.accepts(s, (5,))
+    assert LIBRARY.can_hold(s, (5, 0)) and not LIBRARY.can_hold(s, (5,))
 
 
 def test_inputs_are_cast_where_the_library_casts_them():
-    entry = LIBRARY.input(T.fvector("x"))
+    entry = LIBRARY.describe_input(T.fvector("x"))
     assert entry.name == "x" and not entry.mutable
-    filtered = LIBRARY.filter(entry, [1, 2])
+    filtered = LIBRARY.filter(entry.variable.type, [1, 2])
     assert filtered.dtype == "float32"
     with pytest.raises(TypeError):
-        LIBRARY.filter(entry, np.zeros(2))
-    generous = LIBRARY.input(LIBRARY.package.In(T.fvector("x"), name="z", mutable=True, allow_downcast=True))
+        LIBRARY.filter(entry.variable.type, np.zeros(2))
+    generous = LIBRARY.describe_input(LIBRARY.package.In(T.fvector("x"), name="z", mutable=True, allow_downcast=True))
     assert generous.name == "z" and generous.mutable
-    assert LIBRARY.filter(generous, np.zeros(2)).dtype == "float32"
+    assert (
+        LIBRARY.filter(generous.variable.type, np.zeros(2), allow_downcast=generous.allow_downcast).dtype == "float32"
+    )
 
 
 def test_generators_are_told_from_arrays():
@@ -256,7 +258,7 @@ def test_generators_are_told_from_arrays():
 
         assert LIBRARY.is_generator(T.shared_randomstreams.RandomStreams(1).normal().owner.inputs[0])
         draw = MRG_RandomStreams(1).uniform(size=(2,))
-        (state,) = LIBRARY.shareds([draw])
+        (state,) = LIBRARY.find_shareds([draw])
         assert LIBRARY.is_generator(state)
 
 
@@ -277,12 +279,12 @@ class Describe(Command):
         self.keys = keys
 
     def run(self, rank):
-        shareds = [object_of(rank, key) for key in self.keys]
+        shareds = [get_object(rank, key) for key in self.keys]
         return rank.exchange([(shared.name, library_of(shared).get(shared).tolist()) for shared in shareds])
 
 
 def mirror():
-    return Mirror.of(ranks.session())
+    return Mirror.get(ranks.session())
 
 
 def test_there_is_one_mirror_a_session(fork):
@@ -298,16 +300,16 @@ def test_there_is_one_mirror_a_session(fork):
 def test_a_shared_variable_has_one_key_on_all_ranks(fork, n):
     fork(n)
     a, b = shared(np.arange(2.0), "a"), shared(np.arange(3.0), "b")
-    assert mirror().key(a) is None
+    assert mirror().get_key(a) is None
     mirror().send([], [a * b.sum()])
-    keys = [mirror().key(a), mirror().key(b)]
+    keys = [mirror().get_key(a), mirror().get_key(b)]
     assert len(set(keys)) == 2
     described = ranks.session().run(Describe(keys))
     assert described == [[("a", [0.0, 1.0]), ("b", [0.0, 1.0, 2.0])]] * n
     c = shared(1.0, "c")
     mirror().send([], [a.sum() + c])
-    assert mirror().key(a) == keys[0]
-    assert ranks.session().run(Keys()) == [sorted([*keys, mirror().key(c)])] * n
+    assert mirror().get_key(a) == keys[0]
+    assert ranks.session().run(Keys()) == [sorted([*keys, mirror().get_key(c)])] * n
 
 
 def test_graphs_sent_later_refer_to_the_same_copy(fork):
@@ -327,7 +329,7 @@ def test_a_shared_variable_dropped_in_the_master_is_dropped_by_the_workers(fork)
     w, v = shared(np.ones(1000), "w"), shared(1.0, "v")
     f = synk.function([], ((w * v).sum(), "sum"))
     f()
-    keep = mirror().key(v)
+    keep = mirror().get_key(v)
     assert len(ranks.session().run(Keys())[1]) == 2
     del f, w
     gc.collect()
@@ -374,7 +376,7 @@ def test_values_travel_as_they_are(fork):
     ]
     shareds = [shared(value, f"s{i}", borrow=True) for i, value in enumerate(values)]
     mirror().send([], shareds)
-    described = ranks.session().run(Describe([mirror().key(s) for s in shareds]))
+    described = ranks.session().run(Describe([mirror().get_key(s) for s in shareds]))
     assert described[1] == described[0] == [(f"s{i}", value.tolist()) for i, value in enumerate(values)]
 
 
@@ -393,6 +395,6 @@ def test_nothing_is_kept_of_what_could_not_be_sent(fork):
     w = shared(1.0, "w")
     with pytest.raises(TypeError, match="pickle"):
         mirror().send([(("extra", 1), threading.Lock())], [w])
-    assert mirror().key(w) is None
+    assert mirror().get_key(w) is None
     mirror().send([], [w])
     assert len(ranks.session().run(Keys())[1]) == 1

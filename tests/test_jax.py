@@ -1353,13 +1353,13 @@ def test_streams_in_a_classs_own_functions_are_set_and_saved():
     found = groups(model)
     assert found.generators == [model.rng]
     library = library_of(model.rng)
-    library.set_stream(model.rng, library.moved(library.stream(model.rng), 1))
+    library.set_generator(model.rng, library.jump(library.copy_generator(model.rng), 1))
     first, again = model.train(), model.again()
     assert not np.intersect1d(plain.train(), [first, again]).size
-    saved = library.stream(model.rng)
+    saved = library.copy_generator(model.rng)
     drawn = model.train()
     assert not np.intersect1d(drawn, first).size
-    library.set_stream(model.rng, saved)
+    library.set_generator(model.rng, saved)
     np.testing.assert_array_equal(model.train(), drawn)
 
 

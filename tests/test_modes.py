@@ -19,7 +19,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.extensions.train import make_train_function
 from synkhronos.extensions.updates import adam
-from synkhronos.graphs.mirror import object_of
+from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command
 
 pytestmark = pytest.mark.usefixtures("compiler")
@@ -225,7 +225,7 @@ class Compiled(Command):
         self.keys = keys
 
     def run(self, rank):
-        compiled = [c for key in self.keys for c in object_of(rank, key).compiled.values()]
+        compiled = [c for key in self.keys for c in get_object(rank, key).compiled.values()]
         stats = [c.function.vm.jit_fn.stats for c in compiled]
         return rank.exchange([(sum(s.cache_hits.values()), sum(s.cache_misses.values())) for s in stats])
 

@@ -189,13 +189,13 @@ def test_lives_of_ranks_repeat_from_a_seed(fork, kind):
 
 def generator_of(draws):
     """Return the shared variable from which numbers are drawn."""
-    (generator,) = [s for s in library_of(draws).shareds([draws]) if library_of(s).is_generator(s)]
+    (generator,) = [s for s in library_of(draws).find_shareds([draws]) if library_of(s).is_generator(s)]
     return generator
 
 
 def seeded(kind, seed):
     """Return what the variable of `stream` holds at the start."""
-    return library_of(draws := stream(kind, seed)[0]).stream(generator_of(draws))
+    return library_of(draws := stream(kind, seed)[0]).copy_generator(generator_of(draws))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -120,8 +120,8 @@ def expressions():
 def test_denominators_that_depend_on_values_are_found_and_no_others():
     inputs, depend, do_not = expressions()
     found = Dependence(library_of(inputs[0]), [*depend, *do_not], inputs)
-    assert [i for i, each in enumerate(depend) if not found.denominators(each)] == []
-    assert [i for i, each in enumerate(do_not) if found.denominators(each)] == []
+    assert [i for i, each in enumerate(depend) if not found.find_denominators(each)] == []
+    assert [i for i, each in enumerate(do_not) if found.find_denominators(each)] == []
 
 
 def test_random_masks_and_metrics_are_warned_of_and_weights_are_not(fork):

@@ -1,4 +1,4 @@
-"""graphs/code.py: operations that users edit while ranks run."""
+"""graphs/user_code.py: operations that users edit while ranks run."""
 
 import importlib
 import sys
@@ -10,7 +10,7 @@ import pytest
 from library import DEVICE, NAME, tensor
 
 import synkhronos as synk
-from synkhronos.graphs.code import UserCode, digest, is_the_users, outdated
+from synkhronos.graphs.user_code import UserCode, compute_digest, find_outdated_modules, is_user_module
 
 if NAME == "pytensor":
     from pytensor.graph.basic import Apply
@@ -54,7 +54,7 @@ def write(tmp_path, monkeypatch):
 
     yield write
     sys.modules.pop(name, None)
-    is_the_users.cache_clear()
+    is_user_module.cache_clear()
 
 
 def scaling(operation):
@@ -184,26 +184,26 @@ def test_digests_tell_code_apart(write):
     module = importlib.import_module(name)
     code = UserCode()
     code.add(module.Scale, by_name=True)
-    code.describe()
+    code.update_digests()
     assert not code.has_changed()
-    assert outdated(code.expected()) == ()
-    assert outdated([((name, "Missing"), b"")]) == (name,)
-    assert outdated([(("no_such_module", "Op"), b"")]) == ("no_such_module",)
-    before = digest(module.Scale)
+    assert find_outdated_modules(code.list_digests()) == ()
+    assert find_outdated_modules([((name, "Missing"), b"")]) == (name,)
+    assert find_outdated_modules([(("no_such_module", "Op"), b"")]) == ("no_such_module",)
+    before = compute_digest(module.Scale)
     for change in ("FACTOR", "scaled"):
         old = getattr(module, change)
         setattr(module, change, (lambda value: value) if callable(old) else np.float32(7))
-        assert digest(module.Scale) != before
-        assert outdated(code.expected()) == (name,)
+        assert compute_digest(module.Scale) != before
+        assert find_outdated_modules(code.list_digests()) == (name,)
         setattr(module, change, old)
-        assert digest(module.Scale) == before
+        assert compute_digest(module.Scale) == before
     module.scaled.__code__ = module.scaled.__code__.replace(co_consts=(None, 5.0))
-    assert digest(module.Scale) != before
+    assert compute_digest(module.Scale) != before
 
 
 def test_installed_code_is_not_the_users():
-    assert is_the_users(__name__)
-    assert not any(is_the_users(name) for name in ("json", "numpy", NAME, "synkhronos.data", "no_such_module", None))
+    assert is_user_module(__name__)
+    assert not any(is_user_module(name) for name in ("json", "numpy", NAME, "synkhronos.data", "no_such_module", None))
 
 
 def test_what_is_installed_elsewhere_is_not_the_users(monkeypatch, tmp_path):
@@ -212,7 +212,7 @@ def test_what_is_installed_elsewhere_is_not_the_users(monkeypatch, tmp_path):
         made = types.ModuleType(name)
         made.__file__ = str(tmp_path / file)
         monkeypatch.setitem(sys.modules, name, made)
-        return is_the_users.__wrapped__(name)
+        return is_user_module.__wrapped__(name)
 
     (tmp_path / "site" / "a_library-1.0.dist-info").mkdir(parents=True)
     assert not ask("a_library", "site/a_library/__init__.py")

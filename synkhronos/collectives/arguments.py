@@ -18,7 +18,7 @@ from synkhronos.data.rows import get_share
 from synkhronos.devices import Selection
 from synkhronos.devices.reductions import REDUCTIONS, of_collectives
 from synkhronos.graphs import library_of
-from synkhronos.graphs.mirror import Mirror, is_declared
+from synkhronos.graphs.mirror import Mirror, is_registered
 from synkhronos.ranks import Session, SharedArray, WeakKeys
 
 
@@ -51,7 +51,7 @@ def check_variables(session: Session, shared_vars: Any, allow_generators: bool =
     variables = [shared_vars] if is_single else list(shared_vars)
     if not variables:
         raise ValueError("shared_vars: expected at least one shared variable, got an empty list")
-    mirror = Mirror.of(session)
+    mirror = Mirror.get(session)
     checked = session.registry.get(_CheckedVariables)
     try:
         if is_single and shared_vars in checked:  # such as a training loop's gradients
@@ -75,7 +75,7 @@ def check_variables(session: Session, shared_vars: Any, allow_generators: bool =
             raise TypeError(
                 f"shared_vars: expected variables whose values are arrays, got {variable!r} of {variable.type}"
             )
-        if mirror.key(variable) is None and not is_declared(variable):
+        if mirror.get_key(variable) is None and not is_registered(variable):
             raise ValueError(
                 f"shared_vars: no function uses {called(variable)}: the workers have no copy of it; "
                 "make a synkhronos.function() of it first"
@@ -94,11 +94,11 @@ def get_mirror_keys(session: Session, variables: Sequence[Any]) -> tuple[Any, ..
     It is called after all arguments have been checked: a call that raises must not give the workers copies of their
     own.
     """
-    mirror = Mirror.of(session)
-    missing = [variable for variable in variables if mirror.key(variable) is None]
+    mirror = Mirror.get(session)
+    missing = [variable for variable in variables if mirror.get_key(variable) is None]
     if missing:
         mirror.send([], missing)
-    return tuple(mirror.key(variable) for variable in variables)
+    return tuple(mirror.get_key(variable) for variable in variables)
 
 
 def is_generator_object(variable: Any) -> bool:
@@ -116,7 +116,7 @@ def check_stream(session: Session, variable: Any, value: Any, moves: bool) -> No
         Whether the state has to be one that can be moved apart for the ranks.
     """
     try:
-        library_of(variable).check_stream(variable, value, moves and session.size > 1)
+        library_of(variable).check_generator(variable, value, moves and session.size > 1)
     except (TypeError, ValueError) as error:
         raise type(error)(f"values: {called(variable)}: {error}") from None
 
@@ -155,7 +155,7 @@ def _convert(variable: Any, value: Any) -> np.ndarray:
 
 def check_shape(variable: Any, shape: tuple[int, ...]) -> None:
     """Raise ValueError if the variable's type doesn't allow a shape."""
-    if not library_of(variable).accepts(variable, shape):
+    if not library_of(variable).can_hold(variable, shape):
         raise ValueError(f"values: {called(variable)} of type {variable.type} can't take shape {shape}")
 
 

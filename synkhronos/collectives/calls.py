@@ -37,7 +37,7 @@ from synkhronos.collectives.commands import (
 from synkhronos.data import Data
 from synkhronos.data.rows import get_share, select
 from synkhronos.graphs import library_of
-from synkhronos.graphs.mirror import restarted
+from synkhronos.graphs.mirror import reset_jumps
 from synkhronos.ranks import Session, WeakKeys
 
 
@@ -79,7 +79,7 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
         arrays = [v for v in variables if not library_of(v).is_generator(v)]
         staged = None
         if values is None:
-            states = [library_of(v).stream(v) for v in generators]
+            states = [library_of(v).copy_generator(v) for v in generators]
         else:
             pairs = list(zip(variables, match_values(values, variables, is_single), strict=True))
             states = [value for v, value in pairs if library_of(v).is_generator(v)]
@@ -90,7 +90,7 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
             check_stream(session, variable, state, moves=True)
         if generators:
             keys = get_mirror_keys(session, generators)
-            restarted(session, generators)
+            reset_jumps(session, generators)
             session.run(SetStreams(keys, states))
         if not arrays:
             return

@@ -22,7 +22,7 @@ from synkhronos.checks import called
 from synkhronos.devices import HOST, Device, Layout, device_named, device_of
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.graphs import library_of
-from synkhronos.graphs.mirror import moved_apart, object_of
+from synkhronos.graphs.mirror import get_object, jump_to_rank
 from synkhronos.ranks import Cancelled, Command, Rank, RowAccess, SharedArray
 
 #: Number of plans of each kind that a rank caches.
@@ -94,7 +94,7 @@ class Copies:
 
     def __init__(self, rank: Rank, keys: Sequence[Any], nccl: bool = False, is_changed: bool = False):
         self.rank = rank
-        self.shareds = [object_of(rank, key) for key in keys]
+        self.shareds = [get_object(rank, key) for key in keys]
         self.libraries = [library_of(shared) for shared in self.shareds]
         self.values = [library.get(shared) for library, shared in zip(self.libraries, self.shareds, strict=True)]
         mine = tuple([(value.shape, value.dtype, device_of(value).name) for value in self.values])
@@ -170,7 +170,7 @@ class Copies:
     def check_shape(self, position: int, shape: tuple[int, ...], collective: str) -> None:
         """Fail if one variable's type doesn't allow a shape."""
         library, shared = self.libraries[position], self.shareds[position]
-        if not library.accepts(shared, shape):
+        if not library.can_hold(shared, shape):
             self.fail(f"{collective}: {called(shared)} of type {shared.type} can't take shape {shape}")
 
 
@@ -231,7 +231,7 @@ class Assign(Command):
             selection = None
             if value.shape:
                 selection = rows if isinstance(rows, range) else rows.view(rank.segments)
-            shared = object_of(rank, key)
+            shared = get_object(rank, key)
             library = library_of(shared)
             library.put(shared, device_of(library.get(shared)).load(rank, value, selection))
 
@@ -393,7 +393,7 @@ class AllReducePlan(NamedTuple):
     def is_valid(self, rank: Rank) -> bool:
         """Whether this rank's variables and its connection have not changed."""
         for key, library, device, (shape, dtype) in self.variables:
-            value = library.get(object_of(rank, key))
+            value = library.get(get_object(rank, key))
             if device_of(value) is not device or value.shape != shape or value.dtype != dtype:
                 return False
         return bool(rank.device.communicator(rank).epoch == self.epoch)
@@ -401,7 +401,7 @@ class AllReducePlan(NamedTuple):
     def all_reduce(self, rank: Rank, op: str) -> None:
         """Reduce into every rank's variables."""
         for key, library, device, _ in self.variables:
-            shared = object_of(rank, key)
+            shared = get_object(rank, key)
             is_referenced = library.is_referenced(shared)
             value = library.get(shared)
             array = device.writable(value, is_referenced)
@@ -458,8 +458,8 @@ class GetStreams(Command):
 
     def run(self, rank: Rank) -> Any:
         """Return for each rank the state of each variable."""
-        shareds = [object_of(rank, key) for key in self.keys]
-        return rank.exchange([library_of(shared).stream(shared) for shared in shareds])
+        shareds = [get_object(rank, key) for key in self.keys]
+        return rank.exchange([library_of(shared).copy_generator(shared) for shared in shareds])
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,12 +484,12 @@ class SetStreams(Command):
     def run(self, rank: Rank) -> None:
         """Set this rank's generators."""
         for key, state in zip(self.keys, self.states, strict=True):
-            shared = object_of(rank, key)
+            shared = get_object(rank, key)
             library = library_of(shared)
             if self.only_rank is None:
-                library.set_stream(shared, moved_apart(library, copy.deepcopy(state), rank))
+                library.set_generator(shared, jump_to_rank(library, copy.deepcopy(state), rank))
             elif self.only_rank == rank.number:
-                library.set_stream(shared, copy.deepcopy(state))
+                library.set_generator(shared, copy.deepcopy(state))
 
 
 def _can_join(layouts: Sequence[Layout]) -> bool:

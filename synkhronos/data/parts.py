@@ -22,7 +22,7 @@ from synkhronos.casts import as_numbers
 from synkhronos.checks import at_least
 from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.data.rows import get_share, max_row, min_row, select
-from synkhronos.graphs.mirror import Mirror, object_of
+from synkhronos.graphs.mirror import Mirror, get_object
 from synkhronos.ranks import Cancelled, Command, Rank, Segment, Session, SharedArray
 from synkhronos.ranks.segments import create_unlinked
 
@@ -217,7 +217,7 @@ def _load_rows(session: Session, load: Any, length: int) -> tuple[int, tuple[int
     key = session.memory.key_of_parts()
     function = _LoadFunction(load)
     try:
-        Mirror.of(session).send([(("load", key), function)], [])
+        Mirror.get(session).send([(("load", key), function)], [])
         session.rank.objects["load", key] = lambda: function
         shape, dtype = session.run(_LoadRows(key, length))
     except BaseException:
@@ -280,7 +280,7 @@ class _LoadRows(Command):
 
     def _call_load(self, rank: Rank, start: int, stop: int) -> np.ndarray:
         try:
-            rows = as_numbers(object_of(rank, ("load", self.key)).load(start, stop), "load")
+            rows = as_numbers(get_object(rank, ("load", self.key)).load(start, stop), "load")
             if not rows.ndim or len(rows) != stop - start:
                 raise ValueError(f"expected {stop - start:,} rows, got an array of shape {rows.shape}")
         except Exception as error:

@@ -28,7 +28,7 @@ from synkhronos.engines.base import Combined, Runner
 from synkhronos.engines.gradual import Gradual
 from synkhronos.engines.lazy import LazyEngine
 from synkhronos.graphs import GraphLibrary
-from synkhronos.graphs.family import is_referenced
+from synkhronos.graphs.library import is_referenced
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.lowering.precision import COMPILER_OPTIONS, computes_in_bfloat16
 from synkhronos.ranks import Rank
@@ -472,7 +472,7 @@ class Xla(LazyEngine):
 
     def runs(self, library: GraphLibrary, mode: Any) -> bool:
         """Those of JAX mode."""
-        return library.uses_xla(mode)
+        return library.is_xla_mode(mode)
 
     @property
     def device(self) -> Device:

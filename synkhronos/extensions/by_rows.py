@@ -78,7 +78,7 @@ def by_rows(terms: Any, length: int, rules: dict[type, Rule] | None = None) -> t
         raise Mixed("its log-density is one number for all rows, as where these depend on each other")
     search = Search(length, {**_RULES, **(rules or {})})
     made = search.rows(terms, 0)
-    nodes = library_of(made).nodes([made])
+    nodes = library_of(made).sort_nodes([made])
     read = {made, *(variable for node in nodes for variable in node.inputs)}
     rows = {stand_in: values for stand_in, values in search.sources.items() if stand_in in read}
     if not rows:
@@ -184,7 +184,7 @@ class Search:
     def check_whole(self, terms: Any) -> None:
         """Refuse what would have the master compute all rows again and again."""
         library = library_of(terms)
-        nodes = library.nodes([terms])
+        nodes = library.sort_nodes([terms])
         inside = set(self.sources)
         for node in nodes:
             if not inside.isdisjoint(node.inputs):
@@ -212,7 +212,7 @@ class Search:
     def _comes_of_constant_rows(self, variable: Any) -> bool:
         """Whether a variable is computed from constants alone, among them one that is as long as there are rows."""
         leaves = [variable]
-        for node in library_of(variable).nodes([variable]):
+        for node in library_of(variable).sort_nodes([variable]):
             leaves += [v for v in node.inputs if v.owner is None]
         leaves = [v for v in leaves if v.owner is None]
         return all(isinstance(v, Constant) for v in leaves) and any(
@@ -482,7 +482,7 @@ def _inlined(search: Search, node: Any, axis: int) -> Any:
     if others:
         raise Mixed(f"{node.op} has several outputs")
     replaced = dict(zip(graph.inputs, node.inputs, strict=True))
-    return search.rows(rebuilt(output, library_of(output).nodes([output]), replaced), axis)
+    return search.rows(rebuilt(output, library_of(output).sort_nodes([output]), replaced), axis)
 
 
 _RULES: dict[type, Rule] = {

@@ -538,7 +538,7 @@ def _inside(terms: Any, rows: Sequence[Any]) -> list[Apply]:
 
     Those that depend on rows, and behind these what costs less to compute than to send.
     """
-    nodes = library_of(terms).nodes([terms])
+    nodes = library_of(terms).sort_nodes([terms])
     read = {terms, *(variable for node in nodes for variable in node.inputs)}
     unused = [called(variable) for variable in rows if variable not in read]
     if unused:

@@ -15,7 +15,7 @@ from synkhronos.devices import Device
 from synkhronos.function.program import Program
 from synkhronos.function.reduce import Op
 from synkhronos.graphs import GraphLibrary, is_variable, library_of, loaded_libraries
-from synkhronos.graphs.family import Input
+from synkhronos.graphs.library import InputSpec
 
 _numbers = itertools.count()
 
@@ -66,7 +66,7 @@ def build_program(
     if kwargs.get("mode") is not None:
         library.check_mode(kwargs["mode"])
     else:
-        kwargs = {**kwargs, "mode": library.default_mode(device)}
+        kwargs = {**kwargs, "mode": library.get_default_mode(device)}
     name = kwargs.get("name")
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name: expected a string, got {name!r}")
@@ -87,14 +87,14 @@ def build_program(
 
 def _check_inputs(
     library: GraphLibrary, scattered: list[Any], broadcast: list[Any], downcast: bool | None
-) -> list[Input]:
+) -> list[InputSpec]:
     """Return the scattered inputs, which need rows, and then the others."""
     entries = [_check_input(library, value, "inputs", downcast) for value in scattered]
     entries += [_check_input(library, value, "bcast_inputs", downcast) for value in broadcast]
     for entry in entries[: len(scattered)]:
         if entry.variable.type.ndim == 0:
             raise ValueError(f"inputs: {called(entry.variable)} has no rows to scatter; put it into bcast_inputs")
-        if library.fixed_shape(entry.variable)[0] is not None:
+        if library.get_fixed_shape(entry.variable)[0] is not None:
             raise ValueError(
                 f"inputs: axis 0 of {called(entry.variable)} has a fixed length and can't be scattered; "
                 "put it into bcast_inputs"
@@ -126,7 +126,7 @@ def _check_sliceable(library: GraphLibrary, sliceable: list[Any]) -> None:
     for shared in sliceable:
         if not library.is_shared(shared):
             raise TypeError(f"sliceable_shareds: expected shared variables, got {shared!r}")
-        if not library.is_array(shared) or shared.type.ndim == 0 or library.fixed_shape(shared)[0] is not None:
+        if not library.is_array(shared) or shared.type.ndim == 0 or library.get_fixed_shape(shared)[0] is not None:
             raise ValueError(f"sliceable_shareds: {called(shared)} has no rows to cut")
     if len({id(shared) for shared in sliceable}) != len(sliceable):
         raise ValueError("sliceable_shareds: a shared variable is given twice")
@@ -243,7 +243,7 @@ def _check_reachable(library: GraphLibrary, entries: Any, outputs: Any, updates:
     reached = {id(entry.variable) for entry in entries} | {id(key) for key, _ in givens}
     needed = [
         *(("givens", value) for _, value in givens),
-        *(("outputs", library.output_variable(output)) for output in outputs),
+        *(("outputs", library.get_output_variable(output)) for output in outputs),
         *(("updates", expression) for _, expression in updates),
     ]
     for name, expression in needed:
@@ -259,8 +259,8 @@ def _check_reachable(library: GraphLibrary, entries: Any, outputs: Any, updates:
                 raise ValueError(f"{name}: {called(variable)} is no input, but {expression} is computed from it")
 
 
-def _check_input(library: GraphLibrary, value: Any, name: str, downcast: bool | None) -> Input:
-    entry = library.input(value)
+def _check_input(library: GraphLibrary, value: Any, name: str, downcast: bool | None) -> InputSpec:
+    entry = library.describe_input(value)
     if library.is_variable(value):  # an `In` has an ``allow_downcast`` of its own
         entry = replace(entry, allow_downcast=downcast)
     if library.is_shared(entry.variable):
@@ -281,7 +281,7 @@ def _check_input(library: GraphLibrary, value: Any, name: str, downcast: bool | 
 
 def _check_output_op(library: GraphLibrary, output: Any, op: Any, position: int) -> Op:
     parsed = Op.parse(op, f"outputs: the op of output {position}")
-    variable = library.output_variable(output)
+    variable = library.get_output_variable(output)
     if parsed.name is not None and not library.is_array(variable):
         raise TypeError(f"outputs: output {position} of type {variable.type} can't be reduced; use op None")
     if parsed.name is not None and not parsed.reduction.suits(np.dtype(variable.type.dtype)):

@@ -25,8 +25,8 @@ from synkhronos.function.notice import warn_if_slow
 from synkhronos.function.outputs import RankOutputs
 from synkhronos.function.program import CompiledVariant, Program, Variant
 from synkhronos.function.reduce import Accumulator
-from synkhronos.graphs.family import AT_FIRST_CALL, IN_TURN
-from synkhronos.graphs.mirror import object_of
+from synkhronos.graphs.library import AT_FIRST_CALL, IN_TURN
+from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Cancelled, Command, Rank, RowAccess, SharedArray
 
 
@@ -135,7 +135,7 @@ class Call(_CallFields, Command):
 
     def bind(self, rank: Rank) -> RankCall:
         """Return this rank's rows with the compiled variant, ready to be computed."""
-        program: Program = object_of(rank, self.program_key)
+        program: Program = get_object(rank, self.program_key)
         return RankCall(self, program, self._compile(program, rank), rank)
 
     def execute(self, rank: Rank, bound: RankCall) -> Any:
@@ -168,7 +168,7 @@ class Call(_CallFields, Command):
     def _fills_cache(self, bound: RankCall) -> bool:
         """Whether the first launch compiles, and writes the compiled code to disk for the other ranks."""
         program = bound.program
-        return program.compile_order == AT_FIRST_CALL and program.library.leaves_on_disk(bound.compiled.function)
+        return program.compile_order == AT_FIRST_CALL and program.library.has_disk_cache(bound.compiled.function)
 
     def _compute_first(self, rank: Rank, bound: RankCall) -> None:
         """Compute for the first time, the master before the workers if it fills the cache on disk."""
@@ -336,6 +336,6 @@ class RankCall:
                 assert isinstance(sliceable_rows, range)
                 values += [np.int64(sliceable_rows.start), np.int64(sliceable_rows.stop)]
             else:
-                device = program.library.input_device(np.dtype(np.int64), 1, program.device)
+                device = program.library.choose_input_device(np.dtype(np.int64), 1, program.device)
                 values.append(device.indexes(rank, buffers, "rows", np.asarray(sliceable_rows, np.int64)))
         return values

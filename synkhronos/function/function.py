@@ -29,7 +29,7 @@ from synkhronos.function.build import build_program, is_single
 from synkhronos.function.call import Call
 from synkhronos.function.inputs import CallInputs, has_only_slices
 from synkhronos.function.program import PLAIN, Program, Variant
-from synkhronos.graphs.mirror import Mirror, declare
+from synkhronos.graphs.mirror import Mirror, register_shareds
 from synkhronos.ranks import Session, WeakKeys
 
 _keys = itertools.count()
@@ -83,7 +83,7 @@ class Function:
     def __reduce__(self) -> Any:
         # The nodes in topological order: otherwise pickle would recurse as deep as the graph is.
         program = self._program
-        return _unpickle_function, (program.library.nodes(program.list_variables()), program, self._single)
+        return _unpickle_function, (program.library.sort_nodes(program.list_variables()), program, self._single)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Function:
         program = self._program
@@ -425,7 +425,7 @@ def function(
 def _make_function(program: Program, single: bool) -> Function:
     """Return a new function, and register it for `distribute`."""
     made = Function(program, single)
-    declare(program.list_shareds())
+    register_shareds(program.list_shareds())
     with contextlib.suppress(RuntimeError):  # a function can be unpickled while no ranks are running
         _undistributed(ranks.session())[made] = True
     return made
@@ -483,7 +483,7 @@ def _send_functions(session: Session, functions: Sequence[Function]) -> None:
     for group in by_library.values():
         variables = [variable for f in group for variable in f._program.list_variables()]
         try:
-            Mirror.of(session).send([(f._key, f._program) for f in group], variables)
+            Mirror.get(session).send([(f._key, f._program) for f in group], variables)
         except TypeError as error:
             # The error of the pickle does not tell whether the graph or a keyword argument caused it.
             for f in group:

@@ -36,7 +36,7 @@ class CallInputs:
         self._buffers: dict[Any, Data] = {}
         self._by_name = {e.name: i for i, e in enumerate(program.inputs) if e.name is not None}
         self._dtypes = [np.dtype(entry.variable.type.dtype) for entry in program.inputs]
-        shapes = [program.library.fixed_shape(entry.variable) for entry in program.inputs]
+        shapes = [program.library.get_fixed_shape(entry.variable) for entry in program.inputs]
         self._fixed_shapes = [None if all(length is None for length in shape) else shape for shape in shapes]
 
     def bind_arguments(self, args: Sequence[Any], named: dict[str, Any]) -> list[Any]:

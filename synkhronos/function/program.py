@@ -26,8 +26,8 @@ from synkhronos.engines import Engine, Runner, engine_of
 from synkhronos.function.outputs import OutputSpec
 from synkhronos.function.reduce import Op
 from synkhronos.graphs import GraphLibrary
-from synkhronos.graphs.code import UserCode
-from synkhronos.graphs.family import Input
+from synkhronos.graphs.library import InputSpec
+from synkhronos.graphs.user_code import UserCode
 
 
 class Variant(NamedTuple):
@@ -78,7 +78,7 @@ class Program:
 
     Attributes
     ----------
-    inputs : list of Input
+    inputs : list of InputSpec
         The scattered inputs, then those that every rank gets completely.
     n_scattered : int
         Number of scattered inputs.
@@ -102,7 +102,7 @@ class Program:
         The user's own code that the workers have by name, once it has been sent.
     """
 
-    inputs: list[Input]
+    inputs: list[InputSpec]
     n_scattered: int
     outputs: list[Any]
     output_ops: list[Op]
@@ -128,7 +128,7 @@ class Program:
         """Return the variables of all arguments: inputs, outputs, updates, givens and sliceable shared variables."""
         return [
             *(entry.variable for entry in self.inputs),
-            *(self.library.output_variable(output) for output in self.outputs),
+            *(self.library.get_output_variable(output) for output in self.outputs),
             *(variable for pair in self.updates for variable in pair),
             *(variable for pair in self.givens for variable in pair),
             *self.sliceable,
@@ -136,7 +136,7 @@ class Program:
 
     def list_shareds(self) -> list[Any]:
         """Return every shared variable that the program reads or writes."""
-        return self.library.shareds(self.list_variables())
+        return self.library.find_shareds(self.list_variables())
 
     @cached_property
     def engine(self) -> Engine:
@@ -146,7 +146,7 @@ class Program:
     @property
     def compile_order(self) -> str:
         """Order in which ranks compile: a constant of `GraphLibrary.compiles`."""
-        return self.library.compiles(self.kwargs.get("mode"))
+        return self.library.choose_compile_order(self.kwargs.get("mode"))
 
     @cached_property
     def device(self) -> Device:
@@ -157,7 +157,7 @@ class Program:
     def input_devices(self) -> list[Device]:
         """Device that holds each input's value."""
         kinds = [entry.variable.type for entry in self.inputs]
-        return [self.library.input_device(np.dtype(kind.dtype), kind.ndim, self.device) for kind in kinds]
+        return [self.library.choose_input_device(np.dtype(kind.dtype), kind.ndim, self.device) for kind in kinds]
 
     def input_devices_for(self, runner: Runner) -> list[Device]:
         """Return the device of each input's value for a runner, which may take some on the host."""
@@ -200,7 +200,7 @@ class Program:
         compiled = self.compiled.get(variant)
         if compiled is None:
             subset = range(len(self.outputs)) if variant.output_subset is None else variant.output_subset
-            types = [self.library.output_variable(self.outputs[i]).type for i in subset]
+            types = [self.library.get_output_variable(self.outputs[i]).type for i in subset]
             spec = OutputSpec.from_types(types, [self.output_ops[i] for i in subset], variant.returns_updates)
             function = self._compile(variant)
             n_inputs = len(self.inputs) + {None: 0, "index": 1, "slice": 2}[variant.row_inputs]
@@ -220,7 +220,7 @@ class Program:
             return library.function(inputs, outputs, updates=self.updates, givens=self.givens, **kwargs)
 
         updates = self.updates + self.default_updates
-        variables = [library.output_variable(output) for output in outputs]
+        variables = [library.get_output_variable(output) for output in outputs]
         expressions = [library.convert(shared, expression) for shared, expression in updates]
         targets, givens = [shared for shared, _ in updates], self.givens
         if variant.row_inputs is not None:
@@ -236,7 +236,7 @@ class Program:
                 (key if key.owner is None else clone, value)
                 for (key, _), clone, value in zip(givens, keys, values, strict=True)
             ]
-        outputs = [library.with_output_variable(o, v) for o, v in zip(outputs, variables, strict=True)]
+        outputs = [library.replace_output_variable(o, v) for o, v in zip(outputs, variables, strict=True)]
         pairs = list(zip(targets, expressions, strict=True))
         if variant.returns_updates:
             # Random generators advance from slice to slice.  Other variables keep their values until the last slice.

@@ -1,15 +1,8 @@
-"""Whose variables are these?
+"""The graph library of a variable: PyTensor or Theano.
 
-A graph library is PyTensor or Theano: the one that made the variables that the user passes in.  Both descend from the
-same code, so that one description (`family.GraphLibrary`) serves them, and `pytensor` and `theano` say where they
-differ.  Neither is imported before a variable of its own has been seen.
-
-`library_of`
-    The graph library of some variables.
-`GraphLibrary`
-    What the rooms above ask of it.
-`mirror`
-    Copies graphs to all ranks, each shared variable once.
+Both libraries descend from the same code.  `library.GraphLibrary` has the common part; `pytensor` and `theano` override
+the methods in which they differ.  Neither library is imported here: a description is made when the user's program has
+imported the library itself.
 """
 
 from __future__ import annotations
@@ -18,26 +11,27 @@ import importlib
 import sys
 from typing import Any
 
-from synkhronos.graphs.family import GraphLibrary
+from synkhronos.graphs.library import GraphLibrary
 
-__all__ = ["GraphLibrary", "is_variable", "library_named", "library_of", "loaded_libraries"]
+__all__ = ["GraphLibrary", "import_library", "is_variable", "library_of", "loaded_libraries"]
 
-#: Import name of each library, and the module here that describes it.
+#: Module with the description of each library, by the library's import name.
 _LIBRARIES = {"pytensor": "synkhronos.graphs.pytensor", "theano": "synkhronos.graphs.theano"}
 
-_known: dict[str, GraphLibrary] = {}
-#: The library of each class of variables that was seen.
+_libraries: dict[str, GraphLibrary] = {}
+#: Cache of `library_of` by the class of variables.
 _by_class: dict[type, GraphLibrary] = {}
 
 
 def loaded_libraries() -> list[GraphLibrary]:
     """Return the graph libraries that this process has imported."""
     for name, module in _LIBRARIES.items():
-        # `synkhronos.compat` serves a `theano` whose variables are PyTensor's.
-        served = hasattr(sys.modules.get(name), "__served_on__")
-        if name not in _known and not served and hasattr(sys.modules.get(name), "shared"):
-            _known[name] = importlib.import_module(module).LIBRARY
-    return list(_known.values())
+        package = sys.modules.get(name)
+        # The variables of the `theano` that `synkhronos.compat` provides are PyTensor's.
+        is_compat = hasattr(package, "__served_on__")
+        if name not in _libraries and not is_compat and hasattr(package, "shared"):
+            _libraries[name] = importlib.import_module(module).LIBRARY
+    return list(_libraries.values())
 
 
 def is_variable(value: Any) -> bool:
@@ -45,20 +39,20 @@ def is_variable(value: Any) -> bool:
     return any(library.is_variable(value) for library in loaded_libraries())
 
 
-def library_named(name: str) -> GraphLibrary:
-    """Return a graph library by its import name, importing it if need be."""
+def import_library(name: str) -> GraphLibrary:
+    """Import a graph library by its name and return its description."""
     importlib.import_module(name)
     loaded_libraries()
-    return _known[name]
+    return _libraries[name]
 
 
 def library_of(*variables: Any) -> GraphLibrary:
-    """Return the graph library that made the variables, symbolic or shared ones.
+    """Return the graph library of symbolic or shared variables.
 
     Raises
     ------
     TypeError
-        If one of them is no variable of PyTensor or Theano, or if they come from both.
+        If one of them is not a variable of PyTensor or Theano, or if they belong to different libraries.
 
     Examples
     --------

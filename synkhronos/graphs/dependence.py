@@ -1,8 +1,8 @@
-"""Which expressions depend on the values of inputs, and which means have such an expression as their denominator.
+"""Which expressions depend on the values of inputs, and the denominators of means among them.
 
 A loss such as ``(mask * errors).sum() / mask.sum()`` is a mean over as many items as `mask` selects.  Ranks select
-different numbers, so that the mean over the ranks is not the mean of their losses: each loss needs its denominator as a
-weight.  A denominator that depends on lengths alone needs none, since ranks count by their rows.
+different numbers of items, so that the mean over ranks is not the mean of their losses: each loss needs its denominator
+as a weight.  A denominator that depends on lengths alone needs none, since ranks are weighted by their rows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from synkhronos.graphs.family import GraphLibrary
+from synkhronos.graphs.library import GraphLibrary
 
 _SHAPES = ("Shape", "Shape_i")
 #: Ops whose results have lengths that depend on values.
@@ -20,7 +20,7 @@ _LINEAR = ("Cast", "Neg", "Mul", "Add", "Sub", "Maximum", "ScalarMaximum", "Mini
 
 
 class Dependence:
-    """The variables above some expressions that depend on sources.
+    """Dependence of some expressions, and of all variables above them, on sources.
 
     Parameters
     ----------
@@ -36,9 +36,9 @@ class Dependence:
     >>> x, mask = pt.matrix("x"), pt.matrix("mask")
     >>> loss = (mask * x).sum() / mask.sum()
     >>> found = Dependence(library_of(x), [loss, x.mean()], [x, mask])
-    >>> [found.names(denominator) for denominator in found.denominators(loss)]
+    >>> [found.list_sources(denominator) for denominator in found.find_denominators(loss)]
     [['mask']]
-    >>> found.denominators(x.mean())
+    >>> found.find_denominators(x.mean())
     []
     """
 
@@ -48,7 +48,7 @@ class Dependence:
         self._by_value = set(self._sources)
         #: Variables whose shapes depend on values of sources.
         self._by_length: set[int] = set()
-        for node in library.nodes(expressions):
+        for node in library.sort_nodes(expressions):
             self._add(node)
 
     def _add(self, node: Any) -> None:
@@ -56,8 +56,8 @@ class Dependence:
         if name in _SHAPES:
             depends = id(inputs[0]) in self._by_length
         else:
-            # The first input of `Second`, which fills an array, gives nothing but a shape.
-            depends = any(map(self.has, inputs[1:] if _scalar_name(node) == "Second" else inputs))
+            # `Second` fills an array: of its first input only the shape matters.
+            depends = any(map(self.depends_on_values, inputs[1:] if _scalar_name(node) == "Second" else inputs))
         selects = (
             name in _SELECTIONS
             or name == "AdvancedSubtensor"
@@ -70,23 +70,23 @@ class Dependence:
             if resized and getattr(output.type, "ndim", None) != 0 and name not in _SHAPES:
                 self._by_length.add(id(output))
 
-    def has(self, variable: Any) -> bool:
-        """Return True if the variable's values depend on values of a source, not on shapes alone."""
+    def depends_on_values(self, variable: Any) -> bool:
+        """Whether the variable's values depend on values of a source, not on shapes alone."""
         return id(variable) in self._by_value
 
-    def names(self, variable: Any) -> list[str]:
+    def list_sources(self, variable: Any) -> list[str]:
         """Return the names of the sources above a variable."""
-        above = {id(variable), *(id(each) for node in self._library.nodes([variable]) for each in node.inputs)}
+        above = {id(variable), *(id(each) for node in self._library.sort_nodes([variable]) for each in node.inputs)}
         return [source.name or str(source) for key, source in self._sources.items() if key in above]
 
-    def denominators(self, expression: Any) -> list[Any]:
+    def find_denominators(self, expression: Any) -> list[Any]:
         """Return the denominators of means in an expression that depend on values of sources.
 
-        Found are numbers, not arrays: an array such as a softmax's sum over each row normalises rows, and does not
-        count them.  The numerator has to be a sum; or the denominator is one, of nothing but sources.
+        Only scalars count: an array, such as a softmax's sums over rows, normalises rows and does not count them.
+        Either the numerator is a sum, or the denominator is a sum of expressions in sources alone.
         """
         found = []
-        for node in self._library.nodes([expression]):
+        for node in self._library.sort_nodes([expression]):
             name = _scalar_name(node)
             if name in ("TrueDiv", "IntDiv"):
                 numerator, denominator = node.inputs
@@ -94,19 +94,19 @@ class Dependence:
                 numerator, denominator = None, node.inputs[0]
             else:
                 continue
-            if not self.has(denominator) or not _is_number(denominator):
+            if not self.depends_on_values(denominator) or not _is_number(denominator):
                 continue
             is_counted = _is_sum(denominator) and not self._has_parameters(denominator)
-            if is_counted or numerator is not None and self.has(numerator) and _is_sum(numerator):
+            if is_counted or numerator is not None and self.depends_on_values(numerator) and _is_sum(numerator):
                 found.append(denominator)
         return found
 
     def _has_parameters(self, variable: Any) -> bool:
-        return any(id(shared) not in self._sources for shared in self._library.shareds([variable]))
+        return any(id(shared) not in self._sources for shared in self._library.find_shareds([variable]))
 
 
 def _scalar_name(node: Any) -> str:
-    """Return the name of an elementwise op's class for numbers, "" for another op's."""
+    """Return the class name of an Elemwise node's scalar op; "" for any other node."""
     return type(node.op.scalar_op).__name__ if type(node.op).__name__ == "Elemwise" else ""
 
 
@@ -115,7 +115,7 @@ def _is_number(variable: Any) -> bool:
 
 
 def _is_sum(variable: Any) -> bool:
-    """Return True for a sum over all elements, also behind factors, terms, bounds and casts."""
+    """Whether a scalar is a sum over all elements, possibly with factors, terms, bounds and casts applied to it."""
     node = variable.owner
     if node is None or not _is_number(variable):
         return False
@@ -124,7 +124,7 @@ def _is_sum(variable: Any) -> bool:
         return True
     if name in ("DimShuffle", "Reshape", "TensorFromScalar", "SpecifyShape") or scalar == "TrueDiv":
         return _is_sum(node.inputs[0])
-    if name == "Subtensor":  # a length, of what was selected
+    if name == "Subtensor":  # the length of a selection
         source = node.inputs[0].owner
         return source is not None and type(source.op).__name__ in _SHAPES
     if name in _SHAPES:

@@ -1,19 +1,16 @@
-"""Copies graphs to all ranks, each shared variable once.
+"""Copies of graphs on all ranks, with one copy of each shared variable on a rank.
 
-`declare`, `is_declared`
-    Which shared variables functions use.
-`Mirror`
-    The master's record of which shared variables the workers have.
-`Parcel`, `Receive`
-    Pickled objects in shared memory, arrays beside the stream, and the command that unpacks them.
-`object_of`
-    A mirrored object on any rank, by its key.
-`moved_apart`, `restarted`
-    Where each rank is in a random generator's stream.
+The master gives each shared variable a key when it is first sent, and later pickles contain the key in its place, so
+that functions made later refer to the same copy.  The user's own classes and functions are pickled by name where the
+workers have the same code under it, and by value elsewhere (see `user_code`)::
 
-Every rank has its own copy of each shared variable.  The master gives each a key when it is first sent; pickles that
-follow say the key in its place, so that functions made later refer to the same copy.  The user's own classes and
-functions go by name where the workers have the same code under it, and whole where they don't (`code`).
+    master                                            worker
+    Mirror.send(values, variables)
+      pickle  --- PickledValue in shared memory --->  ReceiveObjects.run
+      keys    ------------------------------------->  rank.objects[key] = _StrongReference(object)
+    rank.objects[key] = weakref(object)               get_object(rank, key)
+
+The master holds variables weakly: one that the user has dropped is released on all ranks.
 """
 
 from __future__ import annotations
@@ -34,76 +31,77 @@ import cloudpickle
 import numpy as np
 
 from synkhronos.graphs import GraphLibrary, library_of
-from synkhronos.graphs.code import Name, UserCode, is_importable, is_the_users, outdated
+from synkhronos.graphs.user_code import Name, UserCode, find_outdated_modules, is_importable, is_user_module
 from synkhronos.ranks import Command, Rank, Session, SharedArray, WeakKeys
 
-#: Arrays in a parcel start at multiples of this many bytes, as processors like them.
+#: Alignment of arrays in a pickled value, in bytes.
 _ALIGNMENT = 64
 
-
-#: The shared variables that functions use, whatever ranks there are.
-_declared: WeakKeys[Any, bool] = WeakKeys()
-#: How many jumps ahead of the master's any rank's stream has been, for each random generator.  Workers that come later
-#: start behind that: those before may have drawn more than the master, whose stream says nothing of it.
+#: Shared variables that functions use, in any session.
+_registered: WeakKeys[Any, bool] = WeakKeys()
+#: Largest number of jumps that any rank's stream is ahead of the master's, by random generator.  Streams of a later
+#: session start behind it: earlier workers may have drawn more numbers than the master, whose stream does not show it.
 _furthest: WeakKeys[Any, int] = WeakKeys()
 
 
-def declare(shareds: Iterable[Any]) -> None:
-    """Note that a function uses these shared variables: they may be sent when somebody asks for them."""
+def register_shareds(shareds: Iterable[Any]) -> None:
+    """Record that a function uses these shared variables: collectives may send them to the workers."""
     for shared in shareds:
-        _declared[shared] = True
+        _registered[shared] = True
 
 
-def is_declared(shared: Any) -> bool:
+def is_registered(shared: Any) -> bool:
     """Whether a function uses the shared variable."""
-    return shared in _declared
+    return shared in _registered
 
 
 class Mirror:
     """The master's record of the shared variables that the workers have.
 
-    Variables are held weakly: one that the user has dropped is dropped on all ranks.
+    Parameters
+    ----------
+    session : Session
     """
 
     def __init__(self, session: Session):
         self._session = weakref.ref(session)
         self._keys: WeakKeys[Any, tuple[str, int]] = WeakKeys()
         self._last = 0
-        #: The user's modules that differ on a worker from the master's, or are missing there: their code is sent.
+        #: The user's modules whose code is sent, because a worker has another version or none.
         self._by_value: set[str] = set()
 
     @classmethod
-    def of(cls, session: Session) -> Mirror:
+    def get(cls, session: Session) -> Mirror:
         """Return the session's mirror."""
         return session.registry.get(cls, lambda: cls(session))
 
-    def key(self, shared: Any) -> tuple[str, int] | None:
-        """Return a shared variable's key, None if the workers don't have it."""
+    def get_key(self, shared: Any) -> tuple[str, int] | None:
+        """Return a shared variable's key; None if the workers don't have the variable."""
         return self._keys.get(shared)
 
     def send(self, values: Sequence[tuple[Any, Any]], variables: Sequence[Any]) -> None:
-        """Copy values to the workers, under their keys, with the shared variables that are new to them.
+        """Copy values to the workers, and the shared variables in them that the workers don't have.
 
         Parameters
         ----------
         values : list of (key, object)
-            What to keep in the workers' stores; may be none.  Each has a method ``to_device``, called where it arrives,
-            and an attribute ``code``, which becomes the user's code in it.
+            Objects for `Rank.objects` of the workers; may be empty.  Each has a method ``to_device``, which the workers
+            call, and an attribute ``code``, which is set to the `UserCode` in the pickle.
         variables : list of variables
-            All that the values are made of.
+            All variables in the values.
 
         Raises
         ------
         TypeError
-            If a graph can't be pickled, or a random generator can't be moved; nothing is sent then.
+            If a graph can't be pickled, or if a random generator can't jump.  Nothing is sent then.
         """
         session = self._session()
         assert session is not None
         library = library_of(*variables[:1]) if variables else None
-        shareds = library.shareds(variables) if library is not None else []
+        shareds = library.find_shareds(variables) if library is not None else []
         keyed = []
         for shared in shareds:
-            if self.key(shared) is None:
+            if self.get_key(shared) is None:
                 self._last += 1
                 keyed.append((("shared", self._last), shared))
         if session.size > 1:
@@ -111,24 +109,24 @@ class Mirror:
             for _, shared in keyed:
                 start = 0
                 if library is not None and library.is_generator(shared):
-                    library.check_stream(shared, library.stream(shared), moves=True)
+                    library.check_generator(shared, library.copy_generator(shared), jumps=True)
                     start = _furthest.get(shared) or 0
                     _furthest[shared] = start + session.size - 1
                 starts.append(start)
-            # Every node comes after those it depends on, so that pickle, which follows references, never goes deep.
-            nodes = library.nodes(variables) if library is not None else []
+            # In topological order: pickle follows references, and would recurse through the depth of the graph.
+            nodes = library.sort_nodes(variables) if library is not None else []
             outdated: set[str] | None = None
             while outdated is None or outdated:
-                code, parcel = self.pack((nodes, [*keyed, *values], starts))
+                code, pickled = self.pack((nodes, [*keyed, *values], starts))
                 try:
                     path = tuple(map(os.path.abspath, sys.path))
-                    outdated = session.run(Receive(parcel, sys.getrecursionlimit(), path, code.expected()))
+                    outdated = session.run(ReceiveObjects(pickled, sys.getrecursionlimit(), path, code.list_digests()))
                 except BaseException:
                     for key, _ in [*keyed, *values]:
                         session.memory.release("object", key)
                     raise
                 finally:
-                    session.memory.release("segment", parcel.location.key)
+                    session.memory.release("segment", pickled.location.key)
                 self._by_value |= outdated
             for _, value in values:
                 value.code = code
@@ -137,36 +135,45 @@ class Mirror:
             session.rank.objects[key] = weakref.ref(shared)
             session.memory.release_with(shared, "object", key)
 
-    def pack(self, value: Any) -> tuple[UserCode, Parcel]:
-        """Pickle a value for the workers: shared variables that they have become keys.
+    def pack(self, value: Any) -> tuple[UserCode, PickledValue]:
+        """Pickle a value into shared memory, with keys in place of shared variables that the workers have.
 
-        The user's code that it names is returned too: the workers have to have the same.
+        Returns
+        -------
+        code : UserCode
+            The user's classes and functions in the pickle.
+        pickled : PickledValue
+
+        Raises
+        ------
+        TypeError
+            If the value can't be pickled.
         """
         session = self._session()
         assert session is not None
         buffers: list[pickle.PickleBuffer] = []
         stream, code = io.BytesIO(), UserCode()
         try:
-            with _by_value(self._by_value):
+            with _pickle_by_value(self._by_value):
                 _Pickler(stream, self._keys, buffers, self._by_value, code).dump(value)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
                 f"the graph can't be pickled, as it has to be for the workers: {error}{self._advice()}"
             ) from error
-        code.describe()
-        parts = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
+        code.update_digests()
+        chunks = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
         spans, end = [], 0
-        for part in parts:
-            spans.append((end, part.nbytes))
-            end += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+        for chunk in chunks:
+            spans.append((end, chunk.nbytes))
+            end += -(-chunk.nbytes // _ALIGNMENT) * _ALIGNMENT
         segment = session.memory.create(end)
         memory = segment.array((end,), np.dtype(np.uint8))
-        for (at, length), part in zip(spans, parts, strict=True):
-            memory[at : at + length] = np.frombuffer(part, np.uint8)
-        return code, Parcel(SharedArray(segment.key, "u1", (end,)), tuple(spans))
+        for (start, length), chunk in zip(spans, chunks, strict=True):
+            memory[start : start + length] = np.frombuffer(chunk, np.uint8)
+        return code, PickledValue(SharedArray(segment.key, "u1", (end,)), tuple(spans))
 
     def _advice(self) -> str:
-        """Say what else helps where a module's code has to be sent."""
+        """Return advice for an error's message if the code of modules has to be sent; "" otherwise."""
         if not self._by_value:
             return ""
         return (
@@ -176,68 +183,85 @@ class Mirror:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """A pickled value in shared memory."""
+class PickledValue:
+    """A pickled value in shared memory.
+
+    Attributes
+    ----------
+    location : SharedArray
+        The bytes.
+    spans : tuple of (int, int)
+        Start and length of the pickle, then of each array in it, in bytes.
+    """
 
     location: SharedArray
     spans: tuple[tuple[int, int], ...]
 
     def unpack(self, rank: Rank) -> Any:
-        """Return the value; its arrays are copies in this process' own memory."""
+        """Unpickle the value, with arrays copied to this process' own memory."""
         memory = self.location.view(rank.segments)
-        stream, *arrays = (memory[at : at + length] for at, length in self.spans)
+        stream, *arrays = (memory[start : start + length] for start, length in self.spans)
         unpickler = _Unpickler(io.BytesIO(stream.data), buffers=[array.copy() for array in arrays])
         unpickler.rank = rank
         return unpickler.load()
 
 
 @dataclass(frozen=True, slots=True)
-class Receive(Command):
-    """The command that unpacks what the master sent: on every rank but the master, which has it."""
+class ReceiveObjects(Command):
+    """Command that unpickles objects on the workers; the master has them.
 
-    parcel: Parcel
-    #: The master's: the libraries follow graphs recursively when they compile, and users raise it for deep ones.
+    Attributes
+    ----------
+    pickled : PickledValue
+        Nodes, objects with their keys, and for each shared variable among them the jumps at which streams start.
+    recursion_limit : int
+        The master's limit: the libraries compile recursively, and users raise it for deep graphs.
+    path : tuple of str
+        The master's ``sys.path``.
+    code : tuple of (Name, bytes)
+        Digests in the master of the user's code that the pickle names.
+    """
+
+    pickled: PickledValue
     recursion_limit: int
-    #: The master's.
     path: tuple[str, ...]
-    #: What the user's code that the parcel names is in the master.
     code: tuple[tuple[Name, bytes], ...]
 
     def run(self, rank: Rank) -> set[str]:
-        """Keep the objects, and move the random generators among the new shared variables.
+        """Store the objects, and jump with random generators to this rank's streams.
 
         Returns
         -------
         set of str
-            The modules whose code differs on some rank; if there are any, no rank has kept anything.
+            Modules whose code differs on some rank.  If there are any, no rank stores objects.
         """
         if not rank.is_master:
             sys.setrecursionlimit(max(self.recursion_limit, sys.getrecursionlimit()))
-            # What the master can import by now can be imported here.
+            # The pickle may name any module that the master can import now.
             sys.path[:] = self.path
             importlib.invalidate_caches()
         if self.code:
-            of_this_rank = () if rank.is_master else outdated(self.code)
-            of_all = set().union(*rank.exchange_cached(of_this_rank))
-            if of_all:
-                return of_all
+            outdated = () if rank.is_master else find_outdated_modules(self.code)
+            outdated_anywhere = set().union(*rank.exchange_cached(outdated))
+            if outdated_anywhere:
+                return outdated_anywhere
         if rank.is_master:
             return set()
-        _, values, starts = self.parcel.unpack(rank)
+        _, values, starts = self.pickled.unpack(rank)
         for key, value in values:
-            rank.objects[key] = _Kept(value)
+            rank.objects[key] = _StrongReference(value)
         for (_, shared), start in zip(values, starts, strict=False):
             library = library_of(shared)
             if library.is_generator(shared):
-                library.set_stream(shared, moved_apart(library, library.stream(shared), rank, start))
+                library.set_generator(shared, jump_to_rank(library, library.copy_generator(shared), rank, start))
         for _, value in values[len(starts) :]:
             value.to_device()
         return set()
 
 
 @contextlib.contextmanager
-def _by_value(modules: Iterable[str]) -> Iterator[None]:
-    """Have cloudpickle send the code of these modules, rather than their names, meanwhile."""
+def _pickle_by_value(modules: Iterable[str]) -> Iterator[None]:
+    """Context in which cloudpickle pickles classes and functions of these modules by value."""
     before = cloudpickle.list_registry_pickle_by_value()
     added = [sys.modules[name] for name in modules if name in sys.modules and name not in before]
     try:
@@ -250,10 +274,20 @@ def _by_value(modules: Iterable[str]) -> Iterator[None]:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Writes the key of a shared variable in its place, and code that can't be imported as it is.
+    """Pickler that replaces shared variables by keys, and pickles code that can't be imported by value.
 
-    ``keys`` are those of shared variables; ``buffers`` takes the arrays, and ``code`` the user's classes and functions.
-    The code of the modules in ``by_value`` is sent.
+    Parameters
+    ----------
+    stream : BytesIO
+        Output.
+    keys : WeakKeys
+        Keys of shared variables that the workers have.
+    buffers : list
+        Output: the arrays, which are not in the stream.
+    by_value : set of str
+        Modules whose code is pickled by value.
+    code : UserCode
+        Output: the user's classes and functions.
     """
 
     def __init__(
@@ -268,17 +302,17 @@ class _Pickler(cloudpickle.Pickler):
         self._keys, self._by_value, self._code = keys, by_value, code
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, type | FunctionType) and is_the_users(value.__module__):
+        if isinstance(value, type | FunctionType) and is_user_module(value.__module__):
             by_name = value.__module__ not in self._by_value and is_importable(value)
             self._code.add(value, by_name)
             return value.__qualname__ if by_name else super().reducer_override(value)
-        # A JAX array would start JAX where it is unpickled; the host's copy of it does not.
+        # Unpickling a JAX array would start JAX; a NumPy array does not.
         if type(value).__module__.startswith("jaxlib") and hasattr(value, "__array__"):
             return np.asarray(value).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(value)
 
     def persistent_id(self, value: Any) -> Any:
-        if getattr(value, "container", None) is None:  # quick: this is asked of every object in the graph
+        if getattr(value, "container", None) is None:  # fast path: pickle calls this for every object
             return None
         try:
             return self._keys.get(value)
@@ -294,8 +328,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """Stands on a worker where the master has a weak reference: a call returns the object."""
+class _StrongReference:
+    """Counterpart on a worker of the master's weak reference: a call returns the object."""
 
     value: Any
 
@@ -303,22 +337,31 @@ class _Kept:
         return self.value
 
 
-def object_of(rank: Rank, key: Any) -> Any:
-    """Return this rank's own copy of a mirrored object."""
+def get_object(rank: Rank, key: Any) -> Any:
+    """Return this rank's copy of a mirrored object."""
     reference: Callable[[], Any] = rank.objects[key]
     return reference()
 
 
-def moved_apart(library: GraphLibrary, value: Any, rank: Rank, start: int = 0) -> Any:
-    """Return a rank's own place in a random generator's stream, behind the ``start`` jumps that others have had.
+def jump_to_rank(library: GraphLibrary, value: Any, rank: Rank, start: int = 0) -> Any:
+    """Return a random generator at a rank's own place in its stream.
 
-    The master's is the given one: it draws what the serial program would.
+    The master keeps the given generator: it draws the numbers of the serial program.
+
+    Parameters
+    ----------
+    library : GraphLibrary
+    value : object
+        State of the generator.
+    rank : Rank
+    start : int
+        Number of jumps that earlier workers have used.
     """
-    distance = (rank.number - rank.root) % rank.size
-    return library.moved(value, start + distance) if distance else value
+    n_jumps = (rank.number - rank.root) % rank.size
+    return library.jump(value, start + n_jumps) if n_jumps else value
 
 
-def restarted(session: Session, generators: Iterable[Any]) -> None:
-    """Note that the ranks' streams of random generators start anew, next to a value that the user has given."""
+def reset_jumps(session: Session, generators: Iterable[Any]) -> None:
+    """Record that the ranks' streams start anew behind states that the user has set."""
     for shared in generators:
         _furthest[shared] = session.size - 1

@@ -1,4 +1,7 @@
-"""PyTensor, 3.0 or newer."""
+"""PyTensor 3.0 or newer, as a `GraphLibrary`.
+
+Overrides cover JAX mode (keys of random generators, lengths as inputs) and Numba (compilation at the first call).
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ from pytensor.link.jax.linker import JAXLinker
 from pytensor.link.numba.linker import NumbaLinker
 
 from synkhronos.devices import JAX, Device
-from synkhronos.graphs.family import AT_FIRST_CALL, AT_ONCE, IN_TURN, GraphLibrary, check_jumps, write_keys_at_once
+from synkhronos.graphs.library import AT_FIRST_CALL, AT_ONCE, IN_TURN, GraphLibrary, check_jumps, write_keys_at_once
 from synkhronos.lowering import random_keys, sums  # noqa: F401 - sums bounds a rewrite
 from synkhronos.lowering.linker import use_length_linker
 
 
 class PyTensor(GraphLibrary):
-    """PyTensor."""
+    """The graph library PyTensor."""
 
     tensor = pytensor.tensor
     variable_class = Variable
@@ -38,33 +41,33 @@ class PyTensor(GraphLibrary):
         """Whether the variable holds a NumPy Generator."""
         return isinstance(self.get(shared), np.random.Generator)
 
-    def check_stream(self, shared: Any, value: Any, moves: bool) -> None:
-        """Refuse what is no Generator, and bit generators without jumps."""
+    def check_generator(self, shared: Any, value: Any, jumps: bool) -> None:
+        """Raise TypeError if the value is not a Generator, or has to jump and can't."""
         if not isinstance(value, np.random.Generator):
             raise TypeError(f"expected a numpy.random.Generator, such as default_rng(seed), got {value!r}")
-        if moves:
+        if jumps:
             check_jumps(value.bit_generator)
         random_keys.check_generator(shared.container, value)
 
-    def stream(self, shared: Any) -> Any:
-        """Return a Generator: in JAX mode the one from which PyTensor would make the present key."""
-        return random_keys.add_position(shared.container, super().stream(shared))
+    def copy_generator(self, shared: Any) -> Any:
+        """Return a copy of a Generator; in JAX mode at the position of the present key."""
+        return random_keys.add_position(shared.container, super().copy_generator(shared))
 
-    def follow_streams(self, function: Any) -> None:
-        """In JAX mode PyTensor has given it a copy of each generator."""
+    def track_generators(self, function: Any) -> None:
+        """Track the keys of a function in JAX mode, in which PyTensor copies each generator."""
         if isinstance(function.maker.linker, JAXLinker):
             random_keys.track_function(function)
 
-    def set_stream(self, shared: Any, value: Any) -> None:
-        """Put a Generator into the container, and in JAX mode its key where functions find it."""
-        super().set_stream(shared, value)
+    def set_generator(self, shared: Any, value: Any) -> None:
+        """Put a Generator into the container, and in JAX mode update the key that functions draw from."""
+        super().set_generator(shared, value)
         random_keys.update_key(shared.container)
 
-    def moved(self, value: Any, distance: int) -> Any:
-        """Jump a Generator."""
-        return type(value)(value.bit_generator.jumped(distance))
+    def jump(self, value: Any, n_jumps: int) -> Any:
+        """Return a Generator ahead in the stream."""
+        return type(value)(value.bit_generator.jumped(n_jumps))
 
-    def default(self, wrapped: Any) -> tuple[Any, ...]:
+    def get_default(self, wrapped: Any) -> tuple[Any, ...]:
         """Return the default value of `synkhronos.compat`'s ``In``; PyTensor's own has none."""
         return tuple(getattr(wrapped, "default", ()))
 
@@ -72,35 +75,35 @@ class PyTensor(GraphLibrary):
         """Return copies of the outputs' graphs with variables replaced."""
         return list(clone_replace(list(outputs), replace, rebuild_strict=False))
 
-    def uses_xla(self, mode: Any) -> bool:
-        """JAX mode does."""
+    def is_xla_mode(self, mode: Any) -> bool:
+        """Whether the mode is JAX mode."""
         return isinstance(get_mode(mode).linker, JAXLinker)
 
     def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Any:
-        """Compile; in JAX mode lengths may follow from integer inputs."""
+        """Compile a function; in JAX mode lengths may follow from integer inputs."""
         return super().function(inputs, outputs, **{**kwargs, "mode": use_length_linker(kwargs.get("mode"))})
 
-    def compiles(self, mode: Any) -> str:
-        """Python's linkers and JAX leave nothing on disk, Numba what it makes when a function is called."""
+    def choose_compile_order(self, mode: Any) -> str:
+        """Return the order: Python's linkers and JAX have no cache on disk, and Numba writes its at the first call."""
         linker = get_mode(mode).linker
         if isinstance(linker, NumbaLinker):
             return AT_FIRST_CALL if pytensor.config.numba__cache else AT_ONCE
         return AT_ONCE if isinstance(linker, JAXLinker | PerformLinker) else IN_TURN
 
-    def leaves_on_disk(self, function: Any) -> bool:
-        """Numba leaves nothing of a graph with an Op that PyTensor has no key for, such as a call back to Python."""
+    def has_disk_cache(self, function: Any) -> bool:
+        """Whether Numba caches a function: not if an Op of its graph has no cache key, such as a Python callback."""
         return function.vm.jit_fn.stats.cache_path is not None
 
     def compile_now(self, function: Any) -> None:
-        """Call what Numba makes on copies of the values, and forget the results."""
+        """Call Numba's function on copies of the values, and discard the results."""
         function.vm.jit_fn(*[copy.deepcopy(storage[0]) for storage in function.vm.inputs])
 
-    def default_mode(self, device: Device) -> Any:
-        """JAX mode, where arrays are JAX's."""
-        return "JAX" if device is JAX else super().default_mode(device)
+    def get_default_mode(self, device: Device) -> Any:
+        """Return JAX mode if the device's arrays are JAX arrays."""
+        return "JAX" if device is JAX else super().get_default_mode(device)
 
-    def fixed_shape(self, variable: Any) -> tuple[int | None, ...]:
-        """Return the static shape."""
+    def get_fixed_shape(self, variable: Any) -> tuple[int | None, ...]:
+        """Return the static shape of a variable's type."""
         return tuple(variable.type.shape)
 
 

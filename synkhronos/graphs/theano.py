@@ -1,4 +1,7 @@
-"""Theano 1.0.5."""
+"""Theano 1.0.5, as a `GraphLibrary`.
+
+Overrides cover the random states of Theano's two generators (NumPy's RandomState, MRG31k3p) and pygpu.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ from theano.gof.graph import Constant, Variable
 
 from synkhronos.casts import as_numbers, check_cast
 from synkhronos.devices import HOST, PYGPU, Device
-from synkhronos.graphs.family import GraphLibrary, write_keys_at_once
+from synkhronos.graphs.library import GraphLibrary, write_keys_at_once
 
 # MRG31k3p: two recurrences of order 3 modulo these primes (L'Ecuyer and Touzin, "Fast combined multiple recursive
 # generators with multipliers of the form a = 2^q +- 2^r", WSC 2000).  One step of each is a product with its matrix.
 _M1, _M2 = 2**31 - 1, 2**31 - 21069
 _A1 = ((0, 2**22, 2**7 + 1), (1, 0, 0), (0, 1, 0))
 _A2 = ((2**15, 0, 2**15 + 1), (1, 0, 0), (0, 1, 0))
-#: Steps between the streams of two ranks.  Theano's own are 2**134 apart, one for each random variable, and 2**72
-#: within one; the period is about 2**185.
+#: Steps between the streams of two ranks.  In Theano the streams of two random variables are 2**134 steps apart, those
+#: within one variable 2**72; the period is about 2**185.
 _MRG_JUMP = 2**166
 
 
 class Theano(GraphLibrary):
-    """Theano."""
+    """The graph library Theano."""
 
     tensor = theano.tensor
     variable_class = Variable
@@ -41,8 +44,8 @@ class Theano(GraphLibrary):
         """Whether the variable holds a RandomState, or the state of an MRG stream."""
         return isinstance(self.get(shared), np.random.RandomState) or _is_mrg_state(shared)
 
-    def check_stream(self, shared: Any, value: Any, moves: bool) -> None:
-        """Refuse what is no RandomState, or not the state of as many MRG streams."""
+    def check_generator(self, shared: Any, value: Any, jumps: bool) -> None:
+        """Raise an error if the value is not a RandomState, or not the state of as many MRG streams."""
         present = self.get(shared)
         if isinstance(present, np.random.RandomState):
             if not isinstance(value, np.random.RandomState):
@@ -55,30 +58,30 @@ class Theano(GraphLibrary):
             raise ValueError(f"expected the state of MRG streams of shape {present.shape}, got {given.shape}")
         check_cast(given, present.dtype, "the state")
 
-    def stream(self, shared: Any) -> Any:
-        """Return a RandomState, or the states of MRG streams as an array."""
+    def copy_generator(self, shared: Any) -> Any:
+        """Return a copy of a RandomState, or the states of MRG streams as an array."""
         state = self.get(shared)
-        return super().stream(shared) if isinstance(state, np.random.RandomState) else np.array(state)
+        return super().copy_generator(shared) if isinstance(state, np.random.RandomState) else np.array(state)
 
-    def set_stream(self, shared: Any, value: Any) -> None:
-        """Put a RandomState, or an array in the variable's dtype."""
+    def set_generator(self, shared: Any, value: Any) -> None:
+        """Set a RandomState, or states of MRG streams, cast to the variable's dtype."""
         is_state = isinstance(value, np.random.RandomState)
-        super().set_stream(shared, value if is_state else np.array(value, shared.type.dtype))
+        super().set_generator(shared, value if is_state else np.array(value, shared.type.dtype))
 
-    def moved(self, value: Any, distance: int) -> Any:
-        """Jump a RandomState, or multiply MRG states by the power of their matrices."""
+    def jump(self, value: Any, n_jumps: int) -> Any:
+        """Return a RandomState, or MRG states, ahead in the stream."""
         if not isinstance(value, np.random.RandomState):
-            return _jump_mrg(np.asarray(value), distance)
+            return _jump_mrg(np.asarray(value), n_jumps)
         source = np.random.MT19937()
         source.state = cast(Any, value.get_state(legacy=False))
-        return np.random.RandomState(source.jumped(distance))
+        return np.random.RandomState(source.jumped(n_jumps))
 
-    def default(self, wrapped: Any) -> tuple[Any, ...]:
-        """Return the default value of an ``In``, if it has one."""
+    def get_default(self, wrapped: Any) -> tuple[Any, ...]:
+        """Return the default value of an ``In`` in a tuple; an empty tuple if it has none."""
         return (wrapped.value,) if isinstance(wrapped, In) and wrapped.value is not None else ()
 
     def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Callable[..., Any]:
-        """Compile; on a GPU into a function whose inputs are there already, where it wants them there."""
+        """Compile a function; on a GPU, its inputs are arrays of the GPU where Theano uses them there."""
         if PYGPU.on_gpu:
             inputs, replaced = _inputs_on_gpu(inputs, self)
             kwargs["givens"] = [*replaced, *kwargs.get("givens", [])]
@@ -87,36 +90,41 @@ class Theano(GraphLibrary):
         try:
             return super().function(inputs, outputs, **kwargs)
         finally:
-            # A rewrite that an interrupt or an error ends leaves its list of the variables that are made, and Theano
-            # would write there, and so keep, all that are made from then on.
+            # A rewrite that an interrupt or an error ends does not remove its observer, a list to which Theano would
+            # append every variable made from then on.
             del observers[count:]
 
-    def input_device(self, dtype: np.dtype, ndim: int, device: Device) -> Device:
-        """Labels and indexes stay on the host: Theano wants them there, and would read them back at each call."""
+    def choose_input_device(self, dtype: np.dtype, ndim: int, device: Device) -> Device:
+        """Return the host for labels, indices and complex arrays, which Theano would copy back to the host."""
         if device is PYGPU and (dtype.kind in "biuc" and ndim < 2 or dtype.kind == "c"):
             return HOST
         return device
 
     def put(self, shared: Any, value: Any) -> None:
-        """Put an array into a container: of pygpu's several classes the one that Theano knows."""
+        """Put an array into a container, as the class of pygpu arrays that Theano expects."""
         super().put(shared, value.view() if PYGPU.holds(value) else value)
 
     def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:
         """Return copies of the outputs' graphs with variables replaced."""
-        # What stands for a variable on a GPU has to be there too.
-        there = {v: new if isinstance(new.type, type(v.type)) else self.convert(v, new) for v, new in replace.items()}
-        return list(theano.clone(list(outputs), there, strict=False))
+        # The replacement of a variable on a GPU has to be on the GPU too.
+        converted = {
+            v: new if isinstance(new.type, type(v.type)) else self.convert(v, new) for v, new in replace.items()
+        }
+        return list(theano.clone(list(outputs), converted, strict=False))
 
 
 def _inputs_on_gpu(inputs: Sequence[Any], library: Theano) -> tuple[list[Any], list[tuple[Any, Any]]]:
-    """Return inputs on the GPU in the place of those on the host, and by what these are to be replaced."""
+    """Return inputs with variables on the GPU, and the ``givens`` that replace the original variables."""
     from theano.gpuarray.type import GpuArrayType
 
     placed, replaced = [], []
     for value in inputs:
-        entry = library.input(value)
+        entry = library.describe_input(value)
         variable, kind = entry.variable, entry.variable.type
-        if isinstance(kind, GpuArrayType) or library.input_device(np.dtype(kind.dtype), kind.ndim, PYGPU) is HOST:
+        if (
+            isinstance(kind, GpuArrayType)
+            or library.choose_input_device(np.dtype(kind.dtype), kind.ndim, PYGPU) is HOST
+        ):
             placed.append(value)
             continue
         there = GpuArrayType(kind.dtype, kind.broadcastable, None)(variable.name)
@@ -133,24 +141,29 @@ def _is_mrg_state(shared: Any) -> bool:
     return update is not None and update.owner is not None and type(update.owner.op).__name__.startswith("mrg_uniform")
 
 
-def _jump_mrg(state: np.ndarray, distance: int) -> np.ndarray:
-    """Return MRG states, one a row of six, ``distance`` jumps ahead.
+def _jump_mrg(state: np.ndarray, n_jumps: int) -> np.ndarray:
+    """Return MRG states ``n_jumps`` jumps ahead.
+
+    Parameters
+    ----------
+    state : ndarray of shape (n_streams, 6)
+    n_jumps : int
 
     Examples
     --------
     >>> _jump_mrg(np.full((1, 6), 12345, np.int32), 0)[0, 0]
     12345
     """
-    power = distance * _MRG_JUMP
-    moved = [
+    power = n_jumps * _MRG_JUMP
+    jumped = [
         np.array(_matrix_power(matrix, power, modulus), object) @ part.astype(object).T % modulus
         for matrix, modulus, part in ((_A1, _M1, state[:, :3]), (_A2, _M2, state[:, 3:]))
     ]
-    return np.concatenate(moved).T.astype(state.dtype)
+    return np.concatenate(jumped).T.astype(state.dtype)
 
 
 def _matrix_power(matrix: Sequence[Sequence[int]], power: int, modulus: int) -> Any:
-    """Return a power of a 3 by 3 matrix modulo a prime, by repeated squaring of exact integers."""
+    """Return a power of a 3 by 3 matrix modulo a prime, computed by repeated squaring in exact integers."""
     result, square = np.array(((1, 0, 0), (0, 1, 0), (0, 0, 1)), object), np.array(matrix, object)
     while power:
         if power & 1:

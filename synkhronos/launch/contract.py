@@ -240,7 +240,7 @@ def _sort(function: Any, found: Groups, seen: set[int]) -> None:
             continue
         library = library_of(shared)
         if library.is_generator(shared):
-            library.follow_streams(function)
+            library.track_generators(function)
         if id(shared) in seen:
             continue
         seen.add(id(shared))

@@ -147,8 +147,8 @@ def build(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
     groups = contract.groups(model, leave_out_normalization=average == "params")
     for shared in groups.generators:  # a class that gives all ranks one seed
         library = library_of(shared)
-        stream = library.stream(shared)
-        library.set_stream(shared, library.moved(stream, worker.number) if worker.number else stream)
+        stream = library.copy_generator(shared)
+        library.set_generator(shared, library.jump(stream, worker.number) if worker.number else stream)
     worker.kept(_KEPT).update(model=model, groups=groups, average=average)
     exchanged = Vector(groups.params)
     return exchanged.size, exchanged.dtype.name

@@ -24,7 +24,7 @@ from synkhronos.function import Function
 from synkhronos.function.notice import warn_if_slow
 from synkhronos.function.program import PLAIN
 from synkhronos.graphs import loaded_libraries
-from synkhronos.graphs.mirror import object_of
+from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command, Rank, Session, SharedArray
 from synkhronos.ranks.task import Task, TaskMemory
 from synkhronos.tasks.local import LocalFunction, LocalRows
@@ -156,11 +156,11 @@ class Program(_ProgramFields, Command):
             return
         if rank.is_master:
             for key in self.functions:
-                with warn_if_slow(f"compiling {object_of(rank, key).name}"):
-                    object_of(rank, key).compile(PLAIN)
+                with warn_if_slow(f"compiling {get_object(rank, key).name}"):
+                    get_object(rank, key).compile(PLAIN)
         rank.barrier()
         for key in self.functions:
-            object_of(rank, key).compile(PLAIN)
+            get_object(rank, key).compile(PLAIN)
         rank.threads.limit()  # what was compiled may have brought a BLAS with it
 
 
@@ -210,7 +210,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, found: Any) -> Any:
         kind, what = found
         if kind == "function":
-            return LocalFunction(self.rank, self.task, object_of(self.rank, what))
+            return LocalFunction(self.rank, self.task, get_object(self.rank, what))
         if kind == "data":
             return LocalRows(self.rank, what)
-        return object_of(self.rank, what)
+        return get_object(self.rank, what)

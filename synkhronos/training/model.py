@@ -265,11 +265,11 @@ def warn_of_denominators(means: Mapping[str, Any], sources: Sequence[Any], stack
     if not means:
         return
     library, expressions = library_of(*means.values()), list(means.values())
-    random = [shared for shared in library.shareds(expressions) if library.is_generator(shared)]
+    random = [shared for shared in library.find_shareds(expressions) if library.is_generator(shared)]
     dependence = Dependence(library, expressions, [*sources, *random])
     for name, expression in means.items():
-        for denominator in dependence.denominators(expression)[:1]:
-            names = ", ".join(dependence.names(denominator))
+        for denominator in dependence.find_denominators(expression)[:1]:
+            names = ", ".join(dependence.list_sources(denominator))
             warnings.warn(
                 f"{name}: the denominator of a mean depends on the values of {names}, but ranks average by rows, so "
                 "that the result depends on the number of ranks. Give the denominator as the mean's weight: weight=... "
@@ -291,7 +291,7 @@ def _check_weight(weight: Any, loss: Any, params: Sequence[Any]) -> None:
         raise TypeError(f"{expected}; {error}") from None
     if getattr(weight, "ndim", None) != 0 or np.dtype(weight.dtype).kind not in "biuf":
         raise TypeError(f"{expected}, got {weight!r} of {weight.type}")
-    for shared in library.shareds([weight]):
+    for shared in library.find_shareds([weight]):
         if any(shared is param for param in params):
             raise ValueError(f"{expected}; it depends on the parameter {shared.name!r}")
 
@@ -331,13 +331,13 @@ def _with_ops(entries: list[Any], sources: list[Any]) -> list[ExtraUpdate]:
     if not expressions:
         return [ExtraUpdate(entry[0], entry[1], entry[2] if len(entry) == 3 else None, False) for entry in entries]
     library = library_of(*expressions)
-    random = [shared for shared in library.shareds(expressions) if library.is_generator(shared)]
+    random = [shared for shared in library.find_shareds(expressions) if library.is_generator(shared)]
     differing = [*sources, *random]
     while True:
         dependence = Dependence(library, expressions, differing)
         found = []
         for shared, expression, *op in entries:
-            differs = bool(hasattr(expression, "owner") and dependence.names(expression))
+            differs = bool(hasattr(expression, "owner") and dependence.list_sources(expression))
             if not op:
                 if differs and not _is_float(shared) and not library.is_generator(shared):
                     raise TypeError(

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from synkhronos.collectives.commands import AllReducePlan, Reduce
 from synkhronos.engines import Runner
 from synkhronos.function.call import Call, RankCall
-from synkhronos.graphs.family import AT_FIRST_CALL
-from synkhronos.graphs.mirror import object_of
+from synkhronos.graphs.library import AT_FIRST_CALL
+from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command, Rank
 
 
@@ -74,7 +74,7 @@ class Step(_StepFields, Command):
     def shared(self, rank: Rank) -> Any:
         """Return this rank's copy of the gradient's variable."""
         (key,) = self.reduce.keys
-        return object_of(rank, key)
+        return get_object(rank, key)
 
     def agree(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return what combines the gradient, and its shape on all ranks."""

@@ -64,7 +64,7 @@ class Groups:
         others = [s for s in others if hasattr(s.type, "dtype")]
         variables = [*model.x, *model.y, model.loss, *(u.expression for u in model.extra_updates)]
         library = library_of(model.loss)
-        generators = [s for s in library.shareds(variables) if library.is_generator(s)]
+        generators = [s for s in library.find_shareds(variables) if library.is_generator(s)]
         return cls([*exchanged, *averages], optimizer, own, others, generators, len(averages))
 
     def by_role(self) -> dict[str, list[Any]]:
@@ -258,7 +258,7 @@ def _variable(shared: Any, role: str) -> list[Any]:
 
 def _generator(shared: Any) -> list[Any]:
     """Describe a random stream: its generator, and the shape of its state where that is an array."""
-    value = library_of(shared).stream(shared)
+    value = library_of(shared).copy_generator(shared)
     state = value.bit_generator if isinstance(value, np.random.Generator) else value
     return [type(state).__name__, list(np.shape(value))]
 
@@ -341,7 +341,7 @@ def _put(shared: Any, array: np.ndarray) -> None:
 
 def stream(shared: Any) -> Any:
     """Return where a random stream is, as JSON can say it."""
-    value = library_of(shared).stream(shared)
+    value = library_of(shared).copy_generator(shared)
     if isinstance(value, np.random.Generator):
         return _plain(value.bit_generator.state)
     if isinstance(value, np.random.RandomState):
@@ -352,14 +352,14 @@ def stream(shared: Any) -> Any:
 def set_stream(shared: Any, state: Any) -> None:
     """Have a random stream go on from there."""
     library, state = library_of(shared), _arrays(state)
-    value = library.stream(shared)
+    value = library.copy_generator(shared)
     if isinstance(value, np.random.Generator):
         value.bit_generator.state = state
     elif isinstance(value, np.random.RandomState):
         value.set_state(state)
     else:
         value = state
-    library.set_stream(shared, value)
+    library.set_generator(shared, value)
 
 
 def _plain(value: Any) -> Any:

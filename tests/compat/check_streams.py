@@ -102,6 +102,6 @@ def test_ranks_can_move_the_generators():
     streams = RandomStreams(1)
     variable = streams.uniform((2,))
     library = library_of(variable)
-    (generator,) = library.shareds([variable])
+    (generator,) = library.find_shareds([variable])
     assert library.is_generator(generator)
-    library.check_stream(generator, library.stream(generator), moves=True)
+    library.check_generator(generator, library.copy_generator(generator), jumps=True)

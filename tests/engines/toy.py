@@ -43,7 +43,7 @@ class Toy(LazyEngine):
     is_on = False
 
     def runs(self, library, mode):
-        return self.is_on and not library.uses_xla(mode)
+        return self.is_on and not library.is_xla_mode(mode)
 
     def runner(self, library, function, n_inputs, fetched):
         return Launch(function) if fetched else Runner(function)

@@ -256,17 +256,17 @@ def plant(point: str, action: str, on: Any, skip: int = 0) -> None:
 
 def instrument() -> None:
     """Put points into the library: where collectives find variables, and where they go on to the next chunk."""
-    real_object_of, real_halves = commands.object_of, HostCommunicator._next_halves
+    real_get_object, real_halves = commands.get_object, HostCommunicator._next_halves
 
-    def object_of(rank: ranks.Rank, key: Any) -> Any:
+    def get_object(rank: ranks.Rank, key: Any) -> Any:
         reach("object")
-        return real_object_of(rank, key)
+        return real_get_object(rank, key)
 
     def halves(self: HostCommunicator) -> Any:
         reach("chunk")
         return real_halves(self)
 
-    commands.object_of = object_of
+    commands.get_object = get_object
     HostCommunicator._next_halves = halves
 
 

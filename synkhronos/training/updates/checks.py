@@ -72,7 +72,7 @@ def check_gradients(loss_or_grads: Any, params: Sequence[Any]) -> list[Any]:
         library = _library(expected, loss_or_grads, *params)
         if getattr(loss_or_grads, "ndim", None) != 0:
             raise ValueError(f"{expected}, got {_described(loss_or_grads)}")
-        used = {id(shared) for shared in library.shareds([loss_or_grads])}
+        used = {id(shared) for shared in library.find_shareds([loss_or_grads])}
         if unused := [p for p in params if id(p) not in used]:
             raise ValueError(f"params: the loss does not depend on {', '.join(map(_described, unused))}")
         return list(library.grad(loss_or_grads, list(params)))

@@ -119,10 +119,10 @@ class FlatGradient:
 
 def _is_length(library: GraphLibrary, weight: Any) -> bool:
     """Return True for a weight that depends on shapes alone, such as a number of rows."""
-    nodes = library.nodes([weight])
+    nodes = library.sort_nodes([weight])
     leaves = [weight, *(each for node in nodes for each in node.inputs)]
     sources = [each for each in leaves if each.owner is None and not library.is_constant(each)]
-    return not Dependence(library, [weight], sources).has(weight)
+    return not Dependence(library, [weight], sources).depends_on_values(weight)
 
 
 def as_scalar(value: Any, like: Any) -> Any:

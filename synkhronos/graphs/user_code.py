@@ -1,0 +1,245 @@
+"""Detection of user code that differs between the master and the workers.
+
+A pickle refers to a class or function by the name under which it can be imported.  A worker imports the code that
+existed at the fork: an old version of a class that was edited since, as by a notebook's cell that ran again or a module
+that was reloaded, or none.  Each name is therefore sent with a digest, and a module whose digest differs on a worker is
+sent by value.
+
+    master: UserCode.list_digests() --names, digests--> workers: find_outdated_modules() --modules--> send their code
+
+Only code that users edit is considered, not the standard library or ``site-packages``.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_MISSING = object()
+_PACKAGE = Path(__file__).resolve().parent.parent
+#: Class attributes that Python itself writes.
+_GENERATED = {
+    "__abstractmethods__",
+    "__dict__",
+    "__doc__",
+    "__firstlineno__",
+    "__module__",
+    "__slotnames__",
+    "__static_attributes__",
+    "__weakref__",
+    "_abc_impl",
+}
+
+#: Module and qualified name of a class or function.
+Name = tuple[str, str]
+
+
+class UserCode:
+    """The user's classes and functions in a pickle.
+
+    Call `add` for each while pickling, then `update_digests`.
+    """
+
+    def __init__(self) -> None:
+        self._by_name: dict[Name, Any] = {}
+        self._by_value: list[Any] = []
+        #: Namespace, name and value of every name that the code uses, as of the last `update_digests`.
+        self._bindings: list[tuple[Mapping[str, Any], str, Any]] = []
+        self._digests: list[bytes] = []
+
+    def add(self, value: Any, by_name: bool) -> None:
+        """Record a class or function that was pickled by name, or by value."""
+        if by_name:
+            self._by_name[value.__module__, value.__qualname__] = value
+        else:
+            self._by_value.append(value)
+
+    def update_digests(self) -> None:
+        """Compute the digests of the present code."""
+        values = [*self._by_name.values(), *self._by_value]
+        self._digests = [compute_digest(value) for value in values]
+        self._bindings = [binding for value in values for binding in _iter_bindings(value, set())]
+
+    def list_digests(self) -> tuple[tuple[Name, bytes], ...]:
+        """Return the digest of each class and function that was pickled by name.
+
+        A digest covers all of the user's code that it uses.
+        """
+        return tuple(zip(self._by_name, self._digests, strict=False))
+
+    def has_changed(self) -> bool:
+        """Whether any code has changed since the last `update_digests`, which this calls if it may have."""
+        # Every call of a function asks; comparing identities takes a microsecond, digests much longer.
+        if all(names.get(name, _MISSING) is value for names, name, value in self._bindings):
+            return False
+        before = self._digests
+        self.update_digests()
+        return self._digests != before
+
+
+def find_outdated_modules(digests: Iterable[tuple[Name, bytes]]) -> tuple[str, ...]:
+    """Return the modules whose code is missing in this process or does not have these digests."""
+    modules = set()
+    for (module, qualname), expected in digests:
+        try:
+            value: Any = importlib.import_module(module)
+            for part in qualname.split("."):
+                value = getattr(value, part)
+            is_current = compute_digest(value) == expected
+        except Exception:  # a user's module may raise any exception when it is imported
+            is_current = False
+        if not is_current:
+            modules.add(module)
+    return tuple(sorted(modules))
+
+
+def is_importable(value: Any) -> bool:
+    """Whether a class or function can be imported by its module and name."""
+    found: Any = sys.modules.get(value.__module__)
+    for part in value.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is value
+
+
+@functools.cache
+def is_user_module(module: str | None) -> bool:
+    """Whether a module is the user's own: one that may be edited while the program runs."""
+    if module in ("__main__", "__mp_main__"):
+        return True
+    if module is None or module.partition(".")[0] in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:  # a module object that the program made itself
+        return module in sys.modules
+    path = Path(file).resolve()
+    if {"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(_PACKAGE):
+        return False
+    # Packages may be installed elsewhere (`pip install --target`), and the graph library as a folder of sources.
+    package = module.split(".")
+    folder = path.parents[len(package) - (path.name != "__init__.py")]
+    return package[0] not in ("pytensor", "theano") and not any(folder.glob("*.dist-info"))
+
+
+def compute_digest(value: Any) -> bytes:
+    """Return a digest of a user's class or function and of all of the user's code that it uses."""
+    hasher = hashlib.sha256()
+    _feed(value, hasher.update, set())
+    return hasher.digest()
+
+
+def _feed(value: Any, update: Callable[[bytes], None], seen: set[int]) -> None:
+    """Feed a value to a hash: code with all that it uses, numbers, strings, arrays.
+
+    Other objects, such as caches and connections, have a state that is not code, and are left out.
+    """
+    if isinstance(value, type | types.FunctionType):
+        update(f"{value.__module__}.{value.__qualname__}".encode())
+        if not is_user_module(value.__module__) or id(value) in seen:
+            return
+        seen.add(id(value))
+        parts: list[Any]
+        if isinstance(value, types.FunctionType):
+            _feed_code(value.__code__, update)
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+            parts = [value.__defaults__, tuple((value.__kwdefaults__ or {}).items()), tuple(cells)]
+        else:
+            parts = [value.__bases__]
+        for part in parts:
+            _feed(part, update, seen)
+        for _, name, used in _iter_names(value):
+            update(name.encode())
+            _feed(used, update, seen)
+    elif isinstance(value, staticmethod | classmethod):
+        _feed(value.__func__, update, seen)
+    elif isinstance(value, property):
+        for accessor in (value.fget, value.fset, value.fdel):
+            _feed(accessor, update, seen)
+    elif isinstance(value, types.ModuleType):
+        update(value.__name__.encode())
+    elif isinstance(value, types.CodeType):
+        _feed_code(value, update)
+    elif isinstance(value, bool | int | float | complex | str | bytes | np.generic):
+        update(repr(value).encode())
+    elif isinstance(value, tuple):
+        for part in value:
+            _feed(part, update, seen)
+    elif isinstance(value, np.ndarray) and value.dtype.kind != "O":
+        update(f"{value.dtype} {value.shape}".encode())
+        update(np.ascontiguousarray(value).tobytes())
+
+
+def _feed_code(code: types.CodeType, update: Callable[[bytes], None]) -> None:
+    update(code.co_code)
+    update(repr((code.co_names, code.co_varnames, code.co_freevars)).encode())
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            _feed_code(constant, update)
+        else:
+            update(repr(constant).encode())
+
+
+def _iter_names(value: Any) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+    """Yield namespace, name and value of each name that the code of a class or function uses directly."""
+    if isinstance(value, type):
+        names = vars(value)
+        yield from ((names, name, names[name]) for name in sorted(names) if name not in _GENERATED)
+        return
+    names = value.__globals__
+    used = {name for code in _iter_code(value.__code__) for name in _iter_globals(code, "LOAD_GLOBAL")}
+    # Globals that the module's own code rebinds, such as counters, may differ between ranks.
+    yield from ((names, name, names[name]) for name in sorted(used - _find_rebound(names)) if name in names)
+
+
+def _find_rebound(names: Mapping[str, Any]) -> set[str]:
+    """Return the globals of a module that its own functions and methods rebind."""
+    functions = [value for value in names.values() if isinstance(value, types.FunctionType)]
+    for value in names.values():
+        if isinstance(value, type) and value.__module__ == names.get("__name__"):
+            functions += [method for method in vars(value).values() if isinstance(method, types.FunctionType)]
+    return {
+        name
+        for function in functions
+        if function.__globals__ is names
+        for code in _iter_code(function.__code__)
+        for name in _iter_globals(code, "STORE_GLOBAL")
+    }
+
+
+def _iter_code(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a function's code object and those of its nested functions."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _iter_code(constant)
+
+
+def _iter_globals(code: types.CodeType, instruction: str) -> Iterator[str]:
+    """Yield the names of the globals that the instructions of this name load or store."""
+    if dis.opmap[instruction] in code.co_code[::2]:  # a quick check before the slow disassembly
+        yield from (found.argval for found in dis.get_instructions(code) if found.opname == instruction)
+
+
+def _iter_bindings(value: Any, seen: set[int]) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+    """Yield namespace, name and value of each name that a class or function, and user code that it uses, uses."""
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    if isinstance(value, property):
+        for part in (value.fget, value.fset, value.fdel):
+            yield from _iter_bindings(part, seen)
+    if not isinstance(value, type | types.FunctionType) or not is_user_module(value.__module__) or id(value) in seen:
+        return
+    seen.add(id(value))
+    for names, name, used in _iter_names(value):
+        yield names, name, used
+        yield from _iter_bindings(used, seen)
+    for base in getattr(value, "__bases__", ()):
+        yield from _iter_bindings(base, seen)
