@@ -25,7 +25,7 @@ import numpy as np
 import synkhronos as synk
 from benchmarks._measure import Table, bar, duration, graph_library, heading, interleaved, ranks
 from synkhronos.loading import CropMirror, Images, Loader, npy
-from synkhronos.loading.augment import generator
+from synkhronos.loading.augment import make_generator
 from synkhronos.training.train_function import make_train_function
 from synkhronos.training.updates import sgd
 
@@ -89,7 +89,7 @@ def alone(sources: dict[str, Any], options: argparse.Namespace) -> None:
             def plain() -> None:
                 for i in range(options.batch_size):
                     row = next(order)  # noqa: B023
-                    target[i], _ = augment(read(row), generator(0, 0, row))  # noqa: B023
+                    target[i], _ = augment(read(row), make_generator(0, 0, row))  # noqa: B023
 
             for _ in range(2 * loader.depth):
                 next(batches)  # the loaders have begun, and the ring is full no more
@@ -121,7 +121,7 @@ def processor_time(loader: Loader, step: Callable[[], None], count: int) -> tupl
         return sum(synk.run(_seconds))
 
     def theirs() -> float:
-        return sum(_of_process(pid) for pid in loader._reader.pids) if loader._reader else 0.0
+        return sum(_of_process(pid) for pid in loader._pool.pids) if loader._pool else 0.0
 
     before = ours(), theirs()
     for _ in range(count):

@@ -24,7 +24,7 @@ def main(folder, how):
         signal.signal(signal.SIGTERM, lambda *_: None)
     next(batches)
     workers = [] if how == "alone" else list(ranks.session().workers.pids.values())
-    said = {"workers": workers, "loaders": loader._reader.pids}
+    said = {"workers": workers, "loaders": loader._pool.pids}
     with open(f"{folder}/unfinished", "w") as file:
         json.dump(said, file)
     os.replace(f"{folder}/unfinished", f"{folder}/processes.json")

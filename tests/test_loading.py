@@ -18,7 +18,7 @@ from system import until_state
 
 from synkhronos import loading
 from synkhronos.loading import CropMirror, Loader
-from synkhronos.loading.ring import Plan, has_exited
+from synkhronos.loading.ring import ReadPlan, has_exited
 
 pytestmark = pytest.mark.any_library
 
@@ -129,7 +129,7 @@ def test_an_augmentation_of_ones_own(load):
 
 
 def test_random_numbers_of_rows_are_not_those_of_the_order():
-    one, other = np.random.default_rng((3, 1)), loading.augment.generator(3, 1, 0)
+    one, other = np.random.default_rng((3, 1)), loading.augment.make_generator(3, 1, 0)
     assert one.integers(1 << 60) != other.integers(1 << 60)
 
 
@@ -153,15 +153,15 @@ def test_whole_batches_alone(load):
 )
 def test_plans_give_each_place_to_one_rank(count, unit, size, row, whole):
     row = min(row, count)
-    plans = [Plan(0, row, 0, rank, size, int(whole)) for rank in range(size)]
+    plans = [ReadPlan(0, row, 0, rank, size, int(whole)) for rank in range(size)]
     places = sorted(
         place
         for plan in plans
-        for start in plan.starts(count, unit)
+        for start in plan.unit_starts(count, unit)
         for place in range(start, min(count, start + unit))
     )
     if whole:
-        assert len({len(plan.starts(count, unit)) for plan in plans}) == 1
+        assert len({len(plan.unit_starts(count, unit)) for plan in plans}) == 1
         assert count - row - len(places) < size * unit
     assert places == list(range(row, row + len(places) if whole else count))
 
@@ -173,7 +173,7 @@ def test_reading_goes_on_into_the_next_epoch_by_itself(load):
     loader = load(Numbers(10), processes=2)
     for epoch in range(5):
         assert sum(read(loader.arrays(epoch, 3)), []) == order(10, 0, epoch).tolist()
-    assert loader._reader.ring.generation == 1
+    assert loader._pool.ring.generation == 1
 
 
 def test_reading_goes_on_behind_a_loop_that_was_left_after_its_last_batch(load):
@@ -185,7 +185,7 @@ def test_reading_goes_on_behind_a_loop_that_was_left_after_its_last_batch(load):
         _, numbers = next(loader.arrays(epoch, 3, whole=True))
         assert numbers.tolist() == order(10, 0, epoch)[:3].tolist()
         assert sum(read(loader.arrays(epoch, 3, row=3, whole=True)), []) == order(10, 0, epoch)[3:9].tolist()
-    assert loader._reader.ring.generation == 1
+    assert loader._pool.ring.generation == 1
 
 
 def test_a_loop_that_was_left_goes_on_where_it_is_told(load):
@@ -196,7 +196,7 @@ def test_a_loop_that_was_left_goes_on_where_it_is_told(load):
             break
     assert sum(read(loader.arrays(1, 4, row=12)), []) == order(20, 0, 1)[12:].tolist()
     assert sum(read(loader.arrays(2, 5, seed=9)), []) == order(20, 9, 2).tolist()  # batches of another size, too
-    assert len(loader._reader.pids) == 2
+    assert len(loader._pool.pids) == 2
 
 
 def test_an_old_plan_leaves_nothing_in_a_new_one(load):
@@ -213,7 +213,7 @@ def test_a_loop_that_another_has_replaced_does_not_go_on(load):
     next(first)
     second = loader.arrays(0, 4, row=20)
     assert read([next(second)]) == [order(40, 0, 0)[20:24].tolist()]
-    with pytest.raises(RuntimeError, match="can't go on: another one has begun"):
+    with pytest.raises(RuntimeError, match="can't continue: another one has started"):
         next(first)
     assert sum(read(second), []) == order(40, 0, 0)[24:].tolist()  # it has not been disturbed
 
@@ -224,7 +224,7 @@ def test_a_loop_over_a_closed_loader_does_not_go_on(load, rows):
     batches = loader.arrays(0, 4)
     next(batches)
     loader.close()
-    with pytest.raises(RuntimeError, match="can't go on: .* the loader or the ranks were closed"):
+    with pytest.raises(RuntimeError, match="can't continue: .* the loader or the ranks were closed"):
         next(batches)
 
 
@@ -242,7 +242,7 @@ def test_a_rank_for_which_there_are_no_rows(load):
 def test_loaders_that_nobody_has_any_more_end(load):
     loader = Loader(Numbers(5))
     next(loader.arrays(0, 2))
-    (pid,) = loader._reader.pids
+    (pid,) = loader._pool.pids
     del loader
     until_state(pid, "Z")
     next(load(Numbers(5)).arrays(0, 2))  # who starts others waits for it
@@ -262,7 +262,7 @@ def test_a_copy_of_a_process_leaves_it_its_loaders(load):
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert sum(read(loader.arrays(0, 3, row=3)), []) == order(12, 0, 0)[3:].tolist()
-    assert loader._reader.ring.generation == 1
+    assert loader._pool.ring.generation == 1
 
 
 def test_waiting_is_counted(load):
@@ -327,8 +327,8 @@ def test_rows_that_cant_be_read_are_left_out(load, processes, capfd):
     loader.close()
     assert loader.skipped == 10
     said = capfd.readouterr().err
-    assert "/pictures/4.jpg is left out" in said and "image file is truncated" in said
-    assert "/pictures/7.jpg is left out, since it can't be read: ValueError: array 0: expected shape (2, 6, 6)" in said
+    assert "/pictures/4.jpg is skipped" in said and "image file is truncated" in said
+    assert "/pictures/7.jpg is skipped, as it can't be read: ValueError: array 0: expected shape (2, 6, 6)" in said
 
 
 @pytest.mark.parametrize("processes", [1, 3])
@@ -360,9 +360,9 @@ def test_an_epoch_that_has_a_damaged_row_can_be_passed(load):
     loader = load(Damaged(12, (order(12, 0, 0)[0],)))
     with pytest.raises(loading.LoadError):
         next(loader.arrays(0, 4))
-    pids = list(loader._reader.pids)
+    pids = list(loader._pool.pids)
     assert sum(read(loader.arrays(0, 4, row=4)), []) == order(12, 0, 0)[4:].tolist()
-    assert loader._reader.pids == pids  # the loaders live on
+    assert loader._pool.pids == pids  # the loaders live on
 
 
 # -- sources -------------------------------------------------------------------------------------------------
@@ -490,7 +490,7 @@ def test_a_class_that_is_a_link_to_nowhere_is_refused(tmp_path):
     (tmp_path / "dog").mkdir()
     (tmp_path / "dog" / "0.png").write_text("")
     (tmp_path / "cat").symlink_to("nowhere")  # without it dogs would be class 0
-    with pytest.raises(FileNotFoundError, match="^folder: expected folders, got the link .*/cat, which leads nowhere"):
+    with pytest.raises(FileNotFoundError, match="^folder: expected subfolders, got the broken link .*/cat$"):
         loading.image_folder(tmp_path, size=4)
 
 
@@ -510,7 +510,7 @@ def test_a_picture_of_more_than_8_bits_is_refused(tmp_path):
     image = pytest.importorskip("PIL.Image")
     for name, pixels in (("deep.png", np.uint16([[0, 255], [256, 65535]])), ("real.tif", np.float32([[0, 0.5]]))):
         image.fromarray(pixels).save(tmp_path / name)
-        with pytest.raises(ValueError, match="expected a picture of 8 bits a channel"):
+        with pytest.raises(ValueError, match="expected a picture of 8 bits per channel"):
             loading.Images([tmp_path / name], 2)[0]
     pixels = np.full((2, 2, 3), 300, ">u2")  # Pillow calls these "RGB" and keeps 1, their upper byte
     (tmp_path / "deep.ppm").write_bytes(b"P6 2 2 65535\n" + pixels.tobytes())
@@ -522,7 +522,7 @@ def test_a_picture_of_more_than_8_bits_is_refused(tmp_path):
     chunks = [struct.pack(">I", len(d)) + name + d + struct.pack(">I", zlib.crc32(name + d)) for name, d in parts]
     (tmp_path / "colours.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
     for name in ("deep.ppm", "colours.png"):
-        with pytest.raises(ValueError, match="expected a picture of 8 bits a channel"):
+        with pytest.raises(ValueError, match="expected a picture of 8 bits per channel"):
             loading.Images([tmp_path / name], 2)[0]
 
 
@@ -579,7 +579,7 @@ def test_arrays_are_there_once_however_many_loaders_there_are(load):
     loader = load([x, np.arange(64)], processes=3)
     for rows, numbers in loader.arrays(0, 16):
         np.testing.assert_array_equal(rows, x[numbers])
-    for pid in loader._reader.pids:
+    for pid in loader._pool.pids:
         with open(f"/proc/{pid}/status") as status:
             private = next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
         assert private < 60_000  # kilobytes; the array is 8 megabytes

@@ -48,7 +48,7 @@ def load():
         return made[-1]
 
     yield make
-    pids = [pid for one in made if one._reader for pid in one._reader.pids]
+    pids = [pid for one in made if one._pool for pid in one._pool.pids]
     for one in made:
         one.close()
     assert not any(map(lives, pids))
@@ -65,16 +65,16 @@ def test_a_loader_that_is_killed(load, which, moment):
     if moment != "before the first batch":
         found += next(batches)[1].tolist()
     else:
-        loader._read(loader._plan(0, 6, 0, 0, False)[0], layout_of(loader, 6), False)
+        loader._prepare_pool(loader._make_plan(0, 6, 0, 0, False)[0], layout_of(loader, 6), False)
     if moment == "while the ring is full":
-        until(lambda: loader._reader.ring.is_filled(3))
-    pid = loader._reader.pids[which]
+        until(lambda: loader._pool.ring.is_filled(3))
+    pid = loader._pool.pids[which]
     if moment == "stopped":
         os.kill(pid, signal.SIGSTOP)
     os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
     with pytest.raises(
-        LoadError, match=rf"loader {which} \(process {pid}\) was killed by SIGKILL .*Nothing is lost"
+        LoadError, match=rf"loader {which} \(process {pid}\) was killed by SIGKILL .*No data is lost"
     ) as e:
         for _, numbers in batches:
             found += numbers.tolist()
@@ -84,13 +84,13 @@ def test_a_loader_that_is_killed(load, which, moment):
     for _, numbers in loader.arrays(0, 6, row=e.value.row):  # with new loaders
         found += numbers.tolist()
     assert found == order(60).tolist()
-    assert pid not in loader._reader.pids
+    assert pid not in loader._pool.pids
 
 
 def layout_of(loader, unit):
-    from synkhronos.loading.ring import Layout
+    from synkhronos.loading.ring import RingLayout
 
-    return Layout(1, loader.processes, loader.depth, unit)
+    return RingLayout(1, loader.processes, loader.depth, unit)
 
 
 def test_a_row_that_kills_its_loader_each_time_is_found_each_time(load, tmp_path):
@@ -115,7 +115,7 @@ def test_a_loader_that_is_killed_while_ranks_train(fork, load, rule):
     loader = load(Slow(200, 0.003), processes=2)
     trainer, reports = training(rule, loader)
     next(reports)
-    os.kill(loader._reader.pids[1], signal.SIGKILL)
+    os.kill(loader._pool.pids[1], signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises((LoadError, synk.WorkerError), match=r"loader 1 \(process \d+\)"):
         list(reports)
@@ -133,7 +133,7 @@ def test_a_rank_that_is_killed_takes_the_loaders_with_it(fork, load, rule):
     loader = load(Slow(200, 0.003), processes=2)
     _, reports = training(rule, loader)
     next(reports)
-    pids = list(loader._reader.pids)
+    pids = list(loader._pool.pids)
     os.kill(ranks.session().workers.pids[2], signal.SIGKILL)
     with pytest.raises(synk.WorkerError, match="rank 2 .* was killed by SIGKILL"):
         list(reports)

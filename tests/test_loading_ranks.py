@@ -62,16 +62,16 @@ def test_loaders_end_with_the_ranks(fork):
     loader = Loader(Numbers(9), processes=2)
     batches = loader.epoch(0, 3)
     next(batches)
-    pids = list(loader._reader.pids)
+    pids = list(loader._pool.pids)
     assert len(pids) == 2 and set(pids) <= set(children_of(os.getpid()))
     synk.close()
     assert not any(lives(pid) for pid in pids)
-    with pytest.raises(RuntimeError, match="can't go on: .* the loader or the ranks were closed"):
+    with pytest.raises(RuntimeError, match="can't continue: .* the loader or the ranks were closed"):
         next(batches)
     fork(3)
     assert sum(len(range(9)[batch]) for batch in loader.epoch(0, 4)) == 9  # and begin anew with others
     loader.close()
-    with pytest.raises(RuntimeError, match="data: expected to be asked for within a loop"):
+    with pytest.raises(RuntimeError, match="data: available only within a loop"):
         loader.data  # noqa: B018
 
 

@@ -1,16 +1,8 @@
-"""How do rows come from files?
+"""Reading of training rows from arrays, files and iterables, ahead of the computation.
 
-`Loader`
-    Reads batches ahead, in processes of its own, into memory that all ranks see (`loader`).
-`npy`, `npz`, `hdf5`, `Images`, `image_folder`
-    What it reads (`sources`); or arrays, or any object with ``len()`` and ``[row]``, or any iterable.
-`CropMirror`
-    What happens to a row on the way (`augment`).
-`LoadError`
-    A row can't be read, or a loader has died.
-
-What a loader process does is in `process`, how it and the ranks keep in step in `ring`.  Not imported by
-``import synkhronos``.
+A `Loader` reads the rows of a source (arrays, `npy`, `npz`, `hdf5`, `Images`, or any object with ``len()`` and
+``[row]``) in processes of its own, and augments them.  The processes write batches into a ring in shared memory, from
+which all ranks read.  ``import synkhronos`` does not import this package.
 """
 
 from synkhronos.loading.augment import CropMirror

@@ -1,12 +1,8 @@
-"""What happens to a row on the way.
+"""Augmentation of rows.
 
-`CropMirror`
-    Crops, mirrors, and subtracts a mean.
-`generator`
-    The random numbers of one row.
-
-An augmentation is anything that is called with a row, a tuple of arrays, and a generator of random numbers, and returns
-a row.
+An augmentation is a callable ``augment(row, random)``: it takes a row, a tuple of arrays, and a
+`numpy.random.Generator`, and returns a row.  The generator depends on the seed, the epoch and the row alone, so results
+do not depend on the number of ranks or of loader processes.
 """
 
 from __future__ import annotations
@@ -20,33 +16,40 @@ from synkhronos.casts import as_numbers, cast, check_cast
 from synkhronos.checks import at_least, flag, number
 
 
-def generator(seed: int, epoch: int, row: int) -> np.random.Generator:
-    """Return the random numbers of a row in an epoch; they depend on nothing else."""
-    return np.random.default_rng((seed, epoch, row, 1))  # (seed, epoch) is that of the order of rows
+def make_generator(seed: int, epoch: int, row: int) -> np.random.Generator:
+    """Return the generator for the augmentation of one row in one epoch."""
+    return np.random.default_rng((seed, epoch, row, 1))  # the order of rows is seeded by (seed, epoch)
 
 
 class CropMirror:
-    """Cuts a window out of each picture, mirrors half of them at random, and subtracts a mean.
+    """Augmentation that crops a picture, mirrors it at random, subtracts a mean and scales it.
 
-    A picture is the first array of a row, channels first: of shape ``(channels, height, width)``.
+    A picture is the first array of a row, of shape ``(channels, height, width)``.
 
     Parameters
     ----------
     crop : int, optional
-        The window's height and width.  By default all of the picture.
+        Height and width of the crop, in pixels.  By default the picture is not cropped.
     mirror : bool
-        Whether half of the pictures, at random, are turned left to right.
+        Whether to flip each picture left to right with probability 1/2.
     mean : number or array_like, optional
-        What to subtract: a number, one for each channel, or a picture of the size before the crop.
+        Value to subtract: a number, an array with one number per channel, or an array of the picture's shape before
+        the crop.
     scale : number, optional
-        The factor by which the result is multiplied.
+        Factor for the result.
     center : bool
-        Whether the window is in the middle, as for validation, and not at a random place.
+        Whether to crop the centre, as for validation, instead of a random window.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong arguments; for a picture that does not fit them, when it is augmented.
 
     Notes
     -----
-    With ``mean`` or ``scale`` pictures become float32, which has to hold their numbers (float64 is rounded); else they
-    keep their dtype.  Where a window is, and whether it is mirrored, follows from the seed, the epoch and the row.
+    With ``mean`` or ``scale`` the result is float32.  float64 is rounded; other dtypes whose values float32 can't hold
+    are an error.  Otherwise the dtype does not change.  The window and the flip depend on the seed, the epoch and the
+    row alone.
 
     Examples
     --------
@@ -71,13 +74,14 @@ class CropMirror:
         self.mean = None if mean is None else cast(mean, np.float32, "mean")
         if self.mean is not None and self.mean.ndim not in (0, 1, 3):
             raise ValueError(
-                f"mean: expected a number, one for each channel, or a picture, got an array of shape {self.mean.shape}"
+                "mean: expected a number, one per channel, or an array of a picture's shape, got shape "
+                f"{self.mean.shape}"
             )
         if self.mean is not None and self.mean.ndim == 1:
             self.mean = self.mean[:, None, None]
 
     def __call__(self, row: tuple[Any, ...], random: np.random.Generator) -> tuple[Any, ...]:
-        """Return a row with another picture."""
+        """Return the row with its picture augmented."""
         picture, rest = as_numbers(row[0], "CropMirror"), row[1:]
         if picture.ndim != 3:
             raise ValueError(
@@ -88,9 +92,9 @@ class CropMirror:
         if crop_height > height or crop_width > width:
             raise ValueError(f"crop: expected at most the pictures' {height} x {width}, got {self.crop}")
         mean = self.mean
-        whole = mean is not None and mean.shape == picture.shape
-        if mean is not None and not whole and mean.shape not in ((), (len(picture), 1, 1)):
-            raise ValueError(f"mean: expected one for pictures of shape {picture.shape}, got shape {mean.shape}")
+        is_per_pixel = mean is not None and mean.shape == picture.shape
+        if mean is not None and not is_per_pixel and mean.shape not in ((), (len(picture), 1, 1)):
+            raise ValueError(f"mean: does not fit pictures of shape {picture.shape}: got shape {mean.shape}")
         if self.center:
             top, left = (height - crop_height) // 2, (width - crop_width) // 2
         else:
@@ -100,7 +104,7 @@ class CropMirror:
         if mean is not None or self.scale is not None:
             check_cast(cut, np.float32, "CropMirror")
         if mean is not None:
-            cut = np.subtract(cut, mean[window] if whole else mean, dtype=np.float32)
+            cut = np.subtract(cut, mean[window] if is_per_pixel else mean, dtype=np.float32)
         if self.scale is not None:
             cut = np.multiply(cut, self.scale, dtype=np.float32)
         if self.mirror and random.integers(2):

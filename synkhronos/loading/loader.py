@@ -1,9 +1,13 @@
-"""Reads batches ahead.
+"""Loaders: batches that other processes read ahead.
 
-`Loader`
-    What users make.
-`Feed`
-    What the trainer, and each rank, takes rows from by their places in an epoch.
+A `Loader` owns at most one pool of loader processes and their ring.  Three interfaces take units from the ring::
+
+    Loader.epoch    the master takes batches of Data rows, and scatters them by function calls   1 consumer
+    Loader.arrays   a single process takes batches as NumPy arrays                               1 consumer
+    Feed            the trainer, or each rank by itself, takes rows by position in the epoch     1 or n consumers
+
+The pool is started at the first batch.  It continues into the next epoch by itself, and restarts from another position
+when a batch is requested that is not the next one.
 """
 
 from __future__ import annotations
@@ -26,64 +30,65 @@ from synkhronos.checks import at_least, called, flag, index, one_of
 from synkhronos.data import Data
 from synkhronos.devices import Selection
 from synkhronos.graphs import library_of
-from synkhronos.loading.augment import generator
-from synkhronos.loading.process import Task, packed, start
-from synkhronos.loading.ring import NOTHING_LOST, Layout, LoadError, Plan, Ring
-from synkhronos.loading.sources import Stream, row_name, source_of
+from synkhronos.loading.augment import make_generator
+from synkhronos.loading.process import LoaderTask, pack_task, start_loader
+from synkhronos.loading.ring import RESUME_HINT, LoadError, ReadPlan, Ring, RingLayout
+from synkhronos.loading.sources import IterableSource, as_source, describe_row
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.segments import Segment, check_room, create_unlinked
 
-#: Rows that may be unreadable before the first one that says what rows are like.
-_TRIES = 100
-#: More loaders than this are taken for a mistake.
-_MOST = 1024
-#: The readers that were made, in which process, and their loaders.
-_made: list[tuple[weakref.ref[_Reader], int, list[int]]] = []
+#: Number of rows that are tried, with on_error="skip", to find one that can be read.
+_MAX_SAMPLES = 100
+#: Maximal number of processes; a larger number is taken for a mistake.
+_MAX_PROCESSES = 1024
+#: All pools: a reference, the process id of the owner, and the ids of the loader processes.
+_pools: list[tuple[weakref.ref[_LoaderPool], int, list[int]]] = []
 
 
 class Loader:
-    """Reads batches ahead, in processes of its own, into memory that all ranks see.
+    """Batches that other processes read ahead, into memory that all ranks share.
 
     Parameters
     ----------
     source
-        What to read: a list of arrays, of `npy`, `npz` or `hdf5`, one for each input; an `image_folder` or `Images`;
-        any object with ``len()`` and ``[row]``, which returns a tuple of arrays; an iterable of such tuples that begins
-        anew in each epoch, or a function that returns one.
+        One of:
+
+        - a list of arrays, or of `npy`, `npz` or `hdf5`, one for each input;
+        - an `image_folder` or `Images`;
+        - an object with ``len()`` and ``[row]``, which returns a tuple of arrays;
+        - an iterable of such tuples, which is iterated once per epoch, or a function that returns one.
     augment : callable, optional
-        A function that changes each row: `CropMirror`, or your own, ``augment(row, random)``, which gets a tuple of
-        arrays and a `numpy.random.Generator` and returns a tuple.
+        Function that changes each row: a `CropMirror`, or ``augment(row, random)``, which takes a tuple of arrays and a
+        `numpy.random.Generator` and returns a tuple of arrays.
     processes : int
-        The number of loader processes.  An iterable is read by one.
+        Number of loader processes.  An iterable is read by one.
     depth : int
-        The number of batches for which there is room.
+        Number of batches that the shared memory holds, at least 2.
     shuffle : bool
-        Whether each epoch has an order of its own, which follows from the seed and the epoch.  An iterable's order is
-        its own.
+        Whether each epoch has a random order, which depends on the seed and the epoch.  An iterable is not shuffled.
     on_error : {"raise", "skip"}
-        What happens with a row that can't be read: `LoadError` is raised, or the row is left out of its batch and
-        counted in `skipped`.
+        Whether a row that can't be read raises `LoadError`, or is skipped and counted in `skipped`.
     vars : list of variables, optional
-        The function's inputs, whose dtypes the rows get.  A row of numbers that a dtype can't hold can't be read; only
-        float64 is rounded, to float32.
+        Inputs of the function; rows are cast to their dtypes.  A cast that would change a number is an error, except
+        that float64 is rounded to float32.
 
     Attributes
     ----------
     waited : float
-        The seconds spent on waiting for batches.
+        Seconds spent waiting for batches.
 
     Raises
     ------
     TypeError, ValueError
-        For wrong arguments, and a first row that doesn't fit them.
+        For wrong arguments, or if the first row does not fit them.
     LoadError
         If the first row can't be read.
 
     Notes
     -----
-    A loader is started anew, as a program is, at the first batch: it shares no threads, locks or GPUs with this
-    process, and gets a copy of the source and of the augmentation.  Neither the number of ranks nor that of loaders
-    changes which rows come in which order, or what is in them.
+    Loader processes are started at the first batch.  They share no threads, locks or GPUs with this process, and get
+    copies of the source and the augmentation.  The order of rows and their values do not depend on the number of ranks
+    or of processes.
 
     Examples
     --------
@@ -113,77 +118,75 @@ class Loader:
         on_error: str = "raise",
         vars: Sequence[Any] | None = None,  # as synkhronos.data(var=...)
     ):
-        self.source = source_of(source)
+        self.source = as_source(source)
         if augment is not None and not callable(augment):
             raise TypeError(f"augment: expected a function of a row and a generator, got {augment!r}")
         self.augment = augment
-        self.processes = at_least(processes, "processes", 1, "a number of loaders")
-        if self.processes > _MOST:
-            raise ValueError(f"processes: expected at most {_MOST} loaders, got {processes}")
-        if isinstance(self.source, Stream):
+        self.processes = at_least(processes, "processes", 1, "a number of processes")
+        if self.processes > _MAX_PROCESSES:
+            raise ValueError(f"processes: expected at most {_MAX_PROCESSES}, got {processes}")
+        if isinstance(self.source, IterableSource):
             self.processes = 1
         self.depth = at_least(depth, "depth", 2, "a number of batches")
         self.shuffle = flag(shuffle, "shuffle")
-        self._skips = one_of(on_error, "on_error", ("raise", "skip")) == "skip"
+        self._skip_unreadable = one_of(on_error, "on_error", ("raise", "skip")) == "skip"
         self.waited = 0.0
         self._skipped = 0
-        row = self._first_row()
-        #: The arrays of one row: others have their shapes, and without ``vars`` their dtypes.
-        self._row = [as_numbers(value, f"source: array {i} of a row") for i, value in enumerate(row)]
-        self._reader: _Reader | None = None
-        #: Where the loaders go on by themselves, and the number of that unit: a new tuple after each batch.
-        self._next: tuple[Plan, int] | None = None
-        self._dtypes = [array.dtype.newbyteorder("=") for array in self._row]
+        row = self._read_sample()
+        #: Arrays of one row.  All rows have their shapes, and without ``vars`` their dtypes.
+        self._sample = [as_numbers(value, f"source: array {i} of a row") for i, value in enumerate(row)]
+        self._pool: _LoaderPool | None = None
+        #: Plan and unit number with which the pool continues by itself; a new tuple after each batch.
+        self._position: tuple[ReadPlan, int] | None = None
+        self._dtypes = [array.dtype.newbyteorder("=") for array in self._sample]
         if vars is not None:
-            self.cast_to(vars)
+            self._cast_to(vars)
 
     def __repr__(self) -> str:
-        rows = "" if isinstance(self.source, Stream) else f", {len(self):,} rows"
+        rows = "" if isinstance(self.source, IterableSource) else f", {len(self):,} rows"
         return f"<synkhronos.loading.Loader of {type(self.source).__name__}{rows}>"
 
     def __len__(self) -> int:
-        if isinstance(self.source, Stream):
-            raise TypeError("the rows of an iterable are not known: expected a source with len() and [row]")
+        if isinstance(self.source, IterableSource):
+            raise TypeError("an iterable has no length: expected a source with len() and [row]")
         return len(self.source)
 
-    def _first_row(self) -> tuple[Any, ...]:
-        """Read a row, which says what all are like."""
-        is_stream = isinstance(self.source, Stream)
-        for number in range(min(_TRIES, len(self)) if self._skips and not is_stream else 1):
+    def _read_sample(self) -> tuple[Any, ...]:
+        """Return the first row that can be read, augmented."""
+        is_stream = isinstance(self.source, IterableSource)
+        for number in range(min(_MAX_SAMPLES, len(self)) if self._skip_unreadable and not is_stream else 1):
             try:
                 row = next(iter(self.source), None) if is_stream else self.source[number]
                 if is_stream and row is None:
                     raise ValueError("the iterable is empty")
-                made = row if isinstance(row, tuple | list) else (row,)
+                arrays = row if isinstance(row, tuple | list) else (row,)
                 if self.augment is not None:
-                    made = self.augment(tuple(made), generator(0, 0, number))
-                return tuple(made)
+                    arrays = self.augment(tuple(arrays), make_generator(0, 0, number))
+                return tuple(arrays)
             except Exception as error:
                 last = error
-        raise LoadError(f"{row_name(self.source, number)} can't be read: {type(last).__name__}: {last}") from last
-
-    # -- what is known of it ---------------------------------------------------------------------------------
+        raise LoadError(f"{describe_row(self.source, number)} can't be read: {type(last).__name__}: {last}") from last
 
     @property
     def data(self) -> tuple[Data, ...]:
-        """The memory into which `epoch` has batches read, one Data object for each array of a row."""
-        if self._reader is None or not isinstance(self._reader.data[0], Data):
-            raise RuntimeError("data: expected to be asked for within a loop over epoch(...)")
-        return tuple(self._reader.data)
+        """Data objects into which the batches of `epoch` are read, one for each array of a row."""
+        if self._pool is None or not isinstance(self._pool.data[0], Data):
+            raise RuntimeError("data: available only within a loop over epoch(...)")
+        return tuple(self._pool.data)
 
     @property
     def skipped(self) -> int:
-        """How many rows were left out, of the batches that were handed out."""
-        return self._skipped + (0 if self._reader is None else self._reader.ring.skipped)
+        """Number of rows that were skipped in the batches so far."""
+        return self._skipped + (0 if self._pool is None else self._pool.ring.skipped)
 
-    def cast_to(self, variables: Sequence[Any]) -> None:
-        """Have rows come with the dtypes of some variables."""
-        if len(variables) != len(self._row):
+    def _cast_to(self, variables: Sequence[Any]) -> None:
+        """Cast rows to the dtypes of variables, one for each array of a row; raise TypeError or ValueError."""
+        if len(variables) != len(self._sample):
             raise ValueError(
-                f"vars: expected {len(self._row)} variables, one for each array of a row, got {len(variables)}"
+                f"vars: expected {len(self._sample)} variables, one per array of a row, got {len(variables)}"
             )
         dtypes = []
-        for i, (variable, array) in enumerate(zip(variables, self._row, strict=True)):
+        for i, (variable, array) in enumerate(zip(variables, self._sample, strict=True)):
             library_of(variable)
             kind = variable.type
             if kind.ndim != array.ndim + 1:
@@ -202,38 +205,38 @@ class Loader:
     def epoch(
         self, epoch: int, batch_size: int, seed: int = 0, row: int = 0, whole: bool = False
     ) -> Iterator[slice | np.ndarray]:
-        """Go through the batches of an epoch, to be scattered over the ranks.
+        """Iterate over the batches of an epoch, to be scattered over the ranks.
 
         Parameters
         ----------
         epoch : int
-            Its number, from which the order of rows follows.  At its end the loader goes on with the next epoch by
-            itself.
+            Number of the epoch; the order of rows depends on it.  After the last batch the loader processes continue
+            with the next epoch.
         batch_size : int
-            The rows of a batch, of all ranks together.
+            Number of rows of a batch, of all ranks together.
         seed : int
-            Of the order, and of the augmentation.
+            Seed of the order and of the augmentation.
         row : int
-            The number of rows to skip, to go on in the middle of an interrupted epoch.
+            Number of rows to skip, to resume an interrupted epoch.
         whole : bool
-            Whether the last rows are left out if they are fewer than a batch.
+            Whether to drop the last batch if it is smaller than the others.
 
         Yields
         ------
         slice or ndarray
-            The rows of `data` that are the batch: call ``f(*loader.data, batch=batch)``.  They stay until the next
-            batch is asked for.
+            Rows of `data`: call ``f(*loader.data, batch=batch)``.  Their memory is valid until the next iteration.
 
         Raises
         ------
         LoadError
-            If a row can't be read, or a loader has died; it says which, and where to go on.
+            If a row can't be read, or a loader process has died.  Its ``epoch`` and ``row`` are the position from which
+            to resume.
         MemoryError
-            If there is no room for the batches in shared memory.
+            If the batches do not fit into shared memory.
         """
         ranks.session()
-        plan, unit = self._plan(epoch, batch_size, seed, row, whole)
-        return (rows for rows, _ in self._batches(plan, unit, True))
+        plan, unit = self._make_plan(epoch, batch_size, seed, row, whole)
+        return (rows for rows, _ in self._iterate_batches(plan, unit, True))
 
     def arrays(
         self,
@@ -245,235 +248,267 @@ class Loader:
         rank: int = 0,
         size: int = 1,
     ) -> Iterator[tuple[np.ndarray, ...]]:
-        """Go through the batches of an epoch as NumPy arrays, in a process by itself: no ranks are needed.
+        """Iterate over the batches of an epoch as NumPy arrays; no ranks are needed.
 
         Parameters
         ----------
         epoch, batch_size, seed, row, whole
             As for `epoch`.
         rank, size : int
-            Of each ``size`` batches in turn, only that of number ``rank`` is read: where each rank of a run has a
-            loader of its own, as in a class of `synkhronos.launch`.  With ``whole``, all have equally many.
+            Of each ``size`` successive batches only number ``rank`` is read, for ranks with a loader each, as in a
+            class of `synkhronos.launch`.  With ``whole`` all ranks have equally many batches.
 
         Yields
         ------
         tuple of ndarray
-            Views of the ring's memory, which hold until the next batch is asked for.
+            Views of shared memory, of shape ``(rows, ...)``.  They are valid until the next iteration.
+
+        Raises
+        ------
+        LoadError, MemoryError
+            As for `epoch`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> loader = Loader([np.arange(5)], shuffle=False)
+        >>> [x.tolist() for (x,) in loader.arrays(epoch=0, batch_size=2)]
+        [[0, 1], [2, 3], [4]]
+        >>> loader.close()
         """
         index(rank, "rank", at_least(size, "size", 1), ValueError)
-        plan, unit = self._plan(epoch, batch_size, seed, row, whole, rank, size)
-        return (tuple(a[rows] for a in arrays) for rows, arrays in self._batches(plan, unit, False))
+        plan, unit = self._make_plan(epoch, batch_size, seed, row, whole, rank, size)
+        return (tuple(a[rows] for a in arrays) for rows, arrays in self._iterate_batches(plan, unit, False))
 
-    def _plan(
+    def _make_plan(
         self, epoch: Any, batch_size: Any, seed: Any, row: Any, whole: Any, rank: int = 0, size: int = 1
-    ) -> tuple[Plan, int]:
-        """Check what users say; return the plan, and the rows of a batch."""
+    ) -> tuple[ReadPlan, int]:
+        """Check the arguments of `epoch` and `arrays`; return the plan and the batch size."""
         unit = at_least(batch_size, "batch_size", 1)
         for name, value in (("epoch", epoch), ("seed", seed), ("row", row), ("size", size)):
             if at_least(value, name, 0) >= 1 << 63:
                 raise ValueError(f"{name}: expected less than 2**63, got {value}")
         whole = flag(whole, "whole")
-        if not isinstance(self.source, Stream):
+        if not isinstance(self.source, IterableSource):
             if whole and unit * size > len(self):
                 raise ValueError(
                     f"batch_size: expected at most the {len(self)} rows of the source, got {size} x {unit}"
                 )
             if row > len(self):
                 raise ValueError(f"row: expected at most the {len(self)} rows of the source, got {row}")
-        return Plan(int(epoch), int(row), int(seed), rank, size, int(whole)), unit
+        return ReadPlan(int(epoch), int(row), int(seed), rank, size, int(whole)), unit
 
-    def _batches(self, plan: Plan, batch_size: int, in_session: bool) -> Iterator[tuple[Any, Any]]:
-        layout = Layout(1, self.processes, self.depth, batch_size)
-        reader, unit = self._read(plan, layout, in_session)
-        ring, count = reader.ring, None if isinstance(self.source, Stream) else len(self)
-        is_over = count is not None and not plan.starts(count, batch_size)
-        if is_over:  # the loaders, too, go on with the next epoch
-            self._next = plan.next(), unit
+    def _iterate_batches(self, plan: ReadPlan, batch_size: int, in_session: bool) -> Iterator[tuple[Any, Any]]:
+        """Yield each batch's rows, as a slice or an index array, and the arrays that they are rows of."""
+        layout = RingLayout(1, self.processes, self.depth, batch_size)
+        pool, unit = self._prepare_pool(plan, layout, in_session)
+        ring, count = pool.ring, None if isinstance(self.source, IterableSource) else len(self)
+        is_over = count is not None and not plan.unit_starts(count, batch_size)
+        if is_over:  # the loader processes continue with the next epoch, too
+            self._position = plan.next_epoch(), unit
         while not is_over:
-            self._next = None  # what fails begins anew
+            self._position = None  # after a failure the plan starts anew
             began = time.perf_counter()
             try:
-                ring.wait(unit, (plan.epoch, plan.row))
+                ring.wait_filled(unit, (plan.epoch, plan.row))
             except LoadError:
-                if ring.death():
+                if ring.find_death():
                     self.close()
                 raise
             finally:
                 self.waited += time.perf_counter() - began
-            length = ring.lengths[unit % layout.slots]
-            rows = ring.rows(unit, length)
+            length = ring.unit_lengths[unit % layout.slots]
+            rows = ring.select_rows(unit, length)
             plan = plan._replace(row=plan.row + plan.size * batch_size)
-            is_over = length < batch_size if count is None else not plan.starts(count, batch_size)
-            plan, unit = plan.next() if is_over else plan, unit + 1
-            # Whoever goes on from there has the loaders read on, also without a look at the end of this loop.
-            self._next = here = plan, unit
+            is_over = length < batch_size if count is None else not plan.unit_starts(count, batch_size)
+            plan, unit = plan.next_epoch() if is_over else plan, unit + 1
+            # Set before the yield: the caller may leave this loop, and continue from here with another.
+            self._position = position = plan, unit
             if len(rows):
                 found = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
-                yield found, [np.asarray(data) for data in reader.data]
-                if self._next is not here or not reader.pids:
+                yield found, [np.asarray(data) for data in pool.data]
+                if self._position is not position or not pool.pids:
                     raise RuntimeError(
-                        "this loop over a loader's batches can't go on: another one has begun since, or the loader or "
-                        "the ranks were closed"
+                        "this loop over a loader's batches can't continue: another one has started since, or the "
+                        "loader or the ranks were closed"
                     )
             ring.free(unit - 1)
 
-    # -- the loaders -----------------------------------------------------------------------------------------
+    # -- loader processes ------------------------------------------------------------------------------------
 
-    def _read(self, plan: Plan, layout: Layout, in_session: bool) -> tuple[_Reader, int]:
-        """Have the loaders follow a plan, if they don't already; return also the number of its first unit."""
-        if self._reader is None or not self._reader.serves(layout, in_session):
+    def _prepare_pool(self, plan: ReadPlan, layout: RingLayout, in_session: bool) -> tuple[_LoaderPool, int]:
+        """Return a pool that reads by a plan, and the number of the plan's first unit.
+
+        The pool is started, or the plan is, unless the pool continues with this plan by itself.
+        """
+        if self._pool is None or not self._pool.can_serve(layout, in_session):
             self.close()
-            fields = [(array.shape, dtype.str) for array, dtype in zip(self._row, self._dtypes, strict=True)]
-            task = Task(self.source, self.augment, self.shuffle, self._skips, layout, fields)
-            self._reader = _Reader(task, in_session)
-        elif death := self._reader.ring.death():
+            fields = [(array.shape, dtype.str) for array, dtype in zip(self._sample, self._dtypes, strict=True)]
+            task = LoaderTask(self.source, self.augment, self.shuffle, self._skip_unreadable, layout, fields)
+            self._pool = _LoaderPool(task, in_session)
+        elif death := self._pool.ring.find_death():
             self.close()
-            raise LoadError(f"{death}{NOTHING_LOST.format(plan.epoch, plan.row)}", plan.epoch, plan.row)
-        if self._next is None or self._next[0] != plan:
-            self._reader.begin(plan)
-            self._next = plan, 0
-        unit = self._next[1]
+            raise LoadError(f"{death}{RESUME_HINT.format(plan.epoch, plan.row)}", plan.epoch, plan.row)
+        if self._position is None or self._position[0] != plan:
+            self._pool.start_plan(plan)
+            self._position = plan, 0
+        unit = self._position[1]
         if unit:
-            self._reader.ring.free(unit - 1)  # a loop that was left has not
-        return self._reader, unit
+            self._pool.ring.free(unit - 1)  # a loop that the caller has left did not free it
+        return self._pool, unit
 
-    def feed(self, epoch: int, row: int, batch_size: int, seed: int, takers: int) -> Feed:
-        """Return what the trainer takes rows from, from a place on: see `Feed`."""
-        plan = Plan(epoch, row, seed)
-        layout = Layout(takers, self.processes, self.depth * takers, batch_size)
-        reader, unit = self._read(plan, layout, True)
-        self._next = None  # until all of it has been taken
-        return Feed(reader, unit, plan, len(self))
+    def _open_feed(self, epoch: int, row: int, unit_rows: int, seed: int, consumers: int) -> Feed:
+        """Return a feed of an epoch's rows, from position ``row`` on."""
+        plan = ReadPlan(epoch, row, seed)
+        layout = RingLayout(consumers, self.processes, self.depth * consumers, unit_rows)
+        pool, unit = self._prepare_pool(plan, layout, True)
+        self._position = None  # until `_record_position` is called
+        return Feed(pool, unit, plan, len(self))
 
-    def passed(self, feed: Feed, row: int) -> None:
-        """Note that all rows of a feed before a place have been taken, and freed."""
-        unit, plan = feed.unit_at(row), feed.plan._replace(row=row)
-        self._next = (plan.next() if row == len(self) else plan), unit
+    def _record_position(self, feed: Feed, row: int) -> None:
+        """Record that all rows of a feed before position ``row`` have been taken and freed."""
+        unit, plan = feed.find_unit(row), feed.plan._replace(row=row)
+        self._position = (plan.next_epoch() if row == len(self) else plan), unit
 
     def close(self) -> None:
-        """End the loaders, and free their memory.  They start anew with the next batch."""
-        reader, self._reader, self._next = self._reader, None, None
-        if reader is not None:
-            self._skipped += reader.ring.skipped
-            reader.close()
+        """End the loader processes and free their memory; the next batch starts new ones."""
+        pool, self._pool, self._position = self._pool, None, None
+        if pool is not None:
+            self._skipped += pool.ring.skipped
+            pool.close()
 
 
 class Feed:
-    """What the trainer, or each rank, takes rows from by their places in an epoch.
+    """Rows of a loader by their positions in an epoch, for the trainer or for each rank.
 
-    It can be sent to the ranks as an argument of `synkhronos.run`; each calls `open` with its number.  There its
-    ``data`` are LocalRows.  At most ``most`` units may be taken at once.
+    A feed can be an argument of `synkhronos.run`.  Each rank then calls `open` with its number.
+
+    Attributes
+    ----------
+    data : list of Data, or of LocalRows on a rank
+        The ring's arrays, one for each array of a row.
+    layout : RingLayout
+    plan : ReadPlan
+    most : int
+        Maximal number of units that one consumer may hold at a time.
     """
 
-    def __init__(self, reader: _Reader, unit: int, plan: Plan, count: int):
-        self.layout, self.data, self.plan = reader.layout, reader.data, plan
-        self.most = max(1, self.layout.slots // self.layout.takers // 2)
-        self._words, self._pids, self._unit, self._count = reader.words, reader.pids, unit, count
-        self._ring = reader.ring
+    def __init__(self, pool: _LoaderPool, unit: int, plan: ReadPlan, count: int):
+        self.layout, self.data, self.plan = pool.layout, pool.data, plan
+        self.most = max(1, self.layout.slots // self.layout.consumers // 2)
+        self._words, self._pids, self._unit, self._count = pool.words, pool.pids, unit, count
+        self._ring = pool.ring
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_ring": None}
 
-    def open(self, taker: int) -> None:
-        """Take units as the taker of this number."""
-        self._ring = Ring(self.layout, np.asarray(self._words), taker, self._pids)
+    def open(self, consumer: int) -> None:
+        """Map the ring on a rank, as consumer number ``consumer``."""
+        self._ring = Ring(self.layout, np.asarray(self._words), consumer, self._pids)
 
-    def unit_at(self, place: int) -> int:
-        """Return the number of the first unit that begins at a place or behind it."""
-        return self._unit - (self.plan.row - place) // self.layout.unit
+    def find_unit(self, position: int) -> int:
+        """Return the number of the first unit that starts at a position or after it."""
+        return self._unit - (self.plan.row - position) // self.layout.unit_rows
 
     def is_ready(self, first: int, last: int) -> bool:
-        """Whether the rows between two places can be taken without waiting."""
-        return self._ring.is_filled(self.unit_at(last) - 1)
+        """Whether the rows at positions ``first`` to ``last`` can be taken without waiting."""
+        return self._ring.is_filled(self.find_unit(last) - 1)
 
     def rows(self, first: int, last: int, watch: Callable[[], None] | None = None) -> Selection:
-        """Return which rows of `data` are those between two places, once they are there."""
+        """Wait for the rows at positions ``first`` to ``last``, and return their row numbers in `data`."""
         found = []
-        for unit in range(self.unit_at(first), self.unit_at(last)):
-            place = self.plan.row + (unit - self._unit) * self.layout.unit
-            self._ring.wait(unit, (self.plan.epoch, place), watch)
-            found.append(self._ring.rows(unit, min(self.layout.unit, self._count - place)))
+        for unit in range(self.find_unit(first), self.find_unit(last)):
+            position = self.plan.row + (unit - self._unit) * self.layout.unit_rows
+            self._ring.wait_filled(unit, (self.plan.epoch, position), watch)
+            found.append(self._ring.select_rows(unit, min(self.layout.unit_rows, self._count - position)))
         return found[0] if len(found) == 1 else np.concatenate([np.asarray(rows, np.int64) for rows in found])
 
     def free(self, first: int, last: int) -> None:
-        """Let the loaders have the memory of the rows between two places."""
-        for unit in range(self.unit_at(first), self.unit_at(last)):
+        """Allow the loader processes to overwrite the rows at positions ``first`` to ``last``."""
+        for unit in range(self.find_unit(first), self.find_unit(last)):
             self._ring.free(unit)
 
 
-class _Reader:
-    """The loaders of a ring, and its memory, in the process that has them."""
+class _LoaderPool:
+    """Loader processes and the ring's memory, in the process that owns them.
 
-    def __init__(self, task: Task, in_session: bool):
+    Parameters
+    ----------
+    task : LoaderTask
+    in_session : bool
+        Whether the ring's arrays are Data, which all ranks share, instead of memory of this process.
+    """
+
+    def __init__(self, task: LoaderTask, in_session: bool):
         self.layout = task.layout
         self.data: list[Any] = []
         self.pids: list[int] = []
         self._owner = os.getpid()
         self._session = ranks.session() if in_session else None
         layout = task.layout
-        shapes = [((layout.slots * layout.unit, *shape), np.dtype(dtype)) for shape, dtype in task.fields]
+        shapes = [((layout.slots * layout.unit_rows, *shape), np.dtype(dtype)) for shape, dtype in task.fields]
         files = []
         nbytes = layout.nbytes + sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
         try:
             check_room(nbytes)
             for shape, dtype in [((layout.nbytes,), np.dtype(np.uint8)), *shapes]:
-                array, file = _shared(shape, dtype, in_session)
+                array, file = _allocate(shape, dtype, in_session)
                 self.data.append(array)
                 files.append(file)
             self.words = self.data.pop(0)
-            packet = packed(task)
+            packet = pack_task(task)
         except MemoryError as error:
             error.add_note(
-                f"The loader needs room for {layout.slots} batches of {layout.unit} rows, {nbytes:,} bytes in all: "
-                "take a smaller depth or batch, or a smaller dtype such as uint8. Arrays of the source are copied "
-                "there, too: loading.npy() reads them from their files."
+                f"The loader needs shared memory for {layout.slots} batches of {layout.unit_rows} rows, {nbytes:,} "
+                "bytes: use a smaller depth or batch, or a smaller dtype such as uint8. Arrays of the source are "
+                "copied to shared memory, too: loading.npy() reads them from their files."
             )
             raise
-        self.ring = Ring(layout, np.asarray(self.words), 0, self.pids, made=False)
-        self._ours, theirs = socket.socketpair()
-        _wait_for_dropped()
-        _made.append((weakref.ref(self), self._owner, self.pids))
+        self.ring = Ring(layout, np.asarray(self.words), 0, self.pids, initialised=False)
+        self._owner_end, process_end = socket.socketpair()
+        _reap_abandoned()
+        _pools.append((weakref.ref(self), self._owner, self.pids))
         try:
             with defer_signals():
                 for number in range(layout.loaders):
-                    self.pids.append(start(number, layout, packet, files, theirs))
+                    self.pids.append(start_loader(number, layout, packet, files, process_end))
             if self._session is not None:
                 self._session.notify_at_close(self)
         except BaseException:
             self.close()
             raise
         finally:
-            theirs.close()
+            process_end.close()
             for file in [*files, packet[0]]:
                 file.close()
 
-    def serves(self, layout: Layout, in_session: bool) -> bool:
-        """Whether it is a ring as is needed, and still there."""
+    def can_serve(self, layout: RingLayout, in_session: bool) -> bool:
+        """Whether the pool lives, belongs to this process, and has such a ring."""
         is_open = bool(self.pids) and self._owner == os.getpid()
         return is_open and self.layout == layout and (self._session is not None) == in_session
 
-    def begin(self, plan: Plan) -> None:
-        """Have the loaders follow a plan, once no rank reads what they are to overwrite."""
+    def start_plan(self, plan: ReadPlan) -> None:
+        """Start a plan, after all ranks have finished reading rows of the previous one."""
         if self._session is not None:
             with self._session.turn:
                 self._session.settle()
-        self.ring.begin(plan)
+        self.ring.start_plan(plan)
 
     def close(self) -> None:
-        """End the loaders, and free their memory."""
+        """End the loader processes and free their memory."""
         if self._owner != os.getpid():
-            return  # this process is a copy of theirs
-        _end(self.pids)
-        self._ours.close()
+            return  # this process is a fork of the owner
+        _kill(self.pids)
+        self._owner_end.close()
         for data in self.data:
             if isinstance(data, Data):
                 data.free_memory()
 
-    _on_session_close = close  # they end with the ranks
+    _on_session_close = close
 
 
-def _end(pids: list[int]) -> None:
-    """End loaders: they only read, and have nothing to put away."""
+def _kill(pids: list[int]) -> None:
+    """Kill loader processes, which have nothing to clean up, and wait for them."""
     while pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pids[0], signal.SIGKILL)
@@ -482,21 +517,21 @@ def _end(pids: list[int]) -> None:
         del pids[0]
 
 
-def _wait_for_dropped() -> None:
-    """Wait for the loaders of readers that nobody has any more.
+def _reap_abandoned() -> None:
+    """Wait for the loader processes of pools that were garbage-collected; they exit by themselves.
 
-    They end by themselves.  Not when the reader is collected: an interrupt that came then would be swallowed.
+    This is not done by a finalizer, which would swallow an interrupt.
     """
-    for made in list(_made):
-        reader, owner, pids = made
-        if reader() is None:
+    for entry in list(_pools):
+        pool, owner, pids = entry
+        if pool() is None:
             if owner == os.getpid():
-                _end(pids)
-            _made.remove(made)
+                _kill(pids)
+            _pools.remove(entry)
 
 
-def _shared(shape: tuple[int, ...], dtype: np.dtype, in_session: bool) -> tuple[Any, Any]:
-    """Return memory that loaders can map, as an array, and its file; of a session, memory of all ranks."""
+def _allocate(shape: tuple[int, ...], dtype: np.dtype, in_session: bool) -> tuple[Any, Any]:
+    """Allocate memory that loader processes can map; return it as an array, or as Data in a session, and its file."""
     if in_session:
         return Data._create_with_file(shape, dtype, "batches")
     nbytes = max(1, math.prod(shape) * dtype.itemsize)

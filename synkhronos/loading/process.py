@@ -1,17 +1,8 @@
-"""What a loader process does.
+"""Program of a loader process: reads its share of the rows that the ring's plan asks for.
 
-`start`
-    Starts one, from the process that has it.
-`main`
-    Is one: reads rows, as the ring's plan says, until its owner ends.
-`Task`
-    What it is told once.
-`packed`
-    A task as memory that all loaders see.
-
-It is no copy of the process that starts it, so that it has none of its threads, locks and GPUs.  It shares three things
-with it: the ring's memory, the memory of the task, and a pair of sockets, through which nothing passes: when the owner
-lets go of its end, or dies, the other end says so.
+The process is started anew rather than forked, so it inherits no threads, locks or GPUs.  It shares with its owner the
+ring's memory, the memory of a pickled `LoaderTask`, and a pair of sockets.  Nothing is sent through the sockets: when
+the owner closes its end, or dies, the other end reports it.
 """
 
 from __future__ import annotations
@@ -38,285 +29,325 @@ import numpy as np
 
 from synkhronos.casts import as_numbers, check_cast
 from synkhronos.data.rows import get_share
-from synkhronos.loading.augment import generator
-from synkhronos.loading.ring import SKIPPED, THERE, Layout, Plan, Ring, order_of, units_of
-from synkhronos.loading.sources import Arrays, Stream, row_name
+from synkhronos.loading.augment import make_generator
+from synkhronos.loading.ring import READ, SKIPPED, ReadPlan, Ring, RingLayout, iterate_units, order_rows
+from synkhronos.loading.sources import ArraySource, IterableSource, describe_row
 from synkhronos.ranks.segments import create_unlinked, map_file
 from synkhronos.ranks.threads import ONE_THREAD
 from synkhronos.ranks.worker import SENT_TO_ALL, end_with, spawn
 
 _log = logging.getLogger("synkhronos")
 
-#: Seconds between two looks of an idle loader at its owner.
-_LOOK = 0.5
-#: Where arrays begin in a task's memory: at multiples of so many bytes.
-_ALIGNED = 64
+#: Seconds between two checks of an idle loader process that its owner lives.
+_OWNER_POLL = 0.5
+#: Alignment in bytes of arrays in a task's memory.
+_ALIGNMENT = 64
 
 
 @dataclass
-class Task:
-    """What a loader is told once."""
+class LoaderTask:
+    """Everything that a loader process needs to know; the same for all processes of a loader.
 
-    #: What `source_of` returns.
+    Attributes
+    ----------
+    source
+        A source, as `synkhronos.loading.sources.as_source` returns it.
+    augment : callable or None
+    shuffle : bool
+    skip : bool
+        Whether rows that can't be read are skipped.
+    layout : RingLayout
+    fields : list of (shape, dtype)
+        Shape and dtype string of each array of a row.
+    """
+
     source: Any
     augment: Any
     shuffle: bool
-    #: Whether rows that can't be read are left out.
     skip: bool
-    layout: Layout
-    #: Shape and dtype of each array of a row.
+    layout: RingLayout
     fields: list[tuple[tuple[int, ...], str]]
 
 
-def packed(task: Task) -> tuple[io.FileIO, int]:
-    """Return memory with a task in it, as an open file, and its size; TypeError if it can't be pickled.
+def pack_task(task: LoaderTask) -> tuple[io.FileIO, int]:
+    """Pickle a task into shared memory; arrays are stored once, and all loader processes map them.
 
-    Arrays are there once, and all loaders see them.
+    Returns
+    -------
+    file : file
+        The open file of the memory.
+    nbytes : int
+        Its size.
+
+    Raises
+    ------
+    TypeError
+        If the source or the augmentation can't be pickled.
     """
     buffers: list[pickle.PickleBuffer] = []
     try:
         head = cloudpickle.dumps(task, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(f"source, augment: the loaders need a copy of them, which can't be pickled: {error}") from error
+        raise TypeError(f"source, augment: can't be pickled, as loader processes require: {error}") from error
     parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
     index = struct.pack(f"={1 + len(parts)}Q", len(parts), *(len(part) for part in parts))
-    places, at = [], len(index)
+    offsets, end = [], len(index)
     for part in parts:
-        at = -(-at // _ALIGNED) * _ALIGNED
-        places.append(at)
-        at += len(part)
-    file = create_unlinked(at)
-    memory = memoryview(map_file(file.fileno(), at)).cast("B")
+        offsets.append(_align(end))
+        end = offsets[-1] + len(part)
+    file = create_unlinked(end)
+    memory = memoryview(map_file(file.fileno(), end)).cast("B")
     memory[: len(index)] = index
-    for part, place in zip(parts, places, strict=True):
-        memory[place : place + len(part)] = part
-    return file, at
+    for part, offset in zip(parts, offsets, strict=True):
+        memory[offset : offset + len(part)] = part
+    return file, end
 
 
-def _unpacked(file: int, nbytes: int) -> Task:
+def _unpack_task(file: int, nbytes: int) -> LoaderTask:
     memory = memoryview(map_file(file, nbytes)).cast("B")
     (n,) = struct.unpack_from("=Q", memory)
-    lengths = struct.unpack_from(f"={n}Q", memory, 8)
-    parts, at = [], 8 * (1 + n)
-    for length in lengths:
-        at = -(-at // _ALIGNED) * _ALIGNED
-        parts.append(memory[at : at + length].toreadonly())
-        at += length
-    task: Task = pickle.loads(parts[0], buffers=parts[1:])
+    parts, end = [], 8 * (1 + n)
+    for length in struct.unpack_from(f"={n}Q", memory, 8):
+        offset = _align(end)
+        end = offset + length
+        parts.append(memory[offset:end].toreadonly())
+    task: LoaderTask = pickle.loads(parts[0], buffers=parts[1:])
     return task
 
 
-def start(
-    number: int, layout: Layout, task: tuple[io.FileIO, int], memory: Sequence[io.FileIO], end: socket.socket
-) -> int:
-    """Start a loader, and return its process.
+def _align(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
-    ``task`` is what `packed` returns, ``memory`` the ring's words and its arrays, and ``end`` the other end of a pair.
+
+def start_loader(
+    number: int, layout: RingLayout, task: tuple[io.FileIO, int], memory: Sequence[io.FileIO], end: socket.socket
+) -> int:
+    """Start a loader process and return its process id.
+
+    Parameters
+    ----------
+    number : int
+        Number of the process among the loader's processes.
+    layout : RingLayout
+    task : (file, int)
+        The packed task, from `pack_task`.
+    memory : list of file
+        The ring's words, then its arrays.
+    end : socket
+        The process's end of the pair of sockets.
     """
     files = [task[0].fileno(), end.fileno(), *(file.fileno() for file in memory)]
     in_main_thread = threading.current_thread() is threading.main_thread()
     settings = [number, list(layout), task[1], files, os.getpid(), in_main_thread]
-    # One thread each: there are as many loaders as were asked for.  And no GPU, whatever a source imports.
+    # One thread each: the user has chosen the number of processes.  No GPU, whatever a source imports.
     environment = {**os.environ, **ONE_THREAD, "CUDA_VISIBLE_DEVICES": ""}
     return spawn("synkhronos.loading.process", "main", settings, files, in_main_thread, environment)
 
 
 def main() -> NoReturn:
-    """Be the loader that `start` has started."""
+    """Run the loader process that `start_loader` has started."""
     number, layout, nbytes, files, owner, in_main_thread = json.loads(sys.argv[2])
-    # These go to every process of a terminal or a job: the owner says what they mean, and a loader ends with it.
+    # These signals reach every process of a terminal or a job.  The owner handles them, and the process ends with it.
     for sent in (signal.SIGINT, *SENT_TO_ALL):
         signal.signal(sent, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *SENT_TO_ALL})
     end_with(owner, in_main_thread)
-    layout = Layout(*layout)
+    layout = RingLayout(*layout)
     task_file, end, words, *arrays = files
     memory = np.frombuffer(map_file(words, layout.nbytes), np.uint8)
-    ring = Ring(layout, memory, layout.takers + number, [])
+    ring = Ring(layout, memory, layout.consumers + number, [])
     try:
-        task = _unpacked(task_file, nbytes)
-        slots = [_mapped(file, layout, *field) for file, field in zip(arrays, task.fields, strict=True)]
-        _Loader(number, task, ring, slots, end).serve()
+        task = _unpack_task(task_file, nbytes)
+        slots = [_map_slots(file, layout, *field) for file, field in zip(arrays, task.fields, strict=True)]
+        _LoaderProcess(number, task, ring, slots, end).serve()
     except BaseException as error:
-        text = f"loader {number} could not begin: {type(error).__name__}: {error}"
+        text = f"loader {number} could not start: {type(error).__name__}: {error}"
         ring.fail(number, f"{text}\n\nIts traceback:\n{traceback.format_exc()}")
     os._exit(1)
 
 
-def _mapped(file: int, layout: Layout, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    shape_of_all = (layout.slots * layout.unit, *shape)
-    nbytes = int(np.prod(shape_of_all, dtype=np.int64)) * np.dtype(dtype).itemsize
-    return np.ndarray(shape_of_all, dtype, map_file(file, max(1, nbytes)))
+def _map_slots(file: int, layout: RingLayout, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Return one array of the ring, of shape ``(slots * unit_rows, *shape)``."""
+    ring_shape = (layout.slots * layout.unit_rows, *shape)
+    nbytes = int(np.prod(ring_shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    return np.ndarray(ring_shape, dtype, map_file(file, max(1, nbytes)))
 
 
-class _Loader:
-    """One loader: its share of each unit."""
+class _LoaderProcess:
+    """Producer of a ring: writes its share of each unit."""
 
-    def __init__(self, number: int, task: Task, ring: Ring, arrays: list[np.ndarray], end: int):
+    def __init__(self, number: int, task: LoaderTask, ring: Ring, arrays: list[np.ndarray], end: int):
         self.number, self.task, self.ring, self.arrays = number, task, ring, arrays
         self._owner = select.poll()
         self._owner.register(end, 0)
-        self._told: set[int] = set()
+        self._warned: set[int] = set()
         self.generation = 0
 
     def serve(self) -> NoReturn:
-        """Follow plans, for ever."""
+        """Follow one plan after another, until the owner ends."""
         ring = self.ring
         while True:
-            ring.sleep(lambda: ring.generation != self.generation, self._look, _LOOK)
+            ring.wait_until(lambda: ring.generation != self.generation, self._exit_with_owner, _OWNER_POLL)
             self.generation = ring.generation
             plan = ring.plan
+            # Otherwise the plan may mix two generations.
             if ring.generation == self.generation:
                 self._follow(plan)
 
-    def _look(self) -> None:
-        """End if the owner has let go of its end of the pair of sockets."""
+    def _exit_with_owner(self) -> None:
+        """Exit if the owner has closed its end of the pair of sockets."""
         if self._owner.poll(0):
             os._exit(0)
 
-    def _follow(self, plan: Plan) -> None:
-        """Fill units until there is another plan, or a row can't be read."""
-        ring, slots, length = self.ring, self.ring.layout.slots, self.ring.layout.unit
-        for number, (epoch, rows) in enumerate(self._units(plan)):
-            ring.sleep(lambda: ring.is_free(number, self.generation) or self._is_over(), self._look, _LOOK)  # noqa: B023
-            slot = number % slots
-            if self._is_over():
+    def _follow(self, plan: ReadPlan) -> None:
+        """Fill units until the plan is replaced, or a row can't be read."""
+        ring, slots, unit_rows = self.ring, self.ring.layout.slots, self.ring.layout.unit_rows
+        for unit, (epoch, rows) in enumerate(self._iterate_units(plan)):
+            ring.wait_until(
+                lambda: ring.is_free(unit, self.generation) or self._is_replaced(),  # noqa: B023
+                self._exit_with_owner,
+                _OWNER_POLL,
+            )
+            slot = unit % slots
+            if self._is_replaced():
                 return
             try:
-                self._write(slot * length, ring.there[slot], rows, epoch, plan.seed)
-            except _Unreadable as error:
-                ring.fail(self.number, str(error), number, self.generation)
+                self._write_share(slot * unit_rows, ring.row_status[slot], rows, epoch, plan.seed)
+            except _UnreadableRow as error:
+                ring.fail(self.number, str(error), unit, self.generation)
                 return
-            if self._is_over():
+            if self._is_replaced():
                 return
-            ring.lengths[slot] = len(rows)
-            ring.fill(self.number, number, self.generation)
+            ring.unit_lengths[slot] = len(rows)
+            ring.mark_filled(self.number, unit, self.generation)
 
-    def _is_over(self) -> bool:
+    def _is_replaced(self) -> bool:
+        """Whether a new plan has started."""
         return self.ring.generation != self.generation
 
-    # -- which rows ------------------------------------------------------------------------------------------
+    # -- order of rows ---------------------------------------------------------------------------------------
 
-    def _units(self, plan: Plan) -> Iterator[tuple[int, Any]]:
-        """Yield the epoch and the rows of each unit: their numbers, or of a stream (number, row) or (number, error)."""
-        task, unit = self.task, self.ring.layout.unit
-        if isinstance(task.source, Stream):
-            yield from self._stream(plan)  # for ever
-        count, known = len(task.source), -1
-        for epoch, start, length in units_of(plan, count, unit):
-            if epoch != known:
-                order, known = order_of(count, plan.seed, epoch, task.shuffle), epoch
+    def _iterate_units(self, plan: ReadPlan) -> Iterator[tuple[int, Any]]:
+        """Yield the epoch and rows of each unit: row numbers, or of an iterable ``(number, row or error)``."""
+        task, unit_rows = self.task, self.ring.layout.unit_rows
+        if isinstance(task.source, IterableSource):
+            yield from self._iterate_stream(plan)  # endless
+        count, current = len(task.source), -1
+        for epoch, start, length in iterate_units(plan, count, unit_rows):
+            if epoch != current:
+                order, current = order_rows(count, plan.seed, epoch, task.shuffle), epoch
             yield epoch, order[start : start + length]
 
-    def _stream(self, plan: Plan) -> Iterator[tuple[int, Any]]:
-        """Yield the units of a stream: the one in which it ends is shorter than the others, or empty."""
-        unit = self.ring.layout.unit
+    def _iterate_stream(self, plan: ReadPlan) -> Iterator[tuple[int, Any]]:
+        """Yield the units of an iterable; the last one of an epoch is shorter than the others, or empty."""
+        unit_rows = self.ring.layout.unit_rows
         while True:
-            # An error is not passed over, nor left out with the last rows: nobody would hear of it.
-            passed = plan.row
-            numbered = (each for each in enumerate(self._read_on()) if each[0] >= passed or _is_error(each))
-            ended = False
-            while not ended:
-                mine: list[Any] = []
+            # An error is neither passed over nor dropped with the last rows: it would stay unknown.
+            first = plan.row
+            numbered = (item for item in enumerate(self._read_stream()) if item[0] >= first or _is_error(item))
+            has_ended = False
+            while not has_ended:
+                own_unit: list[Any] = []
                 for turn in range(plan.size):
-                    batch = list(itertools.islice(numbered, unit))
-                    mine = batch if turn == plan.rank else mine
-                    if len(batch) < unit:
+                    batch = list(itertools.islice(numbered, unit_rows))
+                    own_unit = batch if turn == plan.rank else own_unit
+                    if len(batch) < unit_rows:
                         break
-                ended = len(batch) < unit
-                if ended and plan.whole:
-                    mine = list(filter(_is_error, mine))
-                yield plan.epoch, mine
-                if ended and len(mine) == unit:
+                has_ended = len(batch) < unit_rows
+                if has_ended and plan.whole:
+                    own_unit = list(filter(_is_error, own_unit))
+                yield plan.epoch, own_unit
+                if has_ended and len(own_unit) == unit_rows:
                     yield plan.epoch, []
-            plan = plan.next()
+            plan = plan.next_epoch()
 
-    def _read_on(self) -> Iterator[Any]:
-        """Yield a stream's rows; an error in the place of what it raises, behind which there are no rows."""
+    def _read_stream(self) -> Iterator[Any]:
+        """Yield an iterable's rows; if it raises, a last item with the error."""
         try:
             yield from self.task.source
         except Exception as error:
-            yield _Raised(error)
+            yield _StreamFailure(error)
 
-    # -- what is in them -------------------------------------------------------------------------------------
+    # -- values of rows --------------------------------------------------------------------------------------
 
-    def _write(self, at: int, there: np.ndarray, rows: Any, epoch: int, seed: int) -> None:
-        """Write this loader's share of a unit."""
-        mine = get_share(len(rows), self.ring.layout.loaders, self.number)
+    def _write_share(self, start: int, status: np.ndarray, rows: Any, epoch: int, seed: int) -> None:
+        """Write this process's share of the unit that begins at row ``start`` of the ring's arrays."""
+        share = get_share(len(rows), self.ring.layout.loaders, self.number)
         task = self.task
-        if task.augment is None and isinstance(task.source, Arrays):
-            taken = task.source.take(rows[mine])
-            if taken is not None and self._can_hold(taken):
-                for array, values in zip(self.arrays, taken, strict=True):
-                    array[at + mine.start : at + mine.stop] = values
-                there[mine] = THERE
+        if task.augment is None and isinstance(task.source, ArraySource):
+            values = task.source.read_many(rows[share])
+            if values is not None and self._can_hold(values):
+                for array, value in zip(self.arrays, values, strict=True):
+                    array[start + share.start : start + share.stop] = value
+                status[share] = READ
                 return
-        for i in range(mine.start, mine.stop):
-            if self._is_over():
+        for i in range(share.start, share.stop):
+            if self._is_replaced():
                 return
-            number, row = rows[i] if isinstance(task.source, Stream) else (int(rows[i]), None)
+            number, row = rows[i] if isinstance(task.source, IterableSource) else (int(rows[i]), None)
             try:
-                self._put(at + i, number, row, epoch, seed)
-                there[i] = THERE
+                self._write_row(start + i, number, row, epoch, seed)
+                status[i] = READ
             except Exception as error:
-                there[i] = SKIPPED
-                self._complain(error, number, epoch, isinstance(row, _Raised))
+                status[i] = SKIPPED
+                self._report_unreadable(error, number, epoch, isinstance(row, _StreamFailure))
 
-    def _can_hold(self, taken: list[np.ndarray]) -> bool:
-        """Return whether the ring's dtypes hold all rows; if not, to write them one by one tells which is wrong."""
+    def _can_hold(self, values: list[np.ndarray]) -> bool:
+        """Whether the ring's dtypes hold all values; if not, writing row by row finds the row that does not fit."""
         try:
-            for array, values in zip(self.arrays, taken, strict=True):
-                check_cast(values, array.dtype, "")
+            for array, value in zip(self.arrays, values, strict=True):
+                check_cast(value, array.dtype, "")
         except TypeError:
             return False
         return True
 
-    def _put(self, at: int, number: int, row: Any, epoch: int, seed: int) -> None:
-        if isinstance(row, _Raised):
+    def _write_row(self, index: int, number: int, row: Any, epoch: int, seed: int) -> None:
+        """Read row ``number``, unless an iterable has yielded it, augment it, and write it to ``index``."""
+        if isinstance(row, _StreamFailure):
             raise row.error
         values = self.task.source[number] if row is None else row
-        put = values if isinstance(values, tuple | list) else (values,)
+        values = values if isinstance(values, tuple | list) else (values,)
         if self.task.augment is not None:
-            put = self.task.augment(tuple(put), generator(seed, epoch, number))
-        if len(put) != len(self.arrays):
-            raise ValueError(f"expected {len(self.arrays)} arrays, as in the first row, got {len(put)}")
-        for i, (array, value) in enumerate(zip(self.arrays, put, strict=True)):
+            values = self.task.augment(tuple(values), make_generator(seed, epoch, number))
+        if len(values) != len(self.arrays):
+            raise ValueError(f"expected {len(self.arrays)} arrays, as in the first row, got {len(values)}")
+        for i, (array, value) in enumerate(zip(self.arrays, values, strict=True)):
             if type(value) is not np.ndarray or value.dtype != array.dtype:
                 value = as_numbers(value, f"array {i}")
                 check_cast(value, array.dtype, f"array {i}")
             if value.shape != array.shape[1:]:
                 raise ValueError(f"array {i}: expected shape {array.shape[1:]}, as in the first row, got {value.shape}")
-            array[at] = value
+            array[index] = value
 
-    def _complain(self, error: Exception, number: int, epoch: int, raised: bool) -> None:
-        """Say that a row can't be read; of an iterable that has ``raised``, all that were to come are lost."""
+    def _report_unreadable(self, error: Exception, number: int, epoch: int, has_stream_failed: bool) -> None:
+        """Log a skipped row, or raise `_UnreadableRow`; an iterable that has raised can't be continued."""
         try:
-            name = row_name(self.task.source, number)
+            name = describe_row(self.task.source, number)
         except Exception:
             name = f"row {number}"
-        said = f"{type(error).__name__}: {error}"
-        if not self.task.skip or raised:
+        reason = f"{type(error).__name__}: {error}"
+        if not self.task.skip or has_stream_failed:
             lines = "".join(traceback.format_exception(error))
-            raise _Unreadable(
-                f"{name} can't be read (row {number}, epoch {epoch}): {said}. Mend it and go on where the batches "
-                "ended, or have such rows left out, with on_error='skip'"
+            raise _UnreadableRow(
+                f"{name} can't be read (row {number}, epoch {epoch}): {reason}. Repair it and continue after the last "
+                "batch, or skip such rows with on_error='skip'"
                 f"\n\nThe traceback of loader {self.number}:\n{lines}"
             )
-        if number not in self._told:
-            self._told.add(number)
-            _log.warning("%s is left out, since it can't be read: %s", name, said)
+        if number not in self._warned:
+            self._warned.add(number)
+            _log.warning("%s is skipped, as it can't be read: %s", name, reason)
 
 
-class _Unreadable(Exception):
-    """A row that can't be read."""
+class _UnreadableRow(Exception):
+    """A row can't be read, and is not skipped."""
 
 
-class _Raised:
-    """What a stream has raised."""
+class _StreamFailure:
+    """Exception that an iterable has raised, in the place of its next row."""
 
     def __init__(self, error: Exception):
         self.error = error
 
 
 def _is_error(numbered: tuple[int, Any]) -> bool:
-    return isinstance(numbered[1], _Raised)
+    return isinstance(numbered[1], _StreamFailure)

@@ -1,27 +1,19 @@
-"""How loaders and those who take their batches keep in step.
+"""Ring of batches in shared memory, and the synchronisation of its producers and consumers.
 
-`Ring`
-    Memory for a few units of rows, and the words that say which are filled and which are free.
-`Layout`
-    How long its parts are.
-`Plan`
-    Which rows are to be read, in which order.
-`LoadError`
-    A row can't be read, or a loader has died.
+A *unit* is a block of consecutive rows of an epoch's order: the rows that one consumer takes at once.  Units are
+numbered from one epoch into the next.  Unit u occupies slot ``u % slots``::
 
-A *unit* is the rows that are handed out at once.  Units are numbered in the order in which they are handed out, from
-one epoch into the next.  Unit u lies in slot u modulo the number of slots::
-
-    loaders, each its share of the rows                     who takes them: one process, or each rank
+    producers: loader processes, each writes its share      consumers: one process, or each rank
       wait until unit u - slots has been freed  ◀──────────   free(u - slots)
-      write rows, and which of them are there
+      write rows, and the status of each
       filled[loader] = u + 1                    ──────────▶   wait until all loaders have filled u
 
-Each word has one writer, and all of them grow: with a new plan begins a new *generation*, which is the upper part of
-each word.  So loaders can be sent to another place at any time.  What they wrote for the generation before counts no
-more, and as each writes its own share, one unit after the other, none writes into what another generation has.
+Each word of the ring has one writer, and its value only grows.  The upper bits of a word are the *generation*: the
+number of the plan that it belongs to.  A new plan can therefore start at any time: words of earlier generations no
+longer match.  Each loader process writes its own share only, one unit after another, so a unit of an earlier generation
+never overwrites rows of a later one.
 
-Whoever waits sleeps on a semaphore of its own, and looks from time to time whether the others live.
+A waiting process sleeps on a semaphore of its own, and regularly checks that the other processes live.
 """
 
 from __future__ import annotations
@@ -39,28 +31,28 @@ from synkhronos.devices import Selection
 from synkhronos.ranks.control import POLL, Bell
 from synkhronos.ranks.errors import UNKNOWN, cause_of_death, shorten
 
-#: What a byte says of a row: it has been left out, because it can't be read, or it is there.
-SKIPPED, THERE = 0, 1
-#: Bits of a word for the unit, below those of the generation.
-_UNITS = 40
-#: What a loader says that can't begin at all.
-_NEVER = (1 << 64) - 1
-#: What is said of a loader's death beside its cause.
-NOTHING_LOST = (
-    ". Nothing is lost: the ranks and what they have learnt are as they were, and new loaders go on from epoch={}, "
+#: Status of a row, one byte: not readable, or read.
+SKIPPED, READ = 0, 1
+#: Number of low bits of a word that hold the unit; the generation is above them.
+_UNIT_BITS = 40
+#: Failure word of a loader process that could not start.
+_FAILED_AT_START = (1 << 64) - 1
+#: End of the message about a dead loader process; takes the epoch and the row to resume from.
+RESUME_HINT = (
+    ". No data is lost: the ranks and their parameters are unchanged, and new loader processes continue from epoch={}, "
     "row={}"
 )
-#: Bytes in which a loader says what went wrong, and those of a semaphore.
-_REPORT, _BELL = 1 << 14, 64
+#: Sizes in bytes of a loader process's failure report, and of a semaphore.
+_REPORT_NBYTES, _BELL_NBYTES = 1 << 14, 64
 
 
 class LoadError(RuntimeError):
-    """A row can't be read, or a loader has died.
+    """A row can't be read, or a loader process has died.
 
     Attributes
     ----------
     epoch, row : int
-        Where to go on: the place of the first row that you have not got.
+        Position from which to resume: that of the first row that was not delivered.
     """
 
     def __init__(self, message: str, epoch: int = 0, row: int = 0):
@@ -71,266 +63,324 @@ class LoadError(RuntimeError):
         return type(self), (str(self), self.epoch, self.row)
 
 
-class Plan(NamedTuple):
-    """Which rows are to be read, in which order."""
+class ReadPlan(NamedTuple):
+    """Position and order in which loader processes read rows.
 
-    #: The place in this epoch's order of rows at which to begin.
+    Attributes
+    ----------
+    epoch, row : int
+        Start: a position in this epoch's order of rows.
+    seed : int
+        Seed of the shuffle and of the augmentation.
+    rank, size : int
+        Of each ``size`` successive units only number ``rank`` is read.
+    whole : int
+        1 to drop the last rows of an epoch if they do not fill ``size`` units, else 0.
+    """
+
     epoch: int
     row: int
     seed: int
-    #: Which units are read: of each ``size`` in turn that of this number.
     rank: int = 0
     size: int = 1
-    #: Whether the last rows are left out, which are not enough for ``size`` units.
     whole: int = 0
 
-    def starts(self, count: int, unit: int) -> range:
-        """Return the places of the first rows of the units to be read of an epoch of so many rows."""
-        together = self.size * unit
-        stop = self.row + (count - self.row) // together * together if self.whole else count
-        return range(self.row + self.rank * unit, stop, together)
+    def unit_starts(self, count: int, unit_rows: int) -> range:
+        """Return the positions at which the units of an epoch of ``count`` rows start."""
+        stride = self.size * unit_rows
+        stop = self.row + (count - self.row) // stride * stride if self.whole else count
+        return range(self.row + self.rank * unit_rows, stop, stride)
 
-    def next(self) -> Plan:
-        """Return the plan of the next epoch."""
+    def next_epoch(self) -> ReadPlan:
+        """Return the plan that continues with the next epoch."""
         return self._replace(epoch=self.epoch + 1, row=0)
 
 
-def order_of(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """Return the order of an epoch's rows."""
+def order_rows(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+    """Return the row numbers of an epoch in the order in which they are read; an int64 array of length ``count``."""
     return np.random.default_rng((seed, epoch)).permutation(count) if shuffle else np.arange(count)
 
 
-class Layout(NamedTuple):
-    """How long the parts of a ring are."""
+def iterate_units(plan: ReadPlan, count: int, unit_rows: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the epoch, start and length of each unit, without end; nothing if no epoch has a unit."""
+    while plan.row or plan.unit_starts(count, unit_rows):
+        for start in plan.unit_starts(count, unit_rows):
+            yield plan.epoch, start, min(unit_rows, count - start)
+        plan = plan.next_epoch()
 
-    #: Those who take units, at most.
-    takers: int
+
+class RingLayout(NamedTuple):
+    """Dimensions of a ring, and byte offsets of its parts.
+
+    Attributes
+    ----------
+    consumers : int
+        Maximal number of consumers.
+    loaders : int
+        Number of loader processes.
+    slots : int
+        Number of units that fit into the ring.
+    unit_rows : int
+        Number of rows of a unit.
+    """
+
+    consumers: int
     loaders: int
-    #: The units that there is room for.
     slots: int
-    #: The rows of each.
-    unit: int
+    unit_rows: int
 
     @property
-    def words(self) -> int:
-        """The number of words."""
-        return 1 + len(Plan._fields) + 2 * self.takers + 3 * self.loaders + 2 * self.slots
+    def n_words(self) -> int:
+        """Number of 8-byte words."""
+        return 1 + len(ReadPlan._fields) + 2 * self.consumers + 3 * self.loaders + 2 * self.slots
 
     @property
-    def reports_at(self) -> int:
-        """Where loaders say what went wrong."""
-        return self.words * 8
+    def reports_offset(self) -> int:
+        """Offset of the loader processes' failure reports."""
+        return self.n_words * 8
 
     @property
-    def bells_at(self) -> int:
-        """Where the semaphores are."""
-        return -(-(self.reports_at + self.loaders * _REPORT) // _BELL) * _BELL
+    def bells_offset(self) -> int:
+        """Offset of the semaphores."""
+        return -(-(self.reports_offset + self.loaders * _REPORT_NBYTES) // _BELL_NBYTES) * _BELL_NBYTES
 
     @property
-    def there_at(self) -> int:
-        """Where there is a byte for each row."""
-        return self.bells_at + (self.takers + self.loaders) * _BELL
+    def status_offset(self) -> int:
+        """Offset of the rows' status bytes."""
+        return self.bells_offset + (self.consumers + self.loaders) * _BELL_NBYTES
 
     @property
     def nbytes(self) -> int:
-        """The size of all of it."""
-        return self.there_at + self.slots * self.unit
+        """Size of all parts together."""
+        return self.status_offset + self.slots * self.unit_rows
 
 
 class Ring:
-    """The words of a ring, as each process sees them.
+    """One process's view of a ring.
 
-    ``me`` says which taker this is; or behind them all, which loader.  ``pids`` are the loaders' processes.  Where
-    ``made`` the semaphores are there already.
+    Parameters
+    ----------
+    layout : RingLayout
+    memory : ndarray of uint8
+        The ring's shared memory.
+    index : int
+        Number of this process: consumers are counted first, then loader processes.
+    pids : list of int
+        Process ids of the loader processes.
+    initialised : bool
+        Whether another process has initialised the semaphores.
+
+    Attributes
+    ----------
+    unit_lengths : memoryview
+        Number of rows of the unit in each slot.
+    row_status : ndarray of uint8, shape (slots, unit_rows)
+        `READ` or `SKIPPED` for each row.
     """
 
-    def __init__(self, layout: Layout, memory: np.ndarray, me: int, pids: list[int], made: bool = True):
-        self.layout, self.me, self.pids, self._memory = layout, me, pids, memory
-        words = memoryview(memory[: layout.words * 8].data).cast("Q")
-        self._words, at = words, 1 + len(Plan._fields)
-        takers, loaders, slots, unit = layout
-        parts = []
-        for n in (loaders, loaders, loaders + takers, takers, slots, slots):
-            parts.append(words[at : at + n])
-            at += n
-        self._filled, self._failed, self._sleeping, self._skipped, self._freed, self.lengths = parts
-        self.there = memory[layout.there_at : layout.nbytes].reshape(slots, unit)
-        self._bells = [Bell(memory, layout.bells_at + i * _BELL, made) for i in range(takers + loaders)]
+    def __init__(self, layout: RingLayout, memory: np.ndarray, index: int, pids: list[int], initialised: bool = True):
+        self.layout, self.index, self.pids, self._memory = layout, index, pids, memory
+        words = memoryview(memory[: layout.n_words * 8].data).cast("Q")
+        self._words, start = words, 1 + len(ReadPlan._fields)
+        consumers, loaders, slots, unit_rows = layout
+        fields = []
+        for n in (loaders, loaders, loaders + consumers, consumers, slots, slots):
+            fields.append(words[start : start + n])
+            start += n
+        self._filled, self._failed, self._sleeping, self._skipped, self._freed, self.unit_lengths = fields
+        self.row_status = memory[layout.status_offset : layout.nbytes].reshape(slots, unit_rows)
+        self._bells = [
+            Bell(memory, layout.bells_offset + i * _BELL_NBYTES, initialised) for i in range(consumers + loaders)
+        ]
         self._fence_lock = threading.Lock()
 
-    # -- all -------------------------------------------------------------------------------------------------
+    # -- all processes ---------------------------------------------------------------------------------------
 
     @property
     def generation(self) -> int:
-        """Which plan is followed."""
+        """Number of the current plan."""
         return self._words[0]
 
     @property
-    def plan(self) -> Plan:
-        """The plan that is followed."""
-        return Plan(*self._words[1 : 1 + len(Plan._fields)])
+    def plan(self) -> ReadPlan:
+        """The plan of the current generation."""
+        return ReadPlan(*self._words[1 : 1 + len(ReadPlan._fields)])
 
-    def sleep(self, ready: Callable[[], bool], look: Callable[[], None], poll: float = POLL) -> None:
-        """Return when ``ready()``; now and then call ``look()``, which raises where there is nothing to wait for."""
-        next_look = time.perf_counter() + poll
+    def wait_until(self, is_ready: Callable[[], bool], check: Callable[[], None], poll: float = POLL) -> None:
+        """Wait until ``is_ready()`` is true.
+
+        Parameters
+        ----------
+        is_ready : callable
+        check : callable
+            Called every ``poll`` seconds; raises if waiting has become pointless.
+        poll : float
+            Seconds.
+        """
+        next_check = time.perf_counter() + poll
         try:
             while True:
-                self._sleeping[self.me] = 1
+                self._sleeping[self.index] = 1
                 self._fence()
-                if ready():
+                if is_ready():
                     return
-                if not self._bells[self.me].wait(poll) or time.perf_counter() > next_look:
-                    look()
-                    next_look = time.perf_counter() + poll
+                if not self._bells[self.index].wait(poll) or time.perf_counter() > next_check:
+                    check()
+                    next_check = time.perf_counter() + poll
         finally:
-            self._sleeping[self.me] = 0
+            self._sleeping[self.index] = 0
 
-    def _ring(self, others: range) -> None:
+    def _wake(self, processes: range) -> None:
         self._fence()
-        for i in others:
+        for i in processes:
             if self._sleeping[i]:
                 self._bells[i].ring()
 
     def _fence(self) -> None:
-        """Make what this process wrote visible before it reads on: see `synkhronos.ranks.control.Control.fence`."""
+        """Make this process's writes visible before its next reads: see `synkhronos.ranks.control.Control.fence`."""
         with self._fence_lock:
             pass
 
     @property
-    def _takers(self) -> range:
-        return range(self.layout.takers)
+    def _consumers(self) -> range:
+        return range(self.layout.consumers)
 
     @property
     def _loaders(self) -> range:
-        return range(self.layout.takers, self.layout.takers + self.layout.loaders)
+        return range(self.layout.consumers, self.layout.consumers + self.layout.loaders)
 
-    # -- who has the loaders ---------------------------------------------------------------------------------
+    # -- owner of the loader processes -----------------------------------------------------------------------
 
-    def begin(self, plan: Plan) -> None:
-        """Have the loaders follow a plan; nobody may be reading units of the one before."""
+    def start_plan(self, plan: ReadPlan) -> None:
+        """Start a generation that follows ``plan``; no consumer may hold a unit of the previous one."""
         for i, value in enumerate(plan):
             self._words[1 + i] = value
         self._fence()
         self._words[0] += 1
-        self._ring(self._loaders)
+        self._wake(self._loaders)
 
     @property
     def skipped(self) -> int:
-        """How many rows were left out, of the units that were taken."""
+        """Number of unreadable rows in the units that were taken."""
         return sum(self._skipped)
 
-    # -- who takes units -------------------------------------------------------------------------------------
+    # -- consumers -------------------------------------------------------------------------------------------
 
     def is_filled(self, unit: int) -> bool:
-        """Whether a unit can be taken."""
-        return min(self._filled) >= self._word(unit + 1)
+        """Whether all loader processes have filled a unit."""
+        return min(self._filled) >= self._tag(unit + 1)
 
-    def wait(self, unit: int, place: tuple[int, int], watch: Callable[[], None] | None = None) -> None:
-        """Return when a unit is filled; raise LoadError, with the ``place`` at which it begins, if it can't be.
+    def wait_filled(self, unit: int, position: tuple[int, int], watch: Callable[[], None] | None = None) -> None:
+        """Wait until a unit is filled.
 
-        ``watch`` is called meanwhile.
+        Parameters
+        ----------
+        unit : int
+        position : (int, int)
+            Epoch and row at which the unit starts, for the error.
+        watch : callable, optional
+            Called regularly while waiting; may raise.
+
+        Raises
+        ------
+        LoadError
+            If a row of the unit can't be read, or a loader process has died.
         """
 
-        def look() -> None:
-            self._check(unit, place)
+        def check() -> None:
+            self._raise_failure(unit, position)
             if watch is not None:
                 watch()
 
         if not self.is_filled(unit):
-            self.sleep(lambda: self.is_filled(unit) or bool(self._has_failed(unit)), look)
+            self.wait_until(lambda: self.is_filled(unit) or bool(self._find_failed(unit)), check)
             if not self.is_filled(unit):
-                self._check(unit, place)
+                self._raise_failure(unit, position)
 
-    def _has_failed(self, unit: int) -> list[int]:
-        """Return the loaders that can't fill a unit."""
-        first, last = self._word(0), self._word(unit + 1)
-        return [i for i, failed in enumerate(self._failed) if failed == _NEVER or first <= failed <= last]
+    def _find_failed(self, unit: int) -> list[int]:
+        """Return the loader processes that can't fill a unit."""
+        first, last = self._tag(0), self._tag(unit + 1)
+        return [i for i, failed in enumerate(self._failed) if failed == _FAILED_AT_START or first <= failed <= last]
 
-    def _check(self, unit: int, place: tuple[int, int]) -> None:
-        for loader in self._has_failed(unit):
-            raise LoadError(self._report(loader), *place)
-        death = self.death()
+    def _raise_failure(self, unit: int, position: tuple[int, int]) -> None:
+        for loader in self._find_failed(unit):
+            raise LoadError(self._read_report(loader), *position)
+        death = self.find_death()
         if death and not self.is_filled(unit):
-            raise LoadError(f"{death}{NOTHING_LOST.format(*place)}", *place)
+            raise LoadError(f"{death}{RESUME_HINT.format(*position)}", *position)
 
-    def death(self) -> str:
-        """Say which loader has died, and how; nothing if all live."""
+    def find_death(self) -> str:
+        """Return a description of a loader process that has died, or ""."""
         for loader, pid in enumerate(self.pids):
             if has_exited(pid):
-                return f"loader {loader} (process {pid}) {_cause(pid)}"
+                return f"loader {loader} (process {pid}) {_describe_exit(pid)}"
         return ""
 
-    def rows(self, unit: int, length: int) -> Selection:
-        """Return which rows of the ring a unit's are: so many, but for those that were left out."""
+    def select_rows(self, unit: int, length: int) -> Selection:
+        """Return the readable rows among the first ``length`` of a unit, as row numbers of the ring's arrays."""
         slot = unit % self.layout.slots
-        start = slot * self.layout.unit
-        there = self.there[slot, :length]
-        if there.all():
+        start = slot * self.layout.unit_rows
+        status = self.row_status[slot, :length]
+        if status.all():
             return range(start, start + length)
-        self._skipped[self.me] += length - int(np.count_nonzero(there))
-        return start + np.flatnonzero(there)
+        self._skipped[self.index] += length - int(np.count_nonzero(status))
+        return start + np.flatnonzero(status)
 
     def free(self, unit: int) -> None:
-        """Let the loaders have a unit's memory."""
-        self._freed[unit % self.layout.slots] = self._word(unit + 1)
-        self._ring(self._loaders)
+        """Allow the loader processes to overwrite a unit."""
+        self._freed[unit % self.layout.slots] = self._tag(unit + 1)
+        self._wake(self._loaders)
 
-    def _word(self, unit: int) -> int:
-        return self._words[0] << _UNITS | unit
+    def _tag(self, unit: int) -> int:
+        """Return the word for a unit of the current generation."""
+        return self._words[0] << _UNIT_BITS | unit
 
-    def _report(self, loader: int) -> str:
-        at = self.layout.reports_at + loader * _REPORT
-        text = bytes(self._memory[at : at + _REPORT]).split(b"\0", 1)[0].decode(errors="replace")
+    def _read_report(self, loader: int) -> str:
+        start = self.layout.reports_offset + loader * _REPORT_NBYTES
+        text = bytes(self._memory[start : start + _REPORT_NBYTES]).split(b"\0", 1)[0].decode(errors="replace")
         return str(json.loads(text))
 
-    # -- loaders ---------------------------------------------------------------------------------------------
+    # -- loader processes ------------------------------------------------------------------------------------
 
     def is_free(self, unit: int, generation: int) -> bool:
-        """Whether a unit may be written."""
-        before = unit - self.layout.slots
-        return before < 0 or self._freed[unit % self.layout.slots] == generation << _UNITS | before + 1
+        """Whether a unit's slot may be written."""
+        previous = unit - self.layout.slots
+        return previous < 0 or self._freed[unit % self.layout.slots] == generation << _UNIT_BITS | previous + 1
 
-    def fill(self, loader: int, unit: int, generation: int) -> None:
-        """Say that a loader has written its share of a unit."""
+    def mark_filled(self, loader: int, unit: int, generation: int) -> None:
+        """Publish that a loader process has written its share of a unit."""
         self._fence()
-        self._filled[loader] = generation << _UNITS | unit + 1
-        self._ring(self._takers)
+        self._filled[loader] = generation << _UNIT_BITS | unit + 1
+        self._wake(self._consumers)
 
     def fail(self, loader: int, message: str, unit: int = 0, generation: int = -1) -> None:
-        """Say that a loader can't write its share of a unit; or without one, nothing at all."""
-        at = self.layout.reports_at + loader * _REPORT
-        # A character takes six bytes at most.
-        text = json.dumps(shorten(message, _REPORT // 6 - 16), ensure_ascii=False).encode(errors="backslashreplace")
-        self._memory[at : at + _REPORT] = np.frombuffer(text.ljust(_REPORT, b"\0"), np.uint8)
+        """Publish that a loader process can't write its share of a unit; without a generation, that of any unit."""
+        start = self.layout.reports_offset + loader * _REPORT_NBYTES
+        # JSON takes up to six bytes for a character.
+        text = json.dumps(shorten(message, _REPORT_NBYTES // 6 - 16), ensure_ascii=False)
+        report = text.encode(errors="backslashreplace").ljust(_REPORT_NBYTES, b"\0")
+        self._memory[start : start + _REPORT_NBYTES] = np.frombuffer(report, np.uint8)
         self._fence()
-        self._failed[loader] = _NEVER if generation < 0 else generation << _UNITS | unit + 1
-        self._ring(self._takers)
+        self._failed[loader] = _FAILED_AT_START if generation < 0 else generation << _UNIT_BITS | unit + 1
+        self._wake(self._consumers)
 
 
 def has_exited(pid: int) -> bool:
-    """Whether a process has ended, whosever child it is."""
+    """Whether a process has exited.  Unlike `os.waitid` this works for processes that are no children."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             state = stat.read().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return True
-    return state in "ZX"  # nobody has waited for it yet
+    return state in "ZX"  # a zombie: its parent has not waited for it
 
 
-def _cause(pid: int) -> str:
-    """Say how a process has ended, as far as this one may know."""
+def _describe_exit(pid: int) -> str:
+    """Return the cause of a process's end, as far as this process may know it."""
     try:
-        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # its number stays taken
-    except ChildProcessError:  # another rank's
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # WNOWAIT: the pid is not reused
+    except ChildProcessError:  # a child of another rank
         return "has ended"
     if found is None:
         return cause_of_death(UNKNOWN)
     return cause_of_death(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
-
-
-def units_of(plan: Plan, count: int, unit: int) -> Iterator[tuple[int, int, int]]:
-    """Yield epoch, place and length of each unit, for ever; none if no epoch has any."""
-    while plan.row or plan.starts(count, unit):
-        for start in plan.starts(count, unit):
-            yield plan.epoch, start, min(unit, count - start)
-        plan = plan.next()

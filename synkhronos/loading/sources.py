@@ -1,15 +1,8 @@
-"""What a loader reads.
+"""Sources of rows.
 
-`npy`, `npz`, `hdf5`
-    Rows of arrays in files.
-`Images`, `image_folder`
-    Pictures, a file each.
-`source_of`
-    What a user passes, as a source.
-`Arrays`, `Stream`
-    Sources made of arrays, and of an iterable.
-`row_name`
-    What to call a row in an error.
+A source has ``len()`` and ``[row]``, which returns a tuple of arrays, or is an `IterableSource`, whose length and order
+are its own.  It is pickled for the loader processes.  So a source of files holds their paths, and each process opens
+the files itself when it reads from them.  A source may have a method ``name(row)``, which errors use to name a row.
 """
 
 from __future__ import annotations
@@ -29,34 +22,51 @@ from synkhronos.casts import cast, check_dense
 from synkhronos.checks import at_least, one_of, package
 from synkhronos.data import Data
 
-#: Files that are open at once, in each process.
-_OPEN = 64
-#: How names of picture files end.
-_PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".webp", ".tif", ".tiff")
+#: Maximal number of open files of one array, in each process.
+_MAX_OPEN_FILES = 64
+#: Suffixes of picture files, in lower case.
+_PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".webp", ".tif", ".tiff")
 
-#: A file, or several one behind the other.
+#: One file, or several whose rows are concatenated.
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-class Rows:
-    """Rows of arrays in files, those of each file behind those of the one before.
+class FileRows:
+    """Array that is the concatenation of arrays in files, along the first axis.
 
-    Files are opened when rows of theirs are asked for, in each process anew: ``opened(path)`` returns the array in a
-    file, whatever has ``shape``, ``dtype`` and rows; errors call it by its ``name``, if it has one there.
+    Parameters
+    ----------
+    paths : list of str
+    open_file : callable
+        Takes a path and returns an array, or another object with ``shape``, ``dtype`` and ``[row]``.
+    name : str, optional
+        The array's name in its files, for errors.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        All files' rows together.
+    dtype : dtype
+    ndim : int
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an array has no rows or no numbers, or its rows differ from the first file's in shape or dtype.
     """
 
-    def __init__(self, paths: Sequence[str], opened: Callable[[str], Any], name: str | None = None):
-        self.paths, self._opened, self._name = list(paths), opened, name
+    def __init__(self, paths: Sequence[str], open_file: Callable[[str], Any], name: str | None = None):
+        self.paths, self._open_file, self._name = list(paths), open_file, name
         self._arrays: dict[int, Any] = {}
-        arrays = [self._array(i) for i in range(len(self.paths))]
+        arrays = [self._open(i) for i in range(len(self.paths))]
         for path, array in zip(self.paths, arrays, strict=True):
             if not array.shape:
-                raise ValueError(f"{self._called(path)}: expected an array with rows, got one of 0 dimensions")
+                raise ValueError(f"{self._describe_file(path)}: expected an array with rows, got one of 0 dimensions")
             if array.dtype.kind not in "biufc":
-                raise TypeError(f"{self._called(path)}: expected numbers, got an array of {array.dtype}")
+                raise TypeError(f"{self._describe_file(path)}: expected numbers, got an array of {array.dtype}")
             if array.shape[1:] != arrays[0].shape[1:] or array.dtype != arrays[0].dtype:
                 raise ValueError(
-                    f"{self._called(path)}: expected rows as in {self.paths[0]}, {arrays[0].dtype} of shape "
+                    f"{self._describe_file(path)}: expected rows as in {self.paths[0]}, {arrays[0].dtype} of shape "
                     f"{arrays[0].shape[1:]}, got {array.dtype} of shape {array.shape[1:]}"
                 )
         self._ends = np.cumsum([array.shape[0] for array in arrays])
@@ -70,48 +80,52 @@ class Rows:
         return self.shape[0]
 
     def __getitem__(self, row: int) -> np.ndarray:
-        file, at = self._place(row)
-        return np.asarray(self._array(file)[at])
+        file, index = self._locate(row)
+        return np.asarray(self._open(file)[index])
 
     def name(self, row: int) -> str:
-        """Say where a row is."""
-        file, at = self._place(row)
-        return f"row {at} of {self._called(self.paths[file])}"
+        """Return the file of a row and its number there, for errors."""
+        file, index = self._locate(row)
+        return f"row {index} of {self._describe_file(self.paths[file])}"
 
-    def _called(self, path: str) -> str:
+    def _describe_file(self, path: str) -> str:
         return path if self._name is None else f"{self._name!r} in {path}"
 
-    def _place(self, row: int) -> tuple[int, int]:
-        row = range(len(self))[row]  # one from the end, too
+    def _locate(self, row: int) -> tuple[int, int]:
+        """Return the index of a row's file, and the row's index in it."""
+        row = range(len(self))[row]  # negative numbers count from the end
         file = int(np.searchsorted(self._ends, row, side="right"))
         return file, row - (int(self._ends[file - 1]) if file else 0)
 
-    def _array(self, file: int) -> Any:
+    def _open(self, file: int) -> Any:
+        """Return the array in a file; close the one that was opened first if too many are open."""
         array = self._arrays.get(file)
         if array is None:
-            while len(self._arrays) >= _OPEN:
+            while len(self._arrays) >= _MAX_OPEN_FILES:
                 del self._arrays[next(iter(self._arrays))]
-            array = self._arrays[file] = self._opened(self.paths[file])
+            array = self._arrays[file] = self._open_file(self.paths[file])
         return array
 
 
-def npy(paths: Paths) -> Rows:
-    """Return the rows of ``.npy`` files, as a loader reads them: mapped into memory, and read when they are needed.
+def npy(paths: Paths) -> FileRows:
+    """Return the array in ``.npy`` files, for a `Loader`; rows are read from the memory-mapped files on demand.
 
     Parameters
     ----------
     paths : path, or list of paths
-        Of several files the rows of each come behind those of the one before.
+        The arrays of several files are concatenated along the first axis.
 
     Returns
     -------
-    Rows
-        Of a source, one array: ``Loader([npy("x.npy"), npy("y.npy")])``.
+    FileRows
+        One of a source's arrays: ``Loader([npy("x.npy"), npy("y.npy")])``.
 
     Raises
     ------
-    FileNotFoundError, ValueError, TypeError
-        If a file is missing, is no such file, or has other rows than the first.
+    FileNotFoundError
+        If a file is missing.
+    ValueError, TypeError
+        If a file is not a ``.npy`` file of numbers, or its rows differ from the first file's in shape or dtype.
 
     Examples
     --------
@@ -123,40 +137,80 @@ def npy(paths: Paths) -> Rows:
     >>> rows.shape, rows[4]
     ((6, 2), array([2, 3]))
     """
-    return Rows(_listed(paths), _open_npy)
+    return FileRows(_as_paths(paths), _open_npy)
 
 
-def npz(paths: Paths, name: str) -> Rows:
-    """Return the rows of one array in ``.npz`` files, as `npy` does.
+def npz(paths: Paths, name: str) -> FileRows:
+    """Return one array in ``.npz`` files, as `npy` does.
 
     Parameters
     ----------
     paths : path, or list of paths
     name : str
-        Of the array in each file.
+        Name of the array in each file.
+
+    Returns
+    -------
+    FileRows
 
     Raises
     ------
+    FileNotFoundError
+        If a file is missing.
+    KeyError
+        If a file has no array of this name.
     ValueError
-        If a file is compressed: its rows can't be read one by one.
+        If a file is not an ``.npz`` file, or is compressed: single rows of it can't be read.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> path = tempfile.mkdtemp() + "/xy.npz"
+    >>> np.savez(path, x=np.eye(2), y=np.arange(2))
+    >>> npz(path, "x").shape
+    (2, 2)
     """
-    return Rows(_listed(paths), partial(_open_npz, name=name), name)
+    return FileRows(_as_paths(paths), partial(_open_npz, name=name), name)
 
 
-def hdf5(paths: Paths, name: str) -> Rows:
-    """Return the rows of a data set in HDF5 files; needs h5py.
+def hdf5(paths: Paths, name: str) -> FileRows:
+    """Return a data set in HDF5 files, as `npy` does; needs h5py.
 
     Parameters
     ----------
     paths : path, or list of paths
     name : str
-        Of the data set in each file.  Rows are read one by one: chunks of one row, or none, are fastest.
+        Name of the data set in each file, such as ``"group/x"``.
+
+    Returns
+    -------
+    FileRows
+
+    Raises
+    ------
+    FileNotFoundError
+        If a file is missing, or one to which a virtual data set refers.
+    KeyError
+        If a file has no data set of this name.
+    ValueError
+        If a file is not an HDF5 file.
+
+    Notes
+    -----
+    Rows are read one by one.  Contiguous data sets, and chunks of one row, are fastest.
+
+    Examples
+    --------
+    .. code-block:: python
+
+        loader = Loader([hdf5("train.h5", "x"), hdf5("train.h5", "y")])
     """
-    _h5py()
-    return Rows(_listed(paths), partial(_open_hdf5, name=name), name)
+    _import_h5py()
+    return FileRows(_as_paths(paths), partial(_open_hdf5, name=name), name)
 
 
-def _listed(paths: Any) -> list[str]:
+def _as_paths(paths: Any) -> list[str]:
     if isinstance(paths, str | os.PathLike):
         paths = [paths]
     if not isinstance(paths, list | tuple) or not all(isinstance(path, str | os.PathLike) for path in paths):
@@ -178,12 +232,12 @@ def _open_npz(path: str, name: str) -> np.ndarray:
         with zipfile.ZipFile(path) as archive:
             known = [member.removesuffix(".npy") for member in archive.namelist()]
             if name not in known:
-                raise KeyError(f"{path}: expected an array {name!r} in it, found {', '.join(known)}")
+                raise KeyError(f"{path}: expected an array {name!r}, found {', '.join(known)}")
             member = archive.getinfo(f"{name}.npy")
             if member.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(
-                    f"{path}: it is compressed, so that rows can't be read one by one: save it with numpy.savez, or "
-                    "pass the arrays themselves"
+                    f"{path}: single rows of a compressed file can't be read: save it with numpy.savez, or pass its "
+                    "arrays"
                 )
             with archive.open(member) as file:
                 version = np.lib.format.read_magic(file)
@@ -192,7 +246,7 @@ def _open_npz(path: str, name: str) -> np.ndarray:
                 header = file.tell()
     except zipfile.BadZipFile as error:
         raise ValueError(f"{path}: expected a .npz file: {error}") from None
-    with open(path, "rb") as raw:  # the archive's own header of the member is as long as two numbers in it say
+    with open(path, "rb") as raw:  # the lengths of name and extra field are in the member's local header
         raw.seek(member.header_offset + 26)
         lengths = raw.read(4)
     start = member.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
@@ -201,51 +255,62 @@ def _open_npz(path: str, name: str) -> np.ndarray:
 
 
 def _open_hdf5(path: str, name: str) -> Any:
-    h5py = _h5py()
+    h5py = _import_h5py()
     if not os.path.exists(path):
-        raise FileNotFoundError(f"{path}: there is no such file")
+        raise FileNotFoundError(f"{path}: no such file")
     try:
         file = h5py.File(path, "r")
     except OSError as error:
         raise ValueError(f"{path}: expected an HDF5 file: {error}") from None
     found = file.get(name)
     if not isinstance(found, h5py.Dataset):
-        raise KeyError(f"{path}: expected a data set {name!r} in it, found {', '.join(file)}")
-    for source in found.virtual_sources() if found.is_virtual else ():  # HDF5 has zeros in the place of missing files
+        raise KeyError(f"{path}: expected a data set {name!r}, found {', '.join(file)}")
+    for source in found.virtual_sources() if found.is_virtual else ():  # HDF5 reads missing files as zeros
         places = [os.path.join(folder, source.file_name) for folder in (os.path.dirname(path), os.getcwd())]
         if "%" not in source.file_name and source.file_name != "." and not any(map(os.path.exists, places)):
-            raise FileNotFoundError(f"{path}: {name!r} has rows of {source.file_name}, and there is no such file")
+            raise FileNotFoundError(f"{path}: {name!r} refers to {source.file_name}: no such file")
     return found
 
 
-def _h5py() -> Any:
+def _import_h5py() -> Any:
     return package("h5py", "HDF5 files need h5py", "hdf5")
 
 
 class Images:
-    """Pictures in files, and their labels: rows of ``(picture, label)``.  Needs Pillow.
+    """Source of picture files and their labels: rows of ``(picture, label)``.  Needs Pillow.
+
+    A picture is a uint8 array of shape ``(3, size, size)``, or ``(1, size, size)`` for mode ``"L"``.
 
     Parameters
     ----------
     files : list of paths
     size : int
-        Each picture's shorter side is made this long, and the middle is cut out, a square.
+        Height and width in pixels: each picture's shorter side is resized to it, and the centre is cropped.
     labels : list of int, optional
-        One a file.  Without them a row is ``(picture,)``.
+        One per file.  Without them a row is ``(picture,)``.
     mode : {"RGB", "L"}
-        Colours, or shades of grey.
+        Colour, or greyscale.
     folder : path, optional
-        Where the files are, if their names count from there.
+        Folder to which the paths are relative.
 
     Attributes
     ----------
     labels : ndarray of int32, or None
     classes : list of str
-        The names behind the labels, where `image_folder` has found them.
+        Name of each label's class, if the source was made by `image_folder`; else empty.
 
-    Notes
-    -----
-    A picture is an array of uint8, channels first: of shape ``(3, size, size)``, or ``(1, size, size)`` for ``"L"``.
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong arguments.  Files are opened later, when their rows are read.
+    ImportError
+        If Pillow is not installed.
+
+    Examples
+    --------
+    .. code-block:: python
+
+        loader = Loader(Images(["cat.jpg", "dog.jpg"], size=224, labels=[0, 1], folder="photos"))
     """
 
     def __init__(
@@ -256,7 +321,7 @@ class Images:
         mode: str = "RGB",
         folder: str | os.PathLike[str] = "",
     ):
-        _pillow()
+        _import_pillow()
         self.size = at_least(size, "size", 1)
         self.mode = one_of(mode, "mode", ("RGB", "L"))
         if not isinstance(files, list | tuple) or not all(isinstance(file, str | os.PathLike) for file in files):
@@ -268,20 +333,20 @@ class Images:
         if self.labels is not None:
             if self.labels.shape != (len(files),) or self.labels.dtype.kind not in "iu":
                 raise ValueError(
-                    f"labels: expected {len(files)} integers, one a file, got {self.labels.dtype} of shape "
+                    f"labels: expected {len(files)} integers, one per file, got {self.labels.dtype} of shape "
                     f"{self.labels.shape}"
                 )
             self.labels = cast(self.labels, np.int32, "labels")
         self.folder = os.path.abspath(folder)
         self.classes: list[str] = []
-        # A million names, which all loaders see in the same memory.
+        # One array: all loader processes map it, even with a million names.
         self._files = np.array([os.fsencode(file) for file in files])
 
     def __len__(self) -> int:
         return len(self._files)
 
     def name(self, row: int) -> str:
-        """Return a picture's path."""
+        """Return the path of a row's picture."""
         return os.path.join(self.folder, os.fsdecode(self._files[row]))
 
     def __getitem__(self, row: int) -> tuple[Any, ...]:
@@ -289,11 +354,11 @@ class Images:
         return (picture,) if self.labels is None else (picture, self.labels[row])
 
     def _read(self, path: str) -> np.ndarray:
-        pillow, size = _pillow(), self.size
+        pillow, size = _import_pillow(), self.size
         with pillow.open(path) as picture:
-            if _is_deep(picture):
-                raise ValueError(f"expected a picture of 8 bits a channel, got one of Pillow's mode {picture.mode!r}")
-            picture.draft(self.mode, (size, size))  # a JPEG file is decoded no larger than need be
+            if _has_deep_channels(picture):
+                raise ValueError(f"expected a picture of 8 bits per channel, got Pillow's mode {picture.mode!r}")
+            picture.draft(self.mode, (size, size))  # decodes a JPEG file at a reduced size
             picture = picture.convert(self.mode)
         width, height = picture.size
         side = min(width, height)
@@ -304,84 +369,93 @@ class Images:
         return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
 
 
-def _is_deep(picture: Any) -> bool:
-    """Return whether a picture has more than 8 bits a channel, of which Pillow would drop some."""
+def _has_deep_channels(picture: Any) -> bool:
+    """Whether a picture has more than 8 bits per channel; Pillow would drop the others."""
     if picture.mode.startswith(("I", "F")):
         return True
-    # Pillow calls colours of 16 bits "RGB", too: how they lie in the file tells them from others.
+    # The mode of 16-bit colours is "RGB", too; the layout in the file differs.
     return any(
         re.search(";16[BLN]", str(layout)) or codec == "ppm" and layout[1] > 255 for codec, _, _, layout in picture.tile
     )
 
 
 def image_folder(folder: str | os.PathLike[str], size: int, mode: str = "RGB") -> Images:
-    """Return the pictures in a folder that has a folder for each class, as ImageNet's: labels count these by name.
+    """Return a source of the pictures in a folder with one subfolder per class, as ImageNet has.
+
+    Hidden files and folders are ignored.
 
     Parameters
     ----------
     folder : path
     size : int
-        As for `Images`.
+        Height and width of a picture, see `Images`.
     mode : {"RGB", "L"}
+        Colour, or greyscale.
 
     Returns
     -------
     Images
-        Its `classes` are the folders' names, in order.
+        Its `classes` are the sorted names of the subfolders, and a label is an index into them.
 
     Raises
     ------
     FileNotFoundError
-        If there is no such folder, or no picture in the folders in it.
+        If the folder is missing, a subfolder is a broken link, or no subfolder has a picture.
+
+    Examples
+    --------
+    .. code-block:: python
+
+        loader = Loader(image_folder("imagenet/train", size=256), augment=CropMirror(224, mirror=True))
     """
     root = Path(folder)
     if not root.is_dir():
-        raise FileNotFoundError(f"folder: expected a folder with a folder for each class, got {root}")
-    entries = [entry for entry in os.scandir(root) if _is_shown(entry)]
+        raise FileNotFoundError(f"folder: expected a folder with one subfolder per class, got {root}")
+    entries = [entry for entry in os.scandir(root) if _is_visible(entry)]
     for entry in entries:
-        if entry.is_symlink() and not os.path.exists(entry.path):  # without a class all labels behind it would change
-            raise FileNotFoundError(f"folder: expected folders, got the link {entry.path}, which leads nowhere")
+        if entry.is_symlink() and not os.path.exists(entry.path):  # ignoring it would change the labels after it
+            raise FileNotFoundError(f"folder: expected subfolders, got the broken link {entry.path}")
     classes = sorted(entry.name for entry in entries if entry.is_dir())
     files, labels = [], []
     for label, name in enumerate(classes):
-        found = [entry.name for entry in os.scandir(root / name) if _is_file(entry) and _is_shown(entry)]
-        found = [file for file in found if file.lower().endswith(_PICTURES)]
+        found = [entry.name for entry in os.scandir(root / name) if _is_file_or_link(entry) and _is_visible(entry)]
+        found = [file for file in found if file.lower().endswith(_PICTURE_SUFFIXES)]
         files += [os.path.join(name, file) for file in sorted(found)]
         labels += [label] * len(found)
     if not files:
         raise FileNotFoundError(
-            f"folder: expected pictures ({', '.join(_PICTURES)}) in the folders of {root}, a folder for each class; "
-            f"found none in {len(classes)} folders"
+            f"folder: expected pictures ({', '.join(_PICTURE_SUFFIXES)}) in {root}, in one subfolder per class; found "
+            f"none in {len(classes)} subfolders"
         )
-    made = Images(files, size, labels, mode, root)
-    made.classes = classes
-    return made
+    images = Images(files, size, labels, mode, root)
+    images.classes = classes
+    return images
 
 
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a file, or a link that leads nowhere: a loader names the row that it can't read."""
+def _is_file_or_link(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a row: a broken link is one, so that reading it is an error."""
     return entry.is_symlink() and not os.path.exists(entry.path) or entry.is_file()
 
 
-def _is_shown(entry: os.DirEntry[str]) -> bool:
-    """Whether it is none of the files and folders that programs hide beside a user's."""
+def _is_visible(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is not a hidden file or folder."""
     return not entry.name.startswith(".")
 
 
-def _pillow() -> Any:
+def _import_pillow() -> Any:
     return package("PIL.Image", "pictures need Pillow", "images")
 
 
-class Arrays:
-    """Rows of several arrays, one of each."""
+class ArraySource:
+    """Source of several arrays of equal length: a row has one element of each."""
 
     def __init__(self, arrays: Sequence[Any]):
-        self._arrays = [_array(array, f"source[{i}]") for i, array in enumerate(arrays)]
+        self._arrays = [_as_rows(array, f"source[{i}]") for i, array in enumerate(arrays)]
         if not self._arrays:
             raise ValueError("source: expected at least one array, got none")
         lengths = [len(array) for array in self._arrays]
         if len(set(lengths)) != 1:
-            raise ValueError(f"source: expected arrays with equally many rows, got {lengths}")
+            raise ValueError(f"source: expected arrays of equal length, got lengths {lengths}")
 
     def __len__(self) -> int:
         return len(self._arrays[0])
@@ -389,26 +463,28 @@ class Arrays:
     def __getitem__(self, row: int) -> tuple[Any, ...]:
         return tuple(array[row] for array in self._arrays)
 
-    def take(self, rows: np.ndarray) -> list[np.ndarray] | None:
-        """Return many rows at once, where they are in memory; None where they are in files."""
-        if any(isinstance(array, Rows) for array in self._arrays):
+    def read_many(self, rows: np.ndarray) -> list[np.ndarray] | None:
+        """Return several rows of each array by one indexing, or None if an array is in files."""
+        if any(isinstance(array, FileRows) for array in self._arrays):
             return None
         return [array[rows] for array in self._arrays]
 
     def name(self, row: int) -> str:
-        """Say where a row is."""
-        places = [array.name(row) for array in self._arrays if isinstance(array, Rows)]
+        """Return a row's files and its number in them, for errors."""
+        places = [array.name(row) for array in self._arrays if isinstance(array, FileRows)]
         return ", ".join(places) or f"row {row}"
 
 
-def _array(array: Any, name: str) -> Any:
-    if isinstance(array, Rows):
+def _as_rows(array: Any, name: str) -> Any:
+    """Return an array's rows: an ndarray, or `FileRows` if they are in files.  Errors call it ``name``."""
+    if isinstance(array, FileRows):
         return array
     base: Any = getattr(array, "base", None)
     if isinstance(array, np.memmap) and isinstance(base, mmap.mmap) and array.filename is not None:
         order: Any = "C" if array.flags.c_contiguous else "F"
         layout = {"dtype": array.dtype, "offset": array.offset, "shape": array.shape, "order": order}
-        return Rows([str(array.filename)], partial(np.memmap, mode="r", **layout))  # each process maps it for itself
+        # Not pickled: each process maps the file.
+        return FileRows([str(array.filename)], partial(np.memmap, mode="r", **layout))
     check_dense(array, name)
     plain = np.asarray(array)
     if plain.dtype.kind not in "biufc":
@@ -418,8 +494,8 @@ def _array(array: Any, name: str) -> Any:
     return plain
 
 
-class Stream:
-    """Rows of an iterable, in its own order; as many as there are."""
+class IterableSource:
+    """Source whose rows an iterable yields, in its own order and number."""
 
     def __init__(self, source: Any):
         self._source = source
@@ -428,34 +504,44 @@ class Stream:
         return iter(self._source() if callable(self._source) else self._source)
 
     def name(self, row: int) -> str:
-        """Say where a row is."""
+        """Return a row's number and the iterable's class, for errors."""
         return f"row {row} of {type(self._source).__name__}"
 
 
-def source_of(value: Any) -> Any:
-    """Return what a user passes, as what has ``len()`` and ``[row]``, a tuple of arrays; or as a `Stream`."""
+def as_source(value: Any) -> Any:
+    """Return the source for a user's argument; raise TypeError or ValueError.
+
+    Parameters
+    ----------
+    value
+        As for `Loader`.
+
+    Returns
+    -------
+    ArraySource, IterableSource, or ``value`` itself if it has ``len()`` and ``[row]``
+    """
     if isinstance(value, list | tuple):
-        value = Arrays(value)
-    elif isinstance(value, np.ndarray | Data | Rows):
-        value = Arrays([value])
+        value = ArraySource(value)
+    elif isinstance(value, np.ndarray | Data | FileRows):
+        value = ArraySource([value])
     if hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, str | bytes | dict):
         if not len(value):
             raise ValueError("source: expected at least one row, got none")
         return value
     if hasattr(value, "__next__"):
         raise TypeError(
-            f"source: expected what begins anew in each epoch, got {type(value).__name__}, which can be gone through "
-            "once: pass the function that makes it"
+            f"source: expected an iterable that can be iterated in each epoch, got {type(value).__name__}, which can "
+            "be iterated only once: pass the function that makes it"
         )
     if callable(value) or hasattr(value, "__iter__") and not isinstance(value, str | bytes | dict | set):
-        return Stream(value)
+        return IterableSource(value)
     raise TypeError(
         "source: expected arrays, npy(), npz(), hdf5(), image_folder(), an object with len() and [row], an iterable, "
         f"or a function that returns one; got {type(value).__name__}"
     )
 
 
-def row_name(source: Any, row: int) -> str:
-    """Say where a row is: its file, where the source knows it."""
+def describe_row(source: Any, row: int) -> str:
+    """Return a name of a row for errors: its file, if the source has a method ``name``."""
     name = getattr(source, "name", None)
     return str(name(row)) if callable(name) else f"row {row}"

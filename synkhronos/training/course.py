@@ -58,7 +58,7 @@ class Course:
         if self.loader is not None:
             size = ranks.session().size
             unit, takers = (self.batch * size, 1) if all_together else (self.batch, size)
-            return self.loader.feed(epoch, first, unit, self.seed, takers)
+            return self.loader._open_feed(epoch, first, unit, self.seed, takers)
         if epoch != self._shuffled:
             if self.pools is None:
                 self.order[...] = np.random.default_rng((self.seed, epoch)).permutation(self.count)

@@ -201,7 +201,7 @@ class Trainer:
         if keep_best is not None and keep_best[0] not in names:
             raise ValueError(f"checkpoint: keep_best expects one of {', '.join(names)}, got {keep_best[0]!r}")
         if isinstance(valid, Loader):
-            valid.cast_to([*self._model.x, *self._model.y])
+            valid._cast_to([*self._model.x, *self._model.y])
         valid_data = valid if valid is None or isinstance(valid, Loader) else self._data(valid[0], valid[1], "valid")
         recorders = list(recorder) if isinstance(recorder, list | tuple) else [] if recorder is None else [recorder]
         for one in recorders:
@@ -381,7 +381,7 @@ class Trainer:
                 ended = self._train_apart(plan, source, course.taken)
             end, outcomes = min(end for end, _ in ended), [outcome for _, outcome in ended]
             if course.loader is not None and isinstance(source, Feed):
-                course.loader.passed(source, end)
+                course.loader._record_position(source, end)
             if end == plan.last and not any(outcome.rows for outcome in outcomes):
                 said = f"none of the rows from {plan.first:,} to {end:,} of epoch {plan.epoch} could be read"
                 raise LoadError(said, plan.epoch, end)
@@ -479,7 +479,7 @@ class Trainer:
             return None
         if y_data is not None:
             raise TypeError(f"y_data: expected None, as the loader has all inputs, got {type(y_data).__name__}")
-        x_data.cast_to([*self._model.x, *self._model.y])
+        x_data._cast_to([*self._model.x, *self._model.y])
         return x_data
 
     def _data(self, x_data: Any, y_data: Any, name: str) -> tuple[list[Data], int]:
