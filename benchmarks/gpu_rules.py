@@ -147,7 +147,7 @@ def exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, rou
         return state.vector
 
     def bus() -> Any:  # what the exchange can't do without: the centre to the GPU, and back
-        state.rows["centre"].write(state.rows["centre"].on(JAX))
+        state.rows["centre"].write(state.rows["centre"].to_device(JAX))
         return state.vector
 
     for _ in range(rounds):

@@ -108,7 +108,7 @@ def test_what_is_compiled_at_its_first_call_is_chained_from_the_second(toy, fork
 
 def on_one_rank(worker, f, x):
     """Run a function six times in three launches."""
-    return [float(v) for _ in range(3) for v in f.read(f.launch_many(2, x))], f.most_at_once
+    return [float(v) for _ in range(3) for v in f.read(f.launch_many(2, x))], f.max_times
 
 
 def test_programs_launch_many_times_on_it(toy, fork):

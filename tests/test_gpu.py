@@ -879,7 +879,7 @@ def test_a_pair_that_one_rank_has_left_connects_anew(fork):
     fork(2)
     assert synk.run(as_pairs, 100_000, "float32") == [[]] * 2
     assert synk.run(forgets, 0) == [None, True]
-    with pytest.raises(synk.WorkerError, match="rank 1 has given up the connection of its GPU with that of rank 0"):
+    with pytest.raises(synk.WorkerError, match="rank 1 has closed the connection of its GPU with that of rank 0"):
         synk.run(forgets, 1)
     assert synk.run(forgets, None) == [None, True]
     with pytest.raises(synk.WorkerError, match="the sum is odd"):  # whatever fails, all groups part

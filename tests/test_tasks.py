@@ -13,7 +13,7 @@ from library import XLA, same, shared, tensor
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.ranks.task import Bridge, Task, TaskMemory
+from synkhronos.ranks.task import Bridge, RankTask, TaskMemory
 
 
 def test_each_rank_gets_its_number_and_the_arguments(n_ranks):
@@ -69,7 +69,7 @@ def test_bytes_from_host_to_host(steps):
     agents = [Bridge(memory, segment, range(r, r + 1)) for r, segment in enumerate(segments)]
     control = SimpleNamespace(fence=lambda: None, ring=lambda peer, reason: None)
     of_ranks = [SimpleNamespace(number=r, segments={0: segments[r]}, control=control) for r in range(2)]
-    sender, receiver = (Task(rank, memory) for rank in of_ranks)
+    sender, receiver = (RankTask(rank, memory) for rank in of_ranks)
     under_way = deque()
     for number, (what, n) in enumerate(steps * 5):  # many times around the ring
         if what == "send" and sender._sent[1] - sender._received[1] + 8 + n <= memory.capacity:
@@ -78,11 +78,11 @@ def test_bytes_from_host_to_host(steps):
         elif what == "receive" and receiver._sent[1] > receiver._received[1]:
             assert receiver.receive(0, "a part") == under_way.popleft()
         elif what == "to":
-            for news in agents[0].news():
-                assert agents[1].take(*news) == 1
+            for news in agents[0].poll_channels():
+                assert agents[1].update_channel(*news) == 1
         elif what == "back":
-            for news in agents[1].news():
-                assert agents[0].take(*news) == 0
+            for news in agents[1].poll_channels():
+                assert agents[0].update_channel(*news) == 0
 
 
 @pytest.mark.parametrize("n", [1, 100_003])
@@ -202,14 +202,14 @@ def test_a_lock_that_a_rank_of_another_host_waits_for_is_handed_to_the_agent(n_r
     segment = session.memory.create(memory.nbytes)
     memory = replace(memory, key=segment.key)
     memory.prepare(segment)
-    task, bridge = Task(session.rank, memory), Bridge(memory, segment, range(n_ranks))
-    with task.lock(0):
-        bridge.want(0, True)
-        assert bridge.take_lock(0, 7) is None
-    assert not memory.mutex(segment, 0).take(0)  # a rank of this host would have to wait
-    assert bridge.take_lock(0, 7) == 1
-    bridge.want(0, False)
-    bridge.give_lock(0)
-    with task.lock(0) as lock:
+    task, bridge = RankTask(session.rank, memory), Bridge(memory, segment, range(n_ranks))
+    with task.get_lock(0):
+        bridge.set_wanted(0, True)
+        assert bridge.try_acquire(0, 7) is None
+    assert not memory.get_mutex(segment, 0).take(0)  # a rank of this host would have to wait
+    assert bridge.try_acquire(0, 7) == 1
+    bridge.set_wanted(0, False)
+    bridge.release(0)
+    with task.get_lock(0) as lock:
         assert lock.turn == 2
     session.memory.release("segment", memory.key)

@@ -8,14 +8,14 @@ in its own host's memory while it holds the lock: it reads rows after it has acq
 before it releases it.  Agents carry requests and bytes, and compute nothing::
 
     rank          its agent                       agent of the lock's host
-    acquire       ASK(TAKE)               ->      queues; acquires the lock for the rank
+    acquire       ASK(ACQUIRE)               ->      queues; acquires the lock for the rank
                                           <-      ANSWER: how often it had been acquired
     read          ASK(READ, rows)         ->
                   into memory             <-      CONTENT, chunk by chunk, from memory; ANSWER
     write         CONTENT, chunk by chunk ->      into memory
                   ASK(WRITE)              ->
                                           <-      ANSWER: all bytes have arrived
-    release       ASK(GIVE)               ->      releases it
+    release       ASK(RELEASE)               ->      releases it
 
 Bytes travel from memory to memory; the message before them names their place.
 
@@ -33,7 +33,7 @@ from synkhronos.hosts.mail import ANSWER, ASK, CHUNK_NBYTES, CONTENT, MAX_PENDIN
 from synkhronos.hosts.names import find_host
 from synkhronos.ranks.control import FOR_TASK, Control
 from synkhronos.ranks.segments import Segment
-from synkhronos.ranks.task import GIVE, READ, TAKE, WRITE, Bridge, Span, TaskMemory
+from synkhronos.ranks.task import ACQUIRE, READ, RELEASE, WRITE, Bridge, Span, TaskMemory
 
 
 class TaskAgent:
@@ -96,7 +96,7 @@ class TaskAgent:
                 news = True
         if self._bridge is not None:
             news |= self._forward(self._bridge)
-            for request in self._bridge.asked():
+            for request in self._bridge.poll_requests():
                 self._request(self._bridge, *request)
                 news = True
             for lock, line in self._queues.items():
@@ -121,16 +121,16 @@ class TaskAgent:
     def _forward(self, bridge: Bridge) -> bool:
         """Forward the messages, receipts and stop requests of this host's ranks."""
         news = False
-        for source, target, turn, content in bridge.news():
+        for source, target, turn, content in bridge.poll_channels():
             to = target if content is not None else source
             self._mail.send(find_host(self._ranks, to), PART, self._number, source, target, turn, content)
             news = True
-        if bridge.is_stopped_here():
+        if bridge.take_stop_request():
             self._mail.send_all(self._mail.others, STOP, self._number)
         return news
 
     def _on_part(self, source: int, number: int, *part: Any) -> None:
-        self._schedule(source, number, lambda bridge: self._wake(bridge.take(*part)))
+        self._schedule(source, number, lambda bridge: self._wake(bridge.update_channel(*part)))
 
     def _on_stop(self, source: int, number: int) -> None:
         self._schedule(source, number, Bridge.stop)
@@ -138,12 +138,12 @@ class TaskAgent:
     # -- ranks of this host that use locks of another -------------------------------------------------
 
     def _request(self, bridge: Bridge, rank: int, what: int, lock: int, spans: Sequence[Span]) -> None:
-        home, number = find_host(self._ranks, bridge.home(lock)), self._number
+        home, number = find_host(self._ranks, bridge.find_home(lock)), self._number
         if what == WRITE:
             self._transfers.append(self._send(home, spans, ASK, number, rank, what, lock, ()))
             return
         self._mail.send(home, ASK, number, rank, what, lock, spans)
-        if what == GIVE:
+        if what == RELEASE:
             self._answer(bridge, rank, 0)
 
     def _on_answer(self, source: int, number: int, rank: int, value: int) -> None:
@@ -162,24 +162,24 @@ class TaskAgent:
     def _process(self, bridge: Bridge, source: int, rank: int, what: int, lock: int, spans: Sequence[Span]) -> None:
         """Process the request of a rank of another host."""
         number = self._number
-        if what == TAKE:
+        if what == ACQUIRE:
             self._queues.setdefault(lock, deque()).append((source, rank))
-            bridge.want(lock, True)
+            bridge.set_wanted(lock, True)
         elif what == READ:
             self._transfers.append(self._send(source, spans, ANSWER, number, rank, 0))
         elif what == WRITE:  # the bytes announced before it have arrived
             self._mail.send(source, ANSWER, number, rank, 0)
         else:
-            bridge.give_lock(lock)
+            bridge.release(lock)
 
     def _grant(self, bridge: Bridge, lock: int, line: deque[tuple[int, int]]) -> bool:
         """Grant a lock to the first rank in line if it is free."""
         source, rank = line[0]
-        turn = bridge.take_lock(lock, rank)
+        turn = bridge.try_acquire(lock, rank)
         if turn is None:
             return False
         line.popleft()
-        bridge.want(lock, bool(line))
+        bridge.set_wanted(lock, bool(line))
         self._mail.send(source, ANSWER, self._number, rank, turn)
         return True
 

@@ -1,29 +1,21 @@
-"""A command that does not join at each step: each rank goes at its own pace.
+"""Tasks: commands during which each rank proceeds at its own pace.
 
-`TaskMemory`
-    What the ranks of one task share: locks, channels between any two ranks, and what each of them waits for.
-`Task`
-    One rank's part in it: progress, meetings, messages, locks.
-`Lock`
-    One of the locks.
-`Bridge`
-    One host's end of it, where ranks are on several.
+The ranks of a task synchronise only where the user's program asks for it::
 
-::
+    begin ─── the program's own work ─── wait ─── ... ─── end
+                      │                    │               │
+                  progress()     barrier, send, receive,   barrier of all ranks
+                                 lock
 
-             begin ─── the program's own work ─── wait ─── ... ─── end
-                         │                          │                │
-                       progress()       meet, send, receive, lock    meets all the others
+Invariant: no wait is unbounded.  A rank that waits checks its peers, and raises `Cancelled` if one has failed.  It also
+publishes the reason of its wait in shared memory, so that a deadlock of all ranks is detected and raised as an error.
+Deadlocks are not detected across hosts, where the published reasons arrive with a delay.
 
-Every wait looks at the peers' lives, and leaves when one of them has failed.  A rank that waits says for what.  So a
-rank can see that all of them wait for each other, and says so instead of waiting for ever; not where they are on
-several hosts: words on their way would make it seem so.
+Each task has new shared memory, so that a lock held by a rank of a failed task does not block the next task.
 
-The memory is new in each task: a lock that a failed task has left closed is nobody's trouble.
-
-On several hosts each has memory like this.  A lock is that of one host, whose ranks take it as on one machine.  A rank
-of another host asks its agent, by a channel from itself to itself: the agent of the lock's host then stands in the
-line for it.
+On several hosts each host has such memory for its own ranks.  A lock belongs to one host, whose ranks acquire it as on
+one machine.  A rank of another host writes a request into its channel to itself; its agent passes the request to the
+agent of the lock's host, which queues for the lock on its behalf (see `synkhronos.hosts.task`).
 """
 
 from __future__ import annotations
@@ -36,7 +28,7 @@ from functools import cached_property
 from itertools import accumulate
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -45,338 +37,378 @@ from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.segments import Segment
 
-#: Seconds between two looks of a busy rank at its peers' lives.
-_LOOK = 0.01
-#: Bytes of the text in which a rank says what it waits for.
+#: Seconds between two checks of a busy rank whether its peers are alive.
+_CHECK_INTERVAL = 0.01
+#: Number of bytes of the text that describes what a rank waits for.
 _TEXT = 120
-#: Bytes of a channel: at most, and at least.
+#: Maximal and minimal number of bytes of a channel.
 _LARGEST, _SMALLEST = 1 << 17, 1 << 13
-#: Bytes of the channels of all pairs together, unless each has its smallest size.
+#: Number of bytes of the channels of all pairs together, unless each has the minimal size.
 _CHANNELS = 1 << 24
 _PAGE = 4096
 _WORD = 8
 _LINE = 64
 
-#: What a rank waits for: a step of all ranks, bytes that another rank sends, bytes that another rank receives, a lock.
+#: Reasons of a wait: a step of all ranks, bytes that a peer sends, bytes that a peer receives, a lock.
 NOTHING, STEP, SENT, RECEIVED, LOCK = range(5)
-#: What a rank asks of a lock on another host.
-TAKE, READ, WRITE, GIVE = range(4)
+#: Requests of a rank to the agent of a lock's host.
+ACQUIRE, READ, WRITE, RELEASE = range(4)
 
-#: A run of bytes in shared memory: the segment's key, where it begins, how long it is.
+#: Contiguous bytes in shared memory: key of the segment, offset, number of bytes.
 Span = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class TaskMemory:
-    """Where in shared memory the ranks of a task find what they share."""
+    """Layout of the shared memory of a task: words, texts, locks, and a channel between any two ranks.
 
-    #: The segment's.
+    Attributes
+    ----------
+    key : int
+        Key of the segment.
+    size : int
+        Number of ranks.
+    locks : int
+        Number of locks.
+    """
+
     key: int
-    #: The number of ranks.
     size: int
-    #: The number of locks.
     locks: int
 
     @cached_property
     def capacity(self) -> int:
-        """Bytes that are on their way from one rank to another at most."""
+        """Number of bytes of a channel: the most that can be on their way from one rank to another."""
         return int(min(_LARGEST, max(_SMALLEST, _CHANNELS // self.size**2 // _PAGE * _PAGE)))
 
     @cached_property
-    def _words(self) -> tuple[int, ...]:
+    def _word_counts(self) -> tuple[int, ...]:
         return (
-            1,  # whether to stop
-            # of each rank: what it waits for, of which channel or lock, the count that ends the wait, and how often it
-            # began or ended to wait
+            1,  # whether the ranks should stop
+            # for each rank: reason of its wait, number of the channel or lock, count that ends the wait, and number of
+            # waits begun or ended
             4 * self.size,
-            self.locks,  # the owner of each, counted from 1; 0 without
-            self.locks,  # how often each was taken
-            self.locks,  # whether the agent wants it for a rank of another host
-            self.size**2,  # bytes sent from each rank to each; from a rank to itself, requests to its agent
-            self.size**2,  # bytes received; answers of the agent
+            self.locks,  # owner of each lock, counted from 1; 0 if it is free
+            self.locks,  # number of times that each was acquired
+            self.locks,  # whether the agent waits for it on behalf of a rank of another host
+            self.size**2,  # bytes sent from each rank to each; from a rank to itself, number of requests to its agent
+            self.size**2,  # bytes received; number of the agent's answers
         )
 
     @cached_property
-    def _texts_at(self) -> int:
-        return -(-sum(self._words) * _WORD // _LINE) * _LINE
+    def _texts_offset(self) -> int:
+        return -(-sum(self._word_counts) * _WORD // _LINE) * _LINE
 
     @cached_property
-    def _locks_at(self) -> int:
-        return -(-(self._texts_at + (_TEXT + _WORD) * self.size) // _LINE) * _LINE
+    def _locks_offset(self) -> int:
+        return -(-(self._texts_offset + (_TEXT + _WORD) * self.size) // _LINE) * _LINE
 
     @cached_property
-    def _channels_at(self) -> int:
-        return -(-(self._locks_at + _LINE * self.locks) // _PAGE) * _PAGE
+    def _channels_offset(self) -> int:
+        return -(-(self._locks_offset + _LINE * self.locks) // _PAGE) * _PAGE
 
     @property
     def nbytes(self) -> int:
-        """The size of all of it."""
-        return self._channels_at + self.capacity * self.size**2
+        """Number of bytes of the segment."""
+        return self._channels_offset + self.capacity * self.size**2
 
     @property
-    def handed(self) -> int:
-        """The owner of a lock that a rank has left to its host's agent."""
+    def agent_owner(self) -> int:
+        """Owner of a lock that a rank has passed to its host's agent."""
         return self.size + 1
 
-    def home(self, lock: int) -> int:
-        """Return the rank on whose host a lock is: lock 1 + r is rank r's, the others are on the first."""
+    def find_home(self, lock: int) -> int:
+        """Return a rank on the host of a lock: lock 1 + r belongs to rank r's host, other locks to the first."""
         return lock - 1 if 1 <= lock <= self.size else 0
 
     def prepare(self, segment: Segment) -> None:
-        """Open the locks; once on each host, before its ranks have the memory."""
+        """Initialise the locks: once on each host, before its ranks map the memory."""
         for lock in range(self.locks):
-            Mutex(segment.buffer, self._locks_at + _LINE * lock, made=False).ring()
+            Mutex(segment.buffer, self._locks_offset + _LINE * lock, made=False).ring()
 
-    def words(self, segment: Segment) -> list[memoryview]:
-        """Return the words: one view for each kind of them, in the order of `_words`."""
-        words, ends = memoryview(segment.buffer)[: sum(self._words) * _WORD].cast("Q"), accumulate(self._words)
-        return [words[end - size : end] for size, end in zip(self._words, ends, strict=True)]
+    def view_words(self, segment: Segment) -> list[memoryview]:
+        """Return one view for each kind of word, in the order of `_word_counts`."""
+        counts = self._word_counts
+        words = memoryview(segment.buffer)[: sum(counts) * _WORD].cast("Q")
+        return [words[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
-    def mutex(self, segment: Segment, lock: int) -> Mutex:
-        """Return a lock's semaphore."""
-        return Mutex(segment.buffer, self._locks_at + _LINE * lock, made=True)
+    def get_mutex(self, segment: Segment, lock: int) -> Mutex:
+        """Return the semaphore of a lock."""
+        return Mutex(segment.buffer, self._locks_offset + _LINE * lock, made=True)
 
-    def text(self, segment: Segment, rank: int) -> memoryview:
-        """Return where a rank says what it waits for."""
-        at = self._texts_at + (_TEXT + _WORD) * rank
-        return memoryview(segment.buffer)[at : at + _TEXT + _WORD]
+    def view_text(self, segment: Segment, rank: int) -> memoryview:
+        """Return the memory of the text that describes what a rank waits for."""
+        start = self._texts_offset + (_TEXT + _WORD) * rank
+        return memoryview(segment.buffer)[start : start + _TEXT + _WORD]
 
-    def channel(self, segment: Segment, source: int, target: int) -> memoryview:
+    def view_channel(self, segment: Segment, source: int, target: int) -> memoryview:
         """Return the ring buffer through which one rank sends bytes to another.
 
-        From a rank to itself it holds one request to the rank's agent, and then the answer.
+        The channel of a rank to itself has one request to the rank's agent, and then the answer.
         """
-        at = self._channels_at + self.capacity * (source * self.size + target)
-        return memoryview(segment.buffer)[at : at + self.capacity]
+        start = self._channels_offset + self.capacity * (source * self.size + target)
+        return memoryview(segment.buffer)[start : start + self.capacity]
 
 
-def _write_ring(ring: memoryview, at: int, content: Any) -> None:
-    """Write bytes into a ring buffer, ``at`` bytes after its first use."""
-    at %= len(ring)
-    before_end = len(ring) - at
-    ring[at : at + len(content)] = content[:before_end]
+def _write_ring(ring: memoryview, position: int, content: Any) -> None:
+    """Write bytes into a ring buffer; ``position`` is the number of bytes written into it before."""
+    start = position % len(ring)
+    before_end = len(ring) - start
+    ring[start : start + len(content)] = content[:before_end]
     ring[: max(0, len(content) - before_end)] = content[before_end:]
 
 
-def _read_ring(ring: memoryview, at: int, into: memoryview) -> None:
-    """Fill memory with what `_write_ring` has written there."""
-    at %= len(ring)
-    before_end = ring[at : at + len(into)]
+def _read_ring(ring: memoryview, position: int, into: memoryview) -> None:
+    """Fill memory with bytes of a ring buffer; ``position`` is the number of bytes read from it before."""
+    start = position % len(ring)
+    before_end = ring[start : start + len(into)]
     into[: len(before_end)] = before_end
     into[len(before_end) :] = ring[: len(into) - len(before_end)]
 
 
-def _put(room: memoryview, content: Any) -> None:
-    """Write bytes, and before them how many they are."""
-    room[:_WORD] = len(content).to_bytes(_WORD, "little")
-    room[_WORD : _WORD + len(content)] = content
+def _write_prefixed(memory: memoryview, content: Any) -> None:
+    """Write bytes behind their number."""
+    memory[:_WORD] = len(content).to_bytes(_WORD, "little")
+    memory[_WORD : _WORD + len(content)] = content
 
 
-def _content(room: memoryview) -> memoryview:
-    """Return what `_put` has written."""
-    return room[_WORD : _WORD + int.from_bytes(room[:_WORD], "little")]
+def _read_prefixed(memory: memoryview) -> memoryview:
+    """Return the bytes that `_write_prefixed` wrote."""
+    return memory[_WORD : _WORD + int.from_bytes(memory[:_WORD], "little")]
 
 
-class Task:
-    """One rank's part in a task."""
+class RankTask:
+    """One rank's view of a task: progress, barriers, messages and locks.
+
+    Parameters
+    ----------
+    rank : Rank
+    memory : TaskMemory
+
+    Attributes
+    ----------
+    waited : float
+        Seconds for which this rank has waited for others.
+    """
 
     def __init__(self, rank: Rank, memory: TaskMemory):
         self.rank = rank
         self.memory = memory
         self._segment = segment = rank.segments[memory.key]
-        self._stop, self._waits, self._owners, self._turns, self._wanted, self._sent, self._received = memory.words(
-            segment
-        )
-        self._texts = [memory.text(segment, r) for r in range(memory.size)]
-        #: Seconds for which this rank has waited for others.
+        words = memory.view_words(segment)
+        self._stop, self._waits, self._owners, self._turns, self._wanted, self._sent, self._received = words
+        self._texts = [memory.view_text(segment, r) for r in range(memory.size)]
         self.waited = 0.0
-        self._next_look = 0.0
+        self._next_check = 0.0
 
-    # -- going on --------------------------------------------------------------------------------------------
+    # -- progress --------------------------------------------------------------------------------------------
 
     def progress(self) -> None:
-        """Say that this rank goes on, and hear whether the others do: `Cancelled` if one failed."""
+        """Publish a sign of progress, and raise `Cancelled` if a peer has failed."""
         control = self.rank.control
         if control.words[control.FAILED] == self.rank.command:
             raise Cancelled
         now = perf_counter()
-        if now > self._next_look:
-            self._next_look = now + _LOOK
+        if now > self._next_check:
+            self._next_check = now + _CHECK_INTERVAL
             control.progress[self.rank.number] = time.monotonic_ns()
             self.rank.watch()
 
     def stop(self) -> None:
-        """Ask all ranks to stop: they see it in `is_stopped`."""
+        """Ask all ranks to stop, by setting their `is_stopped`."""
         self._stop[0] = 1
 
     @property
     def is_stopped(self) -> bool:
-        """Whether some rank has asked all to stop."""
+        """Whether a rank has asked all ranks to stop."""
         return bool(self._stop[0])
 
     # -- all ranks together ----------------------------------------------------------------------------------
 
-    def meet(self, word: str, what: Hashable = None) -> list[Any]:
-        """Wait until all ranks have come here, and return what each has brought: something small, and seldom new.
+    def barrier(self, place: str, value: Hashable = None) -> list[Any]:
+        """Wait until all ranks have arrived at this barrier, and exchange a small value.
+
+        Parameters
+        ----------
+        place : str
+            Description of the barrier.
+        value : hashable
+            Immutable value that is often the same.
+
+        Returns
+        -------
+        list
+            Every rank's value.
 
         Raises
         ------
         RuntimeError
-            If another rank is elsewhere: at another ``word``.
+            If another rank is at a barrier with another description.
         """
-        with _Waiting(self, STEP, self.rank.next_step, f"at {word}"):
-            shown = self.rank.exchange_cached((word, what))
+        with _PublishedWait(self, STEP, self.rank.next_step, f"at {place}"):
+            by_rank = self.rank.exchange_cached((place, value))
         self.progress()
-        if any(other != word for other, _ in shown):
-            self.refuse(
+        if any(other != place for other, _ in by_rank):
+            self.fail(
                 "the ranks wait for each other in different places: "
-                + ", ".join(f"rank {r} is at {other}" for r, (other, _) in enumerate(shown))
+                + ", ".join(f"rank {r} is at {other}" for r, (other, _) in enumerate(by_rank))
             )
-        return [each for _, each in shown]
+        return [each for _, each in by_rank]
 
-    def exchange(self, word: str, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order; any that can be pickled."""
+    def exchange(self, place: str, value: Any) -> list[Any]:
+        """All-gather a picklable value: return every rank's value, in rank order."""
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-        self.meet(word)
-        with _Waiting(self, STEP, self.rank.next_step, f"at {word}"):
-            return [pickle.loads(whole) for whole in self.rank.exchange_bytes(payload)]
+        self.barrier(place)
+        with _PublishedWait(self, STEP, self.rank.next_step, f"at {place}"):
+            return [pickle.loads(each) for each in self.rank.exchange_bytes(payload)]
 
-    def refuse(self, message: str) -> None:
-        """Leave on every rank, as all see the same: the master says why."""
+    def fail(self, message: str) -> NoReturn:
+        """Fail on all ranks, which have found the same problem: RuntimeError in the master, `Cancelled` in workers."""
         raise RuntimeError(message) if self.rank.is_master else Cancelled
 
     # -- two ranks -------------------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
-        """Bytes of a channel: parts, and 8 bytes more for each."""
+        """Number of bytes of a channel; each chunk takes 8 bytes more than its length."""
         return self.memory.capacity
 
     @property
-    def part(self) -> int:
-        """Bytes of the longest part: two of them fit into a channel, so that one is filled while one is emptied."""
+    def max_chunk(self) -> int:
+        """Number of bytes of the longest chunk: two fit into a channel, so that one is written while one is read."""
         return self.memory.capacity // 2 - _WORD
 
-    def send(self, to: int, part: Any, what: str) -> None:
-        """Send at most `part` bytes to a rank; wait while the channel has no room for them."""
+    def send(self, to: int, chunk: Any, description: str) -> None:
+        """Send at most `max_chunk` bytes to a rank, and wait while its channel is full.
+
+        ``description`` names the content in the message of a deadlock.
+        """
         me, sent = self.rank.number, self._sent
         number = me * self.memory.size + to
-        end = sent[number] + _WORD + len(part)
-        self._wait_for(RECEIVED, number, end - self.memory.capacity, f"until rank {to} receives {what}")
-        ring = self.memory.channel(self._segment, me, to)
-        _write_ring(ring, sent[number], len(part).to_bytes(_WORD, "little"))
-        _write_ring(ring, sent[number] + _WORD, part)
+        end = sent[number] + _WORD + len(chunk)
+        self._wait_for(RECEIVED, number, end - self.memory.capacity, f"until rank {to} receives {description}")
+        ring = self.memory.view_channel(self._segment, me, to)
+        _write_ring(ring, sent[number], len(chunk).to_bytes(_WORD, "little"))
+        _write_ring(ring, sent[number] + _WORD, chunk)
         sent[number] = end
-        self._tell(to)
+        self._wake(to)
 
-    def wait_until_received(self, to: int, what: str) -> None:
-        """Wait until a rank has received all that this one has sent to it."""
+    def wait_until_received(self, to: int, description: str) -> None:
+        """Wait until a rank has received everything that this rank has sent to it."""
         number = self.rank.number * self.memory.size + to
-        self._wait_for(RECEIVED, number, self._sent[number], f"until rank {to} receives {what}")
+        self._wait_for(RECEIVED, number, self._sent[number], f"until rank {to} receives {description}")
 
-    def receive(self, source: int, what: str, into: memoryview | None = None) -> memoryview:
-        """Receive a part that a rank has sent, ``into`` memory of its length or into new memory, and return it."""
+    def receive(self, source: int, description: str, into: memoryview | None = None) -> memoryview:
+        """Receive a chunk from a rank, ``into`` memory of its length or into new memory, and return the memory."""
         me, received = self.rank.number, self._received
         number = source * self.memory.size + me
-        self._wait_for(SENT, number, received[number] + 1, f"for {what} of rank {source}")
-        ring, at = self.memory.channel(self._segment, source, me), received[number]
+        self._wait_for(SENT, number, received[number] + 1, f"for {description} of rank {source}")
+        ring, position = self.memory.view_channel(self._segment, source, me), received[number]
         length = bytearray(_WORD)
-        _read_ring(ring, at, memoryview(length))
+        _read_ring(ring, position, memoryview(length))
         nbytes = int.from_bytes(length, "little")
         into = memoryview(bytearray(nbytes)) if into is None else into
         if len(into) != nbytes:
             raise ValueError(f"expected {len(into):,} bytes from rank {source}, got {nbytes:,}")
-        _read_ring(ring, at + _WORD, into)
-        received[number] = at + _WORD + nbytes
-        self._tell(source)
+        _read_ring(ring, position + _WORD, into)
+        received[number] = position + _WORD + nbytes
+        self._wake(source)
         return into
 
-    def _tell(self, peer: int) -> None:
+    def _wake(self, peer: int) -> None:
+        """Wake a rank that waits for this rank's write."""
         self.rank.control.fence()
         self.rank.control.ring(peer, FOR_TASK)
 
     # -- locks -----------------------------------------------------------------------------------------------
 
-    def lock(self, number: int) -> Lock:
-        """Return a lock, to be used in a ``with`` statement."""
+    def get_lock(self, number: int) -> Lock:
+        """Return a lock, to be used in a ``with`` statement; raise ValueError for a number out of range."""
         if not 0 <= number < self.memory.locks:
             raise ValueError(f"expected a lock from 0 to {self.memory.locks - 1}, got {number}")
-        is_here = self.memory.home(number) in self.rank.control.here
-        return Lock(self, number, self.memory.mutex(self._segment, number) if is_here else None)
+        is_here = self.memory.find_home(number) in self.rank.control.here
+        return Lock(self, number, self.memory.get_mutex(self._segment, number) if is_here else None)
 
-    def _take(self, number: int, mutex: Mutex, timeout: float | None = None) -> int | None:
-        """Return the lock's turn; None if another rank has held it for ``timeout`` seconds."""
+    def _acquire(self, number: int, mutex: Mutex, timeout: float | None = None) -> int | None:
+        """Acquire a lock of this host and return its turn; None if it was not free within ``timeout`` seconds."""
         if not mutex.take(0):
             deadline = float("inf") if timeout is None else time.monotonic() + timeout
-            # A rank with a time limit waits for nobody in the sense of `_all_are_stuck`.
-            with _Waiting(self, LOCK if timeout is None else NOTHING, 0, f"for lock {number}", number):
+            # A wait with a time limit ends, so that it is no part of a deadlock.
+            with _PublishedWait(self, LOCK if timeout is None else NOTHING, 0, f"for lock {number}", number):
                 while not mutex.take(max(0.0, min(POLL, deadline - time.monotonic()))):
                     self.rank.check()
                     if time.monotonic() >= deadline:
                         return None
                     if timeout is None:
-                        self._refuse_to_be_stuck()
+                        self._raise_if_deadlocked()
         self._owners[number] = self.rank.number + 1
         turn = self._turns[number]
         self._turns[number] = turn + 1
         return turn
 
-    def _let_go(self, number: int, mutex: Mutex) -> None:
-        if self._wanted[number]:  # else ranks of this host, which are quicker, would have it again and again
+    def _release(self, number: int, mutex: Mutex) -> None:
+        """Release a lock of this host, or pass it to the agent if a rank of another host waits for it.
+
+        Otherwise ranks of this host, which are faster, could starve the others.
+        """
+        if self._wanted[number]:
             self.rank.control.fence()
-            self._owners[number] = self.memory.handed
+            self._owners[number] = self.memory.agent_owner
         else:
             self._owners[number] = 0
             mutex.ring()
 
-    def _ask(self, what: int, number: int, spans: Sequence[Span] = ()) -> int:
-        """Have the agents do something about a lock of another host; return the answer, but to GIVE, which has none."""
+    def _request(self, kind: int, number: int, spans: Sequence[Span] = ()) -> int:
+        """Send a request about a lock of another host to this host's agent; return the answer, 0 for RELEASE."""
         me, sent = self.rank.number, self._sent
         to_me = me * self.memory.size + me
-        said = f"for lock {number}"
-        self._wait_for(RECEIVED, to_me, sent[to_me], said)  # what this rank has given may be on its way
-        room = self.memory.channel(self._segment, me, me)
-        _put(room, pickle.dumps((what, number, spans), pickle.HIGHEST_PROTOCOL))
+        text = f"for lock {number}"
+        self._wait_for(RECEIVED, to_me, sent[to_me], text)  # a RELEASE may not have been processed
+        memory = self.memory.view_channel(self._segment, me, me)
+        _write_prefixed(memory, pickle.dumps((kind, number, spans), pickle.HIGHEST_PROTOCOL))
         self.rank.control.fence()
         sent[to_me] += 1
-        if what == GIVE:
+        if kind == RELEASE:
             return 0
-        self._wait_for(RECEIVED, to_me, sent[to_me], said)
-        return int.from_bytes(room[:_WORD], "little")
+        self._wait_for(RECEIVED, to_me, sent[to_me], text)
+        return int.from_bytes(memory[:_WORD], "little")
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def _wait_for(self, kind: int, channel: int, count: int, text: str) -> None:
-        """Wait until so many bytes of a channel have been SENT or RECEIVED."""
+        """Wait until ``count`` bytes have been SENT or RECEIVED through a channel."""
         counts = self._sent if kind == SENT else self._received
         if counts[channel] >= count:
             return
-        with _Waiting(self, kind, count, text, channel):
-            self.rank.wait(lambda: counts[channel] >= count, self._refuse_to_be_stuck, FOR_TASK)
+        with _PublishedWait(self, kind, count, text, channel):
+            self.rank.wait(lambda: counts[channel] >= count, self._raise_if_deadlocked, FOR_TASK)
         self.progress()
 
-    def _refuse_to_be_stuck(self) -> None:
-        """Leave if all ranks wait for each other."""
-        if self._all_are_stuck():
+    def _raise_if_deadlocked(self) -> None:
+        """Raise RuntimeError if all ranks wait for each other."""
+        if self._is_deadlocked():
             raise RuntimeError(
                 "the ranks wait for each other: "
-                + ", ".join(f"rank {r} waits {self._said(r)}" for r in range(self.memory.size))
+                + ", ".join(f"rank {r} waits {self._read_text(r)}" for r in range(self.memory.size))
             )
 
-    def _said(self, rank: int) -> str:
-        return bytes(_content(self._texts[rank])).decode(errors="replace")
+    def _read_text(self, rank: int) -> str:
+        """Return the text that describes what a rank waits for."""
+        return bytes(_read_prefixed(self._texts[rank])).decode(errors="replace")
 
-    def _all_are_stuck(self) -> bool:
-        """Whether every rank waits for what no rank will do, as all of them wait.
+    def _is_deadlocked(self) -> bool:
+        """Whether no rank can continue.
 
-        Looked at twice: if nobody has begun or ended to wait in between, it was so at one moment.
+        The published waits are read twice.  If no rank has begun or ended a wait in between, they all held at the same
+        time.
         """
         before = self._waits.tolist()
-        if any(self._may_go_on(*before[4 * r : 4 * r + 3]) for r in range(self.memory.size)):
+        if any(self._can_continue(*before[4 * r : 4 * r + 3]) for r in range(self.memory.size)):
             return False
         return self._waits.tolist() == before
 
-    def _may_go_on(self, kind: int, which: int, count: int) -> bool:
+    def _can_continue(self, kind: int, which: int, count: int) -> bool:
+        """Whether a published wait is over."""
         if kind == STEP:
             return min(self.rank.control.arrived) >= count
         if kind == SENT:
@@ -387,50 +419,58 @@ class Task:
 
 
 class Bridge:
-    """One host's end of the channels between its ranks and those of other hosts, and of its locks; its agent's.
+    """The agent's access to a task's memory on its host: channels to ranks of other hosts, and the host's locks.
 
-    The segment is this host's: its words and channels are those of its own ranks, and copies of what others have
-    sent these.
+    The words and channels in the segment are written by the ranks of this host.  For messages of other hosts' ranks to
+    them, the agent writes.
+
+    Parameters
+    ----------
+    memory : TaskMemory
+    segment : Segment
+    here : range
+        Ranks of this host.
     """
 
     def __init__(self, memory: TaskMemory, segment: Segment, here: range):
         self._memory, self._segment, self._here = memory, segment, here
         n = memory.size
-        self._stop, _, self._owners, self._turns, self._wanted, *channels = memory.words(segment)
+        self._stop, _, self._owners, self._turns, self._wanted, *channels = memory.view_words(segment)
         self._sent, self._received = (np.frombuffer(words, np.uint64).reshape(n, n) for words in channels)
-        self._asked = [0] * len(here)
+        self._n_requests = [0] * len(here)
         there = [r for r in range(n) if r not in here]
-        # What was told of each channel that leads out of the host, and of each that leads into it.
-        self._told = [
+        # Counters, their sources and targets, and their values at the last poll: of the channels out of this host, and
+        # of those into it.
+        self._polled = [
             (self._sent, list(here), there, np.zeros((len(here), len(there)), np.uint64)),
             (self._received, there, list(here), np.zeros((len(there), len(here)), np.uint64)),
         ]
-        self._told_stop = False
+        self._has_sent_stop = False
 
-    def news(self) -> Iterator[tuple[int, int, int, bytearray | None]]:
+    def poll_channels(self) -> Iterator[tuple[int, int, int, bytearray | None]]:
         """Yield the progress of each channel to or from another host since the last call.
 
         Yields
         ------
         source, target : int
-            The channel's ranks.
+            Ranks of the channel.
         count : int
-            Bytes sent or received through the channel so far.
+            Number of bytes sent or received through the channel so far.
         content : bytearray or None
-            The last of these bytes, those not yielded before; None for bytes that a rank of this host has received.
+            Bytes sent since the last call; None for bytes that a rank of this host has received.
         """
-        for words, sources, targets, told in self._told:
+        for words, sources, targets, last in self._polled:
             now = words[np.ix_(sources, targets)]
-            for i, j in np.argwhere(told < now):
-                source, target, begin, end = sources[i], targets[j], int(told[i, j]), int(now[i, j])
+            for i, j in np.argwhere(last < now):
+                source, target, begin, end = sources[i], targets[j], int(last[i, j]), int(now[i, j])
                 content = bytearray(end - begin) if words is self._sent else None
                 if content is not None:
                     _read_ring(self._ring(source, target), begin, memoryview(content))
                 yield source, target, end, content
-            told[:] = now
+            last[:] = now
 
-    def take(self, source: int, target: int, count: int, content: bytearray | None) -> int:
-        """Enter what `news` of another host has yielded, and return the rank that may wait for it."""
+    def update_channel(self, source: int, target: int, count: int, content: bytearray | None) -> int:
+        """Apply progress that `poll_channels` of another host yielded; return the rank that may wait for it."""
         if content is None:
             self._received[source, target] = count
             return source
@@ -438,62 +478,62 @@ class Bridge:
         self._sent[source, target] = count
         return target
 
-    def is_stopped_here(self) -> bool:
-        """Whether a rank of this host has asked all to stop, and the others have not been told."""
-        if self._stop[0] and not self._told_stop:
-            self._told_stop = True
+    def take_stop_request(self) -> bool:
+        """Return True once after a rank of this host has asked all ranks to stop."""
+        if self._stop[0] and not self._has_sent_stop:
+            self._has_sent_stop = True
             return True
         return False
 
     def stop(self) -> None:
-        """Ask the ranks of this host to stop: one on another has."""
-        self._stop[0], self._told_stop = 1, True
+        """Pass on a stop request of another host to the ranks of this host."""
+        self._stop[0], self._has_sent_stop = 1, True
 
     # -- locks -----------------------------------------------------------------------------------------------
 
-    def asked(self) -> Iterator[tuple[int, int, int, Sequence[Span]]]:
-        """Yield what ranks of this host ask of locks of other hosts: the rank, what, the lock, the rows."""
+    def poll_requests(self) -> Iterator[tuple[int, int, int, Sequence[Span]]]:
+        """Yield new requests of this host's ranks about locks of other hosts: rank, request, lock and spans of rows."""
         for i, rank in enumerate(self._here):
-            if self._sent[rank, rank] > self._asked[i]:
-                request = _content(self._ring(rank, rank))
-                self._asked[i] += 1
+            if self._sent[rank, rank] > self._n_requests[i]:
+                request = _read_prefixed(self._ring(rank, rank))
+                self._n_requests[i] += 1
                 yield rank, *pickle.loads(request)
 
     def answer(self, rank: int, value: int) -> None:
-        """Answer a rank of this host."""
+        """Write the answer to a request of a rank of this host."""
         self._ring(rank, rank)[:_WORD] = value.to_bytes(_WORD, "little")
         self._received[rank, rank] += 1
 
-    def home(self, lock: int) -> int:
-        """Return the rank on whose host a lock is."""
-        return self._memory.home(lock)
+    def find_home(self, lock: int) -> int:
+        """Return a rank on the host of a lock."""
+        return self._memory.find_home(lock)
 
-    def want(self, lock: int, is_wanted: bool) -> None:
-        """Say whether a rank of another host waits for a lock of this one."""
+    def set_wanted(self, lock: int, is_wanted: bool) -> None:
+        """Publish whether a rank of another host waits for a lock of this host."""
         self._wanted[lock] = is_wanted
 
-    def take_lock(self, lock: int, rank: int) -> int | None:
-        """Take a lock of this host for a rank of another; return its turn, or None if it is not free."""
-        if self._owners[lock] != self._memory.handed and not self._memory.mutex(self._segment, lock).take(0):
+    def try_acquire(self, lock: int, rank: int) -> int | None:
+        """Acquire a lock of this host for a rank of another host; return its turn, or None if it is not free."""
+        if self._owners[lock] != self._memory.agent_owner and not self._memory.get_mutex(self._segment, lock).take(0):
             return None
         self._owners[lock] = rank + 1
         turn = self._turns[lock]
         self._turns[lock] = turn + 1
         return turn
 
-    def give_lock(self, lock: int) -> None:
-        """Give a lock back."""
+    def release(self, lock: int) -> None:
+        """Release a lock of this host that a rank of another host held."""
         self._owners[lock] = 0
-        self._memory.mutex(self._segment, lock).ring()
+        self._memory.get_mutex(self._segment, lock).ring()
 
     def _ring(self, source: int, target: int) -> memoryview:
-        return self._memory.channel(self._segment, source, target)
+        return self._memory.view_channel(self._segment, source, target)
 
 
-class _Waiting:
-    """Says, in a ``with`` statement, what this rank waits for."""
+class _PublishedWait:
+    """A context manager that publishes what this rank waits for."""
 
-    def __init__(self, task: Task, kind: int, count: int, text: str, which: int = 0):
+    def __init__(self, task: RankTask, kind: int, count: int, text: str, which: int = 0):
         self._task, self._kind, self._which, self._count = task, kind, which, count
         self._text = text.encode()[:_TEXT]
         self._began = 0.0
@@ -501,7 +541,7 @@ class _Waiting:
     def __enter__(self) -> None:
         self._began = perf_counter()
         task, me = self._task, self._task.rank.number
-        _put(task._texts[me], self._text)
+        _write_prefixed(task._texts[me], self._text)
         task._waits[4 * me + 1] = self._which
         task._waits[4 * me + 2] = self._count
         task._waits[4 * me + 3] += 1
@@ -515,18 +555,18 @@ class _Waiting:
 
 
 class Lock:
-    """A lock that ranks share.
+    """A lock that all ranks share, made by `Worker.lock`.
 
-    Ranks of several hosts share no memory.  What they see of rows under the lock is what they `read`, and what others
-    shall see they `write`.  Between ranks of one host both do nothing.
+    Ranks of several hosts share no memory: under the lock a rank `read` s the rows that it needs from the lock's host,
+    and `write` s the rows that it has changed back.  Between ranks of one host both do nothing.
 
     Attributes
     ----------
     turn : int
-        How often it had been taken before this rank got it: the order in which ranks have had it.
+        Number of times that ranks had acquired the lock before; no two turns are equal.
     """
 
-    def __init__(self, task: Task, number: int, mutex: Mutex | None):
+    def __init__(self, task: RankTask, number: int, mutex: Mutex | None):
         self._task, self._number, self._mutex = task, number, mutex
         self.turn = -1
 
@@ -540,61 +580,61 @@ class Lock:
         self.release()
 
     def acquire(self, timeout: float | None = None) -> bool:
-        """Take the lock, without a ``with`` statement.
+        """Acquire the lock without a ``with`` statement.
 
         Parameters
         ----------
         timeout : float, optional
-            Maximal number of seconds to wait, for a lock of this rank's host; by default as long as it takes.
+            Maximal number of seconds to wait, for a lock of this rank's host.  Default: no limit.
 
         Returns
         -------
         bool
-            False if another rank held the lock until the time was over.
+            False if another rank held the lock for all this time.
 
         Raises
         ------
         ValueError
-            For a time limit where the lock is on another host.
+            If there is a time limit and the lock is on another host.
         """
         if self._mutex is not None:
-            turn = self._task._take(self._number, self._mutex, timeout)
+            turn = self._task._acquire(self._number, self._mutex, timeout)
         elif timeout is None:
-            turn = self._task._ask(TAKE, self._number)
+            turn = self._task._request(ACQUIRE, self._number)
         else:
-            raise ValueError(f"timeout: lock {self._number} is on another host, which knows no time limit")
+            raise ValueError(f"timeout: lock {self._number} is on another host, where no time limit is possible")
         if turn is None:
             return False
         self.turn = turn
         return True
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._mutex is None:
-            self._task._ask(GIVE, self._number)
+            self._task._request(RELEASE, self._number)
         else:
-            self._task._let_go(self._number, self._mutex)
+            self._task._release(self._number, self._mutex)
 
     def read(self, *rows: Any) -> None:
-        """Have rows be here as they are on the lock's host; within the ``with`` statement.
+        """Copy rows from the lock's host to this rank's host; only while this rank holds the lock.
 
         Parameters
         ----------
         *rows : LocalRows
-            All rows of an array, or a run of them, ``rows[start:stop]``.  They are always used under the same lock.
+            All rows of an array, or contiguous ones, ``rows[start:stop]``.  Always use the same lock for them.
 
         Raises
         ------
         ValueError
-            If rows do not lie one after the other, or are those of a file.
+            If rows are not contiguous, or are those of a file.
         """
-        self._move(READ, rows)
+        self._copy(READ, rows)
 
     def write(self, *rows: Any) -> None:
-        """Have rows be on the lock's host as they are here; as `read`."""
-        self._move(WRITE, rows)
+        """Copy rows from this rank's host to the lock's host; see `read`."""
+        self._copy(WRITE, rows)
 
-    def _move(self, what: int, rows: Sequence[Any]) -> None:
-        spans = [each.span for each in rows]
+    def _copy(self, kind: int, rows: Sequence[Any]) -> None:
+        spans = [each._get_span() for each in rows]
         if self._mutex is None:
-            self._task._ask(what, self._number, spans)
+            self._task._request(kind, self._number, spans)

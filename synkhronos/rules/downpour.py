@@ -125,10 +125,10 @@ class Downpour(Rule):
         centre, own = state.rows["centre"], state.own
         steps = x - own["base"]
         if pushes:
-            there = x if alone else centre.on(JAX) + steps
+            there = x if alone else centre.to_device(JAX) + steps
             centre.write(there)
         else:
-            there = centre.on(JAX)
+            there = centre.to_device(JAX)
         if fetches:
             x = there
         own["base"] = x if pushes else there - steps

@@ -103,7 +103,7 @@ class EASGD(Rule):
         """Exchange with the centre, under the lock."""
         runs, vector = state.opened()
         if runs is None:
-            there = state.rows["centre"].on(JAX)
+            there = state.rows["centre"].to_device(JAX)
             distance = alpha * (vector - there)
             vector = vector - distance
             state.rows["centre"].write(there + distance)
@@ -168,7 +168,7 @@ class EAMSGD(EASGD):
             super().elastic(state, alpha)
             return
         rows, position = state.rows["centre"], self.position(state)
-        centre = rows.on(JAX) if JAX.holds(position) else rows.array
+        centre = rows.to_device(JAX) if JAX.holds(position) else rows.array
         distance = alpha * (position - centre)
         rows.write(centre + distance)
         self.move(state, distance)
@@ -182,7 +182,7 @@ def centre_of(worker: Worker, state: State) -> Any:
     """Return a copy of the centre, where the rank's parameters are."""
     with worker.lock(CENTRE) as lock:
         lock.read(state.rows["centre"])
-        return state.rows["centre"].on(JAX) if state.params.is_jax else state.shared["centre"].copy()
+        return state.rows["centre"].to_device(JAX) if state.params.is_jax else state.shared["centre"].copy()
 
 
 def elastic(blocks: Iterable[tuple[np.ndarray, slice]], centre: np.ndarray, alpha: float, scratch: np.ndarray) -> None:

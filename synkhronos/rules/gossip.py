@@ -75,7 +75,7 @@ class GoSGD(Rule):
                 lock.read(its_mail)
             share = weight / (float(weights[to]) + weight)
             if runs is None:
-                its_mail.write(vector if share == 1 else _drawn(its_mail.on(JAX)[0], vector, share))
+                its_mail.write(vector if share == 1 else _drawn(its_mail.to_device(JAX)[0], vector, share))
             else:
                 for x, place in state.params.blocks(runs):
                     _draw(mail[place], x, share, state.scratch("distance", BLOCK))
@@ -94,7 +94,7 @@ class GoSGD(Rule):
             state.own["weight"] += came
             share = came / state.own["weight"]
             if runs is None:
-                vector = _drawn(vector, state.rows["mail"][me : me + 1].on(JAX)[0], share)
+                vector = _drawn(vector, state.rows["mail"][me : me + 1].to_device(JAX)[0], share)
             else:
                 for x, place in state.params.blocks(runs):
                     _draw(x, mail[place], share, state.scratch("distance", BLOCK))

@@ -1,15 +1,8 @@
-"""How does a rank go its own way?
+"""Programs that run on every rank, each at its own pace.
 
-`run`
-    Runs a program of the user's on every rank, each at its own pace (`run`).
-`Worker`
-    What the program gets: its rank, and what it does together with others (`worker`).
-`Group`
-    The same for some of the ranks.
-`Lock`
-    A lock that ranks share, on one host or several.
-`LocalFunction`, `LocalRows`
-    A compiled function, and a Data object, on one rank alone (`local`).
+``run`` sends a Python function of the user to all ranks.  There it gets a `Worker`, the rank's view of the task, and
+local counterparts of its arguments: a `LocalFunction` for a `Function`, `LocalRows` for `Data`, and the rank's own copy
+of a shared variable.
 """
 
 from synkhronos.ranks.task import Lock

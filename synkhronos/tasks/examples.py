@@ -1,4 +1,4 @@
-"""Programs that the documentation runs."""
+"""Programs for the examples of the documentation."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from synkhronos.tasks.worker import Worker
 
 
 def greet(worker: Worker, word: str) -> str:
-    """Return a greeting."""
+    """Return a greeting from this rank."""
     return f"{word} from rank {worker.number} of {worker.size}"

@@ -1,9 +1,7 @@
-"""Runs a program on every rank, each at its own pace.
+"""The command that runs a user's program on every rank.
 
-`run`
-    What users call.
-`Program`
-    The command.
+The program and its arguments are pickled once.  Functions, Data objects and shared variables among them are pickled as
+references, which each rank replaces by its local counterpart.
 """
 
 from __future__ import annotations
@@ -26,35 +24,36 @@ from synkhronos.function.program import PLAIN
 from synkhronos.graphs import loaded_libraries
 from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command, Rank, Session, SharedArray
-from synkhronos.ranks.task import Task, TaskMemory
+from synkhronos.ranks.task import RankTask, TaskMemory
 from synkhronos.tasks.local import LocalFunction, LocalRows
 from synkhronos.tasks.worker import Worker
 
-#: Locks beside one for each rank.
-_LOCKS = 8
+#: Number of locks in addition to one for each rank.
+_EXTRA_LOCKS = 8
 
 
 def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """Run a program on every rank, this one's included, each at its own pace.
+    """Run a program on every rank, the master included, each at its own pace.
 
     Parameters
     ----------
     program : callable
-        Called on each rank as ``program(worker, *args, **kwargs)`` with its `Worker`.  The other ranks have to find it:
-        take a function of a module, or one that the script defines before `fork`.
+        Function that each rank calls as ``program(worker, *args, **kwargs)`` with its `Worker`.  The other ranks have
+        to find it by name: use a function of a module, or one that the script defines before `fork`.
     *args, **kwargs
-        Arguments of the program, which have to be picklable.  For a `Function` a rank gets a `LocalFunction`, which
-        computes on that rank alone; for a `Data` object a `LocalRows`; for a shared variable its own copy.
+        Arguments of the program, which have to be picklable.  Instead of a `Function` a rank gets a `LocalFunction`,
+        which computes on that rank alone; instead of a `Data` object `LocalRows`; instead of a shared variable its own
+        copy.
 
     Returns
     -------
     list
-        The program's results, in rank order.
+        Results of the program, in rank order.
 
     Raises
     ------
     TypeError
-        If the program or an argument can't be pickled; nothing has run then.
+        If the program or an argument can't be pickled.  Nothing has run then.
     WorkerError
         If the program has raised on another rank, or that rank has died.
     BaseException
@@ -62,9 +61,9 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
 
     Notes
     -----
-    A rank that fails ends the program on all ranks.  The others stop when they next call a compiled function, wait for
-    others, or call `Worker.progress`.  With ``fork(timeout=...)`` that many seconds may pass between two such calls of
-    a rank.
+    If one rank fails, the program ends on all ranks.  The other ranks stop at their next call of a compiled function,
+    wait, or call of `Worker.progress`.  With ``fork(timeout=...)`` a rank may take that many seconds from one such call
+    to the next.
 
     Examples
     --------
@@ -86,43 +85,43 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         functions: list[Any] = []
         arrays: list[SharedArray] = []
         payload = _pack(session, (program, args, kwargs), functions, arrays)
-        memory = TaskMemory(0, session.size, session.size + _LOCKS)
+        memory = TaskMemory(0, session.size, session.size + _EXTRA_LOCKS)
         segment = session.memory.create(memory.nbytes)
         memory = replace(memory, key=segment.key)
         try:
             memory.prepare(segment)
-            results: list[Any] = session.run(Program(memory, payload, tuple(functions), tuple(arrays)))
+            results: list[Any] = session.run(RunProgram(memory, payload, tuple(functions), tuple(arrays)))
         finally:
             session.memory.release("segment", memory.key)
         return results
 
 
-class _ProgramFields(NamedTuple):
+class _RunProgramFields(NamedTuple):
     memory: TaskMemory
     payload: bytes
     functions: tuple[Any, ...]
     arrays: tuple[SharedArray, ...]
 
 
-class Program(_ProgramFields, Command):
+class RunProgram(_RunProgramFields, Command):
     """Run a program on every rank.
 
     Attributes
     ----------
     memory : TaskMemory
     payload : bytes
-        The pickled program and its arguments.
+        Pickled program and arguments.
     functions : tuple
-        The keys of the functions among these.
-    arrays : tuple
-        Where the Data objects among these lie.
+        Keys of the functions among the arguments.
+    arrays : tuple of SharedArray
+        Data objects among the arguments whose rows are sent to other hosts.
     """
 
     __slots__ = ()
 
     def run(self, rank: Rank) -> list[Any]:
-        """Run it on this rank; the master returns all ranks' results."""
-        task = Task(rank, self.memory)
+        """Run the program on this rank; return all ranks' results in the master, an empty list in workers."""
+        task = RankTask(rank, self.memory)
         self._compile(rank)
         unpickler = _Unpickler(io.BytesIO(self.payload))
         unpickler.rank, unpickler.task = rank, task
@@ -138,20 +137,20 @@ class Program(_ProgramFields, Command):
         try:
             payload = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise TypeError(f"the program has returned what can't be pickled: {error}") from error
-        task.meet("the end of the program")
-        return self._gathered(rank, payload)
+            raise TypeError(f"the result of the program can't be pickled: {error}") from error
+        task.barrier("the end of the program")
+        return self._gather_results(rank, payload)
 
-    def _gathered(self, rank: Rank, payload: bytes) -> list[Any]:
-        """Return, in the master, what each rank has pickled: it alone needs room for all."""
+    def _gather_results(self, rank: Rank, payload: bytes) -> list[Any]:
+        """Gather the pickled results of all ranks in the master."""
         lengths = rank.exchange(len(payload))
         layouts = [((length,), np.dtype(np.uint8)) for length in lengths]
-        room = [np.empty(*layout) for layout in layouts] if rank.is_master else None
-        HOST.communicator(rank).gather(np.frombuffer(payload, np.uint8), rank.root, layouts, room)
-        return [] if room is None else [pickle.loads(each.data) for each in room]
+        out = [np.empty(*layout) for layout in layouts] if rank.is_master else None
+        HOST.communicator(rank).gather(np.frombuffer(payload, np.uint8), rank.root, layouts, out)
+        return [] if out is None else [pickle.loads(each.data) for each in out]
 
     def _compile(self, rank: Rank) -> None:
-        """Compile what the program may call: the master first, who fills the compiler's cache."""
+        """Compile the functions among the arguments: on the master first, which fills the compiler's cache."""
         if not self.functions:
             return
         if rank.is_master:
@@ -161,11 +160,11 @@ class Program(_ProgramFields, Command):
         rank.barrier()
         for key in self.functions:
             get_object(rank, key).compile(PLAIN)
-        rank.threads.limit()  # what was compiled may have brought a BLAS with it
+        rank.threads.limit()  # the compiled code may have loaded a BLAS
 
 
 def _pack(session: Session, value: Any, functions: list[Any], arrays: list[SharedArray]) -> bytes:
-    """Pickle what the program gets, and note the keys of the functions in it, and where its Data objects lie."""
+    """Pickle the program and its arguments; append to the lists the functions and Data objects among them."""
     stream = io.BytesIO()
     pickler = _Pickler(stream, pickle.HIGHEST_PROTOCOL)
     pickler.session, pickler.functions, pickler.arrays = session, functions, arrays
@@ -180,7 +179,7 @@ def _pack(session: Session, value: Any, functions: list[Any], arrays: list[Share
 
 
 class _Pickler(pickle.Pickler):
-    """Says the key of what the ranks have."""
+    """A pickler that replaces objects which the ranks have by references."""
 
     session: Session
     functions: list[Any]
@@ -204,13 +203,15 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    rank: Rank
-    task: Task
+    """An unpickler that replaces references by this rank's local counterparts."""
 
-    def persistent_load(self, found: Any) -> Any:
-        kind, what = found
+    rank: Rank
+    task: RankTask
+
+    def persistent_load(self, reference: Any) -> Any:
+        kind, key = reference
         if kind == "function":
-            return LocalFunction(self.rank, self.task, get_object(self.rank, what))
+            return LocalFunction(self.rank, self.task, get_object(self.rank, key))
         if kind == "data":
-            return LocalRows(self.rank, what)
-        return get_object(self.rank, what)
+            return LocalRows(self.rank, key)
+        return get_object(self.rank, key)

@@ -249,7 +249,7 @@ class RankLoop(Loop):
         state.count_items = self._count_items if plan.has_weight else None
         self._agreement = StopAgreement(worker)
         row = sum(math.prod(each.shape[1:]) * each.dtype.itemsize for each in source.data)
-        self.most = max(1, min(source.most, step.most_at_once, _BYTES // max(1, row * plan.batch)))
+        self.most = max(1, min(source.most, step.max_times, _BYTES // max(1, row * plan.batch)))
         if isinstance(source, Feed):
             source.open(worker.number)
 
