@@ -88,7 +88,7 @@ def rows_a_second(worker: Any, rule: rules.Rule | None, params: list[Any], share
         else:
             taken += worker.size
         time.sleep(pause)
-        left = rule.left(state)
+        left = rule.count_steps_left(state)
         state.step += 1
         state.since += 1
         if left == 1:

@@ -5,7 +5,7 @@ import numpy as np
 from synkhronos.devices import JAX
 from synkhronos.graphs import library_of
 from synkhronos.rules import Rule, State
-from synkhronos.rules.elastic import centre_of
+from synkhronos.rules.elastic import read_centre
 
 
 def gradient(problem, rank, step, x):
@@ -46,7 +46,7 @@ def train(worker, rule, w, v, shared, problem, kind, eta, steps, on_device=False
         )  # fmt: skip
         state.vector = x
         state.optimizer.set(velocity)
-        due = rule.left(state) == 1
+        due = rule.count_steps_left(state) == 1
         state.step += 1
         state.since += 1
         if due:
@@ -93,7 +93,7 @@ def gossip(worker, rule, w, shared, vectors, sends, on_device=False):
     seen = []
     for source, to in sends:
         if worker.number == source:
-            rule.send(worker, state, to)
+            rule._send(worker, state, to)
         worker.barrier("sent")
         mine = state.shared["weights"][worker.number], state.shared["mail"][worker.number].copy()
         seen.append((state.own["weight"], np.array(state.vector), *mine))
@@ -113,7 +113,7 @@ def elastic_once(worker, rule, w, shared, vectors, centre):
         if r == worker.number:
             rule.exchange(worker, state)
     worker.barrier("done")
-    return np.array(state.vector), centre_of(worker, state)
+    return np.array(state.vector), read_centre(worker, state)
 
 
 def vector_there_and_back(worker, w, on_device):

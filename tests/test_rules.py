@@ -182,7 +182,7 @@ def test_alpha_of_one_swaps_and_of_a_half_meets_in_the_middle(n):
 def test_downpour_exchanges_again_after_an_interrupt_that_came_before_an_exchange(push, fetch):
     rule = rules.Downpour(push, fetch)
     state = SimpleNamespace(step=push, since=2)  # the steps have been counted, and nothing was exchanged
-    state.step += rule.left(state)
+    state.step += rule.count_steps_left(state)
     assert state.step % 2 == 0  # only at such steps there is anything to push or to fetch
 
 
@@ -298,7 +298,7 @@ def test_gossip_loses_nothing_in_training(n, on_device):
 def test_swaps(n, replace):
     rule = rules.Swap(1, replace, seed=1)
     for step in range(20):
-        sources = rule.sources(n, step)
+        sources = rule.choose_sources(n, step)
         if replace:
             assert len(set(sources)) == n - n // 2
         else:
@@ -308,7 +308,7 @@ def test_swaps(n, replace):
     x = [X0.copy() for _ in range(n)]
     for step in range(4):
         x = [programs.local_step("sgd", x[r], 0, programs.gradient(problem(), r, step, x[r]), ETA)[0] for r in range(n)]
-        x = [x[source] for source in rule.sources(n, step + 1)]
+        x = [x[source] for source in rule.choose_sources(n, step + 1)]
         np.testing.assert_allclose(way[:, step + 1], x, **CLOSE)
 
 
@@ -385,7 +385,7 @@ def test_elastic_exchanges_in_float32_drift_no_further():
     total = xs.sum(0, dtype="float64") + centre
     scratch = np.empty(1000, "float32")
     for i in range(2000):
-        elastic_rule.elastic([(xs[i % 4], slice(0, 1000))], centre, 0.225, scratch)
+        elastic_rule.exchange_blocks([(xs[i % 4], slice(0, 1000))], centre, 0.225, scratch)
     assert np.abs(xs.sum(0, dtype="float64") + centre - total).max() < 5e-5
 
 
@@ -402,7 +402,7 @@ WRONG = [
     (lambda: rules.BSP(exclude=callable), "exclude: expected average='params'"),
     (lambda: rules.GoSGD(0), "probability: expected a number above 0, up to 1, got 0"),
     (lambda: rules.EAMSGD(momentum=1), "momentum: expected a number from 0, below 1, got 1"),
-    (lambda: rules.Downpour(1, 2, asynchronous=False), "push, fetch: expected the same"),
+    (lambda: rules.Downpour(1, 2, asynchronous=False), "push, fetch: expected equal numbers"),
     (lambda: rules.LocalSGD(exclude="bn"), "exclude: expected a function"),
     (lambda: rules.PostLocal(start=0), "start: expected at least 1, got 0"),
     (lambda: rules.SlowMo(lr=0), "lr: expected a positive number, got 0"),

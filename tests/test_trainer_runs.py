@@ -276,12 +276,12 @@ class Interrupted(rules.GoSGD):
             self.fail()
         super().setup(worker, state)
 
-    def send(self, worker, state, to):
+    def _send(self, worker, state, to):
         if self.place == "lock" and worker.number == 1 and not Interrupted.failed:
             worker = SimpleNamespace(lock=self.fail)
         elif worker.number == 0:
             time.sleep(0.05)  # or it might have taken all batches before rank 1 comes for one
-        super().send(worker, state, to)
+        super()._send(worker, state, to)
 
     def fail(self, *_):
         if not Interrupted.failed:

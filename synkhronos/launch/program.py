@@ -379,7 +379,7 @@ class _Run:
         if self.watch.is_due and not self.rule.asynchronous:
             self.watch.compare(worker)
         self.watch.check_change(self.recorder.learning_rate, epoch_ended=False)
-        due = self.rule.left(state) == 1
+        due = self.rule.count_steps_left(state) == 1
         state.step += 1
         state.since += 1
         if due:

@@ -1,34 +1,11 @@
-"""How do ranks that train at their own pace keep together?
+"""Exchange rules: how ranks that train on different rows keep their parameters together.
 
-A rule says what ranks do with their parameters after so many steps of their own.  Each is a small class; `Rule` is what
-they have in common, and what a rule of your own begins with.
+A rule is a subclass of `Rule`.  Each rank takes steps of its own, and after `Rule.period` steps calls
+`Rule.exchange` with its `State`: the parameters as one vector, and arrays of the rule.
 
-Together, all ranks at once:
-
-`BSP`
-    After each step: gradients, or parameters, are averaged.
-`LocalSGD`, `PostLocal`
-    After some steps: parameters are averaged.
-`SlowMo`, `DiLoCo`
-    The same, and the average's way has a momentum of its own.
-`Swap`
-    Pairs of ranks change parameters.
-
-Each rank by itself, whenever it is ready (the first two also together):
-
-`EASGD`, `EAMSGD`
-    Ranks are tied to a centre by springs.
-`Downpour`, `ASGD`
-    Ranks send their steps to a centre, and fetch it.
-`GoSGD`
-    Ranks send their parameters to each other, now and then; ``GOSGD`` is the same, by Theano-MPI's name.
-
-What a rule works on:
-
-`State`
-    One rank's parameters as a vector, and what the rule remembers.
-`shared_memory`
-    What a rule asks for that all ranks see.
+Synchronous rules use collectives, so all ranks exchange at the same step: `BSP`, `LocalSGD`, `PostLocal`, `SlowMo`,
+`DiLoCo` and `Swap`.  Asynchronous rules use shared memory under locks, and no rank waits for another one's step:
+`EASGD`, `EAMSGD`, `Downpour`, `ASGD` and `GoSGD`.  `GOSGD` is Theano-MPI's name of the last.
 """
 
 from synkhronos.rules.base import Rule, shared_memory

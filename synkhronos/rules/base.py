@@ -1,16 +1,4 @@
-"""What rules have in common.
-
-`Rule`
-    A rule does nothing: ranks train on their own.
-`shared_memory`
-    What a rule asks for that all ranks see.
-`by_rows`
-    A reduction in which running averages count by their rows.
-`average`
-    The mean of all ranks' vectors, in one precision or another.
-`check_share`, `check_momentum`, `check_period`
-    Refuse wrong options.
-"""
+"""Base class of exchange rules, and reductions of parameter vectors that several rules share."""
 
 from __future__ import annotations
 
@@ -26,19 +14,19 @@ from synkhronos.devices import JAX
 from synkhronos.rules.state import State, concatenate
 from synkhronos.tasks import Worker
 
-#: The precisions in which parameters can be exchanged; None is their own.
+#: Dtypes in which parameters can be exchanged; None is their own dtype.
 PRECISIONS = (None, "float32", "float16", "bfloat16")
 
 
 class Rule:
-    """How ranks that train exchange their parameters; this base class does nothing.
+    """Base class of exchange rules; by itself it exchanges nothing.
 
-    A rule of your own overrides `exchange`, and other methods where it needs to:
+    A subclass overrides `exchange`, and other methods as needed:
 
     .. code-block:: python
 
         class Halfway(rules.Rule):
-            "Every 5 steps each rank goes half-way to the mean."
+            "Moves each rank half-way to the mean every 5 steps."
 
             period = 5
 
@@ -48,19 +36,23 @@ class Rule:
     Parameters
     ----------
     period : int or callable, optional
-        The number of steps between two exchanges; a callable gets the number of steps taken, and returns this number.
-        By default that of the class.
+        Number of steps between two exchanges.  A callable takes the number of steps so far and returns this number.
+        The default is the class attribute.
     exclude : callable, optional
-        Returns whether a parameter, a shared variable, stays each rank's own, as those of batch normalisation may.
+        Takes a parameter, a shared variable, and returns whether it is not exchanged, as for batch normalisation.
     precision : {None, "float32", "float16", "bfloat16"}
-        The dtype in which ranks exchange; None is the parameters' own.  In 16 bits ranks exchange how far they have
-        come since they were last the same, not the parameters, whose small steps would be lost.
+        Dtype in which ranks exchange; None is the parameters' dtype.  In 16 bits ranks exchange the changes since they
+        were last equal, because small changes of the parameters themselves would be rounded away.
 
     Attributes
     ----------
     asynchronous : bool
-        Whether each rank exchanges whenever it is ready.  Then no rank waits for another, and each fetches its next
-        batch when it is ready.
+        Whether each rank takes batches and exchanges at its own pace, without waiting for others.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For wrong arguments.
     """
 
     asynchronous: bool = False
@@ -75,7 +67,7 @@ class Rule:
         exclude: Callable[[Any], bool] | None = None,
         precision: str | None = None,
     ):
-        if period is not None:  # else what the class says
+        if period is not None:  # else the class attribute applies
             self.period = period if callable(period) else check_period(period, "period")
         if exclude is not None and not callable(exclude):
             raise TypeError(f"exclude: expected a function of a shared variable, got {exclude!r}")
@@ -85,54 +77,73 @@ class Rule:
         self.precision = precision
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "exclude": None, "_run": None}  # asked in the master alone
+        return {**self.__dict__, "exclude": None, "_run": None}  # used in the master only; may not be picklable
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options().items())
         return f"{type(self).__name__}({options})"
 
     def options(self) -> dict[str, Any]:
-        """Return what the rule was made with, for records; functions are left out."""
+        """Return the constructor's arguments for records, without those that are None or callables."""
         found = {name: getattr(self, name, None) for name in inspect.signature(type(self)).parameters}
         return {name: value for name, value in found.items() if value is not None and not callable(value)}
 
-    # -- what a rule of your own may override ----------------------------------------------------------------
+    # -- methods for subclasses to override ------------------------------------------------------------------
 
     def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Return shape and dtype of each array that all ranks have to see, by name: see ``shared`` of `State`.
+        """Return the arrays that the rule needs in shared memory, as ``{name: (shape, dtype)}``.
 
-        On several hosts each has its own, of zeros at first.  Ranks see what others have written under a lock: see
-        `synkhronos.tasks.Worker.lock`, to which ``rows`` of `State` are given.
+        The arrays start as zeros, and are in ``shared`` of `State`.  Ranks access them under a
+        `synkhronos.tasks.Worker.lock`, which takes ``rows`` of `State`; each host has a copy, which the lock updates.
+
+        Parameters
+        ----------
+        n_ranks : int
+        size : int
+            Number of elements of `State.vector`.
+        dtype : dtype
+            Dtype of `State.vector`.
         """
         return {}
 
     def setup(self, worker: Worker, state: State) -> None:
-        """Begin: all ranks have the same parameters."""
+        """Initialise ``state.own`` and shared memory, before the first step; all ranks' parameters are equal."""
         if self.precision not in (None, "float32"):
             state.own["anchor"] = state.vector
 
     def exchange(self, worker: Worker, state: State) -> Any:
-        """Exchange parameters, after the steps that `period` says."""
+        """Exchange parameters; called on each rank after each `period` steps."""
 
     def report(self, worker: Worker, state: State) -> Any:
-        """Return the parameters that stand for all ranks' at a report: those to validate, and to use in the end.
+        """Return the vector of parameters to validate, and to use after training; by default the mean over ranks.
 
-        All ranks come here at once, with nothing under way.
+        All ranks call this together, with no exchange pending.
         """
-        return by_rows(state, state.vector, worker.all_reduce)
+        return reduce_by_rows(state, state.vector, worker.all_reduce)
 
     def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-        """Return what each of another number of ranks starts with, from what the former ranks had.
+        """Convert the states of a checkpoint to another number of ranks.
 
-        Each has ``params``, ``optimizer``, ``own``, ``step`` and ``since``.  By default all start from the means of
-        parameters and of the optimizer's variables.
+        By default all ranks start from the means of the parameters and of the optimizer's variables.
+
+        Parameters
+        ----------
+        ranks : list of dict
+            Saved state of each rank: ``params``, ``optimizer``, ``excluded``, ``own``, ``shared``, ``step``, ``since``.
+        size : int
+            New number of ranks.
+
+        Returns
+        -------
+        list of dict
+            State of each of the ``size`` ranks.
         """
         first = ranks[0]
         means = {name: np.mean([each[name] for each in ranks], axis=0) for name in ("params", "optimizer", "excluded")}
         means = {name: mean.astype(first[name].dtype) for name, mean in means.items()}
         return [{**first, **means} for _ in range(size)]
 
-    # -- a run of its own ------------------------------------------------------------------------------------
+    # -- training by the launcher ----------------------------------------------------------------------------
 
     def init(
         self,
@@ -141,79 +152,129 @@ class Rule:
         modelclass: str = "",
         **settings: Any,
     ) -> None:
-        """Start to train a class by this rule, in processes of its own; `wait` waits for them.
+        """Start training a model class by this rule in new processes, and return; `wait` waits for them.
 
         Parameters
         ----------
         devices : list of str, optional
-            One for each rank: ``cuda0`` or ``gpu0`` and so on, or ``cpu``.
+            Device of each rank: ``cpu``, or ``cuda0``, ``gpu0`` and so on.
         modelfile, modelclass : str
-            The module, ``models.mlp`` or ``models/mlp.py``, and the class in it.
+            Module, such as ``models.mlp`` or ``models/mlp.py``, and the class in it.
         **settings
-            Others of a session file: ``folder``, ``epochs``, ``config`` and so on.
+            Other settings of a session file: ``folder``, ``epochs``, ``config`` and so on.
 
         Raises
         ------
         SettingsError
-            If one of them is wrong; nothing has started then.
+            If a setting is wrong.  No process has been started then.
+        RuntimeError
+            If a run has been started already.
+
+        Examples
+        --------
+        .. code-block:: python
+
+            rule = rules.BSP()
+            rule.init(devices=["cuda0", "cuda1"], modelfile="models.mlp", modelclass="MLP", epochs=10)
+            folder = rule.wait()
         """
-        from synkhronos.launch.handle import Run  # it stands above the rules
+        from synkhronos.launch.handle import Run  # the launcher is a layer above
 
         if self._run is not None:
             raise RuntimeError("init() was called already: call wait(), or make another rule")
         self._run = Run(self, devices, modelfile, modelclass, **settings)
 
     def wait(self) -> Any:
-        """Wait for the run that `init` has started, and return the run's folder.
+        """Wait for the run that `init` has started, and return its folder.
 
         Raises
         ------
         RuntimeError
-            If the run has failed.
+            If the run has failed, or `init` was not called.
         """
         if self._run is None:
             raise RuntimeError("wait(): expected a call of init() before it")
         run, self._run = self._run, None
         return run.wait()
 
-    # -- what the trainer asks -------------------------------------------------------------------------------
+    # -- for trainers and subclasses -------------------------------------------------------------------------
 
-    def left(self, state: State) -> int:
-        """Return how many steps there are until the next exchange."""
+    def count_steps_left(self, state: State) -> int:
+        """Return the number of steps until the next exchange, at least 1."""
         period = self.period(state.step) if callable(self.period) else self.period
         return max(1, period - state.since)
 
     def mean(self, worker: Worker, state: State, factor: float = 1.0) -> Any:
-        """Return the mean of all ranks' parameters: of running averages, by the rows since the last exchange.
+        """Return the mean of all ranks' parameters.  A collective.
 
-        ``factor`` is this rank's weight divided by the mean weight of all ranks.
+        Running averages are weighted by the rows since the last exchange.
+
+        Parameters
+        ----------
+        worker : Worker
+        state : State
+        factor : float
+            Weight of this rank's parameters divided by the mean weight of all ranks.
+
+        Returns
+        -------
+        array
+            Of the shape of `State.vector`.
+
+        Raises
+        ------
+        RuntimeError
+            If the precision has 16 bits, and a subclass's `setup` has not called that of `Rule`.
         """
 
         def reduce(vector: Any) -> Any:
             return average(worker, vector, self.precision)
 
         if self.precision in (None, "float32"):
-            return by_rows(state, _scaled(state, state.vector, factor), reduce, self.precision)
+            return reduce_by_rows(state, _scale_parameters(state, state.vector, factor), reduce, self.precision)
         anchor = state.own.get("anchor")
         if anchor is None:
-            raise RuntimeError("a rule that exchanges in 16 bits has to call super().setup() in its own setup()")
-        mean = anchor + by_rows(state, _scaled(state, state.vector - anchor, factor), reduce, self.precision)
+            raise RuntimeError("setup() of a rule with 16-bit precision has to call super().setup()")
+        mean = anchor + reduce_by_rows(
+            state, _scale_parameters(state, state.vector - anchor, factor), reduce, self.precision
+        )
         state.own["anchor"] = mean
         return mean
 
 
-def _scaled(state: State, vector: Any, factor: float) -> Any:
-    """Multiply the parameters of a vector, but not its running averages."""
+def _scale_parameters(state: State, vector: Any, factor: float) -> Any:
+    """Return a vector whose parameters, but not its running averages, are multiplied by a factor."""
     return vector if factor == 1 else state.with_averages(vector * vector.dtype.type(factor), vector)
 
 
 def shared_memory(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, Data]:
-    """Return the memory that a rule asks for, of zeros: arguments of a program, in which a `State` takes it.
+    """Allocate the arrays of `Rule.memory`, as zeros, for a program that `synkhronos.run` starts.
+
+    Parameters
+    ----------
+    rule : Rule
+    n_ranks : int
+    size : int
+        Number of elements of the parameters.
+    dtype : dtype
+        Dtype of the parameters.
+
+    Returns
+    -------
+    dict of str to Data
+        Argument of the program, which passes it to `State` as ``shared``.
 
     Raises
     ------
     MemoryError
-        If there is no room in ``/dev/shm``.
+        If ``/dev/shm`` has too little space.
+
+    Examples
+    --------
+    .. code-block:: python
+
+        memory = rules.shared_memory(rule, n_ranks=2, size=1000, dtype=np.dtype("float32"))
+        synk.run(program, rule, params, memory)
     """
     memory = {
         name: data(shape=shape, dtype=dtype) for name, (shape, dtype) in rule.memory(n_ranks, size, dtype).items()
@@ -223,31 +284,31 @@ def shared_memory(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[
     return memory
 
 
-def by_rows(state: State, vector: Any, reduce: Callable[[Any], Any], precision: str | None = None) -> Any:
-    """Reduce ranks' vectors, whose running averages become means by rows, in one collective.
+def reduce_by_rows(state: State, vector: Any, reduce: Callable[[Any], Any], precision: str | None = None) -> Any:
+    """Reduce vectors over ranks in one collective, with running averages weighted by rows.
 
     Parameters
     ----------
     state : State
     vector : array
-        This rank's, whose last ``state.averages`` elements are running averages, or their changes.
+        This rank's vector.  Its last ``state.average_size`` elements are running averages, or changes of them.
     reduce : callable
-        Takes a vector; returns the mean or the sum of all ranks'.
+        Takes a vector, and returns the mean or the sum over ranks.
     precision : str, optional
-        The dtype in which `reduce` exchanges vectors.
+        Dtype in which ``reduce`` exchanges vectors.
 
     Returns
     -------
     array
-        What `reduce` returns, but for the running averages.  Each counts by its rank's rows since the last exchange,
-        or equally where no rank has had any.
+        Result of ``reduce`` for the parameters.  Running averages are means over ranks, weighted by the rows since the
+        last exchange, or equally if no rank has had rows.
     """
-    n = state.averages
+    n = state.average_size
     if not n:
         return reduce(vector)
-    # Powers of two that vanish beside any number of rows: what they multiply is not rounded.
+    # Weight of a rank without rows: negligible beside any number of rows.  A power of two, so products are exact.
     least = 2.0**-14 if "float16" in (precision, vector.dtype.name) else 2.0**-64
-    # Numbers up to 1, for the narrow range of float16.
+    # At most 1, for the narrow range of float16.
     weight = max(state.own.get("batches", 0.0) / max(1, state.since), least)
     sent = concatenate(vector[:-n], vector[-n:] * weight, np.full(1, weight, vector.dtype))
     reduced = reduce(sent.astype(vector.dtype))
@@ -255,11 +316,23 @@ def by_rows(state: State, vector: Any, reduce: Callable[[Any], Any], precision: 
 
 
 def average(worker: Worker, vector: Any, precision: str | None) -> Any:
-    """Return the mean of all ranks' vectors, exchanged in a precision.
+    """Return the mean of a vector over all ranks.  A collective.
 
     No sum overflows: vectors are divided before they are added, or are added in a wider dtype.
-    The vector's memory may be overwritten.  In host memory bfloat16 is a rounding of float32, which is what moves;
-    between GPUs 16 bits move.
+
+    Parameters
+    ----------
+    worker : Worker
+    vector : array
+        May be overwritten.
+    precision : str or None
+        Dtype in which values are exchanged; None is the vector's.  In host memory "bfloat16" exchanges float32 values
+        that are rounded to it; GPUs exchange 16 bits.
+
+    Returns
+    -------
+    array
+        Of the vector's dtype.
     """
     dtype = vector.dtype
     if precision is None or np.dtype(dtype).name == precision:
@@ -273,14 +346,14 @@ def average(worker: Worker, vector: Any, precision: str | None) -> Any:
 
 
 def as_bfloat16(vector: np.ndarray) -> np.ndarray:
-    """Round finite numbers to float32 whose last 16 bits are 0: the nearest, or of two as near the even one."""
+    """Return float32 values rounded to bfloat16, to nearest with ties to even; for finite numbers."""
     bits = np.ascontiguousarray(vector, np.float32).view(np.uint32)
     rounded = (bits + (((bits >> 16) & 1) + 0x7FFF).astype(np.uint32)) & np.uint32(0xFFFF0000)
     return rounded.view(np.float32)
 
 
-def check_share(value: Any, name: str) -> float:
-    """Refuse what is no number above 0, up to 1."""
+def check_fraction(value: Any, name: str) -> float:
+    """Return a number in (0, 1]; raise TypeError or ValueError."""
     checked = number(value, name)
     if not 0 < checked <= 1:
         raise ValueError(f"{name}: expected a number above 0, up to 1, got {value!r}")
@@ -288,7 +361,7 @@ def check_share(value: Any, name: str) -> float:
 
 
 def check_momentum(value: Any) -> float:
-    """Refuse what is no number from 0 up to, but not including, 1."""
+    """Return a number in [0, 1); raise TypeError or ValueError."""
     checked = number(value, "momentum")
     if not 0 <= checked < 1:
         raise ValueError(f"momentum: expected a number from 0, below 1, got {value!r}")
@@ -296,5 +369,5 @@ def check_momentum(value: Any) -> float:
 
 
 def check_period(value: Any, name: str) -> int:
-    """Refuse what is no number of steps."""
+    """Return a number of steps, at least 1; raise TypeError or ValueError."""
     return at_least(value, name, 1, "a number of steps")

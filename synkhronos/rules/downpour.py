@@ -1,10 +1,4 @@
-"""Rules by which ranks send their steps to a centre, and fetch it.
-
-`Downpour`
-    Sends and fetches each so often.
-`ASGD`
-    Does both at once.
-"""
+"""Rules in which ranks add their changes to a common centre, and copy it."""
 
 from __future__ import annotations
 
@@ -16,28 +10,33 @@ import numpy as np
 
 from synkhronos.checks import flag
 from synkhronos.devices import JAX
-from synkhronos.rules.base import Rule, by_rows, check_period
-from synkhronos.rules.elastic import CENTRE, centre_of
+from synkhronos.rules.base import Rule, check_period, reduce_by_rows
+from synkhronos.rules.elastic import CENTRE_LOCK, read_centre
 from synkhronos.rules.state import BLOCK, State
 from synkhronos.tasks import Worker
 
 
 class Downpour(Rule):
-    """Downpour SGD: ranks add their steps to a centre every ``push`` steps, and copy the centre every ``fetch`` steps.
+    """Downpour SGD: a rank adds its change to a centre every ``push`` steps, and copies it every ``fetch`` steps.
 
-    With a the sum of a rank's steps since it last pushed: x̃ ← x̃ + a, a ← 0 on a push; x ← x̃ on a fetch: Dean et al.,
-    "Large scale distributed deep networks" (2012), appendix, algorithm 1.1.  Together (``asynchronous=False``) the
-    steps of all ranks are summed: with period 1 gradient descent at p times the learning rate.  The steps of all ranks
-    add up, so that the learning rate has to be lower with more of them, and periods short.
+    With a, the sum of a rank's steps since its last push: x̃ ← x̃ + a, a ← 0 at a push; x ← x̃ at a fetch.  Dean et
+    al., "Large scale distributed deep networks" (2012), appendix, algorithm 1.1.  The steps of all ranks add up: more
+    ranks need a lower learning rate and short periods.  With ``asynchronous=False`` and period 1 this is gradient
+    descent at p times the learning rate.
 
     Parameters
     ----------
     push, fetch : int
-        A rank's steps between two pushes, and between two fetches.
+        Number of a rank's steps between two pushes, and between two fetches.
     asynchronous : bool
-        Whether each rank does so when it is ready, under a lock.
-    exclude
-        As for `Rule`.
+        Whether each rank exchanges at its own pace, under a lock.
+    exclude : callable, optional
+        See `Rule`.
+
+    Examples
+    --------
+    >>> Downpour(push=2, fetch=4)
+    Downpour(push=2, fetch=4, asynchronous=True)
     """
 
     def __init__(
@@ -51,19 +50,22 @@ class Downpour(Rule):
         super().__init__(math.gcd(self.push, self.fetch), exclude)
         self.asynchronous = flag(asynchronous, "asynchronous")
         if not self.asynchronous and self.push != self.fetch:
-            raise ValueError(f"push, fetch: expected the same for all ranks together, got {push} and {fetch}")
+            raise ValueError(f"push, fetch: expected equal numbers with asynchronous=False, got {push} and {fetch}")
 
     def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Return the centre, and how often it was written."""
+        """Return the shapes of the centre, and of the number of pushes so far."""
         return {"centre": ((size,), dtype), "sequence": ((1,), np.int64)} if self.asynchronous else {}
 
-    def left(self, state: State) -> int:
-        """Return how many steps there are until the next exchange, also if an interrupt has kept one from its place."""
+    def count_steps_left(self, state: State) -> int:
+        """Return the number of steps until the next exchange.
+
+        It depends on ``state.step`` and not on ``state.since``, so that it is right after an interrupted exchange.
+        """
         period = math.gcd(self.push, self.fetch)
         return period - state.step % period
 
     def setup(self, worker: Worker, state: State) -> None:
-        """Begin, with the centre where all are."""
+        """Set the centre to the parameters."""
         state.own["base"] = state.vector
         state.own["seen"] = 0
         if not self.asynchronous:
@@ -73,78 +75,82 @@ class Downpour(Rule):
         worker.barrier("the centre is set")
 
     def exchange(self, worker: Worker, state: State) -> int | None:
-        """Push, fetch, or both; return the push's number, if ranks come one by one."""
+        """Push, fetch, or both; return the number of the push, or None without one or in a synchronous exchange."""
         if not self.asynchronous:
             steps = state.vector - state.own["base"]
-            state.own["base"] = state.own["base"] + by_rows(state, steps, lambda each: worker.all_reduce(each, "sum"))
+            state.own["base"] = state.own["base"] + reduce_by_rows(
+                state, steps, lambda vector: worker.all_reduce(vector, "sum")
+            )
             state.vector = state.own["base"]
             return None
         pushes, fetches = state.step % self.push == 0, state.step % self.fetch == 0
-        return self._exchanged(worker, state, pushes, fetches) if pushes or fetches else None
+        return self._push_and_fetch(worker, state, pushes, fetches) if pushes or fetches else None
 
-    def _exchanged(self, worker: Worker, state: State, pushes: bool, fetches: bool) -> int | None:
-        """Push, fetch, or both; return the push's number."""
-        runs, vector = state.opened()
+    def _push_and_fetch(self, worker: Worker, state: State, pushes: bool, fetches: bool) -> int | None:
+        """Push, fetch, or both, under the lock; return the number of the push, or None without one."""
+        runs, vector = state.open_memory()
         rows, own = state.rows, state.own
-        with worker.lock(CENTRE) as lock:
+        with worker.lock(CENTRE_LOCK) as lock:
             lock.read(rows["sequence"], rows["centre"])
             sequence = int(state.shared["sequence"][0])
-            alone = sequence == own["seen"]  # nobody else has written since this rank fetched
+            is_unchanged = sequence == own["seen"]  # no other rank has pushed since this rank fetched
             if runs is None:
-                vector = self._on_device(state, vector, pushes, fetches, alone)
+                vector = self._exchange_on_device(state, vector, pushes, fetches, is_unchanged)
             else:
-                self._by_blocks(state, runs, pushes, fetches, alone)
+                self._exchange_blocks(state, runs, pushes, fetches, is_unchanged)
             if pushes:
                 state.shared["sequence"][0] = sequence + 1
                 lock.write(rows["sequence"], rows["centre"])
-            # Who has fetched, and has nothing left to push, stands where the centre is until somebody else writes.
-            own["seen"] = sequence + 1 if pushes and (fetches or alone) else -1
+            # Invariant: while sequence == own["seen"], this rank's base is the centre.
+            own["seen"] = sequence + 1 if pushes and (fetches or is_unchanged) else -1
         if vector is not None and fetches:
             state.vector = vector
         return sequence if pushes else None
 
-    def _by_blocks(self, state: State, runs: list[np.ndarray], pushes: bool, fetches: bool, alone: bool) -> None:
-        """Push, fetch, or both, in place."""
-        centre, base, d = state.shared["centre"], state.own["base"], state.scratch("steps", BLOCK)
-        for x, place in state.params.blocks(runs):
-            c, b, steps = centre[place], base[place], d[: x.size]
+    def _exchange_blocks(
+        self, state: State, runs: list[np.ndarray], pushes: bool, fetches: bool, is_unchanged: bool
+    ) -> None:
+        """Push, fetch, or both, in place in host memory."""
+        centre, base, d = state.shared["centre"], state.own["base"], state.get_scratch("steps", BLOCK)
+        for x, bounds in state.params.iterate_blocks(runs):
+            c, b, steps = centre[bounds], base[bounds], d[: x.size]
             np.subtract(x, b, out=steps)
-            if pushes and alone:
-                c[...] = x  # to the last bit where the rank has stepped to
+            if pushes and is_unchanged:
+                c[...] = x  # exact: c + (x - b) could round
             elif pushes:
                 np.add(c, steps, out=c)
             if fetches:
                 x[...] = c
-                # What it has not pushed yet it keeps to push.
+                # Steps that are not pushed yet stay x - base.
                 np.copyto(b, c) if pushes else np.subtract(c, steps, out=b)
             elif pushes:
                 b[...] = x
 
-    def _on_device(self, state: State, x: Any, pushes: bool, fetches: bool, alone: bool) -> Any:
-        """Push, fetch, or both, as `_by_blocks` does; return where the rank is."""
+    def _exchange_on_device(self, state: State, x: Any, pushes: bool, fetches: bool, is_unchanged: bool) -> Any:
+        """Push, fetch, or both, for parameters ``x`` that are a JAX array; return the new parameters."""
         centre, own = state.rows["centre"], state.own
         steps = x - own["base"]
         if pushes:
-            there = x if alone else centre.to_device(JAX) + steps
-            centre.write(there)
+            new_centre = x if is_unchanged else centre.to_device(JAX) + steps
+            centre.write(new_centre)
         else:
-            there = centre.to_device(JAX)
+            new_centre = centre.to_device(JAX)
         if fetches:
-            x = there
-        own["base"] = x if pushes else there - steps
+            x = new_centre
+        own["base"] = x if pushes else new_centre - steps
         return x
 
     def report(self, worker: Worker, state: State) -> Any:
-        """Push what is left, and return the centre."""
+        """Push the remaining steps, and return the centre."""
         if not self.asynchronous:
             return state.own["base"]
         if not (state.vector == state.own["base"]).all():
-            self._exchanged(worker, state, pushes=True, fetches=False)
+            self._push_and_fetch(worker, state, pushes=True, fetches=False)
         worker.barrier("all have pushed")
-        return centre_of(worker, state)
+        return read_centre(worker, state)
 
     def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-        """Start all at the centre; nothing is left to push at a report."""
+        """Start all ranks at the centre.  No steps are lost: a report, which pushes them, precedes a checkpoint."""
         first = ranks[0]
         centre = first["shared"]["centre"] if self.asynchronous else first["own"]["base"]
         own = {"base": centre.copy(), "seen": -1}
@@ -153,16 +159,16 @@ class Downpour(Rule):
 
 
 class ASGD(Downpour):
-    """Asynchronous SGD: `Downpour` that pushes and fetches at once, every ``period`` steps.
+    """Asynchronous SGD: `Downpour` that pushes and fetches every ``period`` steps.
 
     x̃ ← x̃ + (x − x_old), x = x_old = x̃: the rule of this name in Platoon.
 
     Parameters
     ----------
     period : int
-        A rank's steps between two exchanges.
-    exclude
-        As for `Rule`.
+        Number of a rank's steps between two exchanges.
+    exclude : callable, optional
+        See `Rule`.
     """
 
     def __init__(self, period: int = 1, exclude: Callable[[Any], bool] | None = None):

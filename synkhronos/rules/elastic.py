@@ -1,14 +1,4 @@
-"""Rules by which ranks are tied to a centre.
-
-`EASGD`
-    Elastic averaging.
-`EAMSGD`
-    The same, with momentum.
-`elastic`
-    The exchange itself, in host memory.
-`centre_of`
-    The centre, for a report.
-"""
+"""Rules of elastic averaging, in which each rank and a common centre attract each other."""
 
 from __future__ import annotations
 
@@ -19,37 +9,42 @@ import numpy as np
 
 from synkhronos.checks import flag
 from synkhronos.devices import JAX
-from synkhronos.rules.base import Rule, check_momentum, check_share
+from synkhronos.rules.base import Rule, check_fraction, check_momentum
 from synkhronos.rules.state import BLOCK, State
 from synkhronos.tasks import Worker
 
-#: The lock under which the centre is read and written.
-CENTRE = 0
+#: Number of the lock that guards the centre.
+CENTRE_LOCK = 0
 
 
 class EASGD(Rule):
-    """Elastic averaging SGD: each rank is drawn to a centre, and draws the centre.
+    """Elastic averaging SGD: each rank moves towards a centre, and the centre towards the rank.
 
-    Every ``period`` steps of its own a rank does d = α (x^i − x̃), x^i ← x^i − d, x̃ ← x̃ + d: Zhang, Choromanska and
-    LeCun, "Deep learning with elastic averaging SGD", arXiv:1412.6651, algorithm 1.  Together (``asynchronous=False``),
-    all ranks take the same x̃: eqs. 5 and 6, x̃ ← (1 − β) x̃ + β (1/p) Σ_i x^i with β = pα.
+    Every ``period`` steps a rank computes d = α (x^i − x̃), x^i ← x^i − d, x̃ ← x̃ + d: Zhang, Choromanska and LeCun,
+    "Deep learning with elastic averaging SGD", arXiv:1412.6651, algorithm 1.  With ``asynchronous=False`` all ranks use
+    the same x̃: eqs. 5 and 6, x̃ ← (1 − β) x̃ + β (1/p) Σ_i x^i with β = pα.
 
-    Here a rank exchanges after its steps; in the paper's listing the gradient is taken before the exchange, and applied
-    after it: a different order by half a step.
+    A rank exchanges after its steps.  In the paper's listing the gradient is computed before the exchange and applied
+    after it, which differs by half a step.
 
     Parameters
     ----------
     beta : float
-        How far the centre moves to the ranks' mean when all have exchanged, in (0, 1]; α is this divided by the number
-        of ranks, so that it stays stable with more of them.
+        Fraction, in (0, 1], by which the centre moves towards the mean of the ranks when each has exchanged once.  α is
+        ``beta`` divided by the number of ranks, which keeps it stable for any number.
     period : int or callable
-        τ, a rank's steps between two exchanges.
+        τ, the number of a rank's steps between two exchanges.
     alpha : float, optional
-        α itself, in (0, 1]; `beta` is then ignored.
+        α itself, in (0, 1]; ``beta`` is then ignored.
     asynchronous : bool
-        Whether each rank exchanges when it is ready, under a lock.
-    exclude
-        As for `Rule`.
+        Whether each rank exchanges at its own pace, under a lock.
+    exclude : callable, optional
+        See `Rule`.
+
+    Examples
+    --------
+    >>> EASGD(alpha=0.5, period=4)
+    EASGD(beta=0.9, period=4, alpha=0.5, asynchronous=True)
     """
 
     def __init__(
@@ -61,20 +56,20 @@ class EASGD(Rule):
         exclude: Callable[[Any], bool] | None = None,
     ):
         super().__init__(period, exclude)
-        self.beta = check_share(beta, "beta")
-        self.alpha = None if alpha is None else check_share(alpha, "alpha")
+        self.beta = check_fraction(beta, "beta")
+        self.alpha = None if alpha is None else check_fraction(alpha, "alpha")
         self.asynchronous = flag(asynchronous, "asynchronous")
 
-    def strength(self, n_ranks: int) -> float:
+    def compute_alpha(self, n_ranks: int) -> float:
         """Return α for a number of ranks."""
         return self.beta / n_ranks if self.alpha is None else self.alpha
 
     def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Return the centre, and how often it was exchanged with."""
+        """Return the shapes of the centre, and of the number of exchanges so far."""
         return {"centre": ((size,), dtype), "sequence": ((1,), np.int64)} if self.asynchronous else {}
 
     def setup(self, worker: Worker, state: State) -> None:
-        """Begin, with the centre where all are."""
+        """Set the centre to the parameters."""
         if not self.asynchronous:
             state.own["centre"] = state.vector
             return
@@ -83,52 +78,54 @@ class EASGD(Rule):
         worker.barrier("the centre is set")
 
     def exchange(self, worker: Worker, state: State) -> int | None:
-        """Exchange with the centre; return the exchange's number, if ranks come one by one."""
-        alpha = self.strength(worker.size)
+        """Exchange with the centre; return the number of the exchange, or None in a synchronous one."""
+        alpha = self.compute_alpha(worker.size)
         if not self.asynchronous:
-            distance = alpha * (self.position(state) - state.own["centre"])
-            self.move(state, distance)
+            distance = alpha * (self._get_position(state) - state.own["centre"])
+            self._move_back(state, distance)
             state.own["centre"] = state.own["centre"] + worker.all_reduce(distance, "sum")
             return None
         rows = state.rows
-        with worker.lock(CENTRE) as lock:
+        with worker.lock(CENTRE_LOCK) as lock:
             lock.read(rows["sequence"], rows["centre"])
             sequence = int(state.shared["sequence"][0])
-            self.elastic(state, alpha)
+            self._exchange_with_centre(state, alpha)
             state.shared["sequence"][0] = sequence + 1
             lock.write(rows["sequence"], rows["centre"])
         return sequence
 
-    def elastic(self, state: State, alpha: float) -> None:
-        """Exchange with the centre, under the lock."""
-        runs, vector = state.opened()
+    def _exchange_with_centre(self, state: State, alpha: float) -> None:
+        """Move the rank and the centre towards each other; the caller holds the lock."""
+        runs, vector = state.open_memory()
         if runs is None:
-            there = state.rows["centre"].to_device(JAX)
-            distance = alpha * (vector - there)
+            centre = state.rows["centre"].to_device(JAX)
+            distance = alpha * (vector - centre)
             vector = vector - distance
-            state.rows["centre"].write(there + distance)
+            state.rows["centre"].write(centre + distance)
         else:
-            elastic(state.params.blocks(runs), state.shared["centre"], alpha, state.scratch("distance", BLOCK))
+            exchange_blocks(
+                state.params.iterate_blocks(runs), state.shared["centre"], alpha, state.get_scratch("distance", BLOCK)
+            )
         if vector is not None:
             state.vector = vector
 
-    def position(self, state: State) -> Any:
-        """Return where the rank is."""
+    def _get_position(self, state: State) -> Any:
+        """Return the vector x^i of the exchange."""
         return state.vector
 
-    def move(self, state: State, distance: Any) -> None:
-        """Move the rank back by a distance."""
+    def _move_back(self, state: State, distance: Any) -> None:
+        """Subtract a vector from the rank's parameters."""
         state.vector = state.vector - distance
 
     def report(self, worker: Worker, state: State) -> Any:
-        """Return the centre."""
+        """Return the centre's parameters."""
         if not self.asynchronous:
             return state.own["centre"]
         worker.barrier("all have exchanged")
-        return centre_of(worker, state)
+        return read_centre(worker, state)
 
     def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-        """Keep the centre and the ranks that stay; new ones start at the centre, at rest."""
+        """Keep the centre and the first ranks; additional ones start at the centre, with zero optimizer variables."""
         first = ranks[0]
         centre = first["own"]["centre"] if "centre" in first["own"] else first["shared"]["centre"]
         fresh = {**first, "params": centre.copy(), "optimizer": np.zeros_like(first["optimizer"]), "since": 0}
@@ -136,18 +133,18 @@ class EASGD(Rule):
 
 
 class EAMSGD(EASGD):
-    """Elastic averaging with momentum.
+    """Elastic averaging with Nesterov momentum.
 
-    Each rank steps by Nesterov's momentum, v ← δ v − η g(x + δv), x ← x + v, and is tied to the centre as in `EASGD`:
+    Each rank takes steps v ← δ v − η g(x + δv), x ← x + v, and exchanges x with the centre as in `EASGD`:
     arXiv:1412.6651, algorithm 2 and eq. 7.  The update rule has to be ``nesterov_momentum``, whose parameters are
-    x + δv; the exchange is with x.
+    x + δv.
 
     Parameters
     ----------
     beta, period, alpha, asynchronous, exclude
-        As for `EASGD`.
+        See `EASGD`.
     momentum : float
-        δ, that of ``nesterov_momentum``, from 0 up to 1.
+        δ, the momentum of ``nesterov_momentum``, in [0, 1).
     """
 
     def __init__(
@@ -162,33 +159,45 @@ class EAMSGD(EASGD):
         super().__init__(beta, period, alpha, asynchronous, exclude)
         self.momentum = check_momentum(momentum)
 
-    def elastic(self, state: State, alpha: float) -> None:
-        """Exchange where the rank is, not where it looks ahead to."""
+    def _exchange_with_centre(self, state: State, alpha: float) -> None:
+        """Exchange x, while the parameters are x + δv."""
         if not self.momentum:
-            super().elastic(state, alpha)
+            super()._exchange_with_centre(state, alpha)
             return
-        rows, position = state.rows["centre"], self.position(state)
+        rows, position = state.rows["centre"], self._get_position(state)
         centre = rows.to_device(JAX) if JAX.holds(position) else rows.array
         distance = alpha * (position - centre)
         rows.write(centre + distance)
-        self.move(state, distance)
+        self._move_back(state, distance)
 
-    def position(self, state: State) -> Any:
-        """Return where the rank is: its parameters are those to which the next step would take it."""
+    def _get_position(self, state: State) -> Any:
+        """Return x, from parameters x + δv and the velocity v."""
         return state.vector - self.momentum * state.velocity
 
 
-def centre_of(worker: Worker, state: State) -> Any:
-    """Return a copy of the centre, where the rank's parameters are."""
-    with worker.lock(CENTRE) as lock:
+def read_centre(worker: Worker, state: State) -> Any:
+    """Return a copy of the centre: a JAX array if the parameters are, else an ndarray."""
+    with worker.lock(CENTRE_LOCK) as lock:
         lock.read(state.rows["centre"])
         return state.rows["centre"].to_device(JAX) if state.params.is_jax else state.shared["centre"].copy()
 
 
-def elastic(blocks: Iterable[tuple[np.ndarray, slice]], centre: np.ndarray, alpha: float, scratch: np.ndarray) -> None:
-    """Move blocks of a rank's vector to the centre, and the centre to them."""
-    for x, place in blocks:
-        c, d = centre[place], scratch[: x.size]
+def exchange_blocks(
+    blocks: Iterable[tuple[np.ndarray, slice]], centre: np.ndarray, alpha: float, scratch: np.ndarray
+) -> None:
+    """Move a vector and the centre towards each other, block by block, in place.
+
+    Parameters
+    ----------
+    blocks : iterable of (ndarray, slice)
+        Blocks of the vector and their ranges, as of `Vector.iterate_blocks`.
+    centre : ndarray
+    alpha : float
+    scratch : ndarray
+        Memory for a block's intermediate result.
+    """
+    for x, bounds in blocks:
+        c, d = centre[bounds], scratch[: x.size]
         np.subtract(x, c, out=d)
         np.multiply(d, alpha, out=d)
         np.subtract(x, d, out=x)

@@ -1,8 +1,4 @@
-"""A rule by which ranks send their parameters to each other.
-
-`GoSGD`
-    Now and then, to a rank by chance.
-"""
+"""Asynchronous rule in which ranks send their parameters to each other."""
 
 from __future__ import annotations
 
@@ -13,112 +9,120 @@ import numpy as np
 
 from synkhronos.checks import at_least
 from synkhronos.devices import JAX
-from synkhronos.rules.base import Rule, check_share
+from synkhronos.rules.base import Rule, check_fraction
 from synkhronos.rules.state import BLOCK, State
 from synkhronos.tasks import Worker
 
 
 class GoSGD(Rule):
-    """Gossip SGD: after a step a rank may send its parameters to another one, which takes a weighted mean.
+    """Gossip SGD: at random a rank sends its parameters to another one, which computes a weighted mean.
 
-    Ranks have weights, 1/p at first.  With some probability a rank s halves its weight and sends (x_s, w_s) to a random
-    other rank r; this takes x_r ← (w_r x_r + w_s x_s)/(w_r + w_s), w_r ← w_r + w_s: Blot et al., "Gossip training for
-    deep learning", arXiv:1611.09726.  No rank waits for another but for the moment in which it writes into the other's
-    mailbox, where what lies there already is merged in the same way, so that it never fills.  The weights of ranks and
-    mailboxes add up to 1, and no exchange changes the weighted mean.
+    Each rank has a weight, initially 1/p.  With a probability, after each step, rank s halves its weight and sends
+    (x_s, w_s) to a random other rank r, which computes x_r ← (w_r x_r + w_s x_s)/(w_r + w_s), w_r ← w_r + w_s: Blot et
+    al., "Gossip training for deep learning", arXiv:1611.09726.
+
+    Each rank has one mailbox in shared memory.  A message is merged into it by the same formula, so it never overflows;
+    only this takes a lock.  Invariants: the weights of ranks and mailboxes add up to 1, and the weighted mean of their
+    vectors changes by no exchange.
 
     Parameters
     ----------
     probability : float
-        The probability that a rank sends after a step, in (0, 1].
+        Probability that a rank sends after a step, in (0, 1].
     seed : int
-        Of the choices.
-    exclude
-        As for `Rule`.
+        Seed of the random choices.
+    exclude : callable, optional
+        See `Rule`.
+
+    Examples
+    --------
+    >>> GoSGD(probability=0.1)
+    GoSGD(probability=0.1, seed=0)
     """
 
     asynchronous = True
 
     def __init__(self, probability: float = 0.01, seed: int = 0, exclude: Callable[[Any], bool] | None = None):
         super().__init__(1, exclude)
-        self.probability = check_share(probability, "probability")
+        self.probability = check_fraction(probability, "probability")
         self.seed = at_least(seed, "seed", 0)
 
     def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Return a mailbox for each rank, and the weight of what is in it."""
+        """Return the shapes of the ranks' mailboxes, and of the weights of their contents."""
         return {"mail": ((n_ranks, size), dtype), "weights": ((n_ranks,), np.float64)}
 
     def setup(self, worker: Worker, state: State) -> None:
-        """Begin, with equal weights."""
+        """Set equal weights."""
         state.own["weight"] = 1 / worker.size
 
     def exchange(self, worker: Worker, state: State) -> int | None:
-        """Take what has come; perhaps send; return to whom."""
-        self.drain(worker, state)
-        chance = np.random.default_rng((self.seed, worker.number, state.step))
-        if worker.size == 1 or chance.random() >= self.probability:
+        """Receive, and send at random; return the number of the rank that it has sent to, or None."""
+        self._receive(worker, state)
+        random = np.random.default_rng((self.seed, worker.number, state.step))
+        if worker.size == 1 or random.random() >= self.probability:
             return None
-        to = int(chance.integers(worker.size - 1))
-        to += to >= worker.number
-        self.send(worker, state, to)
-        return to
+        target = int(random.integers(worker.size - 1))
+        target += target >= worker.number
+        self._send(worker, state, target)
+        return target
 
-    def send(self, worker: Worker, state: State, to: int) -> None:
-        """Put half of this rank's weight, with its parameters, into another's mailbox."""
-        runs, vector = state.opened()
-        mail, weights = state.shared["mail"][to], state.shared["weights"]
+    def _send(self, worker: Worker, state: State, target: int) -> None:
+        """Merge this rank's parameters, with half of its weight, into the mailbox of rank ``target``."""
+        runs, vector = state.open_memory()
+        mail, weights = state.shared["mail"][target], state.shared["weights"]
         weight = state.own["weight"] / 2
-        its_mail, its_weight = state.rows["mail"][to : to + 1], state.rows["weights"][to : to + 1]
-        with worker.lock(1 + to) as lock:
-            lock.read(its_weight)
-            if weights[to]:
-                lock.read(its_mail)
-            share = weight / (float(weights[to]) + weight)
+        target_mail, target_weight = state.rows["mail"][target : target + 1], state.rows["weights"][target : target + 1]
+        with worker.lock(1 + target) as lock:
+            lock.read(target_weight)
+            if weights[target]:
+                lock.read(target_mail)
+            share = weight / (float(weights[target]) + weight)
             if runs is None:
-                its_mail.write(vector if share == 1 else _drawn(its_mail.to_device(JAX)[0], vector, share))
+                target_mail.write(vector if share == 1 else _interpolate(target_mail.to_device(JAX)[0], vector, share))
             else:
-                for x, place in state.params.blocks(runs):
-                    _draw(mail[place], x, share, state.scratch("distance", BLOCK))
+                for x, bounds in state.params.iterate_blocks(runs):
+                    _interpolate_in_place(mail[bounds], x, share, state.get_scratch("distance", BLOCK))
             state.own["weight"] = weight
-            weights[to] += weight
-            lock.write(its_mail, its_weight)
+            weights[target] += weight
+            lock.write(target_mail, target_weight)
 
-    def drain(self, worker: Worker, state: State) -> None:
-        """Take what is in this rank's mailbox."""
+    def _receive(self, worker: Worker, state: State) -> None:
+        """Merge the contents of this rank's mailbox into its parameters, and empty the mailbox."""
         weights, me = state.shared["weights"], worker.number
         if not weights[me]:
             return
-        runs, vector = state.opened()
+        runs, vector = state.open_memory()
         with worker.lock(1 + me):
-            came, mail = float(weights[me]), state.shared["mail"][me]
-            state.own["weight"] += came
-            share = came / state.own["weight"]
+            weight, mail = float(weights[me]), state.shared["mail"][me]
+            state.own["weight"] += weight
+            share = weight / state.own["weight"]
             if runs is None:
-                vector = _drawn(vector, state.rows["mail"][me : me + 1].to_device(JAX)[0], share)
+                vector = _interpolate(vector, state.rows["mail"][me : me + 1].to_device(JAX)[0], share)
             else:
-                for x, place in state.params.blocks(runs):
-                    _draw(x, mail[place], share, state.scratch("distance", BLOCK))
+                for x, bounds in state.params.iterate_blocks(runs):
+                    _interpolate_in_place(x, mail[bounds], share, state.get_scratch("distance", BLOCK))
             weights[me] = 0
         if vector is not None:
             state.vector = vector
 
     def report(self, worker: Worker, state: State) -> Any:
-        """Return the weighted mean, with nothing left in a mailbox."""
-        worker.barrier("all have sent")
-        self.drain(worker, state)
-        # By the sum of the weights, which is not 1 any more after an interrupt in the middle of a message.
+        """Empty the mailboxes, and return the weighted mean of all ranks' parameters."""
+        worker.barrier("all messages are sent")
+        self._receive(worker, state)
+        # The sum of the weights is not 1 after an interrupt in the middle of a message.
         share = state.own["weight"] / sum(worker.exchange(state.own["weight"]))
         return worker.all_reduce(share * state.vector, "sum")
 
     def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-        """Merge those that leave into those that stay; new ones take half of another's weight.  The mean is kept."""
+        """Merge surplus ranks into others, or split ranks' weights with additional ones; the mean is unchanged."""
         now = [
             {**each, "own": {"weight": float(each["own"]["weight"])}, "params": each["params"].copy()} for each in ranks
         ]
         for r in range(size, len(now)):
-            into, gone = now[r % size], now[r]
-            into["own"]["weight"] += gone["own"]["weight"]
-            into["params"] += gone["own"]["weight"] / into["own"]["weight"] * (gone["params"] - into["params"])
+            target, surplus = now[r % size], now[r]
+            target["own"]["weight"] += surplus["own"]["weight"]
+            share = surplus["own"]["weight"] / target["own"]["weight"]
+            target["params"] += share * (surplus["params"] - target["params"])
         for r in range(len(now), size):
             giver = now[r % len(ranks)]
             giver["own"]["weight"] /= 2
@@ -126,8 +130,8 @@ class GoSGD(Rule):
         return now[:size]
 
 
-def _draw(into: np.ndarray, other: np.ndarray, share: float, scratch: np.ndarray) -> None:
-    """Move one vector towards another, by a share of the way; all the way it is the other to the last bit."""
+def _interpolate_in_place(into: np.ndarray, other: np.ndarray, share: float, scratch: np.ndarray) -> None:
+    """Set ``into`` to ``into + share * (other - into)``; exactly to ``other`` if ``share`` is 1."""
     if share == 1:
         into[...] = other
         return
@@ -137,6 +141,6 @@ def _draw(into: np.ndarray, other: np.ndarray, share: float, scratch: np.ndarray
     np.add(into, d, out=into)
 
 
-def _drawn(vector: Any, other: Any, share: float) -> Any:
-    """Return a vector moved towards another, by a share of the way: as `_draw`, without writing into either."""
+def _interpolate(vector: Any, other: Any, share: float) -> Any:
+    """Return ``vector + share * (other - vector)``; exactly ``other`` if ``share`` is 1."""
     return other if share == 1 else vector + share * (other - vector)

@@ -1,12 +1,4 @@
-"""Rules that average.
-
-`BSP`
-    After each step.
-`LocalSGD`
-    After some steps.
-`PostLocal`
-    After each step at first, after some steps later.
-"""
+"""Synchronous rules that average parameters or gradients."""
 
 from __future__ import annotations
 
@@ -22,21 +14,28 @@ from synkhronos.tasks import Worker
 
 
 class BSP(Rule):
-    """Bulk-synchronous parallel: all ranks take each step together.
+    """Bulk-synchronous parallel: averages gradients or parameters over all ranks at each step.
 
-    With ``average="gradient"`` (Theano-MPI's "cdd") the ranks' gradients are averaged, each counted by its rows, and
-    all take the same step: x ← x − η (1/p) Σ_i g^i(x).  With ``average="params"`` (its "avg") each rank takes a step of
-    its own, and then parameters are averaged: x^i ← (1/p) Σ_j (x^j − η g^j(x^j)).  Both are the same for plain gradient
-    descent, and for momentum, not for rules such as Adam that scale by the gradient's size.  Where the loss has a
-    weight (see `synkhronos.training.make_trainer`), gradients and parameters count by it.
+    - ``average="gradient"`` (Theano-MPI's "cdd"): gradients are averaged, weighted by rows, and all ranks take the same
+      step: x ← x − η (1/p) Σ_i g^i(x).
+    - ``average="params"`` (Theano-MPI's "avg"): each rank takes its own step, then parameters are averaged:
+      x^i ← (1/p) Σ_j (x^j − η g^j(x^j)).
+
+    Both are equal for plain gradient descent and for momentum, but not for update rules that scale by the gradient's
+    size, such as Adam.  If the loss has a weight (see `synkhronos.training.make_trainer`), the averages use it.
 
     Parameters
     ----------
     average : {"gradient", "params"}
-    exclude
-        As for `Rule`, and for ``average="params"`` alone.
-    precision
-        As for `Rule`; of gradients None or "bfloat16".
+    exclude : callable, optional
+        See `Rule`; only with ``average="params"``.
+    precision : str, optional
+        See `Rule`; for gradients None or "bfloat16".
+
+    Examples
+    --------
+    >>> BSP(average="params", precision="float32")
+    BSP(average='params', precision='float32')
     """
 
     def __init__(
@@ -48,12 +47,12 @@ class BSP(Rule):
         super().__init__(1, exclude, precision)
         self.average = one_of(average, "average", ("gradient", "params"))
         if average == "gradient" and exclude is not None:
-            raise ValueError("exclude: expected average='params' with it: parameters can be excluded, gradients can't")
+            raise ValueError("exclude: expected average='params': gradients can't be excluded")
         if average == "gradient" and precision not in (None, "bfloat16"):
             raise ValueError(f"precision: expected None or 'bfloat16' for gradients, got {precision!r}")
 
     def exchange(self, worker: Worker, state: State) -> None:
-        """Average."""
+        """Average parameters, weighted by the items of the loss if it has a weight."""
         factor = 1.0
         if state.count_items is not None:
             items = worker.exchange(state.count_items())
@@ -63,7 +62,7 @@ class BSP(Rule):
 
 
 class LocalSGD(Rule):
-    """Local SGD: each rank takes steps of its own; every so often parameters are averaged.
+    """Local SGD: averages parameters every ``period`` steps.
 
     x^i ← (1/p) Σ_j x^j after every ``period`` steps of x^i ← x^i − η g^i(x^i): Stich, "Local SGD converges fast and
     communicates little", arXiv:1805.09767, algorithm 1.
@@ -71,12 +70,17 @@ class LocalSGD(Rule):
     Parameters
     ----------
     period : int or callable
-        Steps between two averages.
+        Number of steps between two averages.
     state : {"keep", "average", "reset"}
-        What becomes of the optimizer's variables (velocities, say) then: each rank keeps its own, they are averaged,
-        or they begin again at zero.
+        Treatment of the optimizer's variables, such as velocities, at an average: each rank keeps its own, they are
+        averaged, or they are set to zero.
     exclude, precision
-        As for `Rule`.
+        See `Rule`.
+
+    Examples
+    --------
+    >>> LocalSGD(period=20, state="average")
+    LocalSGD(period=20, state='average')
     """
 
     def __init__(
@@ -90,7 +94,7 @@ class LocalSGD(Rule):
         self.state = one_of(state, "state", ("keep", "average", "reset"))
 
     def exchange(self, worker: Worker, state: State) -> None:
-        """Average."""
+        """Average parameters, and average or reset the optimizer's variables."""
         state.vector = self.mean(worker, state)
         if self.state == "average" and state.optimizer.size:
             state.optimizer.set(worker.all_reduce(state.optimizer.get()))
@@ -99,19 +103,19 @@ class LocalSGD(Rule):
 
 
 class PostLocal(LocalSGD):
-    """Post-local SGD: averages after each step at first, after ``period`` steps from step ``start`` on.
+    """Post-local SGD: averages parameters at each step, and from step ``start`` on every ``period`` steps.
 
-    Lin et al., "Don't use large mini-batches, use local SGD", arXiv:1808.07217, section 3.  They start when the
-    learning rate is first lowered.
+    Lin et al., "Don't use large mini-batches, use local SGD", arXiv:1808.07217, section 3.  In the paper ``start`` is
+    the step at which the learning rate is first lowered.
 
     Parameters
     ----------
     period : int or callable
-        The steps between two averages, from step ``start`` on.
+        Number of steps between two averages, from step ``start`` on.
     start : int
-        The number of steps after which ``period`` applies.
+        Number of steps after which ``period`` applies.
     state, exclude, precision
-        As for `LocalSGD`.
+        See `LocalSGD`.
     """
 
     def __init__(
@@ -125,6 +129,6 @@ class PostLocal(LocalSGD):
         super().__init__(period, state, exclude, precision)
         self.start = check_period(start, "start")
 
-    def left(self, state: State) -> int:
-        """Return how many steps there are until the next average."""
-        return 1 if state.step < self.start else super().left(state)
+    def count_steps_left(self, state: State) -> int:
+        """Return the number of steps until the next average."""
+        return 1 if state.step < self.start else super().count_steps_left(state)

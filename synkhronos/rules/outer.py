@@ -1,10 +1,4 @@
-"""Rules by which the average's way has a momentum of its own.
-
-`SlowMo`
-    Slow momentum.
-`DiLoCo`
-    An outer optimizer.
-"""
+"""Synchronous rules with an outer optimizer, which treats the change of the average as a gradient."""
 
 from __future__ import annotations
 
@@ -17,34 +11,34 @@ from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
 
 
-class _Outer(Rule):
-    """Each rank takes steps from a common point; the average's distance from there is taken for a gradient."""
+class _OuterRule(Rule):
+    """Base class: all ranks start from an anchor; the anchor minus the average is the gradient of an outer step."""
 
     def setup(self, worker: Worker, state: State) -> None:
-        """Begin, at the common point."""
+        """Set the anchor to the parameters, and the outer velocity to zero."""
         state.own["anchor"] = state.vector
         state.own["velocity"] = 0 * state.vector
 
     def exchange(self, worker: Worker, state: State) -> None:
-        """Average, and take an outer step from where all have started."""
+        """Average parameters, and move the anchor by an outer step."""
         start, mean = state.own["anchor"], self.mean(worker, state)
-        velocity, new = self.outer(start, start - mean, state.own["velocity"], state.learning_rate)
-        # A momentum would carry running averages beyond what was averaged: variances below zero.
+        velocity, new = self.step_outer(start, start - mean, state.own["velocity"], state.learning_rate)
+        # Momentum could extrapolate running averages, and make variances negative.
         new = state.with_averages(new, mean)
         state.own["velocity"], state.own["anchor"] = velocity, new
         state.vector = new
 
-    def outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
-        """Return the new velocity, and the new common point."""
+    def step_outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
+        """Return the new outer velocity and the new anchor, from the old anchor ``start`` and start minus average."""
         raise NotImplementedError
 
     def report(self, worker: Worker, state: State) -> Any:
-        """Return the common point, as the last outer step has left it, or the mean where ranks have gone on from it."""
+        """Return the anchor if no rank has taken a step from it, else the mean of the parameters."""
         return super().report(worker, state) if state.since else state.own["anchor"]
 
 
-class SlowMo(_Outer):
-    """Slow momentum: the averages of local SGD are followed with a momentum.
+class SlowMo(_OuterRule):
+    """Slow momentum: local SGD whose averages are the gradients of an outer momentum.
 
     After ``period`` steps from x_{t,0}, with their average x̄, and at the learning rate γ_t:
     u_{t+1} = β u_t + (x_{t,0} − x̄)/γ_t (eq. 2), x_{t+1,0} = x_{t,0} − α γ_t u_{t+1} (eq. 3): Wang et al., "SlowMo",
@@ -53,13 +47,18 @@ class SlowMo(_Outer):
     Parameters
     ----------
     period : int or callable
-        Steps between two averages.
+        Number of steps between two averages.
     lr : float
-        α, the slow learning rate.
+        α, the slow learning rate, above 0.
     momentum : float
-        β, from 0 up to 1.
+        β, in [0, 1).
     exclude, precision
-        As for `Rule`.
+        See `Rule`.
+
+    Examples
+    --------
+    >>> SlowMo(period=12, momentum=0.7)
+    SlowMo(period=12, lr=1.0, momentum=0.7)
     """
 
     def __init__(
@@ -74,31 +73,37 @@ class SlowMo(_Outer):
         self.lr = positive(lr, "lr")
         self.momentum = check_momentum(momentum)
 
-    def outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
-        """Return the new velocity, and the new common point."""
-        kept = self.momentum * velocity
-        step = learning_rate * kept + distance
-        return step / learning_rate if learning_rate else kept, start - self.lr * step
+    def step_outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
+        """Return the new velocity and the new anchor: eqs. 2 and 3."""
+        decayed = self.momentum * velocity
+        step = learning_rate * decayed + distance
+        return step / learning_rate if learning_rate else decayed, start - self.lr * step
 
 
-class DiLoCo(_Outer):
-    """Distributed low-communication training: an outer optimizer follows the averages of many local steps.
+class DiLoCo(_OuterRule):
+    """Distributed low-communication training: an outer optimizer with momentum over averages of many local steps.
 
     Δ_t = (1/p) Σ_i (θ_{t−1} − θ^i), θ_t = OuterOpt(θ_{t−1}, Δ_t): Douillard et al., "DiLoCo", arXiv:2311.08105,
     algorithm 1.  The outer optimizer is momentum, v ← µ v + Δ: θ ← θ − lr (Δ + µ v) with Nesterov's, else θ − lr v.
-    Each rank keeps its own optimizer's variables.  The paper's inner optimizer is AdamW, and its period 500.
+    The variables of the inner optimizer are not exchanged.  In the paper it is AdamW, with a period of 500.
 
     Parameters
     ----------
     period : int or callable
-        Steps between two averages.
+        Number of steps between two averages.
     lr : float
-        The outer learning rate.
+        Outer learning rate, above 0.
     momentum : float
-        The outer momentum, from 0 up to 1.
+        Outer momentum µ, in [0, 1).
     nesterov : bool
+        Whether the momentum is Nesterov's.
     exclude, precision
-        As for `Rule`.
+        See `Rule`.
+
+    Examples
+    --------
+    >>> DiLoCo(period=100)
+    DiLoCo(period=100, lr=0.7, momentum=0.9, nesterov=True)
     """
 
     def __init__(
@@ -115,7 +120,7 @@ class DiLoCo(_Outer):
         self.momentum = check_momentum(momentum)
         self.nesterov = flag(nesterov, "nesterov")
 
-    def outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
-        """Return the new velocity, and the new common point."""
+    def step_outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
+        """Return the new velocity and the new anchor."""
         velocity = self.momentum * velocity + distance
         return velocity, start - self.lr * (distance + self.momentum * velocity if self.nesterov else velocity)

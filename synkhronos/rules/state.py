@@ -1,11 +1,7 @@
-"""What one rank trains, as rules see it.
+"""State of one rank's training, on which exchange rules operate.
 
-`State`
-    The rank's parameters, its optimizer's variables, and what the rule remembers.
-`Vector`
-    Shared variables as one vector.
-`concatenate`
-    Vectors as one.
+A rule sees a rank's parameters as one flat vector, `State.vector`.  In host memory the rules work in blocks that fit
+into the processor's caches, in place where the variables' memory allows it; on GPUs they use JAX arrays.
 """
 
 from __future__ import annotations
@@ -20,14 +16,27 @@ from synkhronos.devices import HOST, JAX, device_of
 from synkhronos.graphs import library_of
 from synkhronos.tasks import LocalRows
 
-#: Bytes of a block in which vectors are worked on in host memory: it stays in the processor's caches.
+#: Size of a block in bytes; a few blocks fit into the processor's caches.
 BLOCK = 1 << 20
 
 
 class Vector:
-    """Shared variables of floats as one vector, in their order, of the widest of their dtypes.
+    """Flat vector that is the concatenation of shared variables of floats.
 
-    It is where the variables are: a NumPy array, or a JAX array where they are JAX's.  GpuArrays come as NumPy arrays.
+    The vector is a JAX array if the variables are, else a NumPy array.
+
+    Parameters
+    ----------
+    shareds : list of shared variables
+
+    Attributes
+    ----------
+    shapes : list of tuple of int
+        Shapes of the variables.
+    dtype : dtype
+        Widest dtype of the variables.
+    size : int
+        Number of elements of the vector.
     """
 
     def __init__(self, shareds: Sequence[Any]):
@@ -49,21 +58,21 @@ class Vector:
         return _are_jax(self._values())
 
     def get(self) -> Any:
-        """Return the vector: a new array."""
+        """Return the vector, as a new array of shape ``(size,)``."""
         values = self._values()
         if _are_jax(values):
-            return self._traced[0](values)
+            return self._compiled[0](values)
         flat = [np.ravel(device_of(value).to_host(value)) for value in values]
-        # A copy even of one: the variable's own memory changes with its next update.
+        # Copied even if it is one variable: the next update changes the variable's memory.
         return np.concatenate(flat).astype(self.dtype, copy=False) if flat else np.zeros(0, self.dtype)
 
     def set(self, vector: Any) -> None:
-        """Give the variables the vector's values."""
+        """Set the variables from a vector of shape ``(size,)``; raise ValueError for another shape."""
         if tuple(vector.shape) != (self.size,):
             raise ValueError(f"expected a vector of {self.size} elements, got shape {tuple(vector.shape)}")
         values = self._values()
         if JAX.holds(vector) and _are_jax(values):
-            pieces = self._traced[1](vector)
+            pieces = self._compiled[1](vector)
             for shared, piece in zip(self.shareds, pieces, strict=True):
                 library_of(shared).put(shared, piece)
             return
@@ -79,8 +88,8 @@ class Vector:
             else:
                 library.put(shared, device.from_host(piece.astype(value.dtype)))
 
-    def pieces(self) -> list[np.ndarray] | None:
-        """Return the variables' own memory as runs of the vector, to be written in place; None where that can't be."""
+    def view_memory(self) -> list[np.ndarray] | None:
+        """Return flat, writable views of the variables' memory; None if there are none of the vector's dtype."""
         pieces = []
         for value, dtype in zip(self._values(), self._dtypes, strict=True):
             if not isinstance(value, np.ndarray) or not value.flags.c_contiguous or not value.flags.writeable:
@@ -90,35 +99,36 @@ class Vector:
             pieces.append(value.reshape(-1))
         return pieces
 
-    def blocks(self, pieces: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, slice]]:
-        """Cut runs of the vector into blocks; each comes with its place in the vector."""
+    def iterate_blocks(self, runs: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, slice]]:
+        """Yield blocks of at most `BLOCK` bytes of consecutive runs of the vector, and each block's range in it."""
         step = max(1, BLOCK // self.dtype.itemsize)
-        at = 0
-        for piece in pieces:
-            for start in range(0, piece.size, step):
-                part = piece[start : start + step]
-                yield part, slice(at + start, at + start + part.size)
-            at += piece.size
+        offset = 0
+        for run in runs:
+            for start in range(0, run.size, step):
+                block = run[start : start + step]
+                yield block, slice(offset + start, offset + start + block.size)
+            offset += run.size
 
     @cached_property
-    def _traced(self) -> tuple[Any, Any]:
+    def _compiled(self) -> tuple[Any, Any]:
+        """Compiled functions from values to a vector, and from a vector to values."""
         import jax
         import jax.numpy as jnp
 
-        def joined(values: list[Any]) -> Any:
+        def concatenate_values(values: list[Any]) -> Any:
             return jnp.concatenate([value.reshape(-1).astype(self.dtype) for value in values])
 
-        def cut(vector: Any) -> list[Any]:
+        def split(vector: Any) -> list[Any]:
             return [
                 vector[start:stop].reshape(shape).astype(dtype)
                 for (start, stop), shape, dtype in zip(self._bounds, self.shapes, self._dtypes, strict=True)
             ]
 
-        return jax.jit(joined), jax.jit(cut)
+        return jax.jit(concatenate_values), jax.jit(split)
 
 
 def concatenate(*vectors: Any) -> Any:
-    """Return vectors as one: a JAX array if any of them is one, else a NumPy array."""
+    """Concatenate vectors; return a JAX array if any of them is one, else a NumPy array."""
     if any(map(JAX.holds, vectors)):
         import jax.numpy as jnp
 
@@ -131,37 +141,38 @@ def _are_jax(values: Sequence[Any]) -> bool:
 
 
 class State:
-    """What one rank trains.
+    """State of one rank's training, on which a rule operates.
 
     Parameters
     ----------
     params : list of shared variables
-        Those that the rule exchanges.
+        Variables that ranks exchange.
     optimizer : list of shared variables
-        What the update rule remembers of them.
+        Variables of the update rule, such as velocities; only floats are used.
     shared : dict of str to LocalRows
-        Memory that all ranks see, as `Rule.memory` asks for it.
+        Shared memory of the rule, from `shared_memory`.
     n_averages : int
-        How many of `params`, at the end of the list, are running averages: variables that ranks exchange, but no
-        optimizer trains.
+        Number of running averages at the end of ``params``: variables that ranks exchange, but no optimizer trains.
 
     Attributes
     ----------
     step : int
-        The steps that this rank has taken.
+        Number of steps of this rank.
     since : int
-        Those that it has taken since the last exchange.
+        Number of steps since the last exchange.
     learning_rate : float
-        That of the last step.
+        Learning rate of the last step.
     count_items : callable, optional
-        Returns the number of items (such as words) in this rank's steps since the last exchange, for models whose loss
-        has such a weight; None where losses are means over rows.
-    averages : int
-        The number of elements of running averages at the end of `vector`.
+        Returns the number of items (such as words) in this rank's steps since the last exchange, if the loss is
+        weighted by items; None if it is a mean over rows.
+    average_size : int
+        Number of elements of running averages, which are the last ones of `vector`.
     own : dict
-        What the rule remembers on this rank: arrays and numbers, which are kept in checkpoints.
+        Arrays and numbers of the rule on this rank, which checkpoints save.
     shared : dict of str to ndarray
-        What all ranks see.
+        Arrays of `Rule.memory`, which all ranks share.
+    rows : dict of str to LocalRows
+        The arrays of ``shared`` in the form that `synkhronos.tasks.Worker.lock` takes.
     """
 
     def __init__(
@@ -173,7 +184,7 @@ class State:
     ):
         self.params = Vector(params)
         shapes = self.params.shapes[len(self.params.shapes) - n_averages :]
-        self.averages = sum(int(np.prod(shape)) for shape in shapes)
+        self.average_size = sum(int(np.prod(shape)) for shape in shapes)
         self.optimizer = Vector([s for s in optimizer if np.dtype(s.type.dtype).kind == "f"])
         self.rows = dict(shared or {})
         self.shared = {name: rows.array for name, rows in self.rows.items()}
@@ -185,7 +196,7 @@ class State:
 
     @property
     def vector(self) -> Any:
-        """The parameters, one after the other: a new array."""
+        """Parameters as one flat vector: a new array, of shape ``(n,)``.  Assignment sets the parameters."""
         return self.params.get()
 
     @vector.setter
@@ -193,22 +204,23 @@ class State:
         self.params.set(value)
 
     def with_averages(self, vector: Any, averages: Any) -> Any:
-        """Return a vector like `vector` with another one's running averages."""
-        if not self.averages:
+        """Return a vector with its running averages replaced by another vector's."""
+        if not self.average_size:
             return vector
-        return concatenate(vector[: -self.averages], averages[-self.averages :])
+        return concatenate(vector[: -self.average_size], averages[-self.average_size :])
 
-    def opened(self) -> tuple[list[np.ndarray] | None, Any]:
-        """Return the parameters' host memory, to be written in place, and what `vector` has to be set to afterwards.
+    def open_memory(self) -> tuple[list[np.ndarray] | None, Any]:
+        """Return the parameters in host memory, for changes in place.
 
         Returns
         -------
         runs : list of ndarray, or None
-            Runs of the vector; None where the parameters are JAX arrays.
+            Consecutive runs of the vector; None if the parameters are JAX arrays.
         vector : array, or None
-            The runs' memory, or the JAX array; None where the runs are the variables' own memory: nothing is to be set.
+            Array to which `vector` has to be set afterwards: the memory of ``runs``, or the JAX array.  None if
+            ``runs`` are the variables' memory.
         """
-        runs = self.params.pieces()
+        runs = self.params.view_memory()
         if runs is not None:
             return runs, None
         vector = self.vector
@@ -216,22 +228,27 @@ class State:
 
     @property
     def velocity(self) -> Any:
-        """What the update rule remembers of the parameters if it is one vector as long as theirs; a new array.
+        """The velocity of the parameters: the optimizer's variables as one flat vector, a new array of shape ``(n,)``.
 
-        Running averages have the velocity 0.
+        The velocity of running averages is 0.
+
+        Raises
+        ------
+        ValueError
+            If the optimizer has another number of elements than the parameters.
         """
-        size = self.params.size - self.averages
+        size = self.params.size - self.average_size
         if self.optimizer.size != size:
             raise ValueError(
-                "the rule needs the optimizer's velocity: expected as many elements as the parameters' "
-                f"{size}, got {self.optimizer.size}"
+                f"the rule needs the optimizer's velocity: expected {size} elements, as many as the parameters, "
+                f"got {self.optimizer.size}"
             )
         velocity = self.optimizer.get()
-        return concatenate(velocity, np.zeros(self.averages, velocity.dtype)) if self.averages else velocity
+        return concatenate(velocity, np.zeros(self.average_size, velocity.dtype)) if self.average_size else velocity
 
-    def scratch(self, name: str, size: int) -> np.ndarray:
-        """Return memory that is kept for intermediate results, of at least a size."""
-        kept = self._scratch.get(name)
-        if kept is None or kept.size < size:
-            kept = self._scratch[name] = np.empty(size, self.params.dtype)
-        return kept
+    def get_scratch(self, name: str, size: int) -> np.ndarray:
+        """Return memory for intermediate results, of at least ``size`` elements; calls with one name share it."""
+        scratch = self._scratch.get(name)
+        if scratch is None or scratch.size < size:
+            scratch = self._scratch[name] = np.empty(size, self.params.dtype)
+        return scratch

@@ -1,8 +1,4 @@
-"""A rule by which ranks change parameters.
-
-`Swap`
-    Pairs of ranks, by chance.
-"""
+"""Synchronous rule that exchanges parameters between pairs of ranks."""
 
 from __future__ import annotations
 
@@ -18,22 +14,28 @@ from synkhronos.tasks import Worker
 
 
 class Swap(Rule):
-    """Pairs of ranks, by chance, change parameters: for ensembles, such as several generators and discriminators.
+    """Swap: random pairs of ranks exchange their parameters, for ensembles such as several GANs.
 
-    Each rank trains a model of its own on its own rows; a swap shows the model other rows (or, with ``exclude``, one
-    half of it another half): Theano-MPI's "swap" for GANs, after Im et al., "Generative adversarial parallelization",
-    arXiv:1612.04021.  Of an odd number one rank keeps its own.
+    Each rank trains its own model on its own rows.  After a swap a model is trained on the rows of another rank; with
+    ``exclude`` one half of a model, such as the generator, meets another half.  It is Theano-MPI's "swap" for GANs,
+    after Im et al., "Generative adversarial parallelization", arXiv:1612.04021.  If the number of ranks is odd, one of
+    them takes no part.
 
     Parameters
     ----------
     period : int or callable
-        Steps between two swaps.
+        Number of steps between two swaps.
     replace : bool
-        Whether one of each pair, by chance, gives its parameters to both, in the place of a swap.
+        Whether a random one of each pair gives its parameters to both, instead of a swap.
     seed : int
-        Of the choices.
-    exclude
-        As for `Rule`.
+        Seed of the random choices.
+    exclude : callable, optional
+        See `Rule`.
+
+    Examples
+    --------
+    >>> Swap(period=50, seed=3)
+    Swap(period=50, replace=False, seed=3)
     """
 
     def __init__(
@@ -47,24 +49,24 @@ class Swap(Rule):
         self.replace, self.seed = flag(replace, "replace"), at_least(seed, "seed", 0)
 
     def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Return room for all ranks' parameters."""
+        """Return the shape of an array with all ranks' parameters."""
         return {"all": ((n_ranks, size), dtype)}
 
     def exchange(self, worker: Worker, state: State) -> int:
-        """Swap; return whose parameters this rank has got."""
-        source = self.sources(worker.size, state.step)[worker.number]
-        everybody = state.shared["all"]
-        everybody[worker.number] = np.asarray(state.vector)
-        worker.barrier("all have shown theirs")
+        """Swap parameters, and return the number of the rank that this rank's new ones are from."""
+        source = self.choose_sources(worker.size, state.step)[worker.number]
+        vectors = state.shared["all"]
+        vectors[worker.number] = np.asarray(state.vector)
+        worker.barrier("all vectors are written")
         if source != worker.number:
             with worker.lock(1 + source) as lock:
                 lock.read(state.rows["all"][source : source + 1])
-                state.vector = everybody[source].copy()
-        worker.barrier("all have taken theirs")
+                state.vector = vectors[source].copy()
+        worker.barrier("all vectors are read")
         return source
 
-    def sources(self, n_ranks: int, step: int) -> list[int]:
-        """Return whose parameters each rank gets at a step."""
+    def choose_sources(self, n_ranks: int, step: int) -> list[int]:
+        """Return for each rank the number of the rank whose parameters it gets at a step."""
         order = np.random.default_rng((self.seed, step)).permutation(n_ranks).tolist()
         sources = list(range(n_ranks))
         for one, other in zip(order[::2], order[1::2], strict=False):
@@ -74,9 +76,9 @@ class Swap(Rule):
         return sources
 
     def report(self, worker: Worker, state: State) -> Any:
-        """Return rank 0's parameters: the mean of different models is none."""
+        """Return the parameters of rank 0; a mean of different models would be meaningless."""
         return worker.decide(np.asarray(state.vector))
 
     def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-        """Keep the models of ranks that stay; a new rank begins with one of these."""
+        """Keep the models of the first ranks; additional ranks start with copies of them."""
         return [ranks[r % len(ranks)] for r in range(size)]

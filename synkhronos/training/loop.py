@@ -302,7 +302,7 @@ class RankLoop(Loop):
 
     def left(self) -> int:
         """Return how many steps there are until the next exchange."""
-        self._left = self.rule.left(self.state)
+        self._left = self.rule.count_steps_left(self.state)
         return self._left
 
     def put_rate(self, rate: float) -> None:
@@ -321,7 +321,7 @@ class RankLoop(Loop):
 
     def _launched(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         data, state = self.source.data, self.state
-        if state.averages:
+        if state.average_size:
             state.own["batches"] = state.own.get("batches", 0.0) + sum(map(len, rows)) / self.plan.batch
         if len(rows) > 1 and len({len(each) for each in rows}) == 1:
             together = np.concatenate(rows)
@@ -353,7 +353,7 @@ class RankLoop(Loop):
             self.rule.exchange(self.worker, self.state)
             self.state.since = 0
             self._items = []
-            if self.state.averages:
+            if self.state.average_size:
                 self.state.own["batches"] = 0.0
 
 
