@@ -1,7 +1,7 @@
-"""Synkhronos runs Theano's and PyTensor's functions on all devices of a machine at once.
+"""Synkhronos runs functions of Theano and PyTensor on all devices of a machine, or of several machines, at once.
 
-Fork workers, make functions with `synkhronos.function` in the place of the graph library's own, put arrays into
-`synkhronos.data`, and call: the rows of the inputs are shared out among ranks, and the outputs are reduced.
+`fork` starts a worker for each device.  A `function` takes the place of the graph library's own, and `data` puts arrays
+into shared memory.  In a call the rows of the inputs are divided among the ranks, and the outputs are reduced.
 
     >>> import numpy as np, pytensor.tensor as pt
     >>> import synkhronos as synk

@@ -31,7 +31,7 @@ def check_dense(value: Any, argument: str) -> None:
     TypeError: x: expected an array, got a masked one, whose mask would be lost: pass .filled(value), or .data and ...
     """
     if isinstance(value, list | tuple):
-        for kind in set(map(type, value)):  # a list of a million numbers is of one type
+        for kind in set(map(type, value)):  # once per type: a list may have a million numbers
             if issubclass(kind, list | tuple | np.ma.MaskedArray):
                 for item in value:
                     if isinstance(item, kind):
@@ -46,12 +46,22 @@ def check_dense(value: Any, argument: str) -> None:
 
 
 def as_numbers(value: Any, argument: str) -> np.ndarray:
-    """Return an argument as a NumPy array, not copied if it is one.
+    """Return an argument as a NumPy array of numbers, without a copy if it is one.
+
+    Parameters
+    ----------
+    value : array_like
+    argument : str
+        Name of the argument in errors.
+
+    Returns
+    -------
+    ndarray
 
     Raises
     ------
     TypeError
-        For texts, objects, dates, masked arrays, sparse matrices and ragged lists.
+        For strings, objects, dates, masked arrays, sparse matrices and ragged lists.
     """
     check_dense(value, argument)
     try:
@@ -74,12 +84,12 @@ def cast(value: Any, dtype: npt.DTypeLike, argument: str) -> np.ndarray:
     dtype : dtype_like
         A dtype of numbers.
     argument : str
-        The argument's name in errors.
+        Name of the argument in errors.
 
     Returns
     -------
     ndarray
-        The argument itself where it has the dtype.
+        The argument itself if it is an array of this dtype.
 
     Raises
     ------
@@ -100,9 +110,9 @@ def cast(value: Any, dtype: npt.DTypeLike, argument: str) -> np.ndarray:
 
 
 def check_cast(array: np.ndarray, dtype: npt.DTypeLike, argument: str) -> None:
-    """Raise TypeError if a cast of an array of numbers to a dtype is not safe, as `cast` does.
+    """Raise TypeError if `cast` would not cast an array of numbers to a dtype.
 
-    Values are looked at only where the two dtypes leave the question open.
+    The values are checked only if the two dtypes don't decide.
     """
     own, dtype = array.dtype, np.dtype(dtype)
     if own == dtype or _is_exact(own, dtype):
@@ -112,9 +122,8 @@ def check_cast(array: np.ndarray, dtype: npt.DTypeLike, argument: str) -> None:
             f"{argument}: expected {dtype}, got {own.name}, whose imaginary parts would be lost: pass .real"
         )
     if array.size == 1 and own.kind + dtype.kind in ("ii", "iu", "ui", "uu"):
-        if (
-            array.item() == array.astype(dtype).item()
-        ):  # the label of a row: to look at an array takes ten times as long
+        # A single integer, such as the label of a row: ten times as fast as the loop below.
+        if array.item() == array.astype(dtype).item():
             return
     start = 0
     flags = ["external_loop", "buffered", "zerosize_ok"]
@@ -132,8 +141,8 @@ def check_cast(array: np.ndarray, dtype: npt.DTypeLike, argument: str) -> None:
 
 
 def _is_exact(own: np.dtype, dtype: np.dtype) -> bool:
-    """Return whether a dtype holds all numbers of another."""
-    # NumPy calls 64-bit integers to float64 safe, which rounds above 2**53.
+    """Whether a dtype can represent all numbers of another, ``own``."""
+    # To NumPy a cast of 64-bit integers to float64 is safe, but it rounds numbers above 2**53.
     return np.can_cast(own, dtype, "safe") and not (own.kind in "iu" and own.itemsize == 8 and dtype.kind in "fc")
 
 
@@ -149,7 +158,7 @@ def _is_changed(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
         if values.dtype.kind in "iu":
             own = np.iinfo(values.dtype)
             return (values < max(to.min, own.min)) | (values > min(to.max, own.max))
-        # As floats the bounds are powers of two, and exact, or infinite in float16.
+        # The bounds are powers of two: exact as floats, or infinite in float16.
         is_in_range = np.isfinite(values) & (values >= float(to.min)) & (values < float(to.max + 1))
         return ~(is_in_range & (np.trunc(values) == values))
     cast = values.astype(dtype)

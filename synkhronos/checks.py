@@ -1,19 +1,7 @@
-"""Is an argument what it should be?  An error names the argument, what was expected and what came.
+"""Checks of arguments.
 
-`integer`, `at_least`, `index`
-    Integers: any, from some number on, and numbers of ranks.
-`number`, `positive`, `is_number`
-    Real numbers: any, and those above 0.
-`flag`
-    True or False.
-`one_of`
-    A name out of some.
-`listed`
-    A list of a certain length.
-`called`
-    What errors call a graph's variable.
-`package`, `versions`
-    Packages that not everybody has.
+A ``check_`` function returns the argument in a plain type.  Otherwise it raises an error that names the argument, what
+was expected, and what was given.
 """
 
 from __future__ import annotations
@@ -29,10 +17,20 @@ from typing import Any
 import numpy as np
 
 
-def integer(value: Any, name: str, expected: str = "an integer") -> int:
-    """Return an integer: what Python takes as an index, but no boolean.
+def check_integer(value: Any, name: str, expected: str = "an integer") -> int:
+    """Return an integer: anything that Python accepts as an index, except for booleans.
 
-    ``expected`` says what it is to be, for the error.
+    Parameters
+    ----------
+    value : object
+    name : str
+        Name of the argument in errors.
+    expected : str
+        Description of valid values in errors.
+
+    Raises
+    ------
+    TypeError
 
     Examples
     --------
@@ -50,24 +48,24 @@ def integer(value: Any, name: str, expected: str = "an integer") -> int:
     raise TypeError(f"{name}: expected {expected}, got {value!r}")
 
 
-def at_least(value: Any, name: str, least: int, expected: str = "an integer") -> int:
-    """Return an integer that is no smaller than ``least``; raise TypeError or ValueError."""
-    number = integer(value, name, expected)
+def check_at_least(value: Any, name: str, least: int, expected: str = "an integer") -> int:
+    """Return an integer of at least ``least``; raise TypeError or ValueError."""
+    number = check_integer(value, name, expected)
     if number < least:
         raise ValueError(f"{name}: expected {f'at least {least}' if least else 'no negative number'}, got {number}")
     return number
 
 
-def index(value: Any, name: str, size: int, error: type[Exception] = IndexError) -> int:
-    """Return an integer from 0 to ``size - 1``; raise TypeError or ``error``."""
-    number = integer(value, name)
+def check_index(value: Any, name: str, size: int, error: type[Exception] = IndexError) -> int:
+    """Return an integer from 0 to ``size - 1``, such as a rank; raise TypeError or ``error``."""
+    number = check_integer(value, name)
     if not 0 <= number < size:
         raise error(f"{name}: expected 0 to {size - 1}, got {number}")
     return number
 
 
 def is_number(value: Any) -> bool:
-    """Whether a plain real number: no flag, nothing complex, no text."""
+    """Whether the value is a real number: no boolean, complex number, array or string."""
     return (
         isinstance(value, int | float | np.number | np.ndarray)
         and not isinstance(value, bool)
@@ -76,23 +74,23 @@ def is_number(value: Any) -> bool:
     )
 
 
-def number(value: Any, name: str, expected: str = "a number") -> float:
+def check_number(value: Any, name: str, expected: str = "a number") -> float:
     """Return a real number; raise TypeError."""
     if not is_number(value):
         raise TypeError(f"{name}: expected {expected}, got {value!r}")
     return float(value)
 
 
-def positive(value: Any, name: str) -> float:
+def check_positive(value: Any, name: str) -> float:
     """Return a finite real number above 0; raise TypeError or ValueError."""
-    checked = number(value, name, "a positive number")
+    checked = check_number(value, name, "a positive number")
     if not 0 < checked < math.inf:
         raise ValueError(f"{name}: expected a positive number, got {value!r}")
     return checked
 
 
-def flag(value: Any, name: str) -> bool:
-    """Return True or False; raise TypeError."""
+def check_flag(value: Any, name: str) -> bool:
+    """Return a boolean; raise TypeError for anything but True and False."""
     if value is True or value is False:
         return value
     if not isinstance(value, np.bool_):
@@ -100,18 +98,21 @@ def flag(value: Any, name: str) -> bool:
     return bool(value)
 
 
-def one_of(value: Any, name: str, words: Iterable[str]) -> str:
-    """Return a name that is one of ``words``; raise TypeError or ValueError."""
-    words = tuple(words)
-    if not isinstance(value, str) or value not in words:
+def check_choice(value: Any, name: str, choices: Iterable[str]) -> str:
+    """Return a string that is one of ``choices``; raise TypeError or ValueError."""
+    choices = tuple(choices)
+    if not isinstance(value, str) or value not in choices:
         error = ValueError if isinstance(value, str) else TypeError
-        raise error(f"{name}: expected one of {words}, got {value!r}")
+        raise error(f"{name}: expected one of {choices}, got {value!r}")
     return value
 
 
-def listed(value: Any, name: str, length: int, of: str) -> list[Any]:
-    """Return a list or tuple of a length as a list; raise TypeError or ValueError."""
-    expected = f"{name}: expected a list of {length} {of}, got"
+def check_list(value: Any, name: str, length: int, items: str) -> list[Any]:
+    """Return a list or tuple as a list; raise TypeError or ValueError for another length.
+
+    ``items`` describes the items in errors, in the plural.
+    """
+    expected = f"{name}: expected a list of {length} {items}, got"
     if not isinstance(value, list | tuple):
         raise TypeError(f"{expected} {type(value).__name__}")
     if len(value) != length:
@@ -119,21 +120,35 @@ def listed(value: Any, name: str, length: int, of: str) -> list[Any]:
     return list(value)
 
 
-def called(variable: Any) -> str:
-    """Return what to call a variable of a graph in an error."""
+def describe(variable: Any) -> str:
+    """Return the name of a graph's variable, or its expression, for an error message."""
     return repr(variable.name) if getattr(variable, "name", None) else str(variable)
 
 
-def package(module: str, needs: str, extra: str) -> Any:
-    """Return a module; where it is not installed, raise ImportError that says what needs it, and which extra has it."""
+def import_package(module: str, needs: str, extra: str) -> Any:
+    """Import an optional package.
+
+    Parameters
+    ----------
+    module : str
+    needs : str
+        Description of the feature that needs it, for the error.
+    extra : str
+        Extra of this package that installs it.
+
+    Raises
+    ------
+    ImportError
+        If it is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ImportError:
         raise ImportError(f"{needs}: pip install 'synkhronos[{extra}]'") from None
 
 
-def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those packages that are installed."""
+def list_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the version of each package that is installed, by name."""
     found = {}
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -1,7 +1,6 @@
-"""How many GPUs does this machine have?
+"""The number of GPUs of this machine, found without touching them.
 
-`get_n_gpu`
-    As many as this process may use.
+A CUDA context takes memory on each GPU, and a process that has one can't be forked.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ def get_n_gpu() -> int:
     Returns
     -------
     int
-        The GPUs of this machine, or those of them that ``CUDA_VISIBLE_DEVICES`` names; 0 where there is no driver.
+        Number of this machine's GPUs, or of those that ``CUDA_VISIBLE_DEVICES`` names; 0 without a driver.
 
     Examples
     --------
@@ -27,7 +26,7 @@ def get_n_gpu() -> int:
     try:
         import pynvml
     except ImportError:
-        # One device file a GPU: what NVML counts, short of MIG slices.
+        # The driver creates one device file for each GPU.
         present = len(glob.glob("/dev/nvidia[0-9]*"))
     else:
         try:
@@ -43,7 +42,7 @@ def get_n_gpu() -> int:
         return present
     count = 0
     for name in (part.strip() for part in visible.split(",")):
-        # CUDA reads the list up to the first entry that names no device.
+        # CUDA ignores the rest of the list after an entry that names no device.
         if name.isdecimal() and int(name) < present or name.startswith(("GPU-", "MIG-")):
             count += 1
         else:

@@ -1,11 +1,8 @@
-"""Starts and ends the ranks.
+"""Start and end of the ranks.
 
-`fork`
-    Forks workers and binds each rank to its device.
-`close`
-    Ends them.
-`bytes_sent`
-    How much other hosts were sent.
+``fork`` decides how many ranks there are, on which machines and devices.  It starts the session and runs its first
+command, which binds each rank to its device.  Whether workers are copies of this process or new processes depends on
+the device and the host: a copy of a process in which JAX has run can't use JAX.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from typing import IO
 import numpy as np
 
 from synkhronos import engines, ranks
-from synkhronos.checks import flag, index, integer, number
+from synkhronos.checks import check_flag, check_index, check_integer, check_number
 from synkhronos.devices import HOST, choose, device_named, is_on_gpus, keep_off_gpus, needs_fresh_processes
 from synkhronos.graphs import loaded_libraries
 from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, MpiLink, find_launch, is_this_machine, parse_hosts, serve
@@ -31,18 +28,30 @@ from synkhronos.ranks import Command, Rank
 
 __all__ = ["bytes_sent", "close", "fork"]
 
-#: Seconds of silence after which a host is lost, by default.
+#: Default number of seconds without a message after which a host counts as lost.
 HOST_TIMEOUT = 10.0
-#: Bytes of the largest array whose memory a rank keeps when it is freed (the most that GNU's C library takes), and of
-#: all that it keeps.
-LARGEST_KEPT, MOST_KEPT = 1 << 25, 1 << 28
-#: As malloc.h numbers what `mallopt` sets.
+#: Memory of freed arrays that the C library of each rank keeps: number of bytes of the largest array (the maximum of
+#: GNU's C library), and in all.
+MAX_CACHED_ARRAY, MAX_CACHED = 1 << 25, 1 << 28
+#: Parameters of `mallopt`, as in malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True, slots=True)
 class _Bind(Command):
-    """Bind each rank to its device; each host knows best which places it has, and the master which is its own."""
+    """Bind each rank to its device, seed its global generators and set its cores.
+
+    Attributes
+    ----------
+    name : str
+        Name of the device.
+    places : list of str
+        Place of each rank of the master's host on the device.  Other hosts determine their own.
+    seeds : tuple of bytes
+        Seeds of NumPy's and Python's global generators.
+    cores : tuple of tuple of int
+        Cores of each rank; empty for no binding.
+    """
 
     name: str
     places: list[str]
@@ -50,7 +59,7 @@ class _Bind(Command):
     cores: tuple[tuple[int, ...], ...] = ()
 
     def run(self, rank: Rank) -> None:
-        if rank.number < len(self.cores):  # before anything starts threads
+        if rank.number < len(self.cores):  # before any library starts threads
             os.sched_setaffinity(0, self.cores[rank.number])
         _keep_freed_memory()
         if not rank.is_master:
@@ -70,15 +79,15 @@ class _Bind(Command):
 
 
 def _keep_freed_memory() -> None:
-    """Have the C library keep the memory of freed arrays: the next call of the same function needs as much again.
+    """Set the C library to keep the memory of freed arrays, as the next call of a function needs as much again.
 
-    By default it gives the kernel what is freed at the end of its heap, and gets it back page by page, at about 1 us
-    each; which ranks that slows down is chance.
+    By default it returns memory at the end of its heap to the kernel, and later gets it back page by page, at about
+    1 us each.  Which ranks this slows down is random.
     """
     with contextlib.suppress(AttributeError):  # a C library other than GNU's
         libc = ctypes.CDLL(None)
-        libc.mallopt(_MMAP_THRESHOLD, LARGEST_KEPT)
-        libc.mallopt(_TRIM_THRESHOLD, MOST_KEPT)
+        libc.mallopt(_MMAP_THRESHOLD, MAX_CACHED_ARRAY)
+        libc.mallopt(_TRIM_THRESHOLD, MAX_CACHED)
 
 
 def fork(
@@ -90,34 +99,34 @@ def fork(
     hosts: Sequence[str] | str | None = None,
     host_timeout: float = HOST_TIMEOUT,
 ) -> int:
-    """Fork one worker for each rank but the master's, and bind each rank to its device.
+    """Start a worker for each rank but the master's, and bind each rank to its device.
 
     Parameters
     ----------
     n_parallel : int, optional
-        The number of ranks; with ``hosts`` the number on each host.  By default one for each core that this process may
-        use, or one for each GPU.
+        Number of ranks; with ``hosts`` the number on each host.  Default: one for each core that this process may use,
+        or one for each GPU.
     use_gpu : bool, optional
-        By default GPUs are used if all hosts have some and the packages that they need, else the CPU.
+        Whether to compute on GPUs.  Default: True if all hosts have GPUs and the necessary packages.
     master_rank : int
-        The rank of this process.
+        Rank of this process.
     profile_workers : bool
-        Whether each worker leaves a cProfile file, ``synkhronos_rank{r}_{pid}.prof``, in the working directory.
+        Whether each worker writes a cProfile file, ``synkhronos_rank{r}_{pid}.prof``, into the working directory.
     timeout : float, optional
-        Seconds that a call waits for the workers before it ends them and raises `WorkerError`.  By default it waits as
+        Seconds that a call waits for the workers before it ends them and raises `WorkerError`.  Default: it waits as
         long as they live, and Ctrl-C interrupts it.
     hosts : list of str, or "all", optional
-        The machines with ranks, this one first; ``"a:3"`` means three ranks on ``a``.  ``"all"`` means the hosts of a
-        Slurm, PBS or LSF allocation.  By default those that the variable ``SYNKHRONOS_HOSTS`` names (``a,b:3``), or
-        those on which ``mpirun`` or ``srun`` has started this script, one process on each: there `fork` returns on the
-        first host only.  An empty list means this machine alone.
+        Machines with ranks, this one first; ``"a:3"`` means three ranks on ``a``.  ``"all"`` means the hosts of a
+        Slurm, PBS or LSF allocation.  Default: the hosts in the environment variable ``SYNKHRONOS_HOSTS``
+        (``a,b:3``), or those on which ``mpirun`` or ``srun`` has started this script, one process on each: then `fork`
+        returns on the first host only.  An empty list means this machine alone.
     host_timeout : float
-        Seconds of silence after which a host is taken for lost.
+        Seconds without a message after which a host counts as lost.
 
     Returns
     -------
     int
-        The number of ranks.
+        Number of ranks.
 
     Raises
     ------
@@ -130,13 +139,12 @@ def fork(
     Notes
     -----
     A worker is a copy of this process as it is now: fork early, before you load data, and before you start threads,
-    which may hold locks.  Each rank's BLAS gets as many threads as its share of the cores.  From then on the C
-    library keeps up to 256 MB of freed arrays' memory in each rank, this process included, and the next call uses it
-    again.
+    which may hold locks.  Each rank's BLAS gets as many threads as its share of the cores.  From then on the C library
+    keeps the memory of up to 256 MB of freed arrays in each rank, this process included, for later calls.
 
-    Workers on other hosts are not copies but new processes, with this process' ``sys.path`` and working directory; they
-    import what they need.  Python and its packages have to be at the same path there.  Hosts talk by MPI, which ``pip
-    install synkhronos[hosts]`` installs.  They send each other pickles, so use a network that you trust.
+    Workers on other hosts are new processes with this process' ``sys.path`` and working directory.  Python and its
+    packages have to be at the same path there.  Hosts communicate by MPI, which ``pip install synkhronos[hosts]``
+    installs.  They send each other pickles, so use a network that you trust.
 
     Examples
     --------
@@ -146,16 +154,16 @@ def fork(
     >>> synk.close()
     """
     if n_parallel is not None:
-        n_parallel = integer(n_parallel, "n_parallel")
+        n_parallel = check_integer(n_parallel, "n_parallel")
         if not 1 <= n_parallel <= MAX_RANKS_PER_HOST:
             raise ValueError(f"n_parallel: expected a number of ranks from 1 to {MAX_RANKS_PER_HOST}, got {n_parallel}")
     if use_gpu is not None and not isinstance(use_gpu, bool | np.bool_):
         raise TypeError(f"use_gpu: expected True, False or None, got {use_gpu!r}")
-    profile_workers = flag(profile_workers, "profile_workers")
-    if timeout is not None and not number(timeout, "timeout", "a number of seconds, or None") > 0:
+    profile_workers = check_flag(profile_workers, "profile_workers")
+    if timeout is not None and not check_number(timeout, "timeout", "a number of seconds, or None") > 0:
         raise ValueError(f"timeout: expected a positive number of seconds, got {timeout!r}")
-    master_rank = integer(master_rank, "master_rank")
-    if not number(host_timeout, "host_timeout", "a number of seconds") >= 1:
+    master_rank = check_integer(master_rank, "master_rank")
+    if not check_number(host_timeout, "host_timeout", "a number of seconds") >= 1:
         raise ValueError(f"host_timeout: expected a number of seconds, at least 1, got {host_timeout!r}")
     named = parse_hosts(hosts)
     if len(named) == 1:
@@ -165,7 +173,7 @@ def fork(
     if not named and process is not None and process[0] > 0:
         serve()
     if named or process is not None:
-        with _started(named or None, use_gpu, host_timeout) as others:
+        with _start_hosts(named or None, use_gpu, host_timeout) as others:
             return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout, link=others)
     return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout)
 
@@ -175,16 +183,24 @@ def fork_bound(
     use_gpu: bool,
     cores: Sequence[Sequence[int]],
     hosts: Sequence[str] = (),
-    said: IO[str] | None = None,
+    log: IO[str] | None = None,
 ) -> int:
-    """Fork as `fork` does, and bind each rank of this host to its cores before its device starts threads; none for not.
+    """Start ranks as `fork` does, each bound to its own cores.
 
-    What other hosts print goes to the file ``said``.
+    Parameters
+    ----------
+    n_parallel : int
+    use_gpu : bool
+    cores : sequence of sequence of int
+        Cores of each rank of this host; empty for no binding.
+    hosts : sequence of str
+    log : file, optional
+        File for the output of other hosts.
     """
     bound = tuple(map(tuple, cores))
     named = parse_hosts(hosts)
     if len(named) > 1:
-        with _started(named, use_gpu, said=said) as others:
+        with _start_hosts(named, use_gpu, log=log) as others:
             return _fork(None, use_gpu, cores=bound, link=others)
     for host in named:
         _check_is_here(host)
@@ -192,7 +208,7 @@ def fork_bound(
 
 
 def _check_is_here(host: Host) -> None:
-    """Refuse another machine: where one host is named there are no agents, and nothing else to find it out."""
+    """Raise RuntimeError for another machine: with a single host no agent would notice."""
     if not is_this_machine(host.name):
         raise RuntimeError(
             f"the hosts {host.name} could not be reached: the first host has to be the machine that calls fork(), and "
@@ -201,14 +217,14 @@ def _check_is_here(host: Host) -> None:
 
 
 @contextlib.contextmanager
-def _started(
-    named: Sequence[Host] | None, use_gpu: bool | None, host_timeout: float = HOST_TIMEOUT, said: IO[str] | None = None
+def _start_hosts(
+    named: Sequence[Host] | None, use_gpu: bool | None, host_timeout: float = HOST_TIMEOUT, log: IO[str] | None = None
 ) -> Iterator[MpiLink]:
-    """Start other hosts, and end them if the ``with`` block fails."""
+    """Start the agents of the hosts, and end them if the ``with`` block fails."""
     ranks.check_free()
     if use_gpu:
-        choose(True, None)  # where this host has none, or lacks something, no other is asked
-    link = MpiLink(named, float(host_timeout), said)
+        choose(True, None)  # raises if this host has no GPUs, before any other is started
+    link = MpiLink(named, float(host_timeout), log)
     try:
         link.launch()
         yield link
@@ -228,7 +244,7 @@ def _fork(
 ) -> int:
     if link is None:
         device, size = choose(use_gpu, n_parallel)
-        index(master_rank, "master_rank", size, ValueError)
+        check_index(master_rank, "master_rank", size, ValueError)
         n_here = size
     else:
         device, _ = choose(link.choose_gpu_default() if use_gpu is None else use_gpu, None)
@@ -236,10 +252,10 @@ def _fork(
         size, n_here = link.size, len(link.here)
         if master_rank not in link.here:
             raise ValueError(f"master_rank: expected a rank of this host, below {n_here}, got {master_rank}")
-    # From the master's states, so that a run repeats from its seed.
+    # Derived from the master's states, so that a run repeats from its seed.
     states = np.random.get_state(legacy=False), random.getstate()
     seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in states)
-    # Copies of this process have what it has imported.
+    # Imported before the fork, so that workers share it.
     loaded_libraries()
     engines.kinds()
     first = _Bind(device.name, device.places(n_here, master_rank), seeds, cores)
@@ -248,10 +264,10 @@ def _fork(
 
 
 def bytes_sent() -> int:
-    """Return how many bytes of Data objects and functions other hosts have been sent since `fork`.
+    """Return the number of bytes of Data objects and functions that were sent to other hosts since `fork`.
 
-    Unchanged pages of memory are not sent again.  Of the rows that a lock brings, only those that the first host sends
-    are counted.  Values that collectives exchange are not counted.
+    Unchanged pages of memory are not sent again.  Of the rows that `Lock.read` and `Lock.write` copy, only those that
+    the first host sends are counted.  Values that collectives exchange are not counted.
 
     Raises
     ------
@@ -270,10 +286,10 @@ def bytes_sent() -> int:
 
 
 def close() -> None:
-    """End the workers and free every shared segment.
+    """End the workers and free all shared memory.
 
-    Runs by itself at exit, and does nothing when no ranks are running.  `fork` works again after it; functions made
-    before are sent to the new ranks when they are called; Data objects made before are empty.
+    It runs by itself at exit, and does nothing if no ranks are running.  `fork` works again after it.  Functions
+    created before are sent to the new ranks when they are called.  Data objects created before are empty.
 
     Examples
     --------

@@ -188,7 +188,11 @@ def test_what_an_agent_says_comes_without_what_mpirun_says_besides(monkeypatch):
 
 def started(press):
     """Start hosts, with Ctrl-C before the instruction of this number; return the number of instructions."""
-    codes = {start.MpiLink.launch.__code__, start.MpiLink.__init__.__code__, processes._started.__wrapped__.__code__}
+    codes = {
+        start.MpiLink.launch.__code__,
+        start.MpiLink.__init__.__code__,
+        processes._start_hosts.__wrapped__.__code__,
+    }
     before, count = sys.gettrace(), 0
 
     def trace(frame, event, argument):
@@ -202,7 +206,7 @@ def started(press):
 
     sys.settrace(trace)
     try:
-        with processes._started([Host("a", 1), Host("b", 1)], False) as hosts:
+        with processes._start_hosts([Host("a", 1), Host("b", 1)], False) as hosts:
             sys.settrace(before)
         hosts.kill()
     finally:
@@ -415,7 +419,10 @@ def test_an_agent_that_sends_for_long_hears_the_others_before_it_judges():
 def test_what_comes_for_a_task_waits_until_its_host_has_heard_of_it():
     taken = []
     bridge = SimpleNamespace(
-        take=lambda *part: taken.append(part), news=list, asked=list, is_stopped_here=lambda: False
+        update_channel=lambda *part: taken.append(part),
+        poll_channels=list,
+        poll_requests=list,
+        take_stop_request=lambda: False,
     )
     mail = SimpleNamespace(size=2, me=0, others=[1])
     control = SimpleNamespace(here=range(1), fence=lambda: None, ring=lambda rank, reason: None)

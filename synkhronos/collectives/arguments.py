@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.casts import check_dense
-from synkhronos.checks import called, listed, one_of
+from synkhronos.checks import check_choice, check_list, describe
 from synkhronos.data import Data
 from synkhronos.data.rows import get_share
 from synkhronos.devices import Selection
@@ -68,7 +68,7 @@ def check_variables(session: Session, shared_vars: Any, allow_generators: bool =
         if library.is_generator(variable):
             if not allow_generators:
                 raise TypeError(
-                    f"shared_vars: {called(variable)} is a random generator, which only broadcast(), gather(), "
+                    f"shared_vars: {describe(variable)} is a random generator, which only broadcast(), gather(), "
                     "set_value() and get_value() take"
                 )
         elif not library.is_array(variable):
@@ -77,7 +77,7 @@ def check_variables(session: Session, shared_vars: Any, allow_generators: bool =
             )
         if mirror.get_key(variable) is None and not is_registered(variable):
             raise ValueError(
-                f"shared_vars: no function uses {called(variable)}: the workers have no copy of it; "
+                f"shared_vars: no function uses {describe(variable)}: the workers have no copy of it; "
                 "make a synkhronos.function() of it first"
             )
     if len({id(variable) for variable in variables}) != len(variables):
@@ -118,12 +118,14 @@ def check_stream(session: Session, variable: Any, value: Any, moves: bool) -> No
     try:
         library_of(variable).check_generator(variable, value, moves and session.size > 1)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"values: {called(variable)}: {error}") from None
+        raise type(error)(f"values: {describe(variable)}: {error}") from None
 
 
 def match_values(values: Any, variables: Sequence[Any], is_single: bool) -> list[Any]:
     """Return a list with one value for each variable; raise TypeError or ValueError for another number of values."""
-    return [values] if is_single else listed(values, "values", len(variables), "values, one for each shared variable")
+    return (
+        [values] if is_single else check_list(values, "values", len(variables), "values, one for each shared variable")
+    )
 
 
 def as_data(session: Session, variable: Any, value: Any) -> Data:
@@ -132,8 +134,8 @@ def as_data(session: Session, variable: Any, value: Any) -> Data:
         value._check_session(session, "values")
         if value.dtype != variable.type.dtype or value.ndim != variable.type.ndim:
             raise TypeError(
-                f"values: {called(variable)} needs {variable.type.dtype} of {variable.type.ndim} dimensions, got Data "
-                f"of {value.dtype} and {value.ndim} dimensions"
+                f"values: {describe(variable)} needs {variable.type.dtype} of {variable.type.ndim} dimensions, got "
+                f"Data of {value.dtype} and {value.ndim} dimensions"
             )
         return value
     return Data._from_array(_convert(variable, value))
@@ -144,26 +146,26 @@ def _convert(variable: Any, value: Any) -> np.ndarray:
 
     The shape is checked later, by `check_shape`, as a rank may get some of the rows.
     """
-    check_dense(value, f"values: {called(variable)}")
+    check_dense(value, f"values: {describe(variable)}")
     any_shape = library_of(variable).tensor.TensorType(variable.type.dtype, (False,) * variable.type.ndim)
     try:
         return library_of(variable).filter(any_shape, value, allow_downcast=variable.container.allow_downcast)
     except (TypeError, ValueError, AttributeError) as error:
         wrong = ValueError if isinstance(error, ValueError) else TypeError
-        raise wrong(f"values: {called(variable)} can't take {type(value).__name__}: {error}") from None
+        raise wrong(f"values: {describe(variable)} can't take {type(value).__name__}: {error}") from None
 
 
 def check_shape(variable: Any, shape: tuple[int, ...]) -> None:
     """Raise ValueError if the variable's type doesn't allow a shape."""
     if not library_of(variable).can_hold(variable, shape):
-        raise ValueError(f"values: {called(variable)} of type {variable.type} can't take shape {shape}")
+        raise ValueError(f"values: {describe(variable)} of type {variable.type} can't take shape {shape}")
 
 
 def check_op(op: Any, variables: Sequence[Any]) -> str:
     """Return the name of a reduction; raise TypeError or ValueError if it is not defined for all variables."""
     op = parse_op(op)
     for variable in variables:
-        check_op_dtype(op, np.dtype(variable.type.dtype), called(variable))
+        check_op_dtype(op, np.dtype(variable.type.dtype), describe(variable))
     return op
 
 
@@ -176,7 +178,7 @@ def check_op_dtype(op: str, dtype: np.dtype, name: str) -> None:
 
 def parse_op(op: Any) -> str:
     """Return the name of a reduction; raise TypeError or ValueError if collectives have none of this name."""
-    return one_of(op, "op", of_collectives())
+    return check_choice(op, "op", of_collectives())
 
 
 def select_all(value: Data) -> range:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from synkhronos import ranks
-from synkhronos.checks import called, flag, index, integer
+from synkhronos.checks import check_flag, check_index, check_integer, describe
 from synkhronos.collectives.arguments import (
     as_data,
     check_op,
@@ -73,7 +73,7 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
     session = ranks.session()
     with session.turn:
         session.settle()
-        nccl = flag(nccl, "nccl")
+        nccl = check_flag(nccl, "nccl")
         variables, is_single = check_variables(session, shared_vars, allow_generators=True)
         generators = [v for v in variables if library_of(v).is_generator(v)]
         arrays = [v for v in variables if not library_of(v).is_generator(v)]
@@ -141,7 +141,7 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
         staged: list[Data] = []
         for variable, value in zip(variables, match_values(values, variables, is_single), strict=True):
             if variable.type.ndim == 0:
-                raise ValueError(f"shared_vars: {called(variable)} has no rows to scatter")
+                raise ValueError(f"shared_vars: {describe(variable)} has no rows to scatter")
             staged.append(as_data(session, variable, value))
         selections = [select(batch, len(value)) for value in staged]
         for variable, value, selection in zip(variables, staged, selections, strict=True):
@@ -186,10 +186,10 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
     session = ranks.session()
     with session.turn:
         session.settle()
-        nd_up = integer(nd_up, "nd_up", "0 or 1")
+        nd_up = check_integer(nd_up, "nd_up", "0 or 1")
         if nd_up not in (0, 1):
             raise ValueError(f"nd_up: expected 0 or 1, got {nd_up}")
-        nccl = flag(nccl, "nccl")
+        nccl = check_flag(nccl, "nccl")
         variables, is_single = check_variables(session, shared_vars, allow_generators=True)
         arrays = [v for v in variables if not is_generator_object(v)]
         states = [v for v in variables if is_generator_object(v)]
@@ -230,7 +230,7 @@ def all_gather(shared_vars: Any, nccl: bool = True) -> None:
     session = ranks.session()
     with session.turn:
         session.settle()
-        nccl = flag(nccl, "nccl")
+        nccl = check_flag(nccl, "nccl")
         variables, _ = check_variables(session, shared_vars)
         session.run(AllGather(get_mirror_keys(session, variables), nccl))
 
@@ -271,7 +271,7 @@ def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool 
     session = ranks.session()
     with session.turn:
         session.settle()
-        in_place, nccl = flag(in_place, "in_place"), flag(nccl, "nccl")
+        in_place, nccl = check_flag(in_place, "in_place"), check_flag(nccl, "nccl")
         variables, is_single = check_variables(session, shared_vars)
         op = check_op(op, variables)
         destination = "master" if in_place else "returned"
@@ -311,7 +311,7 @@ def all_reduce(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
     session = ranks.session()
     with session.turn:
         session.settle()
-        nccl = flag(nccl, "nccl")
+        nccl = check_flag(nccl, "nccl")
         session.run(get_all_reduce_command(session, shared_vars, op, nccl))
 
 
@@ -367,7 +367,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
     session = ranks.session()
     with session.turn:
         session.settle()
-        rank = index(rank, "rank", session.size)
+        rank = check_index(rank, "rank", session.size)
         variables, is_single = check_variables(session, shared_vars, allow_generators=True)
         pairs = list(zip(variables, match_values(values, variables, is_single), strict=True))
         states = [(variable, value) for variable, value in pairs if is_generator_object(variable)]
@@ -375,7 +375,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
             check_stream(session, variable, value, moves=False)
         for variable in variables if batch is not None else ():
             if is_generator_object(variable) or variable.type.ndim == 0:
-                raise ValueError(f"batch: the value for {called(variable)} has no rows to select")
+                raise ValueError(f"batch: the value for {describe(variable)} has no rows to select")
         variables = [variable for variable in variables if not is_generator_object(variable)]
         staged = [as_data(session, variable, value) for variable, value in pairs if not is_generator_object(variable)]
         buffers: list[Data] = []
@@ -426,7 +426,7 @@ def get_value(rank: int, shared_vars: Any) -> Any:
     session = ranks.session()
     with session.turn:
         session.settle()
-        rank = index(rank, "rank", session.size)
+        rank = check_index(rank, "rank", session.size)
         variables, is_single = check_variables(session, shared_vars, allow_generators=True)
         arrays = [v for v in variables if not is_generator_object(v)]
         states = [v for v in variables if is_generator_object(v)]
@@ -500,6 +500,6 @@ def get_lengths(shared_vars: Any) -> list[Any]:
     is_single = not isinstance(shared_vars, list | tuple)
     for variable in [shared_vars] if is_single else shared_vars:
         if getattr(getattr(variable, "type", None), "ndim", None) == 0:
-            raise ValueError(f"shared_vars: {called(variable)} has no length")
+            raise ValueError(f"shared_vars: {describe(variable)} has no length")
     shapes = get_shapes(shared_vars)
     return [shape[0] for shape in shapes] if is_single else [[shape[0] for shape in each] for each in shapes]

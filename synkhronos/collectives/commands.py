@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from synkhronos.checks import called
+from synkhronos.checks import describe
 from synkhronos.devices import HOST, Device, Layout, device_named, device_of
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.graphs import library_of
@@ -163,7 +163,7 @@ class Copies:
         if len({shape for shape, _ in layouts}) > 1:
             each = ", ".join(f"rank {r} has {shape}" for r, (shape, _) in enumerate(layouts))
             self.fail(
-                f"{collective}: {called(self.shareds[position])} needs the same shape on all ranks, but {each}; "
+                f"{collective}: {describe(self.shareds[position])} needs the same shape on all ranks, but {each}; "
                 "see gather(), which takes any shapes"
             )
 
@@ -171,7 +171,7 @@ class Copies:
         """Fail if one variable's type doesn't allow a shape."""
         library, shared = self.libraries[position], self.shareds[position]
         if not library.can_hold(shared, shape):
-            self.fail(f"{collective}: {called(shared)} of type {shared.type} can't take shape {shape}")
+            self.fail(f"{collective}: {describe(shared)} of type {shared.type} can't take shape {shape}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +272,7 @@ class AllGather(Command):
             layouts = copies.get_layouts(i)
             if not _can_join(layouts):
                 each = ", ".join(f"rank {r} has {shape}" for r, (shape, _) in enumerate(layouts))
-                copies.fail(f"all_gather: {called(shared)} can't be joined along axis 0: {each}")
+                copies.fail(f"all_gather: {describe(shared)} can't be joined along axis 0: {each}")
             rows = sum(shape[0] for shape, _ in layouts)
             copies.check_shape(i, (rows, *layouts[0][0][1:]), "all_gather")
         for i in range(len(self.keys)):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from synkhronos import ranks
 from synkhronos.casts import NUMBERS, as_numbers, cast, check_cast
-from synkhronos.checks import at_least, flag, number
+from synkhronos.checks import check_at_least, check_flag, check_number
 from synkhronos.graphs import library_of
 from synkhronos.ranks import SharedArray
 
@@ -120,7 +120,7 @@ class Data:
 
     @minibatch.setter
     def minibatch(self, value: bool) -> None:
-        self._minibatch = flag(value, "minibatch")
+        self._minibatch = check_flag(value, "minibatch")
 
     def __len__(self) -> int:
         if not self._ndim:
@@ -191,7 +191,7 @@ class Data:
         """
         if not self._ndim:
             raise ValueError("a Data object of 0 dimensions has no length to set")
-        self.set_shape((at_least(n, "n", 0), *self.shape[1:]), oversize)
+        self.set_shape((check_at_least(n, "n", 0), *self.shape[1:]), oversize)
 
     def set_shape(self, shape: int | Sequence[int], oversize: float = 1) -> None:
         """Change the shape.
@@ -314,7 +314,7 @@ class Data:
 
     def _check_value(self, x: npt.ArrayLike, force_cast: bool, argument: str) -> np.ndarray:
         """Return a value as an array of any safe dtype, after checking dtype and number of dimensions."""
-        flag(force_cast, "force_cast")
+        check_flag(force_cast, "force_cast")
         value = as_numbers(x, argument)
         if value.ndim != self._ndim:
             raise ValueError(
@@ -336,7 +336,7 @@ class Data:
 
     def _reshape_in_turn(self, shape: tuple[int, ...], oversize: float, keep: bool) -> None:
         self._check_open()
-        if not 1 <= number(oversize, "oversize", "a number from 1 to 2") <= 2:
+        if not 1 <= check_number(oversize, "oversize", "a number from 1 to 2") <= 2:
             raise ValueError(f"oversize: expected a number from 1 to 2, got {oversize!r}")
         with self._session.turn:
             self._session.settle()  # until no rank reads the memory
@@ -453,7 +453,7 @@ def data(
         ndim = len(_lengths(shape))
     if dtype is None or ndim is None:
         raise TypeError("data() needs var, or value, or dtype with ndim or shape, to know dtype and dimensions")
-    made = Data(_dtype(dtype), at_least(ndim, "ndim", 0), minibatch, name)
+    made = Data(_dtype(dtype), check_at_least(ndim, "ndim", 0), minibatch, name)
     if value is not None:
         made._set_value(value, force_cast, oversize, "value")
     else:
@@ -485,4 +485,4 @@ def _lengths(shape: Any) -> tuple[int, ...]:
         shape = (shape,)
     if not isinstance(shape, list | tuple | np.ndarray):
         raise TypeError(f"shape: expected a sequence of lengths, got {shape!r}")
-    return tuple(at_least(length, "shape", 0) for length in shape)
+    return tuple(check_at_least(length, "shape", 0) for length in shape)

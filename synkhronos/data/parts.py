@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from synkhronos import ranks
 from synkhronos.casts import as_numbers
-from synkhronos.checks import at_least
+from synkhronos.checks import check_at_least
 from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.data.rows import get_share, max_row, min_row, select
 from synkhronos.graphs.mirror import Mirror, get_object
@@ -103,7 +103,7 @@ class PartsData(ReadOnlyData):
         -----
         Rows are shuffled within hosts, so that batches depend on the number of ranks of each host.
         """
-        size, n_ranks = at_least(size, "size", 1), self._session.size
+        size, n_ranks = check_at_least(size, "size", 1), self._session.size
         if not n_ranks <= size <= len(self):
             raise ValueError(
                 f"size: expected a row for each of {n_ranks} ranks, and at most the {len(self)} rows, got {size}"
@@ -159,7 +159,7 @@ def data_parts(load: Callable[[int, int], npt.ArrayLike], length: int, name: str
     """
     if not callable(load):
         raise TypeError(f"load: expected a function of start and stop, got {load!r}")
-    return PartsData(load, at_least(length, "length", 1), name)
+    return PartsData(load, check_at_least(length, "length", 1), name)
 
 
 def iterate_shuffled(length: int, size: int, ranks_by_host: Sequence[range], seed: Any = None) -> Iterator[np.ndarray]:

@@ -44,7 +44,7 @@ from pytensor.tensor.type import float_dtypes
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.checks import called
+from synkhronos.checks import describe
 from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.devices import HOST
 from synkhronos.graphs import library_of
@@ -479,9 +479,9 @@ def _checked_rows(rows: Any) -> tuple[list[Any], list[Any]]:
         if not isinstance(variable, Variable) or not isinstance(variable.type, TensorType):
             raise TypeError(f"rows: expected variables of PyTensor as keys, got {variable!r}")
         if variable.owner is not None or isinstance(variable, Constant | SharedVariable):
-            raise TypeError(f"rows: expected a symbolic input as key, got {called(variable)}")
+            raise TypeError(f"rows: expected a symbolic input as key, got {describe(variable)}")
         if variable.ndim == 0 or variable.type.shape[0] is not None:
-            raise ValueError(f"rows: {called(variable)} of type {variable.type} has no rows to share out")
+            raise ValueError(f"rows: {describe(variable)} of type {variable.type} has no rows to share out")
         sources.append(_checked_source(variable, value))
     _check_lengths(rows, [_now(source) for source in sources])
     return list(rows), sources
@@ -492,7 +492,7 @@ def _checked_source(variable: Any, value: Any) -> Any:
         kind = value.type if isinstance(value, SharedVariable) else value
         if (kind.dtype, kind.ndim) != (variable.dtype, variable.ndim):
             raise TypeError(
-                f"rows: {called(variable)} needs values of {variable.dtype} and {variable.ndim} dimensions, got "
+                f"rows: {describe(variable)} needs values of {variable.dtype} and {variable.ndim} dimensions, got "
                 f"{value!r} of {kind.dtype} and {kind.ndim}"
             )
         return value
@@ -500,12 +500,12 @@ def _checked_source(variable: Any, value: Any) -> Any:
         return library_of(variable).filter(variable.type, value)
     except (TypeError, ValueError) as error:
         wrong = ValueError if isinstance(error, ValueError) else TypeError
-        raise wrong(f"rows: {called(variable)} of type {variable.type} can't take the values: {error}") from None
+        raise wrong(f"rows: {describe(variable)} of type {variable.type} can't take the values: {error}") from None
 
 
 def _check_lengths(variables: Iterable[Any], values: Sequence[Any]) -> int:
     """Return the number of rows; raise ValueError if it differs between the values."""
-    lengths = {called(variable): len(each) for variable, each in zip(variables, values, strict=True)}
+    lengths = {describe(variable): len(each) for variable, each in zip(variables, values, strict=True)}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"rows: expected equally many of each, got {lengths}")
     return min(lengths.values())
@@ -540,7 +540,7 @@ def _inside(terms: Any, rows: Sequence[Any]) -> list[Apply]:
     """
     nodes = library_of(terms).sort_nodes([terms])
     read = {terms, *(variable for node in nodes for variable in node.inputs)}
-    unused = [called(variable) for variable in rows if variable not in read]
+    unused = [describe(variable) for variable in rows if variable not in read]
     if unused:
         raise ValueError(f"rows: the terms are not computed from {', '.join(unused)}")
     depends = set(rows)
@@ -574,7 +574,7 @@ def _params(inside: Sequence[Apply], rows: Sequence[Any]) -> list[Any]:
         if variable in computed or variable in rows or isinstance(variable, Constant):
             continue
         if not _is_array(variable):
-            raise TypeError(f"terms: computed from {called(variable)} of type {variable.type}, which can't be sent")
+            raise TypeError(f"terms: computed from {describe(variable)} of type {variable.type}, which can't be sent")
         params[variable] = None
     return list(params)
 

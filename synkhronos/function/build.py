@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.checks import called
+from synkhronos.checks import describe
 from synkhronos.devices import Device
 from synkhronos.function.program import Program
 from synkhronos.function.reduce import Op
@@ -93,16 +93,16 @@ def _check_inputs(
     entries += [_check_input(library, value, "bcast_inputs", downcast) for value in broadcast]
     for entry in entries[: len(scattered)]:
         if entry.variable.type.ndim == 0:
-            raise ValueError(f"inputs: {called(entry.variable)} has no rows to scatter; put it into bcast_inputs")
+            raise ValueError(f"inputs: {describe(entry.variable)} has no rows to scatter; put it into bcast_inputs")
         if library.get_fixed_shape(entry.variable)[0] is not None:
             raise ValueError(
-                f"inputs: axis 0 of {called(entry.variable)} has a fixed length and can't be scattered; "
+                f"inputs: axis 0 of {describe(entry.variable)} has a fixed length and can't be scattered; "
                 "put it into bcast_inputs"
             )
     seen: set[int] = set()
     for entry in entries:
         if id(entry.variable) in seen:
-            raise ValueError(f"inputs: {called(entry.variable)} is given twice")
+            raise ValueError(f"inputs: {describe(entry.variable)} is given twice")
         seen.add(id(entry.variable))
     return entries
 
@@ -116,7 +116,7 @@ def _check_updates(
         if not library.is_shared(shared):
             raise TypeError(f"updates: expected a shared variable to update, got {shared!r}")
         pairs.append((shared, _convert(library, shared, expression, "updates")))
-        ops.append(Op.parse(op, f"updates: the op of {called(shared)}"))
+        ops.append(Op.parse(op, f"updates: the op of {describe(shared)}"))
     if len({id(shared) for shared, _ in pairs}) != len(pairs):
         raise ValueError("updates: a shared variable is given twice")
     return pairs, ops
@@ -127,7 +127,7 @@ def _check_sliceable(library: GraphLibrary, sliceable: list[Any]) -> None:
         if not library.is_shared(shared):
             raise TypeError(f"sliceable_shareds: expected shared variables, got {shared!r}")
         if not library.is_array(shared) or shared.type.ndim == 0 or library.get_fixed_shape(shared)[0] is not None:
-            raise ValueError(f"sliceable_shareds: {called(shared)} has no rows to cut")
+            raise ValueError(f"sliceable_shareds: {describe(shared)} has no rows to cut")
     if len({id(shared) for shared in sliceable}) != len(sliceable):
         raise ValueError("sliceable_shareds: a shared variable is given twice")
 
@@ -235,7 +235,7 @@ def _convert(library: GraphLibrary, target: Any, value: Any, name: str) -> Any:
     try:
         return library.convert(target, value)
     except (TypeError, ValueError, AttributeError) as error:
-        raise TypeError(f"{name}: {called(target)} of type {target.type} can't take {value!r}: {error}") from None
+        raise TypeError(f"{name}: {describe(target)} of type {target.type} can't take {value!r}: {error}") from None
 
 
 def _check_reachable(library: GraphLibrary, entries: Any, outputs: Any, updates: Any, givens: Any) -> None:
@@ -256,7 +256,7 @@ def _check_reachable(library: GraphLibrary, entries: Any, outputs: Any, updates:
             if variable.owner is not None:
                 stack.extend(variable.owner.inputs)
             elif not library.is_shared(variable) and not library.is_constant(variable):
-                raise ValueError(f"{name}: {called(variable)} is no input, but {expression} is computed from it")
+                raise ValueError(f"{name}: {describe(variable)} is no input, but {expression} is computed from it")
 
 
 def _check_input(library: GraphLibrary, value: Any, name: str, downcast: bool | None) -> InputSpec:
@@ -264,18 +264,18 @@ def _check_input(library: GraphLibrary, value: Any, name: str, downcast: bool | 
     if library.is_variable(value):  # an `In` has an ``allow_downcast`` of its own
         entry = replace(entry, allow_downcast=downcast)
     if library.is_shared(entry.variable):
-        raise TypeError(f"{name}: {called(entry.variable)} is a shared variable and can't be passed")
+        raise TypeError(f"{name}: {describe(entry.variable)} is a shared variable and can't be passed")
     if entry.variable.owner is not None:
-        raise ValueError(f"{name}: {called(entry.variable)} is computed from others and can't be passed")
+        raise ValueError(f"{name}: {describe(entry.variable)} is computed from others and can't be passed")
     if library.is_sparse(entry.variable):
         raise TypeError(
-            f"{name}: {called(entry.variable)} is sparse, and inputs have to be dense arrays: pass its data, indices, "
-            "indptr and shape as bcast_inputs and make a CSR or CSC of them, or keep it in a shared variable"
+            f"{name}: {describe(entry.variable)} is sparse, and inputs have to be dense arrays: pass its data, "
+            "indices, indptr and shape as bcast_inputs and make a CSR or CSC of them, or keep it in a shared variable"
         )
     if not library.is_array(entry.variable) or np.dtype(entry.variable.type.dtype).kind not in "biufc":
         raise TypeError(f"{name}: expected variables whose values are arrays, got {entry.variable.type}")
     if getattr(value, "update", None) is not None:
-        raise ValueError(f"{name}: {called(entry.variable)} has an update of its own; use a shared variable")
+        raise ValueError(f"{name}: {describe(entry.variable)} has an update of its own; use a shared variable")
     return entry
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos import ranks
-from synkhronos.checks import at_least, integer
+from synkhronos.checks import check_at_least, check_integer
 from synkhronos.data import Data, data
 from synkhronos.devices import JAX
 from synkhronos.function.build import build_program, is_single
@@ -293,7 +293,7 @@ class Function:
         if batch_s is None and output_subset is None and type(num_slices) is int and num_slices == 1:
             return PLAIN
         program = self._program
-        num_slices = at_least(num_slices, "num_slices", 1)
+        num_slices = check_at_least(num_slices, "num_slices", 1)
         if num_slices > 1:
             if not program.n_scattered and not program.sliceable:
                 raise ValueError(
@@ -334,7 +334,7 @@ class Function:
             raise TypeError(f"output_subset: expected a list of output indexes, got {output_subset!r}")
         n, subset = len(self._program.outputs), []
         for index in output_subset:
-            index = integer(index, "output_subset", "integers")
+            index = check_integer(index, "output_subset", "integers")
             if not 0 <= index < n:
                 raise IndexError(f"output_subset: {self.name} has {n} outputs, got index {index}")
             subset.append(index)

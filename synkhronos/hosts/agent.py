@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from synkhronos.checks import versions
+from synkhronos.checks import list_versions
 from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts.frames import Frames
 from synkhronos.hosts.mail import (
@@ -528,7 +528,7 @@ def _describe_host() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = versions(("synkhronos", "numpy", "pytensor", "Theano", "jax", "nccl4py", "cuda-core"))
+    found = list_versions(("synkhronos", "numpy", "pytensor", "Theano", "jax", "nccl4py", "cuda-core"))
     if find_spec("pygpu") is not None:  # linked into environments without metadata
         found["pygpu"] = "installed"
     return found

@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-from synkhronos.checks import versions
+from synkhronos.checks import list_versions
 from synkhronos.devices import JAX, PYGPU
 from synkhronos.gpus import get_n_gpu
 from synkhronos.launch import binding
@@ -56,7 +56,7 @@ def report() -> str:
     }
     for module, package in _PACKAGES.items():
         if module in installed:
-            facts[package] = versions([package]).get(package, "unknown version")
+            facts[package] = list_versions([package]).get(package, "unknown version")
     facts["GPUs"] = str(gpus)
     width = max(map(len, facts))
     lines = [f"{name:{width}}  {fact}" for name, fact in facts.items()]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.casts import cast
-from synkhronos.checks import at_least, called
+from synkhronos.checks import check_at_least, describe
 from synkhronos.data.rows import get_share
 from synkhronos.devices import JAX, device_of
 from synkhronos.graphs import library_of
@@ -103,7 +103,7 @@ class Model:
         self.config = config
         self.rank, self.size, self.seed = config["rank"], config["size"], config["seed"]
         self.epoch = 0
-        at_least(self.batch_size, "batch_size", 1)
+        check_at_least(self.batch_size, "batch_size", 1)
         self.train_data, self.val_data = (data if isinstance(data, Loader) else list(data) for data in self.load())
         for name, arrays in (("training", self.train_data), ("validation", self.val_data)):
             if not isinstance(arrays, Loader) and len({len(array) for array in arrays}) > 1:
@@ -247,4 +247,4 @@ class Model:
 
     def _prepared(self, arrays: Sequence[Any], training: bool) -> list[np.ndarray]:
         made = self.prepare(list(arrays), training)
-        return [cast(array, x.type.dtype, called(x)) for array, x in zip(made, self.inputs, strict=True)]
+        return [cast(array, x.type.dtype, describe(x)) for array, x in zip(made, self.inputs, strict=True)]

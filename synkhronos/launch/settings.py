@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from synkhronos import rules
-from synkhronos.checks import at_least, is_number
+from synkhronos.checks import check_at_least, is_number
 from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, find_launch, parse_hosts
 from synkhronos.launch import modelfile, tmlauncher
@@ -442,7 +442,7 @@ def _config(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _integer(value: Any, key: str, least: int, most: int | None = None) -> int:
     try:
-        checked = at_least(value, key, least)
+        checked = check_at_least(value, key, least)
     except (TypeError, ValueError) as error:
         raise SettingsError(str(error)) from None
     if most is not None and checked > most:

@@ -84,7 +84,7 @@ def prepare(settings: Settings, command: list[str]) -> IO[str]:
 def versions(root: str) -> dict[str, Any]:
     """Return the versions of the packages that compute, and the commit of the model's folder."""
     found: dict[str, Any] = {"python": platform.python_version(), "host": platform.node()}
-    found |= checks.versions(_PACKAGES)
+    found |= checks.list_versions(_PACKAGES)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         for name, words in (("commit", ["rev-parse", "HEAD"]), ("changed", ["status", "--porcelain", "-uno"])):
             done = subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, timeout=10)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos.casts import as_numbers, cast, check_cast
-from synkhronos.checks import at_least, flag, number
+from synkhronos.checks import check_at_least, check_flag, check_number
 
 
 def make_generator(seed: int, epoch: int, row: int) -> np.random.Generator:
@@ -68,9 +68,9 @@ class CropMirror:
         scale: float | None = None,
         center: bool = False,
     ):
-        self.crop = None if crop is None else at_least(crop, "crop", 1)
-        self.mirror, self.center = flag(mirror, "mirror"), flag(center, "center")
-        self.scale = None if scale is None else np.float32(cast(number(scale, "scale"), np.float32, "scale"))
+        self.crop = None if crop is None else check_at_least(crop, "crop", 1)
+        self.mirror, self.center = check_flag(mirror, "mirror"), check_flag(center, "center")
+        self.scale = None if scale is None else np.float32(cast(check_number(scale, "scale"), np.float32, "scale"))
         self.mean = None if mean is None else cast(mean, np.float32, "mean")
         if self.mean is not None and self.mean.ndim not in (0, 1, 3):
             raise ValueError(

@@ -26,7 +26,7 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.casts import as_numbers, check_cast
-from synkhronos.checks import at_least, called, flag, index, one_of
+from synkhronos.checks import check_at_least, check_choice, check_flag, check_index, describe
 from synkhronos.data import Data
 from synkhronos.devices import Selection
 from synkhronos.graphs import library_of
@@ -122,14 +122,14 @@ class Loader:
         if augment is not None and not callable(augment):
             raise TypeError(f"augment: expected a function of a row and a generator, got {augment!r}")
         self.augment = augment
-        self.processes = at_least(processes, "processes", 1, "a number of processes")
+        self.processes = check_at_least(processes, "processes", 1, "a number of processes")
         if self.processes > _MAX_PROCESSES:
             raise ValueError(f"processes: expected at most {_MAX_PROCESSES}, got {processes}")
         if isinstance(self.source, IterableSource):
             self.processes = 1
-        self.depth = at_least(depth, "depth", 2, "a number of batches")
-        self.shuffle = flag(shuffle, "shuffle")
-        self._skip_unreadable = one_of(on_error, "on_error", ("raise", "skip")) == "skip"
+        self.depth = check_at_least(depth, "depth", 2, "a number of batches")
+        self.shuffle = check_flag(shuffle, "shuffle")
+        self._skip_unreadable = check_choice(on_error, "on_error", ("raise", "skip")) == "skip"
         self.waited = 0.0
         self._skipped = 0
         row = self._read_sample()
@@ -194,7 +194,7 @@ class Loader:
                     f"vars: expected {array.ndim + 1} dimensions for array {i}, whose rows have shape {array.shape}, "
                     f"got {variable} of {kind.ndim}"
                 )
-            check_cast(array, kind.dtype, f"vars: array {i} of a row, for {called(variable)}")
+            check_cast(array, kind.dtype, f"vars: array {i} of a row, for {describe(variable)}")
             dtypes.append(np.dtype(kind.dtype))
         if dtypes != self._dtypes:
             self.close()
@@ -276,7 +276,7 @@ class Loader:
         [[0, 1], [2, 3], [4]]
         >>> loader.close()
         """
-        index(rank, "rank", at_least(size, "size", 1), ValueError)
+        check_index(rank, "rank", check_at_least(size, "size", 1), ValueError)
         plan, unit = self._make_plan(epoch, batch_size, seed, row, whole, rank, size)
         return (tuple(a[rows] for a in arrays) for rows, arrays in self._iterate_batches(plan, unit, False))
 
@@ -284,11 +284,11 @@ class Loader:
         self, epoch: Any, batch_size: Any, seed: Any, row: Any, whole: Any, rank: int = 0, size: int = 1
     ) -> tuple[ReadPlan, int]:
         """Check the arguments of `epoch` and `arrays`; return the plan and the batch size."""
-        unit = at_least(batch_size, "batch_size", 1)
+        unit = check_at_least(batch_size, "batch_size", 1)
         for name, value in (("epoch", epoch), ("seed", seed), ("row", row), ("size", size)):
-            if at_least(value, name, 0) >= 1 << 63:
+            if check_at_least(value, name, 0) >= 1 << 63:
                 raise ValueError(f"{name}: expected less than 2**63, got {value}")
-        whole = flag(whole, "whole")
+        whole = check_flag(whole, "whole")
         if not isinstance(self.source, IterableSource):
             if whole and unit * size > len(self):
                 raise ValueError(

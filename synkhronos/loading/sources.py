@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.casts import cast, check_dense
-from synkhronos.checks import at_least, one_of, package
+from synkhronos.checks import check_at_least, check_choice, import_package
 from synkhronos.data import Data
 
 #: Maximal number of open files of one array, in each process.
@@ -273,7 +273,7 @@ def _open_hdf5(path: str, name: str) -> Any:
 
 
 def _import_h5py() -> Any:
-    return package("h5py", "HDF5 files need h5py", "hdf5")
+    return import_package("h5py", "HDF5 files need h5py", "hdf5")
 
 
 class Images:
@@ -322,8 +322,8 @@ class Images:
         folder: str | os.PathLike[str] = "",
     ):
         _import_pillow()
-        self.size = at_least(size, "size", 1)
-        self.mode = one_of(mode, "mode", ("RGB", "L"))
+        self.size = check_at_least(size, "size", 1)
+        self.mode = check_choice(mode, "mode", ("RGB", "L"))
         if not isinstance(files, list | tuple) or not all(isinstance(file, str | os.PathLike) for file in files):
             raise TypeError(f"files: expected a list of paths, got {files!r:.80}")
         if not files:
@@ -443,7 +443,7 @@ def _is_visible(entry: os.DirEntry[str]) -> bool:
 
 
 def _import_pillow() -> Any:
-    return package("PIL.Image", "pictures need Pillow", "images")
+    return import_package("PIL.Image", "pictures need Pillow", "images")
 
 
 class ArraySource:

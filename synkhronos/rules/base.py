@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.checks import at_least, number
+from synkhronos.checks import check_at_least, check_number
 from synkhronos.data import Data, data
 from synkhronos.devices import JAX
 from synkhronos.rules.state import State, concatenate
@@ -354,7 +354,7 @@ def as_bfloat16(vector: np.ndarray) -> np.ndarray:
 
 def check_fraction(value: Any, name: str) -> float:
     """Return a number in (0, 1]; raise TypeError or ValueError."""
-    checked = number(value, name)
+    checked = check_number(value, name)
     if not 0 < checked <= 1:
         raise ValueError(f"{name}: expected a number above 0, up to 1, got {value!r}")
     return checked
@@ -362,7 +362,7 @@ def check_fraction(value: Any, name: str) -> float:
 
 def check_momentum(value: Any) -> float:
     """Return a number in [0, 1); raise TypeError or ValueError."""
-    checked = number(value, "momentum")
+    checked = check_number(value, "momentum")
     if not 0 <= checked < 1:
         raise ValueError(f"momentum: expected a number from 0, below 1, got {value!r}")
     return checked
@@ -370,4 +370,4 @@ def check_momentum(value: Any) -> float:
 
 def check_period(value: Any, name: str) -> int:
     """Return a number of steps, at least 1; raise TypeError or ValueError."""
-    return at_least(value, name, 1, "a number of steps")
+    return check_at_least(value, name, 1, "a number of steps")

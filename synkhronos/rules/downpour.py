@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.checks import flag
+from synkhronos.checks import check_flag
 from synkhronos.devices import JAX
 from synkhronos.rules.base import Rule, check_period, reduce_by_rows
 from synkhronos.rules.elastic import CENTRE_LOCK, read_centre
@@ -48,7 +48,7 @@ class Downpour(Rule):
     ):
         self.push, self.fetch = check_period(push, "push"), check_period(fetch, "fetch")
         super().__init__(math.gcd(self.push, self.fetch), exclude)
-        self.asynchronous = flag(asynchronous, "asynchronous")
+        self.asynchronous = check_flag(asynchronous, "asynchronous")
         if not self.asynchronous and self.push != self.fetch:
             raise ValueError(f"push, fetch: expected equal numbers with asynchronous=False, got {push} and {fetch}")
 

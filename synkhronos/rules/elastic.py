@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.checks import flag
+from synkhronos.checks import check_flag
 from synkhronos.devices import JAX
 from synkhronos.rules.base import Rule, check_fraction, check_momentum
 from synkhronos.rules.state import BLOCK, State
@@ -58,7 +58,7 @@ class EASGD(Rule):
         super().__init__(period, exclude)
         self.beta = check_fraction(beta, "beta")
         self.alpha = None if alpha is None else check_fraction(alpha, "alpha")
-        self.asynchronous = flag(asynchronous, "asynchronous")
+        self.asynchronous = check_flag(asynchronous, "asynchronous")
 
     def compute_alpha(self, n_ranks: int) -> float:
         """Return α for a number of ranks."""

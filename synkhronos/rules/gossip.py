@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.checks import at_least
+from synkhronos.checks import check_at_least
 from synkhronos.devices import JAX
 from synkhronos.rules.base import Rule, check_fraction
 from synkhronos.rules.state import BLOCK, State
@@ -45,7 +45,7 @@ class GoSGD(Rule):
     def __init__(self, probability: float = 0.01, seed: int = 0, exclude: Callable[[Any], bool] | None = None):
         super().__init__(1, exclude)
         self.probability = check_fraction(probability, "probability")
-        self.seed = at_least(seed, "seed", 0)
+        self.seed = check_at_least(seed, "seed", 0)
 
     def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Return the shapes of the ranks' mailboxes, and of the weights of their contents."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from synkhronos.checks import one_of
+from synkhronos.checks import check_choice
 from synkhronos.rules.base import Rule, check_period
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
@@ -45,7 +45,7 @@ class BSP(Rule):
         precision: str | None = None,
     ):
         super().__init__(1, exclude, precision)
-        self.average = one_of(average, "average", ("gradient", "params"))
+        self.average = check_choice(average, "average", ("gradient", "params"))
         if average == "gradient" and exclude is not None:
             raise ValueError("exclude: expected average='params': gradients can't be excluded")
         if average == "gradient" and precision not in (None, "bfloat16"):
@@ -91,7 +91,7 @@ class LocalSGD(Rule):
         precision: str | None = None,
     ):
         super().__init__(period, exclude, precision)
-        self.state = one_of(state, "state", ("keep", "average", "reset"))
+        self.state = check_choice(state, "state", ("keep", "average", "reset"))
 
     def exchange(self, worker: Worker, state: State) -> None:
         """Average parameters, and average or reset the optimizer's variables."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from synkhronos.checks import flag, positive
+from synkhronos.checks import check_flag, check_positive
 from synkhronos.rules.base import Rule, check_momentum
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
@@ -70,7 +70,7 @@ class SlowMo(_OuterRule):
         precision: str | None = None,
     ):
         super().__init__(period, exclude, precision)
-        self.lr = positive(lr, "lr")
+        self.lr = check_positive(lr, "lr")
         self.momentum = check_momentum(momentum)
 
     def step_outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
@@ -116,9 +116,9 @@ class DiLoCo(_OuterRule):
         precision: str | None = None,
     ):
         super().__init__(period, exclude, precision)
-        self.lr = positive(lr, "lr")
+        self.lr = check_positive(lr, "lr")
         self.momentum = check_momentum(momentum)
-        self.nesterov = flag(nesterov, "nesterov")
+        self.nesterov = check_flag(nesterov, "nesterov")
 
     def step_outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
         """Return the new velocity and the new anchor."""

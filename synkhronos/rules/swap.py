@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.checks import at_least, flag
+from synkhronos.checks import check_at_least, check_flag
 from synkhronos.rules.base import Rule
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
@@ -46,7 +46,7 @@ class Swap(Rule):
         exclude: Callable[[Any], bool] | None = None,
     ):
         super().__init__(period, exclude)
-        self.replace, self.seed = flag(replace, "replace"), at_least(seed, "seed", 0)
+        self.replace, self.seed = check_flag(replace, "replace"), check_at_least(seed, "seed", 0)
 
     def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Return the shape of an array with all ranks' parameters."""

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.casts import check_dense
-from synkhronos.checks import index, integer
+from synkhronos.checks import check_index, check_integer
 from synkhronos.collectives.arguments import check_op_dtype, parse_op
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST, Device, device_of
@@ -123,7 +123,7 @@ class Worker:
 
     def decide(self, value: Any, root: int = 0) -> Any:
         """Broadcast one rank's value: return it on all ranks, for a common decision such as an early stop."""
-        root = index(root, "root", self.size)
+        root = check_index(root, "root", self.size)
         values = self._task.exchange("decide()", value if self.number == root else None)
         return values[root]
 
@@ -271,7 +271,7 @@ class Worker:
         return device.written(array, is_there=True)
 
     def _check_peer(self, peer: int, name: str) -> None:
-        integer(peer, name, "a rank")
+        check_integer(peer, name, "a rank")
         if not 0 <= peer < self.size or peer == self.number:
             raise ValueError(f"{name}: expected another rank than {self.number}, from 0 to {self.size - 1}, got {peer}")
 
@@ -296,7 +296,7 @@ class Worker:
                     counter.array[...] += 1
                     lock.write(counter)
         """
-        return self._task.get_lock(integer(number, "number"))
+        return self._task.get_lock(check_integer(number, "number"))
 
     def kept(self, name: str) -> dict[Any, Any]:
         """Return a dict that this rank keeps under a name until `close`, for later programs.
@@ -347,7 +347,7 @@ class Group:
     """
 
     def __init__(self, worker: Worker, task: RankTask, ranks: Sequence[int]):
-        members = tuple(integer(r, "ranks", "integers") for r in ranks)
+        members = tuple(check_integer(r, "ranks", "integers") for r in ranks)
         if len(set(members)) != len(members) or not set(members) <= set(range(worker.size)):
             raise ValueError(f"ranks: expected different ranks from 0 to {worker.size - 1}, got {list(ranks)}")
         if worker.number not in members:

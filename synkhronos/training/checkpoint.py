@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.checks import at_least, package
+from synkhronos.checks import check_at_least, import_package
 from synkhronos.training.early_stop import as_metric, cost_of
 from synkhronos.training.folder_lock import FolderLock
 
@@ -112,7 +112,7 @@ class Checkpoint:
         keep_best: str | Sequence[str] | None = None,
     ):
         for name, value in (("keep", keep), ("every", every)):
-            at_least(value, name, 1)
+            check_at_least(value, name, 1)
         self.keep_best = None if keep_best is None else as_metric(keep_best, "keep_best")
         _safetensors()
         self.folder, self.keep, self.every = Path(folder), keep, every
@@ -154,7 +154,7 @@ class Checkpoint:
         OSError
             For example if the disk is full; what was there stays.
         """
-        path = self.path(at_least(seen, "seen", 0))
+        path = self.path(check_at_least(seen, "seen", 0))
         content = _serialize(arrays)
         header = {"format": _FORMAT, "metrics": dict(metrics or {}), "meta": dict(meta)}
         files = {_STATE: content, _META: json.dumps(header).encode()}
@@ -393,7 +393,7 @@ def _serialize(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _safetensors() -> Any:
-    return package("safetensors.numpy", "checkpoints need safetensors", "training")
+    return import_package("safetensors.numpy", "checkpoints need safetensors", "training")
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 import synkhronos as synk
-from synkhronos.checks import listed
+from synkhronos.checks import check_list
 from synkhronos.graphs import library_of
 from synkhronos.graphs.dependence import Dependence
 from synkhronos.training.updates import RuleUpdates
@@ -358,4 +358,4 @@ def _is_float(shared: Any) -> bool:
 
 
 def _listed(argument: str, value: Any, variables: list[Any], is_list: bool) -> list[Any]:
-    return listed(value, argument, len(variables), "arrays") if is_list else [value]
+    return check_list(value, argument, len(variables), "arrays") if is_list else [value]

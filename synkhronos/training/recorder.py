@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from synkhronos.checks import at_least, package
+from synkhronos.checks import check_at_least, import_package
 
 #: Of what a rank writes down.
 RANK_FILE, REPORT_FILE = "rank-{}.jsonl", "reports.jsonl"
@@ -52,7 +52,7 @@ class Recorder:
     """
 
     def __init__(self, folder: str | os.PathLike[str], every: int = 40):
-        self.folder, self.every = Path(folder), at_least(every, "every", 1, "a number of steps")
+        self.folder, self.every = Path(folder), check_at_least(every, "every", 1, "a number of steps")
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -104,7 +104,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | os.PathLike[str], purge: int | None = None):
-        package("tensorboardX", "TensorBoard needs tensorboardX", "tensorboard")
+        import_package("tensorboardX", "TensorBoard needs tensorboardX", "tensorboard")
         from tensorboardX import event_file_writer, summary
         from tensorboardX.proto import event_pb2
 

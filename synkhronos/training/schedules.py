@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from synkhronos.checks import positive
+from synkhronos.checks import check_positive
 
 Schedule = Callable[[float], float]
 
@@ -84,7 +84,7 @@ class constant:  # noqa: N801 - these read as functions do
     rate: float
 
     def __post_init__(self) -> None:
-        self.rate = positive(self.rate, "learning_rate")
+        self.rate = check_positive(self.rate, "learning_rate")
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
@@ -113,10 +113,10 @@ class steps:  # noqa: N801
     factors: Mapping[float, float]
 
     def __post_init__(self) -> None:
-        self.rate = positive(self.rate, "rate")
+        self.rate = check_positive(self.rate, "rate")
         if not isinstance(self.factors, Mapping):
             raise TypeError(f"factors: expected a dict from an epoch to a factor, got {self.factors!r}")
-        self.factors = {float(at): positive(factor, "factors") for at, factor in dict(self.factors).items()}
+        self.factors = {float(at): check_positive(factor, "factors") for at, factor in dict(self.factors).items()}
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
@@ -139,7 +139,7 @@ class cosine:  # noqa: N801
     least: float = 0.0
 
     def __post_init__(self) -> None:
-        self.rate, self.epochs = positive(self.rate, "rate"), positive(self.epochs, "epochs")
+        self.rate, self.epochs = check_positive(self.rate, "rate"), check_positive(self.epochs, "epochs")
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
@@ -178,7 +178,7 @@ class warmup(_Around):  # noqa: N801 - as above
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.epochs = positive(self.epochs, "epochs")
+        self.epochs = check_positive(self.epochs, "epochs")
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
@@ -237,7 +237,7 @@ class plateau:  # noqa: N801
     initial: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.rate, self.factor = positive(self.rate, "rate"), positive(self.factor, "factor")
+        self.rate, self.factor = check_positive(self.rate, "rate"), check_positive(self.factor, "factor")
         self.initial = self.rate
 
     def __call__(self, epoch: float) -> float:

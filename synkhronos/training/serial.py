@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.casts import as_numbers
-from synkhronos.checks import at_least
+from synkhronos.checks import check_at_least
 from synkhronos.data.rows import select
 from synkhronos.devices import take
 from synkhronos.graphs import library_of
@@ -74,7 +74,7 @@ class SerialTrainFunction:
         TypeError, ValueError, IndexError
             If an argument is wrong; the message names it.
         """
-        num_slices = at_least(num_slices, "num_slices", 1)
+        num_slices = check_at_least(num_slices, "num_slices", 1)
         arrays = self._model.arrays(x_data, y_data, batch, batch_s)
         data, chooser, chosen = "x_data, y_data", "batch", batch
         if self._model.sliceable:

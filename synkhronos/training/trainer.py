@@ -22,7 +22,7 @@ import numpy as np
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.casts import as_numbers, check_cast
-from synkhronos.checks import at_least, called, number
+from synkhronos.checks import check_at_least, check_number, describe
 from synkhronos.data import Data
 from synkhronos.data.parts import iterate_in_order
 from synkhronos.graphs import library_of
@@ -177,13 +177,13 @@ class Trainer:
         """
         loader = self._loader(x_data, y_data)
         data, count = ([], len(loader)) if loader else self._data(x_data, y_data, "x_data, y_data")
-        batch_size, epochs = at_least(batch_size, "batch_size", 1), at_least(epochs, "epochs", 1)
-        seed = at_least(seed, "seed", 0)
-        if not 0 < number(grace, "grace", "a number of seconds") <= threading.TIMEOUT_MAX:
+        batch_size, epochs = check_at_least(batch_size, "batch_size", 1), check_at_least(epochs, "epochs", 1)
+        seed = check_at_least(seed, "seed", 0)
+        if not 0 < check_number(grace, "grace", "a number of seconds") <= threading.TIMEOUT_MAX:
             raise ValueError(f"grace: expected a positive number of seconds, got {grace!r}")
         for name, value in (("every", every), ("patience", patience)):
             if value is not None:
-                at_least(value, name, 1)
+                check_at_least(value, name, 1)
         session = ranks.session()
         if batch_size * session.size > count:
             raise ValueError(
@@ -303,7 +303,7 @@ class Trainer:
 
     def _explain(self, report: Report, course: Course, last: int, valid: tuple[list[Data], int] | Loader | None) -> str:
         """Return why a loss may be NaN or infinite: a row of the data, or else the learning rate."""
-        x, y = ([called(v) for v in variables] for variables in (self._model.x, self._model.y))
+        x, y = ([describe(v) for v in variables] for variables in (self._model.x, self._model.y))
         words = ""
         if course.loader is None:
             names = [*(f"x_data, {name}," for name in x), *(f"y_data, {name}," for name in y)]
@@ -489,8 +489,8 @@ class Trainer:
         data = []
         for array, variable in zip(arrays, variables, strict=True):
             if not isinstance(array, Data):
-                array = as_numbers(array, f"{name}: {called(variable)}")
-                check_cast(array, variable.type.dtype, f"{name}: {called(variable)}")
+                array = as_numbers(array, f"{name}: {describe(variable)}")
+                check_cast(array, variable.type.dtype, f"{name}: {describe(variable)}")
                 array = synk.data(array, var=variable, force_cast=True)
             data.append(array)
         lengths = {len(each) for each in data}
