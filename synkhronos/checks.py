@@ -34,9 +34,9 @@ def check_integer(value: Any, name: str, expected: str = "an integer") -> int:
 
     Examples
     --------
-    >>> integer(3, "n"), at_least(3, "n", 1), index(3, "rank", 4)
+    >>> check_integer(3, "n"), check_at_least(3, "n", 1), check_index(3, "rank", 4)
     (3, 3, 3)
-    >>> integer(3.5, "n")
+    >>> check_integer(3.5, "n")
     Traceback (most recent call last):
     TypeError: n: expected an integer, got 3.5
     """
