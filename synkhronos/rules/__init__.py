@@ -1,11 +1,11 @@
 """Exchange rules: how ranks that train on different rows keep their parameters together.
 
-A rule is a subclass of `Rule`.  Each rank takes steps of its own, and after `Rule.period` steps calls
+A rule is a subclass of `Rule`.  Each rank takes steps of its own, and after ``period`` steps calls
 `Rule.exchange` with its `State`: the parameters as one vector, and arrays of the rule.
 
 Synchronous rules use collectives, so all ranks exchange at the same step: `BSP`, `LocalSGD`, `PostLocal`, `SlowMo`,
 `DiLoCo` and `Swap`.  Asynchronous rules use shared memory under locks, and no rank waits for another one's step:
-`EASGD`, `EAMSGD`, `Downpour`, `ASGD` and `GoSGD`.  `GOSGD` is Theano-MPI's name of the last.
+`EASGD`, `EAMSGD`, `Downpour`, `ASGD` and `GoSGD`.  ``GOSGD`` is Theano-MPI's name of the last.
 """
 
 from synkhronos.rules.base import Rule, shared_memory
