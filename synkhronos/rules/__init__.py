@@ -3,9 +3,10 @@
 A rule is a subclass of `Rule`.  Each rank takes steps of its own, and after ``period`` steps calls
 `Rule.exchange` with its `State`: the parameters as one vector, and arrays of the rule.
 
-Synchronous rules use collectives, so all ranks exchange at the same step: `BSP`, `LocalSGD`, `PostLocal`, `SlowMo`,
-`DiLoCo` and `Swap`.  Asynchronous rules use shared memory under locks, and no rank waits for another one's step:
-`EASGD`, `EAMSGD`, `Downpour`, `ASGD` and `GoSGD`.  ``GOSGD`` is Theano-MPI's name of the last.
+With a synchronous rule all ranks exchange at the same step: `BSP`, `LocalSGD`, `PostLocal`, `SlowMo`, `DiLoCo` and
+`Swap`.  With an asynchronous rule each rank exchanges at its own pace, by shared memory under locks: `EASGD`, `EAMSGD`,
+`Downpour`, `ASGD` and `GoSGD`; `EASGD`, `EAMSGD` and `Downpour` can also be synchronous.  ``GOSGD`` is Theano-MPI's
+name of `GoSGD`.
 """
 
 from synkhronos.rules.base import Rule, shared_memory
