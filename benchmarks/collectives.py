@@ -26,7 +26,7 @@ import numpy as np
 
 import synkhronos as synk
 from benchmarks._measure import Table, duration, gpus, graph_library, heading, quartiles, seconds, size
-from synkhronos.devices import device_of
+from synkhronos.devices import array_device
 from synkhronos.graphs import library_of
 from synkhronos.tasks import Worker
 
@@ -86,7 +86,7 @@ class Ranks:
         return synk.run(in_program, name, self._s, calls)[0]
 
     def _wait(self, value: Any) -> None:
-        device_of(value).wait([value])
+        array_device(value).wait([value])
 
     def time(self, name: str, call: Callable[[], Any], rounds: int) -> list[float]:
         """Return the seconds of some calls, the first of which isn't counted."""
@@ -110,11 +110,11 @@ def in_program(worker: Worker, name: str, shared: Any, calls: int) -> list[float
             worker.send(result, 0)
         else:
             return
-        device_of(result).wait([result])
+        array_device(result).wait([result])
 
     def combine() -> None:
         result = group.all_reduce(array, "sum")
-        device_of(result).wait([result])
+        array_device(result).wait([result])
 
     call, share = (send, 0.5) if name == "send" else (combine, 1.0)
     call()

@@ -17,7 +17,7 @@ import numpy as np
 import synkhronos as synk
 from benchmarks._measure import Table, bar, duration, gpus, graph_library, heading, interleaved, quartiles, size
 from synkhronos import ranks
-from synkhronos.devices.cuda.staging import check
+from synkhronos.devices.cuda.staging import check_result
 from synkhronos.ranks import Command, Rank, SharedArray
 
 WIDTH = 784
@@ -38,9 +38,9 @@ class Copy(Command):
         target = rank.objects.get("benchmark")
         if target is None or target.size != self.nbytes:
             target = rank.objects["benchmark"] = device.empty((self.nbytes,), np.dtype(np.uint8))
-        source = staging.locked(rank, self.location.key) + rank.number * self.nbytes
-        staging.enter()
-        check(staging.driver.cuMemcpyAsync(device.pointer(target), source, self.nbytes, staging.handle))
+        source = staging.lock_segment(rank, self.location.key) + rank.number * self.nbytes
+        staging.set_current()
+        check_result(staging.driver.cuMemcpyAsync(device.pointer(target), source, self.nbytes, staging.handle))
         staging.stream.sync()
 
 

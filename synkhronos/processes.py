@@ -21,7 +21,7 @@ import numpy as np
 
 from synkhronos import engines, ranks
 from synkhronos.checks import check_flag, check_index, check_integer, check_number
-from synkhronos.devices import HOST, choose, device_named, is_on_gpus, keep_off_gpus, needs_fresh_processes
+from synkhronos.devices import HOST, choose_device, force_cpu, get_device, is_fork_unsafe
 from synkhronos.graphs import loaded_libraries
 from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, MpiLink, find_launch, is_this_machine, parse_hosts, serve
 from synkhronos.ranks import Command, Rank
@@ -69,12 +69,12 @@ class _Bind(Command):
             )
             np.random.seed(np.frombuffer(of_numpy, np.uint32))
             random.seed(of_python)
-        device = device_named(self.name)
+        device = get_device(self.name)
         rank.device = device
         if device is HOST:
-            keep_off_gpus()
+            force_cpu()
         here = rank.control.here
-        places = self.places if rank.root in here else device.places(len(here), 0)
+        places = self.places if rank.root in here else device.assign_gpus(len(here), 0)
         device.bind(rank, places[rank.number - here.start])
 
 
@@ -223,7 +223,7 @@ def _start_hosts(
     """Start the agents of the hosts, and end them if the ``with`` block fails."""
     ranks.check_free()
     if use_gpu:
-        choose(True, None)  # raises if this host has no GPUs, before any other is started
+        choose_device(True, None)  # raises if this host has no GPUs, before any other is started
     link = MpiLink(named, float(host_timeout), log)
     try:
         link.launch()
@@ -243,12 +243,12 @@ def _fork(
     link: MpiLink | None = None,
 ) -> int:
     if link is None:
-        device, size = choose(use_gpu, n_parallel)
+        device, size = choose_device(use_gpu, n_parallel)
         check_index(master_rank, "master_rank", size, ValueError)
         n_here = size
     else:
-        device, _ = choose(link.choose_gpu_default() if use_gpu is None else use_gpu, None)
-        link.divide(n_parallel, is_on_gpus(device))
+        device, _ = choose_device(link.choose_gpu_default() if use_gpu is None else use_gpu, None)
+        link.divide(n_parallel, device.needs_gpu)
         size, n_here = link.size, len(link.here)
         if master_rank not in link.here:
             raise ValueError(f"master_rank: expected a rank of this host, below {n_here}, got {master_rank}")
@@ -257,9 +257,9 @@ def _fork(
     seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in states)
     # Imported before the fork, so that workers share it.
     loaded_libraries()
-    engines.kinds()
-    first = _Bind(device.name, device.places(n_here, master_rank), seeds, cores)
-    ranks.fork(size, master_rank, profile_workers, timeout, first, needs_fresh_processes(), link)
+    engines.list_engines()
+    first = _Bind(device.name, device.assign_gpus(n_here, master_rank), seeds, cores)
+    ranks.fork(size, master_rank, profile_workers, timeout, first, is_fork_unsafe(), link)
     return size
 
 

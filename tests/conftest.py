@@ -257,7 +257,7 @@ def no_threads_of_xla(request):
     But in the folders whose modules run in processes of their own.
     """
     yield
-    assert DEVICE != "host" or request.path.parent != Path(__file__).parent or not JAX.started()
+    assert DEVICE != "host" or request.path.parent != Path(__file__).parent or not JAX.is_started()
 
 
 @pytest.fixture(autouse=True, scope="session")

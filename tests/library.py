@@ -83,7 +83,7 @@ def few(most):
 
 def is_array(value):
     """Whether a value is an array, or where XLA compiles what stands for one."""
-    return isinstance(value, np.ndarray | Result) or ARRAYS.holds(value)
+    return isinstance(value, np.ndarray | Result) or ARRAYS.owns(value)
 
 
 def read(results):

@@ -19,12 +19,12 @@ import numpy as np
 from synkhronos import processes
 from synkhronos.devices import HOST, JAX
 from synkhronos.devices.cuda import nccl
-from synkhronos.devices.jax import Jax
-from synkhronos.devices.jax.foreign import ComputeStream
+from synkhronos.devices.jax import JaxDevice
+from synkhronos.devices.jax.ffi import ComputeStream
 from synkhronos.engines.xla import Executable
 
-_DTYPES = {number: np.dtype(getattr(ml_dtypes, name, name)) for name, number in nccl.NUMBERS.items()}
-_OPS = {number: name for name, number in nccl.OPS.items()}
+_DTYPES = {number: np.dtype(getattr(ml_dtypes, name, name)) for name, number in nccl.NCCL_DTYPES.items()}
+_OPS = {number: name for name, number in nccl.NCCL_OPS.items()}
 _STREAM, _BESIDE = 7, 8
 _seen: list[str] = []
 
@@ -39,7 +39,7 @@ class _Nccl:
             np.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype)
             for address in (source, target)
         ]
-        HOST.communicator(self._rank)._reduce(*arrays, _OPS[op], count, dtype, range(self._rank.size))
+        HOST.get_communicator(self._rank)._reduce(*arrays, _OPS[op], count, dtype, range(self._rank.size))
         _seen.append(f"{'begun' if stream == _BESIDE else 'combined'} {count} of {dtype};")
 
     def comm_get_async_error(self, handle):
@@ -48,14 +48,14 @@ class _Nccl:
 
 class _Staging:
     stream = handle = _STREAM
-    beside, event = _BESIDE, 1
+    side_stream, event = _BESIDE, 1
     CUresult = types.SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_NOT_READY=600)
 
     def __init__(self):
         self.arrays = self.driver = self
-        self.page = np.zeros(1, np.int32)
+        self.host_flags = np.zeros(1, np.int32)
 
-    def enter(self):
+    def set_current(self):
         pass
 
     def pointer(self, array):
@@ -79,7 +79,7 @@ class _Communicator(nccl.NcclCommunicator):
         connection = self._connection
         if len(set(epochs)) > 1 or not self.epoch:
             comm = types.SimpleNamespace(abort=lambda: None, _comm=1)
-            connection._take(connection._attempt, comm)
+            connection._adopt(connection._attempt, comm)
             connection.epoch = max(epochs) + 1
 
 
@@ -87,13 +87,13 @@ def install():
     """Have ranks take their JAX arrays on the CPU for arrays on GPUs."""
     sys.modules["nccl"], sys.modules["nccl.bindings"] = types.ModuleType("nccl"), types.ModuleType("nccl.bindings")
     sys.modules["nccl.bindings"].nccl = None
-    nccl.check = lambda results: None
+    nccl.check_result = lambda results: None
     bind, launch = processes._Bind.run, Executable._launch
 
     def bind_to_jax(self, rank):
         bind(self, rank)
         rank.device = JAX
-        JAX.communicator(rank)._nccl = _Nccl(rank)
+        JAX.get_communicator(rank)._nccl = _Nccl(rank)
 
     def launch_and_wait(self, arguments):
         launch(self, arguments)
@@ -101,9 +101,11 @@ def install():
 
     processes._Bind.run = bind_to_jax
     Executable._launch = launch_and_wait
-    Jax.communicates = lambda self, dtype: str(dtype) in nccl.NUMBERS
-    Jax.communicator = lambda self, rank: rank.registry.get(_Communicator, lambda: _Communicator(rank, _Staging()))
-    Jax._compute_stream = ComputeStream(_STREAM, True)
+    JaxDevice.can_communicate = lambda self, dtype: str(dtype) in nccl.NCCL_DTYPES
+    JaxDevice.get_communicator = lambda self, rank: rank.registry.get(
+        _Communicator, lambda: _Communicator(rank, _Staging())
+    )
+    JaxDevice._compute_stream = ComputeStream(_STREAM, True)
 
 
 def seen():

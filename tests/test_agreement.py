@@ -1,7 +1,7 @@
 """Every order in which ranks of several hosts can come to a collective, fail, and die.
 
 The hosts are a model: control memory is lists, MPI is queues, NCCL is who has called it.  What ranks and agents do with
-it is the library's own code (`Rank`, `StepTally`, `Guard`), one access to what others write at a time.  `explore` goes
+it is the library's own code (`Rank`, `StepTally`, `CollectiveWatchdog`), one access to what others write at a time.  `explore` goes
 through all states that can be reached.
 
 Two commands follow each other.  In the first the ranks connect (all show each other NCCL's unique id, and go into
@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 from library import DEVICE
 
-from synkhronos.devices.cuda.guard import Guard
+from synkhronos.devices.cuda.watchdog import CollectiveWatchdog
 from synkhronos.hosts.agent import Agent
 from synkhronos.ranks import Cancelled
 from synkhronos.ranks.agreement import STEP_BITS, StepTally, close_command, last_common_step
@@ -68,7 +68,7 @@ class Memory:
 
 
 class Connection:
-    """What `Guard` gives up."""
+    """What `CollectiveWatchdog` gives up."""
 
     def __init__(self):
         self.epoch = 0
@@ -77,13 +77,13 @@ class Connection:
         self.epoch = 0
 
 
-def fresh_guard(rank):
-    """Make a guard without its thread and without a GPU: `cancel` needs neither."""
-    guard = object.__new__(Guard)
-    guard._rank, guard.in_use = rank, Connection()
-    guard.connections, guard._done_here = [guard.in_use], 0
-    guard.forget()
-    return guard
+def make_watchdog(rank):
+    """Make a watchdog without its thread and without a GPU: `cancel` needs neither."""
+    watchdog = object.__new__(CollectiveWatchdog)
+    watchdog._rank, watchdog.active_connection = rank, Connection()
+    watchdog.connections, watchdog._completed_command = [watchdog.active_connection], 0
+    watchdog.clear()
+    return watchdog
 
 
 class World:
@@ -99,9 +99,9 @@ class World:
         self.memories = [Memory(here, self.size) for here in self.hosts]
         threads = SimpleNamespace()
         self.ranks = [Rank(r, 0, self.memories[self.host_of[r]], lambda: None, threads) for r in range(self.size)]
-        self.guards = [fresh_guard(rank) for rank in self.ranks]
-        for rank, guard in zip(self.ranks, self.guards, strict=True):
-            rank.pending.append(guard)
+        self.watchdogs = [make_watchdog(rank) for rank in self.ranks]
+        for rank, watchdog in zip(self.ranks, self.watchdogs, strict=True):
+            rank.pending.append(watchdog)
             rank.begin(FIRST)
         for memory in self.memories:
             memory.words[Control.POSTED] = FIRST
@@ -118,7 +118,7 @@ class World:
         return (
             tuple(m.state() for m in self.memories),
             tuple((r.command, r._step) for r in self.ranks),
-            tuple((g._under_way, g._started_at, g.in_use.epoch) for g in self.guards),
+            tuple((g._pending_command, g._started_step, g.active_connection.epoch) for g in self.watchdogs),
             tuple((tuple(t.steps), tuple(map(tuple, t.failures)), t.failed) for t in self.tallies),
             tuple(self.pcs),
             tuple(self.inits),
@@ -130,14 +130,14 @@ class World:
         )
 
     def put(self, state):
-        memories, ranks, guards, tallies, pcs, inits, started, passed, seen, queues, left = state
+        memories, ranks, watchdogs, tallies, pcs, inits, started, passed, seen, queues, left = state
         self.faults_left, self.deaths_left, self.dead = left
         for memory, of_memory in zip(self.memories, memories, strict=True):
             memory.put(of_memory)
         for rank, of_rank in zip(self.ranks, ranks, strict=True):
             rank.command, rank._step = of_rank
-        for guard, of_guard in zip(self.guards, guards, strict=True):
-            guard._under_way, guard._started_at, guard.in_use.epoch = of_guard
+        for watchdog, of_watchdog in zip(self.watchdogs, watchdogs, strict=True):
+            watchdog._pending_command, watchdog._started_step, watchdog.active_connection.epoch = of_watchdog
         for tally, (steps, failures, tally.failed) in zip(self.tallies, tallies, strict=True):
             tally.steps, tally.failures = list(steps), [deque(each) for each in failures]
         self.pcs, self.inits, self.started = list(pcs), list(inits), list(started)
@@ -177,12 +177,12 @@ class World:
         if ENDED in self.pcs:
             raise Blocked
         self.pcs = [ENDED] * self.size
-        for guard in self.guards:
-            guard.abort()
+        for watchdog in self.watchdogs:
+            watchdog.abort()
 
     def go_on(self, r):
         """A rank takes its next step, if it need not wait; `Cancelled` if it hears of a failure."""
-        rank, guard, pc = self.ranks[r], self.guards[r], self.pcs[r]
+        rank, watchdog, pc = self.ranks[r], self.watchdogs[r], self.pcs[r]
         try:
             if pc == SHOW_ID:
                 rank.arrive()
@@ -194,14 +194,14 @@ class World:
                 if not all(self.inits):  # NCCL waits for all
                     rank.check()
                     raise Blocked
-                guard.in_use.epoch = 1
+                watchdog.active_connection.epoch = 1
             elif pc == START:
-                if not guard.in_use.epoch:  # given up since
+                if not watchdog.active_connection.epoch:  # given up since
                     raise ArithmeticError
-                guard._under_way, guard._started_at = FIRST, math.inf
+                watchdog._pending_command, watchdog._started_step = FIRST, math.inf
                 self.started[r] = 1
             elif pc == COME:
-                guard._started_at = rank.next_step
+                watchdog._started_step = rank.next_step
                 rank.arrive()
             elif pc == PASS:
                 if self.waits:
@@ -227,7 +227,7 @@ class World:
     def out(self, r, error):
         """A rank leaves the first command by an error: of the connection first, then of the command."""
         if self.pcs[r] < START:
-            self.guards[r].in_use.abort()
+            self.watchdogs[r].active_connection.abort()
         if isinstance(error, Cancelled):
             self.pcs[r] = LEFT
         else:
@@ -239,8 +239,8 @@ class World:
         rank = self.ranks[r]
         if self.pcs[r] == FAILED:
             rank.fail()  # closes on one host what it has said before
-        elif self.waits:  # what `Guard.meet` does: who finds that all have come goes on
-            has_come = self.guards[r]._started_at == rank._step
+        elif self.waits:  # what `CollectiveWatchdog.meet` does: who finds that all have come goes on
+            has_come = self.watchdogs[r]._started_step == rank._step
             self.passed[r] = 1 if has_come and rank.have_all_reached(rank._step) else -1
         self.pcs[r] = DONE - 1
 
@@ -273,12 +273,12 @@ class World:
 
     def guard_looks(self, r):
         """The thread that looks after a rank's collective."""
-        rank, guard = self.ranks[r], self.guards[r]
-        if not (guard._under_way and rank.has_failed(guard._under_way)):
+        rank, watchdog = self.ranks[r], self.watchdogs[r]
+        if not (watchdog._pending_command and rank.has_failed(watchdog._pending_command)):
             raise Blocked
-        before = guard._under_way, guard.in_use.epoch
-        guard.cancel(guard._under_way)
-        if before == (guard._under_way, guard.in_use.epoch):
+        before = watchdog._pending_command, watchdog.active_connection.epoch
+        watchdog.cancel(watchdog._pending_command)
+        if before == (watchdog._pending_command, watchdog.active_connection.epoch):
             raise Blocked
 
     def agent_looks(self, h):
@@ -340,7 +340,7 @@ class World:
     def check(self, is_last):
         """Check one state; the last ones are those in which nothing can happen any more."""
         failed = any(memory.words[Control.FAILED] == FIRST for memory in self.memories)
-        epochs = [guard.in_use.epoch for guard in self.guards]
+        epochs = [watchdog.active_connection.epoch for watchdog in self.watchdogs]
         if not is_last:
             return
         if self.dead:

@@ -18,10 +18,9 @@ import synkhronos as synk
 from synkhronos import devices, ranks
 from synkhronos.devices import HOST, JAX, PYGPU, cuda
 from synkhronos.devices.cuda.group import NcclGroup
-from synkhronos.devices.cuda.nccl import NcclCommunicator
-from synkhronos.devices.cuda.staging import Staging, _Pinned
-from synkhronos.devices.jax.foreign import Span
-from synkhronos.engines.xla import Combine
+from synkhronos.devices.cuda.nccl import NcclCommunicator, ReduceSpan
+from synkhronos.devices.cuda.staging import Staging, _PinnedMemory
+from synkhronos.engines.xla import LaunchReducer
 from synkhronos.ranks import Cancelled
 
 # -- which GPU, and what to install ----------------------------------------------------------------------------
@@ -43,7 +42,7 @@ def test_each_rank_gets_a_gpu(monkeypatch, visible, size, root, mine, expected):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert cuda.places(size, root, mine) == expected
+    assert cuda.assign_gpus(size, root, mine) == expected
 
 
 @pytest.mark.parametrize("before", [None, "1,0"])
@@ -52,7 +51,7 @@ def test_one_gpu_is_visible_for_a_while(monkeypatch, before):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
-    with pytest.raises(KeyError), cuda.only("1"):
+    with pytest.raises(KeyError), cuda.restrict_visible_gpu("1"):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
         raise KeyError
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
@@ -64,7 +63,7 @@ def test_what_is_lacking_is_named():
         ("no_such_module", "no.such.module"): "this one",
         ("os.path",): "os",
     }
-    assert cuda.lacking(needed) == ["this one"]
+    assert cuda.find_missing(needed) == ["this one"]
 
 
 @pytest.mark.parametrize(
@@ -75,11 +74,11 @@ def test_theano_has_gpu_arrays_of_its_own_and_what_compat_serves_has_jaxs(monkey
     module = types.ModuleType("theano")
     vars(module).update(loaded)
     monkeypatch.setitem(sys.modules, "theano", module)
-    assert devices._of_gpus() is expected
+    assert devices._gpu_device() is expected
 
 
 def test_theano_that_has_opened_a_gpu_does_not_go_back(monkeypatch):
-    monkeypatch.setattr(PYGPU, "_place", "0")
+    monkeypatch.setattr(PYGPU, "_gpu", "0")
     with pytest.raises(RuntimeError, match="can't go back to the CPU"):
         synk.fork(2, use_gpu=False)
 
@@ -113,7 +112,7 @@ class Gpu:
         self.command, self.is_master, self.size, self.number = 0, is_master, 2, 0
         self.pending = []
         self.stream = self.handle = 7
-        self.next_step, self.arrived, self.page = 3, 0, np.zeros(1, np.int32)
+        self.next_step, self.arrived, self.host_flags = 3, 0, np.zeros(1, np.int32)
         self.arrays = self
         self.CUresult = types.SimpleNamespace(CUDA_SUCCESS=DONE, CUDA_ERROR_NOT_READY=NOT_READY)
         #: What comes of one look at the stream after another, as long as there are any.
@@ -127,7 +126,7 @@ class Gpu:
             self.state = self.seen.pop(0)
         return (self.state,)
 
-    def enter(self):
+    def set_current(self):
         self.entered += 1
 
     def has_failed(self, command):
@@ -188,10 +187,10 @@ def connected(monkeypatch):
         return communicator, gpu
 
     for room in ("nccl", "connection"):
-        monkeypatch.setattr(f"synkhronos.devices.cuda.{room}.check", lambda results: None)
+        monkeypatch.setattr(f"synkhronos.devices.cuda.{room}.check_result", lambda results: None)
     yield connect
     for communicator in made:
-        communicator._guard.end()
+        communicator._watchdog.end()
 
 
 def start(communicator, gpu, command=5):
@@ -234,8 +233,8 @@ def test_an_all_reduce_that_is_not_there_soon_is_not_waited_for(connected, seen,
 def test_an_all_reduce_that_was_given_up_meanwhile_is_not_there(connected, monkeypatch):
     communicator, gpu = connected()
     gpu.command, gpu.seen = 5, [DONE]
-    monkeypatch.setattr("synkhronos.devices.cuda.nccl._SOON", 10.0)
-    threading.Timer(0.1, communicator._guard.abort).start()  # and then the stream is idle
+    monkeypatch.setattr("synkhronos.devices.cuda.nccl._SMALL_SECONDS", 10.0)
+    threading.Timer(0.1, communicator._watchdog.abort).start()  # and then the stream is idle
     assert communicator.all_reduce(np.ones(3, "float32"), "sum") is False
     assert gpu.aborted == 1
 
@@ -284,18 +283,18 @@ def test_who_waits_for_room_on_the_stream_is_freed_too(connected, has_died):
 
 
 def test_one_thread_at_a_time_asks_whether_all_is_done(connected, monkeypatch):
-    monkeypatch.setattr("synkhronos.devices.cuda.guard.STUCK", 0.05)
+    monkeypatch.setattr("synkhronos.devices.cuda.watchdog.STUCK_TIMEOUT", 0.05)
     communicator, gpu = connected()
     start(communicator, gpu)
     gpu.has_room.clear()
-    assert not communicator._guard._seems_done()
-    asking = communicator._guard._asking
-    assert [communicator._guard._seems_done() for _ in range(4)] == [False] * 4
-    assert communicator._guard._asking is asking and asking.is_alive()
+    assert not communicator._watchdog._query_idle()
+    asking = communicator._watchdog._query_thread
+    assert [communicator._watchdog._query_idle() for _ in range(4)] == [False] * 4
+    assert communicator._watchdog._query_thread is asking and asking.is_alive()
     gpu.state = DONE
     gpu.has_room.set()
     asking.join(5)
-    assert communicator._guard._seems_done()
+    assert communicator._watchdog._query_idle()
 
 
 def test_a_worker_that_dies_when_nothing_is_under_way_is_left_to_others(connected):
@@ -342,10 +341,10 @@ def test_where_all_ranks_have_met_a_failure_ends_nothing(connected):
     communicator, gpu = connected()
     met = []
     gpu.barrier = lambda look: (met.append(1), setattr(gpu, "arrived", 3))
-    communicator.meet()
+    communicator.wait_started()
     assert met == []  # nothing has been started
     start(communicator, gpu, command=5)
-    communicator.meet()
+    communicator.wait_started()
     assert met == [1]
     gpu.failed = 5
     time.sleep(0.1)
@@ -357,9 +356,9 @@ def combine_within(communicator, gpu, count=3):
     """Combine in the middle of a launch; return what was put on the stream behind it."""
     copied = []
     gpu.cuMemcpyAsync = lambda *arguments: copied.append(arguments)
-    communicator._connection.holds = np.ones(1, np.int32)
+    communicator._connection.valid_flag = np.ones(1, np.int32)
     gpu.command = 5
-    communicator.all_reduce_within([(64, 64, count, "float32")], "sum", 96, 7)
+    communicator.finish_in_launch([(64, 64, count, "float32")], "sum", 96, 7)
     return copied
 
 
@@ -367,11 +366,11 @@ def test_what_is_combined_within_a_launch_counts_unless_the_connection_is_given_
     communicator, gpu = connected()
     (copied,) = combine_within(communicator, gpu)
     # The GPU reads it when it has combined: by then a peer may be found to be missing.
-    flag = communicator._connection.holds
+    flag = communicator._connection.valid_flag
     assert copied == (96, flag.ctypes.data, 4, 7) and flag[0] == 1
     # If it is given up nothing that the user sees is wrong; of what is computed by hand that can't be said.
     assert not gpu.pending[0].is_unfinished()
-    communicator._guard.leaves_wrong = True
+    communicator._watchdog.writes_in_place = True
     assert gpu.pending[0].is_unfinished()
     gpu.abort = lambda: told.append(int(flag[0]))  # what waits for a peer goes on from here
     told = []
@@ -384,7 +383,7 @@ def test_what_is_combined_within_a_launch_counts_unless_the_connection_is_given_
 
 def test_a_connection_that_was_given_up_combines_nothing_within_a_launch(connected):
     communicator, gpu = connected()
-    communicator._guard.abort()
+    communicator._watchdog.abort()
     with pytest.raises(RuntimeError, match="given up"):
         combine_within(communicator, gpu)
     assert gpu.state == DONE
@@ -395,7 +394,7 @@ def streams(connected):
     """Connect; return a communicator, and a list in which it will be written what is put on the streams 7 and 8."""
     communicator, gpu = connected()
     told = []
-    gpu.beside, gpu.event = 8, "event"
+    gpu.side_stream, gpu.event = 8, "event"
     gpu.cuEventRecord = lambda event, stream: told.append(f"record {stream}")
     gpu.cuStreamWaitEvent = lambda stream, event, flags: told.append(f"{stream} waits")
     gpu.cuMemcpyAsync = lambda *arguments: told.append(f"flag {arguments[-1]}")
@@ -406,36 +405,36 @@ def streams(connected):
 
 def test_what_is_begun_in_a_launch_is_beside_it_and_waited_for_before_the_end(streams):
     communicator, told = streams
-    communicator.start_within([(64, 64, 3, "float32")], "sum", 7)
+    communicator.start_in_launch([(64, 64, 3, "float32")], "sum", 7)
     assert told == ["record 7", "8 waits", "3 items of 7 on 8"]
     told.clear()
-    communicator.all_reduce_within([(96, 96, 2, "bfloat16"), (98, 98, 1, "float32")], "sum", 128, 7)
+    communicator.finish_in_launch([(96, 96, 2, "bfloat16"), (98, 98, 1, "float32")], "sum", 128, 7)
     assert told == ["record 8", "7 waits", "2 items of 9 on 7", "1 items of 7 on 7", "flag 7"]
     told.clear()
-    communicator.all_reduce_within([(96, 96, 2, "float32")], "sum", 128, 7)
+    communicator.finish_in_launch([(96, 96, 2, "float32")], "sum", 128, 7)
     assert told == ["2 items of 7 on 7", "flag 7"]  # nothing was begun since
 
 
 def test_within_a_launch_nothing_is_combined_that_the_ranks_have_not_agreed_on(streams):
     communicator, told = streams
-    combine = Combine(types.SimpleNamespace(), communicator, "sum", (5,), many=False)
-    combine.start([Span(64, 64, 3, "float32")], 7)
+    combine = LaunchReducer(types.SimpleNamespace(), communicator, "sum", (5,), is_repeated=False)
+    combine.start([ReduceSpan(64, 64, 3, "float32")], 7)
     told.clear()
     with pytest.raises(ValueError, match=r"expected shape \(5,\), as before the launch, got 4 items"):
-        combine.finish([Span(96, 96, 1, "float32")], 128, 7)
+        combine.finish([ReduceSpan(96, 96, 1, "float32")], 128, 7)
     assert told == ["record 8", "7 waits"]  # memory that is written may be used for something else next
-    combine.start([Span(64, 64, 3, "float32")], 7)
-    combine.finish([Span(96, 96, 2, "float32")], 128, 7)
+    combine.start([ReduceSpan(64, 64, 3, "float32")], 7)
+    combine.finish([ReduceSpan(96, 96, 2, "float32")], 128, 7)
     assert told[-1] == "flag 7"
 
 
 def test_who_has_come_leaves_the_others_what_they_wait_for(connected):
     communicator, gpu = connected()
     gpu.arrive = lambda: setattr(gpu, "has_come", True)
-    communicator.come()
+    communicator.notify_started()
     assert not hasattr(gpu, "has_come")  # nothing was started that anybody would wait for
     start(communicator, gpu, command=5)
-    communicator.come()
+    communicator.notify_started()
     assert gpu.has_come
     gpu.arrived = 2
     gpu.pending[0].cancel(5)  # another rank has failed before it came
@@ -443,7 +442,7 @@ def test_who_has_come_leaves_the_others_what_they_wait_for(connected):
     communicator, gpu = connected()
     gpu.arrive = lambda: setattr(gpu, "arrived", 3)
     start(communicator, gpu, command=5)
-    communicator.come()
+    communicator.notify_started()
     gpu.pending[0].cancel(5)  # when all had come
     assert not gpu.aborted
 
@@ -461,7 +460,7 @@ def test_training_steps_of_several_ranks_are_launches_in_which_the_ranks_gradien
         from synkhronos.engines import xla
         pytensor.config.mode = "JAX"
         pytensor.config.floatX = "float32"
-        xla._PIECE = 1000
+        xla._MIN_CHUNK_BYTES = 1000
         n = synk.fork(3, use_gpu=False)
         rng = np.random.default_rng(0)
         data = rng.normal(size=(60, 30)).astype("float32"), rng.normal(size=60).astype("float32")
@@ -518,11 +517,11 @@ def test_what_all_ranks_have_come_to_is_not_given_up_by_some(connected):
 
     def fails():
         gpu.failed = 5
-        time.sleep(0.1)  # the guard looks meanwhile
+        time.sleep(0.1)  # the watchdog looks meanwhile
         assert not gpu.aborted
 
     gpu.arrived = 3
-    communicator.meet(fails)
+    communicator.wait_started(fails)
     gpu.pending[0].cancel(5)
     assert not gpu.aborted
 
@@ -538,19 +537,19 @@ def test_what_was_started_is_given_up_by_all_or_by_none(connected, error, have_a
 
     gpu.arrived = 3 if have_all_come else 2
     if have_all_come and error is Cancelled:
-        communicator.meet(fails)
+        communicator.wait_started(fails)
     else:
         with pytest.raises(error):
-            communicator.meet(fails)
+            communicator.wait_started(fails)
     gpu.pending[0].cancel(5)
     assert gpu.aborted == (0 if have_all_come else 1)
 
 
 def test_nothing_waits_for_ever_in_a_command_that_has_failed(connected, monkeypatch):
-    monkeypatch.setattr("synkhronos.devices.cuda.guard.PATIENCE", 1.0)
+    monkeypatch.setattr("synkhronos.devices.cuda.watchdog.CONNECT_TIMEOUT", 1.0)
     communicator, gpu = connected()
     start(communicator, gpu, command=5)
-    communicator.meet()
+    communicator.wait_started()
     gpu.failed = 5
     time.sleep(0.1)
     assert not gpu.aborted
@@ -562,7 +561,7 @@ def test_nothing_waits_for_ever_in_a_command_that_has_failed(connected, monkeypa
 
 def test_a_connection_that_was_given_up_is_not_used(connected):
     communicator, gpu = connected()
-    communicator._guard.abort()
+    communicator._watchdog.abort()
     with pytest.raises(RuntimeError, match="the connection between the ranks' GPUs was given up"):
         start(communicator, gpu)
     gpu.is_dead = True
@@ -586,7 +585,7 @@ def test_a_connection_is_given_up_between_two_calls_of_nccl_unless_one_is_stuck(
     caller = threading.Thread(target=start, args=(communicator, gpu))
     caller.start()
     called.wait()
-    communicator._guard.abort()
+    communicator._watchdog.abort()
     caller.join()
     assert aborted_then == [0 if seconds < 0.5 else 1] and gpu.aborted == 1
 
@@ -599,15 +598,15 @@ def test_a_connection_that_comes_too_late_is_not_taken(connected, monkeypatch):
     late._comm = 9
 
     def init(size, number, unique_id):
-        communicator._guard.abort()  # patience has come to its end meanwhile
+        communicator._watchdog.abort()  # patience has come to its end meanwhile
         return late
 
     core.Communicator = types.SimpleNamespace(init=init)
     monkeypatch.setitem(sys.modules, "nccl.core", core)
     errors = []
-    gpu.scratch = lambda nbytes: 64
+    gpu.allocate_scratch = lambda nbytes: 64
     communicator._connection.members = (0, 1)
-    communicator._connection._connect(communicator._connection._attempt, b"id", errors)
+    communicator._connection._init_nccl(communicator._connection._attempt, b"id", errors)
     assert (errors, late.aborted, communicator._connection._comm) == ([], 1, None)
 
 
@@ -649,7 +648,7 @@ def test_what_waits_for_a_peer_is_given_up_before_other_connections(connected):
     communicator, gpu = connected()
     group, told = grouped(communicator, gpu)
     start(communicator, gpu)
-    communicator._guard.end()
+    communicator._watchdog.end()
     assert told == ["all", "group"]
     group, told = grouped(communicator, gpu)
     gpu.is_dead = True
@@ -657,15 +656,15 @@ def test_what_waits_for_a_peer_is_given_up_before_other_connections(connected):
         group.all_reduce(np.ones(3, "float32"), "sum")
     assert told == ["group"] and communicator.epoch == 1
     group, told = grouped(communicator, gpu)
-    communicator._guard.started(group._connection)  # the ranks are ended before this one has looked
-    communicator._guard.end()
+    communicator._watchdog.mark_started(group._connection)  # the ranks are ended before this one has looked
+    communicator._watchdog.end()
     assert told == ["group", "all"]
 
 
 def test_what_a_group_does_is_nothing_to_rely_on_once_it_was_given_up(connected):
     communicator, gpu = connected()
     group, told = grouped(communicator, gpu)
-    threading.Timer(0.1, communicator._guard.abort).start()  # as the guard's thread does
+    threading.Timer(0.1, communicator._watchdog.abort).start()  # as the watchdog's thread does
     with pytest.raises(RuntimeError, match="given up"):
         group.all_reduce(np.ones(3, "float32"), "sum")
     assert told == ["group"]
@@ -705,9 +704,11 @@ class Driver:
 
 @pytest.fixture
 def staging(monkeypatch):
-    monkeypatch.setattr("synkhronos.devices.cuda.staging.check", lambda results: pytest.fail() if results[0] else None)
+    monkeypatch.setattr(
+        "synkhronos.devices.cuda.staging.check_result", lambda results: pytest.fail() if results[0] else None
+    )
     staging = object.__new__(Staging)
-    staging.driver, staging._locked, staging.enter = Driver(), {}, lambda: None
+    staging.driver, staging._locked, staging.set_current = Driver(), {}, lambda: None
     return staging
 
 
@@ -717,7 +718,7 @@ def test_pages_are_unlocked_before_they_are_unmapped(fork, staging):
     arrays = [synk.data(np.ones(n)) for n in (10, 5000, 3)]
     keys = [array._location().key for array in arrays]
     for key in keys:
-        assert staging.locked(rank, key) == staging.locked(rank, key)
+        assert staging.lock_segment(rank, key) == staging.lock_segment(rank, key)
     assert len(staging.driver.locked) == len(rank.segments.at_drop) + 2 == 3
     del arrays[1]
     ranks.session().flush()
@@ -728,57 +729,57 @@ def test_pages_are_unlocked_before_they_are_unmapped(fork, staging):
 
 def test_memory_that_an_interrupt_has_left_locked_is_locked_anew(staging):
     memory = np.zeros(10, np.uint8)
-    staging.lock(memory.ctypes.data, 5)
-    staging.lock(memory.ctypes.data, 10)
+    staging.lock_pages(memory.ctypes.data, 5)
+    staging.lock_pages(memory.ctypes.data, 10)
     assert staging.driver.locked == {memory.ctypes.data: 10}
-    staging.unlock(memory.ctypes.data)
-    staging.unlock(memory.ctypes.data)  # twice does no harm
+    staging.unlock_pages(memory.ctypes.data)
+    staging.unlock_pages(memory.ctypes.data)  # twice does no harm
     assert not staging.driver.locked
 
 
 def test_vectors_on_their_way_stay_where_they_are(staging):
-    pinned = _Pinned(staging)
+    pinned = _PinnedMemory(staging)
     vectors = [np.arange(1 << 17) * k for k in (1, 2, 3)]
-    places = [pinned.put(vector) for vector in vectors]
+    places = [pinned.store(vector) for vector in vectors]
     assert len(staging.driver.locked) == 2  # the third had no room
     for place, vector in zip(places, vectors, strict=True):
         there = (ctypes.c_int64 * vector.size).from_address(place)
         np.testing.assert_array_equal(np.ctypeslib.as_array(there), vector)
     pinned.used = 0  # all have arrived
-    pinned.put(vectors[0])
+    pinned.store(vectors[0])
     assert len(staging.driver.locked) == 1
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 def test_memory_that_could_not_be_locked_is_not_used(staging, monkeypatch, error):
-    pinned, vector = _Pinned(staging), np.arange(1 << 17)
-    lock = staging.lock
+    pinned, vector = _PinnedMemory(staging), np.arange(1 << 17)
+    lock = staging.lock_pages
 
     def fails(address, nbytes):
         lock(address, nbytes)
         raise error
 
-    pinned.put(vector)
+    pinned.store(vector)
     for _ in range(3):
-        monkeypatch.setattr(staging, "lock", fails)
+        monkeypatch.setattr(staging, "lock_pages", fails)
         with pytest.raises(error):
-            pinned.put(np.arange(1 << 19))
-        monkeypatch.setattr(staging, "lock", lock)
+            pinned.store(np.arange(1 << 19))
+        monkeypatch.setattr(staging, "lock_pages", lock)
         pinned.used = 0
-        place = pinned.put(vector)
+        place = pinned.store(vector)
         assert list(staging.driver.locked) == [pinned._memory.ctypes.data] and place == pinned._memory.ctypes.data
 
 
 def test_a_segment_that_could_not_be_locked_is_forgotten(fork, staging, monkeypatch):
     fork(2)
     rank, array = ranks.session().rank, synk.data(np.ones(10))
-    lock = staging.lock
+    lock = staging.lock_pages
 
     def interrupted(address, nbytes):
         lock(address, nbytes)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(staging, "lock", interrupted)
+    monkeypatch.setattr(staging, "lock_pages", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        staging.locked(rank, array._location().key)
+        staging.lock_segment(rank, array._location().key)
     assert not staging.driver.locked and not staging._locked

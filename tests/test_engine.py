@@ -30,14 +30,19 @@ FOLDER = str(Path(__file__).parent / "engines")
 def toy(monkeypatch):
     """Have the folder of the engines have one more file."""
     monkeypatch.setattr(engines, "__path__", [*engines.__path__, FOLDER])
-    engines.kinds.cache_clear()
-    assert [type(engine).__name__ for engine in engines.kinds()] == ["Pygpu", "Xla", "Toy", "Host"]
+    engines.list_engines.cache_clear()
+    assert [type(engine).__name__ for engine in engines.list_engines()] == [
+        "PygpuEngine",
+        "XlaEngine",
+        "Toy",
+        "HostEngine",
+    ]
     module = sys.modules["synkhronos.engines.toy"]
     monkeypatch.setattr(module.ENGINE, "is_on", True)
     monkeypatch.setattr(module.Launch, "count", 0)
     yield module
     synk.close()
-    engines.kinds.cache_clear()
+    engines.list_engines.cache_clear()
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

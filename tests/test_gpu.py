@@ -62,8 +62,8 @@ class Where(Command):
     def run(self, rank):
         from cuda.core import Device
 
-        ARRAYS.staging.enter()
-        return rank.exchange((ARRAYS.holds(ARRAYS.empty((1,), np.dtype("float32"))), str(Device(0).pci_bus_id)))
+        ARRAYS.staging.set_current()
+        return rank.exchange((ARRAYS.owns(ARRAYS.empty((1,), np.dtype("float32"))), str(Device(0).pci_bus_id)))
 
 
 def places():
@@ -88,8 +88,8 @@ def test_by_default_there_is_a_rank_for_each_gpu_and_functions_compute_there():
         f = synk.function([x], (x.sum(), "sum"), updates=[(w, w * 2)])
         print(n == synk.get_n_gpu(), float(f(np.ones(12))))
         synk.all_reduce(w)
-        from synkhronos.devices import device_of
-        print(device_of(w.container.storage[0]).name, device_of(w.container.storage[0]).on_gpu)
+        from synkhronos.devices import array_device
+        print(array_device(w.container.storage[0]).name, array_device(w.container.storage[0]).is_on_gpu)
         synk.close()
     """)
     assert printed.split() == ["True", "12.0", ARRAYS.name, "True"]
@@ -364,7 +364,7 @@ def test_collectives_of_every_dtype(fork, dtype, nccl):
     synk.all_gather(w, nccl=nccl)
     check_held(w, [np.concatenate([values[0]] * 2)] * 2)
     # Theano keeps complex numbers on the host.
-    assert ARRAYS.holds(w.container.storage[0]) or NAME == "theano" and kind.kind == "c"
+    assert ARRAYS.owns(w.container.storage[0]) or NAME == "theano" and kind.kind == "c"
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (1 << 22,)])
@@ -396,7 +396,7 @@ def test_what_collectives_return_stays_on_the_gpu(fork):
     fork(2)
     w, _ = filled("float32")
     for value in (synk.gather(w), synk.gather(w, nd_up=0), synk.reduce(w, "sum", in_place=False)):
-        assert ARRAYS.holds(value) and ARRAYS.on_gpu
+        assert ARRAYS.owns(value) and ARRAYS.is_on_gpu
 
 
 def test_variables_on_the_host_and_on_gpus_in_one_call(fork):
@@ -408,7 +408,7 @@ def test_variables_on_the_host_and_on_gpus_in_one_call(fork):
     g = synk.function([x], updates=[(there, there + x.sum())])
     value = np.array([1.0, 2.0])
     f(value), g(value)
-    assert isinstance(here.container.storage[0], np.ndarray) and ARRAYS.holds(there.container.storage[0])
+    assert isinstance(here.container.storage[0], np.ndarray) and ARRAYS.owns(there.container.storage[0])
     for gathered in synk.gather([here, there]):
         np.testing.assert_array_equal(gathered, [[1, 1], [2, 2]])
     synk.all_reduce([there, here], "sum")
@@ -463,7 +463,7 @@ class InCollective(Command):
         self.deed, self.culprit = deed, culprit
 
     def run(self, rank):
-        communicator = ARRAYS.communicator(rank)
+        communicator = ARRAYS.get_communicator(rank)
         communicator.connect(rank.exchange(communicator.epoch))
         array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
         if rank.number == self.culprit:
@@ -476,14 +476,14 @@ class Leaving(InCollective):
     """A command: an all_reduce that is under way when the command has ended, since one rank takes no part, and dies."""
 
     def run(self, rank):
-        communicator = ARRAYS.communicator(rank)
+        communicator = ARRAYS.get_communicator(rank)
         communicator.connect(rank.exchange(communicator.epoch))
         array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
         if rank.number == self.culprit:
             threading.Timer(0.5, DEEDS[self.deed]).start()
             return None
         communicator.all_reduce(array, "sum")
-        return ARRAYS.written(array)
+        return ARRAYS.refresh(array)
 
 
 class InWaited(InCollective):
@@ -497,7 +497,7 @@ class InWaited(InCollective):
         self.collective = collective
 
     def run(self, rank):
-        communicator, layout = ARRAYS.communicator(rank), ((1 << 20,), np.dtype(np.float32))
+        communicator, layout = ARRAYS.get_communicator(rank), ((1 << 20,), np.dtype(np.float32))
         communicator.connect(rank.exchange(communicator.epoch))
         array, room = ARRAYS.from_host(np.ones(*layout)), ARRAYS.empty(*layout)
         if rank.number == self.culprit:
@@ -516,7 +516,7 @@ class InWaited(InCollective):
         elif self.collective == "reduce":
             communicator.reduce(array, "sum", rank.root, room if rank.is_master else None, layout, range(rank.size))
         else:
-            communicator.gather(array, None, [layout] * rank.size, [ARRAYS.part(room, 0, layout[0])] * rank.size)
+            communicator.gather(array, None, [layout] * rank.size, [ARRAYS.slice_items(room, 0, layout[0])] * rank.size)
 
 
 #: Seconds: a process that has used a GPU takes one or two to end, or more where the processor is busy.
@@ -673,7 +673,7 @@ def test_after_an_exception_before_a_collective_all_goes_on(fork):
 
 def is_there(value, expected):
     """Whether a value is an array on the GPU, with these items."""
-    return bool(ARRAYS.holds(value)) and np.array_equal(np.asarray(value), expected)
+    return bool(ARRAYS.owns(value)) and np.array_equal(np.asarray(value), expected)
 
 
 def in_groups(worker, members, dtype):
@@ -733,7 +733,7 @@ def every_dtype(worker):
     """Send an array of each dtype to the other rank, and back; return what came on rank 0."""
     came = []
     for dtype in ("int8", "uint32", "int64", "float16", "float32", "bfloat16"):
-        array = worker.receive(0) if worker.number else ARRAYS.array(np.arange(200_000) % 100).astype(dtype)
+        array = worker.receive(0) if worker.number else ARRAYS.as_array(np.arange(200_000) % 100).astype(dtype)
         worker.send(array, 1 - worker.number)
         if worker.number == 0:
             back = worker.receive(1)
@@ -785,7 +785,7 @@ def stray(worker, deed, place, culprit):
     for where in ("group", "send", "receive"):
         meet(where)
     if worker.number == culprit:
-        over_nccl = ARRAYS.group(worker._rank, (0, 1))
+        over_nccl = ARRAYS.get_group(worker._rank, (0, 1))
         over_nccl.all_reduce = over_nccl.send = over_nccl.receive = leave
     elif deed == "wait":
         threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
@@ -867,7 +867,7 @@ def test_a_group_hears_of_what_befalls_the_others(fork, deed):
 def forgets(worker, who):
     """Give up the pair's connection on one rank; then the first one sends."""
     if worker.number == who:
-        ARRAYS.group(worker._rank, (0, 1))._connection.abort()
+        ARRAYS.get_group(worker._rank, (0, 1))._connection.abort()
     array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
     if worker.number == 0:
         worker.send(array, 1)
@@ -947,13 +947,13 @@ class Cut(Command):
         self.piece = piece
 
     def run(self, rank):
-        xla._PIECE = self.piece
+        xla._MIN_CHUNK_BYTES = self.piece
 
 
 @pytest.fixture
 def pieces():
     """Have vectors travel in pieces of so many bytes, until the test's end."""
-    before = xla._PIECE
+    before = xla._MIN_CHUNK_BYTES
     yield lambda piece: ranks.session().run(Cut(piece))
     ranks.session().run(Cut(before))
 
@@ -1034,16 +1034,16 @@ class Faltering(Command):
     def run(self, rank):
         if rank.number != self.culprit:
             return
-        reduce, left = NcclCommunicator.all_reduce_within, [self.count]
+        reduce, left = NcclCommunicator.finish_in_launch, [self.count]
 
         def falter(*arguments):
             left[0] -= 1
             if left[0]:
                 return reduce(*arguments)
-            NcclCommunicator.all_reduce_within = reduce
+            NcclCommunicator.finish_in_launch = reduce
             raise ArithmeticError("the sum is odd")
 
-        NcclCommunicator.all_reduce_within = falter
+        NcclCommunicator.finish_in_launch = falter
 
 
 @of_jax

@@ -33,10 +33,10 @@ from system import lives
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.devices import JAX
-from synkhronos.devices.jax.foreign import combining
-from synkhronos.devices.jax.log import LAUNCHES, Log
-from synkhronos.engines.lazy import _MOST_CALLS, Result, Results, _unread
-from synkhronos.engines.xla import Combination, Executable, Xla
+from synkhronos.devices.jax.ffi import bind_reducer
+from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
+from synkhronos.engines.lazy import _MAX_CALLS, Result, ResultTable, _get_unread
+from synkhronos.engines.xla import Executable, FusedReduction, XlaEngine
 from synkhronos.extensions.train import make_train_function, make_train_function_serial
 from synkhronos.extensions.updates import adam, momentum, sgd
 from synkhronos.function.program import PLAIN
@@ -205,7 +205,7 @@ class Unread(Command):
     """A command: how many calls' outputs each rank keeps."""
 
     def run(self, rank):
-        return rank.exchange(len(_unread(rank)))
+        return rank.exchange(len(_get_unread(rank)))
 
 
 def unread():
@@ -214,7 +214,7 @@ def unread():
 
 def to_drop():
     """How many of these the ranks will be told to drop when there are more."""
-    return len(Results.of(ranks.session())._dropped)
+    return len(ResultTable.from_session(ranks.session())._dropped)
 
 
 def test_one_look_reads_all_that_is_unread(double):
@@ -252,17 +252,17 @@ def test_what_many_calls_return_is_what_each_returns(fork, sizes):
 
 
 def test_results_that_nobody_holds_are_forgotten(double):
-    for _ in range(2 * _MOST_CALLS + 10):
+    for _ in range(2 * _MAX_CALLS + 10):
         double(VALUE)
-    assert max(unread()) <= _MOST_CALLS + 1
+    assert max(unread()) <= _MAX_CALLS + 1
     kept = double(VALUE)
-    for _ in range(2 * _MOST_CALLS):
+    for _ in range(2 * _MAX_CALLS):
         double(VALUE + 1)
     assert kept[0] == 6
-    assert max(unread()) <= _MOST_CALLS + 1
-    for _ in range(2 * _MOST_CALLS):
+    assert max(unread()) <= _MAX_CALLS + 1
+    for _ in range(2 * _MAX_CALLS):
         assert float(double(VALUE)[0]) == 6
-    assert max(unread()) <= _MOST_CALLS + 1
+    assert max(unread()) <= _MAX_CALLS + 1
 
 
 def test_no_code_runs_that_could_swallow_an_interrupt_when_results_are_forgotten(double):
@@ -346,7 +346,7 @@ def test_a_launch_takes_and_returns_one_array_for_each_random_generator(fork):
     assert len(set(first)) == 3
     executable = f._program.compile(PLAIN).runner
     storages = [storage[0] for storage in executable._storages]
-    assert len(storages) == 3 and all(JAX.holds(value) for value in storages)
+    assert len(storages) == 3 and all(JAX.owns(value) for value in storages)
     assert sorted(value.shape for value in storages) == [(2,), (2,), (3,)]
 
 
@@ -369,16 +369,16 @@ def pair(fork):
 def chained(pair):
     """Make one launch of a function, a combination and another function; return it, and its variables."""
     runs, (g, w, n) = pair
-    launch = runs[0].chain(Combination(g.container.storage), runs[1])
-    assert launch is runs[0].chain(Combination(g.container.storage), runs[1])
+    launch = runs[0].fuse(FusedReduction(g.container.storage), runs[1])
+    assert launch is runs[0].fuse(FusedReduction(g.container.storage), runs[1])
     # What isn't computed by the first can't be combined after it.
-    assert runs[0].chain(Combination(n.container.storage), runs[1]) is None
+    assert runs[0].fuse(FusedReduction(n.container.storage), runs[1]) is None
     return launch, (g, w, n)
 
 
 def launched(launch, shareds, combine):
     """Launch, wait, and return what came of it."""
-    with defer_signals(), combining(combine):
+    with defer_signals(), bind_reducer(combine):
         (total,) = launch(JAX.from_host(np.arange(3.0)))
         JAX.wait([library_of(s).get(s) for s in shareds])
     return [float(JAX.fetch([total])[0]), *(np.asarray(s.get_value()).tolist() for s in shareds)]
@@ -427,14 +427,14 @@ def test_in_one_launch_a_function_a_combination_and_another(chained):
 @pytest.mark.parametrize("counts", [1, 0])
 def test_one_launch_goes_on_with_the_next_rows(pair, counts):
     runs, shareds = pair
-    launch = runs[0].chain(Combination(shareds[0].container.storage), runs[1], times=4)
+    launch = runs[0].fuse(FusedReduction(shareds[0].container.storage), runs[1], times=4)
     rows, calls = np.arange(12.0), []
     for _ in range(2):
         g, w, n = (np.asarray(s.get_value()) for s in shareds)
         for row in rows.reshape(4, 3) if counts else []:
             g = 2 * row * w
             w, n = w - g, n + 1
-        with defer_signals(), combining(Doubling(calls, counts), 4):
+        with defer_signals(), bind_reducer(Doubling(calls, counts), 4):
             totals = launch(JAX.from_host(rows))
             JAX.wait([library_of(s).get(s) for s in shareds])
         assert [float(each) for each in JAX.fetch(totals)] == [3.0, 12.0, 21.0, 30.0]
@@ -446,7 +446,7 @@ def test_one_launch_goes_on_with_the_next_rows(pair, counts):
 @on_host
 def test_behind_an_error_nothing_is_combined_nor_counts(pair):
     runs, shareds = pair
-    launch = runs[0].chain(Combination(shareds[0].container.storage), runs[1], times=4)
+    launch = runs[0].fuse(FusedReduction(shareds[0].container.storage), runs[1], times=4)
     calls = []
 
     class Fails(Doubling):
@@ -458,7 +458,7 @@ def test_behind_an_error_nothing_is_combined_nor_counts(pair):
 
     fails = Fails()
     with pytest.raises(Alarm):
-        with defer_signals(), combining(fails, 4):
+        with defer_signals(), bind_reducer(fails, 4):
             launch(JAX.from_host(np.arange(12.0)))
     assert len(calls) == fails.waits == 2
     np.testing.assert_array_equal(shareds[1].get_value(), [1.0, -1.0, -3.0])
@@ -468,9 +468,9 @@ def test_behind_an_error_nothing_is_combined_nor_counts(pair):
 @on_host
 def test_a_launch_that_repeats_combines_each_time(pair):
     runs, shareds = pair
-    launch = runs[0].chain(Combination(shareds[0].container.storage), runs[1], times=2)
+    launch = runs[0].fuse(FusedReduction(shareds[0].container.storage), runs[1], times=2)
     with pytest.raises(RuntimeError, match="2 times in one launch, not 1"):
-        with defer_signals(), combining(Doubling()):
+        with defer_signals(), bind_reducer(Doubling()):
             launch(JAX.from_host(np.arange(6.0)))
 
 
@@ -482,8 +482,8 @@ def test_what_is_the_same_each_time_is_combined_each_time(fork):
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
     runs = [f._program.compile(PLAIN).runner for f in (first, second)]
-    launch, calls = runs[0].chain(Combination(g.container.storage), runs[1], times=4), []
-    with defer_signals(), combining(Doubling(calls), 4):
+    launch, calls = runs[0].fuse(FusedReduction(g.container.storage), runs[1], times=4), []
+    with defer_signals(), bind_reducer(Doubling(calls), 4):
         totals = launch()
         JAX.wait([library_of(w).get(w)])
     assert [float(each) for each in JAX.fetch(totals)] == [3.0, -3.0, -9.0, -15.0]
@@ -503,7 +503,7 @@ SIZES = (5, 300, 700, 1)
 def test_a_vector_that_travels_in_pieces_or_in_another_dtype_is_combined_all_the_same(
     fork, monkeypatch, tail, piece, dtype, times
 ):
-    monkeypatch.setattr("synkhronos.engines.xla._PIECE", piece)
+    monkeypatch.setattr("synkhronos.engines.xla._MIN_CHUNK_BYTES", piece)
     fork(1)
     rng = np.random.default_rng(0)
     x = T.fmatrix("x")
@@ -514,11 +514,11 @@ def test_a_vector_that_travels_in_pieces_or_in_another_dtype_is_combined_all_the
     second = synk.function([], updates=[(w, w - g[:-1] / g[-1])])
     synk.distribute()
     runs = [f._program.compile(PLAIN).runner for f in (first, second)]
-    launch = runs[0].chain(Combination(g.container.storage, dtype, 2, tail), runs[1], times=times)
+    launch = runs[0].fuse(FusedReduction(g.container.storage, dtype, 2, tail), runs[1], times=times)
     rows = rng.uniform(1, 2, (times, sum(SIZES))).astype("float32")
     rows[:, -1] = 67  # not to be told from 66 by eight bits of mantissa after a division by 3
     standing_in = Doubling()
-    with defer_signals(), combining(standing_in, times):
+    with defer_signals(), bind_reducer(standing_in, times):
         launch(JAX.from_host(rows))
         JAX.wait([library_of(w).get(w)])
     expected, scale = np.ones(sum(SIZES) - 1), 2 if dtype is None else 1
@@ -550,7 +550,7 @@ def needs(jaxpr, variables):
 def test_a_piece_is_begun_with_before_the_backward_pass_goes_on(fork, monkeypatch):
     import jax
 
-    monkeypatch.setattr("synkhronos.engines.xla._PIECE", 100)
+    monkeypatch.setattr("synkhronos.engines.xla._MIN_CHUNK_BYTES", 100)
     fork(1)
     x = T.fmatrix("x")
     rng = np.random.default_rng(0)
@@ -562,12 +562,14 @@ def test_a_piece_is_begun_with_before_the_backward_pass_goes_on(fork, monkeypatc
     first = synk.function([x], ((h**2).mean(), "mean"), updates=grad_updates)
     synk.distribute()
     run = first._program.compile(PLAIN).runner
-    chain = run.chain(Combination(g.container.storage))
-    chain._log = Log(chain._dtypes)
-    jaxpr = jax.make_jaxpr(chain._run)(*chain._arguments([np.ones((5, 8), "float32")])).jaxpr.eqns[0].params["jaxpr"]
+    chain = run.fuse(FusedReduction(g.container.storage))
+    chain._log = ScalarLog(chain._dtypes)
+    jaxpr = (
+        jax.make_jaxpr(chain._run)(*chain._get_arguments([np.ones((5, 8), "float32")])).jaxpr.eqns[0].params["jaxpr"]
+    )
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     calls = [equation for equation in jaxpr.eqns if equation.primitive.name == "ffi_call"]
-    assert [call.params["target_name"] for call in calls] == ["synkhronos_start"] * 2 + ["synkhronos_combine"]
+    assert [call.params["target_name"] for call in calls] == ["synkhronos_start"] * 2 + ["synkhronos_all_reduce"]
     products = [
         [equation for equation in needs(jaxpr, call.invars) if equation.primitive.name == "dot_general"]
         for call in calls
@@ -607,14 +609,14 @@ def test_variables_keep_their_memory_from_launch_to_launch(fork):
 
 @on_host
 def test_an_error_behind_what_was_begun_waits_for_it_and_counts_for_nothing(fork, monkeypatch):
-    monkeypatch.setattr("synkhronos.engines.xla._PIECE", 100)
+    monkeypatch.setattr("synkhronos.engines.xla._MIN_CHUNK_BYTES", 100)
     fork(1)
     g, w = shared(np.zeros(60, "float32"), "g"), shared(np.ones(60, "float32"), "w")
     first = synk.function([], (w.sum(), "sum"), updates=[(g, T.join(0, w[:30] * 2, w[30:] * 3))])
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
     runs = [f._program.compile(PLAIN).runner for f in (first, second)]
-    launch = runs[0].chain(Combination(g.container.storage), runs[1])
+    launch = runs[0].fuse(FusedReduction(g.container.storage), runs[1])
 
     class Fails(Doubling):
         def start(self, spans, stream):
@@ -622,11 +624,11 @@ def test_an_error_behind_what_was_begun_waits_for_it_and_counts_for_nothing(fork
 
     fails = Fails()
     with pytest.raises(Alarm):
-        with defer_signals(), combining(fails):
+        with defer_signals(), bind_reducer(fails):
             launch()
     assert fails.waits == 1 and fails.calls == []
     np.testing.assert_array_equal(w.get_value(), np.ones(60))
-    with defer_signals(), combining(Doubling()):
+    with defer_signals(), bind_reducer(Doubling()):
         launch()
     np.testing.assert_array_equal(w.get_value(), [-3.0] * 30 + [-5.0] * 30)
 
@@ -636,11 +638,11 @@ def test_launches_that_were_used_last_are_kept(fork):
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
     runs = [each._program.compile(PLAIN).runner for each in (f, g)]
-    made = {times: runs[0].chain(then=runs[1], times=times) for times in range(1, 17)}
-    assert made[1] is runs[0].chain(then=runs[1], times=1)
-    runs[0].chain(then=runs[1], times=17)
-    assert made[1] is runs[0].chain(then=runs[1], times=1)
-    assert made[2] is not runs[0].chain(then=runs[1], times=2)
+    made = {times: runs[0].fuse(then=runs[1], times=times) for times in range(1, 17)}
+    assert made[1] is runs[0].fuse(then=runs[1], times=1)
+    runs[0].fuse(then=runs[1], times=17)
+    assert made[1] is runs[0].fuse(then=runs[1], times=1)
+    assert made[2] is not runs[0].fuse(then=runs[1], times=2)
 
 
 LENGTHS_AND_CONSTANTS = {
@@ -672,7 +674,7 @@ def test_updates_by_lengths_and_constants_are_compiled_once(fork, at_once, which
         assert np.asarray(shared_.get_value()).dtype == np.asarray(expected.get_value()).dtype
     runs = [f._program.compile(PLAIN).runner for f in (train.gradient, train.update)]
     for times in (1, 3):
-        assert runs[0].chain(then=runs[1], times=times)._run._cache_size() == 1
+        assert runs[0].fuse(then=runs[1], times=times)._run._cache_size() == 1
 
 
 def test_only_numbers_are_returned_again_and_again(fork):
@@ -680,7 +682,7 @@ def test_only_numbers_are_returned_again_and_again(fork):
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x * 2, "gather")), synk.function([], updates=[(w, w + 1)])
     runs = [each._program.compile(PLAIN).runner for each in (f, g)]
-    assert runs[0].chain(then=runs[1], times=2) is None
+    assert runs[0].fuse(then=runs[1], times=2) is None
 
 
 def test_a_log_is_long_enough_for_a_launch(fork):
@@ -688,7 +690,7 @@ def test_a_log_is_long_enough_for_a_launch(fork):
     x, w = T.dvector("x"), shared(np.zeros(()), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
     runs = [each._program.compile(PLAIN).runner for each in (f, g)]
-    launch = runs[0].chain(then=runs[1], times=100)
+    launch = runs[0].fuse(then=runs[1], times=100)
     rows = JAX.from_host(np.arange(200.0))
     expected = np.arange(200.0).reshape(100, 2).sum(axis=1)
     launches = [launch(rows) for _ in range(5)]
@@ -729,7 +731,7 @@ def test_what_is_raised_while_ranks_combine_is_raised_after_the_launch(chained, 
 def test_a_launch_combines_once(chained):
     launch, shareds = chained
     with pytest.raises(RuntimeError, match="0 times"):
-        with defer_signals(), combining(Doubling()):
+        with defer_signals(), bind_reducer(Doubling()):
             pass
     # Outside of a block nothing counts.
     launch(JAX.from_host(np.arange(3.0)))
@@ -743,7 +745,7 @@ def test_what_was_launched_is_freed_with_its_function(fork):
     f, g = synk.function([x], (x.sum(), "sum"), updates=[(w, w + x)]), synk.function([], updates=[(w, 2 * w)])
     f(np.ones(3)), g()
     runs = [each._program.compile(PLAIN).runner for each in (f, g)]
-    runs.append(runs[0].chain(then=runs[1]))
+    runs.append(runs[0].fuse(then=runs[1]))
     runs[-1](JAX.from_host(np.ones(3)))
     references = [weakref.ref(run) for run in runs]
     gc.collect()
@@ -773,7 +775,7 @@ def test_a_training_step_of_one_rank_is_one_launch(fork, monkeypatch):
 @pytest.fixture
 def at_once(monkeypatch):
     """Have many steps be one launch on CPU cores too, where they are none for the sake of convolutions' speed."""
-    monkeypatch.setattr(Xla, "most_at_once", lambda self, combined=None: LAUNCHES)
+    monkeypatch.setattr(XlaEngine, "max_repeats", lambda self, combined=None: LOG_CAPACITY)
 
 
 def test_steps_that_one_launch_cant_take_are_taken_one_by_one(fork, at_once):
@@ -850,7 +852,7 @@ def test_who_holds_an_array_beside_its_container_is_noticed(fork):
     library = library_of(w)
     assert not library.is_referenced(w)
     held = w.get_value(borrow=True)
-    assert JAX.holds(held) and library.is_referenced(w)
+    assert JAX.owns(held) and library.is_referenced(w)
     del held
     assert not library.is_referenced(w)
 
@@ -956,7 +958,7 @@ def test_what_is_float32_is_computed_in_float32(fork):
         assert result.dtype == "float32"
     assert w.get_value().dtype == "float32" and synk.get_value(1, w).dtype == "float32"
     run = f._program.compiled[PLAIN].runner
-    text = run._run.lower(*run._arguments((value[:2], value[:2, 0]))).as_text()
+    text = run._run.lower(*run._get_arguments((value[:2], value[:2, 0]))).as_text()
     assert "xf32>" in text and not re.search(r"xf64>", text)  # but for numbers: counts of rows
 
 
@@ -1001,13 +1003,13 @@ def test_numpy_arrays_in_containers_are_moved_before_they_are_used(fork, name, n
     w = shared(np.ones(2), "w")
     f = synk.function([], (w, "gather"))
     f()
-    assert JAX.holds(w.container.storage[0])
+    assert JAX.owns(w.container.storage[0])
     w.set_value(np.full(2, 5.0))
     act(f, w)
     np.testing.assert_array_equal(f(), expected)
     w.set_value(np.full(2, 9.0))
     assert np.asarray(f())[0] == 9
-    assert JAX.holds(w.container.storage[0])
+    assert JAX.owns(w.container.storage[0])
 
 
 def test_functions_of_both_kinds_share_variables(fork):
@@ -1210,7 +1212,7 @@ def test_an_interrupt_behind_a_launch_does_not_shift_what_later_calls_return(for
     fork(2)
     w = shared(np.zeros(3), "w")
     f = synk.function([], [(w.sum() / 3, None)], updates=[(w, w + 1)])
-    first, entries, raised = f()[0], Log.entries, []
+    first, entries, raised = f()[0], ScalarLog.add_entries, []
 
     def interrupted(log, times):
         if not raised:
@@ -1218,7 +1220,7 @@ def test_an_interrupt_behind_a_launch_does_not_shift_what_later_calls_return(for
             raise Alarm
         return entries(log, times)
 
-    monkeypatch.setattr(Log, "entries", interrupted)
+    monkeypatch.setattr(ScalarLog, "add_entries", interrupted)
     with pytest.raises(Alarm):
         f()
     assert [float(f()[0]) for _ in range(3)] == [2, 3, 4] and float(first) == 0
@@ -1368,7 +1370,7 @@ def test_what_was_written_in_place_is_another_array_in_the_same_memory():
         # Not from_host: on the CPU, JAX may keep NumPy's memory (where it is aligned to 64 bytes), and copies it then.
         array = JAX.empty((3,), np.dtype("float32"))
         at = JAX.pointer(array)
-        written = JAX.written(array, is_there)
+        written = JAX.refresh(array, is_there)
         # What JAX has read of the old one it would not read again.
         assert written is not array and JAX.pointer(written) == at
 
@@ -1399,7 +1401,7 @@ def test_what_many_rows_add_to_few_effects_is_added_into_copies_on_a_gpu(fork, m
     inputs = [rng.normal(size=5), rng.integers(-5, 5, 20_000), rng.normal(size=20_000)]
     expected = function([effects, index, weights], gradient)(*inputs)
     add_rows, taken = scatter.add_rows, []
-    monkeypatch.setattr(scatter, "JAX", SimpleNamespace(on_gpu=True))
+    monkeypatch.setattr(scatter, "JAX", SimpleNamespace(is_on_gpu=True))
     monkeypatch.setattr(scatter, "add_rows", lambda *given: (taken.append(given[-1]), add_rows(*given))[1])
     result = synk.function([index, weights], (gradient, "sum"), bcast_inputs=[effects])(*inputs[1:], inputs[0])
     np.testing.assert_allclose(result, expected, rtol=1e-9)

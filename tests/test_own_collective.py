@@ -29,7 +29,7 @@ class Rotate(Command):
             copies.check_equal_shapes(i, "rotate")
         for i in range(len(self.keys)):
             out = [np.empty(*layout) for layout in copies.get_layouts(i)]
-            HOST.communicator(rank).gather(copies.get_contiguous(i, HOST), None, copies.get_layouts(i), out)
+            HOST.get_communicator(rank).gather(copies.get_contiguous(i, HOST), None, copies.get_layouts(i), out)
             copies.replace(i, copies.devices[i].from_host(out[rank.number - 1]))
 
 

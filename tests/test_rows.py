@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from synkhronos.data.rows import get_share, max_row, min_row, select, split
-from synkhronos.devices import take
+from synkhronos.devices import take_rows
 
 lengths = st.integers(0, 12)
 bounds = st.none() | st.integers(-15, 15)
@@ -65,7 +65,7 @@ def rows_of(length, width=2):
 def test_select_picks_what_numpy_picks(case):
     length, batch, index = case
     data = rows_of(length)
-    np.testing.assert_array_equal(take(data, select(batch, length)), data[index])
+    np.testing.assert_array_equal(take_rows(data, select(batch, length)), data[index])
 
 
 @given(batches())
@@ -185,7 +185,7 @@ def test_pieces_of_shares_lose_no_row(case, parts, count):
     rows = select(batch, length)
     data = rows_of(length)
     cut = [piece for part in range(parts) for piece in split(rows[get_share(len(rows), parts, part)], count)]
-    np.testing.assert_array_equal(np.concatenate([take(data, piece) for piece in cut]), data[index])
+    np.testing.assert_array_equal(np.concatenate([take_rows(data, piece) for piece in cut]), data[index])
 
 
 # -- lowest and highest --------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_lowest_and_highest(case):
     assert type(min_row(rows)) is type(max_row(rows)) is int
 
 
-# -- take ----------------------------------------------------------------------------------------------------
+# -- take_rows ----------------------------------------------------------------------------------------------------
 
 
 @given(batches(), st.sampled_from([(), (3,), (2, 2), (0,)]), st.booleans())
@@ -210,16 +210,16 @@ def test_take_of_any_shape_and_layout(case, behind, strided):
     if strided:
         data = np.repeat(data, 2, axis=0)[::2]
     rows = select(batch, length)
-    np.testing.assert_array_equal(take(data, rows), data[index])
+    np.testing.assert_array_equal(take_rows(data, rows), data[index])
     out = np.full((len(rows), *behind), np.nan)
-    assert take(data, rows, out) is out
+    assert take_rows(data, rows, out) is out
     np.testing.assert_array_equal(out, data[index])
 
 
 @given(st.integers(0, 12), slices)
 def test_take_of_a_range_is_a_view(length, batch):
     data = rows_of(length)
-    taken = take(data, select(batch, length))
+    taken = take_rows(data, select(batch, length))
     taken[...] = -1
     assert (data[batch] == -1).all()
     assert (data == -1).sum() == taken.size
@@ -228,6 +228,6 @@ def test_take_of_a_range_is_a_view(length, batch):
 @given(st.integers(1, 12), st.data())
 def test_take_of_indexes_is_a_copy(length, draw):
     data = rows_of(length)
-    taken = take(data, select(draw.draw(st.lists(st.integers(0, length - 1), min_size=1)), length))
+    taken = take_rows(data, select(draw.draw(st.lists(st.integers(0, length - 1), min_size=1)), length))
     taken[...] = -1
     assert (data >= 0).all()

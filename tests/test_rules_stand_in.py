@@ -23,8 +23,8 @@ def test_averages_are_nccl_s_and_steps_between_them_are_one_launch():
         from synkhronos.training import loop, make_trainer
         pytensor.config.mode, pytensor.config.floatX = "JAX", "float32"
         launches = []
-        repeated = Executable.repeated
-        Executable.repeated = lambda self, times: launches.append(times) or repeated(self, times)
+        repeated = Executable.repeat
+        Executable.repeat = lambda self, times: launches.append(times) or repeated(self, times)
         loop.RankLoop.most = property(lambda self: 64, lambda self, value: None)
         synk.fork(2, use_gpu=False)
         rng = np.random.default_rng(0)

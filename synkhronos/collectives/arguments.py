@@ -16,7 +16,7 @@ from synkhronos.checks import check_choice, check_list, describe
 from synkhronos.data import Data
 from synkhronos.data.rows import get_share
 from synkhronos.devices import Selection
-from synkhronos.devices.reductions import REDUCTIONS, of_collectives
+from synkhronos.devices.reductions import REDUCTIONS, list_collective_ops
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import Mirror, is_registered
 from synkhronos.ranks import Session, SharedArray, WeakKeys
@@ -171,14 +171,14 @@ def check_op(op: Any, variables: Sequence[Any]) -> str:
 
 def check_op_dtype(op: str, dtype: np.dtype, name: str) -> None:
     """Raise ValueError if a reduction is not defined for the dtype of the array called ``name``."""
-    if not REDUCTIONS[op].suits(dtype):
-        *others, last = [repr(each) for each in of_collectives() if REDUCTIONS[each].suits(dtype)]
+    if not REDUCTIONS[op].can_reduce(dtype):
+        *others, last = [repr(each) for each in list_collective_ops() if REDUCTIONS[each].can_reduce(dtype)]
         raise ValueError(f"op: {op!r} of {name} is not defined for dtype {dtype}; choose {', '.join(others)} or {last}")
 
 
 def parse_op(op: Any) -> str:
     """Return the name of a reduction; raise TypeError or ValueError if collectives have none of this name."""
-    return check_choice(op, "op", of_collectives())
+    return check_choice(op, "op", list_collective_ops())
 
 
 def select_all(value: Data) -> range:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from synkhronos.checks import describe
-from synkhronos.devices import HOST, Device, Layout, device_named, device_of
+from synkhronos.devices import HOST, ArrayLayout, Device, array_device, get_device
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import get_object, jump_to_rank
@@ -40,7 +40,7 @@ class _TransferPlan:
 
     Attributes
     ----------
-    layouts : list of list of Layout
+    layouts : list of list of ArrayLayout
         For each rank, the layout of each variable.
     devices, transports : list of Device
         As in `Copies`.
@@ -49,14 +49,14 @@ class _TransferPlan:
     """
 
     def __init__(self, by_rank: Sequence[Any], nccl: bool):
-        self.layouts: list[list[Layout]] = [[layout[:2] for layout in each] for each, _ in by_rank]
+        self.layouts: list[list[ArrayLayout]] = [[layout[:2] for layout in each] for each, _ in by_rank]
         self.epochs = [epoch for _, epoch in by_rank]
         self.devices: list[Device] = []
         self.transports: list[Device] = []
         for i in range(len(self.layouts[0])):
             names = {each[i][2] for each, _ in by_rank} - {HOST.name}
-            device = device_named(names.pop()) if names else HOST
-            is_direct = nccl and all(device.communicates(each[i][1]) for each in self.layouts)
+            device = get_device(names.pop()) if names else HOST
+            is_direct = nccl and all(device.can_communicate(each[i][1]) for each in self.layouts)
             self.devices.append(device)
             self.transports.append(device if is_direct else HOST)
 
@@ -84,7 +84,7 @@ class Copies:
     ----------
     shareds : list of shared variable
     values : list of array
-    layouts : list of list of Layout
+    layouts : list of list of ArrayLayout
         For each rank, the layout of each variable.
     devices : list of Device
         Device that holds each variable: a GPU if it is there on any rank, as the user may have assigned NumPy arrays.
@@ -97,8 +97,8 @@ class Copies:
         self.shareds = [get_object(rank, key) for key in keys]
         self.libraries = [library_of(shared) for shared in self.shareds]
         self.values = [library.get(shared) for library, shared in zip(self.libraries, self.shareds, strict=True)]
-        mine = tuple([(value.shape, value.dtype, device_of(value).name) for value in self.values])
-        communicator = rank.device.communicator(rank)
+        mine = tuple([(value.shape, value.dtype, array_device(value).name) for value in self.values])
+        communicator = rank.device.get_communicator(rank)
         exchange = rank.exchange if is_changed else rank.exchange_cached
         by_rank = tuple(exchange((mine, communicator.epoch)))
         plans = rank.registry.get(_TransferPlans)
@@ -109,18 +109,18 @@ class Copies:
             plan = plans[by_rank, nccl] = _TransferPlan(by_rank, nccl)
         self.layouts, self.devices, self.transports = plan.layouts, plan.devices, plan.transports
         for i, device in enumerate(self.devices):
-            if not device.holds(self.values[i]):
+            if not device.owns(self.values[i]):
                 self.replace(i, device.from_host(self.values[i]))
         if rank.device in self.transports:
             communicator.connect(plan.epochs)
 
-    def get_layouts(self, position: int) -> list[Layout]:
+    def get_layouts(self, position: int) -> list[ArrayLayout]:
         """Return the layout of one variable on each rank."""
         return [each[position] for each in self.layouts]
 
     def get_communicator(self, position: int) -> Any:
         """Return the communicator that transfers one variable."""
-        return self.transports[position].communicator(self.rank)
+        return self.transports[position].get_communicator(self.rank)
 
     def get_writable(self, position: int) -> Any:
         """Return an array with one variable's value that a communicator may overwrite; then call `store`."""
@@ -130,7 +130,7 @@ class Copies:
         self.values[position] = None  # so that any reference but the container's is the user's
         is_referenced = library.is_referenced(shared)
         value = self.values[position] = library.get(shared)
-        array = self.devices[position].writable(value, is_referenced)
+        array = self.devices[position].as_writable(value, is_referenced)
         if array is not value:
             self.replace(position, array)
         return array
@@ -138,7 +138,7 @@ class Copies:
     def store(self, position: int, array: Any) -> None:
         """Set one variable to an array that a communicator has written."""
         device = self.devices[position]
-        new = device.written(array) if self.transports[position] is device else device.from_host(array)
+        new = device.refresh(array) if self.transports[position] is device else device.from_host(array)
         if new is not self.values[position]:
             self.replace(position, new)
 
@@ -146,7 +146,7 @@ class Copies:
         """Return one variable's value as a contiguous array on its transport, or on another one."""
         transport, device = transport or self.transports[position], self.devices[position]
         value = self.values[position]
-        return transport.contiguous(value if transport is device else device.to_host(value))
+        return transport.as_contiguous(value if transport is device else device.to_host(value))
 
     def replace(self, position: int, array: Any) -> None:
         """Put another array into one variable's container."""
@@ -233,7 +233,7 @@ class Assign(Command):
                 selection = rows if isinstance(rows, range) else rows.view(rank.segments)
             shared = get_object(rank, key)
             library = library_of(shared)
-            library.put(shared, device_of(library.get(shared)).load(rank, value, selection))
+            library.put(shared, array_device(library.get(shared)).load(rank, value, selection))
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +315,7 @@ class Reduce(Command):
             layout, out = copies.get_layouts(i)[0], None
             if rank.is_master:
                 out = copies.get_writable(i) if in_place else copies.transports[i].empty(*layout)
-            # The argument has no name of its own: `Device.written` checks whether there are other references to it.
+            # The argument has no name of its own: `Device.refresh` checks whether there are other references to it.
             copies.get_communicator(i).reduce(
                 out if in_place else copies.get_contiguous(i), self.op, rank.root, out, layout, range(rank.size)
             )
@@ -360,7 +360,7 @@ class Reduce(Command):
             plan.get_communicator(i).all_reduce(array, self.op)
             plan.store(i, array)
         for communicator in set(map(plan.get_communicator, range(len(self.keys)))):
-            communicator.come()
+            communicator.notify_started()
 
 
 class AllReducePlan(NamedTuple):
@@ -370,14 +370,14 @@ class AllReducePlan(NamedTuple):
 
     Attributes
     ----------
-    variables : list of (key, GraphLibrary, Device, Layout)
+    variables : list of (key, GraphLibrary, Device, ArrayLayout)
     epoch : int
         Number of the device's connection.
     digest : bytes
         Digest of all of it.  Each rank on which the plan is still valid passes it to `Rank.agree`.
     """
 
-    variables: list[tuple[Any, Any, Device, Layout]]
+    variables: list[tuple[Any, Any, Device, ArrayLayout]]
     epoch: int
     digest: bytes
 
@@ -385,7 +385,7 @@ class AllReducePlan(NamedTuple):
     def from_copies(cls, rank: Rank, keys: Sequence[Any], copies: Copies) -> AllReducePlan:
         """Return the plan for copies of equal shapes, which are on their devices now."""
         layouts = copies.layouts[rank.number]
-        epoch = rank.device.communicator(rank).epoch
+        epoch = rank.device.get_communicator(rank).epoch
         described = tuple([(*layout, device.name) for layout, device in zip(layouts, copies.devices, strict=True)])
         variables = list(zip(keys, copies.libraries, copies.devices, layouts, strict=True))
         return cls(variables, epoch, rank.digest((described, epoch)))
@@ -394,9 +394,9 @@ class AllReducePlan(NamedTuple):
         """Whether this rank's variables and its connection have not changed."""
         for key, library, device, (shape, dtype) in self.variables:
             value = library.get(get_object(rank, key))
-            if device_of(value) is not device or value.shape != shape or value.dtype != dtype:
+            if array_device(value) is not device or value.shape != shape or value.dtype != dtype:
                 return False
-        return bool(rank.device.communicator(rank).epoch == self.epoch)
+        return bool(rank.device.get_communicator(rank).epoch == self.epoch)
 
     def all_reduce(self, rank: Rank, op: str) -> None:
         """Reduce into every rank's variables."""
@@ -404,12 +404,12 @@ class AllReducePlan(NamedTuple):
             shared = get_object(rank, key)
             is_referenced = library.is_referenced(shared)
             value = library.get(shared)
-            array = device.writable(value, is_referenced)
-            new = device.written(array, device.communicator(rank).all_reduce(array, op))
+            array = device.as_writable(value, is_referenced)
+            new = device.refresh(array, device.get_communicator(rank).all_reduce(array, op))
             if new is not value:
                 library.put(shared, new)
-        for communicator in {device.communicator(rank) for _, _, device, _ in self.variables}:
-            communicator.come()
+        for communicator in {device.get_communicator(rank) for _, _, device, _ in self.variables}:
+            communicator.notify_started()
 
 
 class _AllReducePlans(dict[Reduce, AllReducePlan]):
@@ -428,14 +428,14 @@ class GetValue(Command):
         copies = Copies(rank, self.keys)
         results = []
         for i in range(len(self.keys)):
-            layouts: list[Layout | None] = [None] * rank.size
+            layouts: list[ArrayLayout | None] = [None] * rank.size
             layouts[self.source] = copies.get_layouts(i)[self.source]
             mine = copies.get_contiguous(i, HOST) if rank.number == self.source else None
             out = None
             if rank.is_master:
                 out = [None if layout is None else np.empty(*layout) for layout in layouts]
                 results.append(out[self.source])
-            HOST.communicator(rank).gather(mine, rank.root, layouts, out)
+            HOST.get_communicator(rank).gather(mine, rank.root, layouts, out)
         return results
 
 
@@ -492,12 +492,12 @@ class SetStreams(Command):
                 library.set_generator(shared, copy.deepcopy(state))
 
 
-def _can_join(layouts: Sequence[Layout]) -> bool:
+def _can_join(layouts: Sequence[ArrayLayout]) -> bool:
     """Whether arrays of these layouts can be joined along axis 0."""
     return all(shape and shape[1:] == layouts[0][0][1:] for shape, _ in layouts)
 
 
-def _allocate_gathered(device: Device, layouts: Sequence[Layout], nd_up: int) -> tuple[Any, list[Any]]:
+def _allocate_gathered(device: Device, layouts: Sequence[ArrayLayout], nd_up: int) -> tuple[Any, list[Any]]:
     """Allocate the result of a gather.
 
     Returns
@@ -515,6 +515,6 @@ def _allocate_gathered(device: Device, layouts: Sequence[Layout], nd_up: int) ->
         result = device.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype)
     else:
         result = [device.empty(*layout) for layout in layouts]
-        return result, [device.part(array, 0, shape) for array, shape in zip(result, shapes, strict=True)]
+        return result, [device.slice_items(array, 0, shape) for array, shape in zip(result, shapes, strict=True)]
     starts = np.cumsum([0, *(math.prod(shape) for shape in shapes)])
-    return result, [device.part(result, int(start), shape) for start, shape in zip(starts, shapes, strict=False)]
+    return result, [device.slice_items(result, int(start), shape) for start, shape in zip(starts, shapes, strict=False)]

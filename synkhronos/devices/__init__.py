@@ -1,23 +1,11 @@
-"""Where does an array live?
+"""Kinds of arrays, and the collectives on them.
 
-A device knows one kind of array: how to bind a rank to it, how to move arrays to and from host memory, and how ranks
-combine arrays of its kind (its communicator).  A new kind is one new module here: `through_host` says what has to be in
-it.
+A `Device` is the adapter for one kind of array: it binds a rank to its hardware, copies arrays to and from host memory,
+and provides the communicator of these arrays.  All other packages handle arrays through their device, which
+`array_device` finds.
 
-`Device`
-    What a kind of array can do; NumPy's, from which the others derive.
-`HOST`, `JAX`, `PYGPU`
-    The kinds that others speak of by name.
-`kinds`
-    All that are found here.
-`choose`
-    The device that `fork` uses.
-`device_of`, `device_named`, `device_in_environment`
-    The device that holds a value, has a name, or is named by the environment.
-`is_on_gpus`
-    Whether a device's ranks need a GPU each.
-`keep_off_gpus`
-    Have a rank compute on the CPU although there are GPUs.
+Devices are discovered: each module of this package that defines ``DEVICE`` adds one.  `through_host` describes how to
+write a device.
 """
 
 from __future__ import annotations
@@ -33,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import cuda, host, jax, pygpu
-from synkhronos.devices.host import Device, Layout, Selection, take
+from synkhronos.devices.host import Device, Selection, take_rows
+from synkhronos.devices.host_communicator import ArrayLayout
 from synkhronos.gpus import get_n_gpu
 from synkhronos.ranks import available_cores
 
@@ -41,18 +30,17 @@ __all__ = [
     "HOST",
     "JAX",
     "PYGPU",
+    "ArrayLayout",
     "Device",
-    "Layout",
     "Selection",
-    "choose",
-    "device_in_environment",
-    "device_named",
-    "device_of",
-    "is_on_gpus",
-    "keep_off_gpus",
-    "kinds",
-    "needs_fresh_processes",
-    "take",
+    "array_device",
+    "choose_device",
+    "device_from_environment",
+    "force_cpu",
+    "get_device",
+    "is_fork_unsafe",
+    "list_devices",
+    "take_rows",
 ]
 
 #: Host memory, which every rank has.
@@ -64,72 +52,92 @@ PYGPU = pygpu.DEVICE
 
 
 @cache
-def kinds() -> tuple[Device, ...]:
-    """Return the ``DEVICE`` of each module here that has one; last the host's, which holds whatever NumPy can read."""
+def list_devices() -> tuple[Device, ...]:
+    """Return the ``DEVICE`` of every module here; `HOST` is the last, as it owns every array that NumPy can read."""
     modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
     found = [module.DEVICE for module in modules if hasattr(module, "DEVICE")]
     return (*(device for device in found if device is not HOST), HOST)
 
 
-def device_named(name: str) -> Device:
+def get_device(name: str) -> Device:
     """Return the device of this name."""
-    return next(device for device in kinds() if device.name == name)
+    return next(device for device in list_devices() if device.name == name)
 
 
-def device_of(value: Any) -> Device:
-    """Return the device that holds a value."""
-    # Nearly always, and to ask each device takes long.  A class derived from these arrays may be a device's.
-    if type(value) is np.ndarray or isinstance(value, np.generic):
+def array_device(array: Any) -> Device:
+    """Return the device that owns an array.
+
+    Raises
+    ------
+    TypeError
+        If no device does.
+    """
+    # The common case first: asking each device is slow.  Exact type, as a subclass of ndarray may belong to a device.
+    if type(array) is np.ndarray or isinstance(array, np.generic):
         return HOST
-    for device in kinds():
-        if device.holds(value):
+    for device in list_devices():
+        if device.owns(array):
             return device
-    raise TypeError(f"no device holds a {type(value).__module__}.{type(value).__qualname__}")
+    raise TypeError(f"no device holds a {type(array).__module__}.{type(array).__qualname__}")
 
 
-def device_in_environment() -> Device | None:
-    """Return the device that the environment variable SYNKHRONOS_DEVICE names; those on GPUs are for `fork` to choose.
+def device_from_environment() -> Device | None:
+    """Return the device that the environment variable SYNKHRONOS_DEVICE names; None if the variable is empty.
+
+    GPUs can't be named there: `choose_device` selects them.
 
     Raises
     ------
     ValueError
-        If there is none of this name.
+        If no device has this name.
     """
     name = os.environ.get("SYNKHRONOS_DEVICE")
     if not name:
         return None
-    devices = {device.name: device for device in kinds() if not (device is HOST or is_on_gpus(device))}
+    devices = {device.name: device for device in list_devices() if not (device is HOST or device.needs_gpu)}
     if name not in devices:
         raise ValueError(f"SYNKHRONOS_DEVICE: expected one of {[*devices]}, or nothing, got {name!r}")
     return devices[name]
 
 
-def choose(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device, int]:
-    """Return the device to use and the number of ranks.
+def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device, int]:
+    """Choose the device and the number of ranks for `fork`.
 
     Parameters
     ----------
     use_gpu : bool or None
-        None for whatever is there.
+        None uses GPUs if there are any and the packages that drive them are installed.
     n_parallel : int or None
-        None for one rank for each GPU, or for each core that this process may use.
+        Number of ranks.  None means one for each GPU, or for each core that this process may use.
+
+    Returns
+    -------
+    device : Device
+    n_ranks : int
+
+    Raises
+    ------
+    RuntimeError
+        If the GPUs can't be used as requested, or Theano already computes on a GPU and can't return to the CPU.
+    ValueError
+        If there are fewer GPUs than ranks.
     """
-    named = device_in_environment()
+    named = device_from_environment()
     if named is not None:
         return named, available_cores() if n_parallel is None else n_parallel
     n_gpu = get_n_gpu() if use_gpu is None or use_gpu else 0
     if use_gpu and not n_gpu:
         raise RuntimeError("use_gpu=True, but there is no GPU: leave use_gpu out, or pass False to compute on the CPU")
-    device = _of_gpus()
-    if n_gpu and (lacking := device.missing()):
+    device = _gpu_device()
+    if n_gpu and (missing := device.missing_requirements()):
         if use_gpu:
             raise RuntimeError(
                 f"use_gpu=True, and {n_gpu} GPUs are visible, but nothing installed here can drive them: "
-                f"install {', '.join(lacking)}: {device.install}"
+                f"install {', '.join(missing)}: {device.install_hint}"
             )
         n_gpu = 0
     if not n_gpu:
-        if PYGPU.on_gpu:
+        if PYGPU.is_on_gpu:
             raise RuntimeError(
                 "Theano computes on a GPU in this process since an earlier fork, and can't go back to the CPU: "
                 "start a new process for ranks on the CPU"
@@ -140,7 +148,7 @@ def choose(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device, int]:
             f"n_parallel={n_parallel}, but {n_gpu} GPUs are visible, and each rank needs one: "
             "pass use_gpu=False to compute on the CPU"
         )
-    if not device.on_gpu and cuda.is_started():
+    if not device.is_on_gpu and cuda.is_started():
         raise RuntimeError(
             "this process has started CUDA already, so that its workers could not: call synkhronos.fork() before "
             "anything touches a GPU (an import that does so, jax.devices(), torch.cuda, Theano's flag device=cuda, "
@@ -149,29 +157,24 @@ def choose(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device, int]:
     return device, n_gpu if n_parallel is None else n_parallel
 
 
-def _of_gpus() -> jax.Jax | pygpu.Pygpu:
-    """Return the kind of array that there would be on GPUs: Theano has its own, PyTensor JAX's."""
+def _gpu_device() -> jax.JaxDevice | pygpu.PygpuDevice:
+    """Return the device for GPUs: PyTensor computes on JAX arrays, Theano on its own."""
     theano = sys.modules.get("theano")
     if theano is not None:
-        # `synkhronos.compat` serves a `theano` whose variables are PyTensor's.
+        # `synkhronos.compat` serves a module `theano` whose variables are PyTensor's.
         return JAX if hasattr(theano, "__served_on__") else PYGPU
     return PYGPU if find_spec("pytensor") is None and find_spec("theano") is not None else JAX
 
 
-def is_on_gpus(device: Device) -> bool:
-    """Whether each rank needs a GPU of its own, if `choose` has returned this device."""
-    return device is JAX or device is PYGPU
+def is_fork_unsafe() -> bool:
+    """Whether workers must start as new processes, because a fork of this one could not compute.
 
-
-def needs_fresh_processes() -> bool:
-    """Whether workers have to start anew, since copies of this process could not compute.
-
-    XLA, once started, has threads that a copy lacks and waits for; CUDA refuses to work in a copy.
+    A fork lacks the threads of XLA, for which it would wait for ever.  CUDA refuses to work in a fork.
     """
-    return JAX.started() or PYGPU.started()
+    return JAX.is_started() or PYGPU.is_started()
 
 
-def keep_off_gpus() -> None:
-    """Have this rank's JAX compute on the CPU although there are GPUs, unless it has been started already."""
-    if not JAX.started() and get_n_gpu():
+def force_cpu() -> None:
+    """Make this rank's JAX compute on the CPU although there are GPUs.  No effect once JAX has started."""
+    if not JAX.is_started() and get_n_gpu():
         os.environ["JAX_PLATFORMS"] = "cpu"

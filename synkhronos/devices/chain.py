@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from synkhronos.devices.host import HostCommunicator, Layout, as_bytes, combine, nbytes
+from synkhronos.devices.host_communicator import ArrayLayout, HostCommunicator, as_bytes, count_bytes, reduce_arrays
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.hosts.pipes import DOWN_IN, DOWN_OUT, FRAME, FRAMES, HERE, UP_IN, UP_OUT, Pipe, PipeLayout
 from synkhronos.ranks import Rank
@@ -47,7 +47,7 @@ class ChainCommunicator(HostCommunicator):
         self,
         array: np.ndarray | None,
         root: int | None,
-        layouts: Sequence[Layout | None],
+        layouts: Sequence[ArrayLayout | None],
         out: Sequence[np.ndarray | None] | None,
     ) -> None:
         """Copy rank r's array into ``out[r]`` on the root, or on every rank if ``root`` is None."""
@@ -60,7 +60,7 @@ class ChainCommunicator(HostCommunicator):
             if layout is not None and r != root:
                 to = range(rank.size) if root is None else range(root, root + 1)
                 source = None if mine is None else as_bytes(mine)
-                self._flow(source, None if target is None else as_bytes(target), nbytes(layout), r, to)
+                self._flow(source, None if target is None else as_bytes(target), count_bytes(layout), r, to)
 
     def _flow(self, source: np.ndarray | None, target: np.ndarray | None, size: int, root: int, to: range) -> None:
         """Stream so many bytes from the root, through all hosts on the way, to a run of ranks.
@@ -111,7 +111,7 @@ class ChainCommunicator(HostCommunicator):
     ) -> None:
         """Reduce ``source`` over the contributors into every rank's ``target``, where there is one."""
         rank, here, row = self._rank, self._here, REDUCTIONS[op]
-        wide = row.working(dtype)
+        wide = row.accumulator_dtype(dtype)
         each = FRAME // wide.itemsize
         waiting: list[tuple[int, int]] = []  # chunks whose results have not come yet
         place = rank.number - here.start
@@ -139,7 +139,7 @@ class ChainCommunicator(HostCommunicator):
             result = out.wait_writable()[: count * wide.itemsize].view(wide)[low:high]
             if so_far is not None and contributors[0] < here.start:
                 inputs.insert(0, so_far)
-            combine(inputs, row, result)
+            reduce_arrays(inputs, row, result)
             if self._is_last and row.divides:
                 np.true_divide(result, len(contributors), out=result)
             if not self._is_first:

@@ -1,12 +1,9 @@
-"""GpuArrays: what Theano computes with on GPUs, through pygpu.
+"""GpuArrays: the arrays with which Theano computes on GPUs, through pygpu.
 
-`Pygpu`
-    The device.
+Theano's flags keep it off the GPU until the ranks are forked (``device=cpu,force_device=True``).  Each rank then opens
+its own GPU, and from there on Theano places shared variables and computations on it.
 
-Theano's flags leave the GPU alone until the ranks are forked (``device=cpu,force_device=True``); each rank then opens
-its own.  From there on Theano puts shared variables and computations on the GPU by itself.
-
-All of libgpuarray's work is on one stream, and so is what is done for it here: only what reads on the host waits.
+libgpuarray uses a single stream, and this device launches on the same one.  Only reads from the host have to wait.
 """
 
 from __future__ import annotations
@@ -30,39 +27,40 @@ from synkhronos.ranks import Rank, SharedArray
 _log = logging.getLogger("synkhronos")
 
 
-class Pygpu(CudaDevice):
-    """GpuArrays on the GPU to which the rank was bound."""
+class PygpuDevice(CudaDevice):
+    """GpuArrays on the GPU to which the rank is bound."""
 
     name = "pygpu"
-    takes_shareds = False
-    needed = {("theano",): "Theano==1.0.5", ("pygpu",): "pygpu"}  # noqa: RUF012 - nobody writes into it
-    install = "pip install 'synkhronos[theano-gpu]', and pygpu as docs/theano.rst says"
+    moves_shareds = False
+    requirements = {("theano",): "Theano==1.0.5", ("pygpu",): "pygpu"}  # noqa: RUF012 - never modified
+    install_hint = "pip install 'synkhronos[theano-gpu]', and pygpu as docs/theano.rst says"
 
-    def started(self) -> bool:
+    def is_started(self) -> bool:
         """Whether this process computes on a GPU."""
-        return self.on_gpu
+        return self.is_on_gpu
 
-    def start(self, place: str) -> None:
-        """Have Theano open the GPU, and use it for what is made from now on.
+    def start(self, gpu: str) -> None:
+        """Open the GPU in Theano, which uses it for all variables and functions made from then on.
 
         Raises
         ------
         RuntimeError
-            If it can't.
+            If Theano can't open it, or doesn't launch on a single stream.
         """
-        # Theano tells itself by this variable that a parent has opened a GPU; this process has been started anew since.
+        # Theano sets this variable for child processes once a GPU is open.  This process opens its own.
         os.environ.pop("THEANO_GPU_IS_ALREADY_ACTIVE", None)
         import theano.gpuarray
 
         if not theano.config.gpuarray.single_stream:
             raise RuntimeError("Theano's flag gpuarray.single_stream=False: Synkhronos needs all of its work in order")
-        said = io.StringIO()  # by each rank, that it uses the first GPU: the only one that it sees
+        # Each rank would print that it uses GPU 0: the only one that it sees.
+        output = io.StringIO()
         try:
-            with contextlib.redirect_stderr(said):
+            with contextlib.redirect_stderr(output):
                 theano.gpuarray.use("cuda0")
         except Exception as error:
-            raise RuntimeError(f"Theano can't compute on GPU {place}: {error}") from error
-        _log.debug("GPU %s: %s", place, said.getvalue())
+            raise RuntimeError(f"Theano can't compute on GPU {gpu}: {error}") from error
+        _log.debug("GPU %s: %s", gpu, output.getvalue())
 
     @property
     def _context(self) -> Any:
@@ -72,7 +70,7 @@ class Pygpu(CudaDevice):
 
     @cached_property
     def stream(self) -> int:
-        """The stream of libgpuarray."""
+        """Handle of libgpuarray's stream."""
         library = ctypes.CDLL("libgpuarray.so.3")
         library.gpuarray_get_extension.restype = ctypes.c_void_p
         function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
@@ -81,70 +79,74 @@ class Pygpu(CudaDevice):
 
     # -- arrays ----------------------------------------------------------------------------------------------
 
-    def holds(self, value: Any) -> bool:
-        """Whether it is a GpuArray."""
+    def owns(self, value: Any) -> bool:
+        """Whether a value is a GpuArray."""
         return type(value).__module__.startswith("pygpu")
 
-    def writable(self, value: Any, is_referenced: bool) -> Any:
-        """Return the value itself, if it is contiguous, else a copy."""
-        return self.contiguous(value)
+    def as_array(self, value: Any) -> Any:
+        """Convert a value to a GpuArray with NumPy's operators."""
+        from pygpu._array import ndgpuarray
+
+        array = value if self.owns(value) else self.from_host(np.asarray(value))
+        return array if isinstance(array, ndgpuarray) else array.view(ndgpuarray)
+
+    def as_contiguous(self, value: Any) -> Any:
+        """Return an array if it is contiguous, else a contiguous copy."""
+        return value if value.flags.c_contiguous else value.copy()
+
+    def as_writable(self, value: Any, is_referenced: bool) -> Any:
+        """Return an array if it is contiguous, else a contiguous copy."""
+        return self.as_contiguous(value)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """Return a new array."""
+        """Return a new array of undefined content."""
         import pygpu
 
         return pygpu.empty(shape, dtype, context=self._context)
 
     def pointer(self, array: Any) -> int:
-        """Return an array's address."""
+        """Return an array's address on the GPU."""
         return int(array.gpudata)
 
-    def wait_for(self, array: Any) -> None:
+    def sync(self, array: Any) -> None:
         """Wait until an array has been computed."""
         array.sync()
 
-    def contiguous(self, value: Any) -> Any:
-        """Return the value, or else a contiguous copy."""
-        return value if value.flags.c_contiguous else value.copy()
+    def reduce_pair(self, op: Reduction, first: Any, second: Any) -> Any:
+        """Return ``op`` applied to two arrays of one shape."""
+        if op.kernel is None:
+            name = getattr(op.ufunc, "__name__", "")
+            raise NotImplementedError(f"libgpuarray has no kernel for {name!r}: this op can't combine GpuArrays")
+        from pygpu.elemwise import elemwise2
+
+        return elemwise2(first, None, second, first, odtype=first.dtype, oper=op.kernel)
+
+    def concatenate(self, arrays: Sequence[Any]) -> Any:
+        """Return arrays joined along axis 0."""
+        import pygpu
+
+        return pygpu.concatenate(list(arrays), context=self._context)
+
+    # -- host memory -----------------------------------------------------------------------------------------
 
     def to_host(self, value: Any) -> np.ndarray:
-        """Return a copy in host memory, once the value is computed."""
+        """Copy an array to NumPy, after it has been computed."""
         return np.asarray(value)
 
     def from_host(self, array: np.ndarray) -> Any:
-        """Return a NumPy array as a GpuArray, which nobody else holds."""
+        """Copy a NumPy array into a new GpuArray."""
         import pygpu
 
         return pygpu.array(array, context=self._context)
 
-    def input(
-        self, rank: Rank, kept: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
+    def stage_input(
+        self, rank: Rank, buffers: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
     ) -> Any:
-        """Return rows of an array in shared memory as an input, in memory that is used again unless ``copy``."""
-        # What a function may overwrite, it may keep as a shared variable's new value.
-        return self.load(rank, location, rows) if copy else super().input(rank, kept, key, location, rows, copy)
-
-    def combine(self, op: Reduction, one: Any, other: Any) -> Any:
-        """Return what a reduction makes of two arrays of one shape."""
-        if op.kernel is None:
-            name = getattr(op.combine, "__name__", "")
-            raise NotImplementedError(f"libgpuarray has no kernel for {name!r}: this op can't combine GpuArrays")
-        from pygpu.elemwise import elemwise2
-
-        return elemwise2(one, None, other, one, odtype=one.dtype, oper=op.kernel)
-
-    def join(self, parts: Sequence[Any]) -> Any:
-        """Return arrays joined along axis 0."""
-        import pygpu
-
-        return pygpu.concatenate(list(parts), context=self._context)
-
-    def array(self, value: Any) -> Any:
-        """Return the value as a GpuArray with NumPy's operators."""
-        from pygpu._array import ndgpuarray
-
-        array = value if self.holds(value) else self.from_host(np.asarray(value))
-        return array if isinstance(array, ndgpuarray) else array.view(ndgpuarray)
+        """Return rows of an array in shared memory (None: all) as an input of the next launch."""
+        # A function that may overwrite its input may also return it as a shared variable's new value.
+        if copy:
+            return self.load(rank, location, rows)
+        return super().stage_input(rank, buffers, key, location, rows, copy)
 
 
-DEVICE = Pygpu()
+DEVICE = PygpuDevice()

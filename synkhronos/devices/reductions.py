@@ -1,14 +1,7 @@
-"""How do many values become one?  A table: a new reduction is one row.
-
-`Reduction`
-    A row.
-`REDUCTIONS`
-    The rows, by name.
-`of_collectives`
-    The names that collectives take.
+"""The table of reductions; a new reduction is one entry.
 
 ========  =============================================================
-op        the reduction of values v_i that come from w_i rows each
+op        reduction of values v_i, each computed from w_i rows
 ========  =============================================================
 avg       (v_1 + ... + v_k) / k
 mean      (w_1 v_1 + ... + w_k v_k) / (w_1 + ... + w_k)
@@ -28,39 +21,39 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A row of the table.
+    """An entry of the table.
 
     Attributes
     ----------
-    combine : ufunc or None
-        Makes one value of two; on JAX arrays ``jax.numpy`` has it by the same name.  None: values are joined.
+    ufunc : ufunc or None
+        Reduces two values to one.  JAX arrays use the function of ``jax.numpy`` of the same name.  None concatenates.
     nccl : int or None
         NCCL's number (ncclRedOp_t).  None: collectives between GPUs go through host memory.
     kernel : str or None
-        What libgpuarray computes for two elements.  None: GpuArrays can't be accumulated over slices.
+        libgpuarray's expression for two elements.  None: GpuArrays can't be accumulated over slices.
     divides : bool
-        Whether what was combined is divided, by the number of values or of rows.
-    by_rows : bool
-        Whether each value counts as many times as it has rows, which collectives know nothing of.
+        Whether the result is divided by the number of values, or of rows.
+    weights_rows : bool
+        Whether each value is weighted by its number of rows.  Collectives have no rows, so they lack such an op.
     refuses : str
-        The kinds of dtypes whose reduction would not be of that dtype.
+        Kinds of dtypes (``dtype.kind``) that the reduction would not preserve.
     """
 
-    combine: np.ufunc | None
+    ufunc: np.ufunc | None
     nccl: int | None = None
     kernel: str | None = None
     divides: bool = False
-    by_rows: bool = False
+    weights_rows: bool = False
     refuses: str = ""
 
-    def suits(self, dtype: np.dtype) -> bool:
-        """Whether the reduction of values of a dtype is of that dtype."""
+    def can_reduce(self, dtype: np.dtype) -> bool:
+        """Whether values of a dtype are reduced to the same dtype."""
         return dtype.kind not in self.refuses
 
-    def working(self, dtype: np.dtype) -> np.dtype:
-        """Return the dtype in which values of a dtype are combined.
+    def accumulator_dtype(self, dtype: np.dtype) -> np.dtype:
+        """Return the dtype in which values of a dtype are reduced.
 
-        A sum may be out of float16's range where the average is not, and its parts too small for it.
+        It is float32 for a mean of float16: the sum may overflow, and quotients of the summands underflow.
         """
         return np.dtype(np.float32) if self.divides and dtype.char == "e" else dtype
 
@@ -68,17 +61,17 @@ class Reduction:
 _ADD = "res = a + b"
 REDUCTIONS = {
     "avg": Reduction(np.add, 4, _ADD, divides=True, refuses="biu"),
-    "mean": Reduction(np.add, None, _ADD, divides=True, by_rows=True, refuses="biu"),
-    # NumPy's sum of booleans is a logical or; whoever sums them means to count.
+    "mean": Reduction(np.add, None, _ADD, divides=True, weights_rows=True, refuses="biu"),
+    # NumPy's sum of booleans is a logical or, where users expect a count.
     "sum": Reduction(np.add, 0, _ADD, refuses="b"),
     "prod": Reduction(np.multiply, 1, "res = a * b"),
-    # A NaN stays one.
+    # The comparison with itself propagates a NaN.
     "min": Reduction(np.minimum, 3, "res = (a <= b || a != a) ? a : b"),
     "max": Reduction(np.maximum, 2, "res = (a >= b || a != a) ? a : b"),
     "gather": Reduction(None),
 }
 
 
-def of_collectives() -> tuple[str, ...]:
-    """Return the names of the reductions that need nothing but the values."""
-    return tuple(name for name, row in REDUCTIONS.items() if row.combine is not None and not row.by_rows)
+def list_collective_ops() -> tuple[str, ...]:
+    """Return the names of the reductions that collectives accept: those that need no row counts."""
+    return tuple(name for name, entry in REDUCTIONS.items() if entry.ufunc is not None and not entry.weights_rows)

@@ -1,11 +1,9 @@
-"""A new device begins here: it says what its arrays are, and all else has a way through host memory.
+"""The base class for a new device.
 
-`ThroughHost`
-    The base class.
-
-A device is a module in this folder with one, as ``DEVICE``.  It is found by its name: with ``SYNKHRONOS_DEVICE=toy`` in
-the environment the ranks compute with the arrays of ``toy.py``.  Three methods have to be written; each of the others
-that is written saves a way through the host.  `synkhronos.devices.Device` says what they are for.
+A device is a module of this package with an object ``DEVICE``.  It is selected by name: with ``SYNKHRONOS_DEVICE=toy``
+in the environment, ranks compute with the arrays of ``toy.py``.  Three methods are required: `owns`, `to_host` and
+`from_host`.  All others have a default that copies through host memory; a device overrides those that it can do
+faster.  `synkhronos.devices.Device` documents them.
 """
 
 from __future__ import annotations
@@ -21,72 +19,72 @@ from synkhronos.ranks import Rank, SharedArray
 
 
 class ThroughHost(Device):
-    """Arrays that NumPy's become and that become NumPy's.  They have a shape and a dtype of NumPy's.
+    """Device whose operations copy through host memory unless they are overridden.
 
-    What is not said here is as for NumPy's arrays themselves.
+    Its arrays have the attributes ``shape`` and ``dtype``, as NumPy's do.
     """
 
-    takes_shareds = True
+    moves_shareds = True
 
-    # -- what has to be written ------------------------------------------------------------------------------
+    # -- required --------------------------------------------------------------------------------------------
 
-    def holds(self, value: Any) -> bool:
+    def owns(self, value: Any) -> bool:
         """Whether a value is an array of this kind."""
         raise NotImplementedError
 
     def to_host(self, value: Any) -> np.ndarray:
-        """Return the value as a NumPy array, without a copy where there can be one."""
+        """Convert an array to NumPy, without a copy if possible."""
         raise NotImplementedError
 
     def from_host(self, array: np.ndarray) -> Any:
-        """Return a NumPy array as one of this kind, which nobody else holds."""
+        """Copy a NumPy array into a new array of this kind."""
         raise NotImplementedError
 
-    # -- ranks -----------------------------------------------------------------------------------------------
+    # -- collectives -----------------------------------------------------------------------------------------
 
-    def communicates(self, dtype: np.dtype) -> bool:
-        """Whether ranks combine these arrays without the host: a communicator has to be written for that."""
+    def can_communicate(self, dtype: np.dtype) -> bool:
+        """Whether ranks exchange these arrays without the host; needs `get_communicator`."""
         return False
 
     # -- arrays ----------------------------------------------------------------------------------------------
 
-    def array(self, value: Any) -> Any:
-        """Return the value as an array of this kind."""
-        return value if self.holds(value) else self.from_host(np.asarray(value))
+    def as_array(self, value: Any) -> Any:
+        """Convert a value to an array of this kind."""
+        return value if self.owns(value) else self.from_host(np.asarray(value))
 
-    def contiguous(self, value: Any) -> Any:
-        """Return the value: it is contiguous."""
+    def as_contiguous(self, value: Any) -> Any:
+        """Return the value: arrays of this kind are contiguous."""
         return value
 
-    def writable(self, value: Any, is_referenced: bool) -> Any:
+    def as_writable(self, value: Any, is_referenced: bool) -> Any:
         """Return a copy."""
         return self.from_host(self.to_host(value))
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """Return a new array."""
+        """Return a new array of undefined content."""
         return self.from_host(np.empty(shape, dtype))
 
     def fetch(self, values: Sequence[Any]) -> list[Any]:
-        """Return values on the host."""
-        return [self.to_host(value) if self.holds(value) else value for value in values]
+        """Convert several arrays to NumPy at once; values of other types are returned as they are."""
+        return [self.to_host(value) if self.owns(value) else value for value in values]
 
-    def combine(self, op: Reduction, one: Any, other: Any) -> Any:
-        """Return what a reduction makes of two arrays."""
-        assert op.combine is not None
-        return self.from_host(op.combine(self.to_host(one), self.to_host(other)))
+    def reduce_pair(self, op: Reduction, first: Any, second: Any) -> Any:
+        """Return ``op`` applied to two arrays of one shape."""
+        assert op.ufunc is not None
+        return self.from_host(op.ufunc(self.to_host(first), self.to_host(second)))
 
-    def join(self, parts: Sequence[Any]) -> Any:
+    def concatenate(self, arrays: Sequence[Any]) -> Any:
         """Return arrays joined along axis 0."""
-        return self.from_host(np.concatenate([self.to_host(part) for part in parts]))
+        return self.from_host(np.concatenate([self.to_host(array) for array in arrays]))
 
     # -- inputs ----------------------------------------------------------------------------------------------
 
-    def input(
-        self, rank: Rank, kept: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
+    def stage_input(
+        self, rank: Rank, buffers: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
     ) -> Any:
-        """Return rows of an array in shared memory as an input."""
+        """Return rows of an array in shared memory (None: all) as an input of the next launch."""
         return self.load(rank, location, rows)
 
-    def indexes(self, rank: Rank, kept: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
-        """Return a rank's own vector of indexes as an input."""
+    def stage_indexes(self, rank: Rank, buffers: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
+        """Return a vector of indexes as an input of the next launch."""
         return self.from_host(values)

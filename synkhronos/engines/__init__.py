@@ -1,18 +1,7 @@
-"""What runs a compiled function?
+"""Engines: how a compiled function is launched on one rank.
 
-The graph libraries describe and compile; an engine runs what they have compiled, on one rank.  A new engine is one
-module here, with an object called ``ENGINE``.
-
-`Engine`, `Runner`
-    What the rooms above ask of it (`base`).
-`host`, `xla`, `pygpu`
-    The engines: NumPy arrays in and out, PyTensor's JAX mode, Theano on GPUs.
-`lazy`
-    Outputs that are read when somebody asks for them.
-`kinds`
-    All that are found here.
-`engine_of`
-    The one for a library's functions of some mode.
+The graph libraries describe and compile functions; an engine launches what they have compiled.  Engines are discovered:
+each module of this package that defines ``ENGINE`` adds one.
 """
 
 from __future__ import annotations
@@ -23,20 +12,20 @@ from pkgutil import iter_modules
 from typing import Any
 
 from synkhronos.engines import host
-from synkhronos.engines.base import Combined, Engine, Runner
+from synkhronos.engines.base import Engine, GradientExchange, Runner
 from synkhronos.graphs import GraphLibrary
 
-__all__ = ["Combined", "Engine", "Runner", "engine_of", "kinds"]
+__all__ = ["Engine", "GradientExchange", "Runner", "choose_engine", "list_engines"]
 
 
 @cache
-def kinds() -> tuple[Engine, ...]:
-    """Return the ``ENGINE`` of each module here that has one; last the host's, which runs what no other does."""
+def list_engines() -> tuple[Engine, ...]:
+    """Return the ``ENGINE`` of every module here; that of the host is the last, as it runs every function."""
     modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
     found = [module.ENGINE for module in modules if hasattr(module, "ENGINE")]
     return (*(engine for engine in found if engine is not host.ENGINE), host.ENGINE)
 
 
-def engine_of(library: GraphLibrary, mode: Any) -> Engine:
-    """Return what runs a library's functions of this mode, in this process."""
-    return next(engine for engine in kinds() if engine.runs(library, mode))
+def choose_engine(library: GraphLibrary, mode: Any) -> Engine:
+    """Return the first engine that can run a library's functions of this mode, in this process."""
+    return next(engine for engine in list_engines() if engine.can_run(library, mode))

@@ -1,11 +1,10 @@
-"""What the rooms above ask of an engine.
+"""The interface of engines.
 
-`Engine`
-    Runs compiled functions of one kind.
-`Runner`
-    One compiled function, as ranks run it.
-`Combined`
-    What the ranks combine between two functions in one launch, and how it travels.
+An `Engine` wraps each compiled function in a `Runner`, which ranks call.  An engine may also fuse a training step into
+one launch::
+
+    Runner of the gradient ──> all-reduce of its vector (`GradientExchange`) ──> Runner of the update
+    `────────────────────────────── Engine.fuse_step ──────────────────────────────────────────────´
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from synkhronos.devices import HOST, Device
-from synkhronos.engines.float_errors import follow
+from synkhronos.engines.float_errors import sync_float_errors
 from synkhronos.graphs import GraphLibrary
 from synkhronos.ranks import Rank, Session
 
 
 class Runner:
-    """A compiled function, as ranks run it: called with arrays of the engine's device, it returns a list of outputs.
+    """A compiled function as ranks call it: with arrays of the engine's device, it returns a list of outputs.
 
     Parameters
     ----------
@@ -32,112 +31,142 @@ class Runner:
     Attributes
     ----------
     times : int
-        How many times a launch computes, each time on the next of as many equal parts of the inputs.  It returns each
-        output as often, one output after the other.
-    on_host : collection of int
-        The positions of inputs that it takes as NumPy arrays, wherever the others are.
+        Number of computations in one launch.  Each takes the next of ``times`` equal parts of the inputs.  The list of
+        outputs has ``times`` values of the first output, then those of the second, ...
+    host_inputs : frozenset of int
+        Positions of inputs that are passed as NumPy arrays, whatever the engine's device.
     """
 
     times = 1
-    on_host: frozenset[int] = frozenset()
+    host_inputs: frozenset[int] = frozenset()
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        """Run it once."""
+        """Launch the function, and return its outputs."""
         result = self._function(*inputs)
         return [] if result is None else list(result) if isinstance(result, list | tuple) else [result]
 
-    def is_new(self, inputs: Sequence[Any]) -> bool:
-        """Whether something is compiled for inputs of these shapes when they come for the first time."""
+    def is_new_signature(self, inputs: Sequence[Any]) -> bool:
+        """Whether these inputs make the engine compile: True at the first call with inputs of their shapes."""
         return False
 
-    def repeated(self, times: int) -> Runner | None:
-        """Return what runs it so many times in one launch; the same one each time, None where there is none."""
+    def repeat(self, times: int) -> Runner | None:
+        """Return the runner that computes ``times`` times in one launch, always the same; None if there is none."""
         return self if times == 1 else None
 
 
-class Combined(Protocol):
-    """A variable whose values on the ranks are combined between two functions of one launch."""
+class GradientExchange(Protocol):
+    """All-reduce of a shared variable between two functions of one launch."""
 
     @property
     def exchange(self) -> str | None:
-        """In which dtype it travels, all but its tail; None for its own."""
+        """Dtype in which the values are sent, all but the tail; None for their own."""
 
     @property
     def tail(self) -> int:
-        """The number of items at its end that travel in its own dtype in any case."""
+        """Number of items at the vector's end that are sent in their own dtype in any case."""
 
     @property
     def op(self) -> str:
-        """By which reduction."""
+        """Name of the reduction."""
 
-    def shared(self, rank: Rank) -> Any:
+    def get_shared(self, rank: Rank) -> Any:
         """Return this rank's copy of the variable."""
 
     def agree(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
-        """Return the communicator, and the shape that all ranks have: to be called by all right before they launch."""
+        """Return the communicator, and the shape on all ranks; called by all ranks right before the launch."""
 
 
 class Engine:
-    """Runs compiled functions of one kind.
+    """Launches compiled functions of one kind.
 
-    What is here is an engine's whose functions return when they have computed, and whose arrays are NumPy's.
+    The defaults are those of an engine whose functions take and return NumPy arrays, and return when they have
+    computed.
 
     Attributes
     ----------
     fixed_lengths : bool
-        Whether functions are compiled for arrays of fixed lengths: then rows of shared variables are chosen by as many
-        indexes, and not by their bounds.
+        Whether functions are compiled for arrays of fixed lengths.  Rows of shared variables are then selected by a
+        vector of indexes in place of two bounds.
     """
 
     fixed_lengths = False
 
-    def runs(self, library: GraphLibrary, mode: Any) -> bool:
-        """Whether a library's functions of this mode are for this engine."""
+    def can_run(self, library: GraphLibrary, mode: Any) -> bool:
+        """Whether this engine launches a library's functions of this mode."""
         raise NotImplementedError
 
     @property
     def device(self) -> Device:
-        """What holds the values with which functions compute."""
+        """Device of the functions' inputs, outputs and shared variables."""
         return HOST
 
     # -- on each rank ----------------------------------------------------------------------------------------
 
-    def runner(self, library: GraphLibrary, function: Any, n_inputs: int, fetched: bool) -> Runner:
-        """Return a compiled function as ranks run it; ``fetched``: nothing but `fetch` looks at its outputs."""
+    def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, is_fetched: bool) -> Runner:
+        """Wrap a compiled function.
+
+        Parameters
+        ----------
+        library : GraphLibrary
+        function : compiled function
+        n_inputs : int
+        is_fetched : bool
+            Whether the outputs are read by `fetch` only, so that they may be any objects.
+        """
         return Runner(function)
 
-    def chain(self, rank: Rank, first: Runner, combined: Combined, second: Runner, times: int) -> Runner | None:
-        """Return what does in one launch what a function does, then has the ranks combine a variable, then another's.
+    def fuse_step(
+        self, rank: Rank, first: Runner, exchange: GradientExchange, second: Runner, times: int
+    ) -> Runner | None:
+        """Fuse two functions and the all-reduce between them into one launch.
 
-        All of it many times, as in `Runner`.  None where there is no such launch.
+        Parameters
+        ----------
+        rank : Rank
+        first, second : Runner
+            Of this engine.
+        exchange : GradientExchange
+            Variable that the first function updates and the second one reads.
+        times : int
+            Number of steps in the launch, as in `Runner`.
+
+        Returns
+        -------
+        Runner or None
+            None if this engine can't.
         """
         return None
 
-    def most_at_once(self, combined: np.dtype | None = None) -> int:
-        """Return how many times one launch may compute, and have the ranks combine arrays of a dtype each time."""
+    def max_repeats(self, dtype: np.dtype | None = None) -> int:
+        """Return the largest ``times`` of a launch; with a dtype, of one that all-reduces arrays of it each time."""
         return 1
 
     def fetch(self, values: Sequence[Any]) -> list[Any]:
-        """Return outputs on the host, once they are computed."""
+        """Return outputs as NumPy arrays, after they have been computed."""
         return self.device.fetch(values)
 
     def collect(self, rank: Rank, outputs: Any) -> Any:
-        """Return, in the master, what `results` makes the outputs of: here, the reductions of all ranks' outputs.
+        """Process the outputs that this rank has computed in a call; the master returns the argument of `to_results`.
 
-        ``outputs`` is what this rank has computed in a call (``synkhronos.function.outputs.RankOutputs``).
+        The default reduces them over the ranks.
+
+        Parameters
+        ----------
+        rank : Rank
+        outputs : synkhronos.function.outputs.RankOutputs
         """
         return outputs.reduce(rank)
 
     # -- in the master ---------------------------------------------------------------------------------------
 
     def before_call(self, session: Session) -> None:
-        """Do what comes before a call: here, have the workers treat floating-point errors as the master does."""
-        follow(session)
+        """Prepare the session for a call.  The default sends NumPy's settings for floating-point errors to workers."""
+        sync_float_errors(session)
 
-    def results(self, session: Session, collected: Any) -> list[Any]:
-        """Return what the user gets, one for each output, from what the master's `collect` has returned."""
+    def to_results(self, session: Session, collected: Any) -> list[Any]:
+        """Convert the master's value from `collect` to what the user gets: one value for each output."""
         outputs: list[Any] = collected
         return outputs

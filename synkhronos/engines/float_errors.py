@@ -1,8 +1,4 @@
-"""What workers do about floating-point errors: what the master does.
-
-`follow`
-    Has the workers take over what the user has set by `numpy.seterr` or `numpy.errstate`.
-"""
+"""NumPy's handling of floating-point errors, the same on workers as in the master."""
 
 from __future__ import annotations
 
@@ -13,31 +9,31 @@ import numpy as np
 from synkhronos.ranks import Command, Rank, Session
 
 
-class _TreatFields(NamedTuple):
-    errors: tuple[tuple[str, str], ...]
+class _SetFloatErrorsFields(NamedTuple):
+    settings: tuple[tuple[str, str], ...]
 
 
-class _Treat(_TreatFields, Command):
-    """Treat errors from now on as the master does."""
+class _SetFloatErrors(_SetFloatErrorsFields, Command):
+    """Apply the master's `numpy.geterr` on the workers."""
 
     __slots__ = ()
 
     def run(self, rank: Rank) -> None:
         if not rank.is_master:
-            # What the master calls, or writes to, is not here.
-            np.seterr(**{kind: "warn" if how in ("call", "log") else how for kind, how in self.errors})  # type: ignore[arg-type]
+            # "call" and "log" need a function or file of the master, which workers lack.
+            np.seterr(**{kind: "warn" if how in ("call", "log") else how for kind, how in self.settings})  # type: ignore[arg-type]
 
 
-class _Told(dict[str, Any]):
-    """What the workers were told last."""
+class _SentSettings(dict[str, Any]):
+    """Settings that the workers have."""
 
 
-def follow(session: Session) -> None:
-    """Tell the workers how the master treats floating-point errors, if that has changed."""
-    if session.size == 1:  # there is nobody to tell
+def sync_float_errors(session: Session) -> None:
+    """Send the master's settings (`numpy.seterr`, `numpy.errstate`) to the workers if they have changed."""
+    if session.size == 1:
         return
-    errors = np.geterr()
-    told = session.registry.get(_Told)
-    if told != errors:
-        session.run(_Treat(tuple((kind, str(how)) for kind, how in errors.items())))
-        told.update(errors)
+    settings = np.geterr()
+    sent = session.registry.get(_SentSettings)
+    if sent != settings:
+        session.run(_SetFloatErrors(tuple((kind, str(how)) for kind, how in settings.items())))
+        sent.update(settings)

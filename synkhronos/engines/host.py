@@ -1,33 +1,32 @@
 """Functions of NumPy arrays, which return when they have computed.
 
-`Host`
-    The engine.  With a device of one's own (SYNKHRONOS_DEVICE), what the library computes on the host comes from there
-    and goes there.
+With a device selected by SYNKHRONOS_DEVICE, inputs and shared variables are copied from that device to the host for
+each call, and shared variables back.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from synkhronos.devices import HOST, Device, device_in_environment
+from synkhronos.devices import HOST, Device, device_from_environment
 from synkhronos.engines.base import Engine, Runner
 from synkhronos.graphs import GraphLibrary
 
 
-class Host(Engine):
-    """Runs whatever no other engine does."""
+class HostEngine(Engine):
+    """Launches functions that no other engine can run."""
 
-    def runs(self, library: GraphLibrary, mode: Any) -> bool:
-        """Whatever is left."""
+    def can_run(self, library: GraphLibrary, mode: Any) -> bool:
+        """Return True: this engine is asked last."""
         return True
 
     @property
     def device(self) -> Device:
-        """Host memory, or what the environment names."""
-        return device_in_environment() or HOST
+        """Host memory, or the device that the environment names."""
+        return device_from_environment() or HOST
 
-    def runner(self, library: GraphLibrary, function: Any, n_inputs: int, fetched: bool) -> Runner:
-        """Return the function itself, or one that brings a device's arrays to the host and back."""
+    def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, is_fetched: bool) -> Runner:
+        """Wrap a compiled function, with copies to the host and back if the device is another."""
         device = self.device
         if device is HOST:
             return Runner(function)
@@ -40,9 +39,9 @@ class Host(Engine):
                 return function(*device.fetch(inputs))
             finally:
                 for shared in shareds:
-                    library.put(shared, device.array(library.get(shared)))
+                    library.put(shared, device.as_array(library.get(shared)))
 
         return Runner(run)
 
 
-ENGINE = Host()
+ENGINE = HostEngine()

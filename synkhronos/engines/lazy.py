@@ -1,17 +1,13 @@
-"""Outputs that are read when somebody asks for them.
+"""Outputs that are read when the user looks at them.
 
-`LazyEngine`
-    An engine whose functions may return before they have computed.
-`Result`
-    What a call returns in place of an array whose computation has only been started.
-`Results`
-    The master's record of those that were not read yet.
-`FetchOutputs`, `DropOutputs`
-    The commands that reduce unread outputs over the ranks, or drop them.
+A training loop that reads its loss once per epoch should not wait for it at every step.  So each rank keeps its outputs
+where they were computed, and the call returns a `Result` for each.  The first access to a result reduces all unread
+outputs over the ranks, in one command::
 
-A training loop that reads its loss once an epoch should not wait for it at every step, nor move it between ranks.  So
-each rank keeps its own outputs where they were computed, and the master gets a `Result`; when one is looked at, all
-that are unread are reduced, in one command.
+    call          LazyEngine.collect: each rank stores its outputs under the command's number
+                  LazyEngine.to_results: the master returns `Result`s and records the call in its `ResultTable`
+    access        FetchOutputs(all unread calls whose results exist)
+    garbage       the weak reference of `ResultTable` fires; many such calls are dropped by one DropOutputs
 """
 
 from __future__ import annotations
@@ -30,19 +26,21 @@ from synkhronos import ranks
 from synkhronos.engines.base import Engine
 from synkhronos.ranks import Command, PendingOperation, Rank, Session
 
-#: Calls whose outputs nobody will read, and their bytes on a rank, up to which they are kept on the ranks.
-_MOST_CALLS, _MOST_BYTES = 256, 1 << 24
+#: Limits above which outputs that can't be read any more are dropped: number of calls, bytes on a rank.
+_MAX_CALLS, _MAX_BYTES = 256, 1 << 24
 
 
 class _UnreadOutputs(dict[int, tuple[Engine, Any]], PendingOperation):
-    """One rank's outputs until then, and what fetches them, by the number of the command."""
+    """One rank's unread outputs and the engine that fetches them, by the number of the command."""
 
     def cancel(self, command: int) -> None:
-        """Drop the outputs of a command that has failed since: nobody gets them."""
+        """Drop the outputs of a failed command, for which no result exists."""
         self.pop(command, None)
 
 
-def _unread(rank: Rank) -> _UnreadOutputs:
+def _get_unread(rank: Rank) -> _UnreadOutputs:
+    """Return the rank's unread outputs."""
+
     def make() -> _UnreadOutputs:
         made = _UnreadOutputs()
         rank.pending.append(made)
@@ -53,36 +51,48 @@ def _unread(rank: Rank) -> _UnreadOutputs:
 
 @dataclass(frozen=True, slots=True)
 class FetchOutputs(Command):
-    """Reduce unread outputs over the ranks."""
+    """Reduce unread outputs over the ranks.
+
+    Attributes
+    ----------
+    calls : tuple of int
+        Numbers of the commands that computed them.
+    """
 
     calls: tuple[int, ...]
 
     def run(self, rank: Rank) -> Any:
-        """Return, in the master, each call's outputs."""
-        unread = [_unread(rank)[call] for call in self.calls]
+        """Return, in the master, a list of outputs for each call."""
+        unread = [_get_unread(rank)[call] for call in self.calls]
         outputs: list[Any] = []
         for engine, run in groupby(unread, itemgetter(0)):
-            kept = [mine for _, mine in run]
-            fetched = iter(engine.fetch([value for each in kept for value in each.values]))
-            outputs += [each.with_values(list(islice(fetched, len(each.values)))) for each in kept]
-        # Nothing is dropped here: workers come by without waiting for the master, who may fail and ask again.
+            own = [each for _, each in run]
+            fetched = iter(engine.fetch([value for each in own for value in each.values]))
+            outputs += [each.with_values(list(islice(fetched, len(each.values)))) for each in own]
+        # Outputs are not dropped here: workers don't wait for the master, which may fail and fetch again.
         return outputs[0].reduce_many(rank, outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class DropOutputs(Command):
-    """Drop unread outputs."""
+    """Drop unread outputs.
+
+    Attributes
+    ----------
+    calls : tuple of int
+        Numbers of the commands that computed them.
+    """
 
     calls: tuple[int, ...]
 
     def run(self, rank: Rank) -> None:
         """Drop them on this rank."""
         for call in self.calls:
-            _unread(rank).pop(call, None)
+            _get_unread(rank).pop(call, None)
 
 
-class _Call:
-    """One call's outputs: a number on the ranks, or the values, once they are read."""
+class _CallOutputs:
+    """Outputs of one call in the master: the command's number, and the values or the error once they are read."""
 
     __slots__ = ("__weakref__", "error", "number", "values")
 
@@ -92,69 +102,83 @@ class _Call:
         self.error: Exception | None = None
 
 
-class _Reference(weakref.ref[_Call]):
-    """A weak reference to a call that knows what it was when it is gone."""
+class _CallReference(weakref.ref[_CallOutputs]):
+    """A weak reference with the call's number and size, which are needed after the call's results are deleted."""
 
     number: int
     nbytes: int
 
     @classmethod
-    def to(cls, call: _Call, callback: Callable[[Any], None], number: int, nbytes: int) -> _Reference:
-        """Return a reference that is handed to ``callback`` when the call is gone."""
+    def from_call(cls, call: _CallOutputs, callback: Callable[[Any], None], nbytes: int) -> _CallReference:
+        """Make a reference that is passed to ``callback`` when the call's results are deleted."""
         made = cls(call, callback)
-        made.number, made.nbytes = number, nbytes
+        made.number, made.nbytes = call.number, nbytes
         return made
 
 
-class Results(PendingOperation):
-    """The master's record of the calls of one session whose outputs are unread."""
+class ResultTable(PendingOperation):
+    """The master's table of a session's calls with unread outputs."""
 
     def __init__(self, session: Session):
         self._session = weakref.ref(session)
-        self._unread: dict[int, _Reference] = {}
-        self._gone: list[_Reference] = []
+        self._unread: dict[int, _CallReference] = {}
+        self._deleted: list[_CallReference] = []
         self._dropped: list[int] = []
         self._dropped_bytes = 0
         session.rank.pending.append(self)
 
     @classmethod
-    def of(cls, session: Session) -> Results:
-        """Return the session's record."""
+    def from_session(cls, session: Session) -> ResultTable:
+        """Return the session's table."""
         return session.registry.get(cls, lambda: cls(session))
 
     def add(self, number: int, nbytes: int, count: int) -> list[Result]:
-        """Return the results of a call that has just been started."""
-        call = _Call(number)
-        # When nobody can read them any more, nothing runs that is written in Python: it could swallow an interrupt.
-        self._unread[number] = _Reference.to(call, self._gone.append, number, nbytes)
+        """Add a call that has just been launched.
+
+        Parameters
+        ----------
+        number : int
+            Number of the command.
+        nbytes : int
+            Size of the outputs on the master's rank.
+        count : int
+            Number of outputs.
+
+        Returns
+        -------
+        list of Result
+        """
+        call = _CallOutputs(number)
+        # The callback is a C function: a callback in Python could swallow an interrupt.
+        self._unread[number] = _CallReference.from_call(call, self._deleted.append, nbytes)
         return [Result(self, call, i) for i in range(count)]
 
-    def tidy(self, session: Session) -> None:
-        """Have the ranks drop what nobody will read, when it has become much."""
-        while self._gone:
-            self._drop(self._gone[0])
-            del self._gone[0]
-        if len(self._dropped) < _MOST_CALLS and self._dropped_bytes < _MOST_BYTES:
+    def drop_deleted(self, session: Session) -> None:
+        """Make the ranks drop outputs whose results were deleted, once they exceed the limits."""
+        while self._deleted:
+            self._mark_dropped(self._deleted[0])
+            del self._deleted[0]
+        if len(self._dropped) < _MAX_CALLS and self._dropped_bytes < _MAX_BYTES:
             return
-        forget = DropOutputs(tuple(self._dropped))
-        session.run(forget)
-        del self._dropped[: len(forget.calls)]
+        drop = DropOutputs(tuple(self._dropped))
+        session.run(drop)
+        del self._dropped[: len(drop.calls)]
         self._dropped_bytes = 0
 
-    def read(self) -> None:
-        """Read all that is unread and that somebody still holds."""
+    def read_all(self) -> None:
+        """Read all unread outputs whose results exist."""
         session = self._session()
         assert session is not None
-        held = [reference() for _, reference in sorted(self._unread.items())]
-        calls = [call for call in held if call is not None and call.values is None and call.error is None]
+        alive = [reference() for _, reference in sorted(self._unread.items())]
+        calls = [call for call in alive if call is not None and call.values is None and call.error is None]
         if not calls:
             return
         try:
-            together = session.run(FetchOutputs(tuple(call.number for call in calls)))
+            values_by_call = session.run(FetchOutputs(tuple(call.number for call in calls)))
         except Exception:
             if session.closed is not None:
                 raise
-            # Some can't be reduced: who looks at those gets the error, and the others are read all the same.
+            # Some calls can't be reduced: their results raise the error.  The others are read one by one.
             for call in calls:
                 try:
                     (call.values,) = session.run(FetchOutputs((call.number,)))
@@ -163,30 +187,38 @@ class Results(PendingOperation):
                         raise
                     call.error = error
         else:
-            for call, values in zip(calls, together, strict=True):
+            for call, values in zip(calls, values_by_call, strict=True):
                 call.values = values
         for call in calls:
-            self._drop(self._unread[call.number])
-        self.tidy(session)
+            self._mark_dropped(self._unread[call.number])
+        self.drop_deleted(session)
 
-    finish = read  # the ranks that have it are about to end
+    finish = read_all  # before the ranks end, which have the outputs
 
-    def _drop(self, reference: _Reference) -> None:
-        """Note that nobody will ask the ranks for a call's outputs any more: they have them still."""
-        # Interrupts come at any moment: nothing is forgotten before it is done, and done twice does no harm.
+    def _mark_dropped(self, reference: _CallReference) -> None:
+        """Move a call from the unread ones to those that the ranks may drop."""
+        # An interrupt may come between any two lines: the call is appended first, as a second drop has no effect.
         self._dropped.append(reference.number)
         self._dropped_bytes += reference.nbytes
         self._unread.pop(reference.number, None)
 
-    def values(self, call: _Call) -> list[Any]:
-        """Return a call's outputs, reading all that is unread if they are."""
+    def get_values(self, call: _CallOutputs) -> list[Any]:
+        """Return a call's outputs; reads all unread outputs if these are unread.
+
+        Raises
+        ------
+        RuntimeError
+            If the ranks ended before the outputs were read.
+        Exception
+            The error of the outputs' reduction.
+        """
         if call.values is None:
             if call.error is None and call.number in self._unread:
                 session = ranks.session()
-                if session is self._session():  # else they are others, forked since
-                    with session.inner_turn:  # an input of the call that is being prepared may be one
+                if session is self._session():  # else the session has ended, and another was forked
+                    with session.inner_turn:  # a call in preparation may have this result as its input
                         session.settle()
-                        self.read()
+                        self.read_all()
             if call.error is not None:
                 raise call.error
         if call.values is None:
@@ -198,31 +230,36 @@ _Mixin = np.lib.mixins.NDArrayOperatorsMixin
 
 
 class Result(_Mixin):
-    """An output that is read when it is looked at.
+    """An output that is computed asynchronously, and read at its first access.
 
-    Behaves as the NumPy array that it stands for: in arithmetic, indexing, ``float()``, ``np.asarray()``, and by all of
-    an array's attributes.  Looking at it waits for the computation, reduces over the ranks, and keeps the array.
+    It behaves as the NumPy array that it represents: in arithmetic, indexing, ``float()``, ``np.asarray()``, and with
+    all attributes of an array.  The first access waits for the computation and reduces the output over the ranks.
+
+    Examples
+    --------
+    >>> losses = [train(x, y, batch) for batch in batches]  # doctest: +SKIP
+    >>> float(losses[-1])  # waits here  # doctest: +SKIP
     """
 
-    # Older NumPy's mixin has no slots, and so a place for weak references already.
-    __slots__ = ("_call", "_index", "_results") + ("__weakref__",) * (not hasattr(_Mixin, "__weakref__"))
+    # The mixin of older NumPy has no slots, so its instances support weak references already.
+    __slots__ = ("_call", "_index", "_table") + ("__weakref__",) * (not hasattr(_Mixin, "__weakref__"))
     __array_priority__ = 1000
 
-    def __init__(self, results: Results, call: _Call, index: int):
-        self._results: Results | None = results
+    def __init__(self, table: ResultTable, call: _CallOutputs, index: int):
+        self._table: ResultTable | None = table
         self._call = call
         self._index = index
 
     def _read(self) -> Any:
-        if self._results is not None:
-            value = self._results.values(self._call)[self._index]
-            self._results = None
+        if self._table is not None:
+            value = self._table.get_values(self._call)[self._index]
+            self._table = None
             return value
         assert self._call.values is not None
         return self._call.values[self._index]
 
     def _writable(self) -> Any:
-        """Return the array, to be written in place: in memory of its own, if it still lies in JAX's."""
+        """Return the array for writing in place, as a copy if its memory is JAX's."""
         value = self._read()
         if isinstance(value, np.generic) or isinstance(value, np.ndarray) and not value.flags.writeable:
             assert self._call.values is not None
@@ -240,7 +277,7 @@ class Result(_Mixin):
         return getattr(ufunc, method)(*plain, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # a protocol that arrays may have, asked for without a wish to read
+        if name.startswith("__"):  # libraries probe for array protocols, which must not read
             raise AttributeError(name)
         return getattr(self._read(), name)
 
@@ -294,21 +331,24 @@ class Result(_Mixin):
 
 
 class LazyEngine(Engine):
-    """An engine whose functions may return before they have computed: each rank keeps its outputs until then."""
+    """An engine whose functions may return before they have computed.
+
+    A call returns a `Result` for each output.  `fetch` must return the outputs as NumPy arrays, and wait for them.
+    """
 
     def before_call(self, session: Session) -> None:
-        """Have the ranks drop what nobody will read."""
-        Results.of(session).tidy(session)
+        """Drop outputs that can't be read any more, if there are many."""
+        ResultTable.from_session(session).drop_deleted(session)
 
     def collect(self, rank: Rank, outputs: Any) -> tuple[int, int, int]:
-        """Keep the outputs until they are read; return the number of the command, their size and their count."""
+        """Store the outputs until they are read; return the command's number, and their size in bytes and number."""
         outputs = outputs.detach(rank)
-        unread = _unread(rank)
+        unread = _get_unread(rank)
         assert rank.command not in unread, "two calls with outputs in one command"
         unread[rank.command] = self, outputs
         nbytes = sum(int(getattr(value, "nbytes", 0)) for value in outputs.values)
         return rank.command, nbytes, outputs.n_outputs
 
-    def results(self, session: Session, collected: Any) -> list[Any]:
-        """Return what stands for the outputs."""
-        return Results.of(session).add(*collected)
+    def to_results(self, session: Session, collected: Any) -> list[Any]:
+        """Return a `Result` for each output."""
+        return ResultTable.from_session(session).add(*collected)

@@ -1,8 +1,4 @@
-"""Theano's functions on GPUs: they compute on libgpuarray's stream, and may return before they have computed.
-
-`Pygpu`
-    The engine.
-"""
+"""Theano's functions on GPUs: launched on libgpuarray's stream, they may return before they have computed."""
 
 from __future__ import annotations
 
@@ -13,28 +9,28 @@ from synkhronos.engines.base import Engine, Runner
 from synkhronos.graphs import GraphLibrary
 
 
-class Pygpu(Engine):
-    """Runs functions that wait for their inputs to arrive on the GPU."""
+class PygpuEngine(Engine):
+    """Launches functions of GpuArrays, ordered behind the copies of their inputs."""
 
-    def runs(self, library: GraphLibrary, mode: Any) -> bool:
-        """Theano's, where this process has opened a GPU."""
-        return library.name == "theano" and PYGPU.on_gpu
+    def can_run(self, library: GraphLibrary, mode: Any) -> bool:
+        """Whether the library is Theano and this process has opened a GPU."""
+        return library.name == "theano" and PYGPU.is_on_gpu
 
     @property
     def device(self) -> Device:
         """GpuArrays."""
         return PYGPU
 
-    def runner(self, library: GraphLibrary, function: Any, n_inputs: int, fetched: bool) -> Runner:
-        """Return a function that waits for its inputs, and says when they may be overwritten."""
+    def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, is_fetched: bool) -> Runner:
+        """Wrap a function so that it waits for its inputs, and input buffers are reused only after it has read them."""
 
         def run(*inputs: Any) -> Any:
-            PYGPU.launching()
+            PYGPU.before_launch()
             results = function(*inputs)
-            PYGPU.launched(results)
+            PYGPU.after_launch(results)
             return results
 
         return Runner(run)
 
 
-ENGINE = Pygpu()
+ENGINE = PygpuEngine()

@@ -1,11 +1,15 @@
 """Functions that XLA compiles: PyTensor's in JAX mode.
 
-`Xla`
-    The engine.
-`Executable`
-    PyTensor functions in JAX mode, called on device arrays: it returns before it has computed.
-`Combination`
-    What may stand between two of them that are launched as one.
+An `Executable` is one XLA program.  It consists of one or several PyTensor functions, takes the inputs and the values
+of all shared variables, and returns the outputs and the variables' new values::
+
+                      ┌────────────────────────── one launch ──────────────────────────┐
+    inputs ─────────> │ gradient function ──> all-reduce (`FusedReduction`) ──> update │ ──> outputs
+    shared variables  │                                                    function    │ ──> new values
+    (donated) ──────> └────────────────────────────────────────────────────────────────┘
+
+The all-reduce is a foreign function that XLA calls during the launch (`devices.jax.ffi`).  `_FusedRunner` binds a
+`LaunchReducer` to it.
 """
 
 from __future__ import annotations
@@ -22,10 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices import JAX, Device
-from synkhronos.devices.jax.foreign import all_reduced, combining, started
-from synkhronos.devices.jax.log import LAUNCHES, Log
-from synkhronos.engines.base import Combined, Runner
-from synkhronos.engines.gradual import Gradual
+from synkhronos.devices.jax.ffi import bind_reducer, trace_all_reduce, trace_start
+from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
+from synkhronos.engines.base import GradientExchange, Runner
+from synkhronos.engines.incremental import IncrementalFunction
 from synkhronos.engines.lazy import LazyEngine
 from synkhronos.graphs import GraphLibrary
 from synkhronos.graphs.library import is_referenced
@@ -34,27 +38,27 @@ from synkhronos.lowering.precision import COMPILER_OPTIONS, computes_in_bfloat16
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
 
-#: Chains that a function keeps: those that were used last.
-_CHAINS = 16
+#: Fused executables that a function caches, the most recently used ones.
+_MAX_FUSED = 16
+#: Minimal bytes of a chunk of the gradient whose all-reduce overlaps the rest of the backward pass.
+_MIN_CHUNK_BYTES = 25_000_000
 
 
-#: Bytes of a vector, at least, that are combined at once: what is computed later comes beside that.
-_PIECE = 25_000_000
+class FusedReduction(NamedTuple):
+    """All-reduce of a shared variable's new value within a launch.
 
-
-class Combination(NamedTuple):
-    """Has the ranks' new values of a variable combined; if that turns out not to count, no other variable is updated.
+    If the connection is aborted during the launch, all variables keep their old values.
 
     Attributes
     ----------
     storage : list of one array
-        The variable's container.
+        The variable's storage.
     exchange : str or None
-        In which dtype it travels, all but its tail; None for its own.
+        Dtype in which the values are sent, all but the tail; None for their own.
     n_ranks : int
-        By how many to divide what travels in another dtype; what travels in its own isn't divided here.
+        Divisor of the values if they are sent in another dtype, as their sum could overflow; else NCCL divides.
     tail : int
-        The number of items at its end that travel in its own dtype in any case.
+        Number of items at the vector's end that are sent in their own dtype in any case.
     """
 
     storage: list[Any]
@@ -64,191 +68,201 @@ class Combination(NamedTuple):
 
 
 class Executable(Runner):
-    """PyTensor functions in JAX mode, called on device arrays; usually one.
+    """One or several PyTensor functions in JAX mode, as one XLA program of device arrays.
 
-    PyTensor's own call takes NumPy inputs and leaves shared variables where they were, so that NumPy values would cross
-    to the device at each call.  This one calls the same compiled graphs, with what the containers hold; values that the
-    user put there as NumPy arrays are moved to the device first, and stay there.
+    PyTensor's own call takes NumPy inputs, and leaves the values of shared variables where they are, so that NumPy
+    values are copied to the device at each call.  This class calls the same compiled graphs with the storages' values.
+    NumPy arrays that the user has put there are moved to the device once.
 
-    Memory of a shared variable that is updated is donated: XLA writes the new value into it.  An array that somebody
-    holds beside the container (``get_value(borrow=True)``) is copied before, or it would vanish under its holder.
+    The memory of an updated shared variable is donated: XLA writes the new value into it.  An array with further
+    references (``get_value(borrow=True)``) is copied before, as a donated array becomes invalid.
 
     Parameters
     ----------
-    pieces : list of JaxFunction
-        What is computed, in this order, in one launch.
-    combination : Combination, optional
-        Of a variable that the first of them updates; the others see what has been combined.
-    log : bool
-        Whether to return outputs that are numbers as a log's entries.
+    functions : list of JaxFunction
+        Computed in this order in one launch.
+    reduction : FusedReduction, optional
+        Of a variable that the first function updates; the others read the reduced value.
+    logs_scalars : bool
+        Whether to return scalar outputs as `LogEntry` objects.
     times : int
-        As in `Runner`; if it is many, all outputs have to be numbers in the log.
+        As in `Runner`.  If it is more than 1, all outputs must be logged scalars.
     """
 
     def __init__(
-        self, pieces: Sequence[JaxFunction], combination: Combination | None = None, log: bool = False, times: int = 1
+        self,
+        functions: Sequence[JaxFunction],
+        reduction: FusedReduction | None = None,
+        logs_scalars: bool = False,
+        times: int = 1,
     ):
         import jax
         import jax.numpy as jnp
 
         # PyTensor's dispatchers, imported when the first function is compiled, turn this off where floatX is float32.
-        # Whatever turned it on again after the first call would have that function compiled twice.
+        # Turning it on after the first call would compile that function again.
         jax.config.update("jax_enable_x64", True)
-        self._pieces = list(pieces)
-        self._logs_numbers, self.times = log, times
-        self._chains: dict[Any, Executable] = {}
-        self._shapes: set[Any] = set()
-        self._n_inputs = sum(piece.n_inputs for piece in pieces)
-        self._storages = _each_once([storage for piece in pieces for storage in piece.storages])
-        #: Where the results of a launch go: first what is returned, then the containers' new values.
-        self._outputs = [cell for piece in pieces for cell in piece.cells[: piece.n_outputs]]
-        # In the variables' order: JAX gives each new value the memory of the first variable of its shape that is left.
-        # With another's than its own, XLA would copy one of the two, and addresses would change from launch to launch.
-        updated = {id(cell) for piece in pieces for cell in piece.cells}
+        self._functions = list(functions)
+        self._logs_scalars, self.times = logs_scalars, times
+        self._fused: dict[Any, Executable] = {}
+        self._signatures: set[Any] = set()
+        self._n_inputs = sum(function.n_inputs for function in functions)
+        self._storages = _unique([storage for function in functions for storage in function.storages])
+        #: Cells for the results of a launch: first the outputs, then the updated storages.
+        self._outputs = [cell for function in functions for cell in function.cells[: function.n_outputs]]
+        # In the order of the storages: JAX gives each new value the memory of the first donated array of its shape.  In
+        # another order XLA would copy arrays, and addresses would change from launch to launch.
+        updated = {id(cell) for function in functions for cell in function.cells}
         self._updated = [storage for storage in self._storages if id(storage) in updated]
-        self._donated = _each_once([storage for piece in pieces for storage in piece.donated])
+        self._donated = _unique([storage for function in functions for storage in function.donated])
         self._copy = jnp.copy
-        self._log: Log | None = None
+        self._log: ScalarLog | None = None
         self._is_interrupted = False
-        #: Which inputs' values are looked at, as lengths follow from them.
-        self.on_host = frozenset(
+        #: Inputs whose values decide the lengths of arrays.
+        self.host_inputs = frozenset(
             position
-            for piece in pieces[:1]
-            if piece.length_graph is not None
-            for position in piece.length_graph.deciding_inputs
+            for function in functions[:1]
+            if function.length_graph is not None
+            for position in function.length_graph.deciding_inputs
         )
-        self._has_lengths = any(piece.length_graph is not None for piece in pieces)
-        assert len(pieces) == 1 or not self._has_lengths
-        types = [kind for piece in pieces for kind in piece.types]
-        self._logged = [i for i, kind in enumerate(types) if log and getattr(kind, "ndim", None) == 0]
+        self._has_lengths = any(function.length_graph is not None for function in functions)
+        assert len(functions) == 1 or not self._has_lengths
+        types = [kind for function in functions for kind in function.types]
+        self._logged = [i for i, kind in enumerate(types) if logs_scalars and getattr(kind, "ndim", None) == 0]
         self._dtypes = [np.dtype(types[i].dtype) for i in self._logged]
         self._outputs = [cell for i, cell in enumerate(self._outputs) if i not in self._logged]
         if self._logged or times > 1:
-            self._log = Log(self._dtypes)
-        # A variable whose new value has another shape can't be written into the old memory, which is no mistake.
+            self._log = ScalarLog(self._dtypes)
+        # A new value of another shape than the old one can't reuse its memory, which is no error.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         donated = {id(storage) for storage in self._donated}
         positions = [self._n_inputs + i for i, storage in enumerate(self._storages) if id(storage) in donated]
         if self._log is not None:
             n_arguments = self._n_inputs + len(self._storages)
             positions += range(n_arguments, n_arguments + len(self._log.cells))
-        # Old values that nothing is computed from are kept as arguments: the new ones then take their place, and
-        # addresses stay the same from launch to launch, as the launches that XLA records need them.
+        # keep_unused: old values that no computation reads still donate their memory, so that addresses stay the same
+        # and XLA can replay recorded launches.
         options = COMPILER_OPTIONS if computes_in_bfloat16() else None
-        # Without a reference to this, or only the garbage collector would free what it holds.
-        run = partial(_compute, self._pieces, combination, self._storages, self._updated, self._logged)
+        # No reference to self: the cycle would leave its memory to the garbage collector.
+        run = partial(_trace_functions, self._functions, reduction, self._storages, self._updated, self._logged)
         if times > 1:
-            at = {id(storage): i for i, storage in enumerate(self._storages)}
-            logs = range(len(at), len(at) + 1 + len(self._logged))
-            changed = [*(at[id(cell)] for cell in self._updated), *logs]
-            run = partial(_repeated, partial(run, in_loop=True), times, self._n_inputs, changed)
+            index = {id(storage): i for i, storage in enumerate(self._storages)}
+            logs = range(len(index), len(index) + 1 + len(self._logged))
+            changed = [*(index[id(cell)] for cell in self._updated), *logs]
+            run = partial(_trace_loop, partial(run, in_loop=True), times, self._n_inputs, changed)
         if self._has_lengths:
-            # The lengths come first, and are constants to XLA, which compiles anew for others.
-            run, positions = partial(_of_lengths, run), [position + 1 for position in positions]
+            # Lengths are the first argument, and static: XLA compiles anew for others.
+            run, positions = partial(_trace_with_lengths, run), [position + 1 for position in positions]
             self._run = jax.jit(
                 run, static_argnums=0, donate_argnums=tuple(positions), keep_unused=True, compiler_options=options
             )
         else:
             self._run = jax.jit(run, donate_argnums=tuple(positions), keep_unused=True, compiler_options=options)
 
-    def chain(
-        self, combination: Combination | None = None, then: Executable | None = None, times: int = 1
+    def fuse(
+        self, reduction: FusedReduction | None = None, then: Executable | None = None, times: int = 1
     ) -> Executable | None:
-        """Return what does in one launch what this one does, combines, and does what another one does; so many times.
+        """Fuse this executable, a reduction and another executable into one launch, which computes ``times`` times.
 
-        The same one each time; None where inputs decide shapes, where what is combined isn't computed here, and for
-        many times where outputs are no numbers.
+        Returns
+        -------
+        Executable or None
+            The same object for the same arguments.  None if values of inputs decide shapes, if the reduced variable is
+            not updated here, or if ``times > 1`` and an output is no scalar.
         """
-        key = combination and (id(combination.storage), *combination[1:]), then, times
-        chained = self._chains.pop(key, None)
-        if chained is None:
+        key = reduction and (id(reduction.storage), *reduction[1:]), then, times
+        fused = self._fused.pop(key, None)
+        if fused is None:
             executables = [self] if then is None else [self, then]
-            can = combination is None or any(cell is combination.storage for cell in self._pieces[0].cells)
-            can = can and not any(one._has_lengths for one in executables)
+            can_fuse = reduction is None or any(cell is reduction.storage for cell in self._functions[0].cells)
+            can_fuse = can_fuse and not any(each._has_lengths for each in executables)
             if times > 1:
-                can = can and times <= LAUNCHES and not any(one._outputs for one in executables)
-            if not can:
+                can_fuse = can_fuse and times <= LOG_CAPACITY and not any(each._outputs for each in executables)
+            if not can_fuse:
                 return None
-            pieces = [piece for one in executables for piece in one._pieces]
-            assert len(pieces) == len(executables)  # of a chain the combination would be lost
-            while len(self._chains) >= _CHAINS:
-                del self._chains[next(iter(self._chains))]
-            chained = Executable(pieces, combination, self._logs_numbers, times)
-        self._chains[key] = chained  # behind all others
-        return chained
+            functions = [function for each in executables for function in each._functions]
+            assert len(functions) == len(executables)  # a fused executable would lose its reduction
+            while len(self._fused) >= _MAX_FUSED:
+                del self._fused[next(iter(self._fused))]
+            fused = Executable(functions, reduction, self._logs_scalars, times)
+        self._fused[key] = fused  # most recently used: last
+        return fused
 
-    def repeated(self, times: int) -> Executable | None:
-        """Return what does it many times in one launch."""
-        return self if times == 1 else self.chain(times=times)
+    def repeat(self, times: int) -> Executable | None:
+        """Return the executable that computes ``times`` times in one launch; None if there is none."""
+        return self if times == 1 else self.fuse(times=times)
 
-    def is_new(self, inputs: Sequence[Any]) -> bool:
-        """Whether XLA compiles for inputs of these shapes."""
-        shapes = tuple([getattr(value, "shape", ()) for value in inputs])
-        if shapes in self._shapes:
+    def is_new_signature(self, inputs: Sequence[Any]) -> bool:
+        """Whether XLA compiles for these inputs: True at the first call with inputs of their shapes."""
+        signature = tuple([getattr(value, "shape", ()) for value in inputs])
+        if signature in self._signatures:
             return False
-        self._shapes.add(shapes)
+        self._signatures.add(signature)
         return True
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        """Start the computation, and return its outputs: arrays that will be there when they are read."""
+        """Launch the program; return its outputs, which may not be computed yet."""
         for storage in self._storages:
             if type(storage[0]) is np.ndarray:
                 storage[0] = JAX.from_host(storage[0])
         for storage in self._donated:
             if is_referenced(storage):
-                with defer_signals():  # as a log's beginning
+                with defer_signals():  # as in ScalarLog.__init__
                     storage[0] = self._copy(storage[0])
-        if self._log is not None and (self._is_interrupted or not self._log.has_room(self.times)):
-            self._log = Log(self._dtypes)
-        arguments = self._arguments(inputs)
-        JAX.launching()
-        # Until it is over nobody knows whether this launch has written into the log, and whether that is noted there.
+        if self._log is not None and (self._is_interrupted or not self._log.has_capacity(self.times)):
+            self._log = ScalarLog(self._dtypes)
+        arguments = self._get_arguments(inputs)
+        JAX.before_launch()
+        # An interrupt may come between the launch, which appends to the log, and the log's count of its entries.
         self._is_interrupted = True
         try:
             self._launch(arguments)
         finally:
-            del arguments  # which an error's traceback would hold
-        results = self._results()
+            del arguments  # an error's traceback would keep the arrays alive
+        results = self._take_results()
         self._is_interrupted = False
         return results
 
-    def _results(self) -> list[Any]:
-        """Return the outputs of what has just been launched."""
+    def _take_results(self) -> list[Any]:
+        """Return the outputs of the last launch, and clear their cells."""
         if self._n_inputs:
-            JAX.launched([cell[0] for cell in (*self._outputs, *self._updated)])
+            JAX.after_launch([cell[0] for cell in (*self._outputs, *self._updated)])
         results = [cell[0] for cell in self._outputs]
         for cell in self._outputs:
-            cell[0] = None  # or the memory would be held until the next call
+            cell[0] = None  # frees the memory before the next call
         if self._log is not None:
-            for position, entries in zip(self._logged, self._log.entries(self.times), strict=True):
+            for position, entries in zip(self._logged, self._log.add_entries(self.times), strict=True):
                 results[position * self.times : position * self.times] = entries
         return results
 
     def _launch(self, arguments: list[Any]) -> None:
-        """Launch, and put what comes of it into its place.
+        """Launch, and store the results in their cells.
 
-        In C, all of it: an interrupt that comes meanwhile is raised when both are done. Between the two the old values
-        are gone and the new ones in nobody's hands.
+        In C without a Python instruction in between, so that an interrupt is raised only when both are done: after the
+        launch the old values are deleted, and the new ones are referenced by nothing else.
         """
         cells = [*self._outputs, *self._updated, *([] if self._log is None else self._log.cells)]
         results = chain.from_iterable(starmap(self._run, (arguments,)))
         deque(map(setitem, cells, repeat(0), results), maxlen=0)
 
-    def _arguments(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return what the launch takes: the inputs, the shared variables' values, the log."""
+    def _get_arguments(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return the program's arguments: lengths, inputs, the storages' values, the log."""
         logs = [] if self._log is None else self._log.cells
         lengths = []
         if self._has_lengths:
-            (piece,) = self._pieces
-            # A copy, as the program may write into its own before this has been computed.
-            inputs = [np.array(v) if i in self.on_host else v for i, v in enumerate(inputs)]
-            lengths = [piece.compute_lengths(inputs)]
+            (function,) = self._functions
+            # Copied, as the user may write into an input before the launch has been computed.
+            inputs = [np.array(v) if i in self.host_inputs else v for i, v in enumerate(inputs)]
+            lengths = [function.compute_lengths(inputs)]
         return [*lengths, *inputs, *[cell[0] for cell in (*self._storages, *logs)]]
 
 
-def _compute(
-    pieces: Sequence[JaxFunction],
-    combination: Combination | None,
+# -- traced by XLA ---------------------------------------------------------------------------------------------
+
+
+def _trace_functions(
+    functions: Sequence[JaxFunction],
+    reduction: FusedReduction | None,
     storages: Sequence[list[Any]],
     updated: Sequence[list[Any]],
     logged: Sequence[int],
@@ -256,100 +270,138 @@ def _compute(
     in_loop: bool = False,
     lengths: tuple[int, ...] = (),
 ) -> tuple[Any, ...]:
-    """Compute on what `Executable._arguments` returns; return a value for each output, updated storage and log's cell.
+    """Trace the functions and the reduction behind the first one.
 
-    ``logged`` are the positions of the outputs that go into the log, and nowhere else.  ``lengths`` are what the only
-    piece takes behind its storages.
+    Parameters
+    ----------
+    functions, reduction
+        As in `Executable`.
+    storages, updated : list of storages
+        Storages of all shared variables, and of the updated ones.
+    logged : list of int
+        Positions of the outputs that are appended to the log, and returned nowhere else.
+    *arguments : jax.Array
+        As `Executable._get_arguments` returns them, without lengths.
+    in_loop : bool
+        Whether this is the body of a loop.
+    lengths : tuple of int
+        Arguments of the only function behind its storages.
+
+    Returns
+    -------
+    tuple of jax.Array
+        The outputs that are not logged, the new values of ``updated``, the arrays of the log.
     """
-    n_inputs = sum(piece.n_inputs for piece in pieces)
+    n_inputs = sum(function.n_inputs for function in functions)
     n_arguments = n_inputs + len(storages)
     inputs = iter(arguments[:n_inputs])
     logs = arguments[n_arguments:]
     before = {id(s): a for s, a in zip(storages, arguments[n_inputs:n_arguments], strict=True)}
-    present = dict(before)
+    current = dict(before)
     outputs: list[Any] = []
-    counts: Any = None
-    for piece in pieces:
-        given = [*islice(inputs, piece.n_inputs), *[present[id(s)] for s in piece.storages], *lengths]
+    is_valid: Any = None
+    for function in functions:
+        operands = [*islice(inputs, function.n_inputs), *[current[id(s)] for s in function.storages], *lengths]
         try:
-            if combination is not None and piece is pieces[0]:
-                results, counts = _combined(piece, given, combination, logs[0] if in_loop else None)
+            if reduction is not None and function is functions[0]:
+                results, is_valid = _trace_reduction(function, operands, reduction, logs[0] if in_loop else None)
             else:
-                results = piece.run(*given)
+                results = function.run(*operands)
         except Exception:
-            piece.explain()
+            function.explain()
             raise
-        outputs += results[: piece.n_outputs]
-        for cell, result in zip(piece.cells[piece.n_outputs :], results[piece.n_outputs :], strict=True):
-            present[id(cell)] = result
-    if combination is not None:
-        for key in before.keys() - {id(combination.storage)}:
-            present[key] = _if(counts, present[key], before[key])
-    # What is in the log is returned nowhere else: each output that is kept would have an address of its own.
-    others = [output for i, output in enumerate(outputs) if i not in logged]
-    numbers = Log.write(logs, [outputs[i] for i in logged]) if logs else []
-    return (*others, *(present[id(storage)] for storage in updated), *numbers)
+        outputs += results[: function.n_outputs]
+        for cell, result in zip(function.cells[function.n_outputs :], results[function.n_outputs :], strict=True):
+            current[id(cell)] = result
+    if reduction is not None:
+        for key in before.keys() - {id(reduction.storage)}:
+            current[key] = _select(is_valid, current[key], before[key])
+    # Logged outputs are not returned: each would be a new array at a new address.
+    unlogged = [output for i, output in enumerate(outputs) if i not in logged]
+    new_logs = ScalarLog.append(logs, [outputs[i] for i in logged]) if logs else []
+    return (*unlogged, *(current[id(storage)] for storage in updated), *new_logs)
 
 
-def _of_lengths(run: Callable[..., tuple[Any, ...]], lengths: tuple[int, ...], *arguments: Any) -> tuple[Any, ...]:
+def _trace_with_lengths(
+    run: Callable[..., tuple[Any, ...]], lengths: tuple[int, ...], *arguments: Any
+) -> tuple[Any, ...]:
     return run(*arguments, lengths=lengths)
 
 
-def _combined(piece: JaxFunction, given: Sequence[Any], combination: Combination, turn: Any) -> tuple[list[Any], Any]:
-    """Return a function's results, a vector among them as all ranks' will have been combined; and whether that counts.
+def _trace_reduction(
+    function: JaxFunction, operands: Sequence[Any], reduction: FusedReduction, iteration: Any
+) -> tuple[list[Any], Any]:
+    """Trace a function and the all-reduce of one of its results.
 
-    ``turn`` is another number each time, in a loop.
+    The all-reduce of the last parameters' gradients starts while those of earlier ones are computed.
+
+    Parameters
+    ----------
+    function : JaxFunction
+    operands : list of jax.Array
+    reduction : FusedReduction
+    iteration : jax.Array or None
+        As in `trace_all_reduce`.
+
+    Returns
+    -------
+    results : list of jax.Array
+        The function's results, with the reduced value of ``reduction.storage``.
+    is_valid : jax.Array of int32
+        As `trace_all_reduce` returns it.
     """
     import jax.numpy as jnp
 
-    at = next(i for i, cell in enumerate(piece.cells) if cell is combination.storage)
-    gradual = Gradual(piece.run, given, piece.n_outputs, at)
-    parts = gradual.parts
-    own = parts[0].aval.dtype
-    dtype = combination.exchange if parts[0].aval.ndim == 1 else None
-    tail_items = combination.tail if dtype is not None else 0
-    pieces = _pieces(parts, jnp.dtype(dtype or own).itemsize, tail_items) if turn is None else [parts]
+    position = next(i for i, cell in enumerate(function.cells) if cell is reduction.storage)
+    incremental = IncrementalFunction(function.run, operands, function.n_outputs, position)
+    parts = incremental.parts
+    own_dtype = parts[0].aval.dtype
+    dtype = reduction.exchange if parts[0].aval.ndim == 1 else None
+    tail_items = reduction.tail if dtype is not None else 0
+    chunks = [parts]
+    if iteration is None:
+        chunks = _group_parts(parts, jnp.dtype(dtype or own_dtype).itemsize, tail_items)
 
-    def sent(some: list[Any]) -> Any:
-        """Return what travels of some parts."""
-        values = gradual.values(some)
+    def compute_chunk(chunk: list[Any]) -> Any:
+        """Return the values of a chunk as one vector in the dtype in which it is sent, without the tail."""
+        values = incremental.compute(chunk)
         if dtype is not None:
-            values = _split(values, tail_items)[0] if some is pieces[0] else values
-            values = [(value / combination.n_ranks).astype(dtype) for value in values]
+            values = _split_tail(values, tail_items)[0] if chunk is chunks[0] else values
+            values = [(value / reduction.n_ranks).astype(dtype) for value in values]
         return values[0] if len(values) == 1 else jnp.concatenate(values)
 
-    begun: list[Any] = []
-    last: Any = None
-    for some in pieces[:-1]:
-        array, last = started(sent(some), np.int32(0) if last is None else last)
-        last = gradual.hold(last)
-        begun.append(array)
-    rest = [sent(pieces[-1])]
+    started: list[Any] = []
+    token: Any = None
+    for chunk in chunks[:-1]:
+        array, token = trace_start(compute_chunk(chunk), np.int32(0) if token is None else token)
+        token = incremental.delay_until(token)
+        started.append(array)
+    rest = [compute_chunk(chunks[-1])]
     if dtype is not None:
-        # How many rows there were, which eight bits can't tell from a few more, goes as it is; so do running averages.
-        rest.append(jnp.concatenate(_split(gradual.values(pieces[0]), tail_items)[1]) / combination.n_ranks)
-    arrays, counts = all_reduced(rest, begun, last, turn)
+        # The number of rows and running averages would lose too much precision in another dtype.
+        rest.append(jnp.concatenate(_split_tail(incremental.compute(chunks[0]), tail_items)[1]) / reduction.n_ranks)
+    arrays, is_valid = trace_all_reduce(rest, started, token, iteration)
     tail = [arrays.pop()] if dtype is not None else []
-    arrays = [*[array.astype(own) for array in reversed(arrays)], *tail]
-    return gradual.results(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)), counts
+    arrays = [*[array.astype(own_dtype) for array in reversed(arrays)], *tail]
+    return incremental.finish(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)), is_valid
 
 
-def _pieces(parts: Sequence[Any], itemsize: int, tail: int = 0) -> list[list[Any]]:
-    """Return runs of parts, the last run first, of at least `_PIECE` bytes but for the last that is returned.
+def _group_parts(parts: Sequence[Any], itemsize: int, tail: int = 0) -> list[list[Any]]:
+    """Group consecutive parts of a vector to chunks, from the end of the vector to its start.
 
-    The first run has more than the vector's last ``tail`` items.
+    Each chunk has at least `_MIN_CHUNK_BYTES`, except the last one.  The first one has more than ``tail`` items.
     """
-    pieces: list[list[Any]] = [[]]
+    chunks: list[list[Any]] = [[]]
     for part in reversed(parts):
-        size = sum(other.aval.size for other in pieces[-1])
-        if size * itemsize >= _PIECE and (len(pieces) > 1 or size > tail):
-            pieces.append([])
-        pieces[-1].insert(0, part)
-    return pieces
+        size = sum(other.aval.size for other in chunks[-1])
+        if size * itemsize >= _MIN_CHUNK_BYTES and (len(chunks) > 1 or size > tail):
+            chunks.append([])
+        chunks[-1].insert(0, part)
+    return chunks
 
 
-def _split(vectors: Sequence[Any], tail: int) -> tuple[list[Any], list[Any]]:
-    """Split vectors, one after another, in front of their last ``tail`` items."""
+def _split_tail(vectors: Sequence[Any], tail: int) -> tuple[list[Any], list[Any]]:
+    """Split consecutive vectors in front of their last ``tail`` items."""
     first = list(vectors)
     last: list[Any] = []
     while tail > 0:
@@ -361,24 +413,37 @@ def _split(vectors: Sequence[Any], tail: int) -> tuple[list[Any], list[Any]]:
     return first, last
 
 
-def _repeated(
+def _trace_loop(
     once: Callable[..., tuple[Any, ...]], times: int, n_inputs: int, changed: Sequence[int], *arguments: Any
 ) -> tuple[Any, ...]:
-    """Compute again and again, with the next part of each input and with what the last time has left.
+    """Trace a loop over equal parts of the inputs.
 
-    ``once`` takes the inputs, and behind them what is kept; ``changed`` are the positions, among the latter, of what it
-    returns.
+    Parameters
+    ----------
+    once : callable
+        Takes the inputs and the state; returns the new values of the state's items ``changed``.
+    times : int
+    n_inputs : int
+    changed : list of int
+        Positions in the state.
+    *arguments : jax.Array
+        The inputs, then the state.
+
+    Returns
+    -------
+    tuple of jax.Array
+        Final values of the items ``changed``.
     """
     from jax import lax
 
     parts = [a.reshape(times, a.shape[0] // times, *a.shape[1:]) for a in arguments[:n_inputs]]
-    kept = list(arguments[n_inputs:])
+    state = list(arguments[n_inputs:])
 
-    def body(state: list[Any], rows: list[Any]) -> tuple[list[Any], None]:
-        for position, value in zip(changed, state, strict=True):
-            kept[position] = value
-        new = list(once(*rows, *kept))
-        for old, value in zip(state, new, strict=True):
+    def body(carry: list[Any], rows: list[Any]) -> tuple[list[Any], None]:
+        for position, value in zip(changed, carry, strict=True):
+            state[position] = value
+        new = list(once(*rows, *state))
+        for old, value in zip(carry, new, strict=True):
             if old.shape != value.shape:
                 raise ValueError(
                     f"a shared variable of shape {old.shape} is updated by a value of shape {value.shape}, which can't "
@@ -386,92 +451,120 @@ def _repeated(
                 )
         return new, None
 
-    state, _ = lax.scan(body, [kept[position] for position in changed], parts, length=times)
-    return tuple(state)
+    final, _ = lax.scan(body, [state[position] for position in changed], parts, length=times)
+    return tuple(final)
 
 
-def _if(counts: Any, new: Any, old: Any) -> Any:
-    """Return a variable's new value, or the old one if the new one doesn't count; but one of another shape always."""
+def _select(is_valid: Any, new: Any, old: Any) -> Any:
+    """Return a variable's new value if the reduction is valid, else the old one; always new if shapes differ."""
     import jax.numpy as jnp
 
-    return jnp.where(counts != 0, new, old) if new is not old and new.shape == old.shape else new
+    return jnp.where(is_valid != 0, new, old) if new is not old and new.shape == old.shape else new
 
 
-def _each_once(lists: Sequence[list[Any]]) -> list[list[Any]]:
-    """Return each list once, where it first comes, told apart as objects."""
-    return list({id(one): one for one in lists}.values())
+def _unique(lists: Sequence[list[Any]]) -> list[list[Any]]:
+    """Return lists without duplicates, compared by identity, in the order of their first occurrence."""
+    return list({id(each): each for each in lists}.values())
 
 
-class _Together(Runner):
-    """What has the ranks combine in the middle of its launch; they launch when all are about to do so."""
+# -- launches with an all-reduce -------------------------------------------------------------------------------
 
-    def __init__(self, rank: Rank, chain: Executable, combined: Combined):
-        self._rank, self._chain, self._combined = rank, chain, combined
-        self.times = chain.times
 
-    def is_new(self, inputs: Sequence[Any]) -> bool:
-        """Whether XLA compiles for inputs of these shapes."""
-        return self._chain.is_new(inputs)
+class _FusedRunner(Runner):
+    """An executable with an all-reduce, which all ranks launch together.
+
+    Parameters
+    ----------
+    rank : Rank
+    executable : Executable
+    exchange : GradientExchange
+    """
+
+    def __init__(self, rank: Rank, executable: Executable, exchange: GradientExchange):
+        self._rank, self._executable, self._exchange = rank, executable, exchange
+        self.times = executable.times
+
+    def is_new_signature(self, inputs: Sequence[Any]) -> bool:
+        """Whether XLA compiles for these inputs: True at the first call with inputs of their shapes."""
+        return self._executable.is_new_signature(inputs)
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        """Launch, and meet the others behind it."""
-        communicator, shape = self._combined.agree(self._rank)
-        # What is exchanged in another dtype has been divided before.
-        op = "sum" if self._combined.exchange else self._combined.op
-        combine = Combine(self._rank, communicator, op, shape, self.times > 1)
+        """Launch, and wait until all ranks have launched."""
+        communicator, shape = self._exchange.agree(self._rank)
+        # Values that are sent in another dtype are divided by the program.
+        op = "sum" if self._exchange.exchange else self._exchange.op
+        reducer = LaunchReducer(self._rank, communicator, op, shape, self.times > 1)
 
-        # Nothing may be raised in what XLA calls; and when this rank has launched, all will have in a moment, so that
-        # the updates are applied on all ranks, or, if one of them fails, on none.
+        # No signal handler may raise within XLA's callbacks.  Once this rank has launched, all others will in a moment:
+        # then the updates are valid on all ranks, or, if one of them fails, on none.
         with defer_signals() as signals:
-            with combining(combine, self.times):
-                results = self._chain(*inputs)
+            with bind_reducer(reducer, self.times):
+                results = self._executable(*inputs)
             signals.restart_patience()
-            communicator.meet(signals.deliver_if_late)
+            communicator.wait_started(signals.deliver_if_late)
             self._rank.commit()
         return results
 
 
-class Combine:
-    """Combines the ranks' gradients in the middle of a launch: what XLA calls comes here (see `devices.jax.foreign`).
+class LaunchReducer:
+    """All-reduce of the ranks' gradients during one launch, called by XLA (`devices.jax.ffi.Reducer`).
 
-    Each call brings the stream on which its work has its place; None where XLA knows of none.
+    Parameters
+    ----------
+    rank : Rank
+    communicator : NcclCommunicator
+    op : str
+    shape : tuple of int
+        Shape of the gradient on all ranks.
+    is_repeated : bool
+        Whether the launch makes several all-reduces.
     """
 
-    def __init__(self, rank: Rank, communicator: Any, op: str, shape: tuple[int, ...], many: bool):
-        self._rank, self._communicator, self._op, self._many = rank, communicator, op, many
+    def __init__(self, rank: Rank, communicator: Any, op: str, shape: tuple[int, ...], is_repeated: bool):
+        self._rank, self._communicator, self._op, self._is_repeated = rank, communicator, op, is_repeated
         self._shape = shape
-        self._begun = 0
+        self._n_started = 0
 
     def start(self, spans: Sequence[Any], stream: int | None) -> None:
-        """Begin to combine what the stream has computed, a part of the vector, beside what it computes next."""
-        self._communicator.start_within(spans, self._op, stream)
-        self._begun += sum(span.n_items for span in spans)
+        """Start to reduce a chunk of the gradient, overlapping the stream's next work."""
+        self._communicator.start_in_launch(spans, self._op, stream)
+        self._n_started += sum(span.n_items for span in spans)
 
-    def finish(self, spans: Sequence[Any], counts: int, stream: int | None) -> None:
-        """Combine the rest, if the ranks have agreed on so many items, and have the stream wait for all of it.
+    def finish(self, spans: Sequence[Any], is_valid: int, stream: int | None) -> None:
+        """Reduce the rest of the gradient, and make the stream wait for all of it.
 
-        At ``counts`` there is an int32 of 0; when what has been combined counts, it is to become 1.
+        Parameters
+        ----------
+        spans : list of ReduceSpan
+        is_valid : int
+            Address of an int32 on the GPU: 0 before, 1 behind a valid reduction.
+        stream : int
+
+        Raises
+        ------
+        ValueError
+            If the gradient has not the shape on which the ranks have agreed.
         """
-        if self._many:
-            self._rank.commit()  # the first of them may count though a later one fails
-        count, self._begun = self._begun + sum(span.n_items for span in spans), 0
-        if count != math.prod(self._shape):
+        if self._is_repeated:
+            self._rank.commit()  # an earlier step may be valid although a later one fails
+        n_items, self._n_started = self._n_started + sum(span.n_items for span in spans), 0
+        if n_items != math.prod(self._shape):
             self.wait(stream)
-            raise ValueError(f"all_reduce: expected shape {self._shape}, as before the launch, got {count} items")
-        self._communicator.all_reduce_within(spans, self._op, counts, stream)
+            raise ValueError(f"all_reduce: expected shape {self._shape}, as before the launch, got {n_items} items")
+        self._communicator.finish_in_launch(spans, self._op, is_valid, stream)
 
     def wait(self, stream: int | None) -> None:
-        """Have the stream wait for what was started, which does not count: something went wrong since."""
-        self._communicator.wait_within(stream)
+        """Make the stream wait for the chunks that were started, after an error."""
+        self._communicator.wait_in_launch(stream)
 
 
-class Xla(LazyEngine):
-    """Runs PyTensor's functions in JAX mode."""
+class XlaEngine(LazyEngine):
+    """Launches PyTensor's functions in JAX mode."""
 
     fixed_lengths = True
 
-    def runs(self, library: GraphLibrary, mode: Any) -> bool:
-        """Those of JAX mode."""
+    def can_run(self, library: GraphLibrary, mode: Any) -> bool:
+        """Whether the mode is JAX mode."""
         return library.is_xla_mode(mode)
 
     @property
@@ -479,32 +572,33 @@ class Xla(LazyEngine):
         """JAX arrays."""
         return JAX
 
-    def runner(self, library: GraphLibrary, function: Any, n_inputs: int, fetched: bool) -> Runner:
-        """Return a function that takes and returns JAX arrays; numbers as a log's entries, which `fetch` reads."""
-        return Executable([JaxFunction(function, n_inputs, JAX)], log=fetched)
+    def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, is_fetched: bool) -> Runner:
+        """Make an executable; it returns scalars as log entries if only `fetch` reads them."""
+        return Executable([JaxFunction(function, n_inputs, JAX)], logs_scalars=is_fetched)
 
-    def chain(self, rank: Rank, first: Runner, combined: Combined, second: Runner, times: int) -> Runner | None:
-        """Return both in one launch, with NCCL's work in between.
+    def fuse_step(
+        self, rank: Rank, first: Runner, exchange: GradientExchange, second: Runner, times: int
+    ) -> Runner | None:
+        """Fuse two executables and NCCL's all-reduce into one launch; None if that is impossible.
 
-        Ranks meet and combine in the same order as without it, as calls whose outputs are read later meet nowhere when
-        they are compiled: they need not agree on it.
+        Ranks need not agree on the answer.  Those that fuse and those that don't pass the same steps of the command.
         """
         assert isinstance(first, Executable) and isinstance(second, Executable)
         if rank.size == 1:
-            return first.chain(then=second, times=times)
-        shared = combined.shared(rank)
+            return first.fuse(then=second, times=times)
+        shared = exchange.get_shared(rank)
         value = shared.container.storage[0]
-        # What the user may have put there is moved, or cast, on the long way.
-        if not JAX.holds(value) or value.dtype != shared.type.dtype or not JAX.combines_within(value.dtype):
+        # A value that the user has set may have to be moved or cast first, by an unfused step.
+        if not JAX.owns(value) or value.dtype != shared.type.dtype or not JAX.can_reduce_in_launch(value.dtype):
             return None
-        combination = Combination(shared.container.storage, combined.exchange, rank.size, combined.tail)
-        chain = first.chain(combination, second, times=times)
-        return None if chain is None else _Together(rank, chain, combined)
+        reduction = FusedReduction(shared.container.storage, exchange.exchange, rank.size, exchange.tail)
+        fused = first.fuse(reduction, second, times=times)
+        return None if fused is None else _FusedRunner(rank, fused, exchange)
 
-    def most_at_once(self, combined: np.dtype | None = None) -> int:
-        """Return how many numbers a log has; on CPU cores 1: in loops XLA computes convolutions by one thread."""
-        can = JAX.on_gpu if combined is None else JAX.combines_within(combined)
-        return LAUNCHES if can else 1
+    def max_repeats(self, dtype: np.dtype | None = None) -> int:
+        """Return the log's capacity; 1 on the CPU, where XLA computes convolutions in loops with a single thread."""
+        can_repeat = JAX.is_on_gpu if dtype is None else JAX.can_reduce_in_launch(dtype)
+        return LOG_CAPACITY if can_repeat else 1
 
 
-ENGINE = Xla()
+ENGINE = XlaEngine()

@@ -284,7 +284,7 @@ def _check_output_op(library: GraphLibrary, output: Any, op: Any, position: int)
     variable = library.get_output_variable(output)
     if parsed.name is not None and not library.is_array(variable):
         raise TypeError(f"outputs: output {position} of type {variable.type} can't be reduced; use op None")
-    if parsed.name is not None and not parsed.reduction.suits(np.dtype(variable.type.dtype)):
+    if parsed.name is not None and not parsed.reduction.can_reduce(np.dtype(variable.type.dtype)):
         alternatives = "'max' (any), 'min' (all)" if variable.type.dtype == "bool" else "'sum', 'prod', 'min', 'max'"
         raise ValueError(
             f"outputs: op {parsed.spelling!r} of output {position} is not defined for dtype {variable.type.dtype}; "

@@ -312,13 +312,13 @@ class RankCall:
         self.values = results[: len(ops)]
         library = self.program.library
         for (shared, _), value in zip(updates, results[len(ops) :], strict=True):
-            is_on_device = self.program.device.takes_shareds and library.is_array(shared)
-            library.put(shared, self.program.device.array(value) if is_on_device else value)
+            is_on_device = self.program.device.moves_shareds and library.is_array(shared)
+            library.put(shared, self.program.device.as_array(value) if is_on_device else value)
 
     def _launch(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
         """Run the compiled function on some rows of each input, None for all of it, and return its outputs."""
         inputs = self._load_inputs(rows, sliceable_rows)
-        if self._rank.is_master and self.runner.is_new(inputs):
+        if self._rank.is_master and self.runner.is_new_signature(inputs):
             shapes = [getattr(value, "shape", ()) for value in inputs]
             with warn_if_slow(f"compiling {self.program.name} for inputs of shapes {shapes}"):
                 return self.runner(*inputs)
@@ -328,7 +328,7 @@ class RankCall:
         rank, program, buffers = self._rank, self.program, self.program.buffers
         devices = program.input_devices_for(self.runner)
         values = [
-            device.input(rank, buffers, position, entry.array, mine, entry.is_mutable)
+            device.stage_input(rank, buffers, position, entry.array, mine, entry.is_mutable)
             for position, (device, entry, mine) in enumerate(zip(devices, self._call.inputs, rows, strict=True))
         ]
         if sliceable_rows is not None:
@@ -337,5 +337,5 @@ class RankCall:
                 values += [np.int64(sliceable_rows.start), np.int64(sliceable_rows.stop)]
             else:
                 device = program.library.choose_input_device(np.dtype(np.int64), 1, program.device)
-                values.append(device.indexes(rank, buffers, "rows", np.asarray(sliceable_rows, np.int64)))
+                values.append(device.stage_indexes(rank, buffers, "rows", np.asarray(sliceable_rows, np.int64)))
         return values

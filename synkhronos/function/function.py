@@ -89,7 +89,7 @@ class Function:
         program = self._program
         make, arguments = self.__reduce__()
         for shared in self.get_shared():  # PyTensor's containers can pickle JAX arrays, but not copy them
-            if JAX.holds(program.library.get(shared)) and id(shared.container) not in memo:
+            if JAX.owns(program.library.get(shared)) and id(shared.container) not in memo:
                 memo[id(shared.container)] = pickle.loads(pickle.dumps(shared.container))
         made: Function = make(*copy.deepcopy(arguments, memo))
         return made
@@ -204,12 +204,14 @@ class Function:
 
     def _max_fused_calls(self, dtype: np.dtype) -> int:
         """Return how many calls one launch can fuse, each followed by an all-reduce of arrays of a dtype."""
-        return self._program.engine.most_at_once(dtype)
+        return self._program.engine.max_repeats(dtype)
 
     def _get_outputs(self, session: Session, call: Call, collected: Any) -> list[Any]:
         """Return the outputs in a list, from the result of the command; a fused launch has several of each output."""
         self._compiled.add(call.variant)
-        results = collected if call.reads_outputs or not collected else self._program.engine.results(session, collected)
+        results = collected
+        if collected and not call.reads_outputs:
+            results = self._program.engine.to_results(session, collected)
         return [np.asarray(result) if isinstance(result, np.generic) else result for result in results]
 
     def _get_results(self, session: Session, call: Call, collected: Any) -> Any:
@@ -306,7 +308,7 @@ class Function:
                             f"num_slices={num_slices}: the update of {shared.name!r} of type {shared.type} can't be "
                             "accumulated; give it the op None, which keeps the value of the last slice"
                         )
-                elif op.name is not None and not op.reduction.suits(np.dtype(shared.type.dtype)):
+                elif op.name is not None and not op.reduction.can_reduce(np.dtype(shared.type.dtype)):
                     raise ValueError(
                         f"num_slices={num_slices}: op {op.spelling!r} of the update of {shared.name!r} is not defined "
                         f"for dtype {shared.type.dtype}; give the update another op"

@@ -15,7 +15,7 @@ from synkhronos import ranks
 from synkhronos.casts import check_dense
 from synkhronos.data import Data
 from synkhronos.data.rows import as_index_array, max_row, min_row, select, select_unbounded
-from synkhronos.devices import Selection, take
+from synkhronos.devices import Selection, take_rows
 from synkhronos.function.call import BroadcastInput, ScatteredInput
 from synkhronos.function.program import Program
 from synkhronos.ranks import Session, SharedArray
@@ -102,7 +102,7 @@ class CallInputs:
                 located.append(self._broadcast(i, value))
             elif not isinstance(value, Data):
                 buffer = self._get_buffer(i, value.dtype, value.ndim)
-                take(value, rows, buffer._resize((len(rows), *value.shape[1:])))
+                take_rows(value, rows, buffer._resize((len(rows), *value.shape[1:])))
                 located.append(ScatteredInput(buffer._location(), range(len(rows)), 0, is_mutable))
             elif value.minibatch and _is_listed(batch):
                 # A minibatch has its rows in the order of the list.

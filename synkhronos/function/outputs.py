@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.devices import HOST, Layout
+from synkhronos.devices import HOST, ArrayLayout
 from synkhronos.function.reduce import Accumulator, Op
 from synkhronos.ranks import ROOM, Cancelled, Rank
 
@@ -294,7 +294,7 @@ def _reduce_arrays(rank: Rank, mine: RankOutputs) -> Any:
             results.append(mine.values[i] if mine.n_rows else None)
             continue
         entries = {r: by_rank[r][1][i] for r in contributors}
-        layouts: dict[int, Layout] = {r: (shape, np.dtype(dtype)) for r, (shape, dtype, _) in entries.items()}
+        layouts: dict[int, ArrayLayout] = {r: (shape, np.dtype(dtype)) for r, (shape, dtype, _) in entries.items()}
         _check_shapes(rank, i, op, layouts)
         if all(content is not None for _, _, content in entries.values()):
             if rank.is_master:
@@ -322,7 +322,7 @@ def _unpack_array(shape: tuple[int, ...], dtype: str, content: bytes) -> np.ndar
     return np.array(np.frombuffer(content, dtype).reshape(shape))
 
 
-def _check_shapes(rank: Rank, position: int, op: Op, layouts: dict[int, Layout]) -> None:
+def _check_shapes(rank: Rank, position: int, op: Op, layouts: dict[int, ArrayLayout]) -> None:
     """Raise ValueError in the master, and `Cancelled` in workers, if an output's shapes can't be reduced."""
     shapes = {r: shape for r, (shape, _) in layouts.items()}
     compared = {shape if op.is_elementwise else shape[1:] for shape in shapes.values()}
@@ -334,9 +334,9 @@ def _check_shapes(rank: Rank, position: int, op: Op, layouts: dict[int, Layout])
         raise ValueError(f"output {position}: op {op.spelling!r} needs {needed} on all ranks, but {each}")
 
 
-def _gather(rank: Rank, value: np.ndarray | None, layouts: dict[int, Layout]) -> np.ndarray | None:
+def _gather(rank: Rank, value: np.ndarray | None, layouts: dict[int, ArrayLayout]) -> np.ndarray | None:
     """Join large arrays along axis 0 in the master; ``value`` is None on a rank without rows."""
-    communicator = HOST.communicator(rank)
+    communicator = HOST.get_communicator(rank)
     all_layouts = [layouts.get(r) for r in range(rank.size)]
     mine = None if value is None else np.ascontiguousarray(value)
     if not rank.is_master:
@@ -354,25 +354,25 @@ def _gather(rank: Rank, value: np.ndarray | None, layouts: dict[int, Layout]) ->
 
 
 def _stream(
-    rank: Rank, op: Op, value: np.ndarray | None, layouts: dict[int, Layout], weights: dict[int, int]
+    rank: Rank, op: Op, value: np.ndarray | None, layouts: dict[int, ArrayLayout], weights: dict[int, int]
 ) -> np.ndarray | None:
     """Reduce large arrays into the master; each rank reduces a share of the elements.
 
     Each rank weights its own values, so that the reduction over ranks is a plain one, followed by a division.
     """
     shape, dtype = next(iter(layouts.values()))
-    working = op.reduction.working(dtype)
+    working = op.reduction.accumulator_dtype(dtype)
     mine = None
     if value is not None:
         mine = np.ascontiguousarray(value, working)
-        if op.reduction.by_rows:
+        if op.reduction.weights_rows:
             mine = np.multiply(mine, weights[rank.number], dtype=working)
     out = np.empty(shape, working) if rank.is_master else None
     plain = "sum" if op.reduction.divides else str(op.name)
-    HOST.communicator(rank).reduce(mine, plain, rank.root, out, (shape, working), sorted(layouts))
+    HOST.get_communicator(rank).reduce(mine, plain, rank.root, out, (shape, working), sorted(layouts))
     if out is None:
         return None
     if op.reduction.divides:
-        total = sum(weights.values()) if op.reduction.by_rows else len(weights)
+        total = sum(weights.values()) if op.reduction.weights_rows else len(weights)
         np.true_divide(out, total, out=out)
     return out.astype(dtype, copy=False)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices import HOST, Device
-from synkhronos.engines import Engine, Runner, engine_of
+from synkhronos.engines import Engine, Runner, choose_engine
 from synkhronos.function.outputs import OutputSpec
 from synkhronos.function.reduce import Op
 from synkhronos.graphs import GraphLibrary
@@ -141,7 +141,7 @@ class Program:
     @cached_property
     def engine(self) -> Engine:
         """Engine that launches the compiled variants."""
-        return engine_of(self.library, self.kwargs.get("mode"))
+        return choose_engine(self.library, self.kwargs.get("mode"))
 
     @property
     def compile_order(self) -> str:
@@ -161,9 +161,9 @@ class Program:
 
     def input_devices_for(self, runner: Runner) -> list[Device]:
         """Return the device of each input's value for a runner, which may take some on the host."""
-        if not runner.on_host:
+        if not runner.host_inputs:
             return self.input_devices
-        return [HOST if i in runner.on_host else device for i, device in enumerate(self.input_devices)]
+        return [HOST if i in runner.host_inputs else device for i, device in enumerate(self.input_devices)]
 
     def check_picklable(self) -> None:
         """Raise TypeError that names the keyword argument which can't be pickled, if there is one."""
@@ -179,7 +179,7 @@ class Program:
 
     def reset_if_engine_changed(self) -> None:
         """Drop variants and buffers of another engine or device: ranks of an earlier session may have had another."""
-        engine = engine_of(self.library, self.kwargs.get("mode"))
+        engine = choose_engine(self.library, self.kwargs.get("mode"))
         if "device" in self.__dict__ and (self.engine, self.device) != (engine, engine.device):
             for name in _ENGINE_ATTRIBUTES:
                 self.__dict__.pop(name, None)
@@ -188,7 +188,7 @@ class Program:
 
     def to_device(self) -> None:
         """Move the values of the shared variables to the device."""
-        if not self.device.takes_shareds:
+        if not self.device.moves_shareds:
             return
         library = self.library
         for shared in self.list_shareds():
@@ -204,7 +204,7 @@ class Program:
             spec = OutputSpec.from_types(types, [self.output_ops[i] for i in subset], variant.returns_updates)
             function = self._compile(variant)
             n_inputs = len(self.inputs) + {None: 0, "index": 1, "slice": 2}[variant.row_inputs]
-            runner = self.engine.runner(self.library, function, n_inputs, fetched=not variant.returns_updates)
+            runner = self.engine.make_runner(self.library, function, n_inputs, is_fetched=not variant.returns_updates)
             compiled = self.compiled[variant] = CompiledVariant(function, runner, spec)
         return compiled
 

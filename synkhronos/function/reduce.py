@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import HOST, Device, device_of
+from synkhronos.devices import HOST, Device, array_device
 from synkhronos.devices.reductions import REDUCTIONS, Reduction
 
 
@@ -64,7 +64,7 @@ class Op:
     @property
     def is_elementwise(self) -> bool:
         """Whether the reduced values need to have the same shape."""
-        return self.name is not None and self.reduction.combine is not None
+        return self.name is not None and self.reduction.ufunc is not None
 
 
 def _list_ops() -> str:
@@ -112,9 +112,9 @@ class Accumulator:
             self._value = value
             return
         if self._n_values == 1:
-            self._device = device_of(value)
-        value = self._device.array(value)
-        if reduction.combine is None:
+            self._device = array_device(value)
+        value = self._device.as_array(value)
+        if reduction.ufunc is None:
             self._pieces.append(value if value.ndim else value.reshape((1,)))
             return
         weighted = self._weigh(reduction, value, n_rows) if reduction.divides else value
@@ -126,22 +126,22 @@ class Accumulator:
                 f"op {self.op.spelling!r} needs the same shape from all, got {self._value.shape} and {value.shape}"
             )
         else:
-            self._value = self._device.combine(reduction, self._value, weighted)
+            self._value = self._device.reduce_pair(reduction, self._value, weighted)
 
     def _weigh(self, reduction: Reduction, value: Any, n_rows: int) -> Any:
         self._dtype = value.dtype
         if value.dtype == np.float16:  # a sum over rows soon exceeds its range
             value = value.astype(np.float32)
-        return self._device.array(value * np.asarray(n_rows, value.dtype)) if reduction.by_rows else value
+        return self._device.as_array(value * np.asarray(n_rows, value.dtype)) if reduction.weights_rows else value
 
     def result(self) -> Any:
         """Return the reduction of the values added so far, at least one."""
         if self._pieces:
-            return self._pieces[0] if len(self._pieces) == 1 else self._device.join(self._pieces)
+            return self._pieces[0] if len(self._pieces) == 1 else self._device.concatenate(self._pieces)
         reduction = self._reduction
         if reduction is None or not reduction.divides:
             return self._value
-        total = self._n_rows if reduction.by_rows else self._n_values
+        total = self._n_rows if reduction.weights_rows else self._n_values
         # A mean of values of zero rows stays what the serial library computed: 0 / 0.
         value = self._value if total == 0 else self._value / np.asarray(total, self._value.dtype)
-        return self._device.array(value).astype(self._dtype, copy=False)
+        return self._device.as_array(value).astype(self._dtype, copy=False)

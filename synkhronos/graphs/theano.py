@@ -82,7 +82,7 @@ class Theano(GraphLibrary):
 
     def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Callable[..., Any]:
         """Compile a function; on a GPU, its inputs are arrays of the GPU where Theano uses them there."""
-        if PYGPU.on_gpu:
+        if PYGPU.is_on_gpu:
             inputs, replaced = _inputs_on_gpu(inputs, self)
             kwargs["givens"] = [*replaced, *kwargs.get("givens", [])]
         observers = Variable.construction_observers
@@ -102,7 +102,7 @@ class Theano(GraphLibrary):
 
     def put(self, shared: Any, value: Any) -> None:
         """Put an array into a container, as the class of pygpu arrays that Theano expects."""
-        super().put(shared, value.view() if PYGPU.holds(value) else value)
+        super().put(shared, value.view() if PYGPU.owns(value) else value)
 
     def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:
         """Return copies of the outputs' graphs with variables replaced."""

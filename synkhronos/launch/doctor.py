@@ -105,8 +105,8 @@ def _first_steps(installed: set[str], gpus: int) -> list[str]:
     if "theano" in installed and shutil.which("g++") is None:
         steps.append("install g++, with which Theano compiles functions: apt-get install g++")
     for library, device in (("pytensor", JAX), ("theano", PYGPU)):
-        if gpus and library in installed and (lacking := device.missing()):
-            steps.append(f"make the GPUs usable, which needs {', '.join(lacking)}: {device.install}")
+        if gpus and library in installed and (lacking := device.missing_requirements()):
+            steps.append(f"make the GPUs usable, which needs {', '.join(lacking)}: {device.install_hint}")
     return steps
 
 

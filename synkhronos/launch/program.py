@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import device_of
+from synkhronos.devices import array_device
 from synkhronos.graphs import library_of, loaded_libraries
 from synkhronos.launch import binding, contract, elsewhere, modelfile
 from synkhronos.launch.gradients import SummedGradients
@@ -498,7 +498,7 @@ class _Run:
     def save_params(self, name: str) -> None:
         """Write the parameters as Lasagne's users do: ``arr_0``, ``arr_1`` and so on."""
         if self.worker.number == 0:
-            values = [device_of(v).to_host(v) for v in (library_of(p).get(p) for p in self.model.params)]
+            values = [array_device(v).to_host(v) for v in (library_of(p).get(p) for p in self.model.params)]
             np.savez(self.folder / name, *values)
 
     def save_best(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import device_of
+from synkhronos.devices import array_device
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import Worker
 
@@ -104,5 +104,5 @@ def same_steps(by_rank: Sequence[list[str] | None]) -> tuple[int, int] | None:
 def digest(vector: Vector) -> str:
     """Return a hash of the bytes of all variables."""
     value = vector.get()
-    array = np.ascontiguousarray(device_of(value).to_host(value))
+    array = np.ascontiguousarray(array_device(value).to_host(value))
     return hashlib.blake2b(array.view(np.uint8).data, digest_size=16).hexdigest()

@@ -67,7 +67,7 @@ class JaxFunction:
         self.donated = [
             storage
             for storage in self.storages
-            if id(storage) in updated and (isinstance(storage[0], np.ndarray) or device.holds(storage[0]))
+            if id(storage) in updated and (isinstance(storage[0], np.ndarray) or device.owns(storage[0]))
         ]
         self.length_graph: StaticLengthGraph | None = thunk.jit_fn.length_graph
         run = (

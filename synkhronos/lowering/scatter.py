@@ -35,7 +35,7 @@ def add_in_copies(run: Callable[..., Any], node: Any) -> Callable[..., Any]:
         return run
 
     def add(x: Any, y: Any, index: Any) -> Any:
-        n_copies = choose_copies(np.shape(x), np.shape(y), np.shape(index)) if JAX.on_gpu else 1
+        n_copies = choose_copies(np.shape(x), np.shape(y), np.shape(index)) if JAX.is_on_gpu else 1
         return add_rows(x, y, index, n_copies) if n_copies > 1 else run(x, y, index)
 
     return add

@@ -337,7 +337,7 @@ def average(worker: Worker, vector: Any, precision: str | None) -> Any:
     dtype = vector.dtype
     if precision is None or np.dtype(dtype).name == precision:
         return worker.all_reduce(vector, overwrite=True)
-    if JAX.holds(vector) and JAX.communicates(dtype):
+    if JAX.owns(vector) and JAX.can_communicate(dtype):
         return worker.all_reduce(vector.astype(precision), overwrite=True).astype(dtype)
     vector = np.asarray(vector)
     if precision == "bfloat16":

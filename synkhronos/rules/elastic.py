@@ -165,7 +165,7 @@ class EAMSGD(EASGD):
             super()._exchange_with_centre(state, alpha)
             return
         rows, position = state.rows["centre"], self._get_position(state)
-        centre = rows.to_device(JAX) if JAX.holds(position) else rows.array
+        centre = rows.to_device(JAX) if JAX.owns(position) else rows.array
         distance = alpha * (position - centre)
         rows.write(centre + distance)
         self._move_back(state, distance)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import HOST, JAX, device_of
+from synkhronos.devices import HOST, JAX, array_device
 from synkhronos.graphs import library_of
 from synkhronos.tasks import LocalRows
 
@@ -62,7 +62,7 @@ class Vector:
         values = self._values()
         if _are_jax(values):
             return self._compiled[0](values)
-        flat = [np.ravel(device_of(value).to_host(value)) for value in values]
+        flat = [np.ravel(array_device(value).to_host(value)) for value in values]
         # Copied even if it is one variable: the next update changes the variable's memory.
         return np.concatenate(flat).astype(self.dtype, copy=False) if flat else np.zeros(0, self.dtype)
 
@@ -71,17 +71,17 @@ class Vector:
         if tuple(vector.shape) != (self.size,):
             raise ValueError(f"expected a vector of {self.size} elements, got shape {tuple(vector.shape)}")
         values = self._values()
-        if JAX.holds(vector) and _are_jax(values):
+        if JAX.owns(vector) and _are_jax(values):
             pieces = self._compiled[1](vector)
             for shared, piece in zip(self.shareds, pieces, strict=True):
                 library_of(shared).put(shared, piece)
             return
         vector = np.asarray(vector)
         for shared, value, (start, stop), shape in zip(self.shareds, values, self._bounds, self.shapes, strict=True):
-            library, device = library_of(shared), device_of(value)
+            library, device = library_of(shared), array_device(value)
             piece = vector[start:stop].reshape(shape)
             if device is HOST and library.is_array(shared):
-                array = HOST.writable(value, is_referenced=False)
+                array = HOST.as_writable(value, is_referenced=False)
                 array[...] = piece
                 if array is not value:
                     library.put(shared, array)
@@ -129,7 +129,7 @@ class Vector:
 
 def concatenate(*vectors: Any) -> Any:
     """Concatenate vectors; return a JAX array if any of them is one, else a NumPy array."""
-    if any(map(JAX.holds, vectors)):
+    if any(map(JAX.owns, vectors)):
         import jax.numpy as jnp
 
         return jnp.concatenate(vectors)
@@ -137,7 +137,7 @@ def concatenate(*vectors: Any) -> Any:
 
 
 def _are_jax(values: Sequence[Any]) -> bool:
-    return bool(values) and all(JAX.holds(value) for value in values)
+    return bool(values) and all(JAX.owns(value) for value in values)
 
 
 class State:
@@ -224,7 +224,7 @@ class State:
         if runs is not None:
             return runs, None
         vector = self.vector
-        return None if JAX.holds(vector) else [vector], vector
+        return None if JAX.owns(vector) else [vector], vector
 
     @property
     def velocity(self) -> Any:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from synkhronos.casts import cast
 from synkhronos.data.array import as_numpy
 from synkhronos.data.rows import max_row, min_row, select
-from synkhronos.devices import HOST, JAX, Device, Selection, take
+from synkhronos.devices import HOST, JAX, Device, Selection, take_rows
 from synkhronos.engines import Runner
 from synkhronos.function.program import PLAIN, Program
 from synkhronos.ranks import Rank, SharedArray
@@ -116,7 +116,7 @@ class LocalRows:
             Array of the rows' shape.  An array on a GPU is copied directly into the shared memory.
         """
         key, offset, _ = self._get_span()
-        if JAX.on_gpu and JAX.holds(value) and value.dtype == self.dtype:
+        if JAX.is_on_gpu and JAX.owns(value) and value.dtype == self.dtype:
             JAX.staging.write(self._rank, key, offset, value)
         else:
             rows = self._selected
@@ -124,7 +124,7 @@ class LocalRows:
             target[...] = cast(value, self.dtype, "value")
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        return as_numpy(self.array if self._selected is None else take(self._array, self._selected), dtype, copy)
+        return as_numpy(self.array if self._selected is None else take_rows(self._array, self._selected), dtype, copy)
 
     def __repr__(self) -> str:
         return f"<synkhronos.LocalRows: {self.dtype}, shape {self.shape}>"
@@ -173,13 +173,13 @@ class LocalFunction:
             if the function can't be launched so: if it is not compiled by XLA, or an output is no scalar.
         """
         self._task.progress()
-        repeated = self._program.compile(PLAIN).runner.repeated(times)
+        repeated = self._program.compile(PLAIN).runner.repeat(times)
         return None if repeated is None else self._run(repeated, inputs)
 
     @property
     def max_times(self) -> int:
         """Maximal ``times`` of `launch_many`."""
-        return self._program.engine.most_at_once()
+        return self._program.engine.max_repeats()
 
     def read(self, values: Sequence[Any]) -> list[np.ndarray]:
         """Wait for outputs of `launch` or `launch_many` and return them as NumPy arrays."""
@@ -193,7 +193,7 @@ class LocalFunction:
         for position, (entry, device, value) in enumerate(zip(program.inputs, devices, inputs, strict=True)):
             kind = entry.variable.type
             if isinstance(value, LocalRows) and value.dtype == kind.dtype and value.ndim == kind.ndim:
-                loaded = device.input(
+                loaded = device.stage_input(
                     self._rank, program.buffers, position, value._location, value._get_selection(), entry.mutable
                 )
             else:

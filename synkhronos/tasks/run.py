@@ -146,7 +146,7 @@ class RunProgram(_RunProgramFields, Command):
         lengths = rank.exchange(len(payload))
         layouts = [((length,), np.dtype(np.uint8)) for length in lengths]
         out = [np.empty(*layout) for layout in layouts] if rank.is_master else None
-        HOST.communicator(rank).gather(np.frombuffer(payload, np.uint8), rank.root, layouts, out)
+        HOST.get_communicator(rank).gather(np.frombuffer(payload, np.uint8), rank.root, layouts, out)
         return [] if out is None else [pickle.loads(each.data) for each in out]
 
     def _compile(self, rank: Rank) -> None:

@@ -28,8 +28,8 @@ from synkhronos.casts import check_dense
 from synkhronos.checks import check_index, check_integer
 from synkhronos.collectives.arguments import check_op_dtype, parse_op
 from synkhronos.data.rows import get_share
-from synkhronos.devices import HOST, Device, device_of
-from synkhronos.devices.host import combine
+from synkhronos.devices import HOST, Device, array_device
+from synkhronos.devices.host_communicator import reduce_arrays
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.task import Lock, RankTask
@@ -151,20 +151,20 @@ class Worker:
         device = _find_device(self._rank, array, parse_op(op))
         value = array
         if device is HOST:
-            host = device_of(array).to_host(array)
-            value = host if overwrite and HOST.writable(host, False) is host else np.array(host, order="C")
+            host = array_device(array).to_host(array)
+            value = host if overwrite and HOST.as_writable(host, False) is host else np.array(host, order="C")
         kind = _describe_reduction(value, op, device)
         kinds = self._task.barrier("all_reduce()", kind)
         if any(each != kind for each in kinds):
             self._task.fail(f"all_reduce: expected the same shape, dtype and op on all ranks, got {kinds}")
         if self.size == 1:
             return value
-        communicator = device.communicator(self._rank)
+        communicator = device.get_communicator(self._rank)
         if device is not HOST:
             communicator.connect(self._rank.exchange_cached(communicator.epoch))
-            value = device.writable(value, is_referenced=False) if overwrite else _copy_array(device, value)
-        value = device.written(value, communicator.all_reduce(value, op))
-        communicator.meet()
+            value = device.as_writable(value, is_referenced=False) if overwrite else _copy_array(device, value)
+        value = device.refresh(value, communicator.all_reduce(value, op))
+        communicator.wait_started()
         return value
 
     # -- some ranks ------------------------------------------------------------------------------------------
@@ -203,9 +203,9 @@ class Worker:
         self._check_peer(to, "to")
         device = _find_device(self._rank, value)
         if device is not HOST and value.size * value.dtype.itemsize > self.send_buffer:
-            pair = device.group(self._rank, (self.number, to))
+            pair = device.get_group(self._rank, (self.number, to))
             if pair is not None:
-                array = device.contiguous(value)
+                array = device.as_contiguous(value)
                 device.wait([array])
                 self._send_between_gpus(pair, array, to)
                 return
@@ -254,21 +254,21 @@ class Worker:
         if pair.epoch:
             send_head()
         else:
-            pair.join((self.number, to), [0], send_head)
+            pair.connect_members((self.number, to), [0], send_head)
         pair.send(array, to)
 
     def _receive_between_gpus(
         self, source: int, shape: tuple[int, ...], dtype: np.dtype, epoch: int, how_to_connect: Any
     ) -> Any:
         device: Device = self._rank.device
-        pair = device.group(self._rank, (source, self.number))
+        pair = device.get_group(self._rank, (source, self.number))
         if how_to_connect is not None:
-            pair.join((source, self.number), [0], lambda _: [how_to_connect])
+            pair.connect_members((source, self.number), [0], lambda _: [how_to_connect])
         elif epoch != pair.epoch:
             raise RuntimeError(f"rank {self.number} has closed the connection of its GPU with that of rank {source}")
         array = device.empty(shape, dtype)
         pair.receive(array, source)
-        return device.written(array, is_there=True)
+        return device.refresh(array, is_complete=True)
 
     def _check_peer(self, peer: int, name: str) -> None:
         check_integer(peer, name, "a rank")
@@ -369,7 +369,7 @@ class Group:
         """Return the reduction of all members' arrays, the same on each of them; see `Worker.all_reduce`."""
         check_dense(array, "array")
         device = _find_device(self._rank, array, parse_op(op))
-        gpus = device.group(self._rank, self.ranks)
+        gpus = device.get_group(self._rank, self.ranks)
         result = np.array(array, order="C") if gpus is None else _copy_array(device, array)
         kind = _describe_reduction(result, op, HOST if gpus is None else device)
         by_member = self._exchange_at("all_reduce()", (kind, 0 if gpus is None else gpus.epoch))
@@ -378,8 +378,8 @@ class Group:
             raise RuntimeError(f"all_reduce: expected the same shape, dtype and op, got {kinds}")
         if gpus is not None:
             if self.size > 1:
-                gpus.join(self.ranks, [epoch for _, epoch in by_member], self.exchange)
-                return device.written(result, gpus.all_reduce(result, op))
+                gpus.connect_members(self.ranks, [epoch for _, epoch in by_member], self.exchange)
+                return device.refresh(result, gpus.all_reduce(result, op))
             return result
         flat = result.reshape(-1)
         each = max(1, self._task.max_chunk // flat.dtype.itemsize)
@@ -402,8 +402,8 @@ class Group:
                 self._task.receive(r, "a share", _as_bytes(part))
             parts.append(part)
         row = REDUCTIONS[op]
-        total = np.empty(high - low, row.working(flat.dtype))
-        combine(parts, row, total)
+        total = np.empty(high - low, row.accumulator_dtype(flat.dtype))
+        reduce_arrays(parts, row, total)
         if row.divides:
             np.true_divide(total, self.size, out=total)
         flat[low:high] = total
@@ -439,7 +439,7 @@ class Group:
 def _find_device(rank: Rank, value: Any, op: str = "sum") -> Device:
     """Return the device that can transfer and reduce an array directly: the rank's GPU, or else the host."""
     device: Device = rank.device
-    if device is HOST or not device.holds(value) or not device.communicates(value.dtype):
+    if device is HOST or not device.owns(value) or not device.can_communicate(value.dtype):
         return HOST
     return HOST if REDUCTIONS[op].nccl is None else device
 
@@ -461,7 +461,7 @@ def _describe_reduction(array: Any, op: str, device: Device) -> tuple[Any, ...]:
 
 def _copy_array(device: Device, array: Any) -> Any:
     """Return a copy of an array on a GPU."""
-    copy = device.writable(array, is_referenced=True)
+    copy = device.as_writable(array, is_referenced=True)
     return array.copy() if copy is array else copy
 
 

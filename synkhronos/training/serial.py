@@ -16,7 +16,7 @@ import numpy as np
 from synkhronos.casts import as_numbers
 from synkhronos.checks import check_at_least
 from synkhronos.data.rows import select
-from synkhronos.devices import take
+from synkhronos.devices import take_rows
 from synkhronos.graphs import library_of
 from synkhronos.training.model import Batch, Model, Rows, Rule, Updates, is_averaged
 
@@ -83,7 +83,7 @@ class SerialTrainFunction:
             if isinstance(chosen, int | np.integer) or isinstance(chosen, np.ndarray) and chosen.dtype == bool:
                 raise TypeError(f"batch_s: expected a slice or a list of indexes, got {chosen!r}")
         arrays = [as_numbers(a, data) for a in arrays]
-        arrays = [take(a, select(chosen, len(a), chooser)) for a in arrays]
+        arrays = [take_rows(a, select(chosen, len(a), chooser)) for a in arrays]
         lengths = [len(a) for a in arrays]
         if len(set(lengths)) > 1:
             raise ValueError(f"{data}: expected the same number of rows of each, got {lengths}")

@@ -71,7 +71,7 @@ class Step(_StepFields, Command):
         """By which reduction the gradient is combined."""
         return self.reduce.op
 
-    def shared(self, rank: Rank) -> Any:
+    def get_shared(self, rank: Rank) -> Any:
         """Return this rank's copy of the gradient's variable."""
         (key,) = self.reduce.keys
         return get_object(rank, key)
@@ -81,7 +81,7 @@ class Step(_StepFields, Command):
         plan = self.reduce.plan(rank)
         assert isinstance(plan, AllReducePlan)  # the engine has checked the device of the gradient
         ((_, _, device, (shape, _)),) = plan.variables
-        return device.communicator(rank), shape
+        return device.get_communicator(rank), shape
 
     def _chain(self, rank: Rank, gradient: RankCall, update: RankCall) -> Runner | None:
         """Return what does all of it in one launch, None where it can't be done."""
@@ -90,4 +90,4 @@ class Step(_StepFields, Command):
             return None
         if self.gradient.needs_compile and gradient.program.compile_order == AT_FIRST_CALL:
             return None  # the master runs that alone: it would wait for the others in the middle of it
-        return engine.chain(rank, gradient.runner, self, update.runner, self.times)
+        return engine.fuse_step(rank, gradient.runner, self, update.runner, self.times)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import is_number
-from synkhronos.devices import device_of
+from synkhronos.devices import array_device
 from synkhronos.graphs import library_of
 from synkhronos.rules import Rule, State
 from synkhronos.rules.state import Vector
@@ -331,12 +331,12 @@ def _shares(stored: Stored, rule: Rule, size: int, alike: bool) -> list[tuple[di
 
 def _get(shared: Any) -> np.ndarray:
     value = library_of(shared).get(shared)
-    return device_of(value).to_host(value)
+    return array_device(value).to_host(value)
 
 
 def _put(shared: Any, array: np.ndarray) -> None:
     library = library_of(shared)
-    library.put(shared, device_of(library.get(shared)).from_host(array))
+    library.put(shared, array_device(library.get(shared)).from_host(array))
 
 
 def stream(shared: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from synkhronos.devices.host import HostCommunicator
+from synkhronos.devices.host_communicator import HostCommunicator
 from synkhronos.devices.through_host import ThroughHost
 
 
@@ -19,7 +19,7 @@ class Toy(ThroughHost):
 
     name = "toy"
 
-    def holds(self, value):
+    def owns(self, value):
         return isinstance(value, Wrapped)
 
     def to_host(self, value):
@@ -30,13 +30,13 @@ class Toy(ThroughHost):
 
     # Without these two, arrays would be combined through the host.
 
-    def communicates(self, dtype):
+    def can_communicate(self, dtype):
         return True
 
-    def communicator(self, rank):
+    def get_communicator(self, rank):
         return rank.registry.get(Combining, lambda: Combining(rank))
 
-    def part(self, array, start, shape):
+    def slice_items(self, array, start, shape):
         return Wrapped(array.inside.reshape(-1)[start : start + int(np.prod(shape))].reshape(shape))
 
 

@@ -32,7 +32,7 @@ class Launch(Runner):
                 function()
         return [Handle(value) for output in zip(*results, strict=True) for value in output]
 
-    def repeated(self, times):
+    def repeat(self, times):
         return Launch(self.first, self.behind, times)
 
 
@@ -42,20 +42,20 @@ class Toy(LazyEngine):
     #: Whether it runs anything: the tests say so before they fork.
     is_on = False
 
-    def runs(self, library, mode):
+    def can_run(self, library, mode):
         return self.is_on and not library.is_xla_mode(mode)
 
-    def runner(self, library, function, n_inputs, fetched):
-        return Launch(function) if fetched else Runner(function)
+    def make_runner(self, library, function, n_inputs, is_fetched):
+        return Launch(function) if is_fetched else Runner(function)
 
-    def chain(self, rank, first, combined, second, times):
+    def fuse_step(self, rank, first, exchange, second, times):
         def combine():
-            communicator, _ = combined.agree(rank)
-            communicator.all_reduce(combined.shared(rank).container.storage[0], combined.op)
+            communicator, _ = exchange.agree(rank)
+            communicator.all_reduce(exchange.get_shared(rank).container.storage[0], exchange.op)
 
         return Launch(first.first, (combine, second.first), times)
 
-    def most_at_once(self, combined=None):
+    def max_repeats(self, dtype=None):
         return 8
 
     def fetch(self, values):

@@ -30,7 +30,7 @@ from system import children_of
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives import commands
-from synkhronos.devices.host import HostCommunicator
+from synkhronos.devices.host_communicator import HostCommunicator
 from synkhronos.ranks import Command
 from synkhronos.ranks.control import Control
 from synkhronos.ranks.segments import Segment

@@ -204,10 +204,10 @@ def _need_fresh_processes() -> None:
     try:
         import jax.numpy
     except ImportError:
-        processes.needs_fresh_processes = lambda: True
+        processes.is_fork_unsafe = lambda: True
     else:
         assert float(jax.numpy.ones(3).sum()) == 3
-        assert processes.needs_fresh_processes()
+        assert processes.is_fork_unsafe()
 
 
 def _become_nobody() -> None:

@@ -31,7 +31,7 @@ class InCollective(Command):
 
     def run(self, rank):
         device = rank.device
-        communicator = device.communicator(rank)
+        communicator = device.get_communicator(rank)
         communicator.connect(rank.exchange(communicator.epoch))
         array = device.from_host(np.ones(1000, "float32"))
         if rank.number == self.culprit and self.deed != "late":
@@ -41,9 +41,9 @@ class InCollective(Command):
             raise ArithmeticError("the sum is odd")
         communicator.all_reduce(array, "sum")
         if self.meets:
-            communicator.meet()
+            communicator.wait_started()
         else:
-            communicator.come()
+            communicator.notify_started()
         if rank.number == self.culprit:
             raise ArithmeticError("the sum is odd")
 
@@ -57,12 +57,12 @@ class Reduced(Command):
 
     def run(self, rank):
         device = rank.device
-        communicator = device.communicator(rank)
+        communicator = device.get_communicator(rank)
         communicator.connect(rank.exchange(communicator.epoch))
         rows = device.to_host(device.load(rank, self.rows, None))
         array = device.from_host(rows * (rank.number + 1))
         communicator.all_reduce(array, self.op)
-        communicator.meet()
+        communicator.wait_started()
         found = device.to_host(array)
         return rank.exchange((float(found[1]), float(found[-1])))
 
@@ -75,14 +75,14 @@ def in_groups(worker):
     for members in ([0, n - 1], [n - 1, *range(n - 1)]):
         if worker.number in members:
             result = worker.group(members).all_reduce(array, "sum")
-            assert device.holds(result)
+            assert device.owns(result)
             results.append(digest(result))
     for source, to in ((0, n - 1), (n - 1, 0)):
         if worker.number == source:
             worker.send(array, to)
         elif worker.number == to:
             result = worker.receive(source)
-            assert device.holds(result)
+            assert device.owns(result)
             results.append(digest(result))
     return results
 
@@ -103,4 +103,4 @@ def between(worker):
     if worker.number == 1:
         worker.send(mine, 0)
     both = worker.group([0, 1]).all_reduce(mine, "sum")
-    return [float(PYGPU.to_host(array)[7]) for array in (mine, its, both) if PYGPU.holds(array)]
+    return [float(PYGPU.to_host(array)[7]) for array in (mine, its, both) if PYGPU.owns(array)]

@@ -97,7 +97,7 @@ class Part(Command):
         if self.place == "step":
             rank.exchange(rank.number)
         array = np.full(LARGE, 1.0 + rank.number)
-        HOST.communicator(rank).all_reduce(array, "sum")
+        HOST.get_communicator(rank).all_reduce(array, "sum")
         rank.barrier()
         return bool((array == sum(range(1, rank.size + 1))).all())
 

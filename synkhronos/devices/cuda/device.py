@@ -1,8 +1,4 @@
-"""What devices on GPUs have in common.
-
-`CudaDevice`
-    A kind of array on the one GPU that its process sees.
-"""
+"""The base class of devices on GPUs."""
 
 from __future__ import annotations
 
@@ -15,121 +11,124 @@ import numpy as np
 
 from synkhronos.devices import cuda
 from synkhronos.devices.cuda.group import NcclGroup
-from synkhronos.devices.cuda.nccl import NcclCommunicator, number_of
-from synkhronos.devices.cuda.staging import Arrays, Items, Staging
+from synkhronos.devices.cuda.nccl import NcclCommunicator, nccl_dtype
+from synkhronos.devices.cuda.staging import GpuArrays, ItemRange, Staging
 from synkhronos.devices.host import Selection
 from synkhronos.devices.through_host import ThroughHost
 from synkhronos.ranks import Rank, SharedArray
 
 
 class _Groups(dict[frozenset[int], NcclGroup]):
-    """The groups of a rank, by their members."""
+    """A rank's groups, by their members."""
 
 
-class CudaDevice(ThroughHost, Arrays):
-    """A kind of array on a GPU; what brings arrays there is for processes that are bound to one.
+class CudaDevice(ThroughHost, GpuArrays):
+    """Arrays of one library on the only GPU that this process sees.
+
+    A process that is not bound to a GPU uses the methods of `ThroughHost` in place of staging and NCCL.
 
     Attributes
     ----------
-    needed : dict
-        What has to be installed to compute on GPUs, as `cuda.lacking` takes it.
-    install : str
-        How to.
+    requirements : dict
+        Packages needed to compute on GPUs, as `cuda.find_missing` takes them.
+    install_hint : str
+        Command that installs them.
     """
 
-    needed: dict[tuple[str, ...], str]
-    install: str
+    needs_gpu = True
+    requirements: dict[tuple[str, ...], str]
+    install_hint: str
 
     def __init__(self) -> None:
-        self._place: str | None = None
+        self._gpu: str | None = None
 
-    # -- processes -------------------------------------------------------------------------------------------
+    # -- ranks -----------------------------------------------------------------------------------------------
 
     @property
-    def on_gpu(self) -> bool:
+    def is_on_gpu(self) -> bool:
         """Whether this process was bound to a GPU."""
-        return self._place is not None
+        return self._gpu is not None
 
-    def missing(self) -> list[str]:
-        """Return what would have to be installed to compute on GPUs."""
-        return cuda.lacking({**self.needed, **cuda.DRIVERS})
+    def missing_requirements(self) -> list[str]:
+        """Return the packages that are needed to compute on GPUs and not installed."""
+        return cuda.find_missing({**self.requirements, **cuda.DRIVERS})
 
-    def places(self, size: int, root: int) -> list[str]:
-        """Return for each rank which GPU it gets, as ``CUDA_VISIBLE_DEVICES`` names them."""
-        return cuda.places(size, root, self._place)
+    def assign_gpus(self, size: int, root: int) -> list[str]:
+        """Return the GPU of each rank, as ``CUDA_VISIBLE_DEVICES`` names them; called in the master."""
+        return cuda.assign_gpus(size, root, self._gpu)
 
-    def bind(self, rank: Rank, place: str) -> None:
-        """Compute on one GPU, and see no other."""
-        if self._place is None:  # else from an earlier fork: CUDA has been started, and keeps what it saw then
-            with cuda.only(place):
-                self.start(place)
-            self._place = place
+    def bind(self, rank: Rank, gpu: str) -> None:
+        """Start the library on one GPU, and hide all others from this process."""
+        if self._gpu is None:  # else an earlier fork has started CUDA, which can't change its GPU
+            with cuda.restrict_visible_gpu(gpu):
+                self.start(gpu)
+            self._gpu = gpu
 
-    def start(self, place: str) -> None:
-        """Start to compute on the only GPU that is visible; ``place`` is for messages."""
+    def start(self, gpu: str) -> None:
+        """Start the library on the only GPU that is visible; ``gpu`` is its name in messages."""
         raise NotImplementedError
 
     # -- collectives -----------------------------------------------------------------------------------------
 
-    def communicator(self, rank: Rank) -> NcclCommunicator:
-        """Return the rank's communicator between GPUs, the same one each time."""
+    def get_communicator(self, rank: Rank) -> NcclCommunicator:
+        """Return this rank's communicator between GPUs; one object per rank."""
         return rank.registry.get(NcclCommunicator, lambda: NcclCommunicator(rank, self.staging))
 
-    def group(self, rank: Rank, members: Iterable[int]) -> NcclGroup:
-        """Return what some ranks do alone, for the same ranks the same each time."""
+    def get_group(self, rank: Rank, members: Iterable[int]) -> NcclGroup:
+        """Return the communicator of some ranks; one object for each set of members."""
         groups = rank.registry.get(_Groups)
         members = frozenset(members)
         if members not in groups:
-            groups[members] = NcclGroup(self.communicator(rank))
+            groups[members] = NcclGroup(self.get_communicator(rank))
         return groups[members]
 
-    def communicates(self, dtype: np.dtype) -> bool:
-        """Whether the GPUs can combine arrays of a dtype among themselves; what they can't goes through host memory."""
-        return self.on_gpu and number_of(dtype) is not None
+    def can_communicate(self, dtype: np.dtype) -> bool:
+        """Whether NCCL has this dtype; arrays of others go through host memory."""
+        return self.is_on_gpu and nccl_dtype(dtype) is not None
 
-    def part(self, array: Any, start: int, shape: tuple[int, ...]) -> Items:
-        """Return a run of an array's items, as the communicator takes it."""
+    def slice_items(self, array: Any, start: int, shape: tuple[int, ...]) -> ItemRange:
+        """Return consecutive items of an array, from flat index ``start``, for the communicator's `gather`."""
         itemsize = array.dtype.itemsize
-        return Items(array, self.pointer(array) + start * itemsize, math.prod(shape) * itemsize)
+        return ItemRange(array, self.pointer(array) + start * itemsize, math.prod(shape) * itemsize)
 
-    # -- from the host ---------------------------------------------------------------------------------------
+    # -- inputs ----------------------------------------------------------------------------------------------
 
     @cached_property
     def staging(self) -> Staging:
-        """What brings rows of shared memory to the GPU."""
+        """Copies between shared memory and the GPU."""
         return Staging(self)
 
     def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> Any:
-        """Return rows of an array in shared memory (None: all of it) as a new array."""
-        return self.staging.load(rank, location, rows) if self.on_gpu else super().load(rank, location, rows)
+        """Copy rows of an array in shared memory (None: all) into a new array."""
+        return self.staging.load(rank, location, rows) if self.is_on_gpu else super().load(rank, location, rows)
 
-    def input(
-        self, rank: Rank, kept: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
+    def stage_input(
+        self, rank: Rank, buffers: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
     ) -> Any:
-        """Return rows of an array in shared memory as an input for the next launch, in memory that is used again."""
-        if not self.on_gpu:
-            return super().input(rank, kept, key, location, rows, copy)
-        return self.staging.input(rank, kept, key, location, rows)
+        """Start to copy rows of shared memory to a reused buffer, and return it as an input of the next launch."""
+        if not self.is_on_gpu:
+            return super().stage_input(rank, buffers, key, location, rows, copy)
+        return self.staging.copy_input(rank, buffers, key, location, rows)
 
-    def indexes(self, rank: Rank, kept: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
-        """Return a rank's own vector of indexes as an input for the next launch."""
-        return self.staging.vector(rank, kept, key, values) if self.on_gpu else values
+    def stage_indexes(self, rank: Rank, buffers: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
+        """Start to copy a vector of indexes to a reused buffer, and return it as an input of the next launch."""
+        return self.staging.copy_vector(rank, buffers, key, values) if self.is_on_gpu else values
 
-    def launching(self) -> None:
-        """Have the function that is launched next wait for its inputs."""
-        if self.on_gpu:
-            self.staging.arrive()
+    def before_launch(self) -> None:
+        """Make the next launch wait for its inputs."""
+        if self.is_on_gpu:
+            self.staging.before_launch()
 
-    def launched(self, results: Any) -> None:
-        """Note that the function launched last, which gives these results, reads its inputs until it has computed."""
-        if not self.on_gpu:
+    def after_launch(self, results: Any) -> None:
+        """Record that the last launch reads its input buffers until ``results`` are computed."""
+        if not self.is_on_gpu:
             return
         if self.stream is None:
             self.wait(results)
-        self.staging.launched()
+        self.staging.after_launch()
 
     def wait(self, values: Sequence[Any]) -> None:
-        """Wait until values have been computed."""
+        """Wait until arrays have been computed."""
         for value in values:
-            if self.holds(value):
-                self.wait_for(value)
+            if self.owns(value):
+                self.sync(value)

@@ -1,61 +1,62 @@
-"""What some of the ranks do alone on their GPUs, over NCCL.
-
-`NcclGroup`
-    Combines arrays of some ranks; of two, sends them from one to the other.
-"""
+"""NCCL communicators of some of the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from synkhronos.devices.cuda.nccl import OPS, NcclCommunicator
+from synkhronos.devices.cuda.nccl import NCCL_OPS, NcclCommunicator
 
 
 class NcclGroup(NcclCommunicator):
-    """Combines arrays of some ranks, and sends them: begun when nothing else is under way, and waited for.
+    """Reduces arrays over a group of ranks, and sends them between two of its members.
 
-    It connects when the ranks meet the first time, and anew after a failure of whatever command.
+    Every operation starts on an idle stream and waits for its result.  The group connects at its first use, and again
+    after any command has failed.
 
     Parameters
     ----------
-    of_all : NcclCommunicator
-        The rank's communicator of all ranks.
+    parent : NcclCommunicator
+        This rank's communicator of all ranks.
     """
 
-    def __init__(self, of_all: NcclCommunicator):
-        super().__init__(of_all._rank, of_all._staging, of_all._guard)
+    def __init__(self, parent: NcclCommunicator):
+        super().__init__(parent._rank, parent._staging, parent._watchdog)
 
-    def join(self, members: Sequence[int], epochs: Sequence[int], exchange: Callable[[Any], Sequence[Any]]) -> None:
-        """Connect some ranks anew, unless all of them have the same connection.
+    def connect_members(
+        self, members: Sequence[int], epochs: Sequence[int], exchange: Callable[[Any], Sequence[Any]]
+    ) -> None:
+        """Connect the members unless they share a connection.
 
         Parameters
         ----------
         members : sequence of int
-            The ranks; the first one says how to connect.
-        epochs : list of int
+            Ranks in NCCL's order; the first provides the connection's id.
+        epochs : sequence of int
             Each member's `epoch`.
         exchange : callable
-            Shows the members a value; returns theirs, of which the first one's is looked at.
+            Sends a value to all members, and returns one value per member; only the first one's is used.
         """
-        self._await_others()
-        self._connect(epochs, members, exchange)
+        self._wait_idle()
+        self._connect_ranks(epochs, members, exchange)
 
     def all_reduce(self, array: Any, op: str) -> bool:
-        """Replace every member's array by the reduction of all members', which is there then."""
-        at, count, dtype = self._span(array)
+        """Replace every member's array by the reduction over all members, in place, and wait for it."""
+        address, count, dtype = self._locate(array)
         if count:
-            self._do(lambda handle: self._nccl.all_reduce(at, at, count, dtype, OPS[op], handle, self._stream))
+            self._run_blocking(
+                lambda handle: self._nccl.all_reduce(address, address, count, dtype, NCCL_OPS[op], handle, self._stream)
+            )
         return True
 
     def send(self, array: Any, to: int) -> None:
-        """Send an array to a rank, which receives it now."""
-        at, count, dtype = self._span(array)
+        """Send an array to a rank, which receives it at the same time."""
+        address, count, dtype = self._locate(array)
         to = self._connection.members.index(to)
-        self._do(lambda handle: self._nccl.send(at, count, dtype, to, handle, self._stream))
+        self._run_blocking(lambda handle: self._nccl.send(address, count, dtype, to, handle, self._stream))
 
     def receive(self, array: Any, source: int) -> None:
-        """Receive into an array what a rank sends now."""
-        at, count, dtype = self._span(array)
+        """Receive an array from a rank, which sends it at the same time, in place."""
+        address, count, dtype = self._locate(array)
         source = self._connection.members.index(source)
-        self._do(lambda handle: self._nccl.recv(at, count, dtype, source, handle, self._stream))
+        self._run_blocking(lambda handle: self._nccl.recv(address, count, dtype, source, handle, self._stream))

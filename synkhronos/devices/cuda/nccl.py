@@ -1,18 +1,17 @@
 """Collectives between GPUs, over NCCL.
 
-`NcclCommunicator`
-    Combines arrays where they lie.
+NCCL's operations are launched on the stream on which the library computes, behind the kernels that compute the arrays.
+An ``all_reduce`` is not waited for, as later launches on the stream are ordered behind it.  All other operations start
+on an idle stream and are waited for, with regular checks of the peers.  An operation that can't complete, as a peer has
+failed or exited, is aborted.
 
-NCCL's work goes to the stream on which the arrays are computed, behind what computes them.  An all_reduce is not waited
-for, since what is put on the stream later comes after it.  Other collectives begin on an idle stream, and are waited
-for, with a look at the peers from time to time.  What a peer that has failed or died would leave waiting for ever is
-aborted.
+Within a launch of XLA, part of a gradient can be reduced on a second stream while the rest is still computed::
 
-For a small all_reduce on an idle stream a moment is waited all the same: it is there sooner than JAX has launched what
-tells it that the array will be.
+    XLA's stream    backward, layer 3 ──> backward, layers 2, 1 ──> all-reduce of the rest ──> update
+                              └ event ┐                      event ┘
+    side stream                       └──> all-reduce of layer 3 ──┘
 
-How ranks are connected is told in `connection`, who gives up what is under way in `guard`, what some of the ranks do
-alone in `group`.
+`connection` describes how ranks connect, `watchdog` how pending operations are aborted.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.devices.cuda.connection import BYTES, LOOK, Connection
-from synkhronos.devices.cuda.guard import PAUSE, Guard
-from synkhronos.devices.cuda.staging import Items, Staging, check
-from synkhronos.devices.host import Layout
+from synkhronos.devices.cuda.connection import BYTES, PEER_POLL_SECONDS, Connection
+from synkhronos.devices.cuda.staging import ItemRange, Staging, check_result
+from synkhronos.devices.cuda.watchdog import GPU_POLL_SECONDS, CollectiveWatchdog
+from synkhronos.devices.host_communicator import ArrayLayout
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.ranks import Rank
 
-#: NCCL's numbers for dtypes (ncclDataType_t), by NumPy's and JAX's names.
-NUMBERS = {
+#: NCCL's numbers for dtypes (ncclDataType_t), by the names of NumPy and JAX.
+NCCL_DTYPES = {
     "int8": 0,
     "uint8": 1,
     "int32": 2,
@@ -45,251 +44,295 @@ NUMBERS = {
     "float64": 8,
     "bfloat16": 9,
 }
-#: NCCL's numbers for reductions; the others don't come here.
-OPS = {name: row.nccl for name, row in REDUCTIONS.items() if row.nccl is not None}
-#: Bytes up to which an all_reduce takes no longer than a launch, and the seconds in which it is there.
-_SMALL, _SOON = 1 << 16, 50e-6
-#: Items on the GPU: where they are, where their combination goes (maybe there too), how many, and their dtype's name.
-Piece = tuple[int, int, int, str]
+#: NCCL's numbers for reductions (ncclRedOp_t); the others go through host memory.
+NCCL_OPS = {name: entry.nccl for name, entry in REDUCTIONS.items() if entry.nccl is not None}
+#: Bytes up to which an all_reduce takes no longer than a launch, and the seconds to wait for it.
+_SMALL_BYTES, _SMALL_SECONDS = 1 << 16, 50e-6
+
+
+class ReduceSpan(NamedTuple):
+    """Consecutive items on the GPU that are reduced over the ranks.
+
+    Attributes
+    ----------
+    source, target : int
+        Addresses of the items and of their reduction; may be equal.
+    n_items : int
+    dtype : str
+    """
+
+    source: int
+    target: int
+    n_items: int
+    dtype: str
 
 
 @cache
-def number_of(dtype: np.dtype) -> int | None:
-    """Return NCCL's number for a dtype, None if it has none."""
-    return NUMBERS.get(str(dtype))  # to make the name takes longer than all that is done with it
+def nccl_dtype(dtype: np.dtype) -> int | None:
+    """Return NCCL's number for a dtype; None if it has none."""
+    return NCCL_DTYPES.get(str(dtype))  # cached, as the conversion to str is slow
 
 
 class NcclCommunicator:
-    """Combines arrays on GPUs.
+    """Collectives over arrays on the ranks' GPUs.
 
-    Connected at its first use, and anew after a failure in the middle of a collective, which ends in an abort on the
-    ranks that were in it: every collective begins with a look whether all ranks still have the same connection.
+    It connects at its first use.  A failure in the middle of a collective aborts the connection on the ranks that were
+    in it.  Every collective therefore begins with `connect`, which compares the ranks' epochs.
 
     Parameters
     ----------
     rank : Rank
     staging : Staging
-        Knows the arrays and the GPU.
-    guard : Guard, optional
-        Of the communicator of all ranks, if this is not that one.
+    watchdog : CollectiveWatchdog, optional
+        The watchdog of the communicator of all ranks; None makes this that communicator.
     """
 
-    def __init__(self, rank: Rank, staging: Staging, guard: Guard | None = None):
+    def __init__(self, rank: Rank, staging: Staging, watchdog: CollectiveWatchdog | None = None):
         self._rank = rank
         self._staging = staging
         self._arrays = staging.arrays
         self._stream = staging.handle if staging.arrays.stream is None else staging.arrays.stream
-        self._connection = Connection(rank, staging, self._stream, np.zeros(1, np.int32) if guard else staging.page)
-        self._nccl, self._calls = self._connection.nccl, self._connection.calls
-        if guard is None:
-            guard = Guard(rank, staging, self._connection, self._stream)
-            # What waits for a dead rank keeps the GPU busy, and whatever is to be freed there waits for it.
-            rank.pending.append(guard)
+        valid_flag = np.zeros(1, np.int32) if watchdog else staging.host_flags
+        self._connection = Connection(rank, staging, self._stream, valid_flag)
+        self._nccl, self._call_lock = self._connection.nccl, self._connection.call_lock
+        if watchdog is None:
+            watchdog = CollectiveWatchdog(rank, staging, self._connection, self._stream)
+            # A collective that waits for a missing rank keeps the GPU busy, and blocks whatever frees memory there.
+            rank.pending.append(watchdog)
         else:
-            guard.connections.append(self._connection)
-        self._guard = guard
-        #: Whether something is under way beside the arrays' stream, for which that one does not wait yet.
-        self._has_begun = False
+            watchdog.connections.append(self._connection)
+        self._watchdog = watchdog
+        #: Whether the side stream has work for which XLA's stream does not wait yet.
+        self._has_side_work = False
 
     @property
     def epoch(self) -> int:
-        """Counts the connections, alike on all ranks that share one; 0 without any."""
+        """Number of the connection, the same on all ranks that share one; 0 if there is none."""
         return self._connection.epoch
 
     def connect(self, epochs: Sequence[int]) -> None:
-        """Connect all ranks anew, unless all have the same connection.
+        """Connect all ranks unless ``epochs``, one for each rank, shows that they share a connection."""
+        self._connect_ranks(epochs, range(self._rank.size), self._rank.exchange)
 
-        Parameters
-        ----------
-        epochs : list of int
-            Each rank's `epoch`.
-        """
-        self._connect(epochs, range(self._rank.size), self._rank.exchange)
-
-    def _connect(self, epochs: Sequence[int], members: Sequence[int], exchange: Callable[[Any], Sequence[Any]]) -> None:
+    def _connect_ranks(
+        self, epochs: Sequence[int], members: Sequence[int], exchange: Callable[[Any], Sequence[Any]]
+    ) -> None:
         if self.epoch and set(epochs) == {self.epoch}:
             return
-        self._guard.abort(self._connection)
-        self._staging.enter()
-        # What was put on the stream before has its own time.
-        self._wait()
-        self._connection.make(max(epochs) + 1, members, exchange)
+        self._watchdog.abort(self._connection)
+        self._staging.set_current()
+        self._wait_stream()  # earlier work must not count against the timeout of the connection
+        self._connection.connect(max(epochs) + 1, members, exchange)
 
-    def meet(self, look: Callable[[], None] | None = None) -> None:
-        """Wait until every rank has started what this one has; ``look`` is called now and then, and may raise."""
-        self._guard.meet(look)
+    def wait_started(self, check: Callable[[], None] | None = None) -> None:
+        """Wait until every rank has started the collectives of this one; ``check`` is polled, and may raise."""
+        self._watchdog.wait_started(check)
 
-    def come(self) -> None:
-        """Tell the others that this rank has started what it has: at the end of a command, in the place of `meet`."""
-        self._guard.come()
+    def notify_started(self) -> None:
+        """Tell the other ranks that this one has started; takes the place of `wait_started` at a command's end."""
+        self._watchdog.notify_started()
 
-    def broadcast(self, array: Any, root: int) -> None:
-        """Copy the root's array into every other rank's, in place."""
-        at, count, dtype = self._span(array)
-        if count:
-            self._do(lambda handle: self._nccl.broadcast(at, at, count, dtype, root, handle, self._stream))
+    # -- all_reduce, which is not waited for -----------------------------------------------------------------
 
     def all_reduce(self, array: Any, op: str) -> bool:
-        """Replace every rank's array by the reduction of all ranks', and return whether it is there."""
-        at, count, dtype = self._span(array)
+        """Launch the replacement of every rank's array by the reduction over all ranks, in place.
+
+        Returns
+        -------
+        bool
+            Whether the result has been written already.
+        """
+        address, count, dtype = self._locate(array)
         if not count:
             return True
-        self._staging.enter()
-        is_quick = count * array.dtype.itemsize <= _SMALL and self._guard.is_done()
-        self._guard.leaves_wrong = True
-        self._guard.started(self._connection)
-        with self._calls:
-            self._nccl.all_reduce(at, at, count, dtype, OPS[op], self._connection.handle, self._stream)
+        self._staging.set_current()
+        # If the stream is idle, a small all_reduce is done before JAX could launch what `refresh` needs otherwise.
+        is_quick = count * array.dtype.itemsize <= _SMALL_BYTES and self._watchdog.is_stream_idle()
+        self._watchdog.writes_in_place = True
+        self._watchdog.mark_started(self._connection)
+        with self._call_lock:
+            handle = self._connection.handle
+            self._nccl.all_reduce(address, address, count, dtype, NCCL_OPS[op], handle, self._stream)
         if self._arrays.stream is None:
-            self._wait()
-        return is_quick and self._is_soon_there()
+            self._wait_stream()
+        return is_quick and self._completes_soon()
 
-    def _is_soon_there(self) -> bool:
-        """Wait a moment for the stream, and return whether all that was put on it has come to its end."""
-        driver, deadline = self._staging.driver, perf_counter() + _SOON
+    def _completes_soon(self) -> bool:
+        """Wait a moment for the stream; return whether its work has completed."""
+        driver, deadline = self._staging.driver, perf_counter() + _SMALL_SECONDS
         while (result := driver.cuStreamQuery(self._stream)[0]) != driver.CUresult.CUDA_SUCCESS:
             if result != driver.CUresult.CUDA_ERROR_NOT_READY or perf_counter() > deadline:
                 return False
-        if not self.epoch:  # it was given up: what is there is of no meaning
+        if not self.epoch:  # aborted: the result is undefined
             return False
-        self._guard.leaves_wrong = False
+        self._watchdog.writes_in_place = False
         return True
 
-    def start_within(self, spans: Sequence[Piece], op: str, stream: int) -> None:
-        """Begin to combine items on the GPU when a stream has come to here, beside what it does next.
+    # -- all_reduce within a launch of XLA -------------------------------------------------------------------
+
+    def start_in_launch(self, spans: Sequence[ReduceSpan], op: str, stream: int) -> None:
+        """Launch reductions on the side stream, ordered behind the present work of a stream.
 
         Parameters
         ----------
-        spans : list of Span
+        spans : list of ReduceSpan
         op : str
         stream : int
+            Handle of the stream that XLA launches on.
         """
-        self._follow(self._staging.beside, stream)
-        self._has_begun = True
-        self._combine(spans, op, self._staging.beside)
+        self._order_after(self._staging.side_stream, stream)
+        self._has_side_work = True
+        self._launch_spans(spans, op, self._staging.side_stream)
 
-    def all_reduce_within(self, spans: Sequence[Piece], op: str, counts: int, stream: int) -> None:
-        """Combine items on the GPU in the middle of what is being put on a stream, and wait there for what was begun.
+    def finish_in_launch(self, spans: Sequence[ReduceSpan], op: str, is_valid: int, stream: int) -> None:
+        """Launch reductions on XLA's stream, which also waits for those that were started.
 
         Parameters
         ----------
         spans, op, stream
-            As for `start_within`.
-        counts : int
-            Where on the GPU an int32 goes when that has been done: 1, or 0 if the connection was given up before. Then
-            what is at the targets is of no meaning.
+            As in `start_in_launch`.
+        is_valid : int
+            Address of an int32 on the GPU.  It becomes 1, or 0 if the connection was aborted: then the contents of all
+            targets are undefined.
         """
-        self.wait_within(stream)
-        self._combine(spans, op, stream)
-        check(self._staging.driver.cuMemcpyAsync(counts, self._connection.holds.ctypes.data, 4, stream))
+        self.wait_in_launch(stream)
+        self._launch_spans(spans, op, stream)
+        flag = self._connection.valid_flag.ctypes.data
+        check_result(self._staging.driver.cuMemcpyAsync(is_valid, flag, 4, stream))
 
-    def wait_within(self, stream: int) -> None:
-        """Have a stream wait for what was begun."""
-        if self._has_begun:
-            self._has_begun = False
-            self._follow(stream, self._staging.beside)
+    def wait_in_launch(self, stream: int) -> None:
+        """Make a stream wait for the reductions that were started."""
+        if self._has_side_work:
+            self._has_side_work = False
+            self._order_after(stream, self._staging.side_stream)
 
-    def _combine(self, spans: Sequence[Piece], op: str, stream: int) -> None:
-        guard = self._guard
-        if guard.leaves_wrong and not guard.is_lost and guard.is_done():
-            guard.leaves_wrong = False
-        guard.started(self._connection)
-        with self._calls:
-            handle = self._connection.handle  # XLA has made the GPU this thread's already
+    def _launch_spans(self, spans: Sequence[ReduceSpan], op: str, stream: int) -> None:
+        watchdog = self._watchdog
+        if watchdog.writes_in_place and not watchdog.is_lost and watchdog.is_stream_idle():
+            watchdog.writes_in_place = False
+        watchdog.mark_started(self._connection)
+        with self._call_lock:
+            handle = self._connection.handle  # XLA has made the GPU current in this thread
             for source, target, count, dtype in spans:
-                self._nccl.all_reduce(source, target, count, NUMBERS[dtype], OPS[op], handle, stream)
+                self._nccl.all_reduce(source, target, count, NCCL_DTYPES[dtype], NCCL_OPS[op], handle, stream)
 
-    def _follow(self, stream: int, other: int) -> None:
-        """Have a stream wait for what is on another one by now."""
+    def _order_after(self, stream: int, other: int) -> None:
+        """Make a stream wait for the present work of another one."""
         driver = self._staging.driver
-        check(driver.cuEventRecord(self._staging.event, other))
-        check(driver.cuStreamWaitEvent(stream, self._staging.event, 0))
+        check_result(driver.cuEventRecord(self._staging.event, other))
+        check_result(driver.cuStreamWaitEvent(stream, self._staging.event, 0))
+
+    # -- blocking operations ---------------------------------------------------------------------------------
+
+    def broadcast(self, array: Any, root: int) -> None:
+        """Copy the root's array into every other rank's, in place."""
+        address, count, dtype = self._locate(array)
+        if count:
+            self._run_blocking(
+                lambda handle: self._nccl.broadcast(address, address, count, dtype, root, handle, self._stream)
+            )
 
     def reduce(
-        self, array: Any, op: str, root: int, out: Any | None, layout: Layout, contributors: Sequence[int]
+        self, array: Any, op: str, root: int, out: Any | None, layout: ArrayLayout, contributors: Sequence[int]
     ) -> None:
         """Write the reduction of all ranks' arrays into the root's ``out``."""
         assert len(contributors) == self._rank.size
-        at, count, dtype = self._span(array)
+        address, count, dtype = self._locate(array)
         if count:
-            to = at if out is None else self._span(out)[0]
-            self._do(lambda handle: self._nccl.reduce(at, to, count, dtype, OPS[op], root, handle, self._stream))
+            target = address if out is None else self._locate(out)[0]
+            self._run_blocking(
+                lambda handle: self._nccl.reduce(
+                    address, target, count, dtype, NCCL_OPS[op], root, handle, self._stream
+                )
+            )
 
     def gather(
-        self, array: Any, root: int | None, layouts: Sequence[Layout | None], out: Sequence[Any | None] | None
+        self, array: Any, root: int | None, layouts: Sequence[ArrayLayout | None], out: Sequence[Any | None] | None
     ) -> None:
         """Copy rank r's array into ``out[r]`` on the root, or on every rank if ``root`` is None."""
         here, everyone = self._rank.number, range(self._rank.size)
-        takers = everyone if root is None else [root]
-        at, count, _ = self._span(array)
+        receivers = everyone if root is None else [root]
+        address, count, _ = self._locate(array)
         size = count * array.dtype.itemsize
-        parts: list[Items | None] = list(out) if out is not None else [None] * self._rank.size
-        own = parts[here]
+        targets: list[ItemRange | None] = list(out) if out is not None else [None] * self._rank.size
+        own = targets[here]
 
-        def exchange(handle: Any) -> None:
+        def send_and_receive(handle: Any) -> None:
             if own is not None and size:
-                check(self._staging.driver.cuMemcpyAsync(own.pointer, at, size, self._stream))
+                check_result(self._staging.driver.cuMemcpyAsync(own.pointer, address, size, self._stream))
             self._nccl.group_start()
             try:
-                for r in takers:
+                for r in receivers:
                     if r != here and size:
-                        self._nccl.send(at, size, BYTES, r, handle, self._stream)
-                for r, part in enumerate(parts):
-                    if part is not None and r != here and part.nbytes:
-                        self._nccl.recv(part.pointer, part.nbytes, BYTES, r, handle, self._stream)
+                        self._nccl.send(address, size, BYTES, r, handle, self._stream)
+                for r, target in enumerate(targets):
+                    if target is not None and r != here and target.nbytes:
+                        self._nccl.recv(target.pointer, target.nbytes, BYTES, r, handle, self._stream)
             finally:
                 self._nccl.group_end()
 
-        self._do(exchange)
+        self._run_blocking(send_and_receive)
 
-    def _do(self, call: Callable[[Any], None]) -> None:
-        """Have NCCL do something that all its ranks come to, and wait until it is done; what is raised gives it up."""
-        self._await_others()
+    def _run_blocking(self, launch: Callable[[Any], None]) -> None:
+        """Launch an operation on the idle stream, and wait for it; an exception aborts the connection.
+
+        Parameters
+        ----------
+        launch : callable
+            Takes the communicator's handle; all members call it.
+        """
+        self._wait_idle()
         try:
-            self._guard.started(self._connection)
-            with self._calls:
-                call(self._connection.handle)
-            self._wait()
-            _ = self._connection.handle  # unless it was given up meanwhile: what is there has no meaning then
+            self._watchdog.mark_started(self._connection)
+            with self._call_lock:
+                launch(self._connection.handle)
+            self._wait_stream()
+            _ = self._connection.handle  # raises if it was aborted meanwhile: the result is undefined then
         except BaseException:
-            self._guard.abort(self._connection)
+            self._watchdog.abort(self._connection)
             raise
-        self._guard.done_here(self._connection)
+        self._watchdog.mark_completed(self._connection)
 
-    def _await_others(self) -> None:
-        """Wait until what was put on the stream before is done; it is not given up here."""
-        self._staging.enter()
-        self._wait(self._rank.check)
+    def _wait_idle(self) -> None:
+        """Wait until earlier work on the stream is done; a failure of a peer does not abort it."""
+        self._staging.set_current()
+        self._wait_stream(self._rank.check)
 
-    def _span(self, array: Any) -> tuple[int, int, int | None]:
+    def _locate(self, array: Any) -> tuple[int, int, int | None]:
         """Return an array's address, its number of items, and NCCL's number for its dtype."""
         if self._arrays.stream is None:
-            self._arrays.wait_for(array)
-        return self._arrays.pointer(array), array.size, number_of(array.dtype)
+            self._arrays.sync(array)
+        return self._arrays.pointer(array), array.size, nccl_dtype(array.dtype)
 
-    def _wait(self, see: Callable[[], None] | None = None) -> None:
-        """Wait for the stream, and watch the peers; by default abort what is under way if one has failed or died."""
-        see = see or self._look
-        start = look = perf_counter()
-        while not self._guard.is_done():
+    def _wait_stream(self, check_peers: Callable[[], None] | None = None) -> None:
+        """Wait until the stream is idle.
+
+        Parameters
+        ----------
+        check_peers : callable, optional
+            Polled meanwhile; may raise.  By default it aborts the connection if a peer has failed or exited.
+        """
+        check_peers = check_peers or self._abort_on_failure
+        start = last_check = perf_counter()
+        while not self._watchdog.is_stream_idle():
             now = perf_counter()
-            if now > look + LOOK:
-                see()
-                look = now
-            if now > start + LOOK:
-                time.sleep(PAUSE)
-        check(self._staging.driver.cuStreamQuery(self._stream))
-        if not self._guard.is_lost:  # else it was given up
-            self._guard.leaves_wrong = False
+            if now > last_check + PEER_POLL_SECONDS:
+                check_peers()
+                last_check = now
+            if now > start + PEER_POLL_SECONDS:
+                time.sleep(GPU_POLL_SECONDS)
+        check_result(self._staging.driver.cuStreamQuery(self._stream))
+        if not self._watchdog.is_lost:  # else it was aborted, and results are undefined
+            self._watchdog.writes_in_place = False
 
-    def _look(self) -> None:
-        """Abort, and leave the command, if a peer has failed or died."""
+    def _abort_on_failure(self) -> None:
+        """Abort the connection and raise if a peer has failed or exited, or NCCL has failed."""
         try:
             self._rank.check()
         except BaseException:
-            self._guard.abort(self._connection)
+            self._watchdog.abort(self._connection)
             raise
-        error = self._connection.error()
+        error = self._connection.get_async_error()
         if error is not None:
-            self._guard.abort(self._connection)
+            self._watchdog.abort(self._connection)
             raise RuntimeError(f"NCCL failed in the middle of a collective (ncclResult_t {error})")

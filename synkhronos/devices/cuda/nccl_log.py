@@ -1,8 +1,4 @@
-"""What NCCL says while it connects.
-
-`NcclLog`
-    Keeps it in memory, and finds in it what an error has to say.
-"""
+"""NCCL's log while it connects, from which error messages quote."""
 
 from __future__ import annotations
 
@@ -13,55 +9,55 @@ from typing import Self
 #: As in "... NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>"; newer versions have no blank before the colon.
 _INTERFACE = re.compile(r"Bootstrap ?: Using (\S+?)(?:<\d+>)?$", re.MULTILINE)
 _WARNING = re.compile(r"NCCL WARN (.*)")
-#: Warnings that an error shows, at most.
-_MOST = 3
+#: Warnings that a message quotes, at most.
+_MAX_WARNINGS = 3
 
 
 class NcclLog:
-    """NCCL's log, for the time of a ``with`` block in which it connects.
+    """Context manager that records NCCL's log in memory while NCCL connects.
 
-    NCCL reads once, when it starts in this process, how much it is to say and where; a user who has set NCCL_DEBUG gets
-    what they want, and nothing is known here.
+    NCCL reads its settings for the log once per process.  If the user has set NCCL_DEBUG, nothing is recorded, and the
+    log goes where the user wants it.
 
     Parameters
     ----------
-    is_wanted : bool
-        Whether to keep it.
+    is_enabled : bool
+        Whether to record the log.
     """
 
     _file: int | None = None
 
-    def __init__(self, is_wanted: bool):
-        self._is_wanted = is_wanted and "NCCL_DEBUG" not in os.environ
-        self._begin = 0
+    def __init__(self, is_enabled: bool):
+        self._is_enabled = is_enabled and "NCCL_DEBUG" not in os.environ
+        self._start = 0
 
     def __enter__(self) -> Self:
-        if self._is_wanted:
+        if self._is_enabled:
             if NcclLog._file is None:
                 NcclLog._file = os.memfd_create("nccl")
-            self._begin = os.fstat(NcclLog._file).st_size
+            self._start = os.fstat(NcclLog._file).st_size
             os.environ["NCCL_DEBUG"] = "INFO"
             os.environ["NCCL_DEBUG_SUBSYS"] = "INIT,BOOTSTRAP,NET"
             os.environ["NCCL_DEBUG_FILE"] = f"/proc/self/fd/{NcclLog._file}"
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_wanted:
+        if self._is_enabled:
             for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
                 os.environ.pop(name, None)
 
     def interface(self) -> str:
-        """Return the interface by which this process meets the others, with its address; nothing if it isn't known."""
-        found = _INTERFACE.findall(self._text(0))  # NCCL looks for one once
+        """Return the network interface, with its address, by which NCCL reaches the other ranks; "" if unknown."""
+        found = _INTERFACE.findall(self._read(0))  # logged once per process
         return found[-1] if found else ""
 
     def warnings(self) -> str:
-        """Return the last warnings of this block, to be put behind a message."""
-        found = _WARNING.findall(self._text(self._begin))[-_MOST:]
+        """Return a sentence with the last warnings of this block, to append to a message; "" if there are none."""
+        found = _WARNING.findall(self._read(self._start))[-_MAX_WARNINGS:]
         return f". NCCL's own words: {'; '.join(found)}" if found else ""
 
-    def _text(self, begin: int) -> str:
-        if not self._is_wanted or NcclLog._file is None:
+    def _read(self, start: int) -> str:
+        if not self._is_enabled or NcclLog._file is None:
             return ""
         size = os.fstat(NcclLog._file).st_size
-        return os.pread(NcclLog._file, size - begin, begin).decode(errors="replace")
+        return os.pread(NcclLog._file, size - start, start).decode(errors="replace")

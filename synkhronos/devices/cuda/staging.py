@@ -1,18 +1,17 @@
-"""Between host memory and the GPU.
+"""Copies between shared memory and the GPU.
 
-`Staging`
-    Copies rows of shared memory into arrays on the GPU, on a stream of its own, and small arrays back.
-`Arrays`
-    What it has to know of them.
-`Items`
-    A run of an array's items.
+The pages of a Data object are locked when the object is first used, so that the GPU reads them by itself at the full
+rate of the bus: ranges of rows with its copy engine, indexed rows with a kernel whose threads read host memory.  The
+host only launches these copies.
 
-The shared memory of a Data object is page-locked when it is first used, so that the GPU reads it by itself, at the full
-rate of the bus: runs of rows by its copy engine, rows by index by a kernel whose threads read host memory directly.
-The processor only says which rows.
+Input buffers on the GPU are reused::
 
-Inputs go into memory that is used again: an array for each input and shape, and a second one where the GPU still
-computes from the first when the next rows come.
+    copy stream      rows 0 -> buffer A     rows 1 -> buffer B     rows 2 -> buffer A
+                               |  event               |  event     ^
+    compute stream             `-> launch 0 reads A   `-> launch 1 | reads B
+                                        `--------- event ---------'
+
+A second buffer is allocated only if the GPU still computes from the first when the next rows are copied.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from synkhronos.ranks import Rank, Segment, SharedArray
 
 _log = logging.getLogger("synkhronos")
 
-#: Shapes of one input for which memory is kept: a call has two at most, and the last minibatch of an epoch others.
-_SHAPES = 4
-#: Enough to fill the bus, as each thread has several loads on their way, and few enough to leave the GPU to others.
+#: Shapes for which an input keeps buffers: a call has two at most, and the last minibatch of an epoch two others.
+_MAX_SHAPES = 4
+#: Launch of the gather kernel: enough loads at once to fill the bus, and few enough blocks to leave the GPU to others.
 _BLOCKS, _THREADS, _LOADS = 32, 512, 4
-#: Bytes up to which arrays are small.
-_SMALL = 1 << 20
-#: CUDA_SUCCESS: CUDA's own results are integers.
+#: Bytes up to which arrays are fetched through page-locked memory.
+_MAX_FETCH_BYTES = 1 << 20
+#: CUDA_SUCCESS, as an integer.
 _SUCCESS = 0
 
 _GATHER = r"""
@@ -64,37 +63,51 @@ __global__ void gather(const Item* source, const long long* rows, Item* target, 
     }
 }
 """
-#: The kernel's types of items, widest first: each with its size in bytes.
-_ITEMS = {16: "uint4", 8: "unsigned long long", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
+#: C types that the kernel copies, by size in bytes, widest first.
+_ITEM_TYPES = {16: "uint4", 8: "unsigned long long", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 
 
-class Arrays(Protocol):
-    """One kind of array on a GPU."""
+class GpuArrays(Protocol):
+    """Arrays of one library on the GPU, as `Staging` uses them."""
 
     @property
     def stream(self) -> int | None:
-        """The stream on which these arrays are computed, behind whose work other work may be put; None if not known."""
+        """Handle of the stream on which the library computes; None if it is unknown."""
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """Return a new array, of whatever there is."""
+        """Return a new array of undefined content."""
 
     def pointer(self, array: Any) -> int:
-        """Return where an array lies on the GPU."""
+        """Return an array's address on the GPU."""
 
-    def wait_for(self, array: Any) -> None:
-        """Wait until an array has been computed: where the stream is not known."""
+    def sync(self, array: Any) -> None:
+        """Wait until an array has been computed."""
 
 
-class Items(NamedTuple):
-    """A run of an array's items, to be written in place."""
+class ItemRange(NamedTuple):
+    """Consecutive items of an array, to be written in place.
+
+    Attributes
+    ----------
+    array : array
+        Keeps the memory alive.
+    pointer : int
+        Address of the first item on the GPU.
+    nbytes : int
+    """
 
     array: Any
     pointer: int
     nbytes: int
 
 
-def check(results: Any) -> Any:
-    """Return what a function of the CUDA driver returned, or raise its error."""
+def check_result(results: Any) -> Any:
+    """Return the value of a call of the CUDA driver, or raise its error.
+
+    Raises
+    ------
+    RuntimeError
+    """
     error, *values = results
     if error != _SUCCESS:
         from cuda.bindings import driver
@@ -104,296 +117,342 @@ def check(results: Any) -> Any:
     return values[0] if values else None
 
 
-class _Buffer:
-    """An array on the GPU to copy rows into, and the event at which the launch that last read it was done."""
+class _InputBuffer:
+    """An array on the GPU for an input.
 
-    __slots__ = ("array", "at", "read")
-
-    def __init__(self, array: Any, at: int):
-        self.array = array
-        self.at = at
-        self.read: Any = None
-
-
-class _Slot:
-    """Memory for one input of one shape.
-
-    One array as long as the launch that reads it is done when the next rows come (XLA records launches, and has to
-    record them anew when addresses change), else two in turn, so that one is filled while the other is read.
+    Attributes
+    ----------
+    array : array
+    pointer : int
+    last_read : cuda.core.Event or None
+        Recorded behind the launch that last read the buffer.
     """
 
-    def __init__(self, make: Callable[[], _Buffer]):
-        self._make = make
-        self._buffers = [make()]
+    __slots__ = ("array", "last_read", "pointer")
 
-    def next(self) -> _Buffer:
-        """Return the array to fill now, once nothing reads it any more."""
+    def __init__(self, array: Any, pointer: int):
+        self.array = array
+        self.pointer = pointer
+        self.last_read: Any = None
+
+
+class _DoubleBuffer:
+    """One or two buffers for one input of one shape.
+
+    A single buffer as long as each launch is done before the next copy starts: XLA's recorded launches depend on
+    addresses.  Otherwise two in turn, so that one is filled while the other is read.
+    """
+
+    def __init__(self, allocate: Callable[[], _InputBuffer]):
+        self._allocate = allocate
+        self._buffers = [allocate()]
+
+    def acquire(self) -> _InputBuffer:
+        """Return a buffer that no launch reads any more."""
         first = self._buffers[0]
-        if first.read is None or first.read.is_done:
+        if first.last_read is None or first.last_read.is_done:
             return first
         if len(self._buffers) == 1:
-            self._buffers.append(self._make())
+            self._buffers.append(self._allocate())
         self._buffers.reverse()
-        now = self._buffers[0]
-        if now.read is not None:
-            now.read.sync()
-        return now
+        buffer = self._buffers[0]
+        if buffer.last_read is not None:
+            buffer.last_read.sync()
+        return buffer
 
 
 class Staging:
-    """Copies rows of shared memory to the GPU.
+    """Copies rows of shared memory to the GPU, and small arrays back.
 
     Parameters
     ----------
-    arrays : Arrays
-        The kind of array to copy into.
+    arrays : GpuArrays
+        The arrays to copy into.
+
+    Attributes
+    ----------
+    stream : cuda.core.Stream
+        Stream of the copies.  Its priority is higher than that of computations, so that the copies for the next step
+        run during this one.
+    handle : int
+        Handle of ``stream``.
+    event : CUevent
+        Reused for ordering one stream after another.
+    host_flags : ndarray of int32
+        Page-locked memory that the GPU can read.
     """
 
-    def __init__(self, arrays: Arrays):
+    def __init__(self, arrays: GpuArrays):
         from cuda.bindings import driver
         from cuda.core import Device, Stream, StreamOptions, launch
 
         self.arrays = arrays
-        self._start = launch
+        self._launch = launch
         self.driver = driver
         self._device = Device(0)
-        self._entered = threading.local()
-        self.enter()
-        # Before what waits for room on the GPU: the rows of the next step come while this one is computed.
+        self._thread = threading.local()
+        self.set_current()
         self.stream = self._device.create_stream(options=StreamOptions(priority=-1))
         self.handle = int(self.stream.handle)
-        self._of_arrays = None if arrays.stream is None else Stream.from_handle(arrays.stream)
-        self.event = check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+        self._compute_stream = None if arrays.stream is None else Stream.from_handle(arrays.stream)
+        self.event = check_result(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._kernels: dict[int, Any] = {}
         self._configs: dict[int, Any] = {}
-        #: Segments whose pages are locked, their addresses, and those of the first pages that are locked.
+        #: Locked segments: address of the mapping, and of its first locked page.
         self._locked: dict[Segment, tuple[int, int]] = {}
-        self._filled: list[_Buffer] = []
-        self._pending = False
+        #: Buffers filled since the last launch.
+        self._filled: list[_InputBuffer] = []
+        self._has_pending_copies = False
         self._rank: Rank | None = None
-        #: The last command in which something was launched.
-        self._last = 0
-        self._vector, self._fetched = _Pinned(self), _Pinned(self)
-        #: Some int32 that the GPU reads.
-        self.page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int32)
-        self.lock(self.page.ctypes.data, self.page.nbytes)
-        #: The selection whose indexes were pinned last, and where.
-        self._pinned: tuple[Selection | None, int] = None, 0
+        #: The last command that launched something.
+        self._last_command = 0
+        self._vectors, self._fetched = _PinnedMemory(self), _PinnedMemory(self)
+        self.host_flags = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int32)
+        self.lock_pages(self.host_flags.ctypes.data, self.host_flags.nbytes)
+        #: The last selection whose row numbers were copied to page-locked memory, and their address.
+        self._pinned_rows: tuple[Selection | None, int] = None, 0
 
-    def scratch(self, nbytes: int) -> int:
-        """Return the address of some bytes on the GPU, of no meaning."""
+    def allocate_scratch(self, nbytes: int) -> int:
+        """Return the address of scratch memory on the GPU."""
         self._scratch = self.arrays.empty((nbytes,), np.dtype(np.uint8))
         return self.arrays.pointer(self._scratch)
 
     @cached_property
-    def beside(self) -> int:
-        """A stream for what is computed beside XLA's or Theano's work, and before what waits for room on the GPU."""
+    def side_stream(self) -> int:
+        """Handle of a high-priority stream for communication that overlaps the library's computations."""
         from cuda.core import StreamOptions
 
-        self._beside = self._device.create_stream(options=StreamOptions(priority=-1))
-        return int(self._beside.handle)
+        self._side_stream = self._device.create_stream(options=StreamOptions(priority=-1))
+        return int(self._side_stream.handle)
 
-    def enter(self) -> None:
-        """Make the GPU this thread's, as CUDA wants it of every thread, once."""
-        if not hasattr(self._entered, "at"):
+    def set_current(self) -> None:
+        """Make the GPU current in this thread; CUDA requires it once per thread."""
+        if not hasattr(self._thread, "is_set"):
             self._device.set_current()
-            self._entered.at = True
+            self._thread.is_set = True
 
-    def input(self, rank: Rank, kept: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None) -> Any:
-        """Start to copy rows into kept memory, and return the array that they will be in."""
+    # -- to the GPU ------------------------------------------------------------------------------------------
+
+    def copy_input(
+        self, rank: Rank, buffers: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None
+    ) -> Any:
+        """Start to copy rows (None: all) to a reused buffer; return its array."""
         self._rank = rank
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
-        buffer = self._slot(kept, key, shape, location.dtype).next()
-        self._copy(rank, location, rows, buffer.at)
+        buffer = self._get_double_buffer(buffers, key, shape, location.dtype).acquire()
+        self._copy_rows(rank, location, rows, buffer.pointer)
         self._filled.append(buffer)
         return buffer.array
 
-    def vector(self, rank: Rank, kept: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
-        """Start to copy a vector of indexes into kept memory, and return the array that they will be in."""
+    def copy_vector(self, rank: Rank, buffers: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
+        """Start to copy a vector of indexes to a reused buffer; return its array."""
         self._rank = rank
-        self.enter()
-        self._started(rank)
-        buffer = self._slot(kept, key, values.shape, values.dtype.str).next()
+        self.set_current()
+        self._mark_pending(rank)
+        buffer = self._get_double_buffer(buffers, key, values.shape, values.dtype.str).acquire()
         if values.size:
-            check(self.driver.cuMemcpyAsync(buffer.at, self._vector.put(values), values.nbytes, self.handle))
+            check_result(
+                self.driver.cuMemcpyAsync(buffer.pointer, self._vectors.store(values), values.nbytes, self.handle)
+            )
         self._filled.append(buffer)
         return buffer.array
 
     def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> Any:
-        """Copy rows into a new array."""
+        """Copy rows (None: all) into a new array, and wait for the copy."""
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
-        array = self._made(shape, location.dtype)
-        self._copy(rank, location, rows, self.arrays.pointer(array))
-        self._arrived()
+        array = self._allocate(shape, location.dtype)
+        self._copy_rows(rank, location, rows, self.arrays.pointer(array))
+        self._finish_copies()
         return array
 
+    # -- to the host -----------------------------------------------------------------------------------------
+
     def write(self, rank: Rank, key: int, offset: int, array: Any) -> None:
-        """Copy an array to a place in a segment of shared memory, and wait until it is there."""
-        self.arrays.wait_for(array)
-        self.enter()
-        target = self.locked(rank, key) + offset
-        check(self.driver.cuMemcpyAsync(target, self.arrays.pointer(array), array.nbytes, self.handle))
+        """Copy an array into a segment of shared memory, at a byte offset, and wait for the copy."""
+        self.arrays.sync(array)
+        self.set_current()
+        target = self.lock_segment(rank, key) + offset
+        check_result(self.driver.cuMemcpyAsync(target, self.arrays.pointer(array), array.nbytes, self.handle))
         self.stream.sync()
 
     def fetch(self, arrays: Sequence[Any]) -> list[np.ndarray] | None:
-        """Copy small arrays to the host behind what computes them, and wait until they are there; None if they are not.
+        """Copy small arrays to the host once they are computed, and wait for the copies.
 
-        Only where the arrays' stream is known.
+        Returns
+        -------
+        list of ndarray, or None
+            None if the arrays are not small.
+
+        Notes
+        -----
+        The compute stream must be known.
         """
-        if sum(array.nbytes for array in arrays) > _SMALL:
+        if sum(array.nbytes for array in arrays) > _MAX_FETCH_BYTES:
             return None
-        self.enter()
-        if self._fetched.used:  # an interrupt came before the last copies had arrived
-            check(self.driver.cuStreamSynchronize(self.arrays.stream))
+        self.set_current()
+        if self._fetched.used:  # an interrupt came before the last copies were done
+            check_result(self.driver.cuStreamSynchronize(self.arrays.stream))
             self._fetched.used = 0
-        targets = [self._fetched.room(array.nbytes) for array in arrays]
+        targets = [self._fetched.allocate(array.nbytes) for array in arrays]
         for array, target in zip(arrays, targets, strict=True):
             if array.nbytes:
                 source = self.arrays.pointer(array)
-                check(self.driver.cuMemcpyAsync(target.ctypes.data, source, array.nbytes, self.arrays.stream))
-        check(self.driver.cuStreamSynchronize(self.arrays.stream))
+                check_result(self.driver.cuMemcpyAsync(target.ctypes.data, source, array.nbytes, self.arrays.stream))
+        check_result(self.driver.cuStreamSynchronize(self.arrays.stream))
         self._fetched.used = 0
         return [
             target.view(array.dtype).reshape(array.shape).copy() for array, target in zip(arrays, targets, strict=True)
         ]
 
-    def arrive(self) -> None:
-        """Have the launch that comes now wait for all copies that were started."""
-        if self._pending:
+    # -- order of copies and launches ------------------------------------------------------------------------
+
+    def before_launch(self) -> None:
+        """Make the next launch wait for all pending copies."""
+        if self._has_pending_copies:
             if self.arrays.stream is None:
-                self._arrived()
+                self._finish_copies()
             else:
-                check(self.driver.cuEventRecord(self.event, self.handle))
-                check(self.driver.cuStreamWaitEvent(self.arrays.stream, self.event, 0))
+                check_result(self.driver.cuEventRecord(self.event, self.handle))
+                check_result(self.driver.cuStreamWaitEvent(self.arrays.stream, self.event, 0))
 
-    def launched(self) -> None:
-        """Note that the last launch reads what was filled since the one before, until it has computed.
+    def after_launch(self) -> None:
+        """Record that the last launch reads the buffers filled since the previous one.
 
-        The copies are waited for by the end of the command: from then on the user may write into the memory that they
-        read.  The second launch in one command waits for them at once, and so do all that follow.
+        The copies must be done by the end of the command, as the user may then write into the memory that they read.
+        From the second launch of a command on, they are waited for here.
         """
-        if self._filled and self._of_arrays is not None:
-            done = self._of_arrays.record()
+        if self._filled and self._compute_stream is not None:
+            done = self._compute_stream.record()
             for buffer in self._filled:
-                buffer.read = done
+                buffer.last_read = done
         self._filled.clear()
-        if self._rank is None or self._last == self._rank.command:
-            self._arrived()
+        if self._rank is None or self._last_command == self._rank.command:
+            self._finish_copies()
         else:
-            self._last = self._rank.command
+            self._last_command = self._rank.command
 
-    def _started(self, rank: Rank) -> None:
-        """Note that copies are on their way, which are waited for by the end of the command, however that goes."""
-        if not self._pending:
-            self._pending = True
-            rank.at_finish.append(self._arrived)
+    def _mark_pending(self, rank: Rank) -> None:
+        """Note that copies have been started; the command waits for them at its end, also if it fails."""
+        if not self._has_pending_copies:
+            self._has_pending_copies = True
+            rank.at_finish.append(self._finish_copies)
 
-    def _arrived(self) -> None:
-        if self._pending:
+    def _finish_copies(self) -> None:
+        if self._has_pending_copies:
             self.stream.sync()
-            self._pending = False
-            self._vector.used = 0
-            self._pinned = None, 0
+            self._has_pending_copies = False
+            self._vectors.used = 0
+            self._pinned_rows = None, 0
 
-    def _slot(self, kept: dict[Any, Any], key: Any, shape: tuple[int, ...], dtype: str) -> _Slot:
-        slots: dict[Any, _Slot] = kept.setdefault(key, {})
-        slot = slots.get((shape, dtype))
-        if slot is None:
-            while len(slots) >= _SHAPES:
-                del slots[next(iter(slots))]  # the memory is used again when the launches that read it are done
+    # -- buffers ---------------------------------------------------------------------------------------------
 
-            def make() -> _Buffer:
-                array = self._made(shape, dtype)
-                return _Buffer(array, self.arrays.pointer(array))
+    def _get_double_buffer(
+        self, buffers: dict[Any, Any], key: Any, shape: tuple[int, ...], dtype: str
+    ) -> _DoubleBuffer:
+        by_shape: dict[Any, _DoubleBuffer] = buffers.setdefault(key, {})
+        double_buffer = by_shape.get((shape, dtype))
+        if double_buffer is None:
+            while len(by_shape) >= _MAX_SHAPES:
+                del by_shape[next(iter(by_shape))]  # the library reuses the memory once the launches that read it end
 
-            slot = slots[shape, dtype] = _Slot(make)
-        return slot
+            def allocate() -> _InputBuffer:
+                array = self._allocate(shape, dtype)
+                return _InputBuffer(array, self.arrays.pointer(array))
 
-    def _made(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """Return a new array to copy into: once what was there before is no longer read."""
-        self.enter()
+            double_buffer = by_shape[shape, dtype] = _DoubleBuffer(allocate)
+        return double_buffer
+
+    def _allocate(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """Return a new array; copies into it wait for earlier launches, which may still read the reused memory."""
+        self.set_current()
         array = self.arrays.empty(shape, np.dtype(dtype))
         if self.arrays.stream is not None:
-            check(self.driver.cuEventRecord(self.event, self.arrays.stream))
-            check(self.driver.cuStreamWaitEvent(self.handle, self.event, 0))
+            check_result(self.driver.cuEventRecord(self.event, self.arrays.stream))
+            check_result(self.driver.cuStreamWaitEvent(self.handle, self.event, 0))
         return array
 
-    def _copy(self, rank: Rank, location: SharedArray, rows: Selection | None, target: int) -> None:
-        """Start to copy rows to an address on the GPU."""
-        self.enter()
-        n_rows = 1 if not location.shape else location.shape[0] if rows is None else len(rows)
-        width = math.prod(location.shape[1:]) * int(location.dtype[2:])
-        if not n_rows * width:
-            return
-        source = self.locked(rank, location.key) + location.offset
-        self._started(rank)
-        if rows is None or isinstance(rows, range) and (rows.step == 1 or len(rows) == 1):
-            start = 0 if rows is None else rows[0] * width
-            check(self.driver.cuMemcpyAsync(target, source + start, n_rows * width, self.handle))
-            return
-        if rows is not self._pinned[0]:
-            self._pinned = rows, self._vector.put(rows if isinstance(rows, np.ndarray) else np.asarray(rows, np.int64))
-        item = next(size for size in _ITEMS if not (width | source | target) % size)
-        self._gather(item, source, self._pinned[1], target, n_rows * (width // item), width // item)
+    # -- rows ------------------------------------------------------------------------------------------------
 
-    def _gather(self, item: int, source: int, index: int, target: int, count: int, width: int) -> None:
-        """Start the kernel on items of a size in bytes: so many in all, and so many in a row."""
-        kernel = self._kernels.get(item)
+    def _copy_rows(self, rank: Rank, location: SharedArray, rows: Selection | None, target: int) -> None:
+        """Start to copy rows to an address on the GPU."""
+        self.set_current()
+        n_rows = 1 if not location.shape else location.shape[0] if rows is None else len(rows)
+        row_bytes = math.prod(location.shape[1:]) * int(location.dtype[2:])
+        if not n_rows * row_bytes:
+            return
+        source = self.lock_segment(rank, location.key) + location.offset
+        self._mark_pending(rank)
+        if rows is None or isinstance(rows, range) and (rows.step == 1 or len(rows) == 1):
+            start = 0 if rows is None else rows[0] * row_bytes
+            check_result(self.driver.cuMemcpyAsync(target, source + start, n_rows * row_bytes, self.handle))
+            return
+        if rows is not self._pinned_rows[0]:
+            indexes = rows if isinstance(rows, np.ndarray) else np.asarray(rows, np.int64)
+            self._pinned_rows = rows, self._vectors.store(indexes)
+        itemsize = next(size for size in _ITEM_TYPES if not (row_bytes | source | target) % size)
+        width = row_bytes // itemsize
+        self._gather_rows(itemsize, source, self._pinned_rows[1], target, n_rows * width, width)
+
+    def _gather_rows(self, itemsize: int, source: int, index: int, target: int, count: int, width: int) -> None:
+        """Launch the gather kernel: ``count`` items in all, ``width`` items per row."""
+        kernel = self._kernels.get(itemsize)
         if kernel is None:
-            kernel = self._kernels[item] = self._compiled(_ITEMS[item])
+            kernel = self._kernels[itemsize] = self._compile_gather(_ITEM_TYPES[itemsize])
         blocks = min(_BLOCKS, -(-count // _THREADS))
         config = self._configs.get(blocks)
         if config is None:
             from cuda.core import LaunchConfig
 
             config = self._configs[blocks] = LaunchConfig(grid=blocks, block=_THREADS)
-        self._start(self.stream, config, kernel, source, index, target, np.uint64(count), np.uint32(width))
+        self._launch(self.stream, config, kernel, source, index, target, np.uint64(count), np.uint32(width))
 
-    def _compiled(self, item: str) -> Any:
+    def _compile_gather(self, item_type: str) -> Any:
         from cuda.core import Program, ProgramOptions
 
         capability = self._device.compute_capability
         options = ProgramOptions(std="c++17", arch=f"sm_{capability.major}{capability.minor}")
-        name = f"gather<{item}, {_LOADS}>"
+        name = f"gather<{item_type}, {_LOADS}>"
         return Program(_GATHER, "c++", options).compile("cubin", name_expressions=(name,)).get_kernel(name)
 
-    def locked(self, rank: Rank, key: int) -> int:
-        """Return a segment's address, which the GPU shares, and lock its pages in memory if they aren't yet."""
+    # -- page-locked memory ----------------------------------------------------------------------------------
+
+    def lock_segment(self, rank: Rank, key: int) -> int:
+        """Lock the pages of a shared-memory segment if they aren't yet; return its address, the same on the GPU."""
         segment = rank.segments[key]
         address, _ = self._locked.get(segment, (None, 0))
         if address is None:
-            if self._forget not in rank.segments.at_drop:
-                rank.segments.at_drop.append(self._forget)
+            if self._unlock_segment not in rank.segments.at_drop:
+                rank.segments.at_drop.append(self._unlock_segment)
             address = segment.array((0,), np.uint8).ctypes.data
             first, last = segment.here.start // mmap.PAGESIZE * mmap.PAGESIZE, segment.here.stop
             try:
                 self._locked[segment] = address, address + first
-                self.lock(address + first, last - first)
+                self.lock_pages(address + first, last - first)
             except BaseException:
-                self._forget(segment)
+                self._unlock_segment(segment)
                 raise
         return address
 
-    def _forget(self, segment: Segment) -> None:
+    def _unlock_segment(self, segment: Segment) -> None:
         """Unlock a segment that is about to be unmapped."""
         if segment in self._locked:
-            self.unlock(self._locked[segment][1])
+            self.unlock_pages(self._locked[segment][1])
             del self._locked[segment]
 
-    def lock(self, address: int, nbytes: int) -> None:
-        """Lock the pages of some memory."""
+    def lock_pages(self, address: int, nbytes: int) -> None:
+        """Lock the pages of a range of host memory, and map them for the GPU."""
         flags = self.driver.CU_MEMHOSTREGISTER_PORTABLE | self.driver.CU_MEMHOSTREGISTER_DEVICEMAP
         results = self.driver.cuMemHostRegister(address, nbytes, flags)
         if results[0] == self.driver.CUresult.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED:
-            # An interrupt came before anybody had noted it.
-            self.unlock(address)
+            # An interrupt came after the registration, before it was recorded.
+            self.unlock_pages(address)
             results = self.driver.cuMemHostRegister(address, nbytes, flags)
-        check(results)
+        check_result(results)
 
-    def unlock(self, address: int) -> None:
-        """Unlock pages before they are unmapped: the memory may go in the middle of anything, so this doesn't fail."""
+    def unlock_pages(self, address: int) -> None:
+        """Unlock pages before they are unmapped; never raises, as memory may be freed at any point."""
         try:
-            self.enter()
+            self.set_current()
             (error,) = self.driver.cuMemHostUnregister(address)
         except Exception as raised:
             error = raised
@@ -401,39 +460,46 @@ class Staging:
             _log.debug("page-locked memory could not be unlocked: %s", error)
 
 
-class _Pinned:
-    """Page-locked memory for small arrays on their way, until all have arrived."""
+class _PinnedMemory:
+    """Page-locked memory for small arrays that are being copied.
+
+    Attributes
+    ----------
+    used : int
+        Bytes in use.  The owner sets it to 0 once all copies are done.
+    """
 
     def __init__(self, staging: Staging):
         self._staging = staging
         self._memory: np.ndarray = np.empty(0, np.uint8)
-        self._full: list[np.ndarray] = []
+        #: Blocks that were too small, in use until all copies are done.
+        self._outgrown: list[np.ndarray] = []
         self.used = 0
 
-    def put(self, values: np.ndarray) -> int:
-        """Copy a vector there, and return its address."""
-        target = self.room(values.nbytes)
+    def store(self, values: np.ndarray) -> int:
+        """Copy a vector into the memory, and return its address."""
+        target = self.allocate(values.nbytes)
         target.view(values.dtype)[:] = values
         return int(target.ctypes.data)
 
-    def room(self, nbytes: int) -> np.ndarray:
-        """Return so many bytes of it."""
+    def allocate(self, nbytes: int) -> np.ndarray:
+        """Return a block of ``nbytes`` bytes."""
         if self.used == 0:
-            while self._full:
-                if self._full[-1].size and self._full[-1] is not self._memory:
-                    self._staging.unlock(self._full[-1].ctypes.data)
-                del self._full[-1]
+            while self._outgrown:
+                if self._outgrown[-1].size and self._outgrown[-1] is not self._memory:
+                    self._staging.unlock_pages(self._outgrown[-1].ctypes.data)
+                del self._outgrown[-1]
         if self.used + nbytes > self._memory.size:
             size = -(-max(1 << 20, 2 * (self.used + nbytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
             memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
             try:
-                self._staging.lock(memory.ctypes.data, size)
-                # What is on its way stays where it is; from the next time on there is room for all of it.
-                self._full.append(self._memory)
+                self._staging.lock_pages(memory.ctypes.data, size)
+                # Arrays in the old memory stay there until they are copied; from then on the new memory fits them all.
+                self._outgrown.append(self._memory)
                 self._memory, self.used = memory, 0
             except BaseException:
                 if self._memory is not memory:
-                    self._staging.unlock(memory.ctypes.data)
+                    self._staging.unlock_pages(memory.ctypes.data)
                 raise
         target = self._memory[self.used : self.used + nbytes]
         self.used += -(-nbytes // 64) * 64

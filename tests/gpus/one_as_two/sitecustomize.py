@@ -16,7 +16,7 @@ import pynvml
 from synkhronos.devices import cuda
 
 _handle = pynvml.nvmlDeviceGetHandleByIndex
-_only = cuda.only
+_only = cuda.restrict_visible_gpu
 
 
 @contextlib.contextmanager
@@ -28,4 +28,4 @@ def only(place):
 
 pynvml.nvmlDeviceGetCount = lambda: 2
 pynvml.nvmlDeviceGetHandleByIndex = lambda index: _handle(0)
-cuda.only = only
+cuda.restrict_visible_gpu = only

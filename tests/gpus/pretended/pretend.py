@@ -24,9 +24,9 @@ def install():
     import cuda.core
 
     import synkhronos.devices.cuda
-    from synkhronos.devices.jax import Jax
-    from synkhronos.devices.jax.foreign import ComputeStream
-    from synkhronos.devices.pygpu import Pygpu
+    from synkhronos.devices.jax import JaxDevice
+    from synkhronos.devices.jax.ffi import ComputeStream
+    from synkhronos.devices.pygpu import PygpuDevice
 
     def start(self, place):
         cuda.core.PLACE = place
@@ -44,16 +44,16 @@ def install():
 
     synkhronos.devices.cuda.is_started = lambda: cuda.core.Device.is_started
 
-    Pygpu.needed = {}
-    Pygpu.start = start_pygpu
-    Pygpu.stream = cuda.core.COMPUTE
+    PygpuDevice.requirements = {}
+    PygpuDevice.start = start_pygpu
+    PygpuDevice.stream = cuda.core.COMPUTE
 
-    Jax.needed = {}
-    Jax.start = start
-    Jax.pointer = lambda self, array: int(array.block_until_ready().unsafe_buffer_pointer())
-    Jax._compute_stream = ComputeStream(cuda.core.COMPUTE, True)
+    JaxDevice.requirements = {}
+    JaxDevice.start = start
+    JaxDevice.pointer = lambda self, array: int(array.block_until_ready().unsafe_buffer_pointer())
+    JaxDevice._compute_stream = ComputeStream(cuda.core.COMPUTE, True)
     # Streams keep nothing waiting here; XLA does, so what it has launched is waited for.
-    launched = Jax.launched
+    launched = JaxDevice.after_launch
 
     def launched_and_done(self, results):
         import jax
@@ -61,4 +61,4 @@ def install():
         jax.block_until_ready([each for each in jax.tree.leaves(results) if isinstance(each, jax.Array)])
         launched(self, results)
 
-    Jax.launched = launched_and_done
+    JaxDevice.after_launch = launched_and_done

@@ -1,0 +1,236 @@
+"""Watchdog of collectives on the GPU that the host does not wait for.
+
+A rank launches a collective and continues.  If a peer never launches it, the GPU waits for ever, unless the connection
+is aborted.  The watchdog records what this rank has started, finds out whether all ranks have, and aborts otherwise::
+
+    idle ────────────────> exposed ────────────────────────────────> safe ──────────> idle
+         mark_started:       │  a rank may fail before it starts       │  all ranks      the GPU
+         launched on the     │  the collective                         │  have started   is done
+         stream              │                                         │
+                             │  wait_started: wait until all have ─────>
+                             │  notify_started: arrive, do not wait    │
+                             │                                         │
+       a rank fails before   │                                         │  a peer exits
+       all have started      v                                         v  (master's thread only)
+       (cancel)          aborted: `Connection.abort`; the GPU continues with undefined results
+                         (also `CONNECT_TIMEOUT` after a failure, for any reason)
+
+The ranks agree on whether all have started (`synkhronos.ranks.agreement`): either all abort a collective or none does.
+Three places check: the rank that waits (`wait_started`), the end of a failed command (`cancel`), and a thread, as a
+rank that waits for its GPU does not notice a failure.
+
+Invariant: at most one of a rank's connections has work on the stream.  Blocking operations (all but ``all_reduce``, and
+everything within a group) start on an idle stream.  The active connection is aborted first: aborting another one frees
+memory on the GPU, for which CUDA waits until the GPU is idle.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable
+from time import perf_counter
+
+from synkhronos.devices.cuda.connection import CONNECT_TIMEOUT, PEER_POLL_SECONDS, STUCK_TIMEOUT, Connection
+from synkhronos.devices.cuda.staging import Staging
+from synkhronos.ranks import Cancelled, PendingOperation, Rank
+from synkhronos.ranks.interrupts import defer_signals
+
+#: Seconds between two checks of the peers after one has failed or exited while the stream was idle.
+_IDLE_POLL_SECONDS = 0.2
+#: Seconds between two queries of the stream.
+GPU_POLL_SECONDS = 0.0002
+
+
+class CollectiveWatchdog(PendingOperation):
+    """Aborts collectives that can't complete.
+
+    Parameters
+    ----------
+    rank : Rank
+    staging : Staging
+    connection : Connection
+        The connection of all ranks.
+    stream : int
+        Handle of the stream on which collectives are launched.
+
+    Attributes
+    ----------
+    connections : list of Connection
+        This rank's connections: that of all ranks first, then those of groups.
+    active_connection : Connection
+        The one whose work is on the stream, if there is any.
+    is_lost : bool
+        Whether a collective was aborted because a peer exited.
+    writes_in_place : bool
+        Whether pending collectives leave variables undefined if they are aborted.
+    """
+
+    def __init__(self, rank: Rank, staging: Staging, connection: Connection, stream: int):
+        self.is_lost = self.writes_in_place = False
+        self._rank, self._staging, self._stream = rank, staging, stream
+        self.connections = [connection]
+        self.active_connection = connection
+        self._thread: threading.Thread | None = None
+        self._query_thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        #: The last command in which this rank completed a blocking collective that others may not have started.
+        self._completed_command = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Record that nothing is pending."""
+        #: The last command that started a collective without waiting for it; 0 if there is none.
+        self._pending_command = 0
+        #: Step of the command by which all ranks have started it; infinity until this rank arrives at that step.
+        self._started_step: float = 0
+
+    def abort(self, connection: Connection | None = None) -> None:
+        """Abort a connection, by default the active one."""
+        with defer_signals():
+            self.clear()
+            (connection or self.active_connection).abort()
+
+    # -- calls from a command --------------------------------------------------------------------------------
+
+    def mark_started(self, connection: Connection) -> None:
+        """Record that a connection puts work on the stream now, and start the thread if needed."""
+        self.active_connection = connection
+        self._pending_command = self._rank.command
+        self._started_step = math.inf
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch_peers, daemon=True)
+            self._thread.start()
+
+    def mark_completed(self, connection: Connection) -> None:
+        """Record that this rank has waited for what it has started.
+
+        NCCL buffers small messages, so a sender (such as the root of a broadcast) may complete before its receivers
+        have started.  If a receiver fails before it starts, the next collective would receive the message: `cancel`
+        therefore aborts the connection.
+        """
+        self.clear()
+        if connection is self.connections[0]:
+            self._completed_command = self._rank.command
+
+    def wait_started(self, check: Callable[[], None] | None = None) -> None:
+        """Wait until every rank has started what this one has.  From then on only a peer's exit can prevent its end.
+
+        Parameters
+        ----------
+        check : callable, optional
+            Polled while others are late; may raise.
+        """
+        if self._started_step == math.inf:
+            step = self._started_step = self._rank.next_step
+            try:
+                self._rank.barrier(check)
+            except Cancelled:
+                # If all ranks have arrived before the failure, the collective completes.
+                if not self._rank.have_all_reached(step):
+                    raise
+
+    def notify_started(self) -> None:
+        """Tell the other ranks that this one has started its collectives, without waiting.
+
+        Sufficient in place of `wait_started` at the end of a command, as the master waits for that end.
+        """
+        if self._started_step == math.inf:
+            self._started_step = self._rank.next_step
+            self._rank.arrive()
+
+    # -- PendingOperation ------------------------------------------------------------------------------------
+
+    def cancel(self, command: int) -> None:
+        """Abort what a failed command has started, unless all ranks have started it; all ranks decide alike.
+
+        Connections of groups are aborted in any case, on all ranks, so that members need not compare epochs.
+        """
+        if self._completed_command == command != self._pending_command:
+            self.abort(self.connections[0])
+        self._abort_unless_started_by_all(command)
+        for connection in self.connections[1:]:
+            connection.abort()
+
+    def _abort_unless_started_by_all(self, command: int) -> None:
+        if self._pending_command == command:
+            # Read in this order: first the ranks' last common step, then this rank's.
+            step = self._rank.last_common_step(command)
+            if step is not None and step < self._started_step:
+                self.abort()
+
+    def is_stream_idle(self) -> bool:
+        """Whether all work on the stream is done."""
+        (result,) = self._staging.driver.cuStreamQuery(self._stream)
+        return bool(result != self._staging.driver.CUresult.CUDA_ERROR_NOT_READY)
+
+    def is_unfinished(self) -> bool:
+        """Whether a collective that writes in place is pending, or was aborted by a peer's exit."""
+        if self._pending_command and not self.is_lost:
+            self._staging.set_current()
+            return self.writes_in_place and not self.is_stream_idle()
+        return self.is_lost and self.writes_in_place
+
+    def finish(self) -> None:
+        """Wait until the stream is idle, or a peer has exited."""
+        self._staging.set_current()
+        while self._pending_command and not self.is_stream_idle() and not self._rank.peer_died():
+            time.sleep(GPU_POLL_SECONDS)
+
+    def end(self) -> None:
+        """Stop the thread and disconnect."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+        self.abort()  # the active connection before the others
+        for connection in self.connections:
+            connection.abort()
+
+    # -- thread ----------------------------------------------------------------------------------------------
+
+    def _watch_peers(self) -> None:
+        """Abort what is pending when a peer has exited, or has failed in the command that started it."""
+        self._staging.set_current()
+        failed, since, pause = 0, 0.0, PEER_POLL_SECONDS
+        while not self._stop.wait(pause):
+            command, pause = self._pending_command, PEER_POLL_SECONDS
+            has_peer_died = bool(command) and self._rank.peer_died()
+            if not (has_peer_died or (command and self._rank.has_failed(command))):
+                failed = 0
+                continue
+            if self._query_idle():
+                failed, pause = 0, _IDLE_POLL_SECONDS
+                continue
+            if has_peer_died:
+                self.is_lost = True
+                self.abort()
+                # The master may have got the peer's exit signal when nothing was wrong, and be waiting without checks.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+                return
+            self._abort_unless_started_by_all(command)
+            # No wait is unbounded, whatever keeps a peer from its collective.
+            if failed != command:
+                failed, since = command, perf_counter()
+            elif perf_counter() > since + CONNECT_TIMEOUT:
+                self.abort()
+
+    def _query_idle(self) -> bool:
+        """Whether the stream is idle; False if CUDA does not answer within `STUCK_TIMEOUT`.
+
+        A stream holds a thousand launches.  A thread that launches on a full stream blocks within CUDA, for ever if the
+        GPU waits for a missing peer, and blocks every other call of CUDA.  So the query runs in a thread of its own.
+        """
+        answers: list[bool] = []
+
+        def query() -> None:
+            self._staging.set_current()
+            answers.append(self.is_stream_idle())
+
+        if self._query_thread is not None and self._query_thread.is_alive():
+            return False
+        self._query_thread = threading.Thread(target=query, daemon=True)
+        self._query_thread.start()
+        self._query_thread.join(STUCK_TIMEOUT)
+        return bool(answers and answers[0])

@@ -1,0 +1,222 @@
+"""Collectives over NumPy arrays of ranks on one host, through shared memory.
+
+Each rank owns a scratch area that all ranks map.  It has two halves.  An array of any size is exchanged in chunks of
+half a scratch area, so that nothing is allocated and the data stays in the processors' caches::
+
+    chunk          0        1        2        3
+    half           A        B        A        B
+    ranks        write -> barrier -> read, write -> barrier -> read, ...
+
+Invariant: a half is written again only after the barrier of the chunk in between.  Every rank that passes that barrier
+has read the half's old content.  Alternation therefore continues from one array to the next within a command.
+
+Results are identical on all ranks and reproducible: one rank reduces each element, in rank order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from synkhronos.devices.reductions import REDUCTIONS, Reduction
+from synkhronos.ranks import Rank
+from synkhronos.ranks.control import SCRATCH
+
+#: Shape and dtype of an array.
+ArrayLayout = tuple[tuple[int, ...], np.dtype]
+
+
+class HostCommunicator:
+    """Collectives over NumPy arrays in shared memory.
+
+    It also defines the interface of other devices' communicators.  Every method is called on every rank, with arguments
+    that agree.  Arrays are contiguous, and all ranks know all shapes beforehand.
+
+    Parameters
+    ----------
+    rank : Rank
+
+    Attributes
+    ----------
+    epoch : int
+        Number of the connection that this rank has made.  Always 0 here, as the fork connects the ranks.
+    """
+
+    epoch = 0
+
+    def __init__(self, rank: Rank):
+        self._rank = rank
+        self._halves = [
+            [np.frombuffer(rank.control.scratch(r, half), np.uint8) for r in rank.control.here] for half in range(2)
+        ]
+        self._command = self._turn = 0
+
+    def connect(self, epochs: Sequence[int]) -> None:
+        """Connect the ranks unless ``epochs``, one for each rank, shows that they share a connection."""
+
+    def _next_halves(self) -> list[np.ndarray]:
+        """Return every rank's scratch half for the next chunk of this command.
+
+        Alternation restarts with each command: ranks may have left a cancelled one at different chunks.
+        """
+        if self._command != self._rank.command:
+            self._command, self._turn = self._rank.command, 0
+        self._turn ^= 1
+        return self._halves[self._turn]
+
+    def broadcast(self, array: np.ndarray, root: int) -> None:
+        """Copy the root's array into every other rank's, in place."""
+        rank, mine = self._rank, as_bytes(array)
+        if rank.size == 1:
+            return
+        for offset in range(0, mine.size, SCRATCH):
+            chunk = mine[offset : offset + SCRATCH]
+            shared = self._next_halves()[root][: chunk.size]
+            if rank.number == root:
+                shared[:] = chunk
+            rank.barrier()
+            if rank.number != root:
+                chunk[:] = shared
+
+    def all_reduce(self, array: np.ndarray, op: str) -> bool:
+        """Replace every rank's array by the reduction over all ranks, in place.
+
+        Returns
+        -------
+        bool
+            Whether the result has been written already.  `Device.refresh` returns the array to use from then on.
+        """
+        flat = array.reshape(-1)
+        self._reduce(flat, flat, op, flat.size, flat.dtype, range(self._rank.size))
+        return True
+
+    def wait_started(self, check: Callable[[], None] | None = None) -> None:
+        """Wait until every rank has started the collectives of this one; ``check`` is polled, and may raise."""
+
+    def notify_started(self) -> None:
+        """Tell the other ranks that this one has started; takes the place of `wait_started` at a command's end."""
+
+    def reduce(
+        self,
+        array: np.ndarray | None,
+        op: str,
+        root: int,
+        out: np.ndarray | None,
+        layout: ArrayLayout,
+        contributors: Sequence[int],
+    ) -> None:
+        """Write the reduction of the contributors' arrays into the root's ``out``."""
+        (shape, dtype), here = layout, self._rank.number
+        source = array.reshape(-1) if array is not None and here in contributors else None
+        target = out.reshape(-1) if out is not None and here == root else None
+        self._reduce(source, target, op, math.prod(shape), dtype, contributors)
+
+    def gather(
+        self,
+        array: np.ndarray | None,
+        root: int | None,
+        layouts: Sequence[ArrayLayout | None],
+        out: Sequence[np.ndarray | None] | None,
+    ) -> None:
+        """Copy rank r's array into ``out[r]`` on the root, or on every rank if ``root`` is None.
+
+        Parameters
+        ----------
+        array : ndarray or None
+            This rank's array; None if it contributes nothing.
+        root : int or None
+        layouts : sequence of ArrayLayout or None
+            Shape and dtype of each rank's array; None for a rank that contributes nothing.
+        out : sequence of ndarray or None
+            None on ranks that receive nothing.
+        """
+        rank = self._rank
+        sizes = [0 if layout is None else count_bytes(layout) for layout in layouts]
+        mine = None if array is None else as_bytes(array)
+        targets = [None if a is None else as_bytes(a) for a in out] if out is not None else [None] * rank.size
+        own = targets[rank.number]
+        if mine is not None and own is not None:
+            own[:] = mine
+        contributes = mine is not None and rank.number != root
+        # The root's own array needs no exchange.
+        for offset in range(0, max((s for r, s in enumerate(sizes) if r != root), default=0), SCRATCH):
+            halves = self._next_halves()
+            if contributes and mine is not None:
+                chunk = mine[offset : offset + SCRATCH]
+                halves[rank.number][: chunk.size] = chunk
+            rank.barrier()
+            for r, target in enumerate(targets):
+                if target is not None and r != rank.number:
+                    chunk = target[offset : offset + SCRATCH]
+                    chunk[:] = halves[r][: chunk.size]
+
+    def _reduce(
+        self,
+        source: np.ndarray | None,
+        target: np.ndarray | None,
+        op: str,
+        size: int,
+        dtype: np.dtype,
+        contributors: Sequence[int],
+    ) -> None:
+        """Reduce ``source`` over the contributors into every ``target`` that is not None.
+
+        Each chunk is divided into one share per rank and takes two steps: every rank publishes its elements, then each
+        rank reduces its share, which all ranks copy after the second barrier.  A rank does not publish the elements of
+        its own share, as no other rank reads them.
+        """
+        rank, reduction = self._rank, REDUCTIONS[op]
+        if len(contributors) == 1 and rank.size == 1:
+            if target is not None and source is not None and target is not source:
+                target[:] = source
+            return
+        here, n_elements = rank.number, SCRATCH // dtype.itemsize
+        for offset in range(0, size, n_elements):
+            count = min(n_elements, size - offset)
+            bounds = [count * r // rank.size for r in range(rank.size + 1)]
+            shared = [half[: count * dtype.itemsize].view(dtype) for half in self._next_halves()]
+            low, high = bounds[here], bounds[here + 1]
+            if source is not None:
+                chunk = source[offset : offset + count]
+                shared[here][:low] = chunk[:low]
+                shared[here][high:] = chunk[high:]
+            rank.barrier()
+            if high > low:
+                inputs = [chunk[low:high] if r == here else shared[r][low:high] for r in contributors]
+                result = shared[here][low:high]
+                accumulator = reduction.accumulator_dtype(dtype)
+                wide = result if accumulator == dtype else np.empty(high - low, accumulator)
+                reduce_arrays(inputs, reduction, wide)
+                if reduction.divides:
+                    np.true_divide(wide, len(contributors), out=wide)
+                if wide is not result:
+                    result[:] = wide
+            rank.barrier()
+            if target is not None:
+                chunk = target[offset : offset + count]
+                for r in range(rank.size):
+                    chunk[bounds[r] : bounds[r + 1]] = shared[r][bounds[r] : bounds[r + 1]]
+
+
+def reduce_arrays(inputs: Sequence[np.ndarray], reduction: Reduction, out: np.ndarray) -> None:
+    """Reduce arrays in order into ``out``, in its dtype."""
+    assert reduction.ufunc is not None
+    if len(inputs) == 1:
+        out[:] = inputs[0]
+    elif inputs:
+        reduction.ufunc(inputs[0], inputs[1], out=out, dtype=out.dtype.type)
+        for values in inputs[2:]:
+            reduction.ufunc(out, values, out=out)
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """Return a contiguous array's memory as a vector of uint8."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def count_bytes(layout: ArrayLayout) -> int:
+    """Return the size of an array in bytes."""
+    shape, dtype = layout
+    return math.prod(shape) * dtype.itemsize

@@ -1,0 +1,416 @@
+"""XLA's foreign function interface: communication in the middle of an XLA program.
+
+XLA calls foreign functions (its "FFI", ``xla/ffi/api/c_api.h``, part of jaxlib) while it launches a program, in the
+launching thread, and passes the addresses of the arrays and the stream.  Work that a foreign function launches on that
+stream is ordered between XLA's earlier and later work, and nobody waits.  An all-reduce in a program takes this way::
+
+    traced        trace_start(chunk 0)   trace_start(chunk 1)   trace_all_reduce(rest)      custom calls in the program
+                        |                      |                      |
+    launched      _start_callback        _start_callback        _finish_callback            called by XLA
+                        |                      |                      |
+                  LaunchReducer.start    LaunchReducer.start    LaunchReducer.finish        bound by `bind_reducer`
+                        |                      |                      |
+    NCCL          start_in_launch        start_in_launch        finish_in_launch            `NcclCommunicator`
+
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from synkhronos.devices.cuda.nccl import ReduceSpan
+from synkhronos.ranks.interrupts import defer_signals
+
+_log = logging.getLogger("synkhronos")
+
+_METADATA = 1  # XLA_FFI_Extension_Metadata
+_EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
+
+
+class _Struct(ctypes.Structure):
+    """Header of most of XLA's structures."""
+
+    _fields_ = [("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p)]
+
+
+class _Version(_Struct):
+    _fields_ = [("major", ctypes.c_int), ("minor", ctypes.c_int)]
+
+
+class _Metadata(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("version", _Version), ("traits", ctypes.c_uint32)]
+
+
+class _Extension(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("metadata", ctypes.POINTER(_Metadata)),  # if the type is _METADATA
+    ]
+
+
+class _StreamGet(_Struct):
+    _fields_ = [("context", ctypes.c_void_p), ("stream", ctypes.c_void_p)]
+
+
+_Callback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+
+
+class _Api(_Struct):
+    _fields_ = [
+        ("version", _Version),
+        ("internal", ctypes.c_void_p),
+        ("error_create", ctypes.c_void_p),
+        ("error_get_message", ctypes.c_void_p),
+        ("error_destroy", _Callback),
+        ("handler_register", ctypes.c_void_p),
+        ("stream_get", _Callback),
+    ]
+
+
+class _FfiBuffer(_Struct):
+    _fields_ = [
+        ("dtype", ctypes.c_int),
+        ("data", ctypes.c_void_p),
+        ("rank", ctypes.c_int64),
+        ("dims", ctypes.POINTER(ctypes.c_int64)),
+    ]
+
+
+class _FfiBuffers(_Struct):
+    """Arguments (XLA_FFI_Args) or results (XLA_FFI_Rets), which have the same layout."""
+
+    _fields_ = [
+        ("size", ctypes.c_int64),
+        ("types", ctypes.c_void_p),
+        ("buffers", ctypes.POINTER(ctypes.POINTER(_FfiBuffer))),
+    ]
+
+
+class _CallFrame(_Struct):
+    _fields_ = [
+        ("api", ctypes.POINTER(_Api)),
+        ("context", ctypes.c_void_p),
+        ("stage", ctypes.c_int),
+        ("arguments", _FfiBuffers),
+        ("results", _FfiBuffers),
+    ]
+
+
+class _ErrorDestroy(_Struct):
+    _fields_ = [("error", ctypes.c_void_p)]
+
+
+def _is_execution(frame: Any) -> bool:
+    """Whether XLA calls to execute.  Answers the call by which XLA asks for the version of its interface."""
+    extension = _Extension.from_address(frame.extension) if frame.extension else None
+    if extension is not None and extension.type == _METADATA:
+        metadata, version = extension.metadata.contents, frame.api.contents.version
+        metadata.version.major, metadata.version.minor = version.major, version.minor
+        metadata.traits = 0
+        return False
+    return bool(frame.stage == _EXECUTE)
+
+
+def _get_stream(frame: Any) -> int | None:
+    """Return the handle of the stream on which a call launches; None if XLA has none, as on the CPU."""
+    api = frame.api.contents
+    request = _StreamGet(ctypes.sizeof(_StreamGet), None, frame.context, None)
+    error = api.stream_get(ctypes.addressof(request))
+    if error:
+        destroy = _ErrorDestroy(ctypes.sizeof(_ErrorDestroy), None, error)
+        api.error_destroy(ctypes.addressof(destroy))
+        return None
+    return int(request.stream or 0) or None
+
+
+def _register(name: str, callback: Any, platform: str) -> None:
+    import jax
+
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(callback), platform=platform)
+
+
+# -- XLA's stream ----------------------------------------------------------------------------------------------
+
+
+class ComputeStream(NamedTuple):
+    """The stream on which XLA computes.
+
+    Attributes
+    ----------
+    handle : int
+    is_inline : bool
+        Whether XLA calls foreign functions in the launching thread, before the launch returns.
+    """
+
+    handle: int
+    is_inline: bool
+
+
+_STREAM_TARGET = "synkhronos_compute_stream"
+#: The thread that launches the program which calls `_stream_callback`.
+_probing_thread: list[threading.Thread] = []
+#: Streams that `_stream_callback` has found: it is called by XLA, and can't return one.
+_found_streams: list[ComputeStream] = []
+
+
+@_Callback
+def _stream_callback(address: int) -> None:
+    """Record the stream of a call."""
+    try:
+        frame = _CallFrame.from_address(address)
+        if _is_execution(frame):
+            handle = _get_stream(frame)
+            if handle is not None:
+                _found_streams.append(ComputeStream(handle, threading.current_thread() is _probing_thread[0]))
+    except BaseException as error:  # as in `_dispatch`
+        _log.info("XLA's stream can't be found: %r", error)
+
+
+def find_compute_stream(platform: str = "CUDA") -> ComputeStream | None:
+    """Return the stream on which XLA computes; None if it can't be found.
+
+    Parameters
+    ----------
+    platform : str
+        XLA's name of the platform.
+    """
+    import jax
+
+    try:
+        _register(_STREAM_TARGET, _stream_callback, platform)
+        _found_streams.clear()
+        _probing_thread[:] = [threading.current_thread()]
+        result = jax.ShapeDtypeStruct((), np.int8)
+        probe: Any = jax.jit(lambda x: jax.ffi.ffi_call(_STREAM_TARGET, result, has_side_effect=True)(x))
+        with defer_signals():
+            probe(np.int8(0)).block_until_ready()
+    except Exception as error:
+        _log.info("XLA's stream can't be found, and ranks wait where it would order their work: %s", error)
+        return None
+    return _found_streams[-1] if _found_streams else None
+
+
+# -- all-reduce within a launch --------------------------------------------------------------------------------
+
+_START_TARGET, _FINISH_TARGET = "synkhronos_start", "synkhronos_all_reduce"
+_registered: set[str] = set()
+
+#: Dtypes that NCCL can reduce, by XLA's numbers (XLA_FFI_DataType).
+_DTYPES = {
+    2: "int8",
+    4: "int32",
+    5: "int64",
+    6: "uint8",
+    8: "uint32",
+    9: "uint64",
+    10: "float16",
+    11: "float32",
+    12: "float64",
+    16: "bfloat16",
+}
+
+
+class Reducer(Protocol):
+    """Launches the reductions of one launch of a program, when XLA calls."""
+
+    def start(self, spans: Sequence[ReduceSpan], stream: int | None) -> None:
+        """Start reductions that overlap the stream's next work."""
+
+    def finish(self, spans: Sequence[ReduceSpan], is_valid: int, stream: int | None) -> None:
+        """Launch reductions on the stream, make it wait for those started, and set the int32 at ``is_valid``."""
+
+    def wait(self, stream: int | None) -> None:
+        """Make the stream wait for the reductions that were started, after an error."""
+
+
+class _ActiveLaunch:
+    """State of the launch in progress: its reducer, and the first error that a callback has raised."""
+
+    def __init__(self, reducer: Reducer):
+        self._reducer = reducer
+        self._n_started = 0
+        self.n_finished = 0
+        self.error: BaseException | None = None
+
+    def start(self, frame: Any) -> None:
+        """Start to reduce the arrays of a call."""
+        spans = _read_spans(frame, 0, frame.results.size - 1)
+        self._n_started += len(spans)
+        if self.error is None:
+            self._reducer.start(spans, _get_stream(frame))
+
+    def finish(self, frame: Any) -> None:
+        """Reduce the arrays of a call, and wait for those that were started."""
+        self.n_finished += 1
+        n_started, self._n_started = self._n_started, 0
+        n_arrays = frame.results.size - 1
+        # Arrays that were started are the first arguments, only so that XLA orders their readers behind this call.
+        spans = _read_spans(frame, n_started, n_arrays)
+        is_valid = frame.results.buffers[n_arrays].contents.data
+        if self.error is None:
+            self._reducer.finish(spans, is_valid, _get_stream(frame))
+        else:
+            self._reducer.wait(_get_stream(frame))
+
+
+#: The launch in progress: set by `bind_reducer`, read by the callbacks, to which XLA passes no Python object.
+_active_launch: _ActiveLaunch | None = None
+
+
+def _dispatch(address: int, handle_call: Callable[[_ActiveLaunch, Any], None]) -> None:
+    """Pass a call by XLA to the active launch."""
+    launch = _active_launch
+    try:
+        frame = _CallFrame.from_address(address)
+        if not _is_execution(frame):
+            return
+        if launch is None:
+            _log.error("XLA called the function that combines the ranks' arrays outside a launch: the call is ignored")
+        else:
+            handle_call(launch, frame)
+    # An exception can't pass through XLA, which would read an undefined return value.  The first error is the cause of
+    # all later ones.
+    except BaseException as error:
+        if launch is not None:
+            launch.error = launch.error or error
+
+
+@_Callback
+def _start_callback(address: int) -> None:
+    _dispatch(address, _ActiveLaunch.start)
+
+
+@_Callback
+def _finish_callback(address: int) -> None:
+    _dispatch(address, _ActiveLaunch.finish)
+
+
+def _read_spans(frame: Any, first: int, stop: int) -> list[ReduceSpan]:
+    """Return the addresses of a call's arguments and results ``first`` to ``stop``."""
+    spans = []
+    for i in range(first, stop):
+        source, target = frame.arguments.buffers[i].contents, frame.results.buffers[i].contents
+        count = 1
+        for axis in range(source.rank):
+            count *= source.dims[axis]
+        spans.append(ReduceSpan(source.data, target.data, count, _DTYPES[source.dtype]))
+    return spans
+
+
+def trace_start(array: Any, token: Any) -> tuple[Any, Any]:
+    """Trace the start of an array's all-reduce.
+
+    XLA may order independent operations differently on different ranks.  The token chains the starts, so that all ranks
+    start in the same order.
+
+    Parameters
+    ----------
+    array : jax.Array
+        Being traced.
+    token : jax.Array of int32
+        Token of the previous start; 0 for the first one.
+
+    Returns
+    -------
+    array : jax.Array
+        Its content is undefined until `trace_all_reduce`, which takes it and the token.
+    token : jax.Array of int32
+    """
+    import jax
+
+    _register_once(_START_TARGET, _start_callback)
+    results = [_shape_of(array), jax.ShapeDtypeStruct((), np.int32)]
+    started, token = jax.ffi.ffi_call(_START_TARGET, results, input_output_aliases={0: 0, 1: 1})(array, token)
+    return started, token
+
+
+def trace_all_reduce(
+    arrays: Sequence[Any], started: Sequence[Any] = (), token: Any = None, iteration: Any = None
+) -> tuple[list[Any], Any]:
+    """Trace the all-reduce of arrays by the reducer that `bind_reducer` binds.
+
+    Parameters
+    ----------
+    arrays : list of jax.Array
+        Being traced.
+    started : list of jax.Array
+        All arrays that `trace_start` has returned.
+    token : jax.Array, optional
+        The last token of `trace_start`.
+    iteration : jax.Array, optional
+        In a loop, a value that differs in each iteration.  XLA would otherwise hoist the call out of the loop.
+
+    Returns
+    -------
+    reduced : list of jax.Array
+        The started arrays, then the others.
+    is_valid : jax.Array of int32
+        0 if the connection was aborted: then the reduced arrays are undefined.
+    """
+    import jax
+
+    _register_once(_FINISH_TARGET, _finish_callback)
+    operands = [*started, *arrays]
+    results = [*map(_shape_of, operands), jax.ShapeDtypeStruct((), np.int32)]
+    # The side effect is not declared, as JAX would then launch the program by its slow path.  XLA still makes the call
+    # exactly once, as its results are used.
+    call = jax.ffi.ffi_call(_FINISH_TARGET, results, input_output_aliases={i: i for i in range(len(results))})
+    is_valid = np.int32(0) if token is None else token
+    *reduced, is_valid = call(*operands, is_valid, *([] if iteration is None else [iteration]))
+    return reduced, is_valid
+
+
+def _shape_of(array: Any) -> Any:
+    import jax
+
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _register_once(name: str, callback: Any) -> None:
+    import jax
+
+    platform = {"gpu": "CUDA"}.get(jax.default_backend(), jax.default_backend())
+    if name not in _registered:
+        _register(name, callback, platform)
+        _registered.add(name)
+
+
+@contextlib.contextmanager
+def bind_reducer(reducer: Reducer, times: int = 1) -> Iterator[None]:
+    """Bind a reducer to the one launch of the ``with`` block, and raise its error at the end.
+
+    Signals must be deferred meanwhile (`ranks.interrupts.defer_signals`): a handler would raise at the first
+    instruction of a callback, where nothing can catch it.
+
+    Parameters
+    ----------
+    reducer : Reducer
+    times : int
+        Number of all-reduces that the launch must make.
+
+    Raises
+    ------
+    RuntimeError
+        If the launch has made more all-reduces, or less.
+    """
+    global _active_launch
+    _active_launch = launch = _ActiveLaunch(reducer)
+    try:
+        yield
+        if launch.error is not None:
+            raise launch.error
+        if launch.n_finished != times:
+            raise RuntimeError(
+                f"XLA had the ranks' arrays combined {launch.n_finished} times in one launch, not {times}"
+            )
+    finally:
+        _active_launch = None

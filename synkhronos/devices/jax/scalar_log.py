@@ -1,0 +1,105 @@
+"""Scalar outputs of many launches, in memory at a fixed address.
+
+XLA records a launch as a CUDA graph and replays it while no address changes, which halves the time of a launch.  A loss
+that the user keeps would need a new address at every launch.  So each launch appends its scalars to one array per
+output, and that array is donated from launch to launch.  The host reads many launches' scalars in one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from synkhronos.ranks.interrupts import defer_signals
+
+#: Scalars of each output that a log holds; a launch that computes n times appends n.
+LOG_CAPACITY = 256
+
+
+class ScalarLog:
+    """Scalar outputs of consecutive launches.
+
+    Parameters
+    ----------
+    dtypes : list of dtype
+        One for each scalar output.
+
+    Attributes
+    ----------
+    cells : list of lists of one array
+        The number of entries, then one vector of `LOG_CAPACITY` scalars per output.  A launch takes these arrays and
+        stores the arrays that it returns in their place.
+    """
+
+    def __init__(self, dtypes: Sequence[np.dtype]):
+        import jax.numpy as jnp
+
+        with defer_signals():  # an exception raised within JAX's Python code leaves JAX unusable
+            arrays = [jnp.zeros((), np.int32), *(jnp.zeros((LOG_CAPACITY,), dtype) for dtype in dtypes)]
+        self.cells: list[list[Any]] = [[array] for array in arrays]
+        self._n_entries = 0
+        #: Number of entries at the last read, and the vectors read.
+        self._copies: tuple[int, list[np.ndarray]] = 0, []
+
+    def has_capacity(self, times: int) -> bool:
+        """Whether a launch that computes ``times`` times fits in."""
+        return self._n_entries + times <= LOG_CAPACITY
+
+    @staticmethod
+    def append(arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+        """Return the arrays of `cells` with one more scalar of each output; traced by XLA."""
+        from jax import lax
+
+        count, *logs = arrays
+        return [
+            count + 1,
+            *(
+                lax.dynamic_update_index_in_dim(log, scalar, count, 0)
+                for log, scalar in zip(logs, scalars, strict=True)
+            ),
+        ]
+
+    def add_entries(self, times: int) -> list[list[LogEntry]]:
+        """Return ``times`` new entries for each output; called once after each launch."""
+        first = self._n_entries
+        self._n_entries += times
+        return [[LogEntry(self, output, first + i) for i in range(times)] for output in range(len(self.cells) - 1)]
+
+    def unread_arrays(self) -> list[Any]:
+        """Return the arrays to copy before `LogEntry.read`; none if nothing was appended since the last copy."""
+        if self._copies[0] == self._n_entries:
+            return []
+        if any(array.is_deleted() for (array,) in self.cells):
+            raise RuntimeError("this output was lost when a later launch of its function failed")
+        return [array for (array,) in self.cells[1:]]
+
+    def set_copies(self, arrays: Sequence[np.ndarray]) -> None:
+        """Store copies of the unread arrays."""
+        # Copied again: a JAX array to which NumPy holds a view can't be donated.
+        self._copies = self._n_entries, [np.array(array) for array in arrays]
+
+    def read(self, output: int, index: int) -> np.ndarray:
+        """Return one scalar as an array without dimensions."""
+        return self._copies[1][output][index, ...].copy()
+
+
+class LogEntry:
+    """A scalar output of one launch, which may not be computed yet.
+
+    Attributes
+    ----------
+    log : ScalarLog
+    """
+
+    __slots__ = ("_index", "_output", "log")
+
+    nbytes = 8
+
+    def __init__(self, log: ScalarLog, output: int, index: int):
+        self.log, self._output, self._index = log, output, index
+
+    def read(self) -> np.ndarray:
+        """Return the scalar as an array without dimensions; the log's arrays must have been copied before."""
+        return self.log.read(self._output, self._index)

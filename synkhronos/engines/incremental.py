@@ -1,0 +1,109 @@
+"""Tracing a function step by step, to overlap communication with the backward pass.
+
+XLA orders computations so that they need little memory.  Nothing needs a large gradient before the update, so XLA
+computes it last, even if it could be first, and its all-reduce then overlaps nothing.  This module makes the gradient
+that flows on to earlier layers depend on the start of the all-reduce, which leaves XLA no other order::
+
+    layer 3's gradient ──> start of its all-reduce ──> token
+    flow to layer 2 ─────────────── barrier(token) ──────────> layer 2's gradient ──> ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class IncrementalFunction:
+    """A function of traced arrays, of which each value is computed when it is asked for.
+
+    Parameters
+    ----------
+    function : callable
+        Takes arrays, and returns a sequence of arrays.
+    arguments : list of jax.Array
+        Being traced.
+    n_forward : int
+        The first ``n_forward`` results, such as the loss, belong to the forward pass.  Computations for them are never
+        delayed, as XLA may repeat them where they are used.
+    vector : int
+        Position of the result that is computed in parts.
+
+    Attributes
+    ----------
+    parts : list of jaxpr variables
+        The vectors that this result is concatenated from; itself if it is no concatenation.
+    """
+
+    def __init__(self, function: Callable[..., Sequence[Any]], arguments: Sequence[Any], n_forward: int, vector: int):
+        import jax
+
+        closed = jax.make_jaxpr(function)(*arguments)
+        self._program = program = closed.jaxpr
+        self._values = dict(zip(program.constvars, closed.consts, strict=True))
+        self._values.update(zip(program.invars, arguments, strict=True))
+        #: Index of the equation that computes a variable.
+        self._source = {variable: i for i, equation in enumerate(program.eqns) for variable in equation.outvars}
+        self._computed: set[int] = set()
+        self._forward = self._find_missing(program.outvars[:n_forward])
+        self.parts = self._find_parts(program.outvars[vector])
+        self._results = [*program.outvars[:vector], None, *program.outvars[vector + 1 :]]
+
+    def compute(self, variables: Sequence[Any]) -> list[Any]:
+        """Return variables' values, by tracing only the equations that are missing for them."""
+        from jax.extend import core
+
+        missing = sorted(self._find_missing(variables))
+        equations = [self._program.eqns[i] for i in missing]
+        outputs = [v for equation in equations for v in equation.outvars if not isinstance(v, core.DropVar)]
+        used = dict.fromkeys(v for equation in equations for v in equation.invars if not isinstance(v, core.Literal))
+        inputs = [v for v in used if v in self._values]
+        program = self._program.replace(constvars=[], invars=inputs, outvars=outputs, eqns=equations)
+        computed = core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))(*[self._values[v] for v in inputs])
+        self._values.update(zip(outputs, computed, strict=True))
+        self._computed.update(missing)
+        return [v.val if isinstance(v, core.Literal) else self._values[v] for v in variables]
+
+    def delay_until(self, token: Any) -> Any:
+        """Make the rest of the backward pass wait for a token; return a token of the same value."""
+        import jax
+
+        missing = self._find_missing([*self.parts, *filter(None, self._results)])
+        used = {id(v) for i in missing for v in self._program.eqns[i].invars}
+        flows = [
+            v
+            for v, i in self._source.items()
+            if i in self._computed and i not in self._forward and id(v) in used and v.aval.size > 1
+        ]
+        held, token = jax.lax.optimization_barrier(([self._values[v] for v in flows], token))
+        self._values.update(zip(flows, held, strict=True))
+        return token
+
+    def finish(self, vector: Any) -> list[Any]:
+        """Return the function's results, with ``vector`` in the place of the result that was computed in parts."""
+        position = self._results.index(None)
+        others = self.compute([v for v in self._results if v is not None])
+        return [*others[:position], vector, *others[position:]]
+
+    def _find_missing(self, variables: Sequence[Any]) -> set[int]:
+        """Return the indexes of the equations that must still be computed for some variables."""
+        from jax.extend import core
+
+        missing: set[int] = set()
+        remaining = list(variables)
+        while remaining:
+            variable = remaining.pop()
+            i = None if isinstance(variable, core.Literal) else self._source.get(variable)
+            if i is not None and i not in missing and i not in self._computed:
+                missing.add(i)
+                remaining += self._program.eqns[i].invars
+        return missing
+
+    def _find_parts(self, variable: Any) -> list[Any]:
+        """Return the vectors that a vector is concatenated from."""
+        from jax.extend import core
+
+        i = None if isinstance(variable, core.Literal) else self._source.get(variable)
+        if i is None or self._program.eqns[i].primitive.name != "concatenate" or variable.aval.ndim != 1:
+            return [variable]
+        return [part for operand in self._program.eqns[i].invars for part in self._find_parts(operand)]
