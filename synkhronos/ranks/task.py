@@ -557,8 +557,8 @@ class _PublishedWait:
 class Lock:
     """A lock that all ranks share, made by `Worker.lock`.
 
-    Ranks of several hosts share no memory: under the lock a rank `read` s the rows that it needs from the lock's host,
-    and `write` s the rows that it has changed back.  Between ranks of one host both do nothing.
+    Ranks of several hosts share no memory.  While a rank holds the lock, it copies the rows that it needs from the
+    lock's host by `read`, and the rows that it has changed back by `write`.  Between ranks of one host both do nothing.
 
     Attributes
     ----------
