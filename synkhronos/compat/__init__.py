@@ -1,27 +1,22 @@
-"""Which library answers to ``import theano``?
+"""``import theano`` on machines without Theano.
 
     >>> import synkhronos.compat  # the program's first line
 
-Where Theano 1.0.5 is installed, Theano does, and this only names a BLAS for it (`real`) and gives back a module that
-Lasagne 0.1 misses (`gaps`).  Where it is not, PyTensor does: the modules ``theano``, ``theano.tensor``, ... are served
-from `tree`, by an import hook (`hook`).  The environment variable ``SYNKHRONOS_THEANO`` asks for one of the two:
-``theano`` or ``pytensor``.
+Where Theano 1.0.5 is installed, ``import theano`` imports it; this package then only sets a BLAS for it (`real`) and
+provides modules that programs of its time import (`gaps`).  Where it is not installed, an import hook (`hook`) provides
+``theano``, ``theano.tensor``, ... from the modules in `tree`, which are built on PyTensor.  The environment variable
+``SYNKHRONOS_THEANO`` selects one of the two: ``theano`` or ``pytensor``.
 
-What this room and the others know of each other, so that it could be a distribution of its own:
+The package could be a distribution of its own.  Its interface with the rest of Synkhronos:
 
-- It imports ``synkhronos.lowering.linker``, ``shapes`` and ``sums``: how PyTensor's functions become JAX'.
-- The modules that start programs of others (``__main__``, ``launch``, ``platoon``) import it, and no other one.
-- Others read four attributes: ``theano.__served_on__`` says that a module of that name is not Theano, ``In.default``
-  is the value of an input that is not passed, in a list, and an Op's ``multiplies`` and ``elementwise`` tell
-  ``lowering.precision`` what may be computed in bfloat16.
+- It imports ``synkhronos.lowering.linker``, ``shapes`` and ``sums``, which translate PyTensor's functions to JAX.
+- Only the modules that start other programs (``__main__``, ``launch``, ``platoon``) import it.
+- Other packages read four attributes: ``theano.__served_on__`` marks a module that is not Theano itself; ``In.default``
+  is a list of one with an input's default value; an Op's ``multiplies`` and ``elementwise`` tell
+  ``lowering.precision`` which results may be computed in bfloat16.
 
-``import platoon`` finds `platoon`, unless Platoon is installed.  It is a room of its own, on the top floor, since it
-starts ranks; nothing else here imports it.
-
-`install`
-    What importing this module does; returns the library that was chosen.
-`chosen`
-    The library that answers to ``import theano``, as chosen when this module was imported.
+``import platoon`` imports `platoon`, unless Platoon is installed.  That package starts ranks; no other module here
+imports it.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ from synkhronos.compat import copies, gaps, hook, real
 
 __all__ = ["chosen", "install"]
 
-#: The environment variable that asks for one of the two.
+#: Environment variable that selects the library.
 VARIABLE = "SYNKHRONOS_THEANO"
 
 
@@ -46,14 +41,14 @@ def install() -> str:
     Returns
     -------
     str
-        ``"theano"`` or ``"pytensor"``: which of them answers.
+        ``"theano"`` or ``"pytensor"``: the library behind ``import theano``.
 
     Raises
     ------
     ValueError
         If ``SYNKHRONOS_THEANO`` names neither.
     ImportError
-        If PyTensor is to answer, and Theano is imported already.
+        If PyTensor is selected, but Theano has been imported.
 
     Examples
     --------
@@ -65,10 +60,10 @@ def install() -> str:
     copies.install()
     if hook.is_installed():
         return "pytensor"
-    asked = os.environ.get(VARIABLE, "")
-    if asked not in ("", "theano", "pytensor"):
-        raise ValueError(f"{VARIABLE} has to be 'theano' or 'pytensor', not {asked!r}")
-    if asked == "theano" or (asked == "" and _theano_is_here()):
+    selected = os.environ.get(VARIABLE, "")
+    if selected not in ("", "theano", "pytensor"):
+        raise ValueError(f"{VARIABLE} has to be 'theano' or 'pytensor', not {selected!r}")
+    if selected == "theano" or (selected == "" and _has_theano()):
         real.install()
         return "theano"
     if "theano" in sys.modules:
@@ -80,11 +75,13 @@ def install() -> str:
     return "pytensor"
 
 
-def _theano_is_here() -> bool:
+def _has_theano() -> bool:
+    """Whether Theano itself is imported or installed."""
     if "theano" in sys.modules:
         return True
     spec = importlib.util.find_spec("theano")
-    return spec is not None and spec.origin is not None  # else a mere folder of that name
+    return spec is not None and spec.origin is not None  # a folder of this name has no origin
 
 
+#: The library behind ``import theano``: ``"theano"`` or ``"pytensor"``.
 chosen = install()

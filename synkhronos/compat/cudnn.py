@@ -1,4 +1,4 @@
-"""Theano's functions for cuDNN, by convolution and pooling that run anywhere."""
+"""Theano's functions for cuDNN, implemented by convolution and pooling that run on any device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def dnn_conv(
     conv_mode : {"conv", "cross"}
         Whether filters are flipped.
     direction_hint, workmem, algo, precision
-        Chose among cuDNN's algorithms; dropped.
+        Select cuDNN's algorithm; ignored.
     num_groups : int
     """
     from theano.tensor.nnet import conv2d
@@ -51,7 +51,7 @@ def dnn_conv(
 
 
 def dnn_pool(img: Any, ws: Any, stride: Any = None, mode: str = "max", pad: Any = None) -> Any:
-    """Return pooled images; windows that reach beyond the border are left out.
+    """Return pooled images, without windows that extend beyond the border.
 
     Parameters
     ----------
@@ -77,13 +77,13 @@ def dnn_pool(img: Any, ws: Any, stride: Any = None, mode: str = "max", pad: Any 
     )
 
 
-def fall_back(dnn: Any) -> None:
-    """Have Theano's own ``dnn_conv`` and ``dnn_pool`` fall back on these where there is no cuDNN."""
+def install(dnn: Any) -> None:
+    """Patch Theano's ``dnn_conv`` and ``dnn_pool`` to use the functions here if there is no cuDNN."""
     for ours in (dnn_conv, dnn_pool):
-        setattr(dnn, ours.__name__, _either(dnn, getattr(dnn, ours.__name__), ours))
+        setattr(dnn, ours.__name__, _choose_at_call(dnn, getattr(dnn, ours.__name__), ours))
 
 
-def _either(dnn: Any, theirs: Any, ours: Any) -> Any:
+def _choose_at_call(dnn: Any, theirs: Any, ours: Any) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
         is_active = sys.modules["theano.gpuarray"].pygpu_activated and dnn.dnn_available(None)
         return (theirs if is_active else ours)(*args, **kwargs)

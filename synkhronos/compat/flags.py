@@ -1,22 +1,15 @@
-"""What becomes of THEANO_FLAGS and of ``theano.config`` on PyTensor?
-
-`pytensor_flags`
-    The value for PYTENSOR_FLAGS.
-`Config`
-    ``theano.config``: PyTensor's configuration by Theano's names.
-"""
+"""THEANO_FLAGS and ``theano.config`` on PyTensor."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from synkhronos.compat.hook import missing
+from synkhronos.compat.unsupported import explain_unsupported
 
 _LOG = logging.getLogger("synkhronos")
 
-#: The flags that mean the same in both; Theano's sections have a dot where PyTensor has two underscores.  Linkers and
-#: rewrites are other ones.
+#: Flags with the same meaning in both libraries; Theano writes a dot for PyTensor's two underscores.
 _SHARED = (
     "allow_gc",
     "blas.ldflags",
@@ -35,7 +28,7 @@ _SHARED = (
     "warn_float64",
 )
 
-#: Theano's flags that PyTensor has no use for, with the values that programs may find, and set again.
+#: Theano's flags without a meaning in PyTensor, with the values that programs read and may set.
 _FIXED: dict[str, Any] = {
     "assert_no_cpu_op": "ignore",
     "cache_optimizations": False,
@@ -113,29 +106,30 @@ _FIXED: dict[str, Any] = {
 }
 
 
-def pytensor_flags(theano_flags: str, given: str = "") -> str:
-    """Return flags for PyTensor that mean what flags for Theano do.
+def to_pytensor_flags(theano_flags: str, given: str = "") -> str:
+    """Translate flags for Theano to flags for PyTensor.
 
     Parameters
     ----------
     theano_flags : str
         As in THEANO_FLAGS.  A GPU in ``device=`` asks for JAX mode, which computes on GPUs.
     given : str
-        Flags that are there already; they win.
+        Present flags of PyTensor, which take precedence.
 
     Returns
     -------
     str
+        As in PYTENSOR_FLAGS.
 
     Examples
     --------
-    >>> pytensor_flags("floatX=float32,device=cuda,dnn.enabled=False")
+    >>> to_pytensor_flags("floatX=float32,device=cuda,dnn.enabled=False")
     'mode=JAX,floatX=float32'
-    >>> pytensor_flags("floatX=float32", "floatX=float64")
+    >>> to_pytensor_flags("floatX=float32", "floatX=float64")
     'floatX=float32,floatX=float64'
     """
     flags = dict(flag.strip().split("=", 1) for flag in theano_flags.split(",") if "=" in flag)
-    passed = [f"{_pytensors(name)}={value}" for name, value in flags.items() if name in _SHARED]
+    passed = [f"{_to_pytensor_name(name)}={value}" for name, value in flags.items() if name in _SHARED]
     if flags.get("device", "cpu").startswith(("cuda", "gpu", "opencl")) and "mode" not in flags:
         passed.insert(0, "mode=JAX")
     dropped = [name for name in flags if name not in _SHARED and name != "device"]
@@ -144,8 +138,8 @@ def pytensor_flags(theano_flags: str, given: str = "") -> str:
     return ",".join(passed + ([given] if given else []))
 
 
-def _pytensors(name: str) -> str:
-    """Return Theano's name of a flag as PyTensor writes it."""
+def _to_pytensor_name(name: str) -> str:
+    """Convert Theano's name of a flag to PyTensor's."""
     return name.replace(".", "__")
 
 
@@ -154,10 +148,10 @@ class Config:
 
     Parameters
     ----------
-    config
+    config : object
         ``pytensor.config``.
     section : str
-        The names' first part, with two underscores: ``theano.config.blas`` is the section ``blas__``.
+        Prefix of the names: ``theano.config.blas`` has the section ``blas__``.
 
     Examples
     --------
@@ -181,9 +175,9 @@ class Config:
         theano_name = full.replace("__", ".")
         if theano_name in _FIXED:
             return _FIXED[theano_name]
-        if any(known.startswith(f"{full}__") for known in (*map(_pytensors, _FIXED), *dir(self._config))):
+        if any(known.startswith(f"{full}__") for known in (*map(_to_pytensor_name, _FIXED), *dir(self._config))):
             return Config(self._config, f"{full}__")
-        raise AttributeError(missing(f"theano.config.{theano_name}"))
+        raise AttributeError(explain_unsupported(f"theano.config.{theano_name}"))
 
     def __setattr__(self, name: str, value: Any) -> None:
         full = self._section + name
@@ -191,13 +185,14 @@ class Config:
         if hasattr(self._config, full):
             setattr(self._config, full, value)
         elif theano_name == "compute_test_value" and value != "off":
-            raise AttributeError(f"PyTensor computes no test values: {missing('theano.config.compute_test_value')}")
+            reason = explain_unsupported(f"theano.config.{theano_name}")
+            raise AttributeError(f"PyTensor computes no test values: {reason}")
         elif theano_name in _FIXED:
             _FIXED[theano_name] = value
         else:
-            raise AttributeError(missing(f"theano.config.{theano_name}"))
+            raise AttributeError(explain_unsupported(f"theano.config.{theano_name}"))
 
     def change_flags(self, **flags: Any) -> Any:
-        """Return a context manager, or a decorator, within which flags have other values; PyTensor's alone change."""
-        named = {_pytensors(name): value for name, value in flags.items()}
+        """Return a context manager and decorator that changes flags; flags that PyTensor lacks are ignored."""
+        named = {_to_pytensor_name(name): value for name, value in flags.items()}
         return self._config.change_flags(**{n: v for n, v in named.items() if hasattr(self._config, n)})

@@ -1,14 +1,4 @@
-"""Functions and their inputs as Theano had them.
-
-`In`
-    An input that may have a default value.
-`Function`
-    What ``theano.function`` returns.
-`CompatLinker`
-    JAX mode, from which functions return NumPy arrays.
-`install`
-    Has PyTensor's own ways to compile and to read return NumPy arrays too.
-"""
+"""Compiled functions and their inputs with Theano's semantics: default values, outputs in a dict, NumPy results."""
 
 from __future__ import annotations
 
@@ -29,23 +19,23 @@ from pytensor.tensor.type import TensorType
 from synkhronos.compat import sync
 from synkhronos.lowering import linker
 
-__all__ = ["Function", "In", "CompatLinker", "in_numpy", "install", "made"]
+__all__ = ["Function", "In", "CompatLinker", "use_compat_linker", "install", "wrap_function"]
 
 
 class In(pytensor.compile.io.In):
-    """An input of a function.
+    """An input of a function, which may have a default value.
 
     Parameters
     ----------
     variable : variable
     name : str, optional
-        Under which it may be passed; the variable's own, if it is left out.
+        Keyword of the input; the variable's name by default.
     value : optional
-        What is taken where nothing is passed.
+        Default value.
     update : variable, optional
-        The value for the next call, in the place of `value`.
+        New value of `value` for the next call.
     **kwargs
-        As PyTensor's takes them: ``mutable``, ``strict``, ``allow_downcast``, ``borrow``, ...
+        Further arguments of PyTensor's ``In``: ``mutable``, ``strict``, ``allow_downcast``, ``borrow``, ...
 
     Examples
     --------
@@ -58,7 +48,7 @@ class In(pytensor.compile.io.In):
     def __init__(self, variable: Any, name: Any = None, value: Any = None, update: Any = None, **kwargs: Any):
         is_stored = value is None or isinstance(value, Container | SharedVariable)
         super().__init__(variable, name, value if is_stored else None, update, **kwargs)
-        #: The value that was given, in a list of one; empty if none was.
+        #: The default value in a list of one; empty if there is none.
         self.default: list[Any] = []
         if not is_stored:
             value = variable.type.filter(value, strict=self.strict, allow_downcast=self.allow_downcast)
@@ -71,12 +61,12 @@ class Function(_Function):
     __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute; what was passed in the place of a default value is for this call alone."""
+        """Call the function; a value passed for an input with a default applies to this call only."""
         try:
             outputs = super().__call__(*args, **kwargs)
         finally:
             self._put_defaults()
-        keys = _keys(self)
+        keys = _get_output_keys(self)
         return outputs if keys is None else dict(zip(keys, outputs, strict=True))
 
     def _put_defaults(self) -> None:
@@ -85,26 +75,30 @@ class Function(_Function):
                 container.storage[0] = copy.copy(entry.default[0]) if entry.mutable else entry.default[0]
 
     def copy(self, *args: Any, **kwargs: Any) -> Any:
-        """Copy the function, as PyTensor's does."""
-        return made(super().copy(*args, **kwargs), _keys(self))
+        """Return a copy, with the arguments of PyTensor's method."""
+        return wrap_function(super().copy(*args, **kwargs), _get_output_keys(self))
 
 
-copyreg.pickle(Function, lambda f: (_unpickled, (copyreg.dispatch_table[_Function](f), _keys(f))))
+copyreg.pickle(Function, lambda f: (_unpickle, (copyreg.dispatch_table[_Function](f), _get_output_keys(f))))
 
 
-def _unpickled(reduced: tuple[Callable[..., Any], tuple[Any, ...]], keys: list[str] | None) -> Any:
+def _unpickle(reduced: tuple[Callable[..., Any], tuple[Any, ...]], keys: list[str] | None) -> Any:
     make, arguments = reduced
-    return made(make(*arguments), keys)
+    return wrap_function(make(*arguments), keys)
 
 
-def _keys(function: Any) -> list[str] | None:
+def _get_output_keys(function: Any) -> list[str] | None:
     return getattr(function.maker, "output_keys", None)
 
 
-def made(function: Any, keys: list[str] | None = None) -> Any:
-    """Return a function that PyTensor has made; where inputs have default values, as one that knows them.
+def wrap_function(function: Any, keys: list[str] | None = None) -> Any:
+    """Make a compiled function a `Function`, if its inputs have default values or its outputs have keys.
 
-    ``keys`` are those of the outputs, if they are to be in a dict.
+    Parameters
+    ----------
+    function : pytensor Function
+    keys : list of str, optional
+        Keys of the outputs, which the function then returns in a dict.
     """
     if keys is not None or any(getattr(entry, "default", ()) for entry in function.maker.inputs):
         function.maker.output_keys = keys
@@ -114,10 +108,10 @@ def made(function: Any, keys: list[str] | None = None) -> Any:
 
 
 class CompatLinker(linker.LengthLinker):
-    """JAX mode, from which functions return NumPy arrays, which are theirs to write to, of the dtypes of the graph."""
+    """JAX linker whose functions return writable NumPy arrays in the dtypes of the graph."""
 
     def jit_compile(self, fn: Any) -> Any:
-        """Compile; what updates a shared variable stays where it is."""
+        """Compile a JAX function; new values of shared variables stay JAX arrays."""
         compiled = super().jit_compile(fn)
         updates = set(self.fgraph.update_mapping or ())
         dtypes = [
@@ -135,15 +129,15 @@ class CompatLinker(linker.LengthLinker):
         return run
 
 
-def in_numpy(mode: Any) -> Any:
-    """Return a mode, with `CompatLinker` in the place of PyTensor's if it is JAX mode."""
+def use_compat_linker(mode: Any) -> Any:
+    """Return a mode with `CompatLinker` if it is JAX mode; return any other mode unchanged."""
     found = get_mode(mode)
     is_jax = type(found.linker) in (JAXLinker, linker.LengthLinker)
     return Mode(CompatLinker(), found.provided_optimizer) if is_jax else mode
 
 
 def get_value(self: SharedVariable, borrow: bool = False, return_internal_type: bool = False) -> Any:
-    """Return a shared variable's value; a JAX array as a NumPy array, unless the internal type is asked for."""
+    """Return a shared variable's value; a JAX array as a NumPy array, unless the internal type is requested."""
     value = self.container.data
     if return_internal_type or not type(value).__module__.startswith("jax"):
         return sync.get_value(self, borrow, return_internal_type)
@@ -151,7 +145,7 @@ def get_value(self: SharedVariable, borrow: bool = False, return_internal_type: 
 
 
 def install() -> None:
-    """Have PyTensor's own ways to compile and to read return NumPy arrays too."""
-    predefined_modes["JAX"] = in_numpy(predefined_modes["JAX"])
+    """Patch PyTensor's JAX mode and ``get_value`` to return NumPy arrays."""
+    predefined_modes["JAX"] = use_compat_linker(predefined_modes["JAX"])
     sync.install(Container, SharedVariable)
     SharedVariable.get_value = get_value

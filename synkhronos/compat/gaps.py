@@ -1,8 +1,8 @@
 """Stand-ins for modules that Lasagne 0.1, Theano-MPI's models and other programs of their time import.
 
 Theano 1.0 lacks ``theano.tensor.signal.downsample`` and ``theano.compat.python2x``, setuptools 82 lacks
-``pkg_resources``, and ``hickle`` is often not installed. The finder is the last in ``sys.meta_path``, so that it is
-asked only for modules that nobody else finds.
+``pkg_resources``, and ``hickle`` is often not installed.  The finder is the last in ``sys.meta_path``, so that it is
+asked only for modules that no other finder has.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _MODULES = {
 
 
 def install() -> None:
-    """Give the modules back from now on."""
+    """Provide these modules from now on."""
     if not any(isinstance(finder, GapFinder) for finder in sys.meta_path):
         sys.meta_path.append(GapFinder())
 
 
 class GapFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules beside this file."""
+    """Finder of the stand-ins."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of one of them."""
+        """Return the spec of a stand-in; None for any other module."""
         file = _MODULES.get(fullname)
         return None if file is None else importlib.util.spec_from_file_location(fullname, file)

@@ -1,16 +1,8 @@
-"""How are modules named ``theano`` served from PyTensor?
+"""Import hooks that provide ``theano`` from PyTensor, and packages here under the names of other libraries.
 
-`install`, `is_installed`
-    Put the finder first in ``sys.meta_path``.
-`TreeFinder`
-    Finds ``theano.a.b`` as the file ``tree/a/b.py``, and refuses what is not there with a message.
-`missing`
-    That message.
-`serve_alias`
-    Serves a package of `synkhronos.compat` under the name of the library that it stands for.
-
-The modules in `tree` are ordinary ones, under other names: each re-exports PyTensor's functions, and holds those
-whose arguments differ.
+The modules in `tree` are ordinary modules under other names: ``theano.a.b`` is the file ``tree/a/b.py``.  Each of them
+re-exports PyTensor's functions and defines those whose arguments differ.  Modules and names that are not there raise
+errors with the message of `unsupported`.
 """
 
 from __future__ import annotations
@@ -26,34 +18,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from synkhronos.compat.flags import to_pytensor_flags
+from synkhronos.compat.unsupported import explain_unsupported
+
 _TREE = Path(__file__).parent / "tree"
 _IMPORT_FROM = dis.opmap["IMPORT_FROM"]
 
 
 def is_installed() -> bool:
-    """Whether ``import theano`` gives PyTensor."""
+    """Whether ``import theano`` imports the modules in `tree`."""
     return any(isinstance(finder, TreeFinder) for finder in sys.meta_path)
 
 
 def install() -> None:
-    """Serve ``theano`` from `tree`, from now on."""
+    """Provide ``theano`` from `tree` from now on."""
     if not is_installed():
-        # First, so that it is asked before the finder that knows an installed Theano.
+        # First, to precede the finder of an installed Theano.
         sys.meta_path.insert(0, TreeFinder())
-
-
-def missing(name: str) -> str:
-    """Return what is said of a module or a name that Theano has and `tree` lacks.
-
-    Examples
-    --------
-    >>> missing("theano.gpuarray").split(";")[0]
-    'theano.gpuarray is not among what synkhronos.compat serves on top of PyTensor'
-    """
-    return (
-        f"{name} is not among what synkhronos.compat serves on top of PyTensor; "
-        'the page docs/from_theano.rst, "From Theano", lists what is'
-    )
 
 
 class TreeFinder(importlib.abc.MetaPathFinder):
@@ -72,8 +53,8 @@ class TreeFinder(importlib.abc.MetaPathFinder):
         file = where / "__init__.py" if where.is_dir() else where.with_suffix(".py")
         if not file.exists():
             # Without `name` set, since `from package import module` would swallow it.
-            raise ModuleNotFoundError(missing(fullname))
-        # Every module is a package, so that what it lacks is asked of this finder, which says so.
+            raise ModuleNotFoundError(explain_unsupported(fullname))
+        # Every module is a package, so that Python asks this finder for modules that it lacks.
         locations = [str(where)] if where.is_dir() else []
         return importlib.util.spec_from_file_location(
             fullname, file, loader=_Loader(fullname, str(file)), submodule_search_locations=locations
@@ -81,7 +62,7 @@ class TreeFinder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a module, and gives it the answer to names that it lacks."""
+    """Loader that adds a ``__getattr__`` to a module, which raises an error for names that it lacks."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the module's code."""
@@ -94,10 +75,10 @@ class _Loader(importlib.machinery.SourceFileLoader):
                     return own(name)
                 except AttributeError:
                     pass
-            text = missing(f"{module.__name__}.{name}")
+            text = explain_unsupported(f"{module.__name__}.{name}")
             if name.startswith("__"):
                 raise AttributeError(text)
-            # Python puts words of its own in the place of an AttributeError's in `from module import name`.
+            # In `from module import name`, Python replaces the message of an AttributeError.
             caller = sys._getframe(1)
             if caller.f_code.co_code[caller.f_lasti] == _IMPORT_FROM:
                 raise ImportError(text, name=module.__name__)
@@ -107,7 +88,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def serve_alias(name: str, always: bool = False) -> None:
-    """Serve ``synkhronos.compat.<name>`` as ``<name>`` from now on.
+    """Provide ``synkhronos.compat.<name>`` as ``<name>`` from now on.
 
     Parameters
     ----------
@@ -120,7 +101,7 @@ def serve_alias(name: str, always: bool = False) -> None:
         if isinstance(finder, AliasFinder) and finder.name == name:
             finder.always |= always
             return
-    # First, or the next finder would load the package's modules a second time under their other names.
+    # First, or the next finder would load the package's modules again under their other names.
     sys.meta_path.insert(0, AliasFinder(name, always))
 
 
@@ -139,7 +120,7 @@ class AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         if fullname == head:
             installed = None if self.always else importlib.machinery.PathFinder.find_spec(fullname)
-            if installed is not None and installed.origin is not None:  # else a mere folder of that name
+            if installed is not None and installed.origin is not None:  # a folder of this name has no origin
                 return None
         elif sys.modules[head] is not sys.modules.get(f"synkhronos.compat.{head}"):
             return None
@@ -150,15 +131,15 @@ class AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Return the module itself, which has one copy under both names."""
+        """Return the one module that both names refer to."""
         return importlib.import_module(f"synkhronos.compat.{spec.name}")
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: importing has run the module's code."""
+        """Do nothing: `create_module` has run the module's code."""
 
 
 def _require_pytensor() -> None:
-    """Raise ImportError when there is no PyTensor, and pass flags meant for Theano on to one not yet imported."""
+    """Raise ImportError without PyTensor; pass THEANO_FLAGS on to a PyTensor that is not imported yet."""
     if importlib.util.find_spec("pytensor") is None:
         raise ModuleNotFoundError(
             "neither Theano nor PyTensor is installed; PyTensor takes Theano's place with "
@@ -166,7 +147,5 @@ def _require_pytensor() -> None:
             name="theano",
         )
     if "pytensor" not in sys.modules and "THEANO_FLAGS" in os.environ:
-        from synkhronos.compat.flags import pytensor_flags
-
-        flags = pytensor_flags(os.environ["THEANO_FLAGS"], os.environ.get("PYTENSOR_FLAGS", ""))
+        flags = to_pytensor_flags(os.environ["THEANO_FLAGS"], os.environ.get("PYTENSOR_FLAGS", ""))
         os.environ["PYTENSOR_FLAGS"] = flags

@@ -1,11 +1,7 @@
-"""Random numbers by Theano's names, from NumPy's generators.
+"""Theano's random streams on NumPy's generators.
 
-`RandomStreams`
-    What ``theano.tensor.shared_randomstreams.RandomStreams`` and ``theano.sandbox.rng_mrg.MRG_RandomStreams`` are on
-    PyTensor.
-
-The numbers are other ones than Theano's for the same seed.  Each variable draws from a shared generator of its own,
-which functions move on as they draw (and which Synkhronos moves apart by rank).
+The numbers differ from Theano's for the same seed.  Each variable draws from a shared generator of its own, which
+functions update as they draw.  Synkhronos jumps to another place in its stream on each rank.
 """
 
 from __future__ import annotations
@@ -23,14 +19,14 @@ __all__ = ["RandomStreams"]
 
 
 class RandomStreams:
-    """A source of random variables.
+    """A source of random variables: Theano's ``RandomStreams`` and ``MRG_RandomStreams``.
 
     Parameters
     ----------
     seed : int or sequence of int, optional
-        As ``numpy.random.SeedSequence`` takes it; another each time when it is left out.
+        Entropy for ``numpy.random.SeedSequence``; a random one by default.
     use_cuda : bool, optional
-        Without a meaning here.
+        Ignored.
 
     Examples
     --------
@@ -42,21 +38,21 @@ class RandomStreams:
 
     def __init__(self, seed: Any = None, use_cuda: bool | None = None):
         self.default_instance_seed = seed
-        #: The shared generators, each with the variable of its next state.
+        #: Pairs of a shared generator and the variable of its next state.
         self.state_updates: list[tuple[Any, Any]] = []
         self._sequence = np.random.SeedSequence(seed)
 
     def updates(self) -> list[tuple[Any, Any]]:
-        """Return pairs of a shared generator and its next state; functions apply them by themselves."""
+        """Return pairs of a shared generator and its next state, which functions apply as default updates."""
         return list(self.state_updates)
 
     def seed(self, seed: Any = None) -> None:
-        """Start all streams anew.
+        """Restart all streams from a seed.
 
         Parameters
         ----------
         seed : int or sequence of int, optional
-            The seed that was given at first, if it is left out.
+            By default, the seed of the constructor.
         """
         self._sequence = np.random.SeedSequence(self.default_instance_seed if seed is None else seed)
         for (generator, _), child in zip(
@@ -64,30 +60,31 @@ class RandomStreams:
         ):
             generator.set_value(np.random.default_rng(child), borrow=True)
 
-    def _draw(self, draw: Callable[..., Any], *parameters: Any, then: Callable[[Any], Any], **kwargs: Any) -> Any:
-        """Return a random variable with a generator of its own: what ``then`` makes of PyTensor's."""
+    def _draw(self, draw: Callable[..., Any], *parameters: Any, transform: Callable[[Any], Any], **kwargs: Any) -> Any:
+        """Return a random variable with a generator of its own, after applying ``transform`` to PyTensor's."""
         (child,) = self._sequence.spawn(1)
         generator = pytensor.shared(np.random.default_rng(child), borrow=True)
         with warnings.catch_warnings():
-            # Newer PyTensor asks callers to say whether they want the next state too; older has no such argument
-            # everywhere.
+            # Newer PyTensor wants an argument that older versions lack: whether to return the next state too.
             warnings.filterwarnings("ignore", "RandomVariable Ops will stop hiding", DeprecationWarning)
             drawn = draw(*parameters, rng=generator, **kwargs)
-        # Some draws are further expressions of what the generator's own node draws.
+        # The result of some draws is an expression above the node that uses the generator.
         (following,) = (node.outputs[0] for node in apply_ancestors([drawn]) if generator in node.inputs)
         with warnings.catch_warnings():
-            # PyTensor's own streams set it too; a function finds its updates there.
+            # PyTensor's own streams set it too: functions read their updates from it.
             warnings.filterwarnings("ignore", "Setting default_update", DeprecationWarning)
             generator.default_update = following
         self.state_updates.append((generator, following))
-        result = then(drawn)
-        # Programs seed one variable, or copy its state, by these.
+        result = transform(drawn)
+        # Attributes by which programs seed one variable, or copy its state.
         result.rng, result.update = generator, (generator, following)
         return result
 
-    def _keys(self, size: Any, then: Callable[[Any], Any]) -> Any:
-        """Return what ``then`` makes of numbers between 0 and 1."""
-        return self._draw(pt.random.uniform, 0.0, 1.0, size=_size(size), dtype=pytensor.config.floatX, then=then)
+    def _draw_uniform(self, size: Any, transform: Callable[[Any], Any]) -> Any:
+        """Return uniform numbers between 0 and 1 after applying ``transform``."""
+        return self._draw(
+            pt.random.uniform, 0.0, 1.0, size=_to_size(size), dtype=pytensor.config.floatX, transform=transform
+        )
 
     # -- continuous --------------------------------------------------------------------------------------------------
 
@@ -102,7 +99,7 @@ class RandomStreams:
     ) -> Any:
         """Draw from the interval between ``low`` and ``high``, of dtype floatX by default."""
         dtype = dtype or pytensor.config.floatX
-        return self._draw(pt.random.uniform, low, high, size=_size(size), dtype=dtype, then=_same)
+        return self._draw(pt.random.uniform, low, high, size=_to_size(size), dtype=dtype, transform=_identity)
 
     def normal(
         self,
@@ -114,14 +111,11 @@ class RandomStreams:
         nstreams: Any = None,
         truncate: bool = False,
     ) -> Any:
-        """Draw from the normal distribution of a mean and a standard deviation.
-
-        With ``truncate`` no further than two of these from the mean.
-        """
+        """Draw from the normal distribution; with ``truncate``, within two standard deviations of the mean."""
         if truncate:
             return self.truncated_normal(size, avg, std, dtype=dtype)
         dtype = dtype or pytensor.config.floatX
-        return self._draw(pt.random.normal, avg, std, size=_size(size), dtype=dtype, then=_same)
+        return self._draw(pt.random.normal, avg, std, size=_to_size(size), dtype=dtype, transform=_identity)
 
     def truncated_normal(
         self,
@@ -132,36 +126,36 @@ class RandomStreams:
         dtype: Any = None,
         nstreams: Any = None,
     ) -> Any:
-        """Draw from the normal distribution, no further than two standard deviations from the mean."""
-        low, high = 0.022750131948179212, 0.9772498680518208  # the normal distribution's values at -2 and 2
+        """Draw from the normal distribution within two standard deviations of the mean."""
+        low, high = 0.022750131948179212, 0.9772498680518208  # the distribution function at -2 and 2
         dtype = dtype or pytensor.config.floatX
 
         def stretched(position: Any) -> Any:
             return (avg + std * np.sqrt(2.0) * pt.erfinv(2 * position - 1)).astype(dtype)
 
-        return self._draw(pt.random.uniform, low, high, size=_size(size), dtype=dtype, then=stretched)
+        return self._draw(pt.random.uniform, low, high, size=_to_size(size), dtype=dtype, transform=stretched)
 
     # -- discrete ----------------------------------------------------------------------------------------------------
 
     def binomial(
         self, size: Any = None, n: Any = 1, p: Any = 0.5, ndim: Any = None, dtype: Any = "int64", nstreams: Any = None
     ) -> Any:
-        """Draw how many of ``n`` trials succeed, each with probability ``p``."""
+        """Draw the number of successes in ``n`` trials, each with probability ``p``."""
         if isinstance(n, int | np.integer) and n == 1:
             # A comparison is much cheaper than the general algorithm; dropout draws so.
             p = pt.as_tensor_variable(p)
-            return self._keys(p.shape if size is None else size, lambda keys: pt.lt(keys, p).astype(dtype))
-        return self._draw(pt.random.binomial, n, p, size=_size(size), then=_as(dtype))
+            return self._draw_uniform(p.shape if size is None else size, lambda keys: pt.lt(keys, p).astype(dtype))
+        return self._draw(pt.random.binomial, n, p, size=_to_size(size), transform=_make_cast(dtype))
 
     def random_integers(
         self, size: Any = None, low: Any = 0, high: Any = 1, ndim: Any = None, dtype: Any = "int64"
     ) -> Any:
         """Draw integers from ``low`` to ``high``, both included."""
-        return self._draw(pt.random.integers, low, high + 1, size=_size(size), then=_as(dtype))
+        return self._draw(pt.random.integers, low, high + 1, size=_to_size(size), transform=_make_cast(dtype))
 
     def poisson(self, size: Any = None, lam: Any = 1.0, ndim: Any = None, dtype: Any = "int64") -> Any:
         """Draw from the Poisson distribution of a mean."""
-        return self._draw(pt.random.poisson, lam, size=_size(size), then=_as(dtype))
+        return self._draw(pt.random.poisson, lam, size=_to_size(size), transform=_make_cast(dtype))
 
     def choice(
         self,
@@ -175,8 +169,8 @@ class RandomStreams:
         **kwargs: Any,
     ) -> Any:
         """Draw from ``0 ... a - 1``, or from the elements of an array, with probabilities."""
-        then = _same if dtype is None else _as(dtype)
-        return self._draw(pt.random.choice, a, size=_size(size), replace=replace, p=p, then=then)
+        transform = _identity if dtype is None else _make_cast(dtype)
+        return self._draw(pt.random.choice, a, size=_to_size(size), replace=replace, p=p, transform=transform)
 
     def multinomial(
         self,
@@ -187,31 +181,33 @@ class RandomStreams:
         dtype: Any = "int64",
         **kwargs: Any,
     ) -> Any:
-        """Draw how often each outcome comes up in ``n`` trials; one row of probabilities for each draw."""
-        return self._draw(pt.random.multinomial, n, pvals, size=_size(size), then=_as(dtype))
+        """Draw the counts of each outcome in ``n`` trials; ``pvals`` has a row of probabilities for each draw."""
+        return self._draw(pt.random.multinomial, n, pvals, size=_to_size(size), transform=_make_cast(dtype))
 
     def permutation(self, size: Any = None, n: Any = 1, ndim: Any = None, dtype: Any = "int64") -> Any:
-        """Draw a permutation of ``0 ... n - 1``, or as many as an array of a size has elements."""
+        """Draw a permutation of ``0 ... n - 1``; with ``size``, an array of them."""
         if size is None:
-            return self._draw(pt.random.permutation, n, then=_as(dtype))
-        return self._keys((*_size(size), n), lambda keys: pt.argsort(keys, axis=-1).astype(dtype))
+            return self._draw(pt.random.permutation, n, transform=_make_cast(dtype))
+        return self._draw_uniform((*_to_size(size), n), lambda keys: pt.argsort(keys, axis=-1).astype(dtype))
 
     def shuffle_row_elements(self, input: Any) -> Any:
-        """Shuffle the elements of each row of a matrix in a way of its own."""
-        return self._keys(input.shape, lambda keys: pt.take_along_axis(input, pt.argsort(keys, axis=-1), axis=-1))
+        """Shuffle the elements of each row of a matrix independently."""
+        return self._draw_uniform(
+            input.shape, lambda keys: pt.take_along_axis(input, pt.argsort(keys, axis=-1), axis=-1)
+        )
 
 
-def _same(drawn: Any) -> Any:
+def _identity(drawn: Any) -> Any:
     return drawn
 
 
-def _as(dtype: Any) -> Callable[[Any], Any]:
-    """Return a function that casts."""
+def _make_cast(dtype: Any) -> Callable[[Any], Any]:
+    """Return a function that casts to a dtype."""
     return lambda drawn: drawn.astype(dtype)
 
 
-def _size(size: Any) -> Any:
-    """Return a size as PyTensor takes it: a tuple, a shape, or None."""
+def _to_size(size: Any) -> Any:
+    """Convert a size to PyTensor's form: a tuple, a shape variable, or None."""
     if isinstance(size, int | np.integer):
         return (int(size),)
     return tuple(size) if isinstance(size, list | tuple) else size

@@ -12,17 +12,17 @@ class SyncedArray(np.ndarray):
     """A view of a shared variable's memory on the host."""
 
     def sync(self) -> None:
-        """Do nothing: the value is there."""
+        """Do nothing: a NumPy array is always complete."""
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (), **kwargs: Any) -> Any:
-        """Compute with plain arrays, so that results are plain."""
+        """Compute with plain arrays, and return plain arrays."""
         if out:
             kwargs["out"] = tuple(map(_plain, out))
         return getattr(ufunc, method)(*map(_plain, inputs), **kwargs)
 
 
 class SyncedValue:
-    """A shared variable's JAX array, or another object that can be waited for."""
+    """A shared variable's JAX array with a method ``sync``."""
 
     def __init__(self, value: Any):
         self._value = value
@@ -38,15 +38,15 @@ class SyncedValue:
         self._value.block_until_ready()
 
 
-def value_of(container: Any) -> Any:
-    """Return a container's value, with a method ``sync``."""
+def get_synced_value(container: Any) -> Any:
+    """Return a container's value with a method ``sync``."""
     value = container.data
     if type(value) is np.ndarray:
         return value.view(SyncedArray)
     return SyncedValue(value) if hasattr(value, "block_until_ready") else value
 
 
-def set_value_of(container: Any, value: Any) -> None:
+def set_synced_value(container: Any, value: Any) -> None:
     """Set a container's value."""
     container.data = _plain(value)
 
@@ -56,19 +56,19 @@ def _plain(value: Any) -> Any:
 
 
 def get_value(self: Any, borrow: bool = False, return_internal_type: bool = False) -> Any:
-    """Return a shared variable's value, without the method."""
+    """Return a shared variable's value without a method ``sync``."""
     value = self.container.data
     return value if borrow else copy.deepcopy(value)
 
 
 def install(container: Any, shared: Any) -> None:
-    """Give values of a library's containers the method, but for those that the library itself reads.
+    """Patch a library so that ``container.value`` has a method ``sync``; ``get_value`` returns plain values.
 
     Parameters
     ----------
     container, shared : type
         The library's classes Container and SharedVariable.
     """
-    if container.value.fget is not value_of:
-        container.value = property(value_of, set_value_of)
+    if container.value.fget is not get_synced_value:
+        container.value = property(get_synced_value, set_synced_value)
         shared.get_value = get_value

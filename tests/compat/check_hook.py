@@ -18,7 +18,7 @@ import pytensor.tensor as pt
 
 import synkhronos as synk
 import synkhronos.compat
-from synkhronos.compat.flags import Config, pytensor_flags
+from synkhronos.compat.flags import Config, to_pytensor_flags
 from synkhronos.compat.hook import TreeFinder
 from synkhronos.graphs import library_of, loaded_libraries
 
@@ -141,7 +141,7 @@ def test_jax_is_not_imported_before_a_function_is_compiled_for_it():
     ],
 )
 def test_a_module_that_is_missing_says_so(line):
-    with pytest.raises(ImportError, match=r"^theano\..* is not among what synkhronos.compat serves.*From Theano"):
+    with pytest.raises(ImportError, match=r"^theano\..* is not provided by synkhronos.compat.*From Theano"):
         exec(line, {})
 
 
@@ -151,9 +151,9 @@ def test_a_name_that_is_missing_says_so():
 
     for module in (theano, T, T.nnet, theano.gradient):
         assert not hasattr(module, "nothing")
-        with pytest.raises(AttributeError, match=rf"^{module.__name__}.nothing is not among what synkhronos.compat"):
+        with pytest.raises(AttributeError, match=rf"^{module.__name__}.nothing is not provided by synkhronos.compat"):
             module.nothing  # noqa: B018
-    with pytest.raises(AttributeError, match="theano.config.nothing is not among"):
+    with pytest.raises(AttributeError, match="theano.config.nothing is not provided"):
         theano.config.nothing  # noqa: B018
 
 
@@ -387,7 +387,7 @@ def test_programs_that_import_theanos_gpu_code_run():
     print(theano.config.mode)
     """
     said, *modes = run(code).splitlines()
-    assert said.startswith("theano.gpuarray.GpuArrayType is not among what synkhronos.compat serves")
+    assert said.startswith("theano.gpuarray.GpuArrayType is not provided by synkhronos.compat")
     assert modes == ["False", "JAX"]
 
 
@@ -596,7 +596,7 @@ def test_all_of_theanos_flags_can_be_read():
     ],
 )
 def test_flags_for_theano_are_passed_on(flags, given, expected):
-    assert pytensor_flags(flags, given) == expected
+    assert to_pytensor_flags(flags, given) == expected
 
 
 def test_flags_for_theano_reach_pytensor():

@@ -23,7 +23,7 @@ def flags_after(monkeypatch, theano_flags, finds_blas=False, theanorc="", blas="
     monkeypatch.setenv("THEANORC", theanorc)
     monkeypatch.delitem(sys.modules, "theano", raising=False)
     monkeypatch.setattr(real, "_theano_finds_blas", lambda: finds_blas)
-    monkeypatch.setattr(real, "usable_blas", lambda: blas)
+    monkeypatch.setattr(real, "find_blas_flags", lambda: blas)
     real.install()
     return os.environ.get("THEANO_FLAGS")
 
@@ -60,12 +60,12 @@ def test_a_blas_in_the_users_file_stays(monkeypatch, tmp_path):
 def test_the_compiler_says_what_it_can_link(monkeypatch, printed, blas):
     done = subprocess.CompletedProcess([], 0, stdout=f"{printed}\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
-    assert real.usable_blas() == blas
+    assert real.find_blas_flags() == blas
 
 
 def test_without_a_compiler_no_blas_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert real.usable_blas() == ""
+    assert real.find_blas_flags() == ""
 
 
 def test_gaps_are_filled_last_and_once():

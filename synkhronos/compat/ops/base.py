@@ -1,14 +1,11 @@
-"""What do the Ops of this package have in common?
+"""Base class of the Ops here, and their registration with JAX and Numba.
 
-`NumpyOp`
-    An Op whose ``perform`` is NumPy, with a lowering to XLA by its side.
-`lowers`
-    Says how an Op is computed by JAX.
+Each Op is defined once.  Its ``perform`` uses NumPy and serves modes on the CPU: PyTensor's C mode directly, Numba as a
+call of Python.  For JAX mode, `register_lowering` adds a function of JAX arrays.
 
-Each Op is defined once.  ``perform`` serves the modes that run on the CPU: PyTensor's C mode as it is, Numba as a call
-back to Python.  For JAX mode a function of JAX arrays stands beside it.  JAX may only be imported in the ranks, after
-the fork, and Numba takes a second to import: PyTensor's dispatchers hear of these Ops when a function is compiled for
-one of them, by a rewrite that rewrites nothing.
+JAX may only be imported in the ranks, after the fork, and importing Numba takes a second.  The Ops are therefore
+registered with PyTensor's dispatchers when the first function is compiled for one of them, by a rewrite that changes
+nothing.
 """
 
 from __future__ import annotations
@@ -24,11 +21,11 @@ from pytensor.graph.rewriting.basic import GraphRewriter
 
 from synkhronos.lowering import shapes
 
-__all__ = ["NumpyOp", "lowers"]
+__all__ = ["NumpyOp", "register_lowering"]
 
 _lowerings: dict[type[Op], Callable[..., Any]] = {}
-#: Which dispatchers have heard of the Ops in this process.
-_told: set[Callable[[], None]] = set()
+#: Registrations that have run in this process.
+_registered: set[Callable[[], None]] = set()
 
 
 class NumpyOp(Op):
@@ -43,7 +40,7 @@ class NumpyOp(Op):
     output_shape: Callable[..., tuple[Any, ...]]
 
     def perform(self, node: Any, inputs: Any, output_storage: Any, params: Any = None) -> None:
-        """Compute with NumPy; the output is contiguous, as Numba is told."""
+        """Compute with NumPy; the output is contiguous, as Numba expects."""
         output = self.compute(*inputs)
         output_storage[0][0] = np.ascontiguousarray(output, dtype=node.outputs[0].type.dtype)
 
@@ -54,37 +51,37 @@ class NumpyOp(Op):
         return [self.output_shape(*shapes)]
 
 
-def lowers(op: type[Op]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register_lowering(op: type[Op]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function that computes an Op with JAX: it takes the Op and its inputs, and returns its output.
 
     Examples
     --------
     >>> class Double(NumpyOp):
     ...     __props__ = ()
-    >>> @lowers(Double)
+    >>> @register_lowering(Double)
     ... def double(op, x):
     ...     return 2 * x
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         _lowerings[op] = function
-        if _tell_jax in _told:
-            _register(op, function)
+        if _register_with_jax in _registered:
+            _register_jax(op, function)
         return function
 
     return register
 
 
-# -- telling the dispatchers ---------------------------------------------------------------------------------------
+# -- registration --------------------------------------------------------------------------------------------------
 
 
-def _tell_jax() -> None:
+def _register_with_jax() -> None:
     shapes.register_lowerings()
     for op, lowering in _lowerings.items():
-        _register(op, lowering)
+        _register_jax(op, lowering)
 
 
-def _register(op_class: type[Op], lowering: Callable[..., Any]) -> None:
+def _register_jax(op_class: type[Op], lowering: Callable[..., Any]) -> None:
     from pytensor.link.jax.dispatch import jax_funcify
 
     def funcify(op: Any, node: Any = None, **kwargs: Any) -> Callable[..., Any]:
@@ -97,10 +94,10 @@ def _register(op_class: type[Op], lowering: Callable[..., Any]) -> None:
     jax_funcify.register(op_class)(funcify)
 
 
-def _tell_numba() -> None:
+def _register_with_numba() -> None:
     from pytensor.link.numba.dispatch.basic import generate_fallback_impl, numba_funcify
 
-    # A network has the same Op in many layers: Numba compiles the call back to Python once for each, not for each node.
+    # A network has the same Op in many layers: Numba compiles the call of Python once for each Op, not for each node.
     functions: dict[Any, Any] = {}
 
     @numba_funcify.register(NumpyOp)
@@ -109,30 +106,30 @@ def _tell_numba() -> None:
         key = (op, len(node.inputs), *kinds)
         if key not in functions:
             with warnings.catch_warnings():
-                # That it calls Python is as it should be: these Ops spend their time in BLAS.
+                # Calling Python is intended: these Ops spend their time in BLAS.
                 warnings.filterwarnings("ignore", "Numba will use object mode")
-                # A node by itself: that of the graph would keep all that it was computed from.
+                # A node with inputs of its own: the graph's node would keep the graph alive.
                 alone = op.make_node(*(v.type() for v in node.inputs))
                 functions[key] = generate_fallback_impl(op, alone, **kwargs)
         return functions[key]
 
 
-class _Tell(GraphRewriter):
-    """Registers the Ops with a dispatcher before the first graph is compiled for it."""
+class _Registration(GraphRewriter):
+    """Rewrite that registers the Ops with a dispatcher before the first graph is compiled for it."""
 
-    def __init__(self, tell: Callable[[], None]):
+    def __init__(self, register: Callable[[], None]):
         super().__init__()
-        self._tell = tell
+        self._register = register
 
     def apply(self, fgraph: Any) -> None:
-        """Change nothing."""
-        if self._tell not in _told:
-            self._tell()
-            _told.add(self._tell)
+        """Register the Ops, once; leave the graph unchanged."""
+        if self._register not in _registered:
+            self._register()
+            _registered.add(self._register)
 
     def add_requirements(self, fgraph: Any) -> None:
-        """Require nothing."""
+        """Require no features of a graph."""
 
 
-optdb.register("synkhronos_lowerings_jax", _Tell(_tell_jax), "jax", position=0.01)
-optdb.register("synkhronos_lowerings_numba", _Tell(_tell_numba), "numba", position=0.01)
+optdb.register("synkhronos_lowerings_jax", _Registration(_register_with_jax), "jax", position=0.01)
+optdb.register("synkhronos_lowerings_numba", _Registration(_register_with_numba), "numba", position=0.01)

@@ -28,7 +28,7 @@ from pytensor.tensor.elemwise import Elemwise
 from pytensor.tensor.rewriting.basic import register_stabilize
 from pytensor.tensor.type import TensorType
 
-from synkhronos.compat.ops.base import NumpyOp, lowers
+from synkhronos.compat.ops.base import NumpyOp, register_lowering
 
 __all__ = [
     "OneHot",
@@ -245,7 +245,7 @@ def crossentropy_of_softmax(fgraph: Any, node: Any) -> Any:
 # -- XLA -----------------------------------------------------------------------------------------------------------
 
 
-@lowers(OneHotCrossentropy)
+@register_lowering(OneHotCrossentropy)
 def _crossentropy_xla(op: OneHotCrossentropy, p: Any, classes: Any) -> Any:
     import jax.numpy as jnp
 
@@ -253,14 +253,14 @@ def _crossentropy_xla(op: OneHotCrossentropy, p: Any, classes: Any) -> Any:
     return -picked if op.of_logarithms else -jnp.log(picked)
 
 
-@lowers(OneHot)
+@register_lowering(OneHot)
 def _one_hot_xla(op: OneHot, classes: Any, like: Any) -> Any:
     import jax.numpy as jnp
 
     return jnp.arange(like.shape[1]) == classes[:, None]
 
 
-@lowers(OneHotCrossentropyGrad)
+@register_lowering(OneHotCrossentropyGrad)
 def _crossentropy_grad_xla(op: OneHotCrossentropyGrad, g: Any, p: Any, classes: Any) -> Any:
     import jax.numpy as jnp
 

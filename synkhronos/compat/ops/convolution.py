@@ -22,7 +22,7 @@ from pytensor.gradient import disconnected_type
 from pytensor.graph.basic import Apply
 from pytensor.tensor.type import TensorType
 
-from synkhronos.compat.ops.base import NumpyOp, lowers
+from synkhronos.compat.ops.base import NumpyOp, register_lowering
 from synkhronos.compat.ops.windows import fold, unfold, zeros_around
 
 __all__ = ["Conv", "ConvGradInputs", "ConvGradWeights", "Padding", "output_length", "pads"]
@@ -329,12 +329,12 @@ def _turned(op: _Conv, w: Any) -> Any:
     return lax.rev(w, tuple(range(2, op.n + 2))) if op.flip else w
 
 
-@lowers(Conv)
+@register_lowering(Conv)
 def _conv_xla(op: Conv, x: Any, w: Any) -> Any:
     return _conv_of_few(op, x, _turned(op, w))
 
 
-@lowers(ConvGradWeights)
+@register_lowering(ConvGradWeights)
 def _grad_weights_xla(op: ConvGradWeights, x: Any, g: Any, like: Any) -> Any:
     import jax
 
@@ -343,7 +343,7 @@ def _grad_weights_xla(op: ConvGradWeights, x: Any, g: Any, like: Any) -> Any:
     return _turned(op, result)
 
 
-@lowers(ConvGradInputs)
+@register_lowering(ConvGradInputs)
 def _grad_inputs_xla(op: ConvGradInputs, w: Any, g: Any, like: Any) -> Any:
     import jax
 

@@ -23,7 +23,7 @@ from pytensor.graph.basic import Apply
 from pytensor.scalar import upcast
 from pytensor.tensor.type import TensorType
 
-from synkhronos.compat.ops.base import NumpyOp, lowers
+from synkhronos.compat.ops.base import NumpyOp, register_lowering
 
 __all__ = ["BatchNormTrain", "BatchNormTrainGrad"]
 
@@ -219,7 +219,7 @@ def _dtype(array: Any) -> Any:
     return jnp.float32 if array.dtype == jnp.bfloat16 else array.dtype
 
 
-@lowers(BatchNormTrain)
+@register_lowering(BatchNormTrain)
 def _batch_norm_xla(op: BatchNormTrain, x: Any, scale: Any, shift: Any) -> Any:
     import jax.numpy as jnp
 
@@ -235,7 +235,7 @@ def _batch_norm_xla(op: BatchNormTrain, x: Any, scale: Any, shift: Any) -> Any:
     return y.astype(scale.dtype), mean.astype(_dtype(x)), invstd.astype(_dtype(x))
 
 
-@lowers(BatchNormTrainGrad)
+@register_lowering(BatchNormTrainGrad)
 def _batch_norm_grad_xla(op: BatchNormTrainGrad, *inputs: Any) -> Any:
     wide = _wide(*inputs)
     x, dy, scale, mean, invstd = (v.astype(wide) for v in inputs)

@@ -21,7 +21,7 @@ from pytensor.gradient import disconnected_type
 from pytensor.graph.basic import Apply
 from pytensor.tensor.type import TensorType
 
-from synkhronos.compat.ops.base import NumpyOp, lowers
+from synkhronos.compat.ops.base import NumpyOp, register_lowering
 from synkhronos.compat.ops.windows import offsets, zeros_around
 
 __all__ = ["MODES", "MaxPoolGrad", "MaxPoolPick", "Pool", "SumPoolGrad"]
@@ -269,7 +269,7 @@ def _xla_max(op: _Pool, x: Any) -> Any:
     return _reduce(op, x, np.asarray(_lowest(x.dtype), x.dtype), lax.max)
 
 
-@lowers(Pool)
+@register_lowering(Pool)
 def _pool_xla(op: Pool, x: Any) -> Any:
     from jax import lax
 
@@ -279,7 +279,7 @@ def _pool_xla(op: Pool, x: Any) -> Any:
     return sums / op.counts(x.shape[-op.n :], x.dtype) if op.mode.startswith("average") else sums
 
 
-@lowers(SumPoolGrad)
+@register_lowering(SumPoolGrad)
 def _sum_grad_xla(op: SumPoolGrad, g: Any, like: Any) -> Any:
     import jax
     from jax import lax
@@ -304,7 +304,7 @@ def _maxima(op: _Pool, x: Any) -> tuple[Any, Any]:
     return x, _xla_max(op, x)
 
 
-@lowers(MaxPoolGrad)
+@register_lowering(MaxPoolGrad)
 def _max_grad_xla(op: MaxPoolGrad, x: Any, y: Any, g: Any) -> Any:
     import jax.numpy as jnp
 
@@ -337,7 +337,7 @@ def _max_grad_xla(op: MaxPoolGrad, x: Any, y: Any, g: Any) -> Any:
     return at(())[(Ellipsis, *(slice(p, p + n) for p, n in zip(op.pad, spatial, strict=True)))]
 
 
-@lowers(MaxPoolPick)
+@register_lowering(MaxPoolPick)
 def _max_pick_xla(op: MaxPoolPick, x: Any, y: Any, d: Any) -> Any:
     import jax.numpy as jnp
 

@@ -30,7 +30,7 @@ from pytensor.compile import (
 )
 from pytensor.compile.builders import OpFromGraph
 
-from synkhronos.compat.functions import In, in_numpy, install, made
+from synkhronos.compat.functions import In, install, use_compat_linker, wrap_function
 from synkhronos.lowering import sums
 
 install()
@@ -73,7 +73,7 @@ def function(
         function = pytensor.function(
             inputs,
             outputs if keys is None else [outputs[key] for key in keys],
-            mode=in_numpy(mode),
+            mode=use_compat_linker(mode),
             updates=updates,
             givens=givens,
             accept_inplace=accept_inplace,
@@ -84,7 +84,7 @@ def function(
             on_unused_input=on_unused_input,
             **kwargs,
         )
-    return made(function, keys)
+    return wrap_function(function, keys)
 
 
 def shared(value: Any, name: str | None = None, strict: bool = False, allow_downcast: Any = None, **kwargs: Any) -> Any:
