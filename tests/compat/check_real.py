@@ -22,7 +22,7 @@ def flags_after(monkeypatch, theano_flags, finds_blas=False, theanorc="", blas="
         monkeypatch.setenv("THEANO_FLAGS", theano_flags)
     monkeypatch.setenv("THEANORC", theanorc)
     monkeypatch.delitem(sys.modules, "theano", raising=False)
-    monkeypatch.setattr(real, "_theano_finds_blas", lambda: finds_blas)
+    monkeypatch.setattr(real, "_can_theano_find_blas", lambda: finds_blas)
     monkeypatch.setattr(real, "find_blas_flags", lambda: blas)
     real.install()
     return os.environ.get("THEANO_FLAGS")
@@ -38,7 +38,7 @@ def flags_after(monkeypatch, theano_flags, finds_blas=False, theanorc="", blas="
         ("floatX=float32, blas.ldflags=-lblas", "floatX=float32, blas.ldflags=-lblas"),
     ],
 )
-def test_a_blas_is_named_where_none_is(monkeypatch, given, expected):
+def test_a_has_blas_flag_where_none_is(monkeypatch, given, expected):
     assert flags_after(monkeypatch, given) == expected
 
 
@@ -63,7 +63,7 @@ def test_the_compiler_says_what_it_can_link(monkeypatch, printed, blas):
     assert real.find_blas_flags() == blas
 
 
-def test_without_a_compiler_no_blas_is_named(monkeypatch):
+def test_without_a_compiler_no_has_blas_flag(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert real.find_blas_flags() == ""
 
