@@ -4,6 +4,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hosts import are_simulated, words
 from launch_runs import ENVIRONMENT, command
 from library import NAME
 from system import names, names_left
@@ -293,7 +295,8 @@ def wait_for(process, folder):
     ("arguments", "said"),
     [
         (["missing", "-D", "cpu"], "there is no missing_worker.py"),
-        (["fails", "-H", "lisa0", "lisa1"], "hosts: an experiment is on one machine"),
+        (["fails", "-H", "lisa0", "lisa1"], "hosts: the first has to be this machine"),
+        (["fails", "-H", socket.gethostname(), "lisa1"], "devices: name those of"),
         (["fails", "-D"], "expected at least one argument"),
     ],
 )
@@ -360,3 +363,86 @@ def test_a_worker_without_a_launcher():
     code = "import synkhronos.compat; from platoon.channel import Worker; Worker(5567)"
     done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 1 and "start NAME_worker.py with `synkhronos platoon NAME`" in done.stderr
+
+
+# -- several hosts -----------------------------------------------------------------------------------------------
+
+needs_namespaces = pytest.mark.skipif(not are_simulated(), reason="no namespaces here, which give hosts their names")
+
+
+def run_on_hosts(folder, experiment, *arguments, status=0):
+    """Run an experiment on two workers of each of two hosts; check that no process of it is left."""
+    for file in PROGRAMS.glob(f"{experiment}_*.py"):
+        shutil.copy(file, folder)
+    line, environment = words(["a:2", "b:2"], "-m", "synkhronos", "platoon", experiment, "-H", "a", "b", *arguments)
+    process = subprocess.Popen(
+        line,
+        cwd=folder,
+        env=environment | FLAGS | {"PLATOON_DEVICES": "cpu,cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    out, err = process.communicate(timeout=LIMIT)
+    logs = {path.name: path.read_text() for path in sorted(Path(folder).glob("PLATOON_LOGS/*/*/*"))}
+    assert process.returncode == status, (process.returncode, out, err, logs)
+    return err, logs
+
+
+@pytest.mark.hosts
+@needs_namespaces
+def test_each_host_has_a_controller(tmp_path):
+    """What a host's workers share is their own; collectives span all hosts."""
+    err, logs = run_on_hosts(tmp_path, "hosts")
+    assert not err
+    found = [pickle.loads((tmp_path / f"found-{rank}.pkl").read_bytes()) for rank in range(4)]
+    assert [each["ranks"] for each in found] == [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]
+    own = [np.arange(6, dtype="float32").reshape(2, 3) / 3 + rank for rank in range(4)]
+    forces = [np.float32(0.1) * (value - 1) for value in own]
+    for first in (0, 2):
+        pair = found[first : first + 2]
+        _, host, processes, *sizes = pair[0]["hello"]
+        assert pair[0]["hello"] == pair[1]["hello"] and sizes == [2, 4]
+        assert sorted(each["process"] for each in pair) == processes
+        assert [each["host"] for each in pair] == [host, host]
+        local = [np.arange(4, dtype="float32") + 10 * (first + i) for i in (0, 1)]
+        central = local[0].copy()
+        for turn in (0, 1, 0):
+            force = np.float32(0.25) * (local[turn] - central)
+            local[turn], central = local[turn] - force, central + force
+        for each, value in zip(pair, local, strict=True):
+            np.testing.assert_array_equal(each["shared"], [value, central])
+            assert each["counter"] == 40
+        batches = sorted(batch[0] for each in pair for batch in each["batches"])
+        assert batches == [5 * first + i for i in range(6)]
+    for rank, each in enumerate(found):
+        for op, value in each["reduced"].items():
+            np.testing.assert_allclose(value, getattr(np, op)(own, axis=0), rtol=1e-6)
+            np.testing.assert_array_equal(value, found[0]["reduced"][op])
+            assert value.dtype == "float32"
+        mean, local, central = each["dynamics"]
+        np.testing.assert_allclose(mean, np.mean(own, axis=0), rtol=1e-6)
+        np.testing.assert_allclose(local, own[rank] - forces[rank], rtol=1e-6)
+        np.testing.assert_allclose(central, 1 + sum(forces), rtol=1e-6)
+        assert logs[f"worker_cpu-{rank}.out"].splitlines()[-1] == f"worker {rank} ends"
+    for name in ("controller_cpu.out", "controller_b.out"):
+        assert logs[name].splitlines()[-1] == "served with status 0"
+
+
+@pytest.mark.hosts
+@needs_namespaces
+@pytest.mark.any_library
+@pytest.mark.parametrize(
+    ("experiment", "how", "said"),
+    [
+        ("fails", "raise 3", "worker 3 (cpu, process {}) raised ValueError: the third batch is damaged; see "),
+        ("fails", "exit 2", "worker 2 (cpu, process {}) exited with status 3; see "),
+        ("fails", "kill 3", "worker 3 on host b (process {}) was killed by SIGKILL"),
+        ("fails", "lock 0", "worker 0 (cpu, process {}) raised ValueError: the holder of the lock has failed"),
+        ("hosts", "controller", "the controller of host b exited with code 1"),
+    ],
+)
+def test_failures_on_hosts(tmp_path, experiment, how, said):
+    err, _ = run_on_hosts(tmp_path, experiment, f"-w={how}", status=1)
+    before, _, after = said.partition("{}")
+    assert before in err and after in err, err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import signal
@@ -15,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from synkhronos.compat.platoon import configparser
-from synkhronos.compat.platoon.program import LAUNCH
+from synkhronos.compat.platoon.program import Hosts, start_controller
+from synkhronos.hosts.names import is_this_machine, parse_hosts
 
 #: Exit statuses: a worker or the controller has failed; wrong arguments; a process could not be started or was killed.
 FAILED, WRONG_ARGUMENTS, SYSTEM_ERROR = 1, 2, 3
@@ -51,12 +51,16 @@ def main(arguments: Sequence[str]) -> int:
         return _refuse(f"there is no {name}_worker.py in {os.getcwd()}", WRONG_ARGUMENTS)
     here = socket.gethostname()
     hosts = options.hosts or ([] if options.devices else _configured_hosts())
-    if hosts and hosts != [here]:
-        return _refuse(f"hosts: an experiment is on one machine, here {here}, got {', '.join(hosts)}", WRONG_ARGUMENTS)
+    if hosts and not is_this_machine(hosts[0]):
+        return _refuse(f"hosts: the first has to be this machine, {here}, got {', '.join(hosts)}", WRONG_ARGUMENTS)
+    try:
+        devices = _find_devices(hosts) if len(hosts) > 1 else None
+    except ValueError as error:
+        return _refuse(str(error), WRONG_ARGUMENTS)
     logs = Path("PLATOON_LOGS", name, time.strftime("%Y-%m-%d_%H-%M-%S"))
     try:
         logs.mkdir(parents=True)
-        process = _start(options, logs)
+        process = _start(options, logs, devices)
     except OSError as error:
         return _refuse(str(error), SYSTEM_ERROR)
     _print(f"### Logs folder: {logs}\n### Waiting for the experiment to finish ...")
@@ -78,36 +82,48 @@ def main(arguments: Sequence[str]) -> int:
     return _refuse(f"{errors}the controller exited with status {status}; see {logs}", FAILED)
 
 
-def _start(options: argparse.Namespace, logs: Path) -> subprocess.Popen[bytes]:
-    """Start the controller, in a session of its own: Ctrl-C reaches this process alone."""
+def _start(options: argparse.Namespace, logs: Path, on_hosts: dict[str, list[str]] | None) -> subprocess.Popen[bytes]:
+    """Start the controller of this host."""
     name, devices = options.experiment_name, options.devices or []
-    arguments = [name, str(logs), "--single", *(["-D", *devices] if devices else [])]
+    arguments = [name, str(logs), "--multi" if on_hosts else "--single", *(["-D", *devices] if devices else [])]
     arguments += shlex.split(options.controller_args or "")
     if options.worker_args:
         arguments.append(f"-w={options.worker_args}")
     own = Path(f"{name}_controller.py")
     file = own if own.is_file() else Path(__file__).parent / "channel" / "controller.py"
+    command = [str(file), *arguments]
     launch = {
         "experiment_name": name,
         "log_directory": str(logs),
         "devices": devices,
         "worker_args": options.worker_args or "",
     }
-    code = (
-        "from synkhronos.ranks.worker import end_with; "
-        f"end_with({os.getpid()}, True); from synkhronos.compat.platoon import program; program.main()"
-    )
-    package = str(Path(__file__).resolve().parents[3])  # children run this very library
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-    with open(logs / "controller_cpu.out", "wb") as out, open(logs / "controller_cpu.err", "wb") as err:
-        return subprocess.Popen(
-            [sys.executable, "-u", "-c", code, str(file), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            env={**os.environ, "PYTHONPATH": path, LAUNCH: json.dumps(launch)},
-            start_new_session=True,
-        )
+    hosts = None if on_hosts is None else Hosts(on_hosts, command)
+    return start_controller(command, str(logs / "controller_cpu"), launch, hosts)
+
+
+def _find_devices(hosts: Sequence[str]) -> dict[str, list[str]]:
+    """Return the devices of each host, which are configured.
+
+    Raises
+    ------
+    ValueError
+        If a host is named twice, a host's devices are missing, or they are neither cores alone nor GPUs in order.
+    """
+    found = {}
+    for host in hosts:
+        try:
+            found[host] = configparser.fetch_devices_for_host(host)
+        except KeyError:
+            raise ValueError(f"devices: name those of {host} in PLATOON_DEVICES or in a platoonrc file") from None
+    parse_hosts([f"{host}:{len(found[host])}" for host in hosts])
+    for kind in ("cpu", "cuda", "gpu"):
+        if all(
+            devices == [kind if kind == "cpu" else f"{kind}{i}" for i in range(len(devices))]
+            for devices in found.values()
+        ):
+            return found
+    raise ValueError(f"devices: on several hosts all are cpu, or on each cuda0, cuda1 and so on, got {found}")
 
 
 def _configured_hosts() -> list[str]:
@@ -127,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     places.add_argument(
         "-D", "--devices", nargs="+", metavar="DEVICE", help="a device for each worker: cuda0 cuda1, or cpu cpu"
     )
-    places.add_argument("-H", "--hosts", nargs="+", metavar="HOST", help="this machine; no other is possible")
+    places.add_argument("-H", "--hosts", nargs="+", metavar="HOST", help="hosts, of which the first is this machine")
     parser.add_argument("-c", "--controller-args", help='arguments of the controller: -c="--patience 3"')
     parser.add_argument("-w", "--worker-args", help='arguments of the workers: -w="--rate 0.1"')
     return parser

@@ -6,14 +6,20 @@ import contextlib
 import json
 import os
 import sys
+import threading
+import time
 import traceback
+from collections.abc import Iterator
+from dataclasses import replace
 
 import synkhronos
 from synkhronos.compat.platoon.channel import link
 from synkhronos.compat.platoon.channel.group import Failure, Plan
-from synkhronos.compat.platoon.program import run_file
+from synkhronos.compat.platoon.channel.sockets import POLL
+from synkhronos.compat.platoon.program import Hosts, run_file, start_controller
 from synkhronos.compat.platoon.util import EndOfBatches
 from synkhronos.ranks import WorkerError
+from synkhronos.ranks.errors import cause_of_death
 from synkhronos.ranks.worker import end_with
 from synkhronos.tasks import Worker, run
 
@@ -27,13 +33,15 @@ def main() -> None:
     plan = Plan(**json.loads(sys.argv[1]))
     end_with(plan.controller, in_main_thread=True)
     on_gpu = plan.devices[0] != "cpu"
+    hosts = [] if plan.hosts is None else [f"{name}:{len(each)}" for name, each in plan.hosts["devices"].items()]
     if on_gpu:
         _set_flag("PYTENSOR_FLAGS", "mode", "JAX")
+    if on_gpu and not hosts:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(device) for device in plan.devices)
     _set_flag("THEANO_FLAGS", "compile.wait", "1")  # seconds between two looks at the compiler's lock, not 5 to 10
     with contextlib.suppress(ImportError):  # once for all ranks
         import theano  # noqa: F401
-    synkhronos.fork(len(plan.devices), use_gpu=on_gpu)
+    synkhronos.fork(None if hosts else len(plan.devices), use_gpu=on_gpu, hosts=hosts)
     try:
         run(run_script, plan)
     except ScriptError:
@@ -41,7 +49,10 @@ def main() -> None:
     except WorkerError as error:
         sys.stderr.write(f"{error}\n")
         text, _, _ = str(error).splitlines()[0].partition("; the other workers")
-        _report(error.rank, text.replace(f"rank {error.rank}", f"worker {error.rank}", 1))
+        # A worker of another host has reported to its own controller alone.
+        _, is_own, message = text.partition(f" raised {ScriptError.__name__}: ")
+        message = message or text.replace(f"rank {error.rank}", f"worker {error.rank}", 1)
+        _report(error.rank, message, bool(is_own))
         sys.exit(1)
     except RuntimeError as error:  # a worker has ended that others wait for
         _report(0, str(error))
@@ -50,10 +61,10 @@ def main() -> None:
         synkhronos.close()
 
 
-def _report(rank: int, message: str) -> None:
-    """Report a failure that no worker reports itself."""
+def _report(rank: int, message: str, is_own: bool = False) -> None:
+    """Report a failure to the first controller."""
     if link.current is not None:
-        link.current.report(Failure(rank, 2, message, is_own=False))
+        link.current.report(Failure(rank, 2, message, is_own))
 
 
 def _set_flag(variable: str, name: str, value: str) -> None:
@@ -78,6 +89,7 @@ def run_script(worker: Worker, plan: Plan) -> None:
     ScriptError
         If the program raises, or exits with another status than 0; all other ranks leave their programs then.
     """
+    os.makedirs(os.path.dirname(plan.logs[0]), exist_ok=True)  # hosts may share no folder
     if worker.number:  # worker 0 was started with files of its own
         sys.stdout.flush()
         sys.stderr.flush()
@@ -85,7 +97,75 @@ def run_script(worker: Worker, plan: Plan) -> None:
             log = os.open(f"{plan.logs[worker.number]}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             os.dup2(log, file)
             os.close(log)
-    link.current = link.Link(worker, plan.address)
+    with _host_of(worker, plan):
+        _run_file(worker, plan)
+
+
+@contextlib.contextmanager
+def _host_of(worker: Worker, plan: Plan) -> Iterator[None]:
+    """Connect a worker with its host's controller, which the first worker of each host but the first one starts.
+
+    Raises
+    ------
+    ScriptError
+        If that controller has failed.
+    """
+    here = worker._rank.control.here
+    if not here.start:
+        link.current = link.Link(worker, plan.address, worker.progress)
+        with _watch_other_hosts(worker) if plan.hosts and not worker.number else contextlib.nullcontext():
+            yield
+        return
+    assert plan.hosts is not None
+    address, controller = f"{plan.address}-{here.start}", None
+    if worker.number == here.start:
+        hosts = Hosts(**plan.hosts)
+        hosts = replace(hosts, index=hosts.host_of(worker.number), address=address)
+        name = list(hosts.devices)[hosts.index]
+        log = os.path.join(os.path.dirname(plan.logs[0]), f"controller_{name}")
+        controller = start_controller(hosts.controller, log, None, hosts)
+
+    def progress() -> None:
+        worker.progress()
+        if controller is not None and controller.poll() is not None:
+            raise ScriptError(f"the controller of host {name} has ended before its workers; see {log}.err")
+
+    link.current = link.Link(worker, address, progress)
+    try:
+        yield
+    finally:
+        link.current.end()
+    if controller is not None:
+        while controller.poll() is None:
+            worker.progress()
+            time.sleep(POLL)
+        if controller.returncode:
+            raise ScriptError(f"the controller of host {name} {cause_of_death(controller.returncode)}; see {log}.err")
+
+
+@contextlib.contextmanager
+def _watch_other_hosts(worker: Worker) -> Iterator[None]:
+    """Report a failure of another host at once: worker 0 learns of it when it next calls the library."""
+    has_ended = threading.Event()
+    control, command = worker._rank.control, worker._rank.command
+
+    def watch() -> None:
+        while not has_ended.wait(POLL * 4):
+            if control.words[control.FAILED] == command:
+                _report(0, "a worker has failed: see the logs of all workers")
+                return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+
+
+def _run_file(worker: Worker, plan: Plan) -> None:
+    assert link.current is not None
     # The controller learns of all workers before one of them may end.
     worker.barrier("the workers are connected")
     try:
@@ -109,4 +189,4 @@ def run_script(worker: Worker, plan: Plan) -> None:
     log_name = f"{plan.logs[worker.number]}.err"
     message = f"worker {worker.number} ({plan.devices[worker.number]}, process {os.getpid()}) {what}; see {log_name}"
     link.current.report(Failure(worker.number, status, message, is_own=True))
-    raise ScriptError(what)
+    raise ScriptError(message)

@@ -20,6 +20,7 @@ import numpy as np
 from synkhronos.compat.platoon import configparser
 from synkhronos.compat.platoon.channel.batches import BatchSender
 from synkhronos.compat.platoon.channel.group import WorkerGroup
+from synkhronos.compat.platoon.program import Hosts
 from synkhronos.compat.platoon.util import PlatoonError
 from synkhronos.gpus import get_n_gpu
 
@@ -28,7 +29,7 @@ FAILED = 2
 
 
 class Controller:
-    """Base class of controllers: starts the workers, and answers their requests.
+    """Base class of controllers: starts the workers of its host, and answers their requests.
 
     Parameters
     ----------
@@ -48,7 +49,7 @@ class Controller:
     worker_args : str
         The workers' arguments, as a shell splits them.
     multi : bool
-        Refused: an experiment is on one machine.
+        Whether the experiment is on several hosts, as ``--multi`` says; the launcher names them.
 
     Attributes
     ----------
@@ -69,14 +70,22 @@ class Controller:
         worker_args: str | None = "",
         multi: bool = False,
     ):
-        if multi:
-            raise PlatoonError("an experiment is on one machine: start it with --single")
+        hosts = Hosts.from_environment()
+        if multi and hosts is None:
+            raise PlatoonError(
+                "multi: start an experiment on several hosts with `synkhronos platoon NAME -H HOST HOST`"
+            )
+        if hosts is not None:
+            devices = list(hosts.devices.values())[hosts.index]
         self._devices = [] if devices is None else self.get_workers_devices(list(devices))
         self._local_size = self._global_size = len(self._devices)
+        if hosts is not None:
+            self._global_size = sum(map(len, hosts.devices.values()))
+        self._multinode = hosts is not None
         self._process = os.getpid()
         #: A byte that processes forked by this one read as well: 1 once the workers have ended.
         self._over = mmap.mmap(-1, 1)
-        self._address = f"synkhronos-platoon-{secrets.token_hex(8)}"
+        self._address = (hosts and hosts.address) or f"synkhronos-platoon-{secrets.token_hex(8)}"
         self._group: WorkerGroup | None = None
         self._workers: set[int] = set()
         # Before multiprocessing waits for its processes, which may wait for the workers to take mini-batches.
@@ -96,7 +105,7 @@ class Controller:
                 if value != default
             ]
             self._group = WorkerGroup(
-                self._address, experiment_name, [worker_args or "", *ports], self._devices, log_directory
+                self._address, experiment_name, [worker_args or "", *ports], self._devices, log_directory, hosts
             )
             self._workers.update(self._group.start())
 
@@ -235,7 +244,7 @@ class Controller:
         parser.add_argument("log_directory", help="folder of the workers' output")
         hosts = parser.add_mutually_exclusive_group(required=True)
         hosts.add_argument("--single", action="store_true", help="all workers are on this machine")
-        hosts.add_argument("--multi", action="store_true", help="refused: workers on several machines")
+        hosts.add_argument("--multi", action="store_true", help="workers are on several machines")
         parser.add_argument("-D", "--devices", nargs="+", default=[], metavar="DEVICE", help="one for each worker")
         parser.add_argument("-w", "--worker-args", help="arguments of the workers, in one string")
         add_ports(parser)

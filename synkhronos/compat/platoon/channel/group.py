@@ -25,6 +25,7 @@ from typing import Any
 
 from synkhronos.compat.platoon.channel import sockets
 from synkhronos.compat.platoon.channel.sockets import POLL
+from synkhronos.compat.platoon.program import Hosts
 from synkhronos.ranks.errors import cause_of_death
 from synkhronos.ranks.segments import create_unlinked
 
@@ -43,6 +44,8 @@ class Plan:
     devices: list[str]
     #: Paths of the workers' output, without ``.out`` and ``.err``.
     logs: list[str]
+    #: Fields of `Hosts`; None on one machine.
+    hosts: dict[str, Any] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +71,10 @@ class Failure:
 
 
 class WorkerGroup:
-    """The workers.
+    """The workers of one host.
+
+    On the first host, or the only one, the group starts worker 0, the master of all ranks.  On another the first worker
+    has started this process, and the group ends with its last worker.
 
     Parameters
     ----------
@@ -78,7 +84,9 @@ class WorkerGroup:
     arguments : list of str
         Each is split as a shell does.
     devices : list of str
+        Of this host.
     log_directory : str
+    hosts : Hosts or None
     """
 
     def __init__(
@@ -88,21 +96,30 @@ class WorkerGroup:
         arguments: Sequence[str],
         devices: Sequence[str],
         log_directory: str,
+        hosts: Hosts | None,
     ):
         folder = Path(log_directory or ".")
         folder.mkdir(parents=True, exist_ok=True)
+        n_local = len(devices)
+        self._is_first = hosts is None or not hosts.index
+        if hosts is not None:
+            devices = [device for of_host in hosts.devices.values() for device in of_host]
         is_unique = len(set(devices)) == len(devices)
         logs = [
             str(folder / (f"worker_{device}" if is_unique else f"worker_{device}-{rank}"))
             for rank, device in enumerate(devices)
         ]
         words = [word for text in arguments for word in shlex.split(text)]
-        self._plan = Plan(os.getpid(), address, f"{experiment_name}_worker.py", words, list(devices), logs)
+        named = None if hosts is None else dataclasses.asdict(hosts)
+        self._plan = Plan(os.getpid(), address, f"{experiment_name}_worker.py", words, list(devices), logs, named)
+        self._processes = [0] * n_local
         self._listener = sockets.listen(address)
         self._connections: dict[Connection, int] = {}
         self._failures: list[Failure] = []
         self._memory: dict[str, Any] = {}
         self._master: subprocess.Popen[bytes] | None = None
+        #: File descriptor that becomes ready when worker 0 ends, where this group has started it.
+        self._ends: list[int] = []
         self._deadline = float("inf")
 
     def start(self) -> list[int]:
@@ -110,6 +127,21 @@ class WorkerGroup:
 
         This process exits with status 3 if they can't be started.
         """
+        if self._is_first:
+            self._start_master()
+        while not all(self._processes):
+            ready = wait([self._listener, *self._ends])
+            if self._listener not in ready:
+                log = Path(f"{self._plan.logs[0]}.err").read_text()
+                sys.stderr.write(f"ERROR! the workers did not start:\n{log}")
+                sys.exit(3)
+            connection = sockets.accept(self._listener)
+            if connection is not None:
+                local_rank, process = json.loads(connection.recv_bytes())
+                self._connections[connection] = self._processes[local_rank] = process
+        return self._processes
+
+    def _start_master(self) -> None:
         plan = self._plan
         code = "from synkhronos.compat.platoon import ranks; ranks.main()"
         command = [sys.executable, "-u", "-c", code, json.dumps(dataclasses.asdict(plan))]
@@ -118,19 +150,7 @@ class WorkerGroup:
             self._master = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
             )
-        self._end_of_master = os.pidfd_open(self._master.pid)
-        processes = [0] * len(plan.devices)
-        while not all(processes):
-            ready = wait([self._listener, self._end_of_master])
-            if self._listener not in ready:
-                sys.stderr.write(f"ERROR! the workers did not start:\n{Path(f'{plan.logs[0]}.err').read_text()}")
-                sys.exit(3)
-            connection = sockets.accept(self._listener)
-            if connection is not None:
-                rank, processes[rank] = json.loads(connection.recv_bytes())
-                self._connections[connection] = rank
-        self._processes = processes
-        return processes
+        self._ends.append(os.pidfd_open(self._master.pid))
 
     def serve(self, answer: Callable[[Any, int, Any], Any]) -> Failure | None:
         """Answer requests until all workers have ended; return the first failure.
@@ -140,16 +160,17 @@ class WorkerGroup:
         answer : callable
             Called with a request, the worker's process, and further information.
         """
-        while True:
-            ready = wait([*self._connections, self._end_of_master], max(POLL, self._seconds_left()))
-            if self._end_of_master in ready:
-                return self._first_failure()
+        while self._is_first or self._connections:
+            ready = wait([*self._connections, *self._ends], max(POLL, self._seconds_left()))
+            if set(self._ends) & set(ready):
+                break
             if self._seconds_left() == 0:
                 self.end()
             for connection in self._connections.keys() & set(ready):
                 query = self._receive(connection)
                 if query is not None and not self._failures:
                     self._reply(connection, query, answer)
+        return self._first_failure()
 
     def _seconds_left(self) -> float:
         return max(0.0, min(1.0, self._deadline - time.monotonic()))
@@ -159,6 +180,9 @@ class WorkerGroup:
         try:
             query = json.loads(connection.recv_bytes())
         except (EOFError, OSError):
+            del self._connections[connection]
+            return None
+        if "end" in query:
             del self._connections[connection]
             return None
         if "failure" not in query:
@@ -190,20 +214,21 @@ class WorkerGroup:
             connection.send_bytes(json.dumps({"error": text}).encode())
             return
         connection.send_bytes(json.dumps({"is_new": is_new}).encode())
-        reduction.send_handle(connection, file.fileno(), self._processes[self._connections[connection]])
+        reduction.send_handle(connection, file.fileno(), self._connections[connection])
 
     def _first_failure(self) -> Failure | None:
         """Return the first failure of workers that have all ended, by their own reports where there are any."""
-        assert self._master is not None
         for connection in list(self._connections):
             # Not until the end of the stream: a process that a worker has forked may hold its socket open.
             while connection in self._connections and connection.poll():
                 self._receive(connection)
-        status = self._master.wait()
+        status = 0 if self._master is None else self._master.wait()
         own = [failure for failure in self._failures if failure.is_own]
-        if own or self._failures:
-            return (own or self._failures)[0]
-        if status == 0:
+        if own:
+            return own[0]
+        if self._failures:
+            return self._failures[-1]
+        if self._master is None or status == 0:
             return None
         log = self._plan.logs[0]
         return Failure(0, 2, f"worker 0 (process {self._master.pid}) {cause_of_death(status)}; see {log}.err", False)

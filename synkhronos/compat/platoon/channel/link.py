@@ -7,7 +7,9 @@ import dataclasses
 import json
 import mmap
 import os
+import threading
 import time
+from collections.abc import Callable
 from multiprocessing import reduction
 from typing import Any
 
@@ -29,26 +31,34 @@ class Link:
     worker : synkhronos.Worker
         The rank of this process.
     address : str
-        Where the controller listens.
+        Where the controller of this host listens.
+    progress : callable
+        Called while this process waits for the controller; may raise.
 
     Attributes
     ----------
     worker : synkhronos.Worker
     address : str
+    local_rank, local_size : int
+        Rank of this process among the workers of its host, and their number.
     """
 
-    def __init__(self, worker: RankWorker, address: str):
+    def __init__(self, worker: RankWorker, address: str, progress: Callable[[], None]):
         self.worker, self.address = worker, address
-        connection = sockets.connect(address, worker.progress, _CONNECT)
+        here = worker._rank.control.here
+        self.local_rank, self.local_size = worker.number - here.start, len(here)
+        self._sending = threading.Lock()
+        connection = sockets.connect(address, progress, _CONNECT)
         if connection is None:
             raise PlatoonError("the controller can't be reached")
         self._connection = connection
-        self._send([worker.number, os.getpid()])
+        self._send([self.local_rank, os.getpid()])
 
     def _send(self, message: Any) -> None:
         text = json.dumps(message)
         try:
-            self._connection.send_bytes(text.encode())
+            with self._sending:
+                self._connection.send_bytes(text.encode())
         except OSError as error:
             raise PlatoonError("the controller has ended", error) from error
 
@@ -115,6 +125,11 @@ class Link:
         """Send the controller a failure, if it is still there."""
         with contextlib.suppress(PlatoonError):
             self._send({"failure": dataclasses.asdict(failure)})
+
+    def end(self) -> None:
+        """Tell the controller that this worker has ended."""
+        with contextlib.suppress(PlatoonError):
+            self._send({"end": True})
 
 
 #: The link of this process, once it is a worker of an experiment.

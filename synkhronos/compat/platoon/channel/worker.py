@@ -56,7 +56,7 @@ class Worker(metaclass=SingletonType):
     Attributes
     ----------
     shared_params : list of ndarray
-        Parameters in memory that all workers share, after `init_shared_params`.
+        Parameters in memory that the workers of this host share, after `init_shared_params`.
     local_params : list of shared variable
         This worker's own.
 
@@ -80,9 +80,9 @@ class Worker(metaclass=SingletonType):
             raise PlatoonError("this process has no controller: start NAME_worker.py with `synkhronos platoon NAME`")
         self._link = link.current
         self._seconds = socket_timeout / 1000
-        self._lock = self._link.worker.lock()
+        self._lock = self._link.worker.lock(1 + self.global_rank - self.local_rank)  # of this host's first worker
         self._is_holder = False
-        self._multinode = False
+        self._multinode = self.local_size < self.global_size
         self._batches: Connection | None = None
         self._is_idle = True
         self.shared_arrays: dict[int, np.ndarray] = {}
@@ -115,7 +115,7 @@ class Worker(metaclass=SingletonType):
         return self._link.request(query, self._seconds)
 
     def lock(self, timeout: float | None = None) -> None:
-        """Take the workers' lock.
+        """Take the lock of this host's workers.
 
         Parameters
         ----------
@@ -136,7 +136,7 @@ class Worker(metaclass=SingletonType):
         self._is_holder = True
 
     def unlock(self) -> None:
-        """Release the workers' lock.
+        """Release the lock.
 
         Raises
         ------
@@ -150,17 +150,17 @@ class Worker(metaclass=SingletonType):
 
     @property
     def local_size(self) -> int:
-        """Number of workers on this machine."""
-        return self._link.worker.size
+        """Number of workers on this host."""
+        return self._link.local_size
 
     @property
     def local_rank(self) -> int:
-        """Rank of this worker on this machine: the position of its device in the launcher's list."""
-        return self._link.worker.number
+        """Rank of this worker on its host: the position of its device in the host's list."""
+        return self._link.local_rank
 
     @property
     def global_size(self) -> int:
-        """Number of all workers."""
+        """Number of the workers of all hosts."""
         return self._link.worker.size
 
     @property
@@ -209,7 +209,7 @@ class Worker(metaclass=SingletonType):
         return None
 
     def shared(self, array: Any) -> np.ndarray:
-        """Return an array in memory that all workers share.
+        """Return an array in memory that the workers of this host share.
 
         Parameters
         ----------
@@ -230,7 +230,7 @@ class Worker(metaclass=SingletonType):
     # -- shared parameters -----------------------------------------------------------------------------------------
 
     def init_shared_params(self, params: Sequence[Any], param_sync_rule: ParamSyncRule) -> None:
-        """Map the shared parameters; the first worker that calls it copies its own there.
+        """Map the shared parameters of this host; its first worker that calls this copies its own there.
 
         Parameters
         ----------
