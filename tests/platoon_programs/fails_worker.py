@@ -29,6 +29,10 @@ if worker.global_rank == rank:
         worker.send_req("raise")
     if how in ("leave", "reduce"):
         sys.exit(0)
+if how == "stuck":
+    if worker.global_rank == rank:
+        raise ValueError("the third batch is damaged\nin two of its rows")
+    time.sleep(600)
 if how == "leave":
     for _ in range(20):
         assert worker.send_req("next") == "train"

@@ -19,7 +19,7 @@ from synkhronos.compat.platoon.channel.sockets import POLL
 from synkhronos.compat.platoon.program import Hosts, run_file, start_controller
 from synkhronos.compat.platoon.util import EndOfBatches
 from synkhronos.ranks import WorkerError
-from synkhronos.ranks.errors import cause_of_death
+from synkhronos.ranks.errors import Cancelled, cause_of_death
 from synkhronos.ranks.worker import end_with
 from synkhronos.tasks import Worker, run
 
@@ -43,7 +43,8 @@ def main() -> None:
         import theano  # noqa: F401
     synkhronos.fork(None if hosts else len(plan.devices), use_gpu=on_gpu, hosts=hosts)
     try:
-        run(run_script, plan)
+        with _watch_other_hosts() if hosts else contextlib.nullcontext():
+            run(run_script, plan)
     except ScriptError:
         sys.exit(1)
     except WorkerError as error:
@@ -59,6 +60,30 @@ def main() -> None:
         raise
     finally:
         synkhronos.close()
+
+
+@contextlib.contextmanager
+def _watch_other_hosts() -> Iterator[None]:
+    """Report a failure of any worker to the first controller, which then waits only so long for the others.
+
+    Workers of other hosts report to their own controllers, and worker 0 learns of it when all others have ended.
+    """
+    has_ended = threading.Event()
+
+    def watch() -> None:
+        while not has_ended.wait(POLL * 4):
+            rank = None if link.current is None else link.current.worker._rank
+            if rank is not None and rank.has_failed(rank.command):
+                _report(0, "a worker of another host has failed; see the logs of all workers")
+                return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 def _report(rank: int, message: str, is_own: bool = False) -> None:
@@ -110,27 +135,24 @@ def _host_of(worker: Worker, plan: Plan) -> Iterator[None]:
     ScriptError
         If that controller has failed.
     """
-    here = worker._rank.control.here
-    if not here.start:
-        link.current = link.Link(worker, plan.address, worker.progress)
-        with _watch_other_hosts(worker) if plan.hosts and not worker.number else contextlib.nullcontext():
-            yield
+    folder, first = os.path.dirname(plan.logs[0]), worker._rank.control.here.start
+    if plan.hosts is None or not first:
+        link.current = link.Link(worker, plan.address, f"{folder}/controller_cpu.err", worker.progress)
+        yield
         return
-    assert plan.hosts is not None
-    address, controller = f"{plan.address}-{here.start}", None
-    if worker.number == here.start:
-        hosts = Hosts(**plan.hosts)
-        hosts = replace(hosts, index=hosts.host_of(worker.number), address=address)
-        name = list(hosts.devices)[hosts.index]
-        log = os.path.join(os.path.dirname(plan.logs[0]), f"controller_{name}")
-        controller = start_controller(hosts.controller, log, None, hosts)
+    hosts, address, controller = Hosts(**plan.hosts), f"{plan.address}-{first}", None
+    index = hosts.host_of(first)
+    name = list(hosts.devices)[index]
+    log = f"{folder}/controller_{name}"
+    if worker.number == first:
+        controller = start_controller(hosts.controller, log, None, replace(hosts, index=index, address=address))
 
     def progress() -> None:
         worker.progress()
         if controller is not None and controller.poll() is not None:
-            raise ScriptError(f"the controller of host {name} has ended before its workers; see {log}.err")
+            raise ScriptError(f"the controller of host {name} ended before its workers began; see {log}.err")
 
-    link.current = link.Link(worker, address, progress)
+    link.current = link.Link(worker, address, f"{log}.err", progress)
     try:
         yield
     finally:
@@ -141,27 +163,6 @@ def _host_of(worker: Worker, plan: Plan) -> Iterator[None]:
             time.sleep(POLL)
         if controller.returncode:
             raise ScriptError(f"the controller of host {name} {cause_of_death(controller.returncode)}; see {log}.err")
-
-
-@contextlib.contextmanager
-def _watch_other_hosts(worker: Worker) -> Iterator[None]:
-    """Report a failure of another host at once: worker 0 learns of it when it next calls the library."""
-    has_ended = threading.Event()
-    control, command = worker._rank.control, worker._rank.command
-
-    def watch() -> None:
-        while not has_ended.wait(POLL * 4):
-            if control.words[control.FAILED] == command:
-                _report(0, "a worker has failed: see the logs of all workers")
-                return
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        has_ended.set()
-        thread.join()
 
 
 def _run_file(worker: Worker, plan: Plan) -> None:
@@ -179,6 +180,8 @@ def _run_file(worker: Worker, plan: Plan) -> None:
         if not isinstance(error.code, int):
             sys.stderr.write(f"{error.code}\n")
             what = f"exited with {error.code!r}"
+    except Cancelled:  # worker 0 reports why
+        raise
     except BaseException as error:
         if isinstance(error, EndOfBatches) and error.is_idle:
             sys.stderr.write("this worker has ended: there are no more mini-batches\n")
@@ -186,7 +189,7 @@ def _run_file(worker: Worker, plan: Plan) -> None:
         worker._rank.check()  # raises if a peer has failed before: this error may be a consequence
         traceback.print_exc()
         status, what = 1, f"raised {type(error).__name__}: {error}"
-    log_name = f"{plan.logs[worker.number]}.err"
-    message = f"worker {worker.number} ({plan.devices[worker.number]}, process {os.getpid()}) {what}; see {log_name}"
-    link.current.report(Failure(worker.number, status, message, is_own=True))
-    raise ScriptError(message)
+    who = f"worker {worker.number} ({plan.devices[worker.number]}, process {os.getpid()})"
+    log = f"{plan.logs[worker.number]}.err"
+    link.current.report(Failure(worker.number, status, f"{who} {what}; see {log}", is_own=True))
+    raise ScriptError(f"{who} {what.splitlines()[0]}; see {log}")

@@ -32,6 +32,8 @@ class Link:
         The rank of this process.
     address : str
         Where the controller of this host listens.
+    log : str
+        Path of the controller's errors, for messages.
     progress : callable
         Called while this process waits for the controller; may raise.
 
@@ -43,8 +45,8 @@ class Link:
         Rank of this process among the workers of its host, and their number.
     """
 
-    def __init__(self, worker: RankWorker, address: str, progress: Callable[[], None]):
-        self.worker, self.address = worker, address
+    def __init__(self, worker: RankWorker, address: str, log: str, progress: Callable[[], None]):
+        self.worker, self.address, self._log = worker, address, log
         here = worker._rank.control.here
         self.local_rank, self.local_size = worker.number - here.start, len(here)
         self._sending = threading.Lock()
@@ -60,7 +62,7 @@ class Link:
             with self._sending:
                 self._connection.send_bytes(text.encode())
         except OSError as error:
-            raise PlatoonError("the controller has ended", error) from error
+            raise PlatoonError(f"the controller has ended; see {self._log}", error) from error
 
     def request(self, query: dict[str, Any], seconds: float) -> Any:
         """Send a query to the controller, and return its answer.
@@ -92,7 +94,7 @@ class Link:
                     raise PlatoonError(f"timeout: no {what} in {seconds:g} seconds")
             found: bytes = connection.recv_bytes()
         except (EOFError, OSError) as error:
-            raise PlatoonError(f"no {what}: its process has ended", error) from error
+            raise PlatoonError(f"no {what}: its process has ended; see {self._log}", error) from error
         self.worker.progress()
         return found
 
