@@ -17,6 +17,7 @@ from hosts import are_simulated, words
 from launch_runs import ENVIRONMENT, command
 from library import NAME
 from system import names, names_left
+from test_launch_hosts import HOST, family
 
 PROGRAMS = Path(__file__).parent / "platoon_programs"
 #: PyTensor's functions are compiled by XLA, as on GPUs.
@@ -224,6 +225,7 @@ def test_failures(tmp_path, how, rank, said):
         ("lock 1", "ValueError: the holder of the lock has failed"),
         ("lock 0", "ValueError: the holder of the lock has failed"),
         ("reduce 1", "the ranks wait for each other in different places"),
+        ("reduce 0", "ERROR! the ranks wait for each other in different places"),
         ("kill 1", "ERROR! worker 1 (process"),
         ("kill 0", "ERROR! worker 0 (process"),
         ("end 1", "exited with code 7"),
@@ -370,21 +372,31 @@ def test_a_worker_without_a_launcher():
 needs_namespaces = pytest.mark.skipif(not are_simulated(), reason="no namespaces here, which give hosts their names")
 
 
-def run_on_hosts(folder, experiment, *arguments, status=0):
-    """Run an experiment on two workers of each of two hosts; check that no process of it is left."""
+def start_on_hosts(folder, experiment, *arguments, before=("-m", "synkhronos")):
+    """Start an experiment on two workers of each of two hosts, which the working directory's configuration names."""
     for file in PROGRAMS.glob(f"{experiment}_*.py"):
         shutil.copy(file, folder)
-    line, environment = words(["a:2", "b:2"], "-m", "synkhronos", "platoon", experiment, "-H", "a", "b", *arguments)
-    process = subprocess.Popen(
+    (folder / ".platoonrc").write_text("[platoon]\nhosts = a,b\n[devices]\na = cpu,cpu\nb = cpu,cpu\n")
+    line, environment = words(["a:2", "b:2"], *before, "platoon", experiment, *arguments)
+    environment["PYTHONPATH"] += os.pathsep + folder.name  # a mark, which ssh passes on
+    return subprocess.Popen(
         line,
         cwd=folder,
-        env=environment | FLAGS | {"PLATOON_DEVICES": "cpu,cpu"},
+        env=environment | FLAGS,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    out, err = process.communicate(timeout=LIMIT)
-    logs = {path.name: path.read_text() for path in sorted(Path(folder).glob("PLATOON_LOGS/*/*/*"))}
+
+
+def run_on_hosts(folder, experiment, *arguments, status=0):
+    process = start_on_hosts(folder, experiment, *arguments)
+    try:
+        out, err = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+    logs = {path.name: path.read_text() for path in sorted(folder.glob("PLATOON_LOGS/*/*/*"))}
     assert process.returncode == status, (process.returncode, out, err, logs)
     return err, logs
 
@@ -431,6 +443,7 @@ def test_each_host_has_a_controller(tmp_path):
 
 @pytest.mark.hosts
 @needs_namespaces
+@pytest.mark.faults
 @pytest.mark.any_library
 @pytest.mark.parametrize(
     ("experiment", "how", "said"),
@@ -439,6 +452,9 @@ def test_each_host_has_a_controller(tmp_path):
         ("fails", "exit 2", "worker 2 (cpu, process {}) exited with status 3; see "),
         ("fails", "kill 3", "worker 3 on host b (process {}) was killed by SIGKILL"),
         ("fails", "lock 0", "worker 0 (cpu, process {}) raised ValueError: the holder of the lock has failed"),
+        ("fails", "reduce 0", "rank 0 is at the end of the program, rank 1 is at all_reduce()"),
+        ("fails", "controller 3", "no answer of the controller: its process has ended; see {}/controller_b.err"),
+        ("fails", "stuck 3", "a worker of another host has failed"),
         ("hosts", "controller", "the controller of host b exited with code 1"),
     ],
 )
@@ -446,3 +462,53 @@ def test_failures_on_hosts(tmp_path, experiment, how, said):
     err, _ = run_on_hosts(tmp_path, experiment, f"-w={how}", status=1)
     before, _, after = said.partition("{}")
     assert before in err and after in err, err
+
+
+@pytest.mark.hosts
+@needs_namespaces
+@pytest.mark.any_library
+def test_a_worker_of_another_host_leaves_early(tmp_path):
+    """Its controller, which it has started, goes on for the other worker."""
+    run_on_hosts(tmp_path, "fails", "-w=leave 2")
+
+
+@pytest.mark.hosts
+@needs_namespaces
+@pytest.mark.faults
+@pytest.mark.any_library
+@pytest.mark.parametrize(
+    ("number", "who", "status"),
+    [
+        (signal.SIGINT, "launcher", 3),
+        (signal.SIGKILL, "launcher", -signal.SIGKILL),
+        (signal.SIGKILL, "controller of a", 3),
+        (signal.SIGKILL, "controller of b", 1),
+    ],
+)
+def test_a_kill_on_hosts_leaves_nothing_behind(tmp_path, number, who, status):
+    process = start_on_hosts(tmp_path, "fails", "-w=ask", before=("-c", HOST, sys.executable, "-m", "synkhronos"))
+    mark = tmp_path.name.encode()
+    try:
+        process.stdout.readline()
+        before = family(mark)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        deadline = time.monotonic() + LIMIT
+        while not any("ready" in path.read_text() for path in tmp_path.glob("PLATOON_LOGS/*/*/controller_b.out")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        running = {pid: each for pid, each in sorted(family(mark).items()) if pid not in before}
+        found = {"launcher": next(pid for pid, (_, line) in running.items() if "-m synkhronos platoon" in line)}
+        for pid, (space, line) in running.items():
+            if "program.main()" in line:  # and so the processes that it has forked, later
+                host = "a" if space == running[found["launcher"]][0] else "b"
+                found.setdefault(f"controller of {host}", pid)
+        os.kill(found[who], number)
+        lines = iter(process.stdout.readline, "")
+        assert f"{status:d}\n" in lines
+        while left := [each for pid, each in family(mark).items() if pid not in before]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        print(*process.communicate())
