@@ -459,7 +459,7 @@ def test_each_host_has_a_controller(tmp_path):
     ],
 )
 def test_failures_on_hosts(tmp_path, experiment, how, said):
-    err, _ = run_on_hosts(tmp_path, experiment, f"-w={how}", status=1)
+    err, _ = run_on_hosts(tmp_path, experiment, "-H", "a", "b", f"-w={how}", status=1)
     before, _, after = said.partition("{}")
     assert before in err and after in err, err
 
