@@ -130,6 +130,7 @@ def main(args):
 
     # mini-batches
     worker.init_mb_sock(4567)
+    barrier()  # the queue ends with its last mini-batch
     found["batches"] = []
     while worker.send_req("next") == "train":
         found["batches"].append(worker.recv_mb())

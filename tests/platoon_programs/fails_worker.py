@@ -31,6 +31,7 @@ if worker.global_rank == rank:
         sys.exit(0)
 if how == "stuck":
     if worker.global_rank == rank:
+        time.sleep(1)
         raise ValueError("the third batch is damaged\nin two of its rows")
     time.sleep(600)
 if how == "leave":

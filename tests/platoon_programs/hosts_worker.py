@@ -41,6 +41,7 @@ for _ in range(20):
 barrier()
 found["counter"] = int(counter[0])
 worker.init_mb_sock(4567)
+barrier()  # the queue ends with its last mini-batch
 found["batches"] = []
 while worker.send_req("next") == "train":
     found["batches"] += worker.recv_mb()
