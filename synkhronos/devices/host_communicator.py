@@ -86,7 +86,7 @@ class HostCommunicator:
         Returns
         -------
         bool
-            Whether the result has been written already.  `Device.refresh` returns the array to use from then on.
+            Whether the result has been written already.  ``Device.refresh`` returns the array to use from then on.
         """
         flat = array.reshape(-1)
         self._reduce(flat, flat, op, flat.size, flat.dtype, range(self._rank.size))
