@@ -19,6 +19,8 @@ from library import NAME
 from system import names, names_left
 from test_launch_hosts import HOST, family
 
+from synkhronos.compat.platoon import launcher
+
 PROGRAMS = Path(__file__).parent / "platoon_programs"
 #: PyTensor's functions are compiled by XLA, as on GPUs.
 FLAGS = {"PYTENSOR_FLAGS": "mode=JAX,floatX=float32,traceback__limit=0"} if NAME == "pytensor" else {}
@@ -324,6 +326,15 @@ def test_devices_of_the_configuration_and_no_controller(tmp_path):
     assert [logs[f"worker_cpu-{rank}.out"] for rank in range(3)] == ["rank 0\n", "rank 1\n", "rank 2\n"]
     _, err, _ = run(tmp_path, "alone", "-D", "cpu", "-w=ask", status=1, PLATOON_DEVICES="cpu,cpu,cpu")
     assert "no answer to the request 'next': Controller has no handle_control()" in err
+
+
+@pytest.mark.any_library
+def test_experiments_of_one_second_have_logs_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launcher.time, "strftime", lambda form: "now")
+    folders = [launcher._make_logs_folder("lstm").name for _ in range(3)]
+    assert folders == ["now", "now_1", "now_2"]
+    assert all((tmp_path / "PLATOON_LOGS" / "lstm" / folder).is_dir() for folder in folders)
 
 
 @pytest.mark.any_library

@@ -58,13 +58,13 @@ def two(fork):
 def calls(monkeypatch):
     """Note which functions the ranks are called with."""
     names = []
-    original = synk.Function.read
+    original = synk.Function._call_and_read
 
     def noted(self, *args, **kwargs):
         names.append(self.name.rsplit("_", 1)[1])
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(synk.Function, "read", noted)
+    monkeypatch.setattr(synk.Function, "_call_and_read", noted)
     return names
 
 

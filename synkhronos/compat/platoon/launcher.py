@@ -57,9 +57,8 @@ def main(arguments: Sequence[str]) -> int:
         devices = _find_devices(hosts) if len(hosts) > 1 else None
     except ValueError as error:
         return _refuse(str(error), WRONG_ARGUMENTS)
-    logs = Path("PLATOON_LOGS", name, time.strftime("%Y-%m-%d_%H-%M-%S"))
     try:
-        logs.mkdir(parents=True)
+        logs = _make_logs_folder(name)
         process = _start(options, logs, devices)
     except OSError as error:
         return _refuse(str(error), SYSTEM_ERROR)
@@ -147,6 +146,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-c", "--controller-args", help='arguments of the controller: -c="--patience 3"')
     parser.add_argument("-w", "--worker-args", help='arguments of the workers: -w="--rate 0.1"')
     return parser
+
+
+def _make_logs_folder(name: str) -> Path:
+    """Create the folder of an experiment's logs, whose name is the time; a number follows if there is one already."""
+    folder = started = Path("PLATOON_LOGS", name, time.strftime("%Y-%m-%d_%H-%M-%S"))
+    number = 0
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:  # of an experiment that began in the same second
+            number += 1
+            folder = started.with_name(f"{started.name}_{number}")
 
 
 def _refuse(text: str, status: int) -> int:
