@@ -175,7 +175,7 @@ def test_arguments():
         "data_port": None,
         "data_hwm": 10,
     }
-    with pytest.raises(PlatoonError, match="an experiment is on one machine"):
+    with pytest.raises(PlatoonError, match="multi: start an experiment on several hosts with"):
         Controller(multi=True)
 
 
@@ -184,7 +184,7 @@ def test_this_host_alone_may_be_named(tmp_path, monkeypatch, capsys):
     (tmp_path / "x_worker.py").touch()
     monkeypatch.setenv("PLATOON_HOSTS", "lisa0")
     assert launcher.main(["x"]) == launcher.WRONG_ARGUMENTS
-    assert f"here {socket.gethostname()}, got lisa0" in capsys.readouterr().err
+    assert f"the first has to be this machine, {socket.gethostname()}, got lisa0" in capsys.readouterr().err
 
 
 # -- mini-batches ------------------------------------------------------------------------------------------------
@@ -300,9 +300,11 @@ class Group:
     """A group whose workers are pipes of this process, and whose master is a process that does nothing."""
 
     def __init__(self, folder, n):
-        self.group = WorkerGroup(f"synkhronos-test-{os.getpid()}-{random.random()}", "x", [], ["cpu"] * n, str(folder))
+        self.group = WorkerGroup(
+            f"synkhronos-test-{os.getpid()}-{random.random()}", "x", [], ["cpu"] * n, str(folder), None
+        )
         self.master = self.group._master = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        self.group._end_of_master = os.pidfd_open(self.master.pid)
+        self.group._ends.append(os.pidfd_open(self.master.pid))
         self.group._processes = list(range(n))
         ends = [Pipe() for _ in range(n)]
         self.group._connections = {theirs: rank for rank, (_, theirs) in enumerate(ends)}

@@ -232,7 +232,9 @@ def test_wrong_data_are_refused(tmp_path, name, arrays, message):
 
 def test_pictures_that_are_not_there(tmp_path):
     (tmp_path / "train" / "cat").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match="expected pictures .* in the folders of .*train, .* found none"):
+    with pytest.raises(
+        FileNotFoundError, match="expected pictures .* in .*train, in one subfolder per class; found none in 1 "
+    ):
         make("Cifar10", data=str(tmp_path))
 
 
