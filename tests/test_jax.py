@@ -33,7 +33,6 @@ from system import lives
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.devices import JAX
-from synkhronos.devices.jax.ffi import bind_reducer
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
 from synkhronos.engines.lazy import _MAX_CALLS, Result, ResultTable, _get_unread
 from synkhronos.engines.xla import Executable, FusedReduction, XlaEngine
@@ -378,7 +377,7 @@ def chained(pair):
 
 def launched(launch, shareds, combine):
     """Launch, wait, and return what came of it."""
-    with defer_signals(), bind_reducer(combine):
+    with defer_signals(), launch.program_reduction.bind(combine):
         (total,) = launch(JAX.from_host(np.arange(3.0)))
         JAX.wait([library_of(s).get(s) for s in shareds])
     return [float(JAX.fetch([total])[0]), *(np.asarray(s.get_value()).tolist() for s in shareds)]
@@ -434,7 +433,7 @@ def test_one_launch_goes_on_with_the_next_rows(pair, counts):
         for row in rows.reshape(4, 3) if counts else []:
             g = 2 * row * w
             w, n = w - g, n + 1
-        with defer_signals(), bind_reducer(Doubling(calls, counts), 4):
+        with defer_signals(), launch.program_reduction.bind(Doubling(calls, counts), 4):
             totals = launch(JAX.from_host(rows))
             JAX.wait([library_of(s).get(s) for s in shareds])
         assert [float(each) for each in JAX.fetch(totals)] == [3.0, 12.0, 21.0, 30.0]
@@ -458,7 +457,7 @@ def test_behind_an_error_nothing_is_combined_nor_counts(pair):
 
     fails = Fails()
     with pytest.raises(Alarm):
-        with defer_signals(), bind_reducer(fails, 4):
+        with defer_signals(), launch.program_reduction.bind(fails, 4):
             launch(JAX.from_host(np.arange(12.0)))
     assert len(calls) == fails.waits == 2
     np.testing.assert_array_equal(shareds[1].get_value(), [1.0, -1.0, -3.0])
@@ -470,7 +469,7 @@ def test_a_launch_that_repeats_combines_each_time(pair):
     runs, shareds = pair
     launch = runs[0].fuse(FusedReduction(shareds[0].container.storage), runs[1], times=2)
     with pytest.raises(RuntimeError, match="2 times in one launch, not 1"):
-        with defer_signals(), bind_reducer(Doubling()):
+        with defer_signals(), launch.program_reduction.bind(Doubling()):
             launch(JAX.from_host(np.arange(6.0)))
 
 
@@ -483,7 +482,7 @@ def test_what_is_the_same_each_time_is_combined_each_time(fork):
     synk.distribute()
     runs = [f._program.compile(PLAIN).runner for f in (first, second)]
     launch, calls = runs[0].fuse(FusedReduction(g.container.storage), runs[1], times=4), []
-    with defer_signals(), bind_reducer(Doubling(calls), 4):
+    with defer_signals(), launch.program_reduction.bind(Doubling(calls), 4):
         totals = launch()
         JAX.wait([library_of(w).get(w)])
     assert [float(each) for each in JAX.fetch(totals)] == [3.0, -3.0, -9.0, -15.0]
@@ -518,7 +517,7 @@ def test_a_vector_that_travels_in_pieces_or_in_another_dtype_is_combined_all_the
     rows = rng.uniform(1, 2, (times, sum(SIZES))).astype("float32")
     rows[:, -1] = 67  # not to be told from 66 by eight bits of mantissa after a division by 3
     standing_in = Doubling()
-    with defer_signals(), bind_reducer(standing_in, times):
+    with defer_signals(), launch.program_reduction.bind(standing_in, times):
         launch(JAX.from_host(rows))
         JAX.wait([library_of(w).get(w)])
     expected, scale = np.ones(sum(SIZES) - 1), 2 if dtype is None else 1
@@ -624,11 +623,11 @@ def test_an_error_behind_what_was_begun_waits_for_it_and_counts_for_nothing(fork
 
     fails = Fails()
     with pytest.raises(Alarm):
-        with defer_signals(), bind_reducer(fails):
+        with defer_signals(), launch.program_reduction.bind(fails):
             launch()
     assert fails.waits == 1 and fails.calls == []
     np.testing.assert_array_equal(w.get_value(), np.ones(60))
-    with defer_signals(), bind_reducer(Doubling()):
+    with defer_signals(), launch.program_reduction.bind(Doubling()):
         launch()
     np.testing.assert_array_equal(w.get_value(), [-3.0] * 30 + [-5.0] * 30)
 
@@ -731,12 +730,32 @@ def test_what_is_raised_while_ranks_combine_is_raised_after_the_launch(chained, 
 def test_a_launch_combines_once(chained):
     launch, shareds = chained
     with pytest.raises(RuntimeError, match="0 times"):
-        with defer_signals(), bind_reducer(Doubling()):
+        with defer_signals(), launch.program_reduction.bind(Doubling()):
             pass
     # Outside of a block nothing counts.
     launch(JAX.from_host(np.arange(3.0)))
     assert np.asarray(shareds[1].get_value()).tolist() == [1.0, 1.0, 1.0]
     assert launched(launch, shareds, Doubling())[2:] == [[1.0, -1.0, -3.0], 1]
+
+
+@on_host
+def test_a_program_s_all_reduce_is_bound_to_a_reducer_of_its_own(chained, pair):
+    """Another launch in the middle of the binding changes nothing: callbacks find the reducer by their argument."""
+    runs, _ = pair
+    launch, shareds = chained
+    other = runs[0].fuse(FusedReduction(shareds[0].container.storage), runs[1], times=2)
+    calls, other_calls = [], []
+    with defer_signals(), launch.program_reduction.bind(Doubling(calls)):
+        with other.program_reduction.bind(Doubling(other_calls), 2):
+            other(JAX.from_host(np.arange(6.0)))
+        launch(JAX.from_host(np.arange(3.0)))
+        JAX.wait([library_of(s).get(s) for s in shareds])
+    assert len(other_calls) == 2 and len(calls) == 1
+    g, w = np.zeros(3), np.ones(3)
+    for row in (np.arange(3.0), np.arange(3.0, 6.0), np.arange(3.0)):
+        g = 2 * row * w
+        w = w - g
+    np.testing.assert_array_equal(shareds[1].get_value(), w)
 
 
 def test_what_was_launched_is_freed_with_its_function(fork):

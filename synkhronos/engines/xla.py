@@ -9,7 +9,7 @@ of all shared variables, and returns the outputs and the variables' new values::
     (donated) ──────> └────────────────────────────────────────────────────────────────┘
 
 The all-reduce is a foreign function that XLA calls during the launch (`devices.jax.ffi`).  `_FusedRunner` binds a
-`LaunchReducer` to it.
+`LaunchReducer` to the program's `ProgramReduction`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices import JAX, Device
-from synkhronos.devices.jax.ffi import bind_reducer, trace_all_reduce, trace_start
+from synkhronos.devices.jax.ffi import ProgramReduction
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
 from synkhronos.engines.base import GradientExchange, Runner
 from synkhronos.engines.incremental import IncrementalFunction
@@ -87,6 +87,11 @@ class Executable(Runner):
         Whether to return scalar outputs as `LogEntry` objects.
     times : int
         As in `Runner`.  If it is more than 1, all outputs must be logged scalars.
+
+    Attributes
+    ----------
+    program_reduction : ProgramReduction or None
+        The all-reduce in the program, to be bound to a reducer for each call; None without ``reduction``.
     """
 
     def __init__(
@@ -104,6 +109,7 @@ class Executable(Runner):
         jax.config.update("jax_enable_x64", True)
         self._functions = list(functions)
         self._logs_scalars, self.times = logs_scalars, times
+        self.program_reduction = None if reduction is None else ProgramReduction()
         self._fused: dict[Any, Executable] = {}
         self._signatures: set[Any] = set()
         self._n_inputs = sum(function.n_inputs for function in functions)
@@ -144,7 +150,15 @@ class Executable(Runner):
         # and XLA can replay recorded launches.
         options = COMPILER_OPTIONS if computes_in_bfloat16() else None
         # No reference to self: the cycle would leave its memory to the garbage collector.
-        run = partial(_trace_functions, self._functions, reduction, self._storages, self._updated, self._logged)
+        run = partial(
+            _trace_functions,
+            self._functions,
+            reduction,
+            self.program_reduction,
+            self._storages,
+            self._updated,
+            self._logged,
+        )
         if times > 1:
             index = {id(storage): i for i, storage in enumerate(self._storages)}
             logs = range(len(index), len(index) + 1 + len(self._logged))
@@ -263,6 +277,7 @@ class Executable(Runner):
 def _trace_functions(
     functions: Sequence[JaxFunction],
     reduction: FusedReduction | None,
+    program_reduction: ProgramReduction | None,
     storages: Sequence[list[Any]],
     updated: Sequence[list[Any]],
     logged: Sequence[int],
@@ -274,7 +289,7 @@ def _trace_functions(
 
     Parameters
     ----------
-    functions, reduction
+    functions, reduction, program_reduction
         As in `Executable`.
     storages, updated : list of storages
         Storages of all shared variables, and of the updated ones.
@@ -303,8 +318,9 @@ def _trace_functions(
     for function in functions:
         operands = [*islice(inputs, function.n_inputs), *[current[id(s)] for s in function.storages], *lengths]
         try:
-            if reduction is not None and function is functions[0]:
-                results, is_valid = _trace_reduction(function, operands, reduction, logs[0] if in_loop else None)
+            if reduction is not None and program_reduction is not None and function is functions[0]:
+                iteration = logs[0] if in_loop else None
+                results, is_valid = _trace_reduction(function, operands, reduction, program_reduction, iteration)
             else:
                 results = function.run(*operands)
         except Exception:
@@ -329,7 +345,11 @@ def _trace_with_lengths(
 
 
 def _trace_reduction(
-    function: JaxFunction, operands: Sequence[Any], reduction: FusedReduction, iteration: Any
+    function: JaxFunction,
+    operands: Sequence[Any],
+    reduction: FusedReduction,
+    program_reduction: ProgramReduction,
+    iteration: Any,
 ) -> tuple[list[Any], Any]:
     """Trace a function and the all-reduce of one of its results.
 
@@ -340,15 +360,16 @@ def _trace_reduction(
     function : JaxFunction
     operands : list of jax.Array
     reduction : FusedReduction
+    program_reduction : ProgramReduction
     iteration : jax.Array or None
-        As in `trace_all_reduce`.
+        As in `ProgramReduction.trace_finish`.
 
     Returns
     -------
     results : list of jax.Array
         The function's results, with the reduced value of ``reduction.storage``.
     is_valid : jax.Array of int32
-        As `trace_all_reduce` returns it.
+        As `ProgramReduction.trace_finish` returns it.
     """
     import jax.numpy as jnp
 
@@ -373,14 +394,14 @@ def _trace_reduction(
     started: list[Any] = []
     token: Any = None
     for chunk in chunks[:-1]:
-        array, token = trace_start(compute_chunk(chunk), np.int32(0) if token is None else token)
+        array, token = program_reduction.trace_start(compute_chunk(chunk), np.int32(0) if token is None else token)
         token = incremental.delay_until(token)
         started.append(array)
     rest = [compute_chunk(chunks[-1])]
     if dtype is not None:
         # The number of rows and running averages would lose too much precision in another dtype.
         rest.append(jnp.concatenate(_split_tail(incremental.compute(chunks[0]), tail_items)[1]) / reduction.n_ranks)
-    arrays, is_valid = trace_all_reduce(rest, started, token, iteration)
+    arrays, is_valid = program_reduction.trace_finish(rest, started, token, iteration)
     tail = [arrays.pop()] if dtype is not None else []
     arrays = [*[array.astype(own_dtype) for array in reversed(arrays)], *tail]
     return incremental.finish(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)), is_valid
@@ -483,6 +504,8 @@ class _FusedRunner(Runner):
     def __init__(self, rank: Rank, executable: Executable, exchange: GradientExchange):
         self._rank, self._executable, self._exchange = rank, executable, exchange
         self.times = executable.times
+        assert executable.program_reduction is not None
+        self._program_reduction = executable.program_reduction
 
     def is_new_signature(self, inputs: Sequence[Any]) -> bool:
         """Whether XLA compiles for these inputs: True at the first call with inputs of their shapes."""
@@ -498,7 +521,7 @@ class _FusedRunner(Runner):
         # No signal handler may raise within XLA's callbacks.  Once this rank has launched, all others will in a moment:
         # then the updates are valid on all ranks, or, if one of them fails, on none.
         with defer_signals() as signals:
-            with bind_reducer(reducer, self.times):
+            with self._program_reduction.bind(reducer, self.times):
                 results = self._executable(*inputs)
             signals.restart_patience()
             communicator.wait_started(signals.deliver_if_late)

@@ -4,24 +4,27 @@ XLA calls foreign functions (its "FFI", ``xla/ffi/api/c_api.h``, part of jaxlib)
 launching thread, and passes the addresses of the arrays and the stream.  Work that a foreign function launches on that
 stream is ordered between XLA's earlier and later work, and nobody waits.  An all-reduce in a program takes this way::
 
-    traced        trace_start(chunk 0)   trace_start(chunk 1)   trace_all_reduce(rest)      custom calls in the program
+    traced        trace_start(chunk 0)   trace_start(chunk 1)   trace_finish(rest)          `ProgramReduction`
                         |                      |                      |
     launched      _start_callback        _start_callback        _finish_callback            called by XLA
                         |                      |                      |
-                  LaunchReducer.start    LaunchReducer.start    LaunchReducer.finish        bound by `bind_reducer`
+                  LaunchReducer.start    LaunchReducer.start    LaunchReducer.finish        bound by `bind`
                         |                      |                      |
     NCCL          start_in_launch        start_in_launch        finish_in_launch            `NcclCommunicator`
 
+Each call has an attribute, the number of its program's `ProgramReduction`: an argument by which the callbacks find it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -95,6 +98,23 @@ class _FfiBuffers(_Struct):
     ]
 
 
+class _NumberAttribute(ctypes.Structure):
+    """A scalar attribute (XLA_FFI_Scalar) of dtype int64."""
+
+    _fields_ = [("dtype", ctypes.c_int), ("value", ctypes.POINTER(ctypes.c_int64))]
+
+
+class _Attributes(_Struct):
+    """Attributes of a call (XLA_FFI_Attrs); the calls here have none, or one number."""
+
+    _fields_ = [
+        ("size", ctypes.c_int64),
+        ("types", ctypes.c_void_p),
+        ("names", ctypes.c_void_p),
+        ("numbers", ctypes.POINTER(ctypes.POINTER(_NumberAttribute))),
+    ]
+
+
 class _CallFrame(_Struct):
     _fields_ = [
         ("api", ctypes.POINTER(_Api)),
@@ -102,6 +122,7 @@ class _CallFrame(_Struct):
         ("stage", ctypes.c_int),
         ("arguments", _FfiBuffers),
         ("results", _FfiBuffers),
+        ("attributes", _Attributes),
     ]
 
 
@@ -232,66 +253,181 @@ class Reducer(Protocol):
         """Make the stream wait for the reductions that were started, after an error."""
 
 
-class _ActiveLaunch:
-    """State of the launch in progress: its reducer, and the first error that a callback has raised."""
+class ProgramReduction:
+    """The all-reduce of one XLA program, which is bound to a reducer for each launch.
 
-    def __init__(self, reducer: Reducer):
-        self._reducer = reducer
-        self._n_started = 0
-        self.n_finished = 0
-        self.error: BaseException | None = None
+    ``trace_start`` and ``trace_finish`` put its calls into the program, while XLA traces it.
 
-    def start(self, frame: Any) -> None:
+    Examples
+    --------
+    >>> reduction = ProgramReduction()
+    >>> program = jax.jit(lambda gradient: reduction.trace_finish([gradient]))  # doctest: +SKIP
+    >>> with defer_signals(), reduction.bind(reducer):  # doctest: +SKIP
+    ...     (total,), is_valid = program(gradient)
+    """
+
+    _numbers = itertools.count()
+    _by_number: WeakValueDictionary[int, ProgramReduction] = WeakValueDictionary()
+
+    def __init__(self) -> None:
+        #: The attribute of the program's calls.  A count, not an address, so that equal programs of two processes are
+        #: equal for JAX's compilation cache.
+        self._number = np.int64(next(self._numbers))
+        self._by_number[int(self._number)] = self
+        #: State of the launch in progress: its reducer, and the first error that a callback has raised.
+        self._reducer: Reducer | None = None
+        self._error: BaseException | None = None
+        self._n_started = self._n_finished = 0
+
+    @contextlib.contextmanager
+    def bind(self, reducer: Reducer, times: int = 1) -> Iterator[None]:
+        """Bind a reducer to the one launch of the ``with`` block, and raise its error at the end.
+
+        Signals must be deferred meanwhile (`ranks.interrupts.defer_signals`): a handler would raise at the first
+        instruction of a callback, where nothing can catch it.
+
+        Parameters
+        ----------
+        reducer : Reducer
+        times : int
+            Number of all-reduces that the launch must make.
+
+        Raises
+        ------
+        RuntimeError
+            If the launch has made more all-reduces, or less.
+        """
+        self._reducer, self._error, self._n_started, self._n_finished = reducer, None, 0, 0
+        try:
+            yield
+            if self._error is not None:
+                raise self._error
+            if self._n_finished != times:
+                raise RuntimeError(
+                    f"XLA had the ranks' arrays combined {self._n_finished} times in one launch, not {times}"
+                )
+        finally:
+            self._reducer = self._error = None
+
+    # -- traced ----------------------------------------------------------------------------------------------
+
+    def trace_start(self, array: Any, token: Any) -> tuple[Any, Any]:
+        """Trace the start of an array's all-reduce.
+
+        XLA may order independent operations differently on different ranks.  The token chains the starts, so that all
+        ranks start in the same order.
+
+        Parameters
+        ----------
+        array : jax.Array
+            Being traced.
+        token : jax.Array of int32
+            Token of the previous start; 0 for the first one.
+
+        Returns
+        -------
+        array : jax.Array
+            Its content is undefined until `trace_finish`, which takes it and the token.
+        token : jax.Array of int32
+        """
+        import jax
+
+        _register_once(_START_TARGET, _start_callback)
+        results = [_shape_of(array), jax.ShapeDtypeStruct((), np.int32)]
+        call = jax.ffi.ffi_call(_START_TARGET, results, input_output_aliases={0: 0, 1: 1})
+        started, token = call(array, token, number=self._number)
+        return started, token
+
+    def trace_finish(
+        self, arrays: Sequence[Any], started: Sequence[Any] = (), token: Any = None, iteration: Any = None
+    ) -> tuple[list[Any], Any]:
+        """Trace the all-reduce of arrays, and the end of those that were started.
+
+        Parameters
+        ----------
+        arrays : list of jax.Array
+            Being traced.
+        started : list of jax.Array
+            All arrays that `trace_start` has returned.
+        token : jax.Array, optional
+            The last token of `trace_start`.
+        iteration : jax.Array, optional
+            In a loop, a value that differs in each iteration.  XLA would otherwise hoist the call out of the loop.
+
+        Returns
+        -------
+        reduced : list of jax.Array
+            The started arrays, then the others.
+        is_valid : jax.Array of int32
+            0 if the connection was aborted: then the reduced arrays are undefined.
+        """
+        import jax
+
+        _register_once(_FINISH_TARGET, _finish_callback)
+        operands = [*started, *arrays]
+        results = [*map(_shape_of, operands), jax.ShapeDtypeStruct((), np.int32)]
+        # The side effect is not declared, as JAX would then launch the program by its slow path.  XLA still makes the
+        # call exactly once, as its results are used.
+        call = jax.ffi.ffi_call(_FINISH_TARGET, results, input_output_aliases={i: i for i in range(len(results))})
+        is_valid = np.int32(0) if token is None else token
+        iterations = [] if iteration is None else [iteration]
+        *reduced, is_valid = call(*operands, is_valid, *iterations, number=self._number)
+        return reduced, is_valid
+
+    # -- called by XLA ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def dispatch(cls, address: int, handle_call: Callable[[ProgramReduction, Any, Reducer], None]) -> None:
+        """Pass a call by XLA to the reduction of its program."""
+        reduction = None
+        try:
+            frame = _CallFrame.from_address(address)
+            if not _is_execution(frame):
+                return
+            reduction = cls._by_number[frame.attributes.numbers[0].contents.value[0]]
+            if reduction._reducer is None:
+                _log.error(
+                    "XLA called the function that combines the ranks' arrays outside a launch: the call is ignored"
+                )
+            else:
+                handle_call(reduction, frame, reduction._reducer)
+        # An exception can't pass through XLA, which would read an undefined return value.  The first error is the cause
+        # of all later ones.
+        except BaseException as error:
+            if reduction is None:
+                _log.error("XLA's call to combine the ranks' arrays can't be read: %r", error)
+            else:
+                reduction._error = reduction._error or error
+
+    def start(self, frame: Any, reducer: Reducer) -> None:
         """Start to reduce the arrays of a call."""
         spans = _read_spans(frame, 0, frame.results.size - 1)
         self._n_started += len(spans)
-        if self.error is None:
-            self._reducer.start(spans, _get_stream(frame))
+        if self._error is None:
+            reducer.start(spans, _get_stream(frame))
 
-    def finish(self, frame: Any) -> None:
+    def finish(self, frame: Any, reducer: Reducer) -> None:
         """Reduce the arrays of a call, and wait for those that were started."""
-        self.n_finished += 1
+        self._n_finished += 1
         n_started, self._n_started = self._n_started, 0
         n_arrays = frame.results.size - 1
         # Arrays that were started are the first arguments, only so that XLA orders their readers behind this call.
         spans = _read_spans(frame, n_started, n_arrays)
         is_valid = frame.results.buffers[n_arrays].contents.data
-        if self.error is None:
-            self._reducer.finish(spans, is_valid, _get_stream(frame))
+        if self._error is None:
+            reducer.finish(spans, is_valid, _get_stream(frame))
         else:
-            self._reducer.wait(_get_stream(frame))
-
-
-#: The launch in progress: set by `bind_reducer`, read by the callbacks, to which XLA passes no Python object.
-_active_launch: _ActiveLaunch | None = None
-
-
-def _dispatch(address: int, handle_call: Callable[[_ActiveLaunch, Any], None]) -> None:
-    """Pass a call by XLA to the active launch."""
-    launch = _active_launch
-    try:
-        frame = _CallFrame.from_address(address)
-        if not _is_execution(frame):
-            return
-        if launch is None:
-            _log.error("XLA called the function that combines the ranks' arrays outside a launch: the call is ignored")
-        else:
-            handle_call(launch, frame)
-    # An exception can't pass through XLA, which would read an undefined return value.  The first error is the cause of
-    # all later ones.
-    except BaseException as error:
-        if launch is not None:
-            launch.error = launch.error or error
+            reducer.wait(_get_stream(frame))
 
 
 @_Callback
 def _start_callback(address: int) -> None:
-    _dispatch(address, _ActiveLaunch.start)
+    ProgramReduction.dispatch(address, ProgramReduction.start)
 
 
 @_Callback
 def _finish_callback(address: int) -> None:
-    _dispatch(address, _ActiveLaunch.finish)
+    ProgramReduction.dispatch(address, ProgramReduction.finish)
 
 
 def _read_spans(frame: Any, first: int, stop: int) -> list[ReduceSpan]:
@@ -304,69 +440,6 @@ def _read_spans(frame: Any, first: int, stop: int) -> list[ReduceSpan]:
             count *= source.dims[axis]
         spans.append(ReduceSpan(source.data, target.data, count, _DTYPES[source.dtype]))
     return spans
-
-
-def trace_start(array: Any, token: Any) -> tuple[Any, Any]:
-    """Trace the start of an array's all-reduce.
-
-    XLA may order independent operations differently on different ranks.  The token chains the starts, so that all ranks
-    start in the same order.
-
-    Parameters
-    ----------
-    array : jax.Array
-        Being traced.
-    token : jax.Array of int32
-        Token of the previous start; 0 for the first one.
-
-    Returns
-    -------
-    array : jax.Array
-        Its content is undefined until `trace_all_reduce`, which takes it and the token.
-    token : jax.Array of int32
-    """
-    import jax
-
-    _register_once(_START_TARGET, _start_callback)
-    results = [_shape_of(array), jax.ShapeDtypeStruct((), np.int32)]
-    started, token = jax.ffi.ffi_call(_START_TARGET, results, input_output_aliases={0: 0, 1: 1})(array, token)
-    return started, token
-
-
-def trace_all_reduce(
-    arrays: Sequence[Any], started: Sequence[Any] = (), token: Any = None, iteration: Any = None
-) -> tuple[list[Any], Any]:
-    """Trace the all-reduce of arrays by the reducer that `bind_reducer` binds.
-
-    Parameters
-    ----------
-    arrays : list of jax.Array
-        Being traced.
-    started : list of jax.Array
-        All arrays that `trace_start` has returned.
-    token : jax.Array, optional
-        The last token of `trace_start`.
-    iteration : jax.Array, optional
-        In a loop, a value that differs in each iteration.  XLA would otherwise hoist the call out of the loop.
-
-    Returns
-    -------
-    reduced : list of jax.Array
-        The started arrays, then the others.
-    is_valid : jax.Array of int32
-        0 if the connection was aborted: then the reduced arrays are undefined.
-    """
-    import jax
-
-    _register_once(_FINISH_TARGET, _finish_callback)
-    operands = [*started, *arrays]
-    results = [*map(_shape_of, operands), jax.ShapeDtypeStruct((), np.int32)]
-    # The side effect is not declared, as JAX would then launch the program by its slow path.  XLA still makes the call
-    # exactly once, as its results are used.
-    call = jax.ffi.ffi_call(_FINISH_TARGET, results, input_output_aliases={i: i for i in range(len(results))})
-    is_valid = np.int32(0) if token is None else token
-    *reduced, is_valid = call(*operands, is_valid, *([] if iteration is None else [iteration]))
-    return reduced, is_valid
 
 
 def _shape_of(array: Any) -> Any:
@@ -382,35 +455,3 @@ def _register_once(name: str, callback: Any) -> None:
     if name not in _registered:
         _register(name, callback, platform)
         _registered.add(name)
-
-
-@contextlib.contextmanager
-def bind_reducer(reducer: Reducer, times: int = 1) -> Iterator[None]:
-    """Bind a reducer to the one launch of the ``with`` block, and raise its error at the end.
-
-    Signals must be deferred meanwhile (`ranks.interrupts.defer_signals`): a handler would raise at the first
-    instruction of a callback, where nothing can catch it.
-
-    Parameters
-    ----------
-    reducer : Reducer
-    times : int
-        Number of all-reduces that the launch must make.
-
-    Raises
-    ------
-    RuntimeError
-        If the launch has made more all-reduces, or less.
-    """
-    global _active_launch
-    _active_launch = launch = _ActiveLaunch(reducer)
-    try:
-        yield
-        if launch.error is not None:
-            raise launch.error
-        if launch.n_finished != times:
-            raise RuntimeError(
-                f"XLA had the ranks' arrays combined {launch.n_finished} times in one launch, not {times}"
-            )
-    finally:
-        _active_launch = None
