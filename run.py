@@ -319,7 +319,7 @@ class Job:
 
 
 #: What `test` runs on JAX arrays beside all tests on NumPy's: two minutes of it.
-IN_BRIEF = [f"tests/test_{name}.py" for name in ("collectives", "jax", "modes", "rules", "updates")]
+IN_BRIEF = [f"tests/test_{name}.py" for name in ("collectives", "jax", "modes", "rules", "timeline", "updates")]
 #: What `test --quick` runs, with PyTensor alone: what most changes break, in a minute.
 QUICK = [
     f"tests/test_{name}.py"

@@ -31,6 +31,7 @@ from synkhronos.gpus import get_n_gpu
 from synkhronos.processes import bytes_sent, close, fork
 from synkhronos.ranks import WorkerError
 from synkhronos.tasks import Worker, run
+from synkhronos.tracing import Timeline, timeline
 
 __version__ = "2.0.0"
 
@@ -39,6 +40,7 @@ __all__ = [
     "FileData",
     "Function",
     "PartsData",
+    "Timeline",
     "Worker",
     "WorkerError",
     "all_gather",
@@ -61,4 +63,5 @@ __all__ = [
     "run",
     "scatter",
     "set_value",
+    "timeline",
 ]

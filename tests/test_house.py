@@ -21,7 +21,7 @@ FLOORS = [
     {"graphs"},
     {"compat", "data", "engines"},
     {"collectives", "function", "loading", "processes"},
-    {"tasks"},
+    {"tasks", "tracing"},
     {"rules"},
     {"training"},
     {"extensions", "launch", "compat/platoon", "compat/theanompi"},

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from synkhronos.tracing import report
 from synkhronos.training.recorder import read
 
 _COLUMNS = ["run", "file", "time", "seconds", "epoch", "step", "seen", "rows"]
@@ -24,10 +25,19 @@ _COLUMNS += ["loss", "learning_rate", "rows_per_second", "compute", "exchange", 
 def main(arguments: list[str]) -> None:
     """Read the runs that the arguments behind ``show`` name, and write a picture, a table, or both."""
     parser = argparse.ArgumentParser(prog="python -m synkhronos show", description="Draw what recorders have written.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a recorder's folder")
-    parser.add_argument("--picture", metavar="FILE", help="where to draw; by default show.png in the first folder")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a recorder's folder, or a file of synkhronos.timeline")
+    parser.add_argument(
+        "--picture", metavar="FILE", help="where to draw; by default show.png in the first folder, or beside the file"
+    )
     parser.add_argument("--csv", metavar="FILE", help="where to write all lines as a table; - for the screen")
     options = parser.parse_args(arguments)
+    if any(os.path.isfile(name) for name in options.runs):
+        try:
+            for name in options.runs:
+                _show_timeline(name, options.picture)
+        except (OSError, ValueError) as error:
+            parser.exit(2, f"{error}\n")
+        return
     try:
         runs = {name: read(name) for name in options.runs}
     except OSError as error:
@@ -43,6 +53,15 @@ def main(arguments: list[str]) -> None:
         picture = Path(options.picture or Path(options.runs[0]) / "show.png")
         draw(runs, picture)
         sys.stdout.write(f"picture: {picture}\n")
+
+
+def _show_timeline(name: str, picture: str | None) -> None:
+    """Print where the time of a recorded timeline went, and draw some of its calls."""
+    ranks = report.read_timelines(name)
+    sys.stdout.write(report.format_report(name, ranks))
+    picture = picture or f"{name.removesuffix('.gz').removesuffix('.json')}.png"
+    report.draw_timelines(ranks, picture)
+    sys.stdout.write(f"picture: {picture}; the file can be opened at https://ui.perfetto.dev\n")
 
 
 def rows(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:

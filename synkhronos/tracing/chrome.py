@@ -1,0 +1,99 @@
+"""Chrome's trace format, which https://ui.perfetto.dev and ``chrome://tracing`` show.
+
+The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.  A rank is a process of
+the trace; its threads are the rank's threads, and behind them those of XLA.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from synkhronos.tracing.recorder import Span
+from synkhronos.tracing.xla_profile import Operation
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpans:
+    """The spans of one rank.
+
+    Attributes
+    ----------
+    rank : int
+    host : str
+    main_thread : int
+    offset : int
+        Nanoseconds to add to the rank's clock for the master's.
+    spans : list of Span
+    compute : list of Operation
+        What XLA computed.
+    """
+
+    rank: int
+    host: str
+    main_thread: int
+    offset: int
+    spans: list[Span]
+    compute: list[Operation]
+
+
+def write_trace(path: str, ranks: Sequence[RankSpans]) -> None:
+    """Write a trace of all ranks into a file, compressed if its name ends in ``.gz``."""
+    with _open(path, "wt") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for i, event in enumerate(_make_events(ranks)):
+            file.write((",\n" if i else "") + json.dumps(event))
+        file.write("\n]}\n")
+
+
+def read_trace(path: str) -> list[dict[str, Any]]:
+    """Return the events of a trace that `write_trace` wrote.
+
+    Raises
+    ------
+    ValueError
+        If the file is no such trace.
+    """
+    with _open(path, "rt") as file:
+        try:
+            events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+        except (ValueError, TypeError, KeyError, EOFError) as error:
+            raise ValueError(f"{path} is not a trace in Chrome's format: {error}") from error
+    return events
+
+
+def _open(path: str, mode: str) -> IO[str]:
+    return gzip.open(path, mode) if path.endswith(".gz") else open(path, mode)  # type: ignore[return-value]
+
+
+def _make_events(ranks: Sequence[RankSpans]) -> Iterator[dict[str, Any]]:
+    starts = [start + mine.offset for mine in ranks for _, _, start, _, _ in mine.spans]
+    origin = min(starts, default=0)
+    for mine in ranks:
+        name = f"rank {mine.rank} on {mine.host}"
+        yield {"ph": "M", "name": "process_name", "pid": mine.rank, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": mine.rank, "args": {"sort_index": mine.rank}}
+        threads: dict[Any, int] = {mine.main_thread: 0}
+        yield {"ph": "M", "name": "thread_name", "pid": mine.rank, "tid": 0, "args": {"name": "main thread"}}
+
+        def number_thread(key: Any, threads: dict[Any, int] = threads) -> int:
+            return threads.setdefault(key, len(threads))
+
+        def make_event(
+            label: str, category: str, start: int, end: int, thread: int, mine: RankSpans = mine
+        ) -> dict[str, Any]:
+            ts = (start + mine.offset - origin) / 1000
+            event = {"ph": "X", "name": label, "cat": category, "ts": ts, "dur": (end - start) / 1000}
+            return {**event, "pid": mine.rank, "tid": thread}
+
+        for label, category, start, end, thread in mine.spans:
+            yield make_event(label, category, start, end, number_thread(thread))
+        for lane, label, start, end in mine.compute:
+            is_new = lane not in threads
+            number = number_thread(lane)
+            if is_new:
+                yield {"ph": "M", "name": "thread_name", "pid": mine.rank, "tid": number, "args": {"name": lane}}
+            yield make_event(label, "compute", start, end, number)

@@ -1,0 +1,131 @@
+"""The spans that one rank records, and the methods that record them.
+
+A span is a tuple of its name, its category, its start and end in nanoseconds of the monotonic clock, and its thread.
+All processes of a machine read the same monotonic clock.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from synkhronos.devices.cuda.nccl import NcclCommunicator
+from synkhronos.devices.host import Device
+from synkhronos.devices.host_communicator import HostCommunicator
+from synkhronos.engines.base import Engine, Runner
+from synkhronos.function.call import Call
+from synkhronos.function.program import Program
+from synkhronos.graphs.mirror import get_object
+from synkhronos.loading.loader import Feed
+from synkhronos.ranks import Command, Rank
+from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, Control
+from synkhronos.ranks.session import Session
+
+#: Name, category, start, end, thread.
+Span = tuple[str, str, int, int, int]
+
+WAIT = "wait"
+#: Names of spans that the report looks for.
+CALL, IDLE, JOIN = "call", "wait for a command", "wait for the ranks"
+
+#: A method's arguments to the name of its span.
+Naming = Callable[..., str]
+
+
+class TracedMethod(NamedTuple):
+    """A method that records a span at each call, in its class and in all subclasses that override it."""
+
+    owner: type
+    method: str
+    category: str
+    name: str | Naming
+
+
+def _name_command(command: Command, rank: Rank) -> str:
+    """Return the name of the command's span: the function's, if it calls one."""
+    if isinstance(command, Call):
+        program: Program = get_object(rank, command.program_key)
+        return f"run {program.name}"
+    return f"run {type(command).__name__}"
+
+
+def _name_wait(control: Control, me: int, ready: Any, reason: int, *_: Any) -> str:
+    return {FOR_COMMAND: IDLE, FOR_JOIN: JOIN}.get(reason, "wait for a peer")
+
+
+TRACED = (
+    TracedMethod(Session, "_run", "call", CALL),
+    TracedMethod(Session, "_post", "post", "post"),
+    TracedMethod(Control, "wait", WAIT, _name_wait),
+    TracedMethod(Command, "run", "command", _name_command),
+    TracedMethod(Program, "_compile", "compile", "compile"),
+    TracedMethod(Device, "stage_input", "copy", "copy rows"),
+    TracedMethod(Runner, "__call__", "launch", "launch"),
+    TracedMethod(Engine, "fetch", "copy", "fetch outputs"),
+    TracedMethod(Feed, "rows", "load", "wait for the loader"),
+    *(
+        TracedMethod(communicator, method, "exchange", method)
+        for communicator in (HostCommunicator, NcclCommunicator)
+        for method in ("all_reduce", "broadcast", "gather", "reduce")
+    ),
+)
+
+
+def _find_overrides(owner: type, method: str) -> Iterator[type]:
+    """Yield the classes that define a method: the owner, if it does, and its subclasses."""
+    if method in vars(owner):
+        yield owner
+    subclasses: list[type] = owner.__subclasses__()
+    for subclass in subclasses:
+        yield from _find_overrides(subclass, method)
+
+
+def _time_calls(function: Callable[..., Any], category: str, name: str | Naming, spans: deque[Span]) -> Any:
+    """Return a function that records a span at each call."""
+    clock, thread = time.monotonic_ns, threading.get_ident
+
+    @functools.wraps(function)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = clock()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            end = clock()
+            spans.append((name if isinstance(name, str) else name(*args), category, start, end, thread()))
+
+    return timed
+
+
+class SpanRecorder:
+    """The spans of one rank.
+
+    Attributes
+    ----------
+    spans : deque of Span
+        The newest spans, in the order of their ends.
+    """
+
+    def __init__(self) -> None:
+        self.spans: deque[Span] = deque()
+        self._originals: list[tuple[type, str, Any]] = []
+
+    def install(self, max_spans: int) -> None:
+        """Replace the methods of `TRACED` by timed ones."""
+        self.spans = deque(maxlen=max_spans)
+        for owner, method, category, name in TRACED:
+            for found in set(_find_overrides(owner, method)):
+                original = vars(found)[method]
+                if getattr(original, "__isabstractmethod__", False):
+                    continue
+                self._originals.append((found, method, original))
+                setattr(found, method, _time_calls(original, category, name, self.spans))
+
+    def remove(self) -> None:
+        """Put the original methods back."""
+        while self._originals:
+            owner, method, original = self._originals.pop()
+            setattr(owner, method, original)

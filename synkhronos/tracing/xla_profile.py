@@ -1,0 +1,83 @@
+"""XLA's operations on one rank, as JAX's profiler records them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from synkhronos.checks import import_package
+
+#: Name of the event that carries this process' clock, from which the profiler's clock is aligned.
+_CLOCK_MARK = "synkhronos clock "
+
+#: Thread, name, start and end in nanoseconds of this process' monotonic clock.
+Operation = tuple[str, str, int, int]
+
+
+class XlaProfile:
+    """JAX's profiler on a rank, from `start` to `stop`."""
+
+    def __init__(self) -> None:
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def start(self) -> None:
+        """Start the profiler.
+
+        Raises
+        ------
+        ImportError
+            If JAX is not installed.
+        """
+        profiler = import_package("jax.profiler", "timeline(compute=True)", "jax")
+        self._folder = tempfile.TemporaryDirectory(prefix="synkhronos-profile-")
+        profiler.start_trace(self._folder.name, create_perfetto_trace=False)
+        for _ in range(3):
+            with profiler.TraceAnnotation(f"{_CLOCK_MARK}{time.monotonic_ns()}"):
+                time.sleep(0.001)
+
+    def stop(self) -> list[Operation]:
+        """Stop the profiler and return the operations of XLA."""
+        folder, self._folder = self._folder, None
+        if folder is None:
+            return []
+        from jax import profiler
+
+        with folder:
+            profiler.stop_trace()
+            files = sorted(Path(folder.name).rglob("*.trace.json.gz"))
+            events = []
+            for path in files:
+                with gzip.open(path, "rt") as file:
+                    events += json.load(file)["traceEvents"]
+        return _read_operations(events)
+
+
+def _read_operations(events: list[dict[str, Any]]) -> list[Operation]:
+    """Return the spans of devices and of XLA's threads; Python's own are recorded already."""
+    names: dict[Any, str] = {}
+    for event in events:
+        if event.get("name") == "process_name":
+            names[event["pid"], None] = event["args"]["name"]
+        elif event.get("name") == "thread_name":
+            names[event["pid"], event["tid"]] = event["args"]["name"]
+    marks = [e for e in events if e.get("ph") == "X" and str(e["name"]).startswith(_CLOCK_MARK)]
+    if not marks:
+        return []
+    # The clock was read just before the event began.
+    offset = min(e["ts"] * 1000 - int(str(e["name"])[len(_CLOCK_MARK) :]) for e in marks)
+    operations = []
+    for event in events:
+        if event.get("ph") != "X" or not event.get("dur"):
+            continue
+        process, thread = names.get((event["pid"], None), ""), names.get((event["pid"], event["tid"]), "")
+        is_device = "/device:" in process
+        if not is_device and "hlo_op" not in event.get("args", {}):
+            continue
+        start = int(event["ts"] * 1000 - offset)
+        lane = f"{process.rpartition('/')[2]} {thread}" if is_device else f"XLA {thread}"
+        operations.append((lane.strip(), str(event["name"]), start, start + int(event["dur"] * 1000)))
+    return operations

@@ -1,0 +1,222 @@
+"""Timelines: what is recorded on each rank, the file's format, and what the report makes of it."""
+
+import gzip
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from library import XLA, shared
+from library import tensor as T
+
+import synkhronos as synk
+from synkhronos import __main__ as command_line
+from synkhronos.ranks import Session
+from synkhronos.ranks.control import Control
+from synkhronos.tracing import report
+from synkhronos.tracing.report import Activity, PathStep, RankTimeline, find_critical_path, split_nested
+
+
+@pytest.fixture
+def step(fork):
+    """A function with an update, on two ranks, called once."""
+    fork(2)
+    x, w = T.dmatrix("x"), shared(np.ones(3), "w")
+    f = synk.function([x], (x.sum(), "sum"), updates=[(w, w * 2)], name="step")
+    f(np.ones((4, 3)))
+    return f, w
+
+
+def call(step, times=3):
+    f, w = step
+    for _ in range(times):
+        float(f(np.ones((4, 3))))
+        synk.all_reduce(w, op="avg")
+
+
+def test_records_every_rank(step, tmp_path):
+    path = tmp_path / "run.json"
+    with synk.timeline(path):
+        call(step)
+    events = json.loads(path.read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    for rank in (0, 1):
+        names = {event["name"] for event in spans if event["pid"] == rank}
+        assert {"run step", "copy rows", "launch", "run Reduce", "all_reduce"} <= names
+    assert sum(event["name"] == "run step" for event in spans) == 6
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
+    # A rank's spans are nested: Perfetto draws one within the other.
+    ranks = report.read_timelines(str(path))
+    for mine in ranks.values():
+        assert all(a.end <= b.start for a, b in zip(mine.segments, mine.segments[1:], strict=False))
+
+
+def test_nothing_is_left_behind(step, tmp_path):
+    before = [vars(Session)["_run"], vars(Control)["wait"]]
+    with synk.timeline(tmp_path / "run.json.gz"):
+        assert vars(Session)["_run"] is not before[0]
+        call(step, 1)
+    assert [vars(Session)["_run"], vars(Control)["wait"]] == before
+    with gzip.open(tmp_path / "run.json.gz", "rt") as file:
+        assert json.load(file)["traceEvents"]
+    with synk.timeline(tmp_path / "again.json"):  # the workers' methods are the original ones, too
+        call(step, 1)
+    events = json.loads((tmp_path / "again.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "run step" and event["pid"] == 1 for event in events) == 1
+
+
+def test_close_writes_the_file(step, tmp_path):
+    path = tmp_path / "run.json"
+    timeline = synk.timeline(path)
+    call(step, 1)
+    synk.close()
+    assert json.loads(path.read_text())["traceEvents"]
+    timeline.stop()  # too late, and no error
+
+
+def test_keeps_the_newest_spans(step, tmp_path):
+    path = tmp_path / "run.json"
+    with synk.timeline(path, max_spans=5):
+        call(step)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert [sum(event["ph"] == "X" and event["pid"] == rank for event in events) for rank in (0, 1)] == [5, 5]
+
+
+def test_errors(step, tmp_path):
+    with pytest.raises(OSError, match="nowhere"):
+        synk.timeline(tmp_path / "nowhere" / "run.json")
+    with pytest.raises(ValueError, match="max_spans"):
+        synk.timeline(tmp_path / "run.json", max_spans=0)
+    with pytest.raises(TypeError, match="compute"):
+        synk.timeline(tmp_path / "run.json", compute="yes")
+    with synk.timeline(tmp_path / "run.json"), pytest.raises(RuntimeError, match="another"):
+        synk.timeline(tmp_path / "second.json")
+    synk.close()
+    with pytest.raises(RuntimeError, match=r"fork\(\)"):
+        synk.timeline(tmp_path / "run.json")
+
+
+@pytest.mark.new_ranks
+def test_a_workers_death_ends_the_recording(step, tmp_path):
+    from synkhronos import ranks
+
+    original = vars(Session)["_run"]
+    with pytest.raises(synk.WorkerError), synk.timeline(tmp_path / "run.json"):
+        os.kill(ranks.session().workers.pids[1], signal.SIGKILL)
+        call(step)
+    assert vars(Session)["_run"] is original
+    assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]  # the master's spans
+
+
+@pytest.mark.skipif(not XLA, reason="JAX's profiler")
+def test_records_what_xla_computes(fork, tmp_path):
+    fork(2)
+    x = T.dmatrix("x")
+    f = synk.function([x], (T.tanh(x.dot(x.T)).sum(), "sum"))
+    float(f(np.ones((8, 30))))
+    with synk.timeline(tmp_path / "run.json", compute=True):
+        float(f(np.ones((8, 30))))
+    ranks = report.read_timelines(str(tmp_path / "run.json"))
+    for mine in ranks.values():
+        launches = [s for s in mine.segments if s.name == "launch"]
+        begin, end = launches[0].start, max(s.end for s in mine.segments)
+        assert mine.compute
+        # The two clocks agree: XLA computes after its launch has begun, and before the result has been read.
+        assert all(begin <= s.start and s.end <= end for s in mine.compute)
+
+
+# -- the report ----------------------------------------------------------------------------------------------
+
+
+def test_splits_nested_spans():
+    spans = [Activity(0, 10, "a", "x"), Activity(2, 5, "b", "x"), Activity(3, 4, "c", "x"), Activity(12, 13, "d", "x")]
+    assert [(s.start, s.end, s.name) for s in split_nested(spans)] == [
+        (0, 2, "a"),
+        (2, 3, "b"),
+        (3, 4, "c"),
+        (4, 5, "b"),
+        (5, 10, "a"),
+        (12, 13, "d"),
+    ]
+
+
+@given(st.data())
+def test_nested_spans_cover_the_same_time(data):
+    def draw(start, end, depth):
+        """Draw spans within an interval, one after another, each with spans within it."""
+        spans, position = [], start
+        for _ in range(data.draw(st.integers(0, 3)) if depth and end - start > 4 else 0):
+            if end - position < 2:
+                break
+            first = data.draw(st.integers(position, end - 2))
+            last = data.draw(st.integers(first + 1, end))
+            spans += [Activity(first, last, f"{depth}", "x"), *draw(first, last, depth - 1)]
+            position = last
+        return spans
+
+    spans = draw(0, 60, 3)
+    segments = split_nested(spans)
+    assert all(a.end <= b.start for a, b in zip(segments, segments[1:], strict=False))
+    for t in range(60):
+        covering = [s for s in spans if s.start <= t < s.end]
+        found = [s for s in segments if s.start <= t < s.end]
+        assert len(found) == bool(covering)
+        if covering:  # the innermost, which is the one with the smallest number in its name
+            assert found[0].name == min(s.name for s in covering)
+
+
+def make_ranks(*ranks):
+    """Return timelines from tuples (start, end, name, category); the first rank is the master, with one call."""
+    made = {number: RankTimeline(f"rank {number}", [Activity(*s) for s in rank]) for number, rank in enumerate(ranks)}
+    made[0].calls = [Activity(ranks[0][0][0], ranks[0][-1][1], "call", "call")]
+    return made
+
+
+def test_the_critical_path_goes_through_the_slowest_rank():
+    ranks = make_ranks(
+        [(0, 1, "post", "post"), (1, 4, "launch", "launch"), (4, 9, "wait for the ranks", "wait")],
+        [(0, 1, "wait for a command", "wait"), (1, 8, "launch", "launch"), (8, 9, "wait for a command", "wait")],
+    )
+    assert find_critical_path(ranks) == [
+        PathStep(0, "post", 0, 1),
+        PathStep(1, "launch", 1, 8),
+        PathStep(0, "wake up", 8, 9),
+    ]
+
+
+def test_the_critical_path_changes_ranks_at_a_barrier():
+    ranks = make_ranks(
+        [(0, 6, "launch", "launch"), (6, 7, "all_reduce", "exchange"), (7, 12, "wait for the ranks", "wait")],
+        [(0, 2, "launch", "launch"), (2, 6, "wait for a peer", "wait"), (6, 12, "all_reduce", "exchange")],
+    )
+    assert find_critical_path(ranks) == [PathStep(0, "launch", 0, 6), PathStep(1, "all_reduce", 6, 12)]
+
+
+def test_the_critical_path_covers_the_run(step, tmp_path):
+    with synk.timeline(tmp_path / "run.json"):
+        call(step, 5)
+    ranks = report.read_timelines(str(tmp_path / "run.json"))
+    path = find_critical_path(ranks)
+    assert all(a.end == b.start for a, b in zip(path, path[1:], strict=False))
+    assert (path[0].start, path[-1].end) == (ranks[0].calls[0].start, ranks[0].calls[-1].end)
+
+
+def test_show_prints_and_draws(step, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    with synk.timeline(tmp_path / "run.json"):
+        call(step)
+    command_line.main(["show", str(tmp_path / "run.json")])
+    printed = capsys.readouterr().out
+    assert "calls on 2 ranks" in printed
+    assert "critical path" in printed
+    assert (tmp_path / "run.png").stat().st_size > 1000
+
+
+def test_show_refuses_other_files(tmp_path, capsys):
+    (tmp_path / "run.json").write_text("[]")
+    with pytest.raises(SystemExit):
+        command_line.main(["show", str(tmp_path / "run.json")])
+    assert "run.json" in capsys.readouterr().err
