@@ -22,6 +22,7 @@ from synkhronos.collectives import (
     get_shapes,
     get_value,
     reduce,
+    reduce_scatter,
     scatter,
     set_value,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "get_shapes",
     "get_value",
     "reduce",
+    "reduce_scatter",
     "run",
     "scatter",
     "set_value",

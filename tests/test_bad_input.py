@@ -527,7 +527,7 @@ MEMBERS = {
 }
 
 
-#: All ten, with the right arguments but for the variables.
+#: All of them, with the right arguments but for the variables.
 COLLECTIVES = {
     "broadcast": synk.broadcast,
     "broadcast values": lambda v: synk.broadcast(v, [np.ones(2)] if isinstance(v, list) else np.ones(2)),
@@ -536,6 +536,7 @@ COLLECTIVES = {
     "all_gather": synk.all_gather,
     "reduce": synk.reduce,
     "all_reduce": synk.all_reduce,
+    "reduce_scatter": synk.reduce_scatter,
     "set_value": lambda v: synk.set_value(1, v, [np.ones(2)] if isinstance(v, list) else np.ones(2)),
     "get_value": lambda v: synk.get_value(1, v),
     "get_lengths": synk.get_lengths,
@@ -627,6 +628,12 @@ COLLECTIVE_ARGUMENTS = {
     "all_gather nccl": (lambda w: synk.all_gather(w.s, nccl="no"), TypeError, "^nccl: expected .* got 'no'"),
     "reduce nccl": (lambda w: synk.reduce(w.s, nccl=0), TypeError, "^nccl: expected True or False, got 0"),
     "all_reduce nccl": (lambda w: synk.all_reduce(w.s, nccl=0), TypeError, "^nccl: expected True or False, got 0"),
+    "reduce_scatter nccl": (
+        lambda w: synk.reduce_scatter(w.s, nccl=0),
+        TypeError,
+        "^nccl: expected True or False, got 0",
+    ),
+    "reduce_scatter integers": (lambda w: synk.reduce_scatter(w.i), ValueError, "^op: 'avg' of 'i' is not defined"),
     "reduce in_place": (lambda w: synk.reduce(w.s, in_place=1), TypeError, "^in_place: expected True or False, got 1"),
     "gather nd_up": (lambda w: synk.gather(w.s, nd_up=2), ValueError, "^nd_up: expected 0 or 1, got 2"),
     "gather nd_up below 0": (lambda w: synk.gather(w.s, nd_up=-1), ValueError, "^nd_up: expected 0 or 1, got -1"),

@@ -12,6 +12,7 @@ from library import few as at_most
 from library import tensor as T
 
 import synkhronos as synk
+from synkhronos.data.rows import get_share
 from synkhronos.ranks.control import SCRATCH
 
 INTEGERS = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
@@ -385,6 +386,33 @@ def test_all_gather_of_a_list(n):
     assert_held(b, [np.repeat(np.arange(float(n)), 2).reshape(n, 2)] * n)
 
 
+# -- reduce_scatter ------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+@few
+def test_reduce_scatter_divides_what_all_reduce_makes(n, draw):
+    op = draw.draw(st.sampled_from(list(UFUNCS)))
+    values = draw.draw(values_of_ranks(n, of_op(op), min_dims=1))
+    s = variable(values[0].dtype, values[0].ndim)
+    put(s, values)
+    synk.reduce_scatter(s, op)
+    whole = reduced(values, op)
+    assert_held(s, [whole[get_share(len(whole), n, r)] for r in range(n)])
+    synk.all_gather(s)
+    assert_held(s, [whole] * n)
+
+
+@pytest.mark.parametrize("n_rows", [1, 5, 3 * SCRATCH // 8 + 1])
+def test_reduce_scatter_of_arrays_that_take_several_chunks(n, n_rows):
+    values = [np.arange(2.0 * n_rows).reshape(n_rows, 2) * (r + 1) for r in range(n)]
+    s = variable("float64", 2)
+    put(s, values)
+    synk.reduce_scatter(s, "sum")
+    whole = reduced(values, "sum")
+    assert_held(s, [whole[get_share(n_rows, n, r)] for r in range(n)])
+
+
 # -- reduce and all_reduce -----------------------------------------------------------------------------------
 
 
@@ -515,7 +543,7 @@ def test_lengths_of_different_numbers_of_chunks_are_gathered(n):
     assert_held(s, [np.concatenate(values)] * n)
 
 
-@pytest.mark.parametrize("collective", ["broadcast", "gather", "all_gather", "reduce", "all_reduce"])
+@pytest.mark.parametrize("collective", ["broadcast", "gather", "all_gather", "reduce", "all_reduce", "reduce_scatter"])
 def test_a_list_streams_one_array_after_another(n, master, collective):
     # A rank that is done with one array goes on to the next while others still read the first: they must not find
     # the next one's bytes.  Before the chunks took turns for good, some met in every few rounds.
@@ -533,11 +561,12 @@ def test_a_list_streams_one_array_after_another(n, master, collective):
             for one, base in zip(synk.reduce(many, "max", in_place=False), first, strict=True):
                 assert (one == base + n - 1).all()
             continue
-        getattr(synk, collective)(many, *(["max"] if collective == "all_reduce" else []))
+        getattr(synk, collective)(many, *(["max"] if collective in ("all_reduce", "reduce_scatter") else []))
         expected = {
             "broadcast": lambda size, base: base + master,
             "all_gather": lambda size, base: base + np.repeat(np.arange(n), size),
             "all_reduce": lambda size, base: base + n - 1,
+            "reduce_scatter": lambda size, base: base + n - 1,
         }[collective]
         for s, size, base in zip(many, lengths, first, strict=True):
             for one in held(s, n):
@@ -700,6 +729,19 @@ def test_all_gather_refuses_numbers(n):
     with pytest.raises(ValueError, match=r"all_gather: 's0' can't be joined along axis 0: rank 0 has \(\)"):
         synk.all_gather(s)
     assert_held(s, [np.array(r, "int32") for r in range(n)])
+
+
+def test_reduce_scatter_refuses_what_cannot_be_divided_and_changes_nothing(n):
+    fine, number = variable("float64", 1), variable("float64", 0)
+    put(fine, [np.ones(2)] * n)
+    with pytest.raises(ValueError, match="reduce_scatter: 's0' has no rows to divide"):
+        synk.reduce_scatter([fine, number], "sum")
+    assert_held(fine, [np.ones(2)] * n)
+    if n > 1:
+        put(fine, [np.ones(r + 1) for r in range(n)])
+        with pytest.raises(ValueError, match=r"reduce_scatter: 's0' needs the same shape on all ranks"):
+            synk.reduce_scatter(fine, "sum")
+        assert_held(fine, [np.ones(r + 1) for r in range(n)])
 
 
 # -- types that fix a length ---------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ ELSEWHERE = ["distribute", "build", "arguments"]
 PLACES = ["idle", "call", "compiled", "collective", "distribute"]
 COLLECTIVES = [
     "broadcast", "scatter", "gather", "all_gather", "reduce",
-    "all_reduce", "set_value", "get_value", "get_lengths", "get_shapes",
+    "all_reduce", "reduce_scatter", "set_value", "get_value", "get_lengths", "get_shapes",
 ]  # fmt: skip
-STREAMED = ["broadcast", "gather", "all_gather", "reduce", "all_reduce", "get_value"]
+STREAMED = ["broadcast", "gather", "all_gather", "reduce", "all_reduce", "reduce_scatter", "get_value"]
 
 
 def held_at(place, on):

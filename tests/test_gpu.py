@@ -363,6 +363,14 @@ def test_collectives_of_every_dtype(fork, dtype, nccl):
     check_held(w, [values[0]] * 2)
     synk.all_gather(w, nccl=nccl)
     check_held(w, [np.concatenate([values[0]] * 2)] * 2)
+    if kind.kind not in "b":
+        for rank, value in enumerate(values):
+            synk.set_value(rank, w, value)
+        synk.reduce_scatter(w, "sum", nccl=nccl)
+        half = (len(values[0]) + 1) // 2
+        total = values[0] + values[1]
+        for rank, rows in enumerate((total[:half], total[half:])):
+            np.testing.assert_allclose(synk.get_value(rank, w), rows)
     # Theano keeps complex numbers on the host.
     assert ARRAYS.owns(w.container.storage[0]) or NAME == "theano" and kind.kind == "c"
 
@@ -375,6 +383,18 @@ def test_collectives_of_any_size(fork, shape):
     synk.all_reduce(w, "sum")
     check_held(w, [values[0] + values[1]] * 2)
     synk.broadcast(w)
+
+
+@pytest.mark.parametrize("n_rows", [0, 1, 4, 1 << 20, (1 << 20) + 1])
+def test_reduce_scatter_of_any_size(fork, n_rows):
+    fork(2)
+    w, values = filled("float32", (n_rows,))
+    total, half = values[0] + values[1], (n_rows + 1) // 2
+    synk.reduce_scatter(w, "sum")
+    for rank, rows in enumerate((total[:half], total[half:])):
+        np.testing.assert_array_equal(synk.get_value(rank, w), rows)
+    synk.all_gather(w)
+    check_held(w, [total] * 2)
 
 
 def test_shapes_that_differ_are_gathered(fork):

@@ -1008,6 +1008,7 @@ COLLECTIVES = {
     "all_gather": (lambda f, w: synk.all_gather(w), [5, 5, 1, 1] * 2),
     "reduce": (lambda f, w: synk.reduce(w, "sum"), [6, 6, 1, 1]),
     "all_reduce": (lambda f, w: synk.all_reduce(w, "sum"), [6, 6, 6, 6]),
+    "reduce_scatter": (lambda f, w: synk.reduce_scatter(w, "sum"), [6, 6]),
     "set_value": (lambda f, w: synk.set_value(1, w, [3.0, 3.0]), [5, 5, 3, 3]),
     "get_value": (lambda f, w: synk.get_value(0, w), [5, 5, 1, 1]),
     "get_shapes": (lambda f, w: synk.get_shapes(w), [5, 5, 1, 1]),

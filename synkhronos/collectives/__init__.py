@@ -13,6 +13,7 @@ from synkhronos.collectives.calls import (
     get_shapes,
     get_value,
     reduce,
+    reduce_scatter,
     scatter,
     set_value,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "get_shapes",
     "get_value",
     "reduce",
+    "reduce_scatter",
     "scatter",
     "set_value",
 ]

@@ -32,6 +32,7 @@ from synkhronos.collectives.commands import (
     GetStreams,
     GetValue,
     Reduce,
+    ReduceScatter,
     SetStreams,
 )
 from synkhronos.data import Data
@@ -334,6 +335,50 @@ def get_all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bo
         if is_single:
             commands[shared_vars] = {**known, (op, nccl): command}
     return command
+
+
+def reduce_scatter(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
+    """Reduce all ranks' values, and set each rank's variable to its share of the rows.
+
+    `all_gather` behind it makes what `all_reduce` makes.
+
+    Parameters
+    ----------
+    shared_vars : shared variable, or list of them
+        Variables of at least one dimension.
+    op : str
+        "avg", "sum", "prod", "min" or "max", applied elementwise and in rank order.
+    nccl : bool
+        Whether arrays on GPUs are transferred by NCCL rather than through host memory.
+
+    Raises
+    ------
+    ValueError
+        If shapes differ between ranks; the message has each rank's.  No variable is changed.
+
+    Notes
+    -----
+    Each rank gets a contiguous run of rows, in rank order, as evenly as possible: the rows that `scatter` gives it.
+
+    Examples
+    --------
+    >>> import numpy as np, pytensor, synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> s = pytensor.shared(np.arange(3.0), "s")
+    >>> f = synk.function([], s.sum(), sliceable_shareds=[s])
+    >>> synk.broadcast(s)
+    >>> synk.reduce_scatter(s, "sum")
+    >>> synk.get_value(0, s).tolist(), synk.get_value(1, s).tolist()
+    ([0.0, 2.0], [4.0])
+    >>> synk.close()
+    """
+    session = ranks.session()
+    with session.turn:
+        session.settle()
+        nccl = check_flag(nccl, "nccl")
+        variables, _ = check_variables(session, shared_vars)
+        op = check_op(op, variables)
+        session.run(ReduceScatter(get_mirror_keys(session, variables), op, nccl))
 
 
 def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from synkhronos.checks import describe
+from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST, ArrayLayout, Device, array_device, get_device
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.graphs import library_of
@@ -279,6 +280,36 @@ class AllGather(Command):
             joined, out = _allocate_gathered(copies.transports[i], copies.get_layouts(i), 0)
             copies.get_communicator(i).gather(copies.get_contiguous(i), None, copies.get_layouts(i), out)
             copies.store(i, joined)
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter(Command):
+    """Set each variable on every rank to the rank's rows of the reduction over all ranks."""
+
+    keys: tuple[Any, ...]
+    op: str
+    nccl: bool
+
+    def run(self, rank: Rank) -> None:
+        """Check that all variables have equal shapes that can be divided, then reduce."""
+        copies = Copies(rank, self.keys, self.nccl and REDUCTIONS[self.op].nccl is not None)
+        shares = []
+        for i, shared in enumerate(copies.shareds):
+            copies.check_equal_shapes(i, "reduce_scatter")
+            shape = copies.get_layouts(i)[0][0]
+            if not shape:
+                copies.fail(f"reduce_scatter: {describe(shared)} has no rows to divide")
+            shares.append([get_share(shape[0], rank.size, r) for r in range(rank.size)])
+            for share in shares[i]:
+                copies.check_shape(i, (share.stop - share.start, *shape[1:]), "reduce_scatter")
+        for i, rows in enumerate(shares):
+            shape, dtype = copies.get_layouts(i)[0]
+            n_items = math.prod(shape[1:])
+            bounds = [0, *(share.stop * n_items for share in rows)]
+            mine = rows[rank.number]
+            out = copies.transports[i].empty((mine.stop - mine.start, *shape[1:]), dtype)
+            copies.get_communicator(i).reduce_scatter(copies.get_contiguous(i), self.op, bounds, out)
+            copies.store(i, out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ reduced in the order of ranks, and results have the same bits as on one host.  S
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -42,6 +43,13 @@ class ChainCommunicator(HostCommunicator):
         """Copy the root's array into every other rank's, in place."""
         mine = as_bytes(array)
         self._flow(mine if self._rank.number == root else None, mine, mine.size, root, range(self._rank.size))
+
+    def reduce_scatter(self, array: np.ndarray, op: str, bounds: Sequence[int], out: np.ndarray) -> None:
+        """Write this rank's items of the reduction over all ranks into ``out``, one rank's after another's."""
+        rank, source, target = self._rank, array.reshape(-1), out.reshape(-1)
+        for r, (start, stop) in enumerate(pairwise(bounds)):
+            mine = target if r == rank.number else None
+            self._reduce(source[start:stop], mine, op, stop - start, array.dtype, range(rank.size))
 
     def gather(
         self,

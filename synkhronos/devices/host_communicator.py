@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -112,6 +113,41 @@ class HostCommunicator:
         source = array.reshape(-1) if array is not None and here in contributors else None
         target = out.reshape(-1) if out is not None and here == root else None
         self._reduce(source, target, op, math.prod(shape), dtype, contributors)
+
+    def reduce_scatter(self, array: np.ndarray, op: str, bounds: Sequence[int], out: np.ndarray) -> None:
+        """Write this rank's items of the reduction over all ranks into ``out``.
+
+        Parameters
+        ----------
+        array : ndarray
+            This rank's array, of the same layout on all ranks.
+        op : str
+        bounds : sequence of int
+            Rank r gets items ``bounds[r]`` to ``bounds[r + 1]`` of the flattened reduction.
+        out : ndarray
+        """
+        rank, reduction, source, target = self._rank, REDUCTIONS[op], array.reshape(-1), out.reshape(-1)
+        here, dtype = rank.number, array.dtype
+        n_items = SCRATCH // dtype.itemsize // rank.size
+        accumulator = reduction.accumulator_dtype(dtype)
+        longest = max(stop - start for start, stop in pairwise(bounds))
+        for offset in range(0, longest, n_items):
+            # A half holds the next items of every rank; the rank that gets them reads them behind the barrier.
+            shared = [half[: n_items * rank.size * dtype.itemsize].view(dtype) for half in self._next_halves()]
+            chunks = [source[start:stop][offset : offset + n_items] for start, stop in pairwise(bounds)]
+            for r, chunk in enumerate(chunks):
+                if r != here:
+                    shared[here][r * n_items :][: chunk.size] = chunk
+            rank.barrier()
+            mine = chunks[here]
+            inputs = [mine if r == here else shared[r][here * n_items :][: mine.size] for r in range(rank.size)]
+            result = target[offset : offset + n_items]
+            wide = result if accumulator == dtype else np.empty(mine.size, accumulator)
+            reduce_arrays(inputs, reduction, wide)
+            if reduction.divides:
+                np.true_divide(wide, rank.size, out=wide)
+            if wide is not result:
+                result[:] = wide
 
     def gather(
         self,

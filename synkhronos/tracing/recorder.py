@@ -70,7 +70,7 @@ TRACED = (
     *(
         TracedMethod(communicator, method, "exchange", method)
         for communicator in (HostCommunicator, NcclCommunicator)
-        for method in ("all_reduce", "broadcast", "gather", "reduce")
+        for method in ("all_reduce", "broadcast", "gather", "reduce", "reduce_scatter")
     ),
 )
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -245,6 +246,30 @@ class NcclCommunicator:
                     address, target, count, dtype, NCCL_OPS[op], root, handle, self._stream
                 )
             )
+
+    def reduce_scatter(self, array: Any, op: str, bounds: Sequence[int], out: Any) -> None:
+        """Write this rank's items of the reduction over all ranks into ``out``."""
+        address, count, dtype = self._locate(array)
+        number, itemsize = NCCL_OPS[op], array.dtype.itemsize
+        target = self._arrays.pointer(out) if out.size else 0
+        counts = [stop - start for start, stop in pairwise(bounds)]
+
+        def launch(handle: Any) -> None:
+            nccl = self._nccl
+            if len(set(counts)) == 1:
+                nccl.reduce_scatter(address, target, counts[0], dtype, number, handle, self._stream)
+                return
+            nccl.group_start()
+            try:
+                for r, (start, n_items) in enumerate(zip(bounds, counts, strict=False)):
+                    if n_items:
+                        source = address + start * itemsize
+                        nccl.reduce(source, target, n_items, dtype, number, r, handle, self._stream)
+            finally:
+                nccl.group_end()
+
+        if count:
+            self._run_blocking(launch)
 
     def gather(
         self, array: Any, root: int | None, layouts: Sequence[ArrayLayout | None], out: Sequence[Any | None] | None

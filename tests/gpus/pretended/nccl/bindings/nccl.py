@@ -38,6 +38,11 @@ def reduce(source, target, count, dtype, op, root, handle, stream):
     _collective("reduce", (dtype, op, root), source, target, count, dtype, handle, [root])
 
 
+def reduce_scatter(source, target, count, dtype, op, handle, stream):
+    for root in range(_links[handle - 1].size):
+        reduce(source + root * _nbytes(count, dtype), target, count, dtype, op, root, handle, stream)
+
+
 def broadcast(source, target, count, dtype, root, handle, stream):
     others = set(range(_links[handle - 1].size)) - {root}
     _collective("broadcast", root, source, target, count, dtype, handle, others)
