@@ -1,5 +1,6 @@
 """A device of one's own: a file in synkhronos/devices/, here in tests/devices/, and no edit elsewhere."""
 
+import copy
 import sys
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import pytest
 from library import DEVICE, shared, tensor
 
 import synkhronos as synk
-from synkhronos import devices
+from synkhronos import devices, rules
+from synkhronos.devices import HOST, find_device
 from synkhronos.extensions.train import make_train_function, make_train_function_serial
 from synkhronos.extensions.updates import adam
 
@@ -24,10 +26,20 @@ FOLDER = str(Path(__file__).parent / "devices")
 @pytest.fixture
 def toy(monkeypatch):
     """Have the folder of the devices have one more file, and the environment name it."""
+    yield from added(monkeypatch, "toy")
+
+
+@pytest.fixture
+def island(monkeypatch):
+    """The same with a device that lives like a GPU."""
+    yield from added(monkeypatch, "island")
+
+
+def added(monkeypatch, name):
     monkeypatch.setattr(devices, "__path__", [*devices.__path__, FOLDER])
-    monkeypatch.setenv("SYNKHRONOS_DEVICE", "toy")
+    monkeypatch.setenv("SYNKHRONOS_DEVICE", name)
     devices.list_devices.cache_clear()
-    yield devices.get_device("toy")
+    yield devices.get_device(name)
     synk.close()
     devices.list_devices.cache_clear()
 
@@ -148,9 +160,12 @@ def test_without_a_communicator_arrays_go_through_the_host(toy, fork, monkeypatc
 
 
 def test_it_is_small_and_fork_names_those_that_there_are(toy, monkeypatch):
-    assert len((Path(FOLDER) / "toy.py").read_text().splitlines()) < 150
+    for name in ("toy", "island"):
+        assert len((Path(FOLDER) / f"{name}.py").read_text().splitlines()) < 200
     monkeypatch.setenv("SYNKHRONOS_DEVICE", "abacus")
-    with pytest.raises(ValueError, match=r"SYNKHRONOS_DEVICE: expected one of \['toy'\], or nothing, got 'abacus'"):
+    with pytest.raises(
+        ValueError, match=r"SYNKHRONOS_DEVICE: expected one of \['island', 'toy'\], or nothing, got 'abacus'"
+    ):
         synk.fork(1)
 
 
@@ -160,3 +175,117 @@ def test_without_a_name_it_is_not_used(toy, fork, monkeypatch):
     s = shared(np.zeros(3), "s")
     synk.function([], updates=[(s, s + 1)])()
     assert isinstance(held(s), np.ndarray)
+
+
+# -- a device that lives like a GPU ------------------------------------------------------------------------------
+
+
+def test_a_device_with_memory_and_collectives_of_its_own_is_one_file(island, fork):
+    fork(2)
+    x, y, w, loss = model()
+    train = make_train_function(loss, [w], x, y, adam, learning_rate=0.1)
+    x, y, alone, loss = model()
+    train_alone = make_train_function_serial(loss, [alone], x, y, adam, learning_rate=0.1)
+    counts = sys.modules["synkhronos.devices.island"].counts
+    before = counts["collectives"]
+    for batch, num_slices in [(None, 1), ([3, 1, 6], 1), (None, 3)]:
+        np.testing.assert_allclose(
+            train(X, X[:, 0], batch=batch, num_slices=num_slices), train_alone(X, X[:, 0], batch=batch)
+        )
+    assert island.owns(held(w)) and counts["collectives"] == before + 3
+    np.testing.assert_allclose(island.to_host(synk.gather(w, nd_up=1)), [alone.get_value()] * 2)
+    for op, expected in [("sum", 2), ("avg", 1), ("max", 1)]:
+        synk.broadcast(w, np.ones(3))
+        synk.all_reduce(w, op)
+        np.testing.assert_array_equal(synk.get_value(1, w), np.full(3, expected))
+
+
+def test_a_function_is_copied_with_its_arrays_on_the_device(island, fork):
+    fork(2)
+    w = shared(np.ones(3), "w")
+    f = synk.function([], (w.sum(), "sum"), updates=[(w, w + 1)])
+    f()
+    again = copy.deepcopy(f)
+    assert float(again()) == float(f()) == 12
+    (copied,) = again.get_shared()
+    assert copied is not w and island.owns(held(copied))
+
+
+RULES = {
+    "BSP": rules.BSP("params"),
+    "LocalSGD": rules.LocalSGD(2),
+    "float32": rules.LocalSGD(2, state="average", precision="float32"),
+    "reset": rules.LocalSGD(2, state="reset"),
+    "EASGD": rules.EASGD(0.5, 2),
+    "together": rules.EASGD(0.5, 2, asynchronous=False),
+    "EAMSGD": rules.EAMSGD(0.5, 2, momentum=0.5),
+    "ASGD": rules.ASGD(2),
+    "Downpour": rules.Downpour(2, 4),
+    "SlowMo": rules.SlowMo(2),
+    "GoSGD": rules.GoSGD(1.0),
+    "Swap": rules.Swap(2),
+}
+
+
+def train_by_rule(worker, rule, w, v, average, memory, on_device):
+    """Train; return where the rank is, what was reported, and whether the rule computes on the device."""
+    device = worker._rank.device if on_device else HOST
+    for each in (w, v, average):
+        each.container.storage[0] = device.from_host(HOST.as_array(each.container.storage[0]))
+    state = rules.State([w, average], [v], memory, n_averages=1)
+    rule.setup(worker, state)
+    for step in range(4):
+        state.vector = state.vector * 0.5 + (worker.number + step)
+        state.step += 1
+        state.since += 1
+        if state.step % 2 == 0:
+            for r in range(worker.size) if rule.asynchronous else [worker.number]:  # in the same order each time
+                if r == worker.number:
+                    rule.exchange(worker, state)
+                if rule.asynchronous:
+                    worker.barrier("the next rank's exchange")
+            state.since = 0
+    on_host = [find_device(each).to_host(each) for each in (state.vector, rule.report(worker, state))]
+    return on_host, state.params.device is device
+
+
+def test_rules_compute_on_it_as_on_the_host(island, fork):
+    fork(2)
+    values = [np.arange(3.0), np.ones(3), np.full(2, 7.0)]
+    for name, rule in RULES.items():
+        results = []
+        for on_device in (False, True):
+            shareds = [shared(value, each) for value, each in zip(values, ("w", "v", "average"), strict=True)]
+            memory = rules.shared_memory(rule, 2, 5, np.dtype("float64"))
+            results.append(synk.run(train_by_rule, rule, *shareds, memory, on_device))
+        for (on_host, is_there), (on_island, is_on_island) in zip(*results, strict=True):
+            assert is_there and is_on_island, name
+            for one, other in zip(on_host, on_island, strict=True):
+                np.testing.assert_array_equal(one, other, err_msg=name)
+
+
+def test_without_arithmetic_rules_compute_on_the_host(toy, fork):
+    fork(2)
+    shareds = [shared(np.ones(3), name) for name in ("w", "v", "average")]
+    memory = rules.shared_memory(RULES["EASGD"], 2, 6, np.dtype("float64"))
+    for on_host, is_on_toy in synk.run(train_by_rule, RULES["EASGD"], *shareds, memory, True):
+        assert not is_on_toy and np.isfinite(on_host).all()
+
+
+def write_rows(worker, rows, shape):
+    value = worker._rank.device.from_host(np.full(shape, 5.0))
+    rows[2 * worker.number : 2 * worker.number + 2].write(value)
+
+
+def test_rows_are_written_from_it_if_the_shapes_agree(island, fork):
+    fork(2)
+    data = synk.data(np.zeros((5, 3)))
+    counts = sys.modules["synkhronos.devices.island"].counts
+    before = counts["stores"]
+    synk.run(write_rows, data, (2, 3))
+    np.testing.assert_array_equal(np.asarray(data)[:, 0], [5, 5, 5, 5, 0])
+    assert counts["stores"] == before + 1  # the master's own
+    for shape in [(3, 2), (3, 3)]:
+        with pytest.raises(ValueError, match="shape|broadcast"):
+            synk.run(write_rows, data, shape)
+    np.testing.assert_array_equal(np.asarray(data)[:, 0], [5, 5, 5, 5, 0])

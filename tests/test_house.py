@@ -96,6 +96,26 @@ def test_theanos_names_need_three_modules_of_the_house():
     assert used == {"lowering.linker", "lowering.shapes", "lowering.sums"}
 
 
+#: What knows the kinds of arrays: their devices, the engines of their functions, and PyTensor's translation to JAX.
+KNOW_ARRAYS = {"devices", "engines", "lowering"}
+#: Modules of devices for GPUs, and the names of these devices.
+OF_GPUS = re.compile(r"devices\.(jax|pygpu|cuda|JAX|PYGPU)\b")
+
+
+def test_no_other_room_knows_jax_or_pygpu():
+    """So that a new device is one file: what others need to know, they ask the device of an array."""
+    for path in FILES:
+        room = room_of(path)
+        if room in KNOW_ARRAYS:
+            continue
+        assert not [module for module in imported_modules(path) if OF_GPUS.match(module)], path
+        if room not in {"compat", *INNER}:  # whose Ops tell PyTensor how to translate them
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                assert not [name for name in names if re.match(r"(jax|jaxlib|pygpu|theano\.gpuarray)\b", name)], path
+
+
 def test_the_map_of_the_source_is_complete_and_names_files_that_exist():
     page = (PACKAGE.parent / "docs" / "internals.rst").read_text()
     table = re.split("^Four ways", page, flags=re.MULTILINE)[0]

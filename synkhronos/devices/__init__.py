@@ -36,6 +36,7 @@ __all__ = [
     "array_device",
     "choose_device",
     "device_from_environment",
+    "find_device",
     "force_cpu",
     "get_device",
     "is_fork_unsafe",
@@ -64,6 +65,14 @@ def get_device(name: str) -> Device:
     return next(device for device in list_devices() if device.name == name)
 
 
+def find_device(value: Any) -> Device:
+    """Return the device that owns a value; `HOST` for any value that is no array of another device."""
+    # The common case first: asking each device is slow.  Exact type, as a subclass of ndarray may belong to a device.
+    if type(value) is np.ndarray or isinstance(value, np.generic):
+        return HOST
+    return next(device for device in list_devices() if device is HOST or device.owns(value))
+
+
 def array_device(array: Any) -> Device:
     """Return the device that owns an array.
 
@@ -72,13 +81,12 @@ def array_device(array: Any) -> Device:
     TypeError
         If no device does.
     """
-    # The common case first: asking each device is slow.  Exact type, as a subclass of ndarray may belong to a device.
-    if type(array) is np.ndarray or isinstance(array, np.generic):
+    if type(array) is np.ndarray:
         return HOST
-    for device in list_devices():
-        if device.owns(array):
-            return device
-    raise TypeError(f"no device holds a {type(array).__module__}.{type(array).__qualname__}")
+    device = find_device(array)
+    if device is HOST and not HOST.owns(array):
+        raise TypeError(f"no device holds a {type(array).__module__}.{type(array).__qualname__}")
+    return device
 
 
 def device_from_environment() -> Device | None:
@@ -171,7 +179,7 @@ def is_fork_unsafe() -> bool:
 
     A fork lacks the threads of XLA, for which it would wait for ever.  CUDA refuses to work in a fork.
     """
-    return JAX.is_started() or PYGPU.is_started()
+    return any(device.is_started() for device in list_devices())
 
 
 def force_cpu() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -32,11 +33,24 @@ class Device:
     moves_shareds : bool
         Whether the values of shared variables must be moved to the device before a function is called.  False where the
         engine or the graph library does so.
+    has_arithmetic : bool
+        Whether the arrays have NumPy's operators, slices, ``astype`` and ``all``, so that exchange rules can compute
+        with them.  If not, rules compute in host memory.
+    default_mode : str or None
+        Mode in which functions of these arrays are compiled by default; None is the graph library's setting.
+    gpu_library : str or None
+        Graph library whose functions use this device on GPUs; None if there is none.
+    install_hint : str
+        Command that installs the packages of `missing_requirements`.
     """
 
     name = "host"
     needs_gpu = False
     moves_shareds = False
+    has_arithmetic = True
+    default_mode: str | None = None
+    gpu_library: str | None = None
+    install_hint = ""
 
     # -- ranks -----------------------------------------------------------------------------------------------
 
@@ -49,6 +63,35 @@ class Device:
 
     def bind(self, rank: Rank, gpu: str) -> None:
         """Bind this process to its GPU; called once on every rank, after the fork."""
+
+    def is_started(self) -> bool:
+        """Whether this process has started a runtime that a fork of it could not use."""
+        return False
+
+    def missing_requirements(self) -> list[str]:
+        """Return the packages that the device needs and that are not installed."""
+        return []
+
+    # -- functions -------------------------------------------------------------------------------------------
+
+    def accepts_input(self, dtype: np.dtype, ndim: int) -> bool:
+        """Whether functions on this device take such inputs as arrays of this kind; else they take NumPy arrays."""
+        return True
+
+    def make_input(self, variable: Any) -> Any | None:
+        """Return a symbolic variable of these arrays, to be an input in place of another variable.
+
+        None, the default, leaves the input: functions take arrays of this kind for the graph library's own types.
+        """
+        return None
+
+    def to_stored(self, value: Any) -> Any:
+        """Convert an array to the class that the graph library expects in a shared variable."""
+        return value
+
+    def snapshot(self, value: Any) -> Any:
+        """Return a shared variable's value as an array that later updates of the variable leave unchanged."""
+        return self.to_host(value).copy()
 
     # -- collectives -----------------------------------------------------------------------------------------
 
@@ -122,6 +165,19 @@ class Device:
         """Return arrays joined along axis 0."""
         return np.concatenate(arrays)
 
+    def flatten(self, values: Sequence[Any], dtype: np.dtype) -> Any:
+        """Return one new vector of all values' items in a dtype."""
+        return self.concatenate([value.reshape(-1).astype(dtype) for value in values])
+
+    def split(self, vector: Any, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> Sequence[Any]:
+        """Return the arrays of which `flatten` has made a vector."""
+        ends = list(accumulate(map(math.prod, shapes)))
+        starts = [0, *ends[:-1]]
+        return [
+            vector[start:end].reshape(shape).astype(dtype)
+            for start, end, shape, dtype in zip(starts, ends, shapes, dtypes, strict=True)
+        ]
+
     def wait(self, values: Sequence[Any]) -> None:
         """Wait until arrays have been computed."""
 
@@ -143,6 +199,10 @@ class Device:
         """Copy rows of an array in shared memory (None: all) into a new array."""
         view = location.view(rank.segments)
         return self.from_host(view if rows is None else take_rows(view, rows))
+
+    def store(self, rank: Rank, key: int, offset: int, value: Any) -> None:
+        """Copy an array into shared memory: the segment ``key``, from byte ``offset`` on."""
+        rank.segments[key].array(tuple(value.shape), value.dtype, offset)[...] = self.to_host(value)
 
     def stage_input(
         self, rank: Rank, buffers: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool

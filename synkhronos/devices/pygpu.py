@@ -34,6 +34,7 @@ class PygpuDevice(CudaDevice):
     moves_shareds = False
     requirements = {("theano",): "Theano==1.0.5", ("pygpu",): "pygpu"}  # noqa: RUF012 - never modified
     install_hint = "pip install 'synkhronos[theano-gpu]', and pygpu as docs/theano.rst says"
+    gpu_library = "theano"
 
     def is_started(self) -> bool:
         """Whether this process computes on a GPU."""
@@ -76,6 +77,27 @@ class PygpuDevice(CudaDevice):
         function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
         get_stream = function(library.gpuarray_get_extension(b"cuda_get_stream"))
         return int(get_stream(self._context.ptr))
+
+    # -- functions -------------------------------------------------------------------------------------------
+
+    def accepts_input(self, dtype: np.dtype, ndim: int) -> bool:
+        """Return False for labels, indices and complex arrays, which Theano would copy back to the host."""
+        return not (dtype.kind in "biuc" and ndim < 2 or dtype.kind == "c")
+
+    def make_input(self, variable: Any) -> Any | None:
+        """Return a variable of Theano's type of GpuArrays; None on the CPU, and for inputs that stay on the host."""
+        if not self.is_on_gpu:
+            return None
+        from theano.gpuarray.type import GpuArrayType
+
+        kind = variable.type
+        if isinstance(kind, GpuArrayType) or not self.accepts_input(np.dtype(kind.dtype), kind.ndim):
+            return None
+        return GpuArrayType(kind.dtype, kind.broadcastable, None)(variable.name)
+
+    def to_stored(self, value: Any) -> Any:
+        """Convert an array to the base class of GpuArrays."""
+        return value.view()
 
     # -- arrays ----------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ class ThroughHost(Device):
     """
 
     moves_shareds = True
+    has_arithmetic = False
 
     # -- required --------------------------------------------------------------------------------------------
 

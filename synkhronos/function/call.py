@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.data.rows import get_share, select, split
-from synkhronos.devices import Selection
+from synkhronos.devices import HOST, Selection
 from synkhronos.function.notice import warn_if_slow
 from synkhronos.function.outputs import RankOutputs
 from synkhronos.function.program import CompiledVariant, Program, Variant
@@ -336,6 +336,6 @@ class RankCall:
                 assert isinstance(sliceable_rows, range)
                 values += [np.int64(sliceable_rows.start), np.int64(sliceable_rows.stop)]
             else:
-                device = program.library.choose_input_device(np.dtype(np.int64), 1, program.device)
+                device = program.device if program.device.accepts_input(np.dtype(np.int64), 1) else HOST
                 values.append(device.stage_indexes(rank, buffers, "rows", np.asarray(sliceable_rows, np.int64)))
         return values

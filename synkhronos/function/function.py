@@ -24,7 +24,7 @@ import numpy.typing as npt
 from synkhronos import ranks
 from synkhronos.checks import check_at_least, check_integer
 from synkhronos.data import Data, data
-from synkhronos.devices import JAX
+from synkhronos.devices import find_device
 from synkhronos.function.build import build_program, is_single
 from synkhronos.function.call import Call
 from synkhronos.function.inputs import CallInputs, has_only_slices
@@ -88,8 +88,9 @@ class Function:
     def __deepcopy__(self, memo: dict[int, Any]) -> Function:
         program = self._program
         make, arguments = self.__reduce__()
-        for shared in self.get_shared():  # PyTensor's containers can pickle JAX arrays, but not copy them
-            if JAX.owns(program.library.get(shared)) and id(shared.container) not in memo:
+        for shared in self.get_shared():
+            # PyTensor's containers can pickle arrays of devices, but not copy them.
+            if find_device(program.library.get(shared)).moves_shareds and id(shared.container) not in memo:
                 memo[id(shared.container)] = pickle.loads(pickle.dumps(shared.container))
         made: Function = make(*copy.deepcopy(arguments, memo))
         return made

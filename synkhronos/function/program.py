@@ -157,7 +157,7 @@ class Program:
     def input_devices(self) -> list[Device]:
         """Device that holds each input's value."""
         kinds = [entry.variable.type for entry in self.inputs]
-        return [self.library.choose_input_device(np.dtype(kind.dtype), kind.ndim, self.device) for kind in kinds]
+        return [self.device if self.device.accepts_input(np.dtype(kind.dtype), kind.ndim) else HOST for kind in kinds]
 
     def input_devices_for(self, runner: Runner) -> list[Device]:
         """Return the device of each input's value for a runner, which may take some on the host."""

@@ -196,10 +196,6 @@ class GraphLibrary:
         """Return copies of the outputs' graphs with variables replaced."""
         raise NotImplementedError
 
-    def choose_input_device(self, dtype: np.dtype, ndim: int, device: Device) -> Device:
-        """Return the device on which the values of an input are kept, for a function that computes on ``device``."""
-        return device
-
     def is_xla_mode(self, mode: Any) -> bool:
         """Whether XLA compiles functions of this mode."""
         return False
@@ -237,7 +233,7 @@ class GraphLibrary:
 
         It is read in the master when a function is made: the workers' configuration may be another.
         """
-        return self.package.config.mode
+        return device.default_mode or self.package.config.mode
 
     def sort_nodes(self, variables: Iterable[Any]) -> list[Any]:
         """Return the Apply nodes above some variables in topological order: every node follows its dependencies.

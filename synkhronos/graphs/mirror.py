@@ -30,6 +30,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from synkhronos.devices import find_device
 from synkhronos.graphs import GraphLibrary, library_of
 from synkhronos.graphs.user_code import Name, UserCode, find_outdated_modules, is_importable, is_user_module
 from synkhronos.ranks import Command, Rank, Session, SharedArray, WeakKeys
@@ -306,9 +307,9 @@ class _Pickler(cloudpickle.Pickler):
             by_name = value.__module__ not in self._by_value and is_importable(value)
             self._code.add(value, by_name)
             return value.__qualname__ if by_name else super().reducer_override(value)
-        # Unpickling a JAX array would start JAX; a NumPy array does not.
-        if type(value).__module__.startswith("jaxlib") and hasattr(value, "__array__"):
-            return np.asarray(value).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        # Unpickling an array of a device could start the device's runtime in the wrong process; a NumPy array does not.
+        if (device := find_device(value)).moves_shareds:
+            return device.to_host(value).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(value)
 
     def persistent_id(self, value: Any) -> Any:

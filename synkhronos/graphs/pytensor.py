@@ -21,7 +21,6 @@ from pytensor.link.c.cmodule import KeyData
 from pytensor.link.jax.linker import JAXLinker
 from pytensor.link.numba.linker import NumbaLinker
 
-from synkhronos.devices import JAX, Device
 from synkhronos.graphs.library import AT_FIRST_CALL, AT_ONCE, IN_TURN, GraphLibrary, check_jumps, write_keys_at_once
 from synkhronos.lowering import random_keys, sums  # noqa: F401 - sums bounds a rewrite
 from synkhronos.lowering.linker import use_length_linker
@@ -97,10 +96,6 @@ class PyTensor(GraphLibrary):
     def compile_now(self, function: Any) -> None:
         """Call Numba's function on copies of the values, and discard the results."""
         function.vm.jit_fn(*[copy.deepcopy(storage[0]) for storage in function.vm.inputs])
-
-    def get_default_mode(self, device: Device) -> Any:
-        """Return JAX mode if the device's arrays are JAX arrays."""
-        return "JAX" if device is JAX else super().get_default_mode(device)
 
     def get_fixed_shape(self, variable: Any) -> tuple[int | None, ...]:
         """Return the static shape of a variable's type."""

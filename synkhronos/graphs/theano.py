@@ -1,6 +1,6 @@
 """Theano 1.0.5, as a `GraphLibrary`.
 
-Overrides cover the random states of Theano's two generators (NumPy's RandomState, MRG31k3p) and pygpu.
+Overrides cover the random states of Theano's two generators (NumPy's RandomState, MRG31k3p) and inputs on GPUs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from theano.gof.cmodule import KeyData
 from theano.gof.graph import Constant, Variable
 
 from synkhronos.casts import as_numbers, check_cast
-from synkhronos.devices import HOST, PYGPU, Device
+from synkhronos.devices import find_device, list_devices
 from synkhronos.graphs.library import GraphLibrary, write_keys_at_once
 
 # MRG31k3p: two recurrences of order 3 modulo these primes (L'Ecuyer and Touzin, "Fast combined multiple recursive
@@ -82,8 +82,8 @@ class Theano(GraphLibrary):
 
     def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Callable[..., Any]:
         """Compile a function; on a GPU, its inputs are arrays of the GPU where Theano uses them there."""
-        if PYGPU.is_on_gpu:
-            inputs, replaced = _inputs_on_gpu(inputs, self)
+        inputs, replaced = self._replace_inputs(inputs)
+        if replaced:
             kwargs["givens"] = [*replaced, *kwargs.get("givens", [])]
         observers = Variable.construction_observers
         count = len(observers)
@@ -94,15 +94,39 @@ class Theano(GraphLibrary):
             # append every variable made from then on.
             del observers[count:]
 
-    def choose_input_device(self, dtype: np.dtype, ndim: int, device: Device) -> Device:
-        """Return the host for labels, indices and complex arrays, which Theano would copy back to the host."""
-        if device is PYGPU and (dtype.kind in "biuc" and ndim < 2 or dtype.kind == "c"):
-            return HOST
-        return device
+    def _replace_inputs(self, inputs: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, Any]]]:
+        """Replace inputs by variables of a device's own type, where a device has one.
+
+        Returns
+        -------
+        inputs : list of variable or In
+        replaced : list of tuple
+            Pairs for ``givens``: each original variable, and its value in host memory.
+        """
+        placed, replaced = [], []
+        for value in inputs:
+            entry = self.describe_input(value)
+            variables = (device.make_input(entry.variable) for device in list_devices())
+            variable = next((variable for variable in variables if variable is not None), None)
+            if variable is None:
+                placed.append(value)
+                continue
+            default = entry.default[0] if entry.default else None
+            placed.append(
+                In(
+                    variable,
+                    name=entry.name,
+                    value=default,
+                    mutable=entry.mutable,
+                    allow_downcast=entry.allow_downcast,
+                )
+            )
+            replaced.append((entry.variable, variable.transfer("cpu")))
+        return placed, replaced
 
     def put(self, shared: Any, value: Any) -> None:
-        """Put an array into a container, as the class of pygpu arrays that Theano expects."""
-        super().put(shared, value.view() if PYGPU.owns(value) else value)
+        """Put an array into a container, as the class that Theano expects there."""
+        super().put(shared, find_device(value).to_stored(value))
 
     def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:
         """Return copies of the outputs' graphs with variables replaced."""
@@ -111,29 +135,6 @@ class Theano(GraphLibrary):
             v: new if isinstance(new.type, type(v.type)) else self.convert(v, new) for v, new in replace.items()
         }
         return list(theano.clone(list(outputs), converted, strict=False))
-
-
-def _inputs_on_gpu(inputs: Sequence[Any], library: Theano) -> tuple[list[Any], list[tuple[Any, Any]]]:
-    """Return inputs with variables on the GPU, and the ``givens`` that replace the original variables."""
-    from theano.gpuarray.type import GpuArrayType
-
-    placed, replaced = [], []
-    for value in inputs:
-        entry = library.describe_input(value)
-        variable, kind = entry.variable, entry.variable.type
-        if (
-            isinstance(kind, GpuArrayType)
-            or library.choose_input_device(np.dtype(kind.dtype), kind.ndim, PYGPU) is HOST
-        ):
-            placed.append(value)
-            continue
-        there = GpuArrayType(kind.dtype, kind.broadcastable, None)(variable.name)
-        default = entry.default[0] if entry.default else None
-        placed.append(
-            In(there, name=entry.name, value=default, mutable=entry.mutable, allow_downcast=entry.allow_downcast)
-        )
-        replaced.append((variable, there.transfer("cpu")))
-    return placed, replaced
 
 
 def _is_mrg_state(shared: Any) -> bool:

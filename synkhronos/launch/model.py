@@ -15,7 +15,7 @@ import numpy as np
 from synkhronos.casts import cast
 from synkhronos.checks import check_at_least, describe
 from synkhronos.data.rows import get_share
-from synkhronos.devices import JAX, array_device
+from synkhronos.devices import array_device
 from synkhronos.graphs import library_of
 from synkhronos.loading import Loader
 from synkhronos.training import updates
@@ -33,9 +33,9 @@ def _copied(batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[tuple[np.ndar
 
 
 def _present(shared: Any) -> Any:
-    """Return a variable's value, which later steps leave alone; of JAX it may not be there yet."""
+    """Return a variable's value, which later steps leave unchanged; on a GPU it may not be computed yet."""
     value = library_of(shared).get(shared)
-    return value if JAX.owns(value) else array_device(value).to_host(value).copy()
+    return array_device(value).snapshot(value)
 
 
 class Model:

@@ -10,7 +10,7 @@ import numpy as np
 
 from synkhronos.checks import check_at_least, check_number
 from synkhronos.data import Data, data
-from synkhronos.devices import JAX
+from synkhronos.devices import HOST, find_device
 from synkhronos.rules.state import State, concatenate
 from synkhronos.tasks import Worker
 
@@ -337,9 +337,10 @@ def average(worker: Worker, vector: Any, precision: str | None) -> Any:
     dtype = vector.dtype
     if precision is None or np.dtype(dtype).name == precision:
         return worker.all_reduce(vector, overwrite=True)
-    if JAX.owns(vector) and JAX.can_communicate(dtype):
+    device = find_device(vector)
+    if device is not HOST and device.can_communicate(dtype):
         return worker.all_reduce(vector.astype(precision), overwrite=True).astype(dtype)
-    vector = np.asarray(vector)
+    vector = device.to_host(vector)
     if precision == "bfloat16":
         return as_bfloat16(worker.all_reduce(as_bfloat16(vector))).astype(dtype)
     return worker.all_reduce(vector.astype(precision)).astype(dtype)

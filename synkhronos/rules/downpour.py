@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_flag
-from synkhronos.devices import JAX
+from synkhronos.devices import array_device
 from synkhronos.rules.base import Rule, check_period, reduce_by_rows
 from synkhronos.rules.elastic import CENTRE_LOCK, read_centre
 from synkhronos.rules.state import BLOCK, State
@@ -127,14 +127,14 @@ class Downpour(Rule):
                 b[...] = x
 
     def _exchange_on_device(self, state: State, x: Any, pushes: bool, fetches: bool, is_unchanged: bool) -> Any:
-        """Push, fetch, or both, for parameters ``x`` that are a JAX array; return the new parameters."""
-        centre, own = state.rows["centre"], state.own
+        """Push, fetch, or both, for parameters ``x`` on another device than the host; return the new parameters."""
+        centre, own, device = state.rows["centre"], state.own, array_device(x)
         steps = x - own["base"]
         if pushes:
-            new_centre = x if is_unchanged else centre.to_device(JAX) + steps
+            new_centre = x if is_unchanged else centre.to_device(device) + steps
             centre.write(new_centre)
         else:
-            new_centre = centre.to_device(JAX)
+            new_centre = centre.to_device(device)
         if fetches:
             x = new_centre
         own["base"] = x if pushes else new_centre - steps

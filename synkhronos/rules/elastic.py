@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_flag
-from synkhronos.devices import JAX
+from synkhronos.devices import HOST, array_device
 from synkhronos.rules.base import Rule, check_fraction, check_momentum
 from synkhronos.rules.state import BLOCK, State
 from synkhronos.tasks import Worker
@@ -98,7 +98,7 @@ class EASGD(Rule):
         """Move the rank and the centre towards each other; the caller holds the lock."""
         runs, vector = state.open_memory()
         if runs is None:
-            centre = state.rows["centre"].to_device(JAX)
+            centre = state.rows["centre"].to_device(array_device(vector))
             distance = alpha * (vector - centre)
             vector = vector - distance
             state.rows["centre"].write(centre + distance)
@@ -165,7 +165,8 @@ class EAMSGD(EASGD):
             super()._exchange_with_centre(state, alpha)
             return
         rows, position = state.rows["centre"], self._get_position(state)
-        centre = rows.to_device(JAX) if JAX.owns(position) else rows.array
+        device = array_device(position)
+        centre = rows.array if device is HOST else rows.to_device(device)
         distance = alpha * (position - centre)
         rows.write(centre + distance)
         self._move_back(state, distance)
@@ -176,10 +177,10 @@ class EAMSGD(EASGD):
 
 
 def read_centre(worker: Worker, state: State) -> Any:
-    """Return a copy of the centre: a JAX array if the parameters are, else an ndarray."""
+    """Return a copy of the centre, on the device of the parameters' vector."""
     with worker.lock(CENTRE_LOCK) as lock:
         lock.read(state.rows["centre"])
-        return state.rows["centre"].to_device(JAX) if state.params.is_jax else state.shared["centre"].copy()
+        return state.rows["centre"].to_device(state.params.device)
 
 
 def exchange_blocks(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_at_least
-from synkhronos.devices import JAX
+from synkhronos.devices import array_device
 from synkhronos.rules.base import Rule, check_fraction
 from synkhronos.rules.state import BLOCK, State
 from synkhronos.tasks import Worker
@@ -78,7 +78,9 @@ class GoSGD(Rule):
                 lock.read(target_mail)
             share = weight / (float(weights[target]) + weight)
             if runs is None:
-                target_mail.write(vector if share == 1 else _interpolate(target_mail.to_device(JAX)[0], vector, share))
+                if share < 1:
+                    vector = _interpolate(target_mail.to_device(array_device(vector))[0], vector, share)
+                target_mail.write(vector)
             else:
                 for x, bounds in state.params.iterate_blocks(runs):
                     _interpolate_in_place(mail[bounds], x, share, state.get_scratch("distance", BLOCK))
@@ -97,7 +99,8 @@ class GoSGD(Rule):
             state.own["weight"] += weight
             share = weight / state.own["weight"]
             if runs is None:
-                vector = _interpolate(vector, state.rows["mail"][me : me + 1].to_device(JAX)[0], share)
+                device = array_device(vector)
+                vector = _interpolate(vector, state.rows["mail"][me : me + 1].to_device(device)[0], share)
             else:
                 for x, bounds in state.params.iterate_blocks(runs):
                     _interpolate_in_place(x, mail[bounds], share, state.get_scratch("distance", BLOCK))

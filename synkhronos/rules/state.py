@@ -1,18 +1,18 @@
 """State of one rank's training, on which exchange rules operate.
 
 A rule sees a rank's parameters as one flat vector, `State.vector`.  In host memory the rules work in blocks that fit
-into the processor's caches, in place where the variables' memory allows it; on GPUs they use JAX arrays.
+into the processor's caches, in place where the variables' memory allows it.  On other devices with arithmetic, such as
+GPUs, they compute with the device's arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import HOST, JAX, array_device
+from synkhronos.devices import HOST, Device, array_device, find_device
 from synkhronos.graphs import library_of
 from synkhronos.tasks import LocalRows
 
@@ -23,7 +23,7 @@ BLOCK = 1 << 20
 class Vector:
     """Flat vector that is the concatenation of shared variables of floats.
 
-    The vector is a JAX array if the variables are, else a NumPy array.
+    The vector is an array of `device`.
 
     Parameters
     ----------
@@ -53,30 +53,36 @@ class Vector:
         return [library_of(shared).get(shared) for shared in self.shareds]
 
     @property
-    def is_jax(self) -> bool:
-        """Whether the vector is a JAX array."""
-        return _are_jax(self._values())
+    def device(self) -> Device:
+        """Device of the vector: that of all variables if its arrays have arithmetic, else the host."""
+        return _common_device(self._values())
 
     def get(self) -> Any:
         """Return the vector, as a new array of shape ``(size,)``."""
         values = self._values()
-        if _are_jax(values):
-            return self._compiled[0](values)
+        device = _common_device(values)
+        if device is not HOST:
+            return device.flatten(values, self.dtype)
         flat = [np.ravel(array_device(value).to_host(value)) for value in values]
         # Copied even if it is one variable: the next update changes the variable's memory.
         return np.concatenate(flat).astype(self.dtype, copy=False) if flat else np.zeros(0, self.dtype)
+
+    def get_on_host(self) -> np.ndarray:
+        """Return the vector as a NumPy array."""
+        vector = self.get()
+        return find_device(vector).to_host(vector)
 
     def set(self, vector: Any) -> None:
         """Set the variables from a vector of shape ``(size,)``; raise ValueError for another shape."""
         if tuple(vector.shape) != (self.size,):
             raise ValueError(f"expected a vector of {self.size} elements, got shape {tuple(vector.shape)}")
         values = self._values()
-        if JAX.owns(vector) and _are_jax(values):
-            pieces = self._compiled[1](vector)
-            for shared, piece in zip(self.shareds, pieces, strict=True):
+        device = _common_device(values)
+        if device is not HOST and device.owns(vector):
+            for shared, piece in zip(self.shareds, device.split(vector, self.shapes, self._dtypes), strict=True):
                 library_of(shared).put(shared, piece)
             return
-        vector = np.asarray(vector)
+        vector = find_device(vector).to_host(vector)
         for shared, value, (start, stop), shape in zip(self.shareds, values, self._bounds, self.shapes, strict=True):
             library, device = library_of(shared), array_device(value)
             piece = vector[start:stop].reshape(shape)
@@ -109,35 +115,18 @@ class Vector:
                 yield block, slice(offset + start, offset + start + block.size)
             offset += run.size
 
-    @cached_property
-    def _compiled(self) -> tuple[Any, Any]:
-        """Compiled functions from values to a vector, and from a vector to values."""
-        import jax
-        import jax.numpy as jnp
-
-        def concatenate_values(values: list[Any]) -> Any:
-            return jnp.concatenate([value.reshape(-1).astype(self.dtype) for value in values])
-
-        def split(vector: Any) -> list[Any]:
-            return [
-                vector[start:stop].reshape(shape).astype(dtype)
-                for (start, stop), shape, dtype in zip(self._bounds, self.shapes, self._dtypes, strict=True)
-            ]
-
-        return jax.jit(concatenate_values), jax.jit(split)
-
 
 def concatenate(*vectors: Any) -> Any:
-    """Concatenate vectors; return a JAX array if any of them is one, else a NumPy array."""
-    if any(map(JAX.owns, vectors)):
-        import jax.numpy as jnp
-
-        return jnp.concatenate(vectors)
-    return np.concatenate(vectors)
+    """Concatenate vectors; return an array of the device that owns any of them, else a NumPy array."""
+    device = next((device for device in map(find_device, vectors) if device is not HOST), HOST)
+    return device.concatenate([device.as_array(vector) for vector in vectors])
 
 
-def _are_jax(values: Sequence[Any]) -> bool:
-    return bool(values) and all(JAX.owns(value) for value in values)
+def _common_device(values: Sequence[Any]) -> Device:
+    """Return the device that owns all values, if its arrays have arithmetic; else the host."""
+    devices = {find_device(value) for value in values}
+    device = devices.pop() if len(devices) == 1 else HOST
+    return device if device.has_arithmetic else HOST
 
 
 class State:
@@ -215,16 +204,16 @@ class State:
         Returns
         -------
         runs : list of ndarray, or None
-            Consecutive runs of the vector; None if the parameters are JAX arrays.
+            Consecutive runs of the vector; None if the vector is on another device than the host.
         vector : array, or None
-            Array to which `vector` has to be set afterwards: the memory of ``runs``, or the JAX array.  None if
+            Array to which `vector` has to be set afterwards: the memory of ``runs``, or the device's array.  None if
             ``runs`` are the variables' memory.
         """
         runs = self.params.view_memory()
         if runs is not None:
             return runs, None
         vector = self.vector
-        return None if JAX.owns(vector) else [vector], vector
+        return [vector] if find_device(vector) is HOST else None, vector
 
     @property
     def velocity(self) -> Any:

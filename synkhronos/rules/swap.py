@@ -56,7 +56,7 @@ class Swap(Rule):
         """Swap parameters, and return the number of the rank that this rank's new ones are from."""
         source = self.choose_sources(worker.size, state.step)[worker.number]
         vectors = state.shared["all"]
-        vectors[worker.number] = np.asarray(state.vector)
+        vectors[worker.number] = state.params.get_on_host()
         worker.barrier("all vectors are written")
         if source != worker.number:
             with worker.lock(1 + source) as lock:
@@ -77,7 +77,7 @@ class Swap(Rule):
 
     def report(self, worker: Worker, state: State) -> Any:
         """Return the parameters of rank 0; a mean of different models would be meaningless."""
-        return worker.decide(np.asarray(state.vector))
+        return worker.decide(state.params.get_on_host())
 
     def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """Keep the models of the first ranks; additional ranks start with copies of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from synkhronos.casts import cast
 from synkhronos.data.array import as_numpy
 from synkhronos.data.rows import max_row, min_row, select
-from synkhronos.devices import HOST, JAX, Device, Selection, take_rows
+from synkhronos.devices import HOST, Device, Selection, find_device, take_rows
 from synkhronos.engines import Runner
 from synkhronos.function.program import PLAIN, Program
 from synkhronos.ranks import Rank, SharedArray
@@ -116,12 +117,15 @@ class LocalRows:
             Array of the rows' shape.  An array on a GPU is copied directly into the shared memory.
         """
         key, offset, _ = self._get_span()
-        if JAX.is_on_gpu and JAX.owns(value) and value.dtype == self.dtype:
-            JAX.staging.write(self._rank, key, offset, value)
-        else:
-            rows = self._selected
-            target = self._array[rows.start : rows.stop] if isinstance(rows, range) else self.array
+        rows, device = self._selected, find_device(value)
+        target = self._array[rows.start : rows.stop] if isinstance(rows, range) else self.array
+        if device is HOST:
             target[...] = cast(value, self.dtype, "value")
+        elif value.dtype == self.dtype and math.prod(value.shape) == target.size:
+            np.broadcast_shapes(value.shape, target.shape)  # raises ValueError
+            device.store(self._rank, key, offset, value)
+        else:
+            target[...] = cast(device.to_host(value), self.dtype, "value")
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return as_numpy(self.array if self._selected is None else take_rows(self._array, self._selected), dtype, copy)

@@ -31,13 +31,10 @@ class CudaDevice(ThroughHost, GpuArrays):
     ----------
     requirements : dict
         Packages needed to compute on GPUs, as `cuda.find_missing` takes them.
-    install_hint : str
-        Command that installs them.
     """
 
     needs_gpu = True
     requirements: dict[tuple[str, ...], str]
-    install_hint: str
 
     def __init__(self) -> None:
         self._gpu: str | None = None
@@ -101,6 +98,13 @@ class CudaDevice(ThroughHost, GpuArrays):
     def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> Any:
         """Copy rows of an array in shared memory (None: all) into a new array."""
         return self.staging.load(rank, location, rows) if self.is_on_gpu else super().load(rank, location, rows)
+
+    def store(self, rank: Rank, key: int, offset: int, value: Any) -> None:
+        """Copy an array into shared memory, directly from the GPU."""
+        if self.is_on_gpu:
+            self.staging.write(rank, key, offset, self.as_contiguous(value))
+        else:
+            super().store(rank, key, offset, value)
 
     def stage_input(
         self, rank: Rank, buffers: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool

@@ -272,7 +272,8 @@ class Staging:
         self.arrays.sync(array)
         self.set_current()
         target = self.lock_segment(rank, key) + offset
-        check_result(self.driver.cuMemcpyAsync(target, self.arrays.pointer(array), array.nbytes, self.handle))
+        nbytes = array.size * array.dtype.itemsize
+        check_result(self.driver.cuMemcpyAsync(target, self.arrays.pointer(array), nbytes, self.handle))
         self.stream.sync()
 
     def fetch(self, arrays: Sequence[Any]) -> list[np.ndarray] | None:

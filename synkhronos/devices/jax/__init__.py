@@ -28,6 +28,9 @@ class JaxDevice(CudaDevice):
         ("jax_cuda13_plugin", "jax_cuda12_plugin"): "jax[cuda13] or jax[cuda12]",
     }
     install_hint = "pip install 'synkhronos[gpu]'"
+    gpu_library = "pytensor"
+    default_mode = "JAX"
+    has_arithmetic = True
 
     def is_started(self) -> bool:
         """Whether this process has started XLA.  A fork would lack XLA's threads, and wait for them."""
@@ -86,7 +89,11 @@ class JaxDevice(CudaDevice):
 
     def owns(self, value: Any) -> bool:
         """Whether a value is a JAX array."""
-        return type(value).__module__.startswith("jaxlib")
+        return type(value).__module__.startswith("jaxlib") and hasattr(value, "__array__")
+
+    def snapshot(self, value: Any) -> Any:
+        """Return the value, which may not be computed yet: updates copy an array that has further references."""
+        return value
 
     def as_writable(self, value: Any, is_referenced: bool) -> Any:
         """Return a container's value if only the container references it, else a copy: collectives write in place."""
@@ -139,6 +146,20 @@ class JaxDevice(CudaDevice):
     def concatenate(self, arrays: Sequence[Any]) -> Any:
         """Return arrays joined along axis 0."""
         return self._numpy.concatenate(list(arrays))
+
+    def flatten(self, values: Sequence[Any], dtype: np.dtype) -> Any:
+        """Return one new vector of all values' items in a dtype, in one launch."""
+        return self._flatten_and_split[0](list(values), dtype)
+
+    def split(self, vector: Any, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> Sequence[Any]:
+        """Return the arrays of which `flatten` has made a vector, in one launch."""
+        arrays: Sequence[Any] = self._flatten_and_split[1](vector, tuple(shapes), tuple(dtypes))
+        return arrays
+
+    @cached_property
+    def _flatten_and_split(self) -> tuple[Any, Any]:
+        jax = self._jax()
+        return jax.jit(super().flatten, static_argnums=1), jax.jit(super().split, static_argnums=(1, 2))
 
     # -- host memory -----------------------------------------------------------------------------------------
 

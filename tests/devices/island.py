@@ -1,0 +1,161 @@
+"""A device that lives like a GPU, in one file: memory of its own, arithmetic of its own, collectives of its own."""
+
+import itertools
+import operator
+import pickle
+import weakref
+
+import numpy as np
+
+from synkhronos.devices.reductions import REDUCTIONS
+from synkhronos.devices.through_host import ThroughHost
+
+#: The device's memory, by address: nothing but this module reads it.
+MEMORY = {}
+_addresses = itertools.count(1)
+#: What ranks have done on the device; tests look whether it was used.
+counts = {"launches": 0, "collectives": 0, "stores": 0}
+
+
+class IslandArray:
+    """An array on the island.  NumPy can't read it, and the host can't compute with it."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, items):
+        self.shape, self.dtype, self.size = items.shape, items.dtype, items.size
+        self.address = next(_addresses)
+        MEMORY[self.address] = items
+        weakref.finalize(self, MEMORY.pop, self.address, None)
+
+    def items(self):
+        return MEMORY[self.address]
+
+    def _launch(self, function, *operands):
+        if any(isinstance(each, np.ndarray) and each.ndim for each in operands):
+            raise TypeError("an array of the host has to be copied to the island first")
+        counts["launches"] += 1
+        operands = [each.items() if isinstance(each, IslandArray) else each for each in operands]
+        return IslandArray(np.array(function(self.items(), *operands)))
+
+    def __add__(self, other):
+        return self._launch(operator.add, other)
+
+    def __sub__(self, other):
+        return self._launch(operator.sub, other)
+
+    def __mul__(self, other):
+        return self._launch(operator.mul, other)
+
+    def __truediv__(self, other):
+        return self._launch(operator.truediv, other)
+
+    def __eq__(self, other):
+        return self._launch(operator.eq, other)
+
+    __radd__, __rmul__, __hash__ = __add__, __mul__, None
+
+    def __getitem__(self, index):
+        return self._launch(operator.getitem, index)
+
+    def astype(self, dtype):
+        return self._launch(np.ndarray.astype, dtype)
+
+    def reshape(self, *shape):
+        return self._launch(np.ndarray.reshape, *shape)
+
+    def all(self):
+        return bool(self._launch(np.ndarray.all).items())
+
+
+class Island(ThroughHost):
+    """The device."""
+
+    name = "island"
+    has_arithmetic = True
+
+    def owns(self, value):
+        return isinstance(value, IslandArray)
+
+    def to_host(self, value):
+        return value.items().copy()
+
+    def from_host(self, array):
+        return IslandArray(np.array(array, order="C"))
+
+    def store(self, rank, key, offset, value):
+        counts["stores"] += 1
+        super().store(rank, key, offset, value)
+
+    def concatenate(self, arrays):
+        counts["launches"] += 1
+        return IslandArray(np.concatenate([each.items() for each in arrays]))
+
+    # -- collectives: without these, arrays would be combined through the host ------------------------------
+
+    def can_communicate(self, dtype):
+        return dtype.kind == "f"
+
+    def get_communicator(self, rank):
+        return rank.registry.get(Bridge, lambda: Bridge(rank))
+
+    def as_writable(self, value, is_referenced):
+        return value * 1 if is_referenced else value
+
+    def refresh(self, value, is_complete=False):
+        """Return another object for memory that was written: the old one is invalid, as on a GPU."""
+        new = IslandArray(value.items())
+        value.address = None
+        return new
+
+    def slice_items(self, array, start, shape):
+        return array.items().reshape(-1)[start : start + int(np.prod(shape))]
+
+
+class Bridge:
+    """Collectives between islands, which the ranks have to connect first."""
+
+    def __init__(self, rank):
+        self._rank, self.epoch = rank, 0
+
+    def connect(self, epochs):
+        if not self.epoch or set(epochs) != {self.epoch}:
+            self._rank.exchange("connect")
+            self.epoch = max(epochs) + 1
+
+    def _send(self, array):
+        """Return all ranks' items."""
+        assert self.epoch, "not connected"
+        counts["collectives"] += 1
+        return [pickle.loads(each) for each in self._rank.exchange_bytes(pickle.dumps(array.items()))]
+
+    def all_reduce(self, array, op):
+        array.items()[...] = _combine(op, self._send(array))
+        return False
+
+    def wait_started(self, check=None):
+        pass
+
+    def notify_started(self):
+        pass
+
+    def broadcast(self, array, root):
+        array.items()[...] = self._send(array)[root]
+
+    def reduce(self, array, op, root, out, layout, contributors):
+        combined = _combine(op, self._send(array))
+        if self._rank.number == root:
+            out.items()[...] = combined
+
+    def gather(self, array, root, layouts, out):
+        for target, items in zip(out or [], self._send(array), strict=False):
+            if target is not None:
+                target[...] = items.reshape(target.shape)
+
+
+def _combine(op, arrays):
+    reduced = REDUCTIONS[op].ufunc.reduce(arrays)
+    return reduced / len(arrays) if REDUCTIONS[op].divides else reduced
+
+
+DEVICE = Island()
