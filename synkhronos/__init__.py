@@ -13,6 +13,8 @@ into shared memory.  In a call the rows of the inputs are divided among the rank
     >>> synk.close()
 """
 
+from typing import Any as _Any
+
 from synkhronos.collectives import (
     all_gather,
     all_reduce,
@@ -31,6 +33,7 @@ from synkhronos.function import Function, distribute, function
 from synkhronos.gpus import get_n_gpu
 from synkhronos.processes import bytes_sent, close, fork
 from synkhronos.ranks import WorkerError
+from synkhronos.rules import Rule as _Rule
 from synkhronos.tasks import Worker, run
 from synkhronos.tracing import Timeline, timeline
 
@@ -67,3 +70,13 @@ __all__ = [
     "set_value",
     "timeline",
 ]
+
+
+def _start_run(*arguments: _Any, **settings: _Any) -> _Any:
+    """Start the run of a rule; the launcher is imported now, as most programs don't use it."""
+    from synkhronos.launch.handle import Run
+
+    return Run(*arguments, **settings)
+
+
+_Rule._start_run = staticmethod(_start_run)

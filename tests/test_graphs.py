@@ -12,11 +12,11 @@ from library import tensor as T
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.graphs import import_library, library_of, loaded_libraries
+from synkhronos.graphs import library_of, loaded_libraries
 from synkhronos.graphs.mirror import Mirror, get_object
 from synkhronos.ranks import Command
 
-LIBRARY = import_library(NAME)
+LIBRARY = library_of(T.dscalar())
 
 
 class Half:

@@ -31,8 +31,6 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 INNER = {"compat/platoon", "compat/theanompi"}
 #: The doors of the house see all rooms.
 DOORS = {"__init__", "__main__"}
-#: A rule starts a run, as Theano-MPI's rules do: ``rule.init(...)``, which imports the launcher when it is called.
-STAIRS = {("rules", "launch")}
 #: What starts programs of others, which may import ``theano``.
 STARTERS = {"__main__", "launch", *INNER}
 
@@ -79,8 +77,50 @@ def test_imports_go_down(room):
             if not other:
                 # What users see: for rooms that are programs like theirs.
                 assert FLOOR[room] > FLOOR["tasks"], f"{path} imports the package itself"
-            elif other != room and (room, other) not in STAIRS:
+            elif other != room:
                 assert FLOOR[other] < FLOOR[room], f"{path} imports {other}, which is not below {room}"
+
+
+def module_of(path):
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def find_cycles(imports):
+    """Return the modules that import each other, directly or not, as lists."""
+    cycles = []
+    done = set()
+    for start in imports:
+        reached, stack = set(), [start]
+        while stack:
+            for other in imports[stack.pop()] - reached:
+                reached.add(other)
+                stack.append(other)
+        if start in reached:
+            cycles.append((start, reached))
+    groups = []
+    for start, reached in cycles:
+        if start not in done:
+            groups.append(sorted(other for other, back in cycles if other in reached and start in back))
+            done.update(groups[-1])
+    return groups
+
+
+def test_no_modules_import_each_other():
+    """Whenever they do, while a type checker reads them or when a function is called, too."""
+    paths = {module_of(path): path for path in FILES if room_of(path) not in DOORS}
+    imports = {module: set() for module in paths}
+    for module, path in paths.items():
+        for name in imported_modules(path):
+            # ``from a.b import c`` imports the module a.b.c, or c from a.b.
+            found = name if name in paths else name.rpartition(".")[0]
+            if found in paths and found != module:
+                imports[module].add(found)
+    assert find_cycles(imports) == []
+
+
+def test_cycles_are_found():
+    assert find_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "e"}, "e": {"d"}}) == [["b", "c"], ["d", "e"]]
 
 
 def test_programs_that_use_theano_s_names_are_nobody_elses_business():

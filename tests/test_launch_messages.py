@@ -469,11 +469,12 @@ def test_doctor_says_that_ranks_can_run(monkeypatch, library, ready, absent):
 
 
 def test_doctor_puts_gpus_that_cannot_be_used_first(monkeypatch):
+    from synkhronos.devices import JAX
     from synkhronos.launch import doctor
 
     monkeypatch.setattr(doctor, "find_spec", lambda name: name if name == "pytensor" else None)
     monkeypatch.setattr(doctor, "get_n_gpu", lambda: 2)
-    monkeypatch.setattr(doctor.JAX, "missing_requirements", lambda: ["jax", "nccl4py"])
+    monkeypatch.setattr(JAX, "missing_requirements", lambda: ["jax", "nccl4py"])
     monkeypatch.setattr(doctor, "_of_nvml", lambda count: ["  cuda0: a card", "  cuda1: a card"])
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 8 << 30}))
     text = doctor.report()

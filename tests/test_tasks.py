@@ -13,7 +13,8 @@ from library import XLA, same, shared, tensor
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.ranks.task import Bridge, RankTask, TaskMemory
+from synkhronos.ranks.task import Bridge, RankTask
+from synkhronos.ranks.task_memory import TaskMemory
 
 
 def test_each_rank_gets_its_number_and_the_arguments(n_ranks):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launch_runs import TESTS
 
-from synkhronos.launch import SettingsError, command, tmlauncher
+from synkhronos.launch import SettingsError, command, key_value, tmlauncher
 from synkhronos.launch.settings import read
 
 pytestmark = pytest.mark.any_library
@@ -90,13 +90,13 @@ def test_what_shlex_quotes_is_read_back(assignments, end):
     for key, value in assignments.items():
         words = f"({' '.join(map(shlex.quote, value))})" if isinstance(value, list) else shlex.quote(value)
         text += f"{key}={words}{end}"
-    assert tmlauncher.parse(text) == assignments
+    assert key_value.parse(text) == assignments
 
 
 @given(st.text(st.sampled_from("AB='\"()#;\\ \n\t$`x,:")) | st.text())
 def test_any_text_is_read_or_refused(text):
     try:
-        found = tmlauncher.parse(text)
+        found = key_value.parse(text)
     except ValueError as error:
         assert str(error).startswith("line ")
     else:
@@ -106,7 +106,7 @@ def test_any_text_is_read_or_refused(text):
 def test_options_of_the_command_line():
     arguments = "-file=models.mlp --modelclass=MLP -r=BSP -s=2 -bsp_sync_type=avg -bsp_exch_strategy=nccl16 -b".split()
     found, config = tmlauncher.parse_options(arguments)
-    assert config is None and tmlauncher.settings_of(found) == {
+    assert config is None and key_value.settings_of(found) == {
         "modelfile": "models.mlp", "modelclass": "MLP", "rule": "BSP", "ranks": 2, "bind": "True",
         "rule_options": {"average": "params", "precision": "float16"},
     }  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 from synkhronos.graphs.library import GraphLibrary
 
-__all__ = ["GraphLibrary", "import_library", "is_variable", "library_of", "loaded_libraries"]
+__all__ = ["GraphLibrary", "is_variable", "library_of", "loaded_libraries"]
 
 #: Module with the description of each library, by the library's import name.
 _LIBRARIES = {"pytensor": "synkhronos.graphs.pytensor", "theano": "synkhronos.graphs.theano"}
@@ -37,13 +37,6 @@ def loaded_libraries() -> list[GraphLibrary]:
 def is_variable(value: Any) -> bool:
     """Whether a value is a variable of a graph library."""
     return any(library.is_variable(value) for library in loaded_libraries())
-
-
-def import_library(name: str) -> GraphLibrary:
-    """Import a graph library by its name and return its description."""
-    importlib.import_module(name)
-    loaded_libraries()
-    return _libraries[name]
 
 
 def library_of(*variables: Any) -> GraphLibrary:

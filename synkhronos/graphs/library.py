@@ -120,10 +120,8 @@ class GraphLibrary:
         self.name = package.__name__
         self.package = package
 
-    def __reduce__(self) -> Any:
-        from synkhronos.graphs import import_library  # the package imports this module
-
-        return import_library, (self.name,)
+    def __reduce__(self) -> str:
+        return "LIBRARY"  # its name in the module of its class
 
     @property
     def floatX(self) -> str:  # noqa: N802 - the libraries' own name

@@ -66,7 +66,7 @@ from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, FOR_STEP, SLOT, SPIN
 from synkhronos.ranks.errors import cause_of_death
 from synkhronos.ranks.rank import HEAD
 from synkhronos.ranks.segments import Receiver, Segment, Unmapped, announce, create_unlinked, is_closed
-from synkhronos.ranks.task import TaskMemory
+from synkhronos.ranks.task_memory import TaskMemory
 from synkhronos.ranks.threads import available_cores
 from synkhronos.ranks.worker import ignore_signals_to_all
 from synkhronos.ranks.workers import Workers

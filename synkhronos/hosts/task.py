@@ -33,7 +33,8 @@ from synkhronos.hosts.mail import ANSWER, ASK, CHUNK_NBYTES, CONTENT, MAX_PENDIN
 from synkhronos.hosts.names import find_host
 from synkhronos.ranks.control import FOR_TASK, Control
 from synkhronos.ranks.segments import Segment
-from synkhronos.ranks.task import ACQUIRE, READ, RELEASE, WRITE, Bridge, Span, TaskMemory
+from synkhronos.ranks.task import ACQUIRE, READ, RELEASE, WRITE, Bridge, Span
+from synkhronos.ranks.task_memory import TaskMemory
 
 
 class TaskAgent:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from synkhronos.launch.key_value import exchange_settings
 from synkhronos.launch.settings import (
     FAILURE,
     Settings,
@@ -27,7 +28,6 @@ from synkhronos.launch.settings import (
     resolve,
 )
 from synkhronos.launch.supervisor import open_standard_streams, prepare, python_path
-from synkhronos.launch.tmlauncher import exchange_settings
 from synkhronos.rules import Rule
 from synkhronos.training.stop import STOP_SIGNALS
 

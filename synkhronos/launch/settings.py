@@ -32,7 +32,7 @@ from synkhronos import rules
 from synkhronos.checks import check_at_least, is_number
 from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, find_launch, parse_hosts
-from synkhronos.launch import modelfile, tmlauncher
+from synkhronos.launch import key_value, modelfile
 from synkhronos.ranks import available_cores
 from synkhronos.training.checkpoint import paths_in
 from synkhronos.training.early_stop import as_metric
@@ -181,7 +181,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise SettingsError(f"{path}: expected a session file: {error}") from None
     if path.suffix not in (".json", ".toml"):
         try:
-            return tmlauncher.settings_of(tmlauncher.parse(text))
+            return key_value.settings_of(key_value.parse(text))
         except ValueError as error:
             raise SettingsError(f"{path}: {error}") from None
     try:

@@ -13,7 +13,7 @@ import pickle
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from synkhronos.ranks.agreement import STEP_BITS, close_command, last_common_step
 from synkhronos.ranks.control import FOR_STEP, POLL, SLOT, Control
@@ -21,10 +21,8 @@ from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.registry import PendingOperation, Registry
 from synkhronos.ranks.segments import SegmentTable
+from synkhronos.ranks.task_memory import TaskMemory
 from synkhronos.ranks.threads import ThreadShare
-
-if TYPE_CHECKING:
-    from synkhronos.ranks.task import TaskMemory
 
 _log = logging.getLogger("synkhronos")
 

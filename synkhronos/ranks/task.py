@@ -23,9 +23,6 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 from time import perf_counter
 from types import TracebackType
 from typing import Any, NoReturn
@@ -36,18 +33,10 @@ from synkhronos.ranks.control import FOR_TASK, POLL, Mutex
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.segments import Segment
+from synkhronos.ranks.task_memory import TEXT, WORD, TaskMemory
 
 #: Seconds between two checks of a busy rank whether its peers are alive.
 _CHECK_INTERVAL = 0.01
-#: Number of bytes of the text that describes what a rank waits for.
-_TEXT = 120
-#: Maximal and minimal number of bytes of a channel.
-_LARGEST, _SMALLEST = 1 << 17, 1 << 13
-#: Number of bytes of the channels of all pairs together, unless each has the minimal size.
-_CHANNELS = 1 << 24
-_PAGE = 4096
-_WORD = 8
-_LINE = 64
 
 #: Reasons of a wait: a step of all ranks, bytes that a peer sends, bytes that a peer receives, a lock.
 NOTHING, STEP, SENT, RECEIVED, LOCK = range(5)
@@ -56,98 +45,6 @@ ACQUIRE, READ, WRITE, RELEASE = range(4)
 
 #: Contiguous bytes in shared memory: key of the segment, offset, number of bytes.
 Span = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class TaskMemory:
-    """Layout of the shared memory of a task: words, texts, locks, and a channel between any two ranks.
-
-    Attributes
-    ----------
-    key : int
-        Key of the segment.
-    size : int
-        Number of ranks.
-    locks : int
-        Number of locks.
-    """
-
-    key: int
-    size: int
-    locks: int
-
-    @cached_property
-    def capacity(self) -> int:
-        """Number of bytes of a channel: the most that can be on their way from one rank to another."""
-        return int(min(_LARGEST, max(_SMALLEST, _CHANNELS // self.size**2 // _PAGE * _PAGE)))
-
-    @cached_property
-    def _word_counts(self) -> tuple[int, ...]:
-        return (
-            1,  # whether the ranks should stop
-            # for each rank: reason of its wait, number of the channel or lock, count that ends the wait, and number of
-            # waits begun or ended
-            4 * self.size,
-            self.locks,  # owner of each lock, counted from 1; 0 if it is free
-            self.locks,  # number of times that each was acquired
-            self.locks,  # whether the agent waits for it on behalf of a rank of another host
-            self.size**2,  # bytes sent from each rank to each; from a rank to itself, number of requests to its agent
-            self.size**2,  # bytes received; number of the agent's answers
-        )
-
-    @cached_property
-    def _texts_offset(self) -> int:
-        return -(-sum(self._word_counts) * _WORD // _LINE) * _LINE
-
-    @cached_property
-    def _locks_offset(self) -> int:
-        return -(-(self._texts_offset + (_TEXT + _WORD) * self.size) // _LINE) * _LINE
-
-    @cached_property
-    def _channels_offset(self) -> int:
-        return -(-(self._locks_offset + _LINE * self.locks) // _PAGE) * _PAGE
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of the segment."""
-        return self._channels_offset + self.capacity * self.size**2
-
-    @property
-    def agent_owner(self) -> int:
-        """Owner of a lock that a rank has passed to its host's agent."""
-        return self.size + 1
-
-    def find_home(self, lock: int) -> int:
-        """Return a rank on the host of a lock: lock 1 + r belongs to rank r's host, other locks to the first."""
-        return lock - 1 if 1 <= lock <= self.size else 0
-
-    def prepare(self, segment: Segment) -> None:
-        """Initialise the locks: once on each host, before its ranks map the memory."""
-        for lock in range(self.locks):
-            Mutex(segment.buffer, self._locks_offset + _LINE * lock, made=False).ring()
-
-    def view_words(self, segment: Segment) -> list[memoryview]:
-        """Return one view for each kind of word, in the order of `_word_counts`."""
-        counts = self._word_counts
-        words = memoryview(segment.buffer)[: sum(counts) * _WORD].cast("Q")
-        return [words[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
-
-    def get_mutex(self, segment: Segment, lock: int) -> Mutex:
-        """Return the semaphore of a lock."""
-        return Mutex(segment.buffer, self._locks_offset + _LINE * lock, made=True)
-
-    def view_text(self, segment: Segment, rank: int) -> memoryview:
-        """Return the memory of the text that describes what a rank waits for."""
-        start = self._texts_offset + (_TEXT + _WORD) * rank
-        return memoryview(segment.buffer)[start : start + _TEXT + _WORD]
-
-    def view_channel(self, segment: Segment, source: int, target: int) -> memoryview:
-        """Return the ring buffer through which one rank sends bytes to another.
-
-        The channel of a rank to itself has one request to the rank's agent, and then the answer.
-        """
-        start = self._channels_offset + self.capacity * (source * self.size + target)
-        return memoryview(segment.buffer)[start : start + self.capacity]
 
 
 def _write_ring(ring: memoryview, position: int, content: Any) -> None:
@@ -168,13 +65,13 @@ def _read_ring(ring: memoryview, position: int, into: memoryview) -> None:
 
 def _write_prefixed(memory: memoryview, content: Any) -> None:
     """Write bytes behind their number."""
-    memory[:_WORD] = len(content).to_bytes(_WORD, "little")
-    memory[_WORD : _WORD + len(content)] = content
+    memory[:WORD] = len(content).to_bytes(WORD, "little")
+    memory[WORD : WORD + len(content)] = content
 
 
 def _read_prefixed(memory: memoryview) -> memoryview:
     """Return the bytes that `_write_prefixed` wrote."""
-    return memory[_WORD : _WORD + int.from_bytes(memory[:_WORD], "little")]
+    return memory[WORD : WORD + int.from_bytes(memory[:WORD], "little")]
 
 
 class RankTask:
@@ -276,7 +173,7 @@ class RankTask:
     @property
     def max_chunk(self) -> int:
         """Number of bytes of the longest chunk: two fit into a channel, so that one is written while one is read."""
-        return self.memory.capacity // 2 - _WORD
+        return self.memory.capacity // 2 - WORD
 
     def send(self, to: int, chunk: Any, description: str) -> None:
         """Send at most `max_chunk` bytes to a rank, and wait while its channel is full.
@@ -285,11 +182,11 @@ class RankTask:
         """
         me, sent = self.rank.number, self._sent
         number = me * self.memory.size + to
-        end = sent[number] + _WORD + len(chunk)
+        end = sent[number] + WORD + len(chunk)
         self._wait_for(RECEIVED, number, end - self.memory.capacity, f"until rank {to} receives {description}")
         ring = self.memory.view_channel(self._segment, me, to)
-        _write_ring(ring, sent[number], len(chunk).to_bytes(_WORD, "little"))
-        _write_ring(ring, sent[number] + _WORD, chunk)
+        _write_ring(ring, sent[number], len(chunk).to_bytes(WORD, "little"))
+        _write_ring(ring, sent[number] + WORD, chunk)
         sent[number] = end
         self._wake(to)
 
@@ -304,14 +201,14 @@ class RankTask:
         number = source * self.memory.size + me
         self._wait_for(SENT, number, received[number] + 1, f"for {description} of rank {source}")
         ring, position = self.memory.view_channel(self._segment, source, me), received[number]
-        length = bytearray(_WORD)
+        length = bytearray(WORD)
         _read_ring(ring, position, memoryview(length))
         nbytes = int.from_bytes(length, "little")
         into = memoryview(bytearray(nbytes)) if into is None else into
         if len(into) != nbytes:
             raise ValueError(f"expected {len(into):,} bytes from rank {source}, got {nbytes:,}")
-        _read_ring(ring, position + _WORD, into)
-        received[number] = position + _WORD + nbytes
+        _read_ring(ring, position + WORD, into)
+        received[number] = position + WORD + nbytes
         self._wake(source)
         return into
 
@@ -371,7 +268,7 @@ class RankTask:
         if kind == RELEASE:
             return 0
         self._wait_for(RECEIVED, to_me, sent[to_me], text)
-        return int.from_bytes(memory[:_WORD], "little")
+        return int.from_bytes(memory[:WORD], "little")
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
@@ -501,7 +398,7 @@ class Bridge:
 
     def answer(self, rank: int, value: int) -> None:
         """Write the answer to a request of a rank of this host."""
-        self._ring(rank, rank)[:_WORD] = value.to_bytes(_WORD, "little")
+        self._ring(rank, rank)[:WORD] = value.to_bytes(WORD, "little")
         self._received[rank, rank] += 1
 
     def find_home(self, lock: int) -> int:
@@ -535,7 +432,7 @@ class _PublishedWait:
 
     def __init__(self, task: RankTask, kind: int, count: int, text: str, which: int = 0):
         self._task, self._kind, self._which, self._count = task, kind, which, count
-        self._text = text.encode()[:_TEXT]
+        self._text = text.encode()[:TEXT]
         self._began = 0.0
 
     def __enter__(self) -> None:

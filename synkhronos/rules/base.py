@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -60,6 +60,8 @@ class Rule:
     exclude: Callable[[Any], bool] | None = None
     precision: str | None = None
     _run: Any = None
+    #: Starts a run for `init`.  The launcher is a layer above: ``synkhronos/__init__.py`` connects it.
+    _start_run: ClassVar[Callable[..., Any]]
 
     def __init__(
         self,
@@ -178,11 +180,9 @@ class Rule:
             rule.init(devices=["cuda0", "cuda1"], modelfile="models.mlp", modelclass="MLP", epochs=10)
             folder = rule.wait()
         """
-        from synkhronos.launch.handle import Run  # the launcher is a layer above
-
         if self._run is not None:
             raise RuntimeError("init() was called already: call wait(), or make another rule")
-        self._run = Run(self, devices, modelfile, modelclass, **settings)
+        self._run = self._start_run(self, devices, modelfile, modelclass, **settings)
 
     def wait(self) -> Any:
         """Wait for the run that `init` has started, and return its folder.

@@ -24,7 +24,8 @@ from synkhronos.function.program import PLAIN
 from synkhronos.graphs import loaded_libraries
 from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command, Rank, Session, SharedArray
-from synkhronos.ranks.task import RankTask, TaskMemory
+from synkhronos.ranks.task import RankTask
+from synkhronos.ranks.task_memory import TaskMemory
 from synkhronos.tasks.local import LocalFunction, LocalRows
 from synkhronos.tasks.worker import Worker
 

@@ -1,0 +1,226 @@
+"""Theano-MPI's session files, ``KEY=VALUE``, as settings of this library.
+
+There a session file is a script that bash reads; here only its assignments are read, and nothing is run.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+#: Values of the two keys that say how ranks under BSP exchange.
+_SYNC_TYPES: dict[str, dict[str, Any]] = {
+    "avg": {"rule_options": {"average": "params"}},
+    "cdd": {"rule_options": {"average": "gradient"}},
+    "swap": {"rule": "Swap"},
+}
+_STRATEGIES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("ar", "nccl32", "asa32", "copper"), {}),
+    **dict.fromkeys(("nccl16", "asa16", "copper16"), {"rule_options": {"precision": "float16"}}),
+}
+#: Their names in small letters, without "_", in all versions of Theano-MPI.
+_EXCHANGE = {
+    **dict.fromkeys(("bspsynctype", "synctype", "syncrule"), _SYNC_TYPES),
+    **dict.fromkeys(("bspexchstrategy", "exchstrategy", "exchstrat", "strategy"), _STRATEGIES),
+}
+#: Other keys, and the settings that they are.
+_KEYS = {"rule": "rule", "modelfile": "modelfile", "modelclass": "modelclass", "bind": "bind", "session": "folder"}
+#: A piece of a word, in which "#" may not come first.
+_PIECE = r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|[^\s'"\\();\#]"""
+_TOKEN = re.compile(
+    r"(?P<space>[ \t\r\f\v]+|\\\n)|(?P<end>[\n;])|(?P<comment>\#[^\n]*)|(?P<bracket>[()])"
+    rf"|(?P<word>(?:{_PIECE})(?:{_PIECE}|\#)*)",
+    re.DOTALL,
+)
+
+
+def exchange_settings(key: str, value: str) -> dict[str, Any]:
+    """Return the settings for one of Theano-MPI's ways to exchange.
+
+    Parameters
+    ----------
+    key : str
+        ``"sync_type"`` or ``"exch_strategy"``, or how session files write it.
+    value : str
+
+    Raises
+    ------
+    ValueError
+        If there is no such way.
+
+    Examples
+    --------
+    >>> exchange_settings("exch_strategy", "nccl16")
+    {'rule_options': {'precision': 'float16'}}
+    """
+    known = _EXCHANGE[_plain(key)]
+    if value.lower() not in known:
+        raise ValueError(f"{key}: expected one of {', '.join(known)}, got {value!r}")
+    return known[value.lower()]
+
+
+def parse(text: str) -> dict[str, str | list[str]]:
+    r"""Return the assignments of a session file: a text for each key, or a list where an array is assigned.
+
+    Raises
+    ------
+    ValueError
+        If something else is in it; the message begins with the number of the line.
+
+    Examples
+    --------
+    >>> parse("RULE='BSP' # this one\nDEVICES=(a:cuda0\n  b:cuda0,cuda1)")
+    {'RULE': 'BSP', 'DEVICES': ['a:cuda0', 'b:cuda0,cuda1']}
+    """
+    found: dict[str, str | list[str]] = {}
+    for number, words in _statements(text):
+        try:
+            key, value = _assignment(words)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+        found[key] = value
+    return found
+
+
+def settings_of(assignments: Mapping[str, str | list[str]]) -> dict[str, Any]:
+    """Return the settings for assignments.
+
+    Raises
+    ------
+    ValueError
+        If a key is unknown, or its value is wrong.
+    """
+    values = {_plain(key): (key, value) for key, value in assignments.items() if value}
+    found: dict[str, Any] = {}
+    exchange: list[dict[str, Any]] = []
+    for name, (key, value) in values.items():
+        if name == "devices":
+            found |= device_settings([value] if isinstance(value, str) else value)
+            continue
+        if not isinstance(value, str):
+            raise ValueError(f"{key}: expected one value, got {' '.join(value)}")
+        if name in _EXCHANGE:
+            exchange.append(exchange_settings(key, value))
+        elif name == "size":
+            if "devices" not in values:  # else tmlauncher counts the devices
+                if not value.isdecimal():
+                    raise ValueError(f"{key}: expected a number of ranks, got {value!r}")
+                found["ranks"] = int(value)
+        elif name in _KEYS:
+            found[_KEYS[name]] = value
+        else:
+            raise ValueError(
+                f"{key!r} is no setting: expected RULE, MODELFILE, MODELCLASS, DEVICES, SIZE, BIND, SESSION, "
+                "BSP_SYNC_TYPE or BSP_EXCH_STRATEGY; take a .toml file for others"
+            )
+    if str(found.get("rule", "BSP")).upper() == "BSP":
+        for each in exchange:
+            options = {**found.get("rule_options", {}), **each.get("rule_options", {})}
+            found |= each | ({"rule_options": options} if options else {})
+    return found
+
+
+def device_settings(values: list[str]) -> dict[str, Any]:
+    """Return the settings for a list such as ``cuda0,cuda1``, or for a list for each host: ``node0:cuda0,cuda1``.
+
+    Raises
+    ------
+    ValueError
+        If some have a host and others have not, or if a host's devices are not its first ones in order.
+
+    Examples
+    --------
+    >>> device_settings(["a:cuda0", "b:cuda0,cuda1"])
+    {'hosts': ['a:1', 'b:2'], 'devices': 'cuda0'}
+    """
+    if not any(":" in value for value in values):
+        return {"devices": ",".join(values)}
+    by_host: list[tuple[str, list[str]]] = []
+    for value in values:
+        host, colon, names = value.partition(":")
+        if not colon or not host:
+            raise ValueError(f"DEVICES: expected HOST:DEVICE,DEVICE for each of several hosts, got {value!r}")
+        by_host.append((host, [name.strip() for name in names.split(",")]))
+    (first, devices), *others = by_host
+    if not others and first in (platform.node(), platform.node().partition(".")[0], "localhost"):
+        return {"devices": ",".join(devices)}
+    for host, names_of_host in by_host:
+        known = [[f"{kind}{i}" for i in range(len(names_of_host))] for kind in ("cuda", "gpu")]
+        if names_of_host not in known and set(names_of_host) != {"cpu"}:
+            raise ValueError(
+                f"DEVICES: expected cuda0, cuda1 and so on in this order for host {host}, or cpu, got "
+                f"{','.join(names_of_host)}: a host's CUDA_VISIBLE_DEVICES chooses among its GPUs"
+            )
+    # For cores, one name is enough.
+    shown = "cpu" if devices[0] == "cpu" else ",".join(devices)
+    return {"hosts": [f"{host}:{len(each)}" for host, each in by_host], "devices": shown}
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+def _plain(key: str) -> str:
+    return key.lower().replace("_", "")
+
+
+def _statements(text: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield for each statement its line's number, and its words and brackets."""
+    at, first, is_open = 0, 1, False
+    words: list[str] = []
+    while at < len(text):
+        number = text.count("\n", 0, at) + 1
+        match = _TOKEN.match(text, at)
+        if match is None:
+            raise ValueError(f"line {number}: a quotation mark is not closed")
+        at = match.end()
+        kind, token = match.lastgroup, match[0]
+        if kind == "end" and not is_open:
+            if words:
+                yield first, words
+            words = []
+        elif kind in ("word", "bracket"):
+            first = first if words else number
+            is_open = token == "(" if kind == "bracket" else is_open
+            words.append(token)
+    if is_open:
+        raise ValueError(f"line {first}: a bracket is not closed")
+    if words:
+        yield first, words
+
+
+def _assignment(words: list[str]) -> tuple[str, str | list[str]]:
+    """Return key and value of a statement's words."""
+    shown = " ".join(words)
+    if words[0] == "export" and len(words) > 1:
+        words = words[1:]
+    match = re.fullmatch(r"([A-Za-z_]\w*)(=?)(.*)", words[0], re.DOTALL)
+    key, rest = (match[1], [match[2] + match[3], *words[1:]]) if match else ("", [])
+    rest = [each for each in rest if each]
+    if not match or (not match[2] and match[3]) or not rest or not rest[0].startswith("="):
+        raise ValueError(f"expected KEY=VALUE, or a .toml file, got {shown!r}")
+    values = [rest[0][1:], *rest[1:]] if rest[0] != "=" else rest[1:]
+    if values and values[0] == "(":
+        if values[-1] != ")" or "(" in values[1:] or ")" in values[1:-1]:
+            raise ValueError(f"expected KEY=(VALUE ...), got {shown!r}")
+        return key, [_unquoted(each) for each in values[1:-1]]
+    if len(values) > 1 or set(values) & {"(", ")"}:
+        raise ValueError(f"expected one value, in quotation marks if it has spaces, got {shown!r}")
+    return key, _unquoted(values[0]) if values else ""
+
+
+def _unquoted(word: str) -> str:
+    """Return what bash makes of a word without expansions."""
+
+    def value(match: re.Match[str]) -> str:
+        piece = match[0]
+        if piece[0] == "'":
+            return piece[1:-1]
+        if re.search(r"(?<!\\)(?:\\\\)*[$`]", piece) or piece in "&|<>":
+            raise ValueError(f"{word}: only values are read, nothing is expanded or run")
+        if piece[0] == '"':
+            return re.sub(r"\\([\"\\$`\n])", lambda m: "" if m[1] == "\n" else m[1], piece[1:-1])
+        return piece[1:].replace("\n", "") if piece[0] == "\\" else piece
+
+    return re.sub(rf"{_PIECE}|\#", value, word, flags=re.DOTALL)

@@ -1,0 +1,113 @@
+"""Layout of the shared memory through which the ranks of a task synchronise (see `synkhronos.ranks.task`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from synkhronos.ranks.control import Mutex
+from synkhronos.ranks.segments import Segment
+
+#: Number of bytes of the text that describes what a rank waits for.
+TEXT = 120
+#: Number of bytes of a counter.
+WORD = 8
+#: Maximal and minimal number of bytes of a channel.
+_LARGEST, _SMALLEST = 1 << 17, 1 << 13
+#: Number of bytes of the channels of all pairs together, unless each has the minimal size.
+_CHANNELS = 1 << 24
+_PAGE = 4096
+_LINE = 64
+
+
+@dataclass(frozen=True)
+class TaskMemory:
+    """Layout of the shared memory of a task: words, texts, locks, and a channel between any two ranks.
+
+    Attributes
+    ----------
+    key : int
+        Key of the segment.
+    size : int
+        Number of ranks.
+    locks : int
+        Number of locks.
+    """
+
+    key: int
+    size: int
+    locks: int
+
+    @cached_property
+    def capacity(self) -> int:
+        """Number of bytes of a channel: the most that can be on their way from one rank to another."""
+        return int(min(_LARGEST, max(_SMALLEST, _CHANNELS // self.size**2 // _PAGE * _PAGE)))
+
+    @cached_property
+    def _word_counts(self) -> tuple[int, ...]:
+        return (
+            1,  # whether the ranks should stop
+            # for each rank: reason of its wait, number of the channel or lock, count that ends the wait, and number of
+            # waits begun or ended
+            4 * self.size,
+            self.locks,  # owner of each lock, counted from 1; 0 if it is free
+            self.locks,  # number of times that each was acquired
+            self.locks,  # whether the agent waits for it on behalf of a rank of another host
+            self.size**2,  # bytes sent from each rank to each; from a rank to itself, number of requests to its agent
+            self.size**2,  # bytes received; number of the agent's answers
+        )
+
+    @cached_property
+    def _texts_offset(self) -> int:
+        return -(-sum(self._word_counts) * WORD // _LINE) * _LINE
+
+    @cached_property
+    def _locks_offset(self) -> int:
+        return -(-(self._texts_offset + (TEXT + WORD) * self.size) // _LINE) * _LINE
+
+    @cached_property
+    def _channels_offset(self) -> int:
+        return -(-(self._locks_offset + _LINE * self.locks) // _PAGE) * _PAGE
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the segment."""
+        return self._channels_offset + self.capacity * self.size**2
+
+    @property
+    def agent_owner(self) -> int:
+        """Owner of a lock that a rank has passed to its host's agent."""
+        return self.size + 1
+
+    def find_home(self, lock: int) -> int:
+        """Return a rank on the host of a lock: lock 1 + r belongs to rank r's host, other locks to the first."""
+        return lock - 1 if 1 <= lock <= self.size else 0
+
+    def prepare(self, segment: Segment) -> None:
+        """Initialise the locks: once on each host, before its ranks map the memory."""
+        for lock in range(self.locks):
+            Mutex(segment.buffer, self._locks_offset + _LINE * lock, made=False).ring()
+
+    def view_words(self, segment: Segment) -> list[memoryview]:
+        """Return one view for each kind of word, in the order of `_word_counts`."""
+        counts = self._word_counts
+        words = memoryview(segment.buffer)[: sum(counts) * WORD].cast("Q")
+        return [words[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
+
+    def get_mutex(self, segment: Segment, lock: int) -> Mutex:
+        """Return the semaphore of a lock."""
+        return Mutex(segment.buffer, self._locks_offset + _LINE * lock, made=True)
+
+    def view_text(self, segment: Segment, rank: int) -> memoryview:
+        """Return the memory of the text that describes what a rank waits for."""
+        start = self._texts_offset + (TEXT + WORD) * rank
+        return memoryview(segment.buffer)[start : start + TEXT + WORD]
+
+    def view_channel(self, segment: Segment, source: int, target: int) -> memoryview:
+        """Return the ring buffer through which one rank sends bytes to another.
+
+        The channel of a rank to itself has one request to the rank's agent, and then the answer.
+        """
+        start = self._channels_offset + self.capacity * (source * self.size + target)
+        return memoryview(segment.buffer)[start : start + self.capacity]
