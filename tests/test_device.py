@@ -198,6 +198,8 @@ def test_a_device_with_memory_and_collectives_of_its_own_is_one_file(island, for
         synk.broadcast(w, np.ones(3))
         synk.all_reduce(w, op)
         np.testing.assert_array_equal(synk.get_value(1, w), np.full(3, expected))
+    synk.reduce_scatter(w, "sum")
+    assert synk.get_shapes(w) == [(2,), (1,)] and island.owns(held(w))
 
 
 def test_a_function_is_copied_with_its_arrays_on_the_device(island, fork):

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import cuda, host, jax, pygpu
+from synkhronos.devices.communicator import ArrayLayout, Communicator
 from synkhronos.devices.host import Device, Selection, take_rows
-from synkhronos.devices.host_communicator import ArrayLayout
 from synkhronos.gpus import get_n_gpu
 from synkhronos.ranks import available_cores
 
@@ -31,6 +31,7 @@ __all__ = [
     "JAX",
     "PYGPU",
     "ArrayLayout",
+    "Communicator",
     "Device",
     "Selection",
     "array_device",

@@ -18,7 +18,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from synkhronos.devices.host_communicator import ArrayLayout, HostCommunicator, as_bytes, count_bytes, reduce_arrays
+from synkhronos.devices.communicator import ArrayLayout
+from synkhronos.devices.host_communicator import HostCommunicator, as_bytes, count_bytes, reduce_arrays
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.hosts.pipes import DOWN_IN, DOWN_OUT, FRAME, FRAMES, HERE, UP_IN, UP_OUT, Pipe, PipeLayout
 from synkhronos.ranks import Rank

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices.chain import ChainCommunicator
+from synkhronos.devices.communicator import Communicator
 from synkhronos.devices.host_communicator import HostCommunicator
 from synkhronos.devices.reductions import Reduction
 from synkhronos.ranks import Rank, SharedArray
@@ -95,8 +96,8 @@ class Device:
 
     # -- collectives -----------------------------------------------------------------------------------------
 
-    def get_communicator(self, rank: Rank) -> Any:
-        """Return this rank's communicator for arrays of this kind (see `HostCommunicator`); one object per rank."""
+    def get_communicator(self, rank: Rank) -> Communicator:
+        """Return this rank's communicator for arrays of this kind; one object per rank."""
         if len(rank.control.here) == rank.size:
             return rank.registry.get(HostCommunicator, lambda: HostCommunicator(rank))
         return rank.registry.get(ChainCommunicator, lambda: ChainCommunicator(rank))

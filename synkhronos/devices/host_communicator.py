@@ -16,36 +16,26 @@ Results are identical on all ranks and reproducible: one rank reduces each eleme
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
+from synkhronos.devices.communicator import ArrayLayout, Communicator
 from synkhronos.devices.reductions import REDUCTIONS, Reduction
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control import SCRATCH
 
-#: Shape and dtype of an array.
-ArrayLayout = tuple[tuple[int, ...], np.dtype]
 
-
-class HostCommunicator:
+class HostCommunicator(Communicator):
     """Collectives over NumPy arrays in shared memory.
-
-    It also defines the interface of other devices' communicators.  Every method is called on every rank, with arguments
-    that agree.  Arrays are contiguous, and all ranks know all shapes beforehand.
 
     Parameters
     ----------
     rank : Rank
-
-    Attributes
-    ----------
-    epoch : int
-        Number of the connection that this rank has made.  Always 0 here, as the fork connects the ranks.
     """
 
-    epoch = 0
+    epoch = 0  # the fork connects the ranks
 
     def __init__(self, rank: Rank):
         self._rank = rank
@@ -53,9 +43,6 @@ class HostCommunicator:
             [np.frombuffer(rank.control.scratch(r, half), np.uint8) for r in rank.control.here] for half in range(2)
         ]
         self._command = self._turn = 0
-
-    def connect(self, epochs: Sequence[int]) -> None:
-        """Connect the ranks unless ``epochs``, one for each rank, shows that they share a connection."""
 
     def _next_halves(self) -> list[np.ndarray]:
         """Return every rank's scratch half for the next chunk of this command.
@@ -82,22 +69,10 @@ class HostCommunicator:
                 chunk[:] = shared
 
     def all_reduce(self, array: np.ndarray, op: str) -> bool:
-        """Replace every rank's array by the reduction over all ranks, in place.
-
-        Returns
-        -------
-        bool
-            Whether the result has been written already.  ``Device.refresh`` returns the array to use from then on.
-        """
+        """Replace every rank's array by the reduction over all ranks, in place."""
         flat = array.reshape(-1)
         self._reduce(flat, flat, op, flat.size, flat.dtype, range(self._rank.size))
         return True
-
-    def wait_started(self, check: Callable[[], None] | None = None) -> None:
-        """Wait until every rank has started the collectives of this one; ``check`` is polled, and may raise."""
-
-    def notify_started(self) -> None:
-        """Tell the other ranks that this one has started; takes the place of `wait_started` at a command's end."""
 
     def reduce(
         self,
@@ -115,17 +90,7 @@ class HostCommunicator:
         self._reduce(source, target, op, math.prod(shape), dtype, contributors)
 
     def reduce_scatter(self, array: np.ndarray, op: str, bounds: Sequence[int], out: np.ndarray) -> None:
-        """Write this rank's items of the reduction over all ranks into ``out``.
-
-        Parameters
-        ----------
-        array : ndarray
-            This rank's array, of the same layout on all ranks.
-        op : str
-        bounds : sequence of int
-            Rank r gets items ``bounds[r]`` to ``bounds[r + 1]`` of the flattened reduction.
-        out : ndarray
-        """
+        """Write this rank's items of the reduction over all ranks into ``out``."""
         rank, reduction, source, target = self._rank, REDUCTIONS[op], array.reshape(-1), out.reshape(-1)
         here, dtype = rank.number, array.dtype
         n_items = SCRATCH // dtype.itemsize // rank.size
@@ -156,18 +121,7 @@ class HostCommunicator:
         layouts: Sequence[ArrayLayout | None],
         out: Sequence[np.ndarray | None] | None,
     ) -> None:
-        """Copy rank r's array into ``out[r]`` on the root, or on every rank if ``root`` is None.
-
-        Parameters
-        ----------
-        array : ndarray or None
-            This rank's array; None if it contributes nothing.
-        root : int or None
-        layouts : sequence of ArrayLayout or None
-            Shape and dtype of each rank's array; None for a rank that contributes nothing.
-        out : sequence of ndarray or None
-            None on ranks that receive nothing.
-        """
+        """Copy rank r's array into ``out[r]`` on the root, or on every rank if ``root`` is None."""
         rank = self._rank
         sizes = [0 if layout is None else count_bytes(layout) for layout in layouts]
         mine = None if array is None else as_bytes(array)

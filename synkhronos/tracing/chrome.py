@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
+from synkhronos.engines.xla_profile import Operation
 from synkhronos.tracing.recorder import Span
-from synkhronos.tracing.xla_profile import Operation
 
 
 @dataclass(frozen=True, slots=True)

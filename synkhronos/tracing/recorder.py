@@ -13,9 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from synkhronos.devices.cuda.nccl import NcclCommunicator
-from synkhronos.devices.host import Device
-from synkhronos.devices.host_communicator import HostCommunicator
+from synkhronos.devices import Communicator, Device
 from synkhronos.engines.base import Engine, Runner
 from synkhronos.function.call import Call
 from synkhronos.function.program import Program
@@ -68,8 +66,7 @@ TRACED = (
     TracedMethod(Engine, "fetch", "copy", "fetch outputs"),
     TracedMethod(Feed, "rows", "load", "wait for the loader"),
     *(
-        TracedMethod(communicator, method, "exchange", method)
-        for communicator in (HostCommunicator, NcclCommunicator)
+        TracedMethod(Communicator, method, "exchange", method)
         for method in ("all_reduce", "broadcast", "gather", "reduce", "reduce_scatter")
     ),
 )

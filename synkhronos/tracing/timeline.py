@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from synkhronos import ranks
 from synkhronos.checks import check_at_least, check_flag
+from synkhronos.engines.xla_profile import Operation, XlaProfile
 from synkhronos.ranks import ROOM, Command, PendingOperation, Rank
 from synkhronos.ranks.session import Session
 from synkhronos.tracing.chrome import RankSpans, write_trace
 from synkhronos.tracing.recorder import Span, SpanRecorder
-from synkhronos.tracing.xla_profile import Operation, XlaProfile
 
 #: Readings of two clocks from which the offset between hosts is estimated.
 _CLOCK_READINGS = 15

@@ -7,6 +7,7 @@ import weakref
 
 import numpy as np
 
+from synkhronos.devices import Communicator
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.devices.through_host import ThroughHost
 
@@ -112,16 +113,20 @@ class Island(ThroughHost):
         return array.items().reshape(-1)[start : start + int(np.prod(shape))]
 
 
-class Bridge:
+class Bridge(Communicator):
     """Collectives between islands, which the ranks have to connect first."""
 
     def __init__(self, rank):
-        self._rank, self.epoch = rank, 0
+        self._rank, self._epoch = rank, 0
+
+    @property
+    def epoch(self):
+        return self._epoch
 
     def connect(self, epochs):
         if not self.epoch or set(epochs) != {self.epoch}:
             self._rank.exchange("connect")
-            self.epoch = max(epochs) + 1
+            self._epoch = max(epochs) + 1
 
     def _send(self, array):
         """Return all ranks' items."""
@@ -133,12 +138,6 @@ class Bridge:
         array.items()[...] = _combine(op, self._send(array))
         return False
 
-    def wait_started(self, check=None):
-        pass
-
-    def notify_started(self):
-        pass
-
     def broadcast(self, array, root):
         array.items()[...] = self._send(array)[root]
 
@@ -146,6 +145,10 @@ class Bridge:
         combined = _combine(op, self._send(array))
         if self._rank.number == root:
             out.items()[...] = combined
+
+    def reduce_scatter(self, array, op, bounds, out):
+        start, stop = bounds[self._rank.number : self._rank.number + 2]
+        out.items()[...] = _combine(op, self._send(array)).reshape(-1)[start:stop].reshape(out.shape)
 
     def gather(self, array, root, layouts, out):
         for target, items in zip(out or [], self._send(array), strict=False):

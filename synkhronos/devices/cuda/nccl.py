@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from synkhronos.devices.communicator import ArrayLayout, Communicator
 from synkhronos.devices.cuda.connection import BYTES, PEER_POLL_SECONDS, Connection
 from synkhronos.devices.cuda.staging import ItemRange, Staging, check_result
 from synkhronos.devices.cuda.watchdog import GPU_POLL_SECONDS, CollectiveWatchdog
-from synkhronos.devices.host_communicator import ArrayLayout
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.ranks import Rank
 
@@ -74,7 +74,7 @@ def nccl_dtype(dtype: np.dtype) -> int | None:
     return NCCL_DTYPES.get(str(dtype))  # cached, as the conversion to str is slow
 
 
-class NcclCommunicator:
+class NcclCommunicator(Communicator):
     """Collectives over arrays on the ranks' GPUs.
 
     It connects at its first use.  A failure in the middle of a collective aborts the connection on the ranks that were

@@ -1,0 +1,96 @@
+"""The interface of collectives over one kind of array."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+#: Shape and dtype of an array.
+ArrayLayout = tuple[tuple[int, ...], np.dtype]
+
+
+class Communicator(ABC):
+    """Collectives over arrays of one kind.
+
+    Every method is called on every rank, with arguments that agree.  Arrays are contiguous, and all ranks know all
+    shapes beforehand.  Arrays are those of the communicator's device; ``out`` in `gather` has what the device's
+    `slice_items` returns.
+    """
+
+    @property
+    def epoch(self) -> int:
+        """Number of the connection, the same on all ranks that share one; 0 if there is none, or none is needed."""
+        return 0
+
+    def connect(self, epochs: Sequence[int]) -> None:  # noqa: B027 - most need no connection
+        """Connect all ranks unless ``epochs``, one for each rank, shows that they share a connection."""
+
+    def wait_started(self, check: Callable[[], None] | None = None) -> None:  # noqa: B027
+        """Wait until every rank has started the collectives of this one; ``check`` is polled, and may raise."""
+
+    def notify_started(self) -> None:  # noqa: B027
+        """Tell the other ranks that this one has started; takes the place of `wait_started` at a command's end."""
+
+    @abstractmethod
+    def broadcast(self, array: Any, root: int) -> None:
+        """Copy the root's array into every other rank's, in place."""
+
+    @abstractmethod
+    def all_reduce(self, array: Any, op: str) -> bool:
+        """Replace every rank's array by the reduction over all ranks, in place.
+
+        Returns
+        -------
+        bool
+            Whether the result has been written already.  ``Device.refresh`` returns the array to use from then on.
+        """
+
+    @abstractmethod
+    def reduce(
+        self,
+        array: Any | None,
+        op: str,
+        root: int,
+        out: Any | None,
+        layout: ArrayLayout,
+        contributors: Sequence[int],
+    ) -> None:
+        """Write the reduction of the contributors' arrays into the root's ``out``."""
+
+    @abstractmethod
+    def reduce_scatter(self, array: Any, op: str, bounds: Sequence[int], out: Any) -> None:
+        """Write this rank's items of the reduction over all ranks into ``out``.
+
+        Parameters
+        ----------
+        array : array
+            This rank's array, of the same layout on all ranks.
+        op : str
+        bounds : sequence of int
+            Rank r gets items ``bounds[r]`` to ``bounds[r + 1]`` of the flattened reduction.
+        out : array
+        """
+
+    @abstractmethod
+    def gather(
+        self,
+        array: Any | None,
+        root: int | None,
+        layouts: Sequence[ArrayLayout | None],
+        out: Sequence[Any | None] | None,
+    ) -> None:
+        """Copy rank r's array into ``out[r]`` on the root, or on every rank if ``root`` is None.
+
+        Parameters
+        ----------
+        array : array or None
+            This rank's array; None if it contributes nothing.
+        root : int or None
+        layouts : sequence of ArrayLayout or None
+            Shape and dtype of each rank's array; None for a rank that contributes nothing.
+        out : sequence of array or None
+            None on ranks that receive nothing.
+        """
