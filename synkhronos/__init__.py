@@ -74,9 +74,9 @@ __all__ = [
 
 def _start_run(*arguments: _Any, **settings: _Any) -> _Any:
     """Start the run of a rule; the launcher is imported now, as most programs don't use it."""
-    from synkhronos.launch.handle import Run
+    from synkhronos.launch.handle import LaunchedRun
 
-    return Run(*arguments, **settings)
+    return LaunchedRun(*arguments, **settings)
 
 
 _Rule._start_run = staticmethod(_start_run)

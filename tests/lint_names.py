@@ -28,6 +28,8 @@ BARE = frozenset(
     "what which who with".split()
 )
 SHORTEST = 3
+#: Modules whose classes have the names that other libraries give them.
+FOREIGN = re.compile(r"synkhronos/compat/(tree/|theanompi/|platoon/(param_sync|training/|channel/worker))")
 
 
 class Finding(NamedTuple):
@@ -63,8 +65,8 @@ def findings(sources: Mapping[str, str]) -> Iterator[Finding]:
                     if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
                         if len((ast.get_docstring(method) or "").split()) < SHORTEST:
                             yield Finding("short docstring", path, method.lineno, f"{node.name}.{method.name}")
-                if not path.startswith("synkhronos/compat/"):  # these have the names of other libraries
-                    classes[node.name].append((path, node.lineno))
+            if isinstance(node, ast.ClassDef) and not FOREIGN.match(path):
+                classes[node.name.lstrip("_")].append((path, node.lineno))
     for name, places in classes.items():
         for path, line in places[1:]:
             yield Finding("class name in use", path, line, f"{name}, also in {places[0][0]}")

@@ -50,7 +50,9 @@ def test_a_class_name_in_use():
             """A message."""
     ''')
     assert found(WHOLE, two=other) == [("class name in use", 2, "Parcel, also in synkhronos/one.py")]
-    assert list(findings({"synkhronos/compat/one.py": other, "synkhronos/two.py": other})) == []
+    private = other.replace("Parcel", "_Parcel")
+    assert found(WHOLE, two=private) == [("class name in use", 2, "Parcel, also in synkhronos/one.py")]
+    assert list(findings({"synkhronos/compat/tree/one.py": other, "synkhronos/two.py": other})) == []
 
 
 def test_only_more_findings_than_before_are_additions():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from synkhronos.devices.reductions import REDUCTIONS
-from synkhronos.function.reduce import Accumulator, Op
+from synkhronos.function.reduce import Accumulator, ReductionOp
 
 FLOATS = ["float16", "float32", "float64"]
 INTEGERS = ["int8", "uint8", "int32", "int64", "bool"]
@@ -15,7 +15,7 @@ TOLERANCE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 
 
 def reduced(op, values, weights=None):
-    total = Accumulator(Op.parse(op, "op"))
+    total = Accumulator(ReductionOp.parse(op, "op"))
     for value, weight in zip(values, weights or [1] * len(values), strict=True):
         total.add(value, weight)
     return total.result()
@@ -132,23 +132,23 @@ def test_values_of_different_shapes_are_refused(op):
 
 @pytest.mark.parametrize("op", REDUCTIONS)
 def test_an_op_says_what_the_user_said(op):
-    plain, host = Op.parse(op, "op"), Op.parse(f"c_{op}", "op")
+    plain, host = ReductionOp.parse(op, "op"), ReductionOp.parse(f"c_{op}", "op")
     assert (plain.spelling, host.spelling) == (op, f"c_{op}")
     assert (plain.on_host, host.on_host) == (False, True)
     assert host.name == op
 
 
 def test_none_is_an_op():
-    assert Op.parse(None, "op").spelling is None
+    assert ReductionOp.parse(None, "op").spelling is None
 
 
 @pytest.mark.parametrize("op", ["average", "", "c_", "SUM", "c_c_sum", "None"])
 def test_an_unknown_op_is_named_with_the_known_ones(op):
     with pytest.raises(ValueError, match=f"outputs: .*'gather'.*got {op!r}"):
-        Op.parse(op, "outputs: the op of output 0")
+        ReductionOp.parse(op, "outputs: the op of output 0")
 
 
 @pytest.mark.parametrize("op", [1, np.add, ["sum"], True])
 def test_an_op_is_a_word(op):
     with pytest.raises(TypeError, match="outputs"):
-        Op.parse(op, "outputs: the op of output 0")
+        ReductionOp.parse(op, "outputs: the op of output 0")

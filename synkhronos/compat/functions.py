@@ -19,7 +19,7 @@ from pytensor.tensor.type import TensorType
 from synkhronos.compat import sync
 from synkhronos.lowering import linker
 
-__all__ = ["Function", "In", "CompatLinker", "use_compat_linker", "install", "wrap_function"]
+__all__ = ["CompatFunction", "In", "CompatLinker", "use_compat_linker", "install", "wrap_function"]
 
 
 class In(pytensor.compile.io.In):
@@ -55,7 +55,7 @@ class In(pytensor.compile.io.In):
             self.value, self.default = value, [value]
 
 
-class Function(_Function):
+class CompatFunction(_Function):
     """A compiled function, some of whose inputs have default values, or whose outputs are in a dict."""
 
     __slots__ = ()
@@ -79,7 +79,7 @@ class Function(_Function):
         return wrap_function(super().copy(*args, **kwargs), _get_output_keys(self))
 
 
-copyreg.pickle(Function, lambda f: (_unpickle, (copyreg.dispatch_table[_Function](f), _get_output_keys(f))))
+copyreg.pickle(CompatFunction, lambda f: (_unpickle, (copyreg.dispatch_table[_Function](f), _get_output_keys(f))))
 
 
 def _unpickle(reduced: tuple[Callable[..., Any], tuple[Any, ...]], keys: list[str] | None) -> Any:
@@ -92,7 +92,7 @@ def _get_output_keys(function: Any) -> list[str] | None:
 
 
 def wrap_function(function: Any, keys: list[str] | None = None) -> Any:
-    """Make a compiled function a `Function`, if its inputs have default values or its outputs have keys.
+    """Make a compiled function a `CompatFunction`, if its inputs have default values or its outputs have keys.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ def wrap_function(function: Any, keys: list[str] | None = None) -> Any:
     """
     if keys is not None or any(getattr(entry, "default", ()) for entry in function.maker.inputs):
         function.maker.output_keys = keys
-        function.__class__ = Function
+        function.__class__ = CompatFunction
         function._put_defaults()
     return function
 

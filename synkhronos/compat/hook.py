@@ -57,11 +57,11 @@ class TreeFinder(importlib.abc.MetaPathFinder):
         # Every module is a package, so that Python asks this finder for modules that it lacks.
         locations = [str(where)] if where.is_dir() else []
         return importlib.util.spec_from_file_location(
-            fullname, file, loader=_Loader(fullname, str(file)), submodule_search_locations=locations
+            fullname, file, loader=_NamespaceLoader(fullname, str(file)), submodule_search_locations=locations
         )
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
+class _NamespaceLoader(importlib.machinery.SourceFileLoader):
     """Loader that adds a ``__getattr__`` to a module, which raises an error for names that it lacks."""
 
     def exec_module(self, module: ModuleType) -> None:

@@ -32,11 +32,11 @@ class PatchFinder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            spec.loader = _Loader(fullname, spec.loader.path)
+            spec.loader = _PatchLoader(fullname, spec.loader.path)
         return spec
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
+class _PatchLoader(importlib.machinery.SourceFileLoader):
     """Loader that patches a module."""
 
     def exec_module(self, module: ModuleType) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from synkhronos.checks import describe
 from synkhronos.devices import Device
 from synkhronos.function.program import Program
-from synkhronos.function.reduce import Op
+from synkhronos.function.reduce import ReductionOp
 from synkhronos.graphs import GraphLibrary, is_variable, library_of, loaded_libraries
 from synkhronos.graphs.library import InputSpec
 
@@ -109,14 +109,14 @@ def _check_inputs(
 
 def _check_updates(
     library: GraphLibrary, updates: list[tuple[Any, Any, Any]]
-) -> tuple[list[tuple[Any, Any]], list[Op]]:
+) -> tuple[list[tuple[Any, Any]], list[ReductionOp]]:
     """Return pairs of a shared variable and its new value, and the op that accumulates each over slices."""
     pairs, ops = [], []
     for shared, expression, op in updates:
         if not library.is_shared(shared):
             raise TypeError(f"updates: expected a shared variable to update, got {shared!r}")
         pairs.append((shared, _convert(library, shared, expression, "updates")))
-        ops.append(Op.parse(op, f"updates: the op of {describe(shared)}"))
+        ops.append(ReductionOp.parse(op, f"updates: the op of {describe(shared)}"))
     if len({id(shared) for shared, _ in pairs}) != len(pairs):
         raise ValueError("updates: a shared variable is given twice")
     return pairs, ops
@@ -279,8 +279,8 @@ def _check_input(library: GraphLibrary, value: Any, name: str, downcast: bool | 
     return entry
 
 
-def _check_output_op(library: GraphLibrary, output: Any, op: Any, position: int) -> Op:
-    parsed = Op.parse(op, f"outputs: the op of output {position}")
+def _check_output_op(library: GraphLibrary, output: Any, op: Any, position: int) -> ReductionOp:
+    parsed = ReductionOp.parse(op, f"outputs: the op of output {position}")
     variable = library.get_output_variable(output)
     if parsed.name is not None and not library.is_array(variable):
         raise TypeError(f"outputs: output {position} of type {variable.type} can't be reduced; use op None")

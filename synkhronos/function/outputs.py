@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices import HOST, ArrayLayout
-from synkhronos.function.reduce import Accumulator, Op
+from synkhronos.function.reduce import Accumulator, ReductionOp
 from synkhronos.ranks import ROOM, Cancelled, Rank
 
 #: Number of bytes up to which an array is exchanged with its shape.
@@ -32,7 +32,7 @@ class OutputSpec(NamedTuple):
 
     Attributes
     ----------
-    ops : list of Op
+    ops : list of ReductionOp
         One for each output; its name is None for an output that only the master returns.
     has_reductions : bool
         Whether any output is reduced over ranks.
@@ -41,19 +41,19 @@ class OutputSpec(NamedTuple):
         reduced).  None if the outputs are reduced as arrays.
     """
 
-    ops: list[Op]
+    ops: list[ReductionOp]
     has_reductions: bool
     scalar_dtypes: tuple[np.dtype | None, ...] | None
 
     @classmethod
-    def from_types(cls, types: Sequence[Any], ops: list[Op], is_sliced: bool) -> OutputSpec:
+    def from_types(cls, types: Sequence[Any], ops: list[ReductionOp], is_sliced: bool) -> OutputSpec:
         """Return the specification of outputs of these types.
 
         Parameters
         ----------
         types : sequence of Type
             The graph library's types of the output variables.
-        ops : list of Op
+        ops : list of ReductionOp
         is_sliced : bool
             Whether each rank computes its rows in slices: a scalar that is gathered over slices becomes a vector.
         """
@@ -322,7 +322,7 @@ def _unpack_array(shape: tuple[int, ...], dtype: str, content: bytes) -> np.ndar
     return np.array(np.frombuffer(content, dtype).reshape(shape))
 
 
-def _check_shapes(rank: Rank, position: int, op: Op, layouts: dict[int, ArrayLayout]) -> None:
+def _check_shapes(rank: Rank, position: int, op: ReductionOp, layouts: dict[int, ArrayLayout]) -> None:
     """Raise ValueError in the master, and `Cancelled` in workers, if an output's shapes can't be reduced."""
     shapes = {r: shape for r, (shape, _) in layouts.items()}
     compared = {shape if op.is_elementwise else shape[1:] for shape in shapes.values()}
@@ -354,7 +354,7 @@ def _gather(rank: Rank, value: np.ndarray | None, layouts: dict[int, ArrayLayout
 
 
 def _stream(
-    rank: Rank, op: Op, value: np.ndarray | None, layouts: dict[int, ArrayLayout], weights: dict[int, int]
+    rank: Rank, op: ReductionOp, value: np.ndarray | None, layouts: dict[int, ArrayLayout], weights: dict[int, int]
 ) -> np.ndarray | None:
     """Reduce large arrays into the master; each rank reduces a share of the elements.
 

@@ -24,7 +24,7 @@ import numpy as np
 from synkhronos.devices import HOST, Device
 from synkhronos.engines import Engine, Runner, choose_engine
 from synkhronos.function.outputs import OutputSpec
-from synkhronos.function.reduce import Op
+from synkhronos.function.reduce import ReductionOp
 from synkhronos.graphs import GraphLibrary
 from synkhronos.graphs.library import InputSpec
 from synkhronos.graphs.user_code import UserCode
@@ -84,7 +84,7 @@ class Program:
         Number of scattered inputs.
     outputs : list
         Variables, or the library's ``Out`` around them.
-    output_ops, update_ops : list of Op
+    output_ops, update_ops : list of ReductionOp
     updates : list of (shared variable, variable)
     givens : list of (variable, variable)
         Substitutions in the graph.
@@ -105,9 +105,9 @@ class Program:
     inputs: list[InputSpec]
     n_scattered: int
     outputs: list[Any]
-    output_ops: list[Op]
+    output_ops: list[ReductionOp]
     updates: list[tuple[Any, Any]]
-    update_ops: list[Op]
+    update_ops: list[ReductionOp]
     givens: list[tuple[Any, Any]]
     sliceable: list[Any]
     kwargs: dict[str, Any]
@@ -246,7 +246,7 @@ class Program:
                 kwargs["no_default_updates"] = True
         return library.function(inputs, outputs, updates=pairs, givens=givens, **kwargs)
 
-    def list_accumulated_updates(self) -> list[tuple[Any, Op]]:
+    def list_accumulated_updates(self) -> list[tuple[Any, ReductionOp]]:
         """Return the shared variables whose updates are accumulated over slices, with their ops."""
         ops = self.update_ops + [_default_op(shared) for shared, _ in self.default_updates]
         return [
@@ -278,6 +278,7 @@ class Program:
         return [index], lambda shared: shared[index]
 
 
-def _default_op(shared: Any) -> Op:
+def _default_op(shared: Any) -> ReductionOp:
     """Return the op of a default update: "avg", or None for integers, whose average is no integer."""
-    return Op(None if getattr(shared.type, "dtype", "") and np.dtype(shared.type.dtype).kind in "biu" else "avg")
+    is_integer = getattr(shared.type, "dtype", "") and np.dtype(shared.type.dtype).kind in "biu"
+    return ReductionOp(None if is_integer else "avg")

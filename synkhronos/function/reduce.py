@@ -12,7 +12,7 @@ from synkhronos.devices.reductions import REDUCTIONS, Reduction
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
+class ReductionOp:
     """The reduction that a user chose for an output or an update.
 
     Attributes
@@ -27,7 +27,7 @@ class Op:
     on_host: bool = False
 
     @classmethod
-    def parse(cls, op: Any, argument: str) -> Op:
+    def parse(cls, op: Any, argument: str) -> ReductionOp:
         """Return the op that a user's string, or None, stands for.
 
         Parameters
@@ -76,18 +76,18 @@ class Accumulator:
 
     Parameters
     ----------
-    op : Op
+    op : ReductionOp
 
     Examples
     --------
-    >>> total = Accumulator(Op("mean"))
+    >>> total = Accumulator(ReductionOp("mean"))
     >>> total.add(np.float64(1.0), 3)
     >>> total.add(np.float64(2.0), 1)
     >>> total.result()
     array(1.25)
     """
 
-    def __init__(self, op: Op):
+    def __init__(self, op: ReductionOp):
         self.op = op
         self._reduction = None if op.name is None else op.reduction
         self._device: Device = HOST  # of the values

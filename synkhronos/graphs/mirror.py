@@ -156,7 +156,7 @@ class Mirror:
         stream, code = io.BytesIO(), UserCode()
         try:
             with _pickle_by_value(self._by_value):
-                _Pickler(stream, self._keys, buffers, self._by_value, code).dump(value)
+                _MirrorPickler(stream, self._keys, buffers, self._by_value, code).dump(value)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
                 f"the graph can't be pickled, as it has to be for the workers: {error}{self._advice()}"
@@ -202,7 +202,7 @@ class PickledValue:
         """Unpickle the value, with arrays copied to this process' own memory."""
         memory = self.location.view(rank.segments)
         stream, *arrays = (memory[start : start + length] for start, length in self.spans)
-        unpickler = _Unpickler(io.BytesIO(stream.data), buffers=[array.copy() for array in arrays])
+        unpickler = _MirrorUnpickler(io.BytesIO(stream.data), buffers=[array.copy() for array in arrays])
         unpickler.rank = rank
         return unpickler.load()
 
@@ -274,7 +274,7 @@ def _pickle_by_value(modules: Iterable[str]) -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-class _Pickler(cloudpickle.Pickler):
+class _MirrorPickler(cloudpickle.Pickler):
     """Pickler that replaces shared variables by keys, and pickles code that can't be imported by value.
 
     Parameters
@@ -321,7 +321,7 @@ class _Pickler(cloudpickle.Pickler):
             return None
 
 
-class _Unpickler(pickle.Unpickler):
+class _MirrorUnpickler(pickle.Unpickler):
     rank: Rank
 
     def persistent_load(self, key: Any) -> Any:

@@ -1,6 +1,6 @@
 """Runs that a Python script starts.
 
-`Run`
+`LaunchedRun`
     One of them: what ``rule.init`` starts, and ``rule.wait`` waits for.
 """
 
@@ -43,7 +43,7 @@ def _exchange(rule: Rule) -> Iterator[dict[str, Any]]:
                 raise SettingsError(str(error)) from None
 
 
-class Run:
+class LaunchedRun:
     """A run in processes of its own."""
 
     def __init__(self, rule: Rule, devices: Sequence[str] | str | None, modelfile: str, modelclass: str, **others: Any):

@@ -124,7 +124,7 @@ class RunProgram(_RunProgramFields, Command):
         """Run the program on this rank; return all ranks' results in the master, an empty list in workers."""
         task = RankTask(rank, self.memory)
         self._compile(rank)
-        unpickler = _Unpickler(io.BytesIO(self.payload))
+        unpickler = _ProgramUnpickler(io.BytesIO(self.payload))
         unpickler.rank, unpickler.task = rank, task
         try:
             program, args, kwargs = unpickler.load()
@@ -167,7 +167,7 @@ class RunProgram(_RunProgramFields, Command):
 def _pack(session: Session, value: Any, functions: list[Any], arrays: list[SharedArray]) -> bytes:
     """Pickle the program and its arguments; append to the lists the functions and Data objects among them."""
     stream = io.BytesIO()
-    pickler = _Pickler(stream, pickle.HIGHEST_PROTOCOL)
+    pickler = _ProgramPickler(stream, pickle.HIGHEST_PROTOCOL)
     pickler.session, pickler.functions, pickler.arrays = session, functions, arrays
     try:
         pickler.dump(value)
@@ -179,7 +179,7 @@ def _pack(session: Session, value: Any, functions: list[Any], arrays: list[Share
     return stream.getvalue()
 
 
-class _Pickler(pickle.Pickler):
+class _ProgramPickler(pickle.Pickler):
     """A pickler that replaces objects which the ranks have by references."""
 
     session: Session
@@ -203,7 +203,7 @@ class _Pickler(pickle.Pickler):
         return None
 
 
-class _Unpickler(pickle.Unpickler):
+class _ProgramUnpickler(pickle.Unpickler):
     """An unpickler that replaces references by this rank's local counterparts."""
 
     rank: Rank

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.function.reduce import Accumulator, Op
+from synkhronos.function.reduce import Accumulator, ReductionOp
 from synkhronos.graphs import is_variable, library_of
 from synkhronos.training.model import warn_of_denominators, weighted_outputs
 
@@ -96,7 +96,7 @@ class MetricTotals:
 
     def __init__(self, metrics: Mapping[str, Metric]):
         self._metrics = metrics
-        self._totals = [Accumulator(Op(op)) for metric in metrics.values() for _, op in metric.outputs]
+        self._totals = [Accumulator(ReductionOp(op)) for metric in metrics.values() for _, op in metric.outputs]
         self.rows = 0
 
     def add(self, values: Sequence[Any], rows: int) -> None:

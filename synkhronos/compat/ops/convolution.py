@@ -67,7 +67,7 @@ def output_length(length: Any, kernel: Any, pad: tuple[Any, Any], stride: int, d
     return (length + pad[0] + pad[1] - (kernel - 1) * dilation - 1) // stride + 1
 
 
-class _Conv(NumpyOp):
+class _ConvolutionOp(NumpyOp):
     """What the three have in common.
 
     Parameters
@@ -105,7 +105,7 @@ class _Conv(NumpyOp):
         if len(self.stride) != n or len(self.dilation) != n:
             raise ValueError(f"{n} strides and dilations are needed, not {self.stride} and {self.dilation}")
 
-    def _like(self, op: type[_Conv]) -> Any:
+    def _like(self, op: type[_ConvolutionOp]) -> Any:
         return op(self.n, self.padding, self.stride, self.dilation, self.flip, self.groups)
 
     def _arguments(self, *variables: Any) -> list[Any]:
@@ -164,7 +164,7 @@ class _Conv(NumpyOp):
             )
 
 
-class Conv(_Conv):
+class Conv(_ConvolutionOp):
     """Convolve images with filters.
 
     Examples
@@ -205,7 +205,7 @@ class Conv(_Conv):
         return [self._like(ConvGradInputs)(w, g, x), self._like(ConvGradWeights)(x, g, w)]
 
 
-class _ConvGrad(_Conv):
+class _ConvGrad(_ConvolutionOp):
     """What the two gradients have in common: of the third input they need the shape alone."""
 
     def make_node(self, factor: Any, output_grad: Any, like: Any) -> Apply:
@@ -276,7 +276,7 @@ class ConvGradInputs(_ConvGrad):
 # -- XLA -----------------------------------------------------------------------------------------------------------
 
 
-def _xla_conv(op: _Conv, x: Any, w: Any) -> Any:
+def _xla_conv(op: _ConvolutionOp, x: Any, w: Any) -> Any:
     """One convolution of XLA's; shapes are numbers when a function is traced, so that paddings are too."""
     from jax import lax
 
@@ -292,7 +292,7 @@ def _xla_conv(op: _Conv, x: Any, w: Any) -> Any:
     )
 
 
-def _conv_of_few(op: _Conv, x: Any, w: Any) -> Any:
+def _conv_of_few(op: _ConvolutionOp, x: Any, w: Any) -> Any:
     """Return the convolution; on GPUs one of few channels by strides as one of more channels without strides.
 
     Each block of an image that a stride passes over becomes one place with a channel for each of its numbers, and so do
@@ -322,7 +322,7 @@ def _blocks(array: Any, before: Sequence[int], counts: Sequence[int], block: Seq
     return zeros_around(array, [0] * array.ndim, [array.shape[0], channels + -channels % 8, *counts])
 
 
-def _turned(op: _Conv, w: Any) -> Any:
+def _turned(op: _ConvolutionOp, w: Any) -> Any:
     """Return filters as XLA takes them, or what XLA returns as filters."""
     from jax import lax
 

@@ -29,7 +29,7 @@ __all__ = ["MODES", "MaxPoolGrad", "MaxPoolPick", "Pool", "SumPoolGrad"]
 MODES = ("max", "sum", "average_inc_pad", "average_exc_pad")
 
 
-class _Pool(NumpyOp):
+class _PoolingOp(NumpyOp):
     """What pooling and its gradients have in common.
 
     Parameters
@@ -61,7 +61,7 @@ class _Pool(NumpyOp):
         if any(p >= w for p, w in zip(self.pad, self.window, strict=True)):
             raise NotImplementedError("padding must be smaller than the window")
 
-    def _like(self, op: type[_Pool]) -> Any:
+    def _like(self, op: type[_PoolingOp]) -> Any:
         return op(self.window, self.stride, self.pad, self.mode, self.ignore_border)
 
     def _inputs(self, *variables: Any) -> list[Any]:
@@ -120,7 +120,7 @@ class _Pool(NumpyOp):
         return (Ellipsis, *(slice(a, a + s) for s, (a, _) in zip(spatial, self.around(spatial), strict=True)))
 
 
-class Pool(_Pool):
+class Pool(_PoolingOp):
     """The maximum, the sum or the mean of each window of the last axes.
 
     Examples
@@ -161,7 +161,7 @@ class Pool(_Pool):
         return [self._like(MaxPoolGrad)(x, outputs[0], g) if self.mode == "max" else self._like(SumPoolGrad)(g, x)]
 
 
-class SumPoolGrad(_Pool):
+class SumPoolGrad(_PoolingOp):
     """The gradient of sums and means; the second input tells the array's shape."""
 
     def make_node(self, g: Any, like: Any) -> Apply:
@@ -192,7 +192,7 @@ class SumPoolGrad(_Pool):
         return [self._like(Pool)(output_grads[0]), disconnected_type()]
 
 
-class MaxPoolGrad(_Pool):
+class MaxPoolGrad(_PoolingOp):
     """The gradient of the maximum: each window's goes to all of its elements that equal the maximum."""
 
     #: Which inputs may be rounded; `synkhronos.lowering.precision` asks.
@@ -221,7 +221,7 @@ class MaxPoolGrad(_Pool):
         return [pt.zeros_like(x), pt.zeros_like(y), self._like(MaxPoolPick)(x, y, output_grads[0])]
 
 
-class MaxPoolPick(_Pool):
+class MaxPoolPick(_PoolingOp):
     """The sum of one array's elements over the places where another has its windows' maxima."""
 
     def make_node(self, x: Any, y: Any, d: Any) -> Apply:
@@ -254,7 +254,7 @@ def _lowest(dtype: Any) -> Any:
 # -- XLA -----------------------------------------------------------------------------------------------------------
 
 
-def _reduce(op: _Pool, x: Any, start: Any, combine: Any) -> Any:
+def _reduce(op: _PoolingOp, x: Any, start: Any, combine: Any) -> Any:
     from jax import lax
 
     lead = x.ndim - op.n
@@ -263,7 +263,7 @@ def _reduce(op: _Pool, x: Any, start: Any, combine: Any) -> Any:
     return lax.reduce_window(x, start, combine, (*ones, *op.window), (*ones, *op.stride), padding)
 
 
-def _xla_max(op: _Pool, x: Any) -> Any:
+def _xla_max(op: _PoolingOp, x: Any) -> Any:
     from jax import lax
 
     return _reduce(op, x, np.asarray(_lowest(x.dtype), x.dtype), lax.max)
@@ -292,7 +292,7 @@ def _sum_grad_xla(op: SumPoolGrad, g: Any, like: Any) -> Any:
     return result
 
 
-def _maxima(op: _Pool, x: Any) -> tuple[Any, Any]:
+def _maxima(op: _PoolingOp, x: Any) -> tuple[Any, Any]:
     """Return the array, and its windows' maxima.
 
     The maxima are computed anew from an array that XLA may not compute twice: it could round the two differently, and

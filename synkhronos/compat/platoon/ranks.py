@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import synkhronos
 from synkhronos.compat.platoon.channel import link
-from synkhronos.compat.platoon.channel.group import Failure, Plan
+from synkhronos.compat.platoon.channel.group import Failure, WorkersPlan
 from synkhronos.compat.platoon.channel.sockets import POLL
 from synkhronos.compat.platoon.program import Hosts, run_file, start_controller
 from synkhronos.compat.platoon.util import EndOfBatches
@@ -29,8 +29,8 @@ class ScriptError(Exception):
 
 
 def main() -> None:
-    """Fork the ranks of a `Plan`, and run the worker's file on each; the process of worker 0."""
-    plan = Plan(**json.loads(sys.argv[1]))
+    """Fork the ranks of a `WorkersPlan`, and run the worker's file on each; the process of worker 0."""
+    plan = WorkersPlan(**json.loads(sys.argv[1]))
     end_with(plan.controller, in_main_thread=True)
     on_gpu = plan.devices[0] != "cpu"
     hosts = [] if plan.hosts is None else [f"{name}:{len(each)}" for name, each in plan.hosts["devices"].items()]
@@ -106,7 +106,7 @@ def _visible(device: str) -> str:
     return number if visible is None else visible.split(",")[int(number)].strip()
 
 
-def run_script(worker: Worker, plan: Plan) -> None:
+def run_script(worker: Worker, plan: WorkersPlan) -> None:
     """Run the worker's file on one rank.
 
     Raises
@@ -127,7 +127,7 @@ def run_script(worker: Worker, plan: Plan) -> None:
 
 
 @contextlib.contextmanager
-def _host_of(worker: Worker, plan: Plan) -> Iterator[None]:
+def _host_of(worker: Worker, plan: WorkersPlan) -> Iterator[None]:
     """Connect a worker with its host's controller, which the first worker of each host but the first one starts.
 
     Raises
@@ -137,7 +137,7 @@ def _host_of(worker: Worker, plan: Plan) -> Iterator[None]:
     """
     folder, first = os.path.dirname(plan.logs[0]), worker._rank.control.here.start
     if plan.hosts is None or not first:
-        link.current = link.Link(worker, plan.address, f"{folder}/controller_cpu.err", worker.progress)
+        link.current = link.ControllerLink(worker, plan.address, f"{folder}/controller_cpu.err", worker.progress)
         yield
         return
     hosts, address, controller = Hosts(**plan.hosts), f"{plan.address}-{first}", None
@@ -152,7 +152,7 @@ def _host_of(worker: Worker, plan: Plan) -> Iterator[None]:
         if controller is not None and controller.poll() is not None:
             raise ScriptError(f"the controller of host {name} ended before its workers began; see {log}.err")
 
-    link.current = link.Link(worker, address, f"{log}.err", progress)
+    link.current = link.ControllerLink(worker, address, f"{log}.err", progress)
     try:
         yield
     finally:
@@ -165,7 +165,7 @@ def _host_of(worker: Worker, plan: Plan) -> Iterator[None]:
             raise ScriptError(f"the controller of host {name} {cause_of_death(controller.returncode)}; see {log}.err")
 
 
-def _run_file(worker: Worker, plan: Plan) -> None:
+def _run_file(worker: Worker, plan: WorkersPlan) -> None:
     assert link.current is not None
     # The controller learns of all workers before one of them may end.
     worker.barrier("the workers are connected")

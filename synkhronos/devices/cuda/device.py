@@ -18,7 +18,7 @@ from synkhronos.devices.through_host import ThroughHost
 from synkhronos.ranks import Rank, SharedArray
 
 
-class _Groups(dict[frozenset[int], NcclGroup]):
+class _NcclGroups(dict[frozenset[int], NcclGroup]):
     """A rank's groups, by their members."""
 
 
@@ -73,7 +73,7 @@ class CudaDevice(ThroughHost, GpuArrays):
 
     def get_group(self, rank: Rank, members: Iterable[int]) -> NcclGroup:
         """Return the communicator of some ranks; one object for each set of members."""
-        groups = rank.registry.get(_Groups)
+        groups = rank.registry.get(_NcclGroups)
         members = frozenset(members)
         if members not in groups:
             groups[members] = NcclGroup(self.get_communicator(rank))

@@ -34,7 +34,7 @@ GRACE = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class WorkersPlan:
     """What the workers' processes need to know; JSON carries it."""
 
     controller: int
@@ -111,7 +111,9 @@ class WorkerGroup:
         ]
         words = [word for text in arguments for word in shlex.split(text)]
         named = None if hosts is None else dataclasses.asdict(hosts)
-        self._plan = Plan(os.getpid(), address, f"{experiment_name}_worker.py", words, list(devices), logs, named)
+        self._plan = WorkersPlan(
+            os.getpid(), address, f"{experiment_name}_worker.py", words, list(devices), logs, named
+        )
         self._processes = [0] * n_local
         self._listener = sockets.listen(address)
         self._connections: dict[Connection, int] = {}

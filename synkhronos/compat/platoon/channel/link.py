@@ -23,7 +23,7 @@ from synkhronos.tasks import Worker as RankWorker
 _CONNECT = 60.0
 
 
-class Link:
+class ControllerLink:
     """The connection.
 
     Parameters
@@ -135,4 +135,4 @@ class Link:
 
 
 #: The link of this process, once it is a worker of an experiment.
-current: Link | None = None
+current: ControllerLink | None = None

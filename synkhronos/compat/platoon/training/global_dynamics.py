@@ -70,13 +70,13 @@ class GlobalDynamics:
         return total / vector.dtype.type(self.worker.global_size) if average else total
 
 
-class _Rule(GlobalDynamics):
+class _RuleDynamics(GlobalDynamics):
     def register_fn(self, fun: Callable[[], object]) -> None:
         """Refuse: the rule has a function of its own."""
         raise AttributeError(f"{type(self).__name__} has a function of its own: call make_rule()")
 
 
-class SGD(_Rule):
+class SGD(_RuleDynamics):
     """Sum or mean of the workers' values.
 
     Parameters
@@ -117,7 +117,7 @@ def AverageSGD(worker: Worker | None = None) -> SGD:  # noqa: N802
     return SGD(True, worker)
 
 
-class EASGD(_Rule):
+class EASGD(_RuleDynamics):
     """Synchronous elastic averaging: every worker has a copy of the central variables."""
 
     def make_rule(self, local_particle: Any, central_particle: Any, alpha: float) -> None:
@@ -143,7 +143,7 @@ class EASGD(_Rule):
         self._fn = exchange
 
 
-class Downpour(_Rule):
+class Downpour(_RuleDynamics):
     """Synchronous Downpour: the workers' accumulated updates go to the global variables, where all go on from.
 
     Parameters

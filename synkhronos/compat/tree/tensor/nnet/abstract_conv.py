@@ -312,41 +312,41 @@ class AbstractConv_gradWeights(AbstractConv):  # noqa: N801 - Theano's name
         return _grad_weights(self.op, img, topgrad, (None, None, *(shape[i] for i in range(self.convdim))))
 
 
-class _Images(AbstractConv):
-    """Says that a convolution is one of images."""
+class _ImageConvolution(AbstractConv):
+    """A convolution of images."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(2, *args, **kwargs)
 
 
-class _Volumes(AbstractConv):
-    """Says that a convolution is one in three dimensions."""
+class _VolumeConvolution(AbstractConv):
+    """A convolution in three dimensions."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(3, *args, **kwargs)
 
 
-class AbstractConv2d(_Images):
+class AbstractConv2d(_ImageConvolution):
     """A convolution of images."""
 
 
-class AbstractConv2d_gradInputs(_Images, AbstractConv_gradInputs):  # noqa: N801 - Theano's name
+class AbstractConv2d_gradInputs(_ImageConvolution, AbstractConv_gradInputs):  # noqa: N801 - Theano's name
     """The gradient of a convolution of images with respect to these."""
 
 
-class AbstractConv2d_gradWeights(_Images, AbstractConv_gradWeights):  # noqa: N801 - Theano's name
+class AbstractConv2d_gradWeights(_ImageConvolution, AbstractConv_gradWeights):  # noqa: N801 - Theano's name
     """The gradient of a convolution of images with respect to the filters."""
 
 
-class AbstractConv3d(_Volumes):
+class AbstractConv3d(_VolumeConvolution):
     """A convolution in three dimensions."""
 
 
-class AbstractConv3d_gradInputs(_Volumes, AbstractConv_gradInputs):  # noqa: N801 - Theano's name
+class AbstractConv3d_gradInputs(_VolumeConvolution, AbstractConv_gradInputs):  # noqa: N801 - Theano's name
     """The gradient of a convolution in three dimensions with respect to its input."""
 
 
-class AbstractConv3d_gradWeights(_Volumes, AbstractConv_gradWeights):  # noqa: N801 - Theano's name
+class AbstractConv3d_gradWeights(_VolumeConvolution, AbstractConv_gradWeights):  # noqa: N801 - Theano's name
     """The gradient of a convolution in three dimensions with respect to the filters."""
 
 
