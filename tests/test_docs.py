@@ -6,11 +6,13 @@ where PyMC is installed.  Scripts without a prompt, the README's
 among them, run in a process of their own.
 """
 
+import ast
 import csv
 import doctest
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import io
 import json
 import os
@@ -182,6 +184,65 @@ def test_every_public_name_is_in_the_reference():
     text = (ROOT / "docs" / "api.rst").read_text()
     documented = set(re.findall(r"^\.\. auto\w+:: (\w+)$", text, re.MULTILINE))
     assert set(synk.__all__) <= documented
+
+
+def documented_members():
+    """Yield the dotted names in the reference: each class, and its members that are listed; "*" stands for all."""
+    text = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.rst")))
+    for match in re.finditer(r"^\.\. auto(?:class|exception):: ([\w.]+)((?:\n   .*)*)", text, re.MULTILINE):
+        members = re.search(r":members:(.*)", match[2])
+        name = match[1].rpartition(".")[2]
+        yield name
+        for member in re.findall(r"\w+", members[1]) or ["*"] if members else []:
+            yield f"{name}.{member}"
+
+
+def public_names(kind):
+    """Return the names that users of a class see: of methods, class attributes, and attributes that methods set."""
+    names = set(vars(kind)) | set(kind.__dict__.get("__annotations__", {}))
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind)))):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+    return {name for name in names if not name.startswith("_")}
+
+
+#: Internal names of classes that users hold.
+#: The classes of training and launch follow the one training loop.
+UNDOCUMENTED = {
+    "Checkpoint": {"refuse_others"},
+    "Model": {"next_batch", "prepare", "train_data", "train_fn", "val_data", "val_fn"},
+    "Recorder": {"write_rank"},
+    "Report": {"of", "record"},
+    "TrainFunction": {"weighted_steps"},
+    "Trainer": {"schedule"},
+}
+
+
+def test_what_users_see_of_their_objects_is_in_the_reference():
+    """A public method that is internal gets an underscore; any other, a line on a page or in the class' docstring."""
+    documented = set(documented_members())
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.rst"))
+    names = {"": vars(synk)}
+    for package in "data extensions.train function launch loading rules tasks tracing training".split():
+        names[package] = vars(importlib.import_module(f"synkhronos.{package}"))
+    held = {value for space in names.values() for value in space.values() if inspect.isclass(value)}
+    missing = {}
+    for kind in held:
+        if not kind.__module__.startswith("synkhronos") or kind.__name__.startswith("_"):
+            continue
+        if kind.__name__ not in documented:
+            continue  # of no use to users
+        bases = [base for base in kind.__mro__ if base.__module__.startswith("synkhronos")]
+        text = "\n".join(inspect.getdoc(base) or "" for base in bases)
+        found = set().union(*map(public_names, bases))
+        found -= {
+            name for name in found for base in bases if {f"{base.__name__}.{name}", f"{base.__name__}.*"} & documented
+        }
+        found -= {name for name in found if re.search(rf"^(\w+, )*{name}(, \w+)* :|`{name}`", text, re.MULTILINE)}
+        found -= {name for name in found if re.search(rf"(\.|``){name}\b", pages)}
+        if found - UNDOCUMENTED.get(kind.__name__, set()):
+            missing[kind.__qualname__] = sorted(found)
+    assert missing == {}
 
 
 SPEED = ROOT / "docs" / "speed.csv"

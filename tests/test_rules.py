@@ -298,7 +298,7 @@ def test_gossip_loses_nothing_in_training(n, on_device):
 def test_swaps(n, replace):
     rule = rules.Swap(1, replace, seed=1)
     for step in range(20):
-        sources = rule.choose_sources(n, step)
+        sources = rule._choose_sources(n, step)
         if replace:
             assert len(set(sources)) == n - n // 2
         else:
@@ -308,7 +308,7 @@ def test_swaps(n, replace):
     x = [X0.copy() for _ in range(n)]
     for step in range(4):
         x = [programs.local_step("sgd", x[r], 0, programs.gradient(problem(), r, step, x[r]), ETA)[0] for r in range(n)]
-        x = [x[source] for source in rule.choose_sources(n, step + 1)]
+        x = [x[source] for source in rule._choose_sources(n, step + 1)]
         np.testing.assert_allclose(way[:, step + 1], x, **CLOSE)
 
 

@@ -76,6 +76,8 @@ class Loader:
     ----------
     waited : float
         Seconds spent waiting for batches.
+    source : object
+        The source of rows, such as `Images`.
 
     Raises
     ------

@@ -81,7 +81,7 @@ class WorkerError(RuntimeError):
         return type(self), (str(self), self.rank, self.worker_traceback, self.failures)
 
     @classmethod
-    def from_reports(cls, reports: Sequence[FailureReport], effect: str = "") -> WorkerError:
+    def _from_reports(cls, reports: Sequence[FailureReport], effect: str = "") -> WorkerError:
         """Build the error for ranks that raised exceptions; ``effect`` says on which ranks updates were applied."""
         first = reports[0]
         head = f"{first.who} raised {first.kind}: {first.message}"

@@ -258,7 +258,7 @@ class Session:
             return error
         effect, busy = self._effect(command, number), self._still_busy(number)
         if reports and (mine is None or isinstance(mine, Cancelled)):
-            error = WorkerError.from_reports(reports, effect)
+            error = WorkerError._from_reports(reports, effect)
             error.__cause__ = None
             return error
         assert mine is not None

@@ -60,7 +60,7 @@ class EASGD(Rule):
         self.alpha = None if alpha is None else check_fraction(alpha, "alpha")
         self.asynchronous = check_flag(asynchronous, "asynchronous")
 
-    def compute_alpha(self, n_ranks: int) -> float:
+    def _compute_alpha(self, n_ranks: int) -> float:
         """Return α for a number of ranks."""
         return self.beta / n_ranks if self.alpha is None else self.alpha
 
@@ -79,7 +79,7 @@ class EASGD(Rule):
 
     def exchange(self, worker: Worker, state: State) -> int | None:
         """Exchange with the centre; return the number of the exchange, or None in a synchronous one."""
-        alpha = self.compute_alpha(worker.size)
+        alpha = self._compute_alpha(worker.size)
         if not self.asynchronous:
             distance = alpha * (self._get_position(state) - state.own["centre"])
             self._move_back(state, distance)

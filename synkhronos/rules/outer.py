@@ -22,13 +22,13 @@ class _OuterRule(Rule):
     def exchange(self, worker: Worker, state: State) -> None:
         """Average parameters, and move the anchor by an outer step."""
         start, mean = state.own["anchor"], self.mean(worker, state)
-        velocity, new = self.step_outer(start, start - mean, state.own["velocity"], state.learning_rate)
+        velocity, new = self._step_outer(start, start - mean, state.own["velocity"], state.learning_rate)
         # Momentum could extrapolate running averages, and make variances negative.
         new = state.with_averages(new, mean)
         state.own["velocity"], state.own["anchor"] = velocity, new
         state.vector = new
 
-    def step_outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
+    def _step_outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
         """Return the new outer velocity and the new anchor, from the old anchor ``start`` and start minus average."""
         raise NotImplementedError
 
@@ -73,7 +73,7 @@ class SlowMo(_OuterRule):
         self.lr = check_positive(lr, "lr")
         self.momentum = check_momentum(momentum)
 
-    def step_outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
+    def _step_outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
         """Return the new velocity and the new anchor: eqs. 2 and 3."""
         decayed = self.momentum * velocity
         step = learning_rate * decayed + distance
@@ -120,7 +120,7 @@ class DiLoCo(_OuterRule):
         self.momentum = check_momentum(momentum)
         self.nesterov = check_flag(nesterov, "nesterov")
 
-    def step_outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
+    def _step_outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
         """Return the new velocity and the new anchor."""
         velocity = self.momentum * velocity + distance
         return velocity, start - self.lr * (distance + self.momentum * velocity if self.nesterov else velocity)

@@ -54,7 +54,7 @@ class Swap(Rule):
 
     def exchange(self, worker: Worker, state: State) -> int:
         """Swap parameters, and return the number of the rank that this rank's new ones are from."""
-        source = self.choose_sources(worker.size, state.step)[worker.number]
+        source = self._choose_sources(worker.size, state.step)[worker.number]
         vectors = state.shared["all"]
         vectors[worker.number] = state.params.get_on_host()
         worker.barrier("all vectors are written")
@@ -65,7 +65,7 @@ class Swap(Rule):
         worker.barrier("all vectors are read")
         return source
 
-    def choose_sources(self, n_ranks: int, step: int) -> list[int]:
+    def _choose_sources(self, n_ranks: int, step: int) -> list[int]:
         """Return for each rank the number of the rank whose parameters it gets at a step."""
         order = np.random.default_rng((self.seed, step)).permutation(n_ranks).tolist()
         sources = list(range(n_ranks))

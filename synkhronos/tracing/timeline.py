@@ -93,8 +93,31 @@ def _gather(rank: Rank, mine: RankSpans) -> list[RankSpans] | None:
     return [pickle.loads(zlib.decompress(b"".join(chunks))) for chunks in received] if rank.is_master else None
 
 
-class Timeline(PendingOperation):
-    """A recording in progress, as `timeline` starts it.
+class _Recording(PendingOperation):
+    """A recording in progress: an end of the ranks writes its file."""
+
+    def __init__(self, path: str, compute: bool, session: Session):
+        self._path, self._compute = path, compute
+        #: None once the file is written.
+        self.session: Session | None = session
+
+    def finish(self) -> None:
+        """Stop to record, and write the file, while this thread holds the session's lock."""
+        session, self.session = self.session, None
+        if session is not None:
+            write_trace(self._path, session.run(StopRecording(self._compute)))
+
+    def end(self) -> None:
+        """Write the master's spans if the ranks end otherwise: the last ones show in which call a worker died."""
+        session, self.session = self.session, None
+        if session is not None:
+            recorder = session.rank.registry.get(SpanRecorder)
+            recorder.remove()
+            write_trace(self._path, [_to_rank_spans(session.rank, recorder.spans)])
+
+
+class Timeline:
+    """A recording, as `timeline` starts it.
 
     Attributes
     ----------
@@ -104,18 +127,16 @@ class Timeline(PendingOperation):
 
     def __init__(self, path: str | os.PathLike[str], compute: bool, max_spans: int):
         self.path = os.fspath(path)
-        self._compute = compute
-        self._session: Session | None = None
         session = ranks.session()
-        if any(isinstance(one, Timeline) and one._session is not None for one in session.rank.pending):
+        if any(isinstance(one, _Recording) and one.session is not None for one in session.rank.pending):
             raise RuntimeError("timeline: another one is being recorded; stop() it first")
         with open(self.path, "a"):  # a path that can't be written is reported before the run, not after it
             pass
         with session.turn:
             session.settle()
             session.run(StartRecording(max_spans, compute))
-            self._session = session
-            session.rank.pending.append(self)  # an orderly end of the ranks calls finish()
+            self._recording = _Recording(self.path, compute, session)
+            session.rank.pending.append(self._recording)  # an orderly end of the ranks calls finish()
 
     def __enter__(self) -> Timeline:
         return self
@@ -131,29 +152,13 @@ class Timeline(PendingOperation):
         OSError
             If the file can't be written.
         """
-        session = self._session
+        session = self._recording.session
         if session is None or session.closed is not None:
             return
         with session.turn:
             session.settle()
-            self.finish()
-            session.rank.pending.remove(self)
-
-    def finish(self) -> None:
-        """Stop to record, and write the file, while this thread holds the session's lock."""
-        session, self._session = self._session, None
-        if session is None:
-            return
-        write_trace(self.path, session.run(StopRecording(self._compute)))
-
-    def end(self) -> None:
-        """Write the master's spans if the ranks end otherwise: the last ones show in which call a worker died."""
-        session, self._session = self._session, None
-        if session is None:
-            return
-        recorder = session.rank.registry.get(SpanRecorder)
-        recorder.remove()
-        write_trace(self.path, [_to_rank_spans(session.rank, recorder.spans)])
+            self._recording.finish()
+            session.rank.pending.remove(self._recording)
 
 
 def timeline(path: str | os.PathLike[str], compute: bool = False, max_spans: int = _MAX_SPANS) -> Timeline:
