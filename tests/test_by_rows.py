@@ -9,7 +9,7 @@ from scipy.special import gammaln
 pytensor = pytest.importorskip("pytensor", reason="it is about PyTensor's graphs")
 import pytensor.tensor as pt  # noqa: E402
 
-from synkhronos.extensions.by_rows import Mixed, by_rows  # noqa: E402
+from synkhronos.extensions.rowwise import NotRowwiseError, make_rowwise  # noqa: E402
 
 N = 9
 RNG = np.random.default_rng(2)
@@ -76,7 +76,7 @@ GOOD = {
 @pytest.mark.parametrize("what", GOOD)
 def test_some_rows_are_those_of_the_whole(what):
     terms = GOOD[what]
-    made, rows = by_rows(terms, N)
+    made, rows = make_rowwise(terms, N)
     inputs = list(VALUES)
     whole = pytensor.function(inputs, terms, on_unused_input="ignore")(*VALUES.values())
     values = [v.get_value() if hasattr(v, "get_value") else np.asarray(v) for v in rows.values()]
@@ -88,30 +88,30 @@ def test_some_rows_are_those_of_the_whole(what):
 
 
 def test_data_are_found_once():
-    _, rows = by_rows((x @ w - y) ** 2 + y, N)
+    _, rows = make_rowwise((x @ w - y) ** 2 + y, N)
     assert sorted(value.shape for value in rows.values()) == [(N,), (N, 3)]
-    _, rows = by_rows(held @ w, N)
+    _, rows = make_rowwise(held @ w, N)
     assert list(rows.values()) == [held]
 
 
 def test_what_comes_of_constants_is_computed_once():
     terms = a * pt.gammaln(pt.exp(y) + 1) + y
-    made, rows = by_rows(terms, N)
+    made, rows = make_rowwise(terms, N)
     assert not any("Gammaln" in str(node.op) for node in pytensor.graph.traversal.applys_between([], [made]))
     np.testing.assert_allclose(sorted(map(np.sum, rows.values())), sorted([Y.sum(), gammaln(np.exp(Y) + 1).sum()]))
     # What may get other values is not.
-    made, rows = by_rows(pt.exp(held).sum(axis=1) * a, N)
+    made, rows = make_rowwise(pt.exp(held).sum(axis=1) * a, N)
     assert list(rows.values()) == [held]
 
 
 def test_what_is_the_same_in_all_rows_is_no_row():
     holds, trials = pt.constant(Y > -100), pt.constant(np.full(N, 7))
-    made, rows = by_rows(pt.switch(holds, y * a - trials, -np.inf), N)
+    made, rows = make_rowwise(pt.switch(holds, y * a - trials, -np.inf), N)
     assert [values.dtype for values in rows.values()] == ["float64"]
     some = pytensor.function([a, *rows], made, mode="FAST_COMPILE")(0.5, Y[:4])
     np.testing.assert_allclose(some, Y[:4] * 0.5 - 7)
     # Unless there are no other rows.
-    made, rows = by_rows(pt.switch(holds, a, -np.inf), N)
+    made, rows = make_rowwise(pt.switch(holds, a, -np.inf), N)
     assert pytensor.function([a, *rows], made, mode="FAST_COMPILE")(0.5, np.ones(4, bool)).tolist() == [0.5] * 4
 
 
@@ -125,7 +125,7 @@ BAD = {
     "softmax over rows": (pt.special.softmax(y * a), N, "mixes rows"),
     "softmax over all": (pt.special.softmax(x * a, axis=None), N, "mixes rows"),
     "joined rows": (pt.concatenate([y, y]) * a, 2 * N, "mixes rows"),
-    "sorted": (pt.sort(y * a), N, "not known whether it mixes rows"),
+    "sorted": (pt.sort(y * a), N, "not known to work row by row"),
     "rows that are set": (pt.set_subtensor((y * a)[:2], 0.0), N, "mixes rows"),
     "rows picked from what may change": (pt.exp(held * a)[REVERSED], N, "needs all rows at once"),
     "rows of a sum over rows": (pt.cumsum(y * a)[REVERSED], N, "needs all rows at once"),
@@ -136,7 +136,7 @@ BAD = {
     "a cumulative sum of all": (pt.cumsum(x * w)[:N], N, "picks rows"),
     "no data": (pt.full((N,), a), N, "no data run along its rows"),
     "an inverse": (pt.linalg.inv(pt.constant(X[:3]) * a), 3, "mixes rows"),
-    "random numbers": (y + pt.random.normal(size=(N,)), N, "not known whether it mixes rows"),
+    "random numbers": (y + pt.random.normal(size=(N,)), N, "not known to work row by row"),
     "shared rows on axis 1": (held.T[1] * a + held[1, 0], 3, "there are 3 rows"),
 }
 
@@ -144,11 +144,11 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_what_mixes_rows_is_refused(what):
     terms, length, message = BAD[what]
-    with pytest.raises(Mixed, match=re.escape(message)):
-        by_rows(terms, length)
+    with pytest.raises(NotRowwiseError, match=re.escape(message)):
+        make_rowwise(terms, length)
 
 
 def test_shared_rows_on_axis_1():
     wide = pytensor.shared(X.T, "wide")
-    with pytest.raises(Mixed, match="'wide' has its rows on axis 1"):
-        by_rows((wide * a).T.sum(axis=1), N)
+    with pytest.raises(NotRowwiseError, match="'wide' has its rows on axis 1"):
+        make_rowwise((wide * a).T.sum(axis=1), N)

@@ -344,7 +344,7 @@ def test_what_cannot_be_split_is_named(two):
     messages = [str(one.message) for one in caught if "not split" in str(one.message)]
     assert len(messages) == 4
     assert re.search("walk is not split by rows, and is computed by this process alone: .* rows", messages[0])
-    assert "latent is not" in messages[1] and "'effect' has an element for each row, and is no data" in messages[1]
+    assert "latent is not" in messages[1] and "'effect' has an element for each row, but is not data" in messages[1]
     assert "single is not" in messages[2] and "it has shape (), and so no rows to share out" in messages[2]
     assert "curve is not" in messages[3] and "one number, and not the sum" in messages[3]
     assert names(parallel.split_RVs) == ["y"]
@@ -688,7 +688,7 @@ def test_nobody_who_has_no_pymc_notices():
     script = """
         import sys
         sys.modules["pymc"] = None
-        import synkhronos.extensions.pymc, synkhronos.extensions.rows_sum, synkhronos.extensions.by_rows
+        import synkhronos.extensions.pymc, synkhronos.extensions.rows_sum, synkhronos.extensions.rowwise
         try:
             synkhronos.extensions.pymc.data_parallel(None)
         except ImportError as error:

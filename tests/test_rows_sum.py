@@ -84,7 +84,7 @@ def test_value_gradient_and_hessian_product(fork, monkeypatch, n, rows, block):
     if XLA and rows < 2 * n:
         pytest.skip("PyTensor takes the one row of a rank for something to broadcast, and refuses")
     if block is not None:
-        monkeypatch.setattr(rows_sum, "_BLOCK", block)
+        monkeypatch.setattr(rows_sum, "_SLICE_BYTES", block)
     fork(n)
     values = [X[:rows], Y[:rows], GROUP[:rows]]
     total, serial = both(log_density(x, y, group), [x, y, group], values)
@@ -203,7 +203,9 @@ def test_new_values_of_shared_rows_are_shared_out(two):
     ys.set_value(Y + 1)
     check(X, Y + 1)
     ys.set_value(Y[:4])
-    with pytest.raises(ValueError, match="rows: expected equally many of each, got {\"'x'\": 11, \"'y'\": 4}"):
+    with pytest.raises(
+        ValueError, match="rows: expected the same number of rows for each input, got {\"'x'\": 11, \"'y'\": 4}"
+    ):
         f(np.ones(3))
     xs.set_value(X[:4])
     check(X[:4], Y[:4])
@@ -383,10 +385,10 @@ def test_a_death_is_said_and_new_ranks_go_on(fork):
         (y, {"y": Y}, TypeError, "rows: expected variables of PyTensor as keys, got 'y'"),
         (y * 2, {y * 2: Y}, TypeError, "rows: expected a symbolic input as key, got Mul.0"),
         (scale, {scale: 1.0}, ValueError, r"rows: 'scale' of type Scalar\(float64, shape=\(\)\) has no rows"),
-        (y, {y: X}, TypeError, "rows: 'y' of type .* can't take the values"),
+        (y, {y: X}, TypeError, "rows: 'y' of type .* cannot take the values"),
         (y, {y: pytensor.shared(X)}, TypeError, "rows: 'y' needs values of float64 and 1 dimensions, got .* and 2"),
-        (x @ w + y, {x: X, y: Y[:3]}, ValueError, "rows: expected equally many of each, got"),
-        (y + pt.random.normal(size=y.shape), {y: Y}, TypeError, "can't be sent"),
+        (x @ w + y, {x: X, y: Y[:3]}, ValueError, "rows: expected the same number of rows for each input, got"),
+        (y + pt.random.normal(size=y.shape), {y: Y}, TypeError, "cannot be sent"),
     ],
 )
 def test_wrong_arguments(terms, rows, error, message):

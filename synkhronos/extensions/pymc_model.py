@@ -26,8 +26,8 @@ from pytensor.graph.traversal import ancestors
 from pytensor.tensor import TensorType
 from pytensor.tensor.math import Sum
 
-from synkhronos.extensions.by_rows import Mixed, Search, by_rows
 from synkhronos.extensions.rows_sum import sum_over_rows
+from synkhronos.extensions.rowwise import NotRowwiseError, RowSearch, make_rowwise
 
 
 class DataParallelModel(pm.Model):
@@ -51,7 +51,7 @@ class DataParallelModel(pm.Model):
         for variable in [*model.observed_RVs, *filter(_reads_data, model.potentials)]:
             try:
                 self._sums[variable] = _sum_over_rows(model, variable)
-            except Mixed as error:
+            except NotRowwiseError as error:
                 self.reasons[variable.name] = str(error)
 
     @property
@@ -80,7 +80,7 @@ class DataParallelModel(pm.Model):
             return super().logp(vars, jacobian, sum)
         _check_pathfinder()
         for total in sums:
-            total.owner.op.rows.check_ranks()
+            total.owner.op.rows.get_session()
         others = [one for one in each if one not in self._sums]
         return reduce(operator.add, sums if not others else [super().logp(others, jacobian), *sums])
 
@@ -105,35 +105,35 @@ def _check_pathfinder() -> None:
 
 
 def _sum_over_rows(model: pm.Model, variable: Any) -> Any:
-    """Return the sum of an observed variable's or a potential's rows; raise `Mixed` if that can't be."""
+    """Return the sum of an observed variable's or a potential's rows; raise `NotRowwiseError` if that can't be."""
     try:
         (terms,) = model.logp([variable], sum=False)
     except NotImplementedError as error:
-        raise Mixed(f"PyMC has no log-density of it: {error}") from error
+        raise NotRowwiseError(f"PyMC has no log-density of it: {error}") from error
     if variable in model.potentials:
         terms = _added_up(terms)
         if not terms.type.ndim:
-            raise Mixed("it is one number, and not the sum of an element for each row")
+            raise NotRowwiseError("it is one number, and not the sum of an element for each row")
         find = pytensor.function(model.value_vars, terms.shape, mode="FAST_COMPILE", on_unused_input="ignore")
         shape = find(**model.initial_point())
     else:
         shape = model.rvs_to_values[variable].shape.eval()
     if not len(shape) or shape[0] < 2:
-        raise Mixed(f"it has shape {tuple(map(int, shape))}, and so no rows to share out")
+        raise NotRowwiseError(f"it has shape {tuple(map(int, shape))}, and so no rows to share out")
 
-    def checked(search: Search, node: Any, axis: int) -> Any:
+    def checked(search: RowSearch, node: Any, axis: int) -> Any:
         # What PyMC makes of a check of parameters when it compiles a model.
         value, *conditions = node.inputs
-        value = search.rows(value, axis)
-        conditions = [search.condition(condition) for condition in conditions]
+        value = search.restrict(value, axis)
+        conditions = [search.restrict_condition(condition) for condition in conditions]
         if not node.op.can_be_replaced_by_ninf:
             return node.op(value, *conditions)
         return pt.switch(reduce(pt.and_, conditions), value, -np.inf) if model.check_bounds else value
 
-    terms, rows = by_rows(terms, int(shape[0]), {CheckParameterValue: checked, MinibatchOp: _drawn})
+    terms, rows = make_rowwise(terms, int(shape[0]), {CheckParameterValue: checked, MinibatchOp: _drawn})
     total = sum_over_rows(terms, rows, name=variable.name)
     # As Ctrl-C is: a sampler returns the draws so far.
-    total.owner.op.rows.deaths_interrupt = True
+    total.owner.op.rows.interrupts_on_exit = True
     return total
 
 
@@ -155,5 +155,7 @@ def _reads_data(potential: Any) -> bool:
     )
 
 
-def _drawn(search: Search, node: Any, axis: int) -> Any:
-    raise Mixed("pm.Minibatch draws other rows at each evaluation; give all rows to a model that is to be split")
+def _drawn(search: RowSearch, node: Any, axis: int) -> Any:
+    raise NotRowwiseError(
+        "pm.Minibatch draws other rows at each evaluation; give all rows to a model that is to be split"
+    )

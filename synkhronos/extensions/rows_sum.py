@@ -1,18 +1,16 @@
-"""A sum over rows as an expression, computed on all ranks.
+"""A sum over rows as a PyTensor expression that all ranks compute.
 
-`sum_over_rows`
-    The expression: any PyTensor function, gradient or optimizer may contain it.
-
-The rows are shared out among the ranks once, and stay there.  An evaluation sends the parameters to the ranks, in one
-command, and gets the ranks' sums.  Needs PyTensor; nothing here knows of PyMC.
+Any function, gradient or optimizer may contain the expression: the ranks work inside a graph that other code compiles.
+The rows are scattered to the ranks once.  An evaluation broadcasts the parameters and reduces the ranks' sums, in one
+command.
 
 .. code-block:: text
 
-   graph of the user's function              what the ranks compute, each from its own rows
+   graph of the user's function              functions on the ranks, each on its own rows
      priors ... ──┐
      parameters ──┼─▶ SumOverRows ─▶ value        value
-                  ├─▶ Gradient ─▶ one each        value and gradients, in one call
-                  └─▶ HessianProduct              the gradients' change in a direction
+                  ├─▶ Gradient ─▶ gradients       value and gradients, in one call
+                  └─▶ HessianProduct              product of the Hessian with a direction
 """
 
 from __future__ import annotations
@@ -51,47 +49,47 @@ from synkhronos.graphs import library_of
 
 __all__ = ["sum_over_rows"]
 
-# Compiled outer functions have Python call the ranks, which is what they should do.
+# Numba has to leave the call of the ranks to Python.
 warnings.filterwarnings("ignore", "Numba will use object mode to run SumOverRows")
 
-#: Elements up to which ranks may compute anew what is computed from a constant alone.
-_SMALL = 1000
+#: Constants of at most this many elements are sent with the graph, and ranks compute from them at each call.
+_MAX_CONSTANT_SIZE = 1000
 
-#: Bytes of rows that a rank of the host computes at once.  They fit into a core's caches, with what is computed from
-#: them: the gradient finds there what the value was computed from, and memory is read once.
-_BLOCK = 4 << 20
+#: Bytes of rows in one slice of a call on CPU ranks.  A slice and its intermediate values fit into a core's caches, so
+#: that the gradient does not read the rows from memory again.
+_SLICE_BYTES = 4 << 20
 
-#: Elements of each array of rows that an evaluation compares with those of the one before: with at most so many all of
-#: them, else those of rows at equal distances.
-_SAMPLE = 1 << 15
+#: Maximal number of elements of an array that an evaluation compares with the scattered ones.  Of larger arrays it
+#: compares elements at equal distances.
+_SAMPLE_SIZE = 1 << 15
 
-#: Seconds in which a sampler stops its threads.
-_TO_STOP = 1.0
+#: Seconds that a sampler gets to stop its threads.
+_STOP_SECONDS = 1.0
 
-_numbers = itertools.count()
-#: The sums of this process by number: a pickle made here finds the same one again.
-_known: weakref.WeakValueDictionary[tuple[int, int], RowsSum] = weakref.WeakValueDictionary()
+_counter = itertools.count()
+#: The sums of this process by process id and number: unpickling in this process returns the original.
+_sums: weakref.WeakValueDictionary[tuple[int, int], RowsSum] = weakref.WeakValueDictionary()
 
 
 def sum_over_rows(terms: Any, rows: Mapping[Any, Any], name: str | None = None) -> Any:
-    """Return the sum of terms over all rows, as an expression that the ranks compute.
+    """Return an expression for the sum of terms over all rows, which the ranks compute.
 
     Parameters
     ----------
     terms : variable
-        Float, of any shape: all its elements are added.  A row's terms may depend on that row and on whatever is not a
-        row, but not on other rows.
+        Float, of any shape: all its elements are added.  The terms of a row may depend on that row and on parameters,
+        but not on other rows.
     rows : dict of variable to array_like, Data or shared variable
-        The data of the rows: for each symbolic input of `terms` its values, with the rows on axis 0.  All inputs have
-        the same number of rows.
+        The values of each symbolic input of `terms` that has rows.  Axis 0 runs along the rows; all have the same
+        length.
     name : str, optional
-        Its name in error messages, and of the functions on the ranks.
+        Name in error messages and profiles.
 
     Returns
     -------
     variable
-        A scalar of the dtype of `terms`.  It can be differentiated, twice where the terms can, with respect to
-        everything but the rows.
+        Scalar of the dtype of `terms`.  It has first and second derivatives with respect to its parameters, where the
+        terms have them, but none with respect to the rows.
 
     Raises
     ------
@@ -100,18 +98,17 @@ def sum_over_rows(terms: Any, rows: Mapping[Any, Any], name: str | None = None) 
 
     Notes
     -----
-    Everything that `terms` is computed from and that does not depend on a row is a parameter: it is computed by the
-    function that contains the sum, and sent to the ranks whole, at each evaluation.  Constants are sent once.
+    Inputs of `terms` that do not depend on rows are parameters: the surrounding function computes them, and they are
+    broadcast at each evaluation.  Constants are sent once.
 
-    The rows are shared out at the first evaluation, and again after `synkhronos.fork` and when one of the shared
-    variables has got a new value.  Each evaluation also compares the arrays with what was shared out, and shares them
-    out again if they were changed in place.  Of an array with more than 32,768 elements it compares some rows only, at
-    equal distances: a change of other rows is not noticed.  ``set_value`` is noticed always.
+    The rows are scattered at the first evaluation, and again after `synkhronos.fork` or after a shared variable's
+    ``set_value``.  Arrays that are changed in place are scattered again as well, if the change is found: of an array
+    with more than 32,768 elements, an evaluation compares only a sample.
 
     The sum over no rows is 0.
 
-    Value and gradient come from one call, and are kept for the last point, so that asking for them again needs no rank.
-    Threads take turns.  Only the process that called `synkhronos.fork` can evaluate it.
+    Value and gradient are computed in one call and cached for the last point.  Threads evaluate one after another.
+    Only the process that called `synkhronos.fork` can evaluate the sum.
 
     Examples
     --------
@@ -129,61 +126,64 @@ def sum_over_rows(terms: Any, rows: Mapping[Any, Any], name: str | None = None) 
     return SumOverRows(made)(*made.params)
 
 
-class DeathInterrupt(synk.WorkerError, KeyboardInterrupt):
-    """A worker died in the middle of what can be interrupted, and returns what it has by then."""
+class WorkerExitInterrupt(synk.WorkerError, KeyboardInterrupt):
+    """A worker exited during sampling.
+
+    As a KeyboardInterrupt it has PyMC's samplers stop and return the draws so far.
+    """
 
 
 class RowsSum:
-    """What the Ops of one sum share: the terms, the rows, and the last point's values.
+    """State that the Ops of one sum share: its terms, its rows, and the results at the last point.
 
     Attributes
     ----------
     params : list of variables
-        What the terms are computed from beside the rows and constants.
+        The parameters: inputs of the terms other than rows and constants.
     floats : list of int
-        The positions of those that the sum can be differentiated by.
-    deaths_interrupt : bool
-        Whether the death of a worker is a `DeathInterrupt`.
+        Positions of the parameters that the sum can be differentiated by.
+    interrupts_on_exit : bool
+        Whether a worker's exit raises `WorkerExitInterrupt` rather than `synkhronos.WorkerError`.
     """
 
     def __init__(self, terms: Any, rows: Mapping[Any, Any], name: str | None):
-        self._key = os.getpid(), next(_numbers)
+        self._key = os.getpid(), next(_counter)
         self.name = name or f"sum_over_rows_{self._key[1]}"
-        terms = _checked_terms(terms)
-        self._variables, self._sources = _checked_rows(rows)
-        inside = _inside(terms, self._variables)
-        self.params = _params(inside, self._variables)
+        terms = _check_terms(terms)
+        self._row_variables, self._sources = _check_rows(rows)
+        nodes = _select_rank_nodes(terms, self._row_variables)
+        self.params = _find_params(nodes, self._row_variables)
         self.floats = [i for i, param in enumerate(self.params) if param.dtype in float_dtypes]
         self._inputs = [param.type(f"{param.name or 'parameter'}_{i}") for i, param in enumerate(self.params)]
-        self._held = [_holder(variable) for variable in self._variables]
-        replaced = dict(zip([*self.params, *self._variables], [*self._inputs, *self._held], strict=True))
-        terms = rebuilt(terms, inside, replaced)
+        self._shareds = [_make_shared(variable) for variable in self._row_variables]
+        replaced = dict(zip([*self.params, *self._row_variables], [*self._inputs, *self._shareds], strict=True))
+        terms = replace_variables(terms, nodes, replaced)
         self.total = pt.sum(terms, dtype=terms.dtype)
-        self.deaths_interrupt = False
+        self.interrupts_on_exit = False
         self._lock = threading.RLock()
-        self._shared_out: list[Any] = []
+        self._scattered: list[Any] = []
         self._samples: list[Any] = []
         self._num_slices = 1
         self._session: weakref.ref[Any] | None = None
         self._wants_gradient = False
-        self._point: Any = None
-        self._results: list[np.ndarray] = []
-        _known[self._key] = self
+        self._last_point: Any = None
+        self._last_results: list[np.ndarray] = []
+        _sums[self._key] = self
 
     def __reduce__(self) -> Any:
-        return _found, (self._key, self.name)
+        return _find_sum, (self._key, self.name)
 
-    # -- what the ranks compute ------------------------------------------------------------------------------
+    # -- functions on the ranks ------------------------------------------------------------------------------
 
     @cached_property
     def gradient(self) -> Gradient:
-        """The Op that computes the gradient: one, so that equal nodes are merged."""
+        """The Op of the gradients; a single instance, so that PyTensor merges equal nodes."""
         self._wants_gradient = True
         return Gradient(self)
 
     @cached_property
     def hessian_product(self) -> HessianProduct:
-        """The Op that computes the gradient's change in a direction."""
+        """The Op of the Hessian's product with a direction."""
         return HessianProduct(self)
 
     @cached_property
@@ -193,11 +193,11 @@ class RowsSum:
 
     @cached_property
     def _value_function(self) -> synk.Function:
-        return self._function("value", self._inputs, [self.total])
+        return self._compile("value", self._inputs, [self.total])
 
     @cached_property
     def _gradient_function(self) -> synk.Function:
-        return self._function("gradient", self._inputs, [self.total, *self._gradients])
+        return self._compile("gradient", self._inputs, [self.total, *self._gradients])
 
     @cached_property
     def _product_function(self) -> synk.Function:
@@ -205,17 +205,17 @@ class RowsSum:
         wrt = [self._inputs[i] for i in self.floats]
         along = pt.add(0, *[pt.sum(g * v) for g, v in zip(self._gradients, directions, strict=True)])
         products = grad(along, wrt, disconnected_inputs="ignore")
-        return self._function("product", [*self._inputs, *directions], list(products))
+        return self._compile("product", [*self._inputs, *directions], list(products))
 
-    def _function(self, what: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> synk.Function:
-        # As one vector: the ranks combine it, and the master reads it, at once.
+    def _compile(self, quantity: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> synk.Function:
+        # One output, and so one reduction.
         joined = outputs[0] if len(outputs) == 1 else pt.concatenate([output.ravel() for output in outputs])
         return synk.function(
             [],
             (joined, "sum"),
             bcast_inputs=list(inputs),
-            sliceable_shareds=self._held,
-            name=f"{self.name}_{what}",
+            sliceable_shareds=self._shareds,
+            name=f"{self.name}_{quantity}",
             on_unused_input="ignore",
         )
 
@@ -223,117 +223,118 @@ class RowsSum:
 
     def value(self, params: Sequence[np.ndarray]) -> np.ndarray:
         """Return the sum at a point."""
-        return self._at(params, self._wants_gradient)[0]
+        return self._evaluate(params, self._wants_gradient)[0]
 
     def gradients(self, params: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the sum's gradients at a point, one for each of the float parameters."""
-        return self._at(params, gradient=True)[1:]
+        """Return the gradients at a point, one for each float parameter."""
+        return self._evaluate(params, gradient=True)[1:]
 
     def products(self, params: Sequence[np.ndarray], directions: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return how the gradients change in a direction."""
-        with _errors_said(), self._lock:
-            self._share_out()
+        """Return the product of the Hessian at a point with a direction, one array for each float parameter."""
+        with _warn_unseen_errors(), self._lock:
+            self._scatter_rows()
             return self._call(self._product_function, [*params, *directions], directions)
 
-    def _at(self, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
-        with _errors_said(), self._lock:
-            self._share_out()
+    def _evaluate(self, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
+        """Return value and, if asked for, gradients at a point; from the cache if it is the last one."""
+        with _warn_unseen_errors(), self._lock:
+            self._scatter_rows()
             point = [(param.shape, param.tobytes()) for param in map(np.asarray, params)]
-            if point != self._point or gradient and len(self._results) == 1:
-                self._point = None  # until all is there: an interrupt may come in between
+            if point != self._last_point or gradient and len(self._last_results) == 1:
+                self._last_point = None  # an interrupt may leave the results incomplete
                 value = np.empty((), self.total.dtype)
                 if gradient:
                     likes = [value, *(params[i] for i in self.floats)]
-                    self._results = self._call(self._gradient_function, params, likes)
+                    self._last_results = self._call(self._gradient_function, params, likes)
                 else:
-                    self._results = self._call(self._value_function, params, [value])
-                self._point = point
-            # Copies: what is compiled may write into what it is given.
-            return [result.copy() for result in self._results]
+                    self._last_results = self._call(self._value_function, params, [value])
+                self._last_point = point
+            # Compiled functions may overwrite their inputs.
+            return [result.copy() for result in self._last_results]
 
     def _call(
         self, function: synk.Function, arguments: Sequence[np.ndarray], likes: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        """Call a function, and return its results, of the shapes and dtypes of other arrays."""
-        if not len(self._shared_out[0]):
+        """Call a function on the ranks, and split its result into arrays of the shapes and dtypes of `likes`."""
+        if not len(self._scattered[0]):
             return [np.zeros_like(like) for like in likes]
         try:
             joined = np.ravel(function._call_and_read(*arguments, num_slices=self._num_slices))
         except synk.WorkerError as error:
             session = None if self._session is None else self._session()
-            if not self.deaths_interrupt or session is not None and session.closed is None:
+            if not self.interrupts_on_exit or session is not None and session.closed is None:
                 raise
             warnings.warn(f"stopped early, with the results so far: {error}", RuntimeWarning, stacklevel=2)
-            if _is_foreign():
-                # Who waits for the threads in Python gets the interrupt, and stops them.  Until then they wait here
-                # for their turn: a draw without a density would be a wrong one.
+            if _is_foreign_thread():
+                # The main thread gets the interrupt and stops the sampler's threads.  Until then they have to wait
+                # here: without a density they would record a wrong draw.
                 _thread.interrupt_main()
-                time.sleep(_TO_STOP)
-            raise DeathInterrupt(str(error), error.rank, error.worker_traceback, error.failures) from error
+                time.sleep(_STOP_SECONDS)
+            raise WorkerExitInterrupt(str(error), error.rank, error.worker_traceback, error.failures) from error
         except NotImplementedError as error:
             raise NotImplementedError(
-                f"{self.name}: the ranks lack an operation of it: {textwrap.shorten(str(error), 150)}. JAX mode, which "
-                "GPUs need, has not all that the cores have: synkhronos.fork(use_gpu=False)"
+                f"{self.name}: JAX mode, which GPUs need, lacks an operation: {textwrap.shorten(str(error), 150)}. "
+                "Ranks on CPU cores have it: synkhronos.fork(use_gpu=False)"
             ) from error
-        results, at = [], 0
-        for like in likes:  # numpy.split takes as long as all else here
-            results.append(joined[at : at + like.size].reshape(like.shape).astype(like.dtype))
-            at += like.size
+        results, offset = [], 0
+        for like in likes:  # numpy.split is slow
+            results.append(joined[offset : offset + like.size].reshape(like.shape).astype(like.dtype))
+            offset += like.size
         return results
 
-    def _share_out(self) -> None:
-        """Give each rank its rows, if the ranks or the rows are not those of the last evaluation."""
-        session = self.check_ranks()
-        now = [_now(source) for source in self._sources]
-        samples = [_sample(values) for values in now]
+    def _scatter_rows(self) -> None:
+        """Scatter the rows if the session or the rows have changed since the last evaluation."""
+        session = self.get_session()
+        arrays = [_get_values(source) for source in self._sources]
+        samples = [_take_sample(values) for values in arrays]
         is_known = self._session is not None and self._session() is session and samples == self._samples
-        if is_known and all(new is old for new, old in zip(now, self._shared_out, strict=True)):
+        if is_known and all(new is old for new, old in zip(arrays, self._scattered, strict=True)):
             return
-        num_rows = _check_lengths(self._variables, now)
-        self._point = None
+        num_rows = _check_lengths(self._row_variables, arrays)
+        self._last_point = None
         self._session = None
         self._num_slices = 1
         if num_rows:
-            _ = self._value_function  # or the ranks would not know the variables
-            synk.scatter(self._held, now)
-            if session.rank.device is HOST:  # a GPU works best on all rows at once
-                nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in now)
-                self._num_slices = min(max(1, nbytes // (session.rank.size * _BLOCK)), num_rows)
-        self._shared_out, self._samples, self._session = now, samples, weakref.ref(session)
+            _ = self._value_function  # registers the shared variables on the ranks
+            synk.scatter(self._shareds, arrays)
+            if session.rank.device is HOST:  # GPUs are fastest on all rows at once
+                nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in arrays)
+                self._num_slices = min(max(1, nbytes // (session.rank.size * _SLICE_BYTES)), num_rows)
+        self._scattered, self._samples, self._session = arrays, samples, weakref.ref(session)
 
-    def check_ranks(self) -> Any:
-        """Return the session; raise RuntimeError if no ranks are running, or not this process' own."""
+    def get_session(self) -> Any:
+        """Return the running session; raise RuntimeError if there is none, or if another process has it."""
         try:
             return ranks.session()
         except RuntimeError as error:
             if os.getpid() == self._key[0]:
                 raise
-            raise RuntimeError(_NOT_HERE) from error
+            raise RuntimeError(_WRONG_PROCESS) from error
 
 
-def _is_foreign() -> bool:
-    """Whether Python did not start this thread, as those of nutpie, which is Rust."""
+def _is_foreign_thread() -> bool:
+    """Whether this thread was not started by Python; nutpie's threads are Rust's."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 @contextlib.contextmanager
-def _errors_said() -> Iterator[None]:
-    """Say what went wrong where nobody else would: to nutpie any error is a point without a density."""
+def _warn_unseen_errors() -> Iterator[None]:
+    """Warn of errors in foreign threads: nutpie takes any error for a point without a density."""
     try:
         yield
     except Exception as error:
-        if _is_foreign() and not isinstance(error, DeathInterrupt):
+        if _is_foreign_thread() and not isinstance(error, WorkerExitInterrupt):
             warnings.warn(f"no density: {error}", RuntimeWarning, stacklevel=3)
         raise
 
 
-def _found(key: tuple[int, int], name: str) -> Any:
-    """Return what a pickle stands for: the same sum in the same process."""
-    return _known.get(key) or _Elsewhere(name)
+def _find_sum(key: tuple[int, int], name: str) -> Any:
+    """Unpickle: return this process' sum, or a placeholder that raises when it is used."""
+    return _sums.get(key) or _MissingSum(name)
 
 
-class _Elsewhere:
-    """Stands for a sum in a process that has not made it."""
+class _MissingSum:
+    """Placeholder for a sum that another process has made."""
 
     def __init__(self, name: str):
         self.name = name
@@ -341,11 +342,11 @@ class _Elsewhere:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise RuntimeError(_NOT_HERE)
+        raise RuntimeError(_WRONG_PROCESS)
 
 
-_NOT_HERE = (
-    "a sum over rows can be evaluated only by the process that called synkhronos.fork(), and this is another one. "
+_WRONG_PROCESS = (
+    "a sum over rows can be evaluated only by the process that called synkhronos.fork(), not by this one. "
     "If PyMC started it for a chain, pass cores=1 to pm.sample: chains then run one after another, each on all ranks. "
     "For the paths of pymc-extras' pathfinder, pass concurrent=None"
 )
@@ -354,8 +355,8 @@ _NOT_HERE = (
 # -- the Ops -----------------------------------------------------------------------------------------------------
 
 
-class _OverRows(Op):
-    """What the Ops have in common.  They are equal to nothing but themselves."""
+class _RowsSumOp(Op):
+    """Base class of the Ops.  Each instance is equal to itself only."""
 
     def __init__(self, rows: RowsSum):
         self.rows = rows
@@ -364,44 +365,44 @@ class _OverRows(Op):
         return f"SumOverRows{{{type(self).__name__}, {self.rows.name}}}"
 
     def do_constant_folding(self, fgraph: Any, node: Any) -> bool:
-        """Not when functions are compiled: ranks may not be there."""
+        """Return False: there may be no ranks when a function is compiled."""
         return False
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """Return which outputs change continuously with which inputs."""
+        """Return, for each input, whether the outputs are differentiable with respect to it."""
         return [[variable.dtype in float_dtypes] * len(node.outputs) for variable in node.inputs]
 
-    def L_op(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:  # noqa: N802 - PyTensor's word
-        """Return the gradients, under the name that PyTensor before 3.0 calls."""
+    def L_op(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:  # noqa: N802 - PyTensor's name
+        """Return the gradients; the name before PyTensor 3.0 of `pullback`."""
         return self.pullback(inputs, outputs, output_grads)
 
     def infer_shape(self, *arguments: Any) -> list[Any]:
-        """Return the outputs' shapes: those of the parameters."""
+        """Return the outputs' shapes, which are the parameters' shapes."""
         return [arguments[-1][i] for i in self.rows.floats]
 
     def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
         """Return the gradients with respect to the inputs."""
         raise NotImplementedError
 
-    def _node(self, inputs: Sequence[Any], types: Sequence[Any], outputs: Sequence[Any]) -> Apply:
+    def _make_apply(self, inputs: Sequence[Any], types: Sequence[Any], outputs: Sequence[Any]) -> Apply:
         inputs = [kind.filter_variable(variable) for kind, variable in zip(types, inputs, strict=True)]
         return Apply(self, inputs, [kind() for kind in outputs])
 
-    def _each(self, of_floats: Sequence[Any]) -> list[Any]:
-        """Return what belongs to the float parameters, and what says that there is nothing for the others."""
-        found = dict(zip(self.rows.floats, of_floats, strict=True))
+    def _align_with_params(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return one gradient for each parameter: disconnected ones for those that are not floats."""
+        found = dict(zip(self.rows.floats, gradients, strict=True))
         return [found[i] if i in found else DisconnectedType()() for i in range(len(self.rows.params))]
 
 
-class SumOverRows(_OverRows):
+class SumOverRows(_RowsSumOp):
     """The value of a sum."""
 
     def make_node(self, *params: Any) -> Apply:
-        """Return the node for these parameters."""
-        return self._node(params, [p.type for p in self.rows.params], [self.rows.total.type])
+        """Return a node for these parameters."""
+        return self._make_apply(params, [p.type for p in self.rows.params], [self.rows.total.type])
 
     def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
-        """Have the ranks compute it."""
+        """Compute the value on the ranks."""
         output_storage[0][0] = self.rows.value(inputs)
 
     def infer_shape(self, *arguments: Any) -> list[Any]:
@@ -409,60 +410,60 @@ class SumOverRows(_OverRows):
         return [()]
 
     def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
-        """Return the gradients, which come with the value."""
+        """Return the gradients with respect to the parameters."""
         if not self.rows.floats:
-            return self._each([])
+            return self._align_with_params([])
         gradients = self.rows.gradient(*inputs, return_list=True)
-        return self._each([cotangents[0] * gradient for gradient in gradients])
+        return self._align_with_params([cotangents[0] * gradient for gradient in gradients])
 
 
-class Gradient(_OverRows):
+class Gradient(_RowsSumOp):
     """The gradients of a sum with respect to its float parameters."""
 
     def make_node(self, *params: Any) -> Apply:
-        """Return the node for these parameters."""
+        """Return a node for these parameters."""
         types = [p.type for p in self.rows.params]
-        return self._node(params, types, [types[i] for i in self.rows.floats])
+        return self._make_apply(params, types, [types[i] for i in self.rows.floats])
 
     def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
-        """Have the ranks compute them."""
+        """Compute the gradients on the ranks."""
         for storage, gradient in zip(output_storage, self.rows.gradients(inputs), strict=True):
             storage[0] = gradient
 
     def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
-        """Return the products of the second derivatives with a direction."""
+        """Return the products of the Hessian with the cotangents."""
         directions = [
             output.zeros_like() if isinstance(cotangent.type, DisconnectedType) else cotangent
             for output, cotangent in zip(outputs, cotangents, strict=True)
         ]
-        return self._each(self.rows.hessian_product(*inputs, *directions, return_list=True))
+        return self._align_with_params(self.rows.hessian_product(*inputs, *directions, return_list=True))
 
 
-class HessianProduct(_OverRows):
-    """The products of a sum's second derivatives with a direction."""
+class HessianProduct(_RowsSumOp):
+    """The product of a sum's Hessian with a direction."""
 
     def make_node(self, *inputs: Any) -> Apply:
-        """Return the node for these parameters and, behind them, the direction."""
+        """Return a node for the parameters, followed by one direction for each float parameter."""
         types = [p.type for p in self.rows.params]
         outputs = [types[i] for i in self.rows.floats]
-        return self._node(inputs, types + outputs, outputs)
+        return self._make_apply(inputs, types + outputs, outputs)
 
     def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
-        """Have the ranks compute them."""
+        """Compute the products on the ranks."""
         n = len(self.rows.params)
         for storage, product in zip(output_storage, self.rows.products(inputs[:n], inputs[n:]), strict=True):
             storage[0] = product
 
     def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
-        """Refuse: third derivatives are not computed."""
-        why = "third derivatives of a sum over rows are not computed"
-        return [grad_not_implemented(self, i, variable, why) for i, variable in enumerate(inputs)]
+        """Raise when evaluated: third derivatives are not implemented."""
+        reason = "third derivatives of a sum over rows are not implemented"
+        return [grad_not_implemented(self, i, variable, reason) for i, variable in enumerate(inputs)]
 
 
 # -- checks ------------------------------------------------------------------------------------------------------
 
 
-def _checked_terms(terms: Any) -> Any:
+def _check_terms(terms: Any) -> Any:
     if not isinstance(terms, Variable) or not isinstance(terms.type, TensorType):
         raise TypeError(f"terms: expected a variable of PyTensor, got {terms!r}")
     if terms.dtype not in float_dtypes:
@@ -470,8 +471,8 @@ def _checked_terms(terms: Any) -> Any:
     return terms
 
 
-def _checked_rows(rows: Any) -> tuple[list[Any], list[Any]]:
-    """Return the variables that stand for rows, and where each one's values are."""
+def _check_rows(rows: Any) -> tuple[list[Any], list[Any]]:
+    """Return the symbolic inputs and the sources of their values."""
     if not isinstance(rows, Mapping) or not rows:
         raise TypeError(f"rows: expected a dict of at least one variable and its values, got {rows!r}")
     sources = []
@@ -482,12 +483,12 @@ def _checked_rows(rows: Any) -> tuple[list[Any], list[Any]]:
             raise TypeError(f"rows: expected a symbolic input as key, got {describe(variable)}")
         if variable.ndim == 0 or variable.type.shape[0] is not None:
             raise ValueError(f"rows: {describe(variable)} of type {variable.type} has no rows to share out")
-        sources.append(_checked_source(variable, value))
-    _check_lengths(rows, [_now(source) for source in sources])
+        sources.append(_check_source(variable, value))
+    _check_lengths(rows, [_get_values(source) for source in sources])
     return list(rows), sources
 
 
-def _checked_source(variable: Any, value: Any) -> Any:
+def _check_source(variable: Any, value: Any) -> Any:
     if isinstance(value, SharedVariable | synk.Data):
         kind = value.type if isinstance(value, SharedVariable) else value
         if (kind.dtype, kind.ndim) != (variable.dtype, variable.ndim):
@@ -500,43 +501,43 @@ def _checked_source(variable: Any, value: Any) -> Any:
         return library_of(variable).filter(variable.type, value)
     except (TypeError, ValueError) as error:
         wrong = ValueError if isinstance(error, ValueError) else TypeError
-        raise wrong(f"rows: {describe(variable)} of type {variable.type} can't take the values: {error}") from None
+        raise wrong(f"rows: {describe(variable)} of type {variable.type} cannot take the values: {error}") from None
 
 
 def _check_lengths(variables: Iterable[Any], values: Sequence[Any]) -> int:
     """Return the number of rows; raise ValueError if it differs between the values."""
     lengths = {describe(variable): len(each) for variable, each in zip(variables, values, strict=True)}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"rows: expected equally many of each, got {lengths}")
+        raise ValueError(f"rows: expected the same number of rows for each input, got {lengths}")
     return min(lengths.values())
 
 
-def _now(source: Any) -> Any:
-    """Return the present values of rows; the same object as long as nobody has set others."""
+def _get_values(source: Any) -> Any:
+    """Return the current values; the same object until ``set_value`` is called."""
     return source.get_value(borrow=True) if isinstance(source, SharedVariable) else source
 
 
-def _sample(values: Any) -> Any:
-    """Return the shape of rows and some of their bytes, to be compared with others'."""
+def _take_sample(values: Any) -> Any:
+    """Return shape and sampled bytes of an array, to find changes in place; None for read-only data."""
     if isinstance(values, ReadOnlyData):
         return None
     array = np.asarray(values)
-    return array.shape, array[:: -(-array.size // _SAMPLE) or 1].tobytes()
+    return array.shape, array[:: -(-array.size // _SAMPLE_SIZE) or 1].tobytes()
 
 
-def _holder(variable: Any) -> Any:
-    """Return a shared variable in which each rank will have its rows."""
+def _make_shared(variable: Any) -> Any:
+    """Return the shared variable that holds each rank's rows."""
     shape = [0, *(length or 0 for length in variable.type.shape[1:])]
     return pytensor.shared(np.zeros(shape, variable.dtype), variable.name, shape=variable.type.shape)
 
 
-# -- which part of the graph the ranks compute -------------------------------------------------------------------
+# -- the ranks' part of the graph --------------------------------------------------------------------------------
 
 
-def _inside(terms: Any, rows: Sequence[Any]) -> list[Apply]:
-    """Return the nodes of the terms that the ranks compute, in the graph's order.
+def _select_rank_nodes(terms: Any, rows: Sequence[Any]) -> list[Apply]:
+    """Return the nodes that the ranks compute, in topological order.
 
-    Those that depend on rows, and behind these what costs less to compute than to send.
+    These are the nodes that depend on rows, and nodes before them that are cheaper to compute than to send.
     """
     nodes = library_of(terms).sort_nodes([terms])
     read = {terms, *(variable for node in nodes for variable in node.inputs)}
@@ -551,7 +552,7 @@ def _inside(terms: Any, rows: Sequence[Any]) -> list[Apply]:
         if fixed.issuperset(node.inputs):
             fixed.update(node.outputs)
     needed = {terms}
-    inside = []
+    selected = []
     for node in reversed(nodes):
         wanted = needed.intersection(node.outputs)
         if wanted and (
@@ -561,26 +562,26 @@ def _inside(terms: Any, rows: Sequence[Any]) -> list[Apply]:
             or isinstance(node.op, Elemwise | CAReduce)
             and all(map(_is_number, node.inputs))
         ):
-            inside.append(node)
+            selected.append(node)
             needed.update(node.inputs)
-    return inside[::-1]
+    return selected[::-1]
 
 
-def _params(inside: Sequence[Apply], rows: Sequence[Any]) -> list[Any]:
-    """Return what these nodes are computed from beside the rows and constants."""
-    computed = {variable for node in inside for variable in node.outputs}
+def _find_params(selected: Sequence[Apply], rows: Sequence[Any]) -> list[Any]:
+    """Return the inputs of these nodes other than rows and constants."""
+    computed = {variable for node in selected for variable in node.outputs}
     params: dict[Any, None] = {}
-    for variable in (variable for node in inside for variable in node.inputs):
+    for variable in (variable for node in selected for variable in node.inputs):
         if variable in computed or variable in rows or isinstance(variable, Constant):
             continue
         if not _is_array(variable):
-            raise TypeError(f"terms: computed from {describe(variable)} of type {variable.type}, which can't be sent")
+            raise TypeError(f"terms: computed from {describe(variable)} of type {variable.type}, which cannot be sent")
         params[variable] = None
     return list(params)
 
 
-def rebuilt(variable: Any, nodes: Sequence[Apply], replaced: Mapping[Any, Any]) -> Any:
-    """Return a variable as it is when others take the places of some; ``nodes`` are those between, in order."""
+def replace_variables(variable: Any, nodes: Sequence[Apply], replaced: Mapping[Any, Any]) -> Any:
+    """Return `variable` recomputed with the variables in ``replaced``; ``nodes`` is its graph in topological order."""
     made = dict(replaced)
     for node in nodes:
         if not made.keys().isdisjoint(node.inputs):
@@ -598,5 +599,5 @@ def _is_number(variable: Any) -> bool:
 
 
 def _is_small(constant: Any) -> bool:
-    """Whether a constant may be sent to the ranks with the graph, rather than what is computed from it."""
-    return np.size(constant.data) <= _SMALL
+    """Whether a constant is small enough to be sent to the ranks with the graph."""
+    return np.size(constant.data) <= _MAX_CONSTANT_SIZE

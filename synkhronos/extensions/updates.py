@@ -1,4 +1,4 @@
-"""The update rules, by the name that users import; they are in `synkhronos.training.updates`."""
+"""Update rules: the name of 2017 for `synkhronos.training.updates`."""
 
 from synkhronos.training.updates import *  # noqa: F403
 from synkhronos.training.updates import __all__ as __all__
