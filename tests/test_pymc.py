@@ -677,12 +677,6 @@ def test_paths_in_other_processes_are_told_of_concurrent(two):
         pathfinder["fit_pathfinder"](parallel, "process")
 
 
-@pytest.mark.skipif(XLA, reason="PyMC forks beside JAX' threads")
-def test_chains_in_other_processes_are_told_of_cores(two):
-    with pytest.raises(Exception, match="cores=1"):
-        sample(data_parallel(small()), draws=5, tune=5, chains=2, cores=2)
-
-
 def test_nobody_who_has_no_pymc_notices():
     """In a process in which PyMC can't be imported, all the rest can."""
     script = """

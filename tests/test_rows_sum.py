@@ -332,7 +332,7 @@ def test_a_process_that_gets_it_as_a_pickle_is_told_of_cores(two):
     code = "import pickle, sys; pickle.load(sys.stdin.buffer).perform(None, [1.0], [[None]])"
     # No child of multiprocessing's: its resource tracker would outlive the test.
     ended = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(total.owner.op), capture_output=True)
-    assert b"RuntimeError" in ended.stderr and b"cores=1" in ended.stderr
+    assert b"RuntimeError" in ended.stderr and b'mp_ctx="fork"' in ended.stderr and b"cores=1" in ended.stderr
 
 
 def test_copies_are_of_the_same_rows(two):

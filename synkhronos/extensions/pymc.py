@@ -1,9 +1,6 @@
 """PyMC models whose likelihoods are computed by all ranks.
 
-`data_parallel`
-    A model in which the ranks compute what the observed rows contribute.
-
-PyMC is imported when it is called, not before.
+PyMC is imported at the first call rather than with this module, as it is an optional package.
 """
 
 from __future__ import annotations
@@ -20,43 +17,43 @@ __all__ = ["data_parallel"]
 
 
 def data_parallel(model: pymc.Model) -> DataParallelModel:
-    """Return the same model, with a log-density that all ranks compute, each from its own rows.
+    """Return a copy of a model whose log-density is computed by all ranks, each from its own rows.
 
-    An observed variable is split if its log-density is a sum over rows, and each row's depends on that row alone: of
-    the observed values, of ``pm.Data``, and of arrays in the model that are as long.  Parameters, priors and all else
-    stay in this process.  What is returned is used as the model is: ``pm.sample``, ``pm.find_MAP`` and ``pm.fit`` run
-    as before, and whenever they ask for the density or its gradient, all ranks compute.
+    An observed variable is split if its log-density is a sum over rows, and each row's term depends on that row alone:
+    of the observed values, of ``pm.Data``, and of arrays in the model that are as long.  Parameters, priors and
+    everything else stay in this process.  ``pm.sample``, ``pm.find_MAP`` and ``pm.fit`` take the copy as they take the
+    model.
 
     Parameters
     ----------
     model : pymc.Model
-        It stays as it is, and goes on computing in this process alone.
+        It is not changed.
 
     Returns
     -------
     pymc.Model
-        It has the same variables, coordinates and data: ``pm.set_data`` in one holds for both.  Beside what every model
-        has there are ``split_RVs``, the observed variables and potentials that are split, and ``reasons``, a dict that
-        says why the others are not.
+        It shares variables, coordinates and data with `model`: ``pm.set_data`` in one holds for both.  ``split_RVs`` is
+        the list of observed variables and potentials that are split, and ``reasons`` a dict of the reasons why the
+        others are not.
 
     Raises
     ------
     TypeError
-        If `model` is no model.
+        If `model` is no model of PyMC.
     ValueError
         If nothing can be split; the message says why, for each observed variable.
 
     Warns
     -----
     UserWarning
-        For each observed variable, and each potential that is computed from arrays, that stays in this process because
-        it can't be split; it says why.
+        For each observed variable, and each potential that is computed from arrays, that can't be split: this process
+        computes it.  The message has the reason.
 
     Notes
     -----
-    Call `synkhronos.fork` before the model is compiled, as samplers do, and pass ``cores=1`` to ``pm.sample``: chains
-    run one after another, each on all ranks.  What is no density of the whole model is computed by this process:
-    ``pm.sample_posterior_predictive``, ``pm.compute_log_likelihood``.
+    Call `synkhronos.fork` before a sampler, which compiles the model.  ``pm.sample`` divides the ranks among the chains
+    that it samples at a time; with ``cores=1`` each chain has all ranks.  This process alone computes
+    ``pm.sample_posterior_predictive`` and ``pm.compute_log_likelihood``.
 
     Use ``pm.set_data`` for new rows.  If an array is changed in place, an evaluation notices it only if the array has
     up to 32,768 elements, or most of its rows were changed.

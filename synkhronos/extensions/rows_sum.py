@@ -19,6 +19,7 @@ import _thread
 import contextlib
 import itertools
 import math
+import operator
 import os
 import textwrap
 import threading
@@ -45,6 +46,7 @@ from synkhronos import ranks
 from synkhronos.checks import describe
 from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.devices import HOST
+from synkhronos.extensions.chains import find_chain, set_inherited_rows, start_ranks
 from synkhronos.graphs import library_of
 
 __all__ = ["sum_over_rows"]
@@ -144,6 +146,10 @@ class RowsSum:
         Positions of the parameters that the sum can be differentiated by.
     interrupts_on_exit : bool
         Whether a worker's exit raises `WorkerExitInterrupt` rather than `synkhronos.WorkerError`.
+    ranks_per_chain : int or None
+        Number of ranks of a chain with a process of its own; None for an equal share.
+    inherited_rows : list of ndarray
+        In such a process, the values of the rows when its ranks were started.
     """
 
     def __init__(self, terms: Any, rows: Mapping[Any, Any], name: str | None):
@@ -160,6 +166,8 @@ class RowsSum:
         terms = replace_variables(terms, nodes, replaced)
         self.total = pt.sum(terms, dtype=terms.dtype)
         self.interrupts_on_exit = False
+        self.ranks_per_chain: int | None = None
+        self.inherited_rows: list[Any] = []
         self._lock = threading.RLock()
         self._scattered: list[Any] = []
         self._samples: list[Any] = []
@@ -262,7 +270,8 @@ class RowsSum:
             joined = np.ravel(function._call_and_read(*arguments, num_slices=self._num_slices))
         except synk.WorkerError as error:
             session = None if self._session is None else self._session()
-            if not self.interrupts_on_exit or session is not None and session.closed is None:
+            # A chain's process reports the error to PyMC, which ends the other chains.
+            if not self.interrupts_on_exit or session is not None and session.closed is None or find_chain():
                 raise
             warnings.warn(f"stopped early, with the results so far: {error}", RuntimeWarning, stacklevel=2)
             if _is_foreign_thread():
@@ -296,20 +305,34 @@ class RowsSum:
         self._num_slices = 1
         if num_rows:
             _ = self._value_function  # registers the shared variables on the ranks
-            synk.scatter(self._shareds, arrays)
+            has_inherited = len(self.inherited_rows) > 0 and all(map(operator.is_, arrays, self.inherited_rows))
+            if has_inherited and session.workers.are_forks:
+                set_inherited_rows(session, self._shareds, self)
+            else:
+                synk.scatter(self._shareds, arrays)
             if session.rank.device is HOST:  # GPUs are fastest on all rows at once
                 nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in arrays)
                 self._num_slices = min(max(1, nbytes // (session.rank.size * _SLICE_BYTES)), num_rows)
         self._scattered, self._samples, self._session = arrays, samples, weakref.ref(session)
 
     def get_session(self) -> Any:
-        """Return the running session; raise RuntimeError if there is none, or if another process has it."""
+        """Return the running session, which starts here in the process of a chain.
+
+        Raises
+        ------
+        RuntimeError
+            If there are no ranks, or if another process has them.
+        """
         try:
             return ranks.session()
         except RuntimeError as error:
-            if os.getpid() == self._key[0]:
+            if ranks.inherited_session() is None:
                 raise
-            raise RuntimeError(_WRONG_PROCESS) from error
+            for each in list(_sums.values()):
+                each.inherited_rows = [_get_values(source) for source in each._sources]
+            if not start_ranks(self.ranks_per_chain):
+                raise RuntimeError(_WRONG_PROCESS) from error
+            return ranks.session()
 
 
 def _is_foreign_thread() -> bool:
@@ -346,9 +369,9 @@ class _MissingSum:
 
 
 _WRONG_PROCESS = (
-    "a sum over rows can be evaluated only by the process that called synkhronos.fork(), not by this one. "
-    "If PyMC started it for a chain, pass cores=1 to pm.sample: chains then run one after another, each on all ranks. "
-    "For the paths of pymc-extras' pathfinder, pass concurrent=None"
+    "a sum over rows can be evaluated only by the process that called synkhronos.fork(), and by processes that PyMC "
+    'forks for chains while the ranks are on CPU cores: pass mp_ctx="fork" to pm.sample, or cores=1: chains then run '
+    "one after another, each on all ranks. For the paths of pymc-extras' pathfinder, pass concurrent=None"
 )
 
 

@@ -8,7 +8,7 @@ from synkhronos.ranks.rank import ROOM, Command, Rank
 from synkhronos.ranks.registry import PendingOperation
 from synkhronos.ranks.row_access import RowAccess
 from synkhronos.ranks.segments import Segment, SharedArray
-from synkhronos.ranks.session import Session, check_free, close, fork, session
+from synkhronos.ranks.session import Session, check_free, close, fork, inherited_session, session
 from synkhronos.ranks.threads import available_cores
 from synkhronos.ranks.weak import WeakKeys
 
@@ -28,5 +28,6 @@ __all__ = [
     "check_free",
     "close",
     "fork",
+    "inherited_session",
     "session",
 ]

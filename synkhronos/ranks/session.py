@@ -554,6 +554,11 @@ def session() -> Session:
     return _current
 
 
+def inherited_session() -> Session | None:
+    """Return the running session of the master that this process is a fork of; None in any other process."""
+    return _current if _current is not None and _current.is_copy and _current.closed is None else None
+
+
 def check_free() -> None:
     """Raise RuntimeError if a session of this process is running."""
     if _current is not None and _current.closed is None and not _current.is_copy:

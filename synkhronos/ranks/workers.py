@@ -74,6 +74,11 @@ class Workers:
                 worker.main(number, self._root, self._control, theirs, profile, master, in_main_thread)
         self.pids[number] = pid
 
+    @property
+    def are_forks(self) -> bool:
+        """Whether workers are forks of this process, and so inherit its memory."""
+        return self._file is None
+
     def has_any_exited(self) -> bool:
         """Whether a worker has exited."""
         return any(has_exited(pid) for pid in list(self.pids.values()))

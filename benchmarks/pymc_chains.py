@@ -1,0 +1,128 @@
+"""Chains of PyMC side by side: plain, each in one process, and data-parallel, each on its share of the ranks.
+
+Each side is one call of ``pm.sample`` with the same seed, in turn, with one BLAS thread for each process.  Gradients a
+second are the leapfrog steps of all chains, tuning included, divided by the sampler's own time.  The wall time includes
+compiling.  The limit is what plain processes reach without any exchange: as many as there are ranks, each with its
+share of a chain's rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import warnings
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from benchmarks._hierarchical import GROUPS
+from benchmarks._measure import Table, heading, ranks
+from benchmarks.pymc_rows import logistic, rate_of_chains
+from synkhronos.ranks import available_cores
+
+
+def negative_binomial(rows: int, columns: int) -> Any:
+    """Build a regression of counts with varying intercepts: each row takes logarithms of the gamma function."""
+    import pymc as pm
+
+    rng = np.random.default_rng(0)
+    x, group = rng.normal(size=(rows, columns)), rng.integers(0, GROUPS, rows)
+    counts = rng.poisson(rng.gamma(2, np.exp(0.5 + x @ np.linspace(-0.2, 0.2, columns)) / 2))
+    with pm.Model() as model:
+        overall, spread = pm.Normal("overall"), pm.HalfNormal("spread")
+        effects = pm.Normal("effects", overall, spread, shape=GROUPS)
+        slopes = pm.Normal("slopes", shape=columns)
+        mean = pm.math.exp(effects[group] + pm.Data("x", x) @ slopes)
+        pm.NegativeBinomial("y", mu=mean, alpha=pm.Exponential("alpha", 1), observed=counts)
+    return model
+
+
+def sample(model: Any, chains: int, cores: int, draws: int) -> tuple[float, float, float, float]:
+    """Sample a model; return gradients a second, effective draws a second, wall time in seconds, largest R-hat."""
+    import arviz
+    import pymc as pm
+
+    start = perf_counter()
+    with model, threadpool_limits(1):
+        drawn = pm.sample(
+            draws,
+            tune=draws,
+            chains=chains,
+            cores=cores,
+            random_seed=1,
+            progressbar=False,
+            discard_tuned_samples=False,
+            compute_convergence_checks=False,
+        )
+    wall = perf_counter() - start
+    steps = sum(int(stats["n_steps"].sum()) for stats in (drawn.warmup_sample_stats, drawn.sample_stats))
+    effective = min(float(each.min()) for each in arviz.ess(drawn).data_vars.values())
+    r_hat = max(float(each.max()) for each in arviz.rhat(drawn).data_vars.values())
+    return steps / drawn.posterior.attrs["sampling_time"], effective / wall, wall, r_hat
+
+
+def compare(name: str, build: Callable[[int, int], Any], options: argparse.Namespace) -> None:
+    """Measure one model, and print all sides."""
+    from synkhronos.extensions.pymc import data_parallel
+
+    size, chains = options.ranks, options.chains
+    model = build(options.rows, options.columns)
+    sides: dict[str, tuple[Any, int]] = {
+        "PyMC": (model, chains),
+        "ranks, side by side": (data_parallel(model), chains),
+        "ranks, one by one": (data_parallel(model), 1),
+    }
+    figures: dict[str, list[tuple[float, ...]]] = {side: [] for side in sides}
+    for _ in range(options.rounds):
+        for side, (one, cores) in sides.items():
+            figures[side].append(sample(one, chains, cores, options.draws))
+    per_chain = max(1, size // chains)
+    part = build(options.rows // per_chain, options.columns)
+    limit = rate_of_chains(part, per_chain * min(chains, size), options.calls) / per_chain
+    print(f"{name}, {options.rows} rows of {options.columns} columns: {chains} chains, {size} ranks")
+    table = Table({"": 21, "gradients/s": 11, "of the limit": 12, "effective/s": 11, "wall (s)": 8, "R-hat": 6})
+    for side, rounds in figures.items():
+        rate, effective, wall, r_hat = (median(column) for column in zip(*rounds, strict=True))
+        table.row(side, f"{rate:.1f}", f"{rate / limit:.2f}", f"{effective:.2f}", f"{wall:.1f}", f"{r_hat:.3f}")
+    table.row("limit", f"{limit:.1f}", "1", "", "", "")
+    plain, ours = ([rate for rate, *_ in figures[side]] for side in list(sides)[:2])
+    each = [mine / other for mine, other in zip(ours, plain, strict=True)]
+    print(f"side by side: {median(each):.2f} times PyMC's gradients (rounds {min(each):.2f} to {max(each):.2f})\n")
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pymc_chains",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, default=available_cores(), help="(default: one for each core)")
+    parser.add_argument("--chains", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=100_000, help="(default: %(default)s)")
+    parser.add_argument("--columns", type=int, default=20, help="(default: %(default)s)")
+    parser.add_argument("--draws", type=int, default=100, help="and as many to tune (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="turns of each side (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=50, help="evaluations for the limit (default: %(default)s)")
+    parser.add_argument("--only", choices=["logistic", "counts"], help="measure one of the models")
+    options = parser.parse_args()
+    if not importlib.util.find_spec("pymc"):
+        print("This benchmark needs PyMC, which is not installed: left out.")
+        return
+    warnings.simplefilter("ignore")
+    logging.getLogger("pymc").setLevel(logging.ERROR)
+    heading("PyMC: chains side by side")
+    with ranks(options.ranks):
+        if options.only != "counts":
+            compare("hierarchical logistic regression", logistic, options)
+        if options.only != "logistic":
+            compare("negative binomial", negative_binomial, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Ranks for each chain of a sampler that computes chains in processes of their own.
+
+PyMC forks one process for each chain.  Such a process is a copy of the master, whose ranks it cannot use.  At its first
+evaluation it starts ranks of its own: its share of as many as the master has.  Rows are not copied, since the ranks of
+a chain inherit the arrays.
+
+.. code-block:: text
+
+   master, fork(4)      its ranks wait while chains are sampled
+     ├─▶ chain 0 ─▶ rank 1        each chain: a session of 4 ranks / 2 chains
+     └─▶ chain 1 ─▶ rank 1
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from multiprocessing import current_process
+from multiprocessing.util import Finalize
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.collectives.arguments import get_mirror_keys
+from synkhronos.data.rows import get_share
+from synkhronos.devices import HOST
+from synkhronos.graphs import library_of
+from synkhronos.graphs.mirror import get_object
+from synkhronos.ranks import Command, Rank, Session
+
+__all__ = ["find_chain", "set_inherited_rows", "start_ranks"]
+
+#: Modules of PyMC that start a process for each chain.
+_SAMPLERS = ("pymc.sampling.parallel", "pymc.smc.parallel")
+
+
+def find_chain() -> tuple[int, int] | None:
+    """Return the number of this process' chain, and how many chains are sampled at a time; None if it has no chain.
+
+    PyMC does not pass these numbers on.  They are read from the call that forked this process, which is on its stack.
+    """
+    number = re.search(r"worker_chain_(\d+)$", current_process().name)
+    frame: FrameType | None = sys._getframe()
+    while number and (frame := frame and frame.f_back):
+        values = frame.f_locals if frame.f_globals.get("__name__") in _SAMPLERS else {}
+        if "chains" in values and "cores" in values:
+            return int(number[1]), min(values["chains"], values["cores"])
+    return None
+
+
+def start_ranks(ranks_per_chain: int | None = None) -> bool:
+    """Start the ranks of this process' chain; they end with this process.
+
+    Parameters
+    ----------
+    ranks_per_chain : int, optional
+        Number of ranks.  Default: this chain's share of the master's ranks on this machine, at least one.
+
+    Returns
+    -------
+    bool
+        False if this process samples no chain, or the master has no ranks or has them on GPUs.
+    """
+    inherited, chain = ranks.inherited_session(), find_chain()
+    if inherited is None or chain is None or inherited.rank.device is not HOST:
+        return False
+    number, at_a_time = chain
+    share = get_share(len(inherited.rank.control.here), at_a_time, number % at_a_time)
+    synk.fork(ranks_per_chain or max(1, share.stop - share.start), use_gpu=False, hosts=[])
+    Finalize(None, synk.close, exitpriority=0)  # a process of multiprocessing does not run the functions of atexit
+    return True
+
+
+def set_inherited_rows(session: Session, variables: list[Any], owner: Any) -> None:
+    """Set each rank's variables to its rows of ``owner.inherited_rows``.
+
+    Parameters
+    ----------
+    session : Session
+        Its workers are forks of this process.
+    variables : list of shared variable
+    owner : object
+        Its pickle is a reference: each worker has inherited the object with ``inherited_rows``, a list of an array
+        for each variable.
+    """
+    with session.turn:
+        session.settle()
+        session.run(_InheritRows(get_mirror_keys(session, variables), owner))
+
+
+@dataclass(frozen=True, slots=True)
+class _InheritRows(Command):
+    """As `set_inherited_rows`; ``keys`` are the variables' keys among the ranks' objects."""
+
+    keys: tuple[Any, ...]
+    owner: Any
+
+    def run(self, rank: Rank) -> None:
+        """Put views of this rank's rows into the variables' containers, or copies where rows are not contiguous."""
+        for key, values in zip(self.keys, self.owner.inherited_rows, strict=True):
+            shared = get_object(rank, key)
+            rows = values[get_share(len(values), rank.size, rank.number)]
+            library_of(shared).put(shared, np.ascontiguousarray(rows))

@@ -1,0 +1,224 @@
+"""Chains of PyMC side by side, each with its own ranks, compared with PyMC's own chains."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # ArviZ announces its next version
+    pm = pytest.importorskip("pymc", reason="the extra `pymc` is not installed")
+from library import HOSTS, INTERPRETED, XLA  # noqa: E402
+
+import synkhronos as synk  # noqa: E402
+from synkhronos.extensions import chains as chains_module  # noqa: E402
+from synkhronos.extensions.pymc import data_parallel  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.skipif(XLA, reason="PyMC forks beside JAX' threads"),
+    pytest.mark.skipif(bool(HOSTS), reason="chains use the ranks of one host"),
+]
+X = np.random.default_rng(3).normal(size=(60, 3))
+
+
+def build():
+    with pm.Model() as model:
+        b = pm.Normal("b", shape=3)
+        pm.Normal("y", X @ b, 1, observed=X[:, 0])
+        pm.Poisson("z", pm.math.exp(b[0]), observed=np.arange(50) % 4)
+    return model
+
+
+def sample(model, **kwargs):
+    settings = {"draws": 5, "tune": 5, "random_seed": 5, "progressbar": False, "compute_convergence_checks": False}
+    with model:
+        return pm.sample(**{**settings, **kwargs}, compile_kwargs={"mode": INTERPRETED})
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Return a function that returns the ranks of each chain so far: the process ids of their workers."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    start_ranks = chains_module.synk.fork
+
+    def start(*args, **kwargs):
+        start_ranks(*args, **kwargs)
+        pids = list(synk.ranks.session().workers.pids.values())
+        os.write(write, (" ".join(map(str, [os.getpid(), *pids])) + "\n").encode())
+
+    found = []
+
+    def get():
+        try:
+            text = os.read(read, 1 << 16).decode()
+        except BlockingIOError:
+            text = ""
+        found.extend([list(map(int, line.split())) for line in text.splitlines()])
+        return found
+
+    # The master's ranks are started by a function of the tests.
+    monkeypatch.setattr(chains_module, "synk", type("Patched", (), {"fork": staticmethod(start), "close": synk.close}))
+    yield get
+    os.close(read)
+    os.close(write)
+
+
+def has_exited(pid):
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chains", "cores", "expected"),
+    [(5, 2, 2, [2, 3]), (3, 3, 2, [1, 2, 2]), (1, 2, 4, [1, 1])],
+    ids=["remainder", "more chains than cores", "more chains than ranks"],
+)
+def test_each_chain_has_its_share_of_the_ranks(fork, started, ranks, chains, cores, expected):
+    fork(ranks)
+    model = build()
+    ours = sample(data_parallel(model), chains=chains, cores=cores)
+    theirs = sample(model, chains=chains, cores=1)
+    np.testing.assert_allclose(ours.posterior["b"].values, theirs.posterior["b"].values, rtol=1e-6)
+    assert sorted(map(len, started())) == expected
+    assert all(has_exited(pid) for group in started() for pid in group)
+
+
+@pytest.mark.parametrize("settings", [{"chains": 1, "cores": 4}, {"chains": 2, "cores": 1}], ids=["chain", "core"])
+def test_chains_of_the_master_use_all_of_its_ranks(fork, started, settings):
+    fork(2)
+    assert sample(data_parallel(build()), **settings).posterior.sizes["chain"] == settings["chains"]
+    assert not started()
+
+
+def test_chains_inherit_the_rows(fork, monkeypatch):
+    """Each group of ranks computes from the arrays of the model, and has no copies."""
+    fork(2)
+    parallel = data_parallel(build())
+    parallel.compile_logp(mode=INTERPRETED)(parallel.initial_point())
+
+    def scatter(*args):
+        raise AssertionError("the rows were copied")
+
+    monkeypatch.setattr(synk, "scatter", scatter)
+    ours = sample(parallel, chains=2, cores=2)
+    np.testing.assert_allclose(
+        ours.posterior["b"].values, sample(build(), chains=2, cores=1).posterior["b"].values, rtol=1e-6
+    )
+
+
+def test_new_data_of_the_next_chains(fork):
+    fork(2)
+    with pm.Model() as model:
+        seen = pm.Data("seen", np.arange(6.0))
+        pm.Normal("y", pm.Normal("center"), 1, observed=seen)
+    parallel = data_parallel(model)
+    for values in (np.arange(6.0), np.arange(4.0) - 3):
+        with model:
+            pm.set_data({"seen": values})
+        ours, theirs = sample(parallel, chains=2, cores=2), sample(model, chains=2, cores=1)
+        np.testing.assert_allclose(ours.posterior["center"].values, theirs.posterior["center"].values, rtol=1e-6)
+
+
+def test_metropolis_and_sequential_monte_carlo(fork, started):
+    fork(2)
+    model = build()
+    parallel = data_parallel(model)
+    with parallel:
+        steps = pm.Metropolis(compile_kwargs={"mode": INTERPRETED})
+    ours = sample(parallel, step=steps, chains=2, cores=2)
+    with model:
+        steps = pm.Metropolis(compile_kwargs={"mode": INTERPRETED})
+    theirs = sample(model, step=steps, chains=2, cores=1)
+    np.testing.assert_allclose(ours.posterior["b"].values, theirs.posterior["b"].values, rtol=1e-9)
+    assert len(started()) == 2
+
+    def draw(model, cores):
+        with model:
+            drawn = pm.sample_smc(
+                8, chains=2, cores=cores, random_seed=1, progressbar=False, compute_convergence_checks=False,
+                compile_kwargs={"mode": INTERPRETED},
+            )  # fmt: skip
+        return drawn.posterior["b"].values
+
+    np.testing.assert_allclose(draw(parallel, 2), draw(model, 1), rtol=1e-6)
+    assert len(started()) == 4
+
+
+class At:
+    """Call a function after some draws."""
+
+    def __init__(self, draws, function):
+        self.draws, self.function = draws, function
+
+    def __call__(self, trace, draw):
+        self.draws -= 1
+        if self.draws == 0:
+            self.function()
+
+
+@pytest.mark.faults
+def test_a_death_within_a_chain_ends_all_chains_with_an_error(fork, started):
+    fork(4)
+    model = build()
+    parallel = data_parallel(model)
+    kill = At(30, lambda: os.kill(started()[0][1], signal.SIGKILL))
+    with pytest.raises(Exception, match="Chain .* rank 1 .* was killed by SIGKILL"):
+        sample(parallel, chains=2, cores=2, draws=100_000, callback=kill)
+    assert len(started()) == 2 and all(has_exited(pid) for group in started() for pid in group)
+    point = model.initial_point()
+    expected = model.compile_logp(mode=INTERPRETED)(point)
+    np.testing.assert_allclose(parallel.compile_logp(mode=INTERPRETED)(point), expected)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_ranks_of_a_chain_end_with_it(fork, started, signal_number):
+    fork(4)
+    kill = At(30, lambda: os.kill(started()[0][0], signal_number))
+    with pytest.raises((EOFError, ConnectionError, RuntimeError)):
+        sample(data_parallel(build()), chains=2, cores=2, draws=100_000, callback=kill)
+    assert all(has_exited(pid) for group in started() for pid in group)
+
+
+@pytest.mark.faults
+def test_ctrl_c_returns_the_draws_so_far(tmp_path):
+    """As a terminal sends it: to all processes."""
+    script = """
+        import os, signal, sys, warnings
+        import numpy as np
+        import synkhronos as synk
+        from synkhronos.extensions.pymc import data_parallel
+        from test_pymc_chains import At, build, sample
+        synk.fork(4, use_gpu=False)
+        interrupt = At(30, lambda: os.killpg(0, signal.SIGINT))
+        drawn = sample(data_parallel(build()), chains=2, cores=2, draws=100_000, callback=interrupt)
+        print("drawn", 1 <= drawn.posterior.sizes["draw"] < 100_000)
+        print("again", sample(data_parallel(build()), chains=2, cores=2).posterior.sizes["draw"])
+        synk.close()
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])},
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.stdout.split() == ["drawn", "True", "again", "5"], ended.stderr
+    assert "Traceback" not in ended.stderr
