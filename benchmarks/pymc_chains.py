@@ -44,7 +44,6 @@ def negative_binomial(rows: int, columns: int) -> Any:
 
 def sample(model: Any, chains: int, cores: int, draws: int) -> tuple[float, float, float, float]:
     """Sample a model; return gradients a second, effective draws a second, wall time in seconds, largest R-hat."""
-    import arviz
     import pymc as pm
 
     start = perf_counter()
@@ -61,8 +60,8 @@ def sample(model: Any, chains: int, cores: int, draws: int) -> tuple[float, floa
         )
     wall = perf_counter() - start
     steps = sum(int(stats["n_steps"].sum()) for stats in (drawn.warmup_sample_stats, drawn.sample_stats))
-    effective = min(float(each.min()) for each in arviz.ess(drawn).data_vars.values())
-    r_hat = max(float(each.max()) for each in arviz.rhat(drawn).data_vars.values())
+    effective = min(float(each.min()) for each in pm.ess(drawn).data_vars.values())
+    r_hat = max(float(each.max()) for each in pm.rhat(drawn).data_vars.values())
     return steps / drawn.posterior.attrs["sampling_time"], effective / wall, wall, r_hat
 
 
