@@ -318,27 +318,29 @@ class Job:
         return call(command, heading, SYNKHRONOS_TEST_DEVICE=self.device)
 
 
+def list_test_files(*names: str) -> list[str]:
+    """Return the paths of test files: ``rows`` is tests/function/test_rows.py."""
+    return [str(path.relative_to(ROOT)) for name in names for path in ROOT.glob(f"tests/*/test_{name}.py")]
+
+
 #: What `test` runs on JAX arrays beside all tests on NumPy's: two minutes of it.
-IN_BRIEF = [f"tests/test_{name}.py" for name in ("collectives", "jax", "modes", "rules", "timeline", "updates")]
+IN_BRIEF = list_test_files("collectives", "jax", "modes", "rules", "timeline", "updates")
 #: What `test --quick` runs, with PyTensor alone: what most changes break, in a minute.
-QUICK = [
-    f"tests/test_{name}.py"
-    for name in (
-        *("house", "rows", "reduce", "graphs", "data", "collectives", "tasks", "threads", "update_rule"),
-        *("user_code", "seed_example"),
-    )
-]
+QUICK = list_test_files(
+    *("house", "rows", "reduce", "graphs", "data", "collectives", "tasks", "threads", "update_rule"),
+    *("user_code", "seed_example"),
+)
 #: What starts programs of its own and waits for them: half of the time of all tests, and run beside the others.
-PROGRAMS = [f"tests/test_{name}.py" for name in ("compat", "demos", "docs", "lasagne_demos")]
+PROGRAMS = list_test_files("compat", "demos", "docs", "lasagne_demos")
 #: Number of failures of a job up to which these tests are run a second time: more are no accident.
 MOST_RETRIED = 5
 #: What only `--all` runs, each by its marker; pyproject.toml says what these are.
 MARKERS = ("lasagne", "hosts", "faults")
 #: What it runs beside PyMC: what was made for it.
 WITH_PYMC = [
-    *(f"tests/test_{name}.py" for name in ("by_rows", "pymc", "pymc_demos", "rows_sum")),
-    "tests/test_docs.py::test_page[pymc]",
-    "tests/test_docs.py::test_docstring[synkhronos.extensions.pymc.data_parallel]",
+    *list_test_files("by_rows", "pymc", "pymc_demos", "rows_sum"),
+    "tests/project/test_docs.py::test_page[pymc]",
+    "tests/project/test_docs.py::test_docstring[synkhronos.extensions.pymc.data_parallel]",
 ]
 
 
@@ -481,9 +483,9 @@ def counts(report: Path, status: int) -> str:
 
 
 def lint(options: argparse.Namespace, rest: list[str]) -> int:
-    """Check style, format, types and names: ruff, mypy and tests/lint_names.py."""
+    """Check style, format, types and names: ruff, mypy and tests/support/lint_names.py."""
     python = prepare(PYTENSOR.name, "dev").python
-    tools = ("-m ruff check", "-m ruff format --check", "-m mypy", "tests/lint_names.py")
+    tools = ("-m ruff check", "-m ruff format --check", "-m mypy", "tests/support/lint_names.py")
     return call_all([[python, *tool.split()] for tool in tools])
 
 

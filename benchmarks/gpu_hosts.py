@@ -7,7 +7,7 @@ GPUs as one host, with ranks that are forked.  On each of the three:
 - a small network trained for 15 steps, and all collectives, whose digests have to be equal;
 - failures in the middle of collectives, and a rank that is killed there;
 - a ResNet-50, images a second and the loss at the end (each run chooses its convolutions anew, so losses differ);
-- ``tests/test_gpu.py``.
+- ``tests/devices/test_gpu.py``.
 
 Needs mpi4py and MPICH.  Every program runs for a limited time; what it said is printed if it failed.
 """
@@ -25,7 +25,7 @@ import synkhronos as synk
 from benchmarks._measure import Failed, Table, bar, heading, run_alone
 
 ROOT = Path(__file__).resolve().parents[1]
-GPUS = ROOT / "tests" / "gpus"
+GPUS = ROOT / "tests" / "support" / "gpus"
 #: The three ways to have two GPUs, with the variables that make them.
 SPLIT = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_HOSTID": "host-0", "HYDRA_LAUNCHER": "fork", "HOSTS": "a:1,b:1"}
 WAYS = {
@@ -61,7 +61,7 @@ def variables(way: str, pretended: bool) -> dict[str, str]:
     """Return the variables for a program with two GPUs."""
     folders = [
         ROOT,
-        ROOT / "tests",
+        ROOT / "tests" / "support",
         *([GPUS / "one_a_host"] if way != "one host" else []),
         *([GPUS / "pretended"] if pretended else []),
     ]
@@ -73,7 +73,7 @@ def variables(way: str, pretended: bool) -> dict[str, str]:
 
 
 def program(name: str, options: argparse.Namespace, environment: dict[str, str]) -> str:
-    """Run one of tests/gpus/programs.py, and return what it printed."""
+    """Run one of tests/support/gpus/programs.py, and return what it printed."""
     return run_alone([sys.executable, str(GPUS / "programs.py"), name], options.limit, **environment)
 
 
@@ -116,8 +116,8 @@ def resnet(options: argparse.Namespace, environment: dict[str, str]) -> tuple[st
 
 
 def tests(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
-    """Return the same of tests/test_gpu.py: how many passed."""
-    command = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests" / "test_gpu.py")]
+    """Return the same of tests/devices/test_gpu.py: how many passed."""
+    command = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests" / "devices" / "test_gpu.py")]
     environment = {**environment, "SYNKHRONOS_TEST_DEVICE": "gpu"}
     environment.pop("PYTENSOR_FLAGS", None)
     if "," in environment["HOSTS"]:

@@ -1,7 +1,7 @@
 """What does it cost that ranks are on two machines?
 
-Two hosts are simulated on this one machine, by ``tests/hosts/simulated.py``: a network, memory and process ids each.
-They share the cores, so that ratios of what was measured beside it say more than times.
+Two hosts are simulated on this one machine, by ``tests/support/hosts/simulated.py``: a network, memory and process ids
+each. They share the cores, so that ratios of what was measured beside it say more than times.
 
 - An empty function, called on two hosts with a rank each, beside two ranks on one host.
 - `synkhronos.all_reduce` of a float32 shared variable, beside MPI's Allreduce in as many processes on the same hosts,
@@ -258,7 +258,7 @@ def main() -> None:
     if options.on:
         measure(options)
         return
-    sys.path.append(str(HERE.parent / "tests"))
+    sys.path.append(str(HERE.parent / "tests" / "support"))
     simulated = importlib.import_module("hosts")
     if not simulated.has_mpi():
         print("This benchmark needs mpi4py and an mpirun (pip install synkhronos[hosts]): left out.")

@@ -75,6 +75,7 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 from library import COMPILER, HOSTS, fork_ranks, package
+from paths import SUPPORT
 from system import names, names_left
 
 import synkhronos as synk
@@ -86,8 +87,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if DEVICE != "host":
     # These start programs of their own, which compute where they say.
-    collect_ignore = [
-        f"test_{name}.py"
+    collect_ignore_glob = [
+        f"*/test_{name}.py"
         for name in (
             "compat",
             "docs",
@@ -257,7 +258,7 @@ def no_threads_of_xla(request):
     But in the folders whose modules run in processes of their own.
     """
     yield
-    assert DEVICE != "host" or request.path.parent != Path(__file__).parent or not JAX.is_started()
+    assert DEVICE != "host" or SUPPORT in request.path.parents or not JAX.is_started()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -27,7 +27,7 @@ arrived and no failure has been seen by whoever closes, too: it passes a step on
 And a host starts the next command only when the last one is closed there: every other host has sent FAILED before it
 receives that command.
 
-`tests/test_agreement.py` explores all interleavings.
+`tests/ranks/test_agreement.py` explores all interleavings.
 """
 
 from __future__ import annotations

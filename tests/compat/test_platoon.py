@@ -1,0 +1,525 @@
+"""``synkhronos platoon NAME``: controllers and workers in the manner of Platoon's, on two ranks."""
+
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hosts import are_simulated, words
+from launch_runs import ENVIRONMENT, HOST, command, family
+from library import NAME
+from paths import SUPPORT
+from system import names, names_left
+
+from synkhronos.compat.platoon import launcher
+
+PROGRAMS = SUPPORT / "platoon_programs"
+#: PyTensor's functions are compiled by XLA, as on GPUs.
+FLAGS = {"PYTENSOR_FLAGS": "mode=JAX,floatX=float32,traceback__limit=0"} if NAME == "pytensor" else {}
+LIMIT = 100
+DEVICES = ["-D", "cpu", "cpu"]
+
+
+def start(folder, experiment, *arguments, **environment):
+    """Start an experiment in a folder, and return the launcher's process; `processes_of` finds all of its processes."""
+    for file in (*PROGRAMS.glob(f"{experiment}_*.py"), PROGRAMS / "helper.py"):
+        shutil.copy(file, folder)
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        command("platoon", experiment, *arguments),
+        cwd=folder,
+        env=ENVIRONMENT | {"MARK": mark} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.mark = mark
+    return process
+
+
+def finish(process):
+    """Wait for the launcher's end; check that it has left no process and no memory."""
+    try:
+        out, err = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+    deadline = time.monotonic() + 20
+    while processes_of(process) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not processes_of(process)
+    return process.returncode, out, err
+
+
+def processes_of(process):
+    """Return the commands of all live processes that the launcher has started, directly or not."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"MARK={process.mark}".encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+    found.pop(process.pid, None)
+    return found
+
+
+def run(folder, experiment, *arguments, status=0, **environment):
+    before = names()
+    code, out, err = finish(start(folder, experiment, *arguments, **environment))
+    logs = {path.name: path.read_text() for path in sorted(Path(folder).glob("PLATOON_LOGS/*/*/*"))}
+    assert code == status, (code, out, err, logs)
+    assert not names_left(before)
+    return out, err, logs
+
+
+# -- the contract ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def contract(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("contract")
+    arguments = [*DEVICES, "-c=--patience 7 --control-port=6000", "-w=--rate 0.5"]
+    out, err, logs = run(folder, "contract", *arguments, **FLAGS)
+    found = [pickle.loads((folder / f"found-{rank}.pkl").read_bytes()) for rank in (0, 1)]
+    return found, out, err, logs
+
+
+def test_files_and_arguments(contract):
+    found, out, err, logs = contract
+    assert [(each["helper"], each["rate"], each["size"]) for each in found] == [("found", 0.5, 2)] * 2
+    arguments = found[0]["said"]["arguments"]
+    assert arguments[0] == "contract" and arguments[2:6] == ["--single", "-D", "cpu", "cpu"]
+    assert arguments[6:] == ["--patience", "7", "--control-port=6000", "-w=--rate 0.5"]
+    assert sorted(logs) == [
+        *(f"controller_cpu.{kind}" for kind in ("err", "out")),
+        *(f"worker_cpu-{rank}.{kind}" for rank in (0, 1) for kind in ("err", "out")),
+    ]
+    assert [logs[f"worker_cpu-{rank}.out"].splitlines()[-1] for rank in (0, 1)] == ["worker 0 ends", "worker 1 ends"]
+    assert "SUCCESS" in out and not err
+
+
+def test_requests(contract):
+    found = contract[0]
+    for rank, each in enumerate(found):
+        assert each["hello"] == [True, 2] and each["echo"] == {"a": [1, 2.5, None, "ä"]}
+        assert each["said"]["ranks"][str(each["process"])] == rank
+    assert len({found[0]["process"], found[1]["process"], found[0]["said"]["controller"]}) == 3
+
+
+def test_shared_parameters(contract):
+    found = contract[0]
+    local = [[np.arange(4, dtype="float32") + 10 * rank, np.float64(rank)] for rank in (0, 1)]
+    central = [value.copy() for value in local[0]]
+    for each in found:
+        for actual, expected in zip(each["initial"], central, strict=True):
+            np.testing.assert_array_equal(actual, expected)
+    for turn in (0, 1, 0):
+        for i in (0, 1):
+            force = local[turn][i].dtype.type(0.25) * (local[turn][i] - central[i])
+            local[turn][i], central[i] = local[turn][i] - force, central[i] + force
+    for rank, each in enumerate(found):
+        for i, dtype in enumerate(("float32", "float64")):
+            np.testing.assert_array_equal(each["local"][i], local[rank][i])
+            np.testing.assert_array_equal(each["central"][i], central[i])
+            assert each["local"][i].dtype == each["central"][i].dtype == dtype
+        np.testing.assert_array_equal(each["copied"][0], local[1][0])
+        assert each["copied"][1] == 123
+
+
+def test_the_lock(contract):
+    found = contract[0]
+    assert [each["counter"] for each in found] == [80, 80]
+    assert found[1]["busy after 0"] and found[1]["busy after 0.1"]
+    assert "holds the lock already" in found[0]["lock"] and "unlock" not in found[0]
+    assert "does not hold the lock" in found[1]["unlock"]
+
+
+def test_all_reduce(contract):
+    found = contract[0]
+    own = [np.arange(6, dtype="float32").reshape(2, 3) + rank + 1 for rank in (0, 1)]
+    expected = {"+": own[0] + own[1], "*": own[0] * own[1], "max": own[1], "minimum": own[0]}
+    expected |= {"sum": expected["+"], "add": expected["+"], "mul": expected["*"]}
+    for each in found:
+        assert each["reduced"].keys() == expected.keys()
+        for op, value in each["reduced"].items():
+            np.testing.assert_array_equal(value, expected[op])
+            assert value.dtype == "float32"
+        np.testing.assert_array_equal(each["dest"], expected["sum"])
+
+
+def test_global_dynamics(contract):
+    found = contract[0]
+    own = [np.arange(6, dtype="float32").reshape(2, 3) + rank + 1 for rank in (0, 1)]
+    total = own[0] + own[1]
+    forces = [np.float32(0.1) * (value - 1) for value in own]
+    for rank, each in enumerate(found):
+        np.testing.assert_array_equal(each["SumSGD"][0], total)
+        assert each["SumSGD"][1] == total.sum() and each["SumSGD"][1].dtype == "float32"
+        assert each["SumSGD"][2] == 2**61 + 1  # which no float is
+        np.testing.assert_array_equal(each["AverageSGD"], total / 2)
+        np.testing.assert_allclose(each["EASGD"][0], own[rank] - forces[rank], rtol=1e-6)
+        np.testing.assert_allclose(each["EASGD"][1], 1 + forces[0] + forces[1], rtol=1e-6)
+        for value, expected in zip(each["Downpour"], (1 + total, 0 * total, 1 + total), strict=True):
+            np.testing.assert_array_equal(value, expected)
+        assert each["own"] == 1
+
+
+def test_all_reduce_in_a_graph(contract):
+    own = [np.arange(6, dtype="float32").reshape(2, 3) + rank + 1 for rank in (0, 1)]
+    for each in contract[0]:
+        total, updated, largest = each["in a graph"]
+        assert total == 2 * (own[0] + own[1]).sum()
+        np.testing.assert_array_equal(updated, own[0] + own[1])
+        np.testing.assert_array_equal(largest, own[1])
+        np.testing.assert_array_equal(each["summed"][0], 2 * (own[0] + own[1]))
+        np.testing.assert_array_equal(each["summed"][1], 2 * own[1])
+        assert not each.get("64 bits")
+
+
+def test_mini_batches(contract):
+    found = contract[0]
+    received = [batch for each in found for batch in each["batches"]]
+    assert sorted(int(batch[1]) for batch in received) == list(range(30))  # each on one worker
+    for full, number, empty, transposed in received:
+        np.testing.assert_array_equal(full, np.full((2, 3), number, "float32"))
+        assert (full.dtype, empty.shape, empty.dtype) == ("float32", (0, 4), bool)
+        np.testing.assert_array_equal(transposed, np.arange(6).reshape(2, 3).T)
+    assert all("has closed the queue" in each["closed"] for each in found)
+
+
+# -- ends --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize(
+    ("how", "rank", "said"),
+    [
+        ("raise", 1, "worker 1 (cpu, process {}) raised ValueError: the third batch is damaged"),
+        ("exit", 0, "worker 0 (cpu, process {}) exited with status 3"),
+        ("controller", 1, "KeyError: 'no such decision'"),
+    ],
+)
+def test_failures(tmp_path, how, rank, said):
+    _, err, logs = run(tmp_path, "fails", *DEVICES, f"-w={how} {rank}", status=1)
+    before, _, after = said.partition("{}")
+    assert before in err and after in err, err
+    assert f"worker {1 - rank}" not in err
+    if how == "raise":
+        assert logs["worker_cpu-1.err"].rstrip().splitlines()[-1] == "ValueError: the third batch is damaged"
+
+
+@pytest.mark.any_library
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise 0", "worker 0 (cpu, process"),
+        ("exit 1", "worker 1 (cpu, process"),
+        ("text 1", "exited with 'there is no data'"),
+        ("lock 1", "ValueError: the holder of the lock has failed"),
+        ("lock 0", "ValueError: the holder of the lock has failed"),
+        ("reduce 1", "the ranks wait for each other in different places"),
+        ("reduce 0", "ERROR! the ranks wait for each other in different places"),
+        ("kill 1", "ERROR! worker 1 (process"),
+        ("kill 0", "ERROR! worker 0 (process"),
+        ("end 1", "exited with code 7"),
+        ("controller_init", "RuntimeError: the controller has no data"),
+        ("controller_main", "RuntimeError: the controller has no plan"),
+    ],
+)
+def test_more_failures(tmp_path, how, said):
+    _, err, _ = run(tmp_path, "fails", *DEVICES, f"-w={how}", status=1)
+    assert said in err
+
+
+@pytest.mark.any_library
+def test_a_worker_that_leaves_early_with_status_0(tmp_path):
+    """Two experiments at once have the same ports and names, and know nothing of each other."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    processes = [start(folder, "fails", *DEVICES, f"-w=leave {rank}") for rank, folder in enumerate(folders)]
+    for process in processes:
+        status, out, err = finish(process)
+        assert status == 0, out + err
+
+
+@pytest.mark.any_library
+@pytest.mark.faults
+def test_no_more_mini_batches(tmp_path):
+    """A worker that has nothing to hand in exits with 0; one that has taken a mini-batch since its last request fails."""
+    _, _, logs = run(tmp_path, "fails", "-D", "cpu", "-w=idle")
+    assert "there are no more mini-batches" in logs["worker_cpu.err"]
+    _, err, _ = run(tmp_path, "fails", "-D", "cpu", "-w=busy", status=1)
+    assert "EndOfBatches" in err
+
+
+@pytest.mark.any_library
+@pytest.mark.faults
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 3), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize("how", ["compute", "receive", "ask"])
+def test_the_launcher_is_interrupted(tmp_path, number, status, how):
+    process = start(tmp_path, "fails", *DEVICES, f"-w={how}")
+    wait_for(process, tmp_path)
+    process.send_signal(number)
+    assert finish(process)[0] == status
+
+
+@pytest.mark.any_library
+@pytest.mark.faults
+def test_the_controller_is_killed(tmp_path):
+    process = start(tmp_path, "fails", *DEVICES, "-w=ask")
+    wait_for(process, tmp_path)
+    controller = next(pid for pid, line in processes_of(process).items() if b"program.main()" in line)
+    os.kill(controller, signal.SIGKILL)
+    status, _, err = finish(process)
+    assert status == 3 and "the controller was ended by SIGKILL" in err
+
+
+def wait_for(process, folder):
+    deadline = time.monotonic() + LIMIT
+    while not any(b"ready" in path.read_bytes() for path in folder.glob("PLATOON_LOGS/*/*/controller_cpu.out")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+
+
+# -- the command line --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["missing", "-D", "cpu"], "there is no missing_worker.py"),
+        (["fails", "-H", "lisa0", "lisa1"], "hosts: the first has to be this machine"),
+        (["fails", "-H", socket.gethostname(), "lisa1"], "devices: name those of"),
+        (["fails", "-D"], "expected at least one argument"),
+    ],
+)
+def test_wrong_arguments(tmp_path, arguments, said):
+    shutil.copy(PROGRAMS / "fails_worker.py", tmp_path)
+    done = subprocess.run(
+        command("platoon", *arguments), cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == 2 and said in done.stderr
+    assert not (tmp_path / "PLATOON_LOGS").exists()
+
+
+@pytest.mark.any_library
+def test_devices_of_the_configuration_and_no_controller(tmp_path):
+    """A plain controller refuses requests."""
+    for file in ("fails_worker.py",):
+        shutil.copy(PROGRAMS / file, tmp_path)
+    (tmp_path / "alone_worker.py").write_text(
+        "from platoon.channel import Worker\nworker = Worker(5567)\nprint('rank', worker.local_rank)\n"
+        "import sys\nif len(sys.argv) > 1:\n    worker.send_req('next')\n"
+    )
+    _, _, logs = run(tmp_path, "alone", PLATOON_DEVICES="cpu,cpu,cpu")
+    assert [logs[f"worker_cpu-{rank}.out"] for rank in range(3)] == ["rank 0\n", "rank 1\n", "rank 2\n"]
+    _, err, _ = run(tmp_path, "alone", "-D", "cpu", "-w=ask", status=1, PLATOON_DEVICES="cpu,cpu,cpu")
+    assert "no answer to the request 'next': Controller has no handle_control()" in err
+
+
+@pytest.mark.any_library
+def test_experiments_of_one_second_have_logs_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launcher.time, "strftime", lambda form: "now")
+    folders = [launcher._make_logs_folder("lstm").name for _ in range(3)]
+    assert folders == ["now", "now_1", "now_2"]
+    assert all((tmp_path / "PLATOON_LOGS" / "lstm" / folder).is_dir() for folder in folders)
+
+
+@pytest.mark.any_library
+def test_the_names_of_the_first_version(tmp_path):
+    (tmp_path / "old_controller.py").write_text(
+        "from platoon.channel import Lieutenant\n"
+        "class Old(Lieutenant):\n"
+        "    n = 0\n"
+        "    def handle_control(self, req):\n"
+        "        self.n += 1\n"
+        "        return 'stop' if self.n > 4 else req['done'] + 1\n"
+        "l = Old()\nl.init_control(port=5567)\nl.serve()\n"
+    )
+    (tmp_path / "old_worker.py").write_text(
+        "import sys, numpy as np\n"
+        "from platoon.channel import Soldier\n"
+        "from platoon.param_sync import EASGD\n"
+        "class Shared:\n"
+        "    dtype = np.dtype('float64')\n"
+        "    def __init__(self): self.value = np.ones(3)\n"
+        "    def get_value(self, borrow=False): return self.value\n"
+        "    def set_value(self, value): self.value = value\n"
+        "s = Soldier(cport=5567)\n"
+        "s.init_shared_params('job', [Shared()], param_sync_rule=EASGD(0.5), cleanup=(sys.argv[1] == 'init'))\n"
+        "while True:\n"
+        "    answer = s.send_req(dict(done=10))\n"
+        "    s.lock_params()\n"
+        "    s.unlock_params()\n"
+        "    if answer == 'stop':\n"
+        "        break\n"
+        "    assert answer == 11\n"
+        "    s.sync_params(synchronous=True)\n"
+    )
+    run(tmp_path, "old", *DEVICES, "-w", "init")
+
+
+@pytest.mark.any_library
+def test_a_worker_without_a_launcher():
+    code = "import synkhronos.compat; from platoon.channel import Worker; Worker(5567)"
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 1 and "start NAME_worker.py with `synkhronos platoon NAME`" in done.stderr
+
+
+# -- several hosts -----------------------------------------------------------------------------------------------
+
+needs_namespaces = pytest.mark.skipif(not are_simulated(), reason="no namespaces here, which give hosts their names")
+
+
+def start_on_hosts(folder, experiment, *arguments, before=("-m", "synkhronos")):
+    """Start an experiment on two workers of each of two hosts, which the working directory's configuration names."""
+    for file in PROGRAMS.glob(f"{experiment}_*.py"):
+        shutil.copy(file, folder)
+    (folder / ".platoonrc").write_text("[platoon]\nhosts = a,b\n[devices]\na = cpu,cpu\nb = cpu,cpu\n")
+    line, environment = words(["a:2", "b:2"], *before, "platoon", experiment, *arguments)
+    environment["PYTHONPATH"] += os.pathsep + folder.name  # a mark, which ssh passes on
+    return subprocess.Popen(
+        line,
+        cwd=folder,
+        env=environment | FLAGS,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_on_hosts(folder, experiment, *arguments, status=0):
+    process = start_on_hosts(folder, experiment, *arguments)
+    try:
+        out, err = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+    logs = {path.name: path.read_text() for path in sorted(folder.glob("PLATOON_LOGS/*/*/*"))}
+    assert process.returncode == status, (process.returncode, out, err, logs)
+    return err, logs
+
+
+@pytest.mark.hosts
+@needs_namespaces
+def test_each_host_has_a_controller(tmp_path):
+    """What a host's workers share is their own; collectives span all hosts."""
+    err, logs = run_on_hosts(tmp_path, "hosts")
+    assert not err
+    found = [pickle.loads((tmp_path / f"found-{rank}.pkl").read_bytes()) for rank in range(4)]
+    assert [each["ranks"] for each in found] == [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]
+    own = [np.arange(6, dtype="float32").reshape(2, 3) / 3 + rank for rank in range(4)]
+    forces = [np.float32(0.1) * (value - 1) for value in own]
+    for first in (0, 2):
+        pair = found[first : first + 2]
+        _, host, processes, *sizes = pair[0]["hello"]
+        assert pair[0]["hello"] == pair[1]["hello"] and sizes == [2, 4]
+        assert sorted(each["process"] for each in pair) == processes
+        assert [each["host"] for each in pair] == [host, host]
+        local = [np.arange(4, dtype="float32") + 10 * (first + i) for i in (0, 1)]
+        central = local[0].copy()
+        for turn in (0, 1, 0):
+            force = np.float32(0.25) * (local[turn] - central)
+            local[turn], central = local[turn] - force, central + force
+        for each, value in zip(pair, local, strict=True):
+            np.testing.assert_array_equal(each["shared"], [value, central])
+            assert each["counter"] == 40
+        batches = sorted(batch[0] for each in pair for batch in each["batches"])
+        assert batches == [5 * first + i for i in range(6)]
+    for rank, each in enumerate(found):
+        for op, value in each["reduced"].items():
+            np.testing.assert_allclose(value, getattr(np, op)(own, axis=0), rtol=1e-6)
+            np.testing.assert_array_equal(value, found[0]["reduced"][op])
+            assert value.dtype == "float32"
+        mean, local, central = each["dynamics"]
+        np.testing.assert_allclose(mean, np.mean(own, axis=0), rtol=1e-6)
+        np.testing.assert_allclose(local, own[rank] - forces[rank], rtol=1e-6)
+        np.testing.assert_allclose(central, 1 + sum(forces), rtol=1e-6)
+        assert logs[f"worker_cpu-{rank}.out"].splitlines()[-1] == f"worker {rank} ends"
+    for name in ("controller_cpu.out", "controller_b.out"):
+        assert logs[name].splitlines()[-1] == "served with status 0"
+
+
+@pytest.mark.hosts
+@needs_namespaces
+@pytest.mark.faults
+@pytest.mark.any_library
+@pytest.mark.parametrize(
+    ("experiment", "how", "said"),
+    [
+        ("fails", "raise 3", "worker 3 (cpu, process {}) raised ValueError: the third batch is damaged; see "),
+        ("fails", "exit 2", "worker 2 (cpu, process {}) exited with status 3; see "),
+        ("fails", "kill 3", "worker 3 on host b (process {}) was killed by SIGKILL"),
+        ("fails", "lock 0", "worker 0 (cpu, process {}) raised ValueError: the holder of the lock has failed"),
+        ("fails", "reduce 0", "rank 0 is at the end of the program, rank 1 is at all_reduce()"),
+        ("fails", "controller 3", "no answer of the controller: its process has ended; see {}/controller_b.err"),
+        ("fails", "stuck 3", "ERROR! "),  # which one of two messages is a matter of time
+        ("hosts", "controller", "the controller of host b exited with code 1"),
+    ],
+)
+def test_failures_on_hosts(tmp_path, experiment, how, said):
+    err, _ = run_on_hosts(tmp_path, experiment, "-H", "a", "b", f"-w={how}", status=1)
+    before, _, after = said.partition("{}")
+    assert before in err and after in err, err
+
+
+@pytest.mark.hosts
+@needs_namespaces
+@pytest.mark.any_library
+def test_a_worker_of_another_host_leaves_early(tmp_path):
+    """Its controller, which it has started, goes on for the other worker."""
+    run_on_hosts(tmp_path, "fails", "-w=leave 2")
+
+
+@pytest.mark.hosts
+@needs_namespaces
+@pytest.mark.faults
+@pytest.mark.any_library
+@pytest.mark.parametrize(
+    ("number", "who", "status"),
+    [
+        (signal.SIGINT, "launcher", 3),
+        (signal.SIGKILL, "launcher", -signal.SIGKILL),
+        (signal.SIGKILL, "controller of a", 3),
+        (signal.SIGKILL, "controller of b", 1),
+    ],
+)
+def test_a_kill_on_hosts_leaves_nothing_behind(tmp_path, number, who, status):
+    process = start_on_hosts(tmp_path, "fails", "-w=ask", before=("-c", HOST, sys.executable, "-m", "synkhronos"))
+    mark = tmp_path.name.encode()
+    try:
+        process.stdout.readline()
+        before = family(mark)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        deadline = time.monotonic() + LIMIT
+        while not any("ready" in path.read_text() for path in tmp_path.glob("PLATOON_LOGS/*/*/controller_b.out")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        running = {pid: each for pid, each in sorted(family(mark).items()) if pid not in before}
+        found = {"launcher": next(pid for pid, (_, line) in running.items() if "-m synkhronos platoon" in line)}
+        for pid, (space, line) in running.items():
+            if "program.main()" in line:  # and so the processes that it has forked, later
+                host = "a" if space == running[found["launcher"]][0] else "b"
+                found.setdefault(f"controller of {host}", pid)
+        os.kill(found[who], number)
+        lines = iter(process.stdout.readline, "")
+        assert f"{status:d}\n" in lines
+        while left := [each for pid, each in family(mark).items() if pid not in before]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        print(*process.communicate())

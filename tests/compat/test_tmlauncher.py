@@ -1,0 +1,157 @@
+"""Theano-MPI's session files and its launcher's options."""
+
+import importlib
+import json
+import platform
+import shlex
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from paths import ROOT, SUPPORT
+
+from synkhronos.launch import SettingsError, command, key_value, tmlauncher
+from synkhronos.launch.settings import read
+
+pytestmark = pytest.mark.any_library
+
+#: Session files as bash reads them.
+FILES = {
+    "RULE=BSP\nMODELFILE='models.mlp'\nMODELCLASS=\"MLP\"\nDEVICES=cpu,cpu": {
+        "rule": "BSP", "modelfile": "models.mlp", "modelclass": "MLP", "devices": "cpu,cpu",
+    },
+    "BSP_EXCH_STRATEGY='ar'\nBSP_SYNC_TYPE=cdd": {"rule_options": {"average": "gradient"}},
+    "RULE=BSP\nBSP_SYNC_TYPE=avg\nBSP_EXCH_STRATEGY=nccl16": {
+        "rule": "BSP", "rule_options": {"average": "params", "precision": "float16"},
+    },
+    "RULE=BSP\nBSP_SYNC_TYPE=swap": {"rule": "Swap"},
+    "RULE=EASGD\nBSP_SYNC_TYPE=avg": {"rule": "EASGD"},
+    "SIZE=3": {"ranks": 3},
+    "SIZE=3\nDEVICES=cpu,cpu": {"devices": "cpu,cpu"},
+    "RULE=GOSGD\nRULE=EASGD": {"rule": "EASGD"},
+    "RULE=": {},
+    'DEVICES=("node0:cuda0"\n\t\t # the other\n "node1:cuda0,cuda1,cuda2")': {
+        "hosts": ["node0:1", "node1:3"], "devices": "cuda0",
+    },
+    "DEVICES=(a:cpu,cpu b:cpu)": {"hosts": ["a:2", "b:1"], "devices": "cpu"},
+    "DEVICES=(cpu cpu)": {"devices": "cpu,cpu"},
+    f"DEVICES={platform.node()}:cuda1,cuda0": {"devices": "cuda1,cuda0"},
+    "export RULE=BSP; BIND=True # bound\n": {"rule": "BSP", "bind": "True"},
+    "MODELFILE=a\\ b'c d'\"e \\\"f\\\"\"#g": {"modelfile": 'a bc de "f"#g'},
+    "MODELFILE=a\\\nb": {"modelfile": "ab"},
+    "MODELFILE='$HOME'": {"modelfile": "$HOME"},
+    "MODELFILE = 'models.mlp'": {"modelfile": "models.mlp"},
+}  # fmt: skip
+
+WRONG = {
+    "RULE=BSP\nsource other.cfg": r"line 2: expected KEY=VALUE, or a .toml file, got 'source other.cfg'",
+    "RULE=BSP 3": r"line 1: expected one value, in quotation marks if it has spaces, got 'RULE=BSP 3'",
+    "\nMODELFILE=$HOME/x": r"line 2: \$HOME/x: only values are read, nothing is expanded or run",
+    'MODELFILE="`pwd`"': r"line 1: .*only values are read",
+    "RULE=BSP & rm": r"line 1: ",
+    "DEVICES=(cuda0\nRULE=BSP": r"line 1: a bracket is not closed",
+    "DEVICES=(a (b))": r"line 1: expected KEY=\(VALUE ...\)",
+    "RULE=BSP)": r"line 1: expected one value",
+    "RULE='BSP": r"line 1: a quotation mark is not closed",
+    "RULE=(BSP EASGD)": r"RULE: expected one value, got BSP EASGD",
+    "SIZE=many": r"SIZE: expected a number of ranks, got 'many'",
+    "BSP_SYNC_TYPE=max": r"BSP_SYNC_TYPE: expected one of avg, cdd, swap, got 'max'",
+    "BSP_EXCH_STRATEGY=pigeon": r"BSP_EXCH_STRATEGY: expected one of .* got 'pigeon'",
+    "DEVICES=(a:cuda0 cuda1)": r"DEVICES: expected HOST:DEVICE,DEVICE for each of several hosts, got 'cuda1'",
+    "DEVICES=(a:cuda1,cuda0 b:cuda0)": r"DEVICES: expected cuda0, cuda1 and so on in this order for host a, or cpu, got cuda1,cuda0",
+    "COLOUR=red": r"'COLOUR' is no setting: expected RULE, MODELFILE",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_session_files(text, tmp_path):
+    (tmp_path / "session.cfg").write_text(text)
+    assert read(tmp_path / "session.cfg") == FILES[text]
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_session_files(text, tmp_path):
+    (tmp_path / "session.cfg").write_text(text)
+    with pytest.raises(SettingsError, match=f"session.cfg: {WRONG[text]}"):
+        read(tmp_path / "session.cfg")
+
+
+values = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
+keys = st.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True).filter(lambda key: key != "export")
+
+
+@given(
+    st.dictionaries(keys, values | st.lists(values, min_size=1, max_size=3), max_size=4),
+    st.sampled_from(["\n", ";", "  # x\n"]),
+)
+def test_what_shlex_quotes_is_read_back(assignments, end):
+    text = ""
+    for key, value in assignments.items():
+        words = f"({' '.join(map(shlex.quote, value))})" if isinstance(value, list) else shlex.quote(value)
+        text += f"{key}={words}{end}"
+    assert key_value.parse(text) == assignments
+
+
+@given(st.text(st.sampled_from("AB='\"()#;\\ \n\t$`x,:")) | st.text())
+def test_any_text_is_read_or_refused(text):
+    try:
+        found = key_value.parse(text)
+    except ValueError as error:
+        assert str(error).startswith("line ")
+    else:
+        assert all(isinstance(value, str | list) for value in found.values())
+
+
+def test_options_of_the_command_line():
+    arguments = "-file=models.mlp --modelclass=MLP -r=BSP -s=2 -bsp_sync_type=avg -bsp_exch_strategy=nccl16 -b".split()
+    found, config = tmlauncher.parse_options(arguments)
+    assert config is None and key_value.settings_of(found) == {
+        "modelfile": "models.mlp", "modelclass": "MLP", "rule": "BSP", "ranks": 2, "bind": "True",
+        "rule_options": {"average": "params", "precision": "float16"},
+    }  # fmt: skip
+    same = "--modelfile=models.mlp -class=MLP --rule=BSP --size=2 --config=a.cfg -bind".split()
+    found, config = tmlauncher.parse_options(same)
+    assert config == "a.cfg" and found == {
+        "MODELFILE": "models.mlp", "MODELCLASS": "MLP", "RULE": "BSP", "SIZE": "2", "BIND": "True",
+    }  # fmt: skip
+    for wrong in ("-x", "-cfg", "session.cfg", "-b=1"):
+        with pytest.raises(ValueError, match=f"unknown option {wrong}\nusage: tmlauncher"):
+            tmlauncher.parse_options([wrong])
+
+
+def test_the_file_comes_before_the_options(tmp_path, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(command, "start", lambda settings, words: started.append((settings, words)) or 7)
+    monkeypatch.chdir(SUPPORT)
+    session = tmp_path / "session.cfg"
+    session.write_text("RULE=BSP\nBSP_SYNC_TYPE=avg\nMODELFILE=launch_models.mlp\nMODELCLASS=MLP\n")
+    monkeypatch.setenv("DEVICES", "cpu,cpu,cpu")
+    monkeypatch.setenv("SYNKHRONOS_FOLDER", str(tmp_path / "run"))
+    assert tmlauncher.main([f"-cfg={session}", "-r=EASGD", "-class=Other"]) == 7
+    settings, words = started.pop()
+    assert (settings.rule, settings.modelclass, settings.devices) == ("BSP", "MLP", ("cpu",) * 3)
+    assert settings.rule_options == {"average": "params"} and settings.folder == str(tmp_path / "run")
+    assert words[1:3] == ["-m", "synkhronos.launch.tmlauncher"]
+    assert tmlauncher.main(["-file=launch_models.mlp", "-class=Nobody", "-r=BSP"]) == 2
+    assert "tmlauncher: modelclass: " in capsys.readouterr().err
+    assert tmlauncher.main(["-r=BSP", "-bsp_sync_type=max"]) == 2 and tmlauncher.main([]) == 2
+    assert "expected one of avg, cdd, swap" in capsys.readouterr().err
+    assert tmlauncher.main(["--help"]) == 0 and "usage: tmlauncher" in capsys.readouterr().out
+    assert not started
+
+
+def test_the_console_script(tmp_path, monkeypatch):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, name = project["scripts"]["tmlauncher"].split(":")
+    (tmp_path / "session.cfg").write_text("RULE=BSP\nMODELFILE=launch_models.mlp\nMODELCLASS=MLP\nDEVICES=cpu,cpu\n")
+    monkeypatch.chdir(SUPPORT)
+    monkeypatch.setenv("SYNKHRONOS_FOLDER", str(tmp_path / "run"))
+    monkeypatch.setenv("SYNKHRONOS_EPOCHS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    monkeypatch.setattr("sys.argv", ["tmlauncher", f"-cfg={tmp_path / 'session.cfg'}"])
+    with pytest.raises(SystemExit) as caught:
+        getattr(importlib.import_module(module), name)()
+    assert caught.value.code == 0
+    noted = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert noted["status"] == 0 and (tmp_path / "run" / "params.npz").exists()

@@ -1,0 +1,780 @@
+"""What can be said of GPUs without any: who gets which, what is missing, and who gives up what is under way."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import types
+from functools import partial
+
+import numpy as np
+import pytest
+from library import NAME
+from paths import ROOT, SUPPORT
+
+import synkhronos as synk
+from synkhronos import devices, ranks
+from synkhronos.devices import JAX, PYGPU, cuda
+from synkhronos.devices.cuda.group import NcclGroup
+from synkhronos.devices.cuda.nccl import NcclCommunicator, ReduceSpan
+from synkhronos.devices.cuda.staging import Staging, _PinnedMemory
+from synkhronos.engines.xla import LaunchReducer
+from synkhronos.ranks import Cancelled
+
+# -- which GPU, and what to install ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("visible", "size", "root", "mine", "expected"),
+    [
+        (None, 3, 0, None, ["0", "1", "2"]),
+        ("3,1,2", 2, 0, None, ["3", "1"]),
+        (" 3, GPU-ab ", 2, 1, None, ["3", "GPU-ab"]),
+        (None, 3, 2, "0", ["1", "2", "0"]),  # the master stays where it is
+        ("3,1,2", 2, 0, "1", ["1", "3"]),
+        (None, 2, 1, "7", ["0", "1"]),
+    ],
+)
+def test_each_rank_gets_a_gpu(monkeypatch, visible, size, root, mine, expected):
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert cuda.assign_gpus(size, root, mine) == expected
+
+
+@pytest.mark.parametrize("before", [None, "1,0"])
+def test_one_gpu_is_visible_for_a_while(monkeypatch, before):
+    if before is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+    with pytest.raises(KeyError), cuda.restrict_visible_gpu("1"):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+        raise KeyError
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
+
+
+def test_what_is_lacking_is_named():
+    needed = {
+        ("json", "no_such_module"): "either",
+        ("no_such_module", "no.such.module"): "this one",
+        ("os.path",): "os",
+    }
+    assert cuda.find_missing(needed) == ["this one"]
+
+
+@pytest.mark.parametrize(
+    ("loaded", "expected"),
+    [({}, PYGPU), ({"__served_on__": "pytensor"}, JAX)],
+)
+def test_theano_has_gpu_arrays_of_its_own_and_what_compat_serves_has_jaxs(monkeypatch, loaded, expected):
+    module = types.ModuleType("theano")
+    vars(module).update(loaded)
+    monkeypatch.setitem(sys.modules, "theano", module)
+    assert devices._gpu_device() is expected
+
+
+def test_theano_that_has_opened_a_gpu_does_not_go_back(monkeypatch):
+    monkeypatch.setattr(PYGPU, "_gpu", "0")
+    with pytest.raises(RuntimeError, match="can't go back to the CPU"):
+        synk.fork(2, use_gpu=False)
+
+
+def test_labels_and_indexes_stay_on_the_host():
+    on_gpu = [("float32", 0), ("float64", 4), ("uint8", 4), ("int64", 2)]
+    on_host = [("int32", 1), ("bool", 0), ("complex64", 3)]
+    assert [PYGPU.accepts_input(np.dtype(dtype), ndim) for dtype, ndim in [*on_gpu, *on_host]] == 4 * [True] + 3 * [
+        False
+    ]
+
+
+# -- collectives that are under way -------------------------------------------------------------------------------
+
+DONE, NOT_READY = 0, 600
+
+
+class Gpu:
+    """Stands for CUDA, NCCL and a rank: a collective is under way until somebody ends it."""
+
+    def __init__(self, is_master=True):
+        self.state, self.aborted, self.entered, self.is_dead = DONE, 0, 0, False
+        self.failed = 0
+        self.has_room = threading.Event()
+        self.has_room.set()
+        self.command, self.is_master, self.size, self.number = 0, is_master, 2, 0
+        self.pending = []
+        self.stream = self.handle = 7
+        self.next_step, self.arrived, self.host_flags = 3, 0, np.zeros(1, np.int32)
+        self.arrays = self
+        self.CUresult = types.SimpleNamespace(CUDA_SUCCESS=DONE, CUDA_ERROR_NOT_READY=NOT_READY)
+        #: What comes of one look at the stream after another, as long as there are any.
+        self.seen = []
+        self.driver = self
+
+    def cuStreamQuery(self, stream):  # noqa: N802 - CUDA's name
+        assert stream == 7
+        self.has_room.wait(10)
+        if self.seen:
+            self.state = self.seen.pop(0)
+        return (self.state,)
+
+    def set_current(self):
+        self.entered += 1
+
+    def has_failed(self, command):
+        return command == self.failed
+
+    def peer_died(self):
+        return self.is_dead
+
+    def barrier(self, look=None):
+        if look is not None:
+            look()
+        self.arrived = self.next_step
+
+    def last_common_step(self, command):
+        assert command == 5
+        return self.arrived
+
+    def have_all_reached(self, step):
+        assert step == 3
+        return self.arrived >= step
+
+    def check(self):
+        if self.is_dead:
+            raise synk.WorkerError("a peer has died", 1)
+
+    def pointer(self, array):
+        return array.ctypes.data
+
+    def all_reduce(self, source, target, count, dtype, op, handle, stream):
+        assert (source, count, dtype, op, stream) == (target, 3, 7, 0, 7)
+        self.state = NOT_READY
+
+    def comm_get_async_error(self, handle):
+        return 0
+
+    def abort(self):
+        self.aborted += 1
+        self.state = DONE
+
+
+@pytest.fixture
+def connected(monkeypatch):
+    """Give a function that connects a communicator to a stand-in for the GPU."""
+    made = []
+
+    def connect(**kwargs):
+        gpu = Gpu(**kwargs)
+        for name, module in {
+            "nccl": types.ModuleType("nccl"),
+            "nccl.bindings": types.ModuleType("nccl.bindings"),
+        }.items():
+            monkeypatch.setitem(sys.modules, name, module)
+        sys.modules["nccl.bindings"].nccl = gpu
+        communicator = NcclCommunicator(gpu, gpu)
+        connection = communicator._connection
+        connection._comm, connection._handle, connection.epoch = gpu, 1, 1
+        made.append(communicator)
+        return communicator, gpu
+
+    for room in ("nccl", "connection"):
+        monkeypatch.setattr(f"synkhronos.devices.cuda.{room}.check_result", lambda results: None)
+    yield connect
+    for communicator in made:
+        communicator._watchdog.end()
+
+
+def start(communicator, gpu, command=5):
+    gpu.command = command
+    communicator.all_reduce(np.ones(3, "float32"), "sum")
+
+
+def test_an_all_reduce_is_not_waited_for(connected):
+    communicator, gpu = connected()
+    start(communicator, gpu)
+    assert gpu.state == NOT_READY and gpu.pending[0].is_unfinished()
+    gpu.state = DONE
+    assert not gpu.pending[0].is_unfinished()
+
+
+def test_a_small_all_reduce_on_an_idle_stream_is_there_in_a_moment(connected):
+    communicator, gpu = connected()
+    gpu.command = 5
+    gpu.seen = [DONE, NOT_READY, NOT_READY, DONE]
+    assert communicator.all_reduce(np.ones(3, "float32"), "sum") is True
+    assert not gpu.seen and not gpu.pending[0].is_unfinished()
+    assert communicator.all_reduce(np.ones(0, "float32"), "sum") is True  # of nothing
+
+
+@pytest.mark.parametrize(
+    ("seen", "left"),
+    [
+        ([NOT_READY, DONE], [DONE]),  # something else is computed before it, and nobody waits for that
+        ([DONE, 700, DONE], [DONE]),  # an error, which is raised where JAX' array is asked for
+        ([DONE], []),  # it takes longer
+    ],
+)
+def test_an_all_reduce_that_is_not_there_soon_is_not_waited_for(connected, seen, left):
+    communicator, gpu = connected()
+    gpu.command, gpu.seen = 5, seen
+    assert communicator.all_reduce(np.ones(3, "float32"), "sum") is False
+    assert gpu.seen == left
+
+
+def test_an_all_reduce_that_was_given_up_meanwhile_is_not_there(connected, monkeypatch):
+    communicator, gpu = connected()
+    gpu.command, gpu.seen = 5, [DONE]
+    monkeypatch.setattr("synkhronos.devices.cuda.nccl._SMALL_SECONDS", 10.0)
+    threading.Timer(0.1, communicator._watchdog.abort).start()  # and then the stream is idle
+    assert communicator.all_reduce(np.ones(3, "float32"), "sum") is False
+    assert gpu.aborted == 1
+
+
+def test_what_a_failed_command_has_started_is_given_up(connected):
+    communicator, gpu = connected(is_master=False)
+    start(communicator, gpu, command=5)
+    cancel = gpu.pending[0].cancel
+    cancel(4)
+    assert not gpu.aborted and communicator.epoch == 1
+    cancel(5)
+    assert gpu.aborted == 1 and communicator.epoch == 0
+    cancel(5)
+    assert gpu.aborted == 1
+
+
+def test_the_master_gives_up_when_a_worker_has_died_though_it_hears_of_nothing(connected):
+    communicator, gpu = connected()
+    start(communicator, gpu)
+    time.sleep(0.1)
+    assert not gpu.aborted
+    gpu.is_dead = True
+    deadline = time.monotonic() + 2
+    while not gpu.aborted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gpu.aborted == 1
+    # What came of it is wrong: who asks hears that it did not come to its end.
+    assert gpu.pending[0].is_unfinished()
+
+
+@pytest.mark.parametrize("has_died", [True, False])
+def test_who_waits_for_room_on_the_stream_is_freed_too(connected, has_died):
+    communicator, gpu = connected()
+    start(communicator, gpu)
+    gpu.has_room.clear()  # as while another thread waits inside of CUDA
+    time.sleep(0.1)
+    if has_died:
+        gpu.is_dead = True
+    else:
+        gpu.failed = 5
+    deadline = time.monotonic() + 3
+    while not gpu.aborted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gpu.aborted == 1
+    gpu.has_room.set()
+
+
+def test_one_thread_at_a_time_asks_whether_all_is_done(connected, monkeypatch):
+    monkeypatch.setattr("synkhronos.devices.cuda.watchdog.STUCK_TIMEOUT", 0.05)
+    communicator, gpu = connected()
+    start(communicator, gpu)
+    gpu.has_room.clear()
+    assert not communicator._watchdog._query_idle()
+    asking = communicator._watchdog._query_thread
+    assert [communicator._watchdog._query_idle() for _ in range(4)] == [False] * 4
+    assert communicator._watchdog._query_thread is asking and asking.is_alive()
+    gpu.state = DONE
+    gpu.has_room.set()
+    asking.join(5)
+    assert communicator._watchdog._query_idle()
+
+
+def test_a_worker_that_dies_when_nothing_is_under_way_is_left_to_others(connected):
+    communicator, gpu = connected()
+    start(communicator, gpu)
+    gpu.state = DONE
+    time.sleep(0.1)
+    gpu.is_dead = True
+    time.sleep(0.1)
+    assert not gpu.aborted and not gpu.pending[0].is_unfinished()
+
+
+def test_before_the_ranks_end_what_is_under_way_is_waited_for(connected):
+    communicator, gpu = connected()
+    start(communicator, gpu)
+    finish = gpu.pending[0].finish
+    # Another command has failed since, which is none of its business.
+    gpu.failed = 6
+    timer = threading.Timer(0.1, lambda: setattr(gpu, "state", DONE))
+    timer.start()
+    finish()
+    assert gpu.state == DONE and not gpu.aborted
+    timer.join()
+    start(communicator, gpu)
+    gpu.is_dead = True
+    finish()  # no longer: nobody will come
+
+
+@pytest.mark.parametrize("is_master", [True, False])
+def test_a_rank_that_waits_for_its_gpu_is_freed_when_a_peer_has_failed(connected, is_master):
+    communicator, gpu = connected(is_master=is_master)
+    start(communicator, gpu, command=5)
+    gpu.failed = 4
+    time.sleep(0.1)
+    assert not gpu.aborted
+    gpu.failed = 5
+    deadline = time.monotonic() + 2
+    while not gpu.aborted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gpu.aborted == 1 and communicator.epoch == 0
+
+
+def test_where_all_ranks_have_met_a_failure_ends_nothing(connected):
+    communicator, gpu = connected()
+    met = []
+    gpu.barrier = lambda look: (met.append(1), setattr(gpu, "arrived", 3))
+    communicator.wait_started()
+    assert met == []  # nothing has been started
+    start(communicator, gpu, command=5)
+    communicator.wait_started()
+    assert met == [1]
+    gpu.failed = 5
+    time.sleep(0.1)
+    gpu.pending[0].cancel(5)
+    assert not gpu.aborted and gpu.pending[0].is_unfinished()
+
+
+def combine_within(communicator, gpu, count=3):
+    """Combine in the middle of a launch; return what was put on the stream behind it."""
+    copied = []
+    gpu.cuMemcpyAsync = lambda *arguments: copied.append(arguments)
+    communicator._connection.valid_flag = np.ones(1, np.int32)
+    gpu.command = 5
+    communicator.finish_in_launch([(64, 64, count, "float32")], "sum", 96, 7)
+    return copied
+
+
+def test_what_is_combined_within_a_launch_counts_unless_the_connection_is_given_up(connected):
+    communicator, gpu = connected()
+    (copied,) = combine_within(communicator, gpu)
+    # The GPU reads it when it has combined: by then a peer may be found to be missing.
+    flag = communicator._connection.valid_flag
+    assert copied == (96, flag.ctypes.data, 4, 7) and flag[0] == 1
+    # If it is given up nothing that the user sees is wrong; of what is computed by hand that can't be said.
+    assert not gpu.pending[0].is_unfinished()
+    communicator._watchdog.writes_in_place = True
+    assert gpu.pending[0].is_unfinished()
+    gpu.abort = lambda: told.append(int(flag[0]))  # what waits for a peer goes on from here
+    told = []
+    gpu.failed = 5
+    deadline = time.monotonic() + 2
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert told == [0] and communicator.epoch == 0
+
+
+def test_a_connection_that_was_given_up_combines_nothing_within_a_launch(connected):
+    communicator, gpu = connected()
+    communicator._watchdog.abort()
+    with pytest.raises(RuntimeError, match="given up"):
+        combine_within(communicator, gpu)
+    assert gpu.state == DONE
+
+
+@pytest.fixture
+def streams(connected):
+    """Connect; return a communicator, and a list in which it will be written what is put on the streams 7 and 8."""
+    communicator, gpu = connected()
+    told = []
+    gpu.side_stream, gpu.event = 8, "event"
+    gpu.cuEventRecord = lambda event, stream: told.append(f"record {stream}")
+    gpu.cuStreamWaitEvent = lambda stream, event, flags: told.append(f"{stream} waits")
+    gpu.cuMemcpyAsync = lambda *arguments: told.append(f"flag {arguments[-1]}")
+    gpu.all_reduce = lambda *arguments: told.append(f"{arguments[2]} items of {arguments[3]} on {arguments[-1]}")
+    gpu.command = 5
+    return communicator, told
+
+
+def test_what_is_begun_in_a_launch_is_beside_it_and_waited_for_before_the_end(streams):
+    communicator, told = streams
+    communicator.start_in_launch([(64, 64, 3, "float32")], "sum", 7)
+    assert told == ["record 7", "8 waits", "3 items of 7 on 8"]
+    told.clear()
+    communicator.finish_in_launch([(96, 96, 2, "bfloat16"), (98, 98, 1, "float32")], "sum", 128, 7)
+    assert told == ["record 8", "7 waits", "2 items of 9 on 7", "1 items of 7 on 7", "flag 7"]
+    told.clear()
+    communicator.finish_in_launch([(96, 96, 2, "float32")], "sum", 128, 7)
+    assert told == ["2 items of 7 on 7", "flag 7"]  # nothing was begun since
+
+
+def test_within_a_launch_nothing_is_combined_that_the_ranks_have_not_agreed_on(streams):
+    communicator, told = streams
+    combine = LaunchReducer(types.SimpleNamespace(), communicator, "sum", (5,), is_repeated=False)
+    combine.start([ReduceSpan(64, 64, 3, "float32")], 7)
+    told.clear()
+    with pytest.raises(ValueError, match=r"expected shape \(5,\), as before the launch, got 4 items"):
+        combine.finish([ReduceSpan(96, 96, 1, "float32")], 128, 7)
+    assert told == ["record 8", "7 waits"]  # memory that is written may be used for something else next
+    combine.start([ReduceSpan(64, 64, 3, "float32")], 7)
+    combine.finish([ReduceSpan(96, 96, 2, "float32")], 128, 7)
+    assert told[-1] == "flag 7"
+
+
+def test_who_has_come_leaves_the_others_what_they_wait_for(connected):
+    communicator, gpu = connected()
+    gpu.arrive = lambda: setattr(gpu, "has_come", True)
+    communicator.notify_started()
+    assert not hasattr(gpu, "has_come")  # nothing was started that anybody would wait for
+    start(communicator, gpu, command=5)
+    communicator.notify_started()
+    assert gpu.has_come
+    gpu.arrived = 2
+    gpu.pending[0].cancel(5)  # another rank has failed before it came
+    assert gpu.aborted == 1
+    communicator, gpu = connected()
+    gpu.arrive = lambda: setattr(gpu, "arrived", 3)
+    start(communicator, gpu, command=5)
+    communicator.notify_started()
+    gpu.pending[0].cancel(5)  # when all had come
+    assert not gpu.aborted
+
+
+@pytest.mark.skipif(NAME != "pytensor", reason="Theano's arrays are combined between launches")
+def test_training_steps_of_several_ranks_are_launches_in_which_the_ranks_gradients_are_combined(tmp_path):
+    # In programs of their own: what stands for the GPUs is there before the fork.
+    code = """
+        import stand_in
+        stand_in.install()
+        import numpy as np, pytensor, pytensor.tensor as T
+        import synkhronos as synk
+        from synkhronos.extensions import updates
+        from synkhronos.extensions.train import make_train_function, make_train_function_serial
+        from synkhronos.engines import xla
+        pytensor.config.mode = "JAX"
+        pytensor.config.floatX = "float32"
+        xla._MIN_CHUNK_BYTES = 1000
+        n = synk.fork(3, use_gpu=False)
+        rng = np.random.default_rng(0)
+        data = rng.normal(size=(60, 30)).astype("float32"), rng.normal(size=60).astype("float32")
+        for exchange in (None, "bfloat16"):
+            made = []
+            for make in (make_train_function, make_train_function_serial):
+                x, y, draw = T.fmatrix("x"), T.fvector("y"), np.random.default_rng(1)
+                ws = [pytensor.shared(draw.normal(size=s).astype("float32") / 6) for s in ((30, 40), (40, 40), (40,))]
+                loss = ((T.tanh(T.tanh(x.dot(ws[0])).dot(ws[1])).dot(ws[2]) - y) ** 2).mean()
+                kwargs = {"exchange": exchange} if make is make_train_function else {}
+                average = pytensor.shared(np.zeros(30, "float32"))
+                new = [(average, np.float32(0.5) * (average + x.mean(axis=0)))]
+                train = make(loss, ws, x, y, updates.sgd, extra_updates=new, learning_rate=np.float32(0.1), **kwargs)
+                made += [train, ws, average]
+            train, ws, average, alone, ws_alone, average_alone = made
+            for i in range(3):
+                rows = rng.permutation(60)[:50 + i]
+                np.testing.assert_allclose(float(train(*data, rows)), float(alone(*data, rows)), rtol=1e-2)
+            for w, w_alone in zip(ws, ws_alone):
+                everywhere = synk.gather(w, nccl=False)
+                assert (everywhere == everywhere[0]).all()
+                np.testing.assert_allclose(everywhere[0], w_alone.get_value(), atol=1e-2 if exchange else 1e-5)
+            np.testing.assert_allclose(average.get_value(), average_alone.get_value(), atol=1e-6)
+            print(stand_in.seen(), flush=True)
+        w = pytensor.shared(np.ones(3, "float32"), "w")
+        f = synk.function([], [], updates=[(w, w + 1)])
+        f()
+        for i in range(4):
+            synk.all_reduce(w, "sum")
+        print(synk.gather(w, nccl=False).tolist(), stand_in.seen())
+        synk.close()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    # 2,872 items, cut between parameters, the last parameter first: of an average, weights and bias 72, then 1600, then
+    # 1200.
+    whole = "begun 1672 of float32; combined 1200 of float32"
+    half = "begun 1640 of bfloat16; combined 1200 of bfloat16; combined 32 of float32"
+    by_hand = f"{[[162.0] * 3] * 3} " + " ".join(["combined 3 of float32;"] * 4)
+    assert done.stdout.splitlines() == [*(" ".join([f"{each};"] * 3) for each in (whole, half)), by_hand]
+
+
+def test_what_all_ranks_have_come_to_is_not_given_up_by_some(connected):
+    # A rank may fail when all have met, and others hear of that before they have noticed.
+    communicator, gpu = connected()
+    start(communicator, gpu, command=5)
+
+    def fails():
+        gpu.failed = 5
+        time.sleep(0.1)  # the watchdog looks meanwhile
+        assert not gpu.aborted
+
+    gpu.arrived = 3
+    communicator.wait_started(fails)
+    gpu.pending[0].cancel(5)
+    assert not gpu.aborted
+
+
+@pytest.mark.parametrize("error", [Cancelled, KeyboardInterrupt])
+@pytest.mark.parametrize("have_all_come", [False, True])
+def test_what_was_started_is_given_up_by_all_or_by_none(connected, error, have_all_come):
+    communicator, gpu = connected()
+    start(communicator, gpu, command=5)
+
+    def fails():
+        raise error
+
+    gpu.arrived = 3 if have_all_come else 2
+    if have_all_come and error is Cancelled:
+        communicator.wait_started(fails)
+    else:
+        with pytest.raises(error):
+            communicator.wait_started(fails)
+    gpu.pending[0].cancel(5)
+    assert gpu.aborted == (0 if have_all_come else 1)
+
+
+def test_nothing_waits_for_ever_in_a_command_that_has_failed(connected, monkeypatch):
+    monkeypatch.setattr("synkhronos.devices.cuda.watchdog.CONNECT_TIMEOUT", 1.0)
+    communicator, gpu = connected()
+    start(communicator, gpu, command=5)
+    communicator.wait_started()
+    gpu.failed = 5
+    time.sleep(0.1)
+    assert not gpu.aborted
+    deadline = time.monotonic() + 5
+    while not gpu.aborted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gpu.aborted == 1
+
+
+def test_a_connection_that_was_given_up_is_not_used(connected):
+    communicator, gpu = connected()
+    communicator._watchdog.abort()
+    with pytest.raises(RuntimeError, match="the connection between the ranks' GPUs was given up"):
+        start(communicator, gpu)
+    gpu.is_dead = True
+    with pytest.raises(synk.WorkerError, match="a peer has died"):
+        start(communicator, gpu)
+    assert gpu.state == DONE
+
+
+@pytest.mark.parametrize("seconds", [0.1, 2.0])
+def test_a_connection_is_given_up_between_two_calls_of_nccl_unless_one_is_stuck(connected, monkeypatch, seconds):
+    communicator, gpu = connected()
+    called, let_go, aborted_then = threading.Event(), threading.Event(), []
+
+    def all_reduce(*arguments):
+        called.set()
+        let_go.wait(seconds)
+        aborted_then.append(gpu.aborted)
+
+    monkeypatch.setattr(gpu, "all_reduce", all_reduce)
+    monkeypatch.setattr(gpu, "abort", lambda: (Gpu.abort(gpu), let_go.set()))
+    caller = threading.Thread(target=start, args=(communicator, gpu))
+    caller.start()
+    called.wait()
+    communicator._watchdog.abort()
+    caller.join()
+    assert aborted_then == [0 if seconds < 0.5 else 1] and gpu.aborted == 1
+
+
+def test_a_connection_that_comes_too_late_is_not_taken(connected, monkeypatch):
+    communicator, gpu = connected()
+    late = Gpu()
+    core = types.ModuleType("nccl.core")
+    core.UniqueId = types.SimpleNamespace(from_bytes=bytes)
+    late._comm = 9
+
+    def init(size, number, unique_id):
+        communicator._watchdog.abort()  # patience has come to its end meanwhile
+        return late
+
+    core.Communicator = types.SimpleNamespace(init=init)
+    monkeypatch.setitem(sys.modules, "nccl.core", core)
+    errors = []
+    gpu.allocate_scratch = lambda nbytes: 64
+    communicator._connection.members = (0, 1)
+    communicator._connection._init_nccl(communicator._connection._attempt, b"id", errors)
+    assert (errors, late.aborted, communicator._connection._comm) == ([], 1, None)
+
+
+def grouped(communicator, gpu):
+    """Connect a group beside all ranks; return it, and a list of what is given up from now on."""
+    group, told = NcclGroup(communicator), []
+
+    def abort(name):
+        told.append(name)
+        gpu.state = DONE
+
+    for each, name in ((communicator, "all"), (group, "group")):
+        connection = each._connection
+        connection._comm, connection._handle = types.SimpleNamespace(abort=partial(abort, name)), 1
+        connection.epoch, connection.members = 1, (0, 1)
+    gpu.command = 5
+    return group, told
+
+
+def test_what_a_group_does_waits_for_what_is_under_way_and_is_waited_for(connected):
+    communicator, gpu = connected()
+    group, told = grouped(communicator, gpu)
+    start(communicator, gpu)
+    states = []
+
+    def send(*arguments):
+        states.append(gpu.state)
+        gpu.state = NOT_READY
+        threading.Timer(0.1, setattr, (gpu, "state", DONE)).start()
+
+    gpu.send = send
+    threading.Timer(0.1, setattr, (gpu, "state", DONE)).start()
+    group.send(np.ones(3, "float32"), 1)
+    assert states == [DONE] and gpu.state == DONE and told == []
+
+
+def test_what_waits_for_a_peer_is_given_up_before_other_connections(connected):
+    # To give up one that is idle frees memory, for which CUDA would wait until the other is done.
+    communicator, gpu = connected()
+    group, told = grouped(communicator, gpu)
+    start(communicator, gpu)
+    communicator._watchdog.end()
+    assert told == ["all", "group"]
+    group, told = grouped(communicator, gpu)
+    gpu.is_dead = True
+    with pytest.raises(synk.WorkerError, match="a peer has died"):
+        group.all_reduce(np.ones(3, "float32"), "sum")
+    assert told == ["group"] and communicator.epoch == 1
+    group, told = grouped(communicator, gpu)
+    communicator._watchdog.mark_started(group._connection)  # the ranks are ended before this one has looked
+    communicator._watchdog.end()
+    assert told == ["group", "all"]
+
+
+def test_what_a_group_does_is_nothing_to_rely_on_once_it_was_given_up(connected):
+    communicator, gpu = connected()
+    group, told = grouped(communicator, gpu)
+    threading.Timer(0.1, communicator._watchdog.abort).start()  # as the watchdog's thread does
+    with pytest.raises(RuntimeError, match="given up"):
+        group.all_reduce(np.ones(3, "float32"), "sum")
+    assert told == ["group"]
+
+
+def test_after_a_failure_groups_part_and_all_ranks_need_not(connected):
+    communicator, gpu = connected()
+    group, told = grouped(communicator, gpu)
+    gpu.pending[0].cancel(5)
+    assert told == ["group"] and (communicator.epoch, group.epoch) == (1, 0)
+
+
+# -- page-locked memory ------------------------------------------------------------------------------------------
+
+
+class Driver:
+    """Stands for CUDA's driver: knows which memory is locked."""
+
+    CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP = 1, 2
+    CUresult = types.SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED=712)
+
+    def __init__(self):
+        self.locked = {}
+
+    def cuMemHostRegister(self, address, nbytes, flags):  # noqa: N802 - CUDA's name
+        assert flags == 3
+        if address in self.locked:
+            return (712,)
+        self.locked[address] = nbytes
+        return (0,)
+
+    def cuMemHostUnregister(self, address):  # noqa: N802 - CUDA's name
+        # What is unmapped already can't be read.
+        ctypes.string_at(address, 1)
+        return (0 if self.locked.pop(address, None) else 713,)
+
+
+@pytest.fixture
+def staging(monkeypatch):
+    monkeypatch.setattr(
+        "synkhronos.devices.cuda.staging.check_result", lambda results: pytest.fail() if results[0] else None
+    )
+    staging = object.__new__(Staging)
+    staging.driver, staging._locked, staging.set_current = Driver(), {}, lambda: None
+    return staging
+
+
+def test_pages_are_unlocked_before_they_are_unmapped(fork, staging):
+    fork(2)
+    rank = ranks.session().rank
+    arrays = [synk.data(np.ones(n)) for n in (10, 5000, 3)]
+    keys = [array._location().key for array in arrays]
+    for key in keys:
+        assert staging.lock_segment(rank, key) == staging.lock_segment(rank, key)
+    assert len(staging.driver.locked) == len(rank.segments.at_drop) + 2 == 3
+    del arrays[1]
+    ranks.session().flush()
+    assert len(staging.driver.locked) == len(staging._locked) == 2
+    synk.close()
+    assert not staging.driver.locked and not staging._locked
+
+
+def test_memory_that_an_interrupt_has_left_locked_is_locked_anew(staging):
+    memory = np.zeros(10, np.uint8)
+    staging.lock_pages(memory.ctypes.data, 5)
+    staging.lock_pages(memory.ctypes.data, 10)
+    assert staging.driver.locked == {memory.ctypes.data: 10}
+    staging.unlock_pages(memory.ctypes.data)
+    staging.unlock_pages(memory.ctypes.data)  # twice does no harm
+    assert not staging.driver.locked
+
+
+def test_vectors_on_their_way_stay_where_they_are(staging):
+    pinned = _PinnedMemory(staging)
+    vectors = [np.arange(1 << 17) * k for k in (1, 2, 3)]
+    places = [pinned.store(vector) for vector in vectors]
+    assert len(staging.driver.locked) == 2  # the third had no room
+    for place, vector in zip(places, vectors, strict=True):
+        there = (ctypes.c_int64 * vector.size).from_address(place)
+        np.testing.assert_array_equal(np.ctypeslib.as_array(there), vector)
+    pinned.used = 0  # all have arrived
+    pinned.store(vectors[0])
+    assert len(staging.driver.locked) == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_memory_that_could_not_be_locked_is_not_used(staging, monkeypatch, error):
+    pinned, vector = _PinnedMemory(staging), np.arange(1 << 17)
+    lock = staging.lock_pages
+
+    def fails(address, nbytes):
+        lock(address, nbytes)
+        raise error
+
+    pinned.store(vector)
+    for _ in range(3):
+        monkeypatch.setattr(staging, "lock_pages", fails)
+        with pytest.raises(error):
+            pinned.store(np.arange(1 << 19))
+        monkeypatch.setattr(staging, "lock_pages", lock)
+        pinned.used = 0
+        place = pinned.store(vector)
+        assert list(staging.driver.locked) == [pinned._memory.ctypes.data] and place == pinned._memory.ctypes.data
+
+
+def test_a_segment_that_could_not_be_locked_is_forgotten(fork, staging, monkeypatch):
+    fork(2)
+    rank, array = ranks.session().rank, synk.data(np.ones(10))
+    lock = staging.lock_pages
+
+    def interrupted(address, nbytes):
+        lock(address, nbytes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(staging, "lock_pages", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        staging.lock_segment(rank, array._location().key)
+    assert not staging.driver.locked and not staging._locked

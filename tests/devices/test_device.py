@@ -1,0 +1,294 @@
+"""A device of one's own: a file in synkhronos/devices/, here in tests/support/toy_devices/, and no edit elsewhere."""
+
+import copy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from library import DEVICE, shared, tensor
+from paths import SUPPORT
+
+import synkhronos as synk
+from synkhronos import devices, rules
+from synkhronos.devices import HOST, find_device
+from synkhronos.extensions.train import make_train_function, make_train_function_serial
+from synkhronos.extensions.updates import adam
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE != "host", reason="the toy is a device of its own"),
+    pytest.mark.new_ranks,
+]
+
+X = np.random.default_rng(0).normal(size=(7, 3))
+FOLDER = str(SUPPORT / "toy_devices")
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """Have the folder of the devices have one more file, and the environment name it."""
+    yield from added(monkeypatch, "toy")
+
+
+@pytest.fixture
+def island(monkeypatch):
+    """The same with a device that lives like a GPU."""
+    yield from added(monkeypatch, "island")
+
+
+def added(monkeypatch, name):
+    monkeypatch.setattr(devices, "__path__", [*devices.__path__, FOLDER])
+    monkeypatch.setenv("SYNKHRONOS_DEVICE", name)
+    devices.list_devices.cache_clear()
+    yield devices.get_device(name)
+    synk.close()
+    devices.list_devices.cache_clear()
+
+
+def held(s):
+    """The array in the container."""
+    return s.container.storage[0]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_functions_run_on_it(toy, fork, n):
+    fork(n)
+    x, s = tensor.dmatrix("x"), shared(np.zeros(3), "s")
+    f = synk.function([x], [(x.sum(axis=0), "sum"), (x**2, "gather"), x.max()], updates=[(s, x.sum(axis=0), "sum")])
+    data = synk.data(X)
+    for num_slices in (1, 3):
+        total, squares, _ = f(data, num_slices=num_slices)
+        np.testing.assert_allclose(total, X.sum(axis=0))
+        np.testing.assert_allclose(squares, X**2)
+        assert toy.owns(held(s))
+    np.testing.assert_allclose(f(data, batch=[5, 1, 1])[0], X[[5, 1, 1]].sum(axis=0))
+    synk.all_reduce(s, "sum")
+    np.testing.assert_allclose(synk.get_value(0, s), X[[5, 1, 1]].sum(axis=0))
+
+
+def test_rows_of_shared_variables_are_cut_on_it(toy, fork):
+    fork(2)
+    held_rows = shared(np.zeros((1, 3)), "rows")
+    f = synk.function([], (held_rows.sum(axis=0), "sum"), sliceable_shareds=[held_rows])
+    synk.distribute()
+    synk.scatter(held_rows, X)
+    np.testing.assert_allclose(f(), X.sum(axis=0))
+    np.testing.assert_allclose(f(batch_s=[[2, 0], [1]]), X[[2, 0, 5]].sum(axis=0))
+    np.testing.assert_allclose(f(num_slices=2), X.sum(axis=0))
+
+
+def test_collectives_run_on_it(toy, fork):
+    n = fork(3)
+    used = sys.modules["synkhronos.devices.toy"].Combining
+    s = shared(np.zeros(3), "s")
+    f = synk.function([], [], updates=[(s, s + 1)])
+    synk.distribute()
+    assert toy.owns(held(s)), f
+    start = used.count
+    for r in range(n):
+        synk.set_value(r, s, X[r])
+    assert toy.owns(held(s))
+    np.testing.assert_allclose(gathered(s), X[:n])
+    np.testing.assert_allclose(synk.reduce(s, "max", in_place=False).inside, X[:n].max(axis=0))
+    synk.all_reduce(s)
+    np.testing.assert_allclose(gathered(s), [X[:n].mean(axis=0)] * n)
+    synk.set_value(1, s, X[6])
+    np.testing.assert_allclose(synk.get_value(1, s), X[6])
+    synk.broadcast(s, X[5])
+    np.testing.assert_allclose(gathered(s, nd_up=0), np.tile(X[5], n))
+    synk.reduce(s, "sum")
+    np.testing.assert_allclose(synk.get_value(0, s), 3 * X[5])
+    synk.all_gather(s)
+    np.testing.assert_allclose(synk.get_value(2, s), [*(3 * X[5]), *X[5], *X[5]])
+    assert synk.get_shapes(s) == [(9,)] * n
+    assert used.count - start == 7 and toy.owns(held(s))
+
+
+def gathered(s, **kwargs):
+    """As on GPUs, what is gathered is where it was combined."""
+    return synk.gather(s, **kwargs).inside
+
+
+def combine(worker):
+    device = worker._rank.device
+    return device.to_host(worker.all_reduce(device.from_host(np.full(3, float(worker.number))), "sum"))
+
+
+def test_programs_run_on_it(toy, fork):
+    fork(2)
+    np.testing.assert_array_equal(synk.run(combine), np.ones((2, 3)))
+
+
+def model():
+    x, y, w = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.ones(3), "w")
+    return x, y, w, ((tensor.dot(x, w) - y) ** 2).mean()
+
+
+def test_a_training_step_runs_on_it(toy, fork):
+    fork(2)
+    x, y, w, loss = model()
+    train = make_train_function(loss, [w], x, y, adam, learning_rate=0.1)
+    x, y, alone, loss = model()
+    train_alone = make_train_function_serial(loss, [alone], x, y, adam, learning_rate=0.1)
+    for batch, num_slices in [(None, 1), ([3, 1, 6], 1), (None, 3)]:
+        value = train(X, X[:, 0], batch=batch, num_slices=num_slices)
+        np.testing.assert_allclose(value, train_alone(X, X[:, 0], batch=batch))
+        np.testing.assert_allclose(gathered(w), [alone.get_value()] * 2)
+    assert toy.owns(held(w))
+
+
+def test_an_error_leaves_the_variables_on_it(toy, fork):
+    fork(2)
+    x, s = tensor.dmatrix("x"), shared(np.zeros(3), "s")
+    f = synk.function([x], updates=[(s, s + tensor.dot(x, s))], mode="FAST_COMPILE")
+    with pytest.raises(ValueError):
+        f(np.ones((4, 2)))
+    assert toy.owns(held(s))
+    np.testing.assert_array_equal(gathered(s), np.zeros((2, 3)))
+
+
+def test_without_a_communicator_arrays_go_through_the_host(toy, fork, monkeypatch):
+    monkeypatch.delattr(type(toy), "can_communicate")
+    monkeypatch.delattr(type(toy), "get_communicator")
+    fork(2)
+    s = shared(np.ones(3), "s")
+    f = synk.function([], [], updates=[(s, s + 1)])
+    synk.distribute()
+    assert toy.owns(held(s)), f
+    synk.all_reduce(s, "sum")
+    np.testing.assert_array_equal(synk.gather(s), np.full((2, 3), 2.0))
+    assert toy.owns(held(s))
+
+
+def test_it_is_small_and_fork_names_those_that_there_are(toy, monkeypatch):
+    for name in ("toy", "island"):
+        assert len((Path(FOLDER) / f"{name}.py").read_text().splitlines()) < 200
+    monkeypatch.setenv("SYNKHRONOS_DEVICE", "abacus")
+    with pytest.raises(
+        ValueError, match=r"SYNKHRONOS_DEVICE: expected one of \['island', 'toy'\], or nothing, got 'abacus'"
+    ):
+        synk.fork(1)
+
+
+def test_without_a_name_it_is_not_used(toy, fork, monkeypatch):
+    monkeypatch.delenv("SYNKHRONOS_DEVICE")
+    fork(1)
+    s = shared(np.zeros(3), "s")
+    synk.function([], updates=[(s, s + 1)])()
+    assert isinstance(held(s), np.ndarray)
+
+
+# -- a device that lives like a GPU ------------------------------------------------------------------------------
+
+
+def test_a_device_with_memory_and_collectives_of_its_own_is_one_file(island, fork):
+    fork(2)
+    x, y, w, loss = model()
+    train = make_train_function(loss, [w], x, y, adam, learning_rate=0.1)
+    x, y, alone, loss = model()
+    train_alone = make_train_function_serial(loss, [alone], x, y, adam, learning_rate=0.1)
+    counts = sys.modules["synkhronos.devices.island"].counts
+    before = counts["collectives"]
+    for batch, num_slices in [(None, 1), ([3, 1, 6], 1), (None, 3)]:
+        np.testing.assert_allclose(
+            train(X, X[:, 0], batch=batch, num_slices=num_slices), train_alone(X, X[:, 0], batch=batch)
+        )
+    assert island.owns(held(w)) and counts["collectives"] == before + 3
+    np.testing.assert_allclose(island.to_host(synk.gather(w, nd_up=1)), [alone.get_value()] * 2)
+    for op, expected in [("sum", 2), ("avg", 1), ("max", 1)]:
+        synk.broadcast(w, np.ones(3))
+        synk.all_reduce(w, op)
+        np.testing.assert_array_equal(synk.get_value(1, w), np.full(3, expected))
+    synk.reduce_scatter(w, "sum")
+    assert synk.get_shapes(w) == [(2,), (1,)] and island.owns(held(w))
+
+
+def test_a_function_is_copied_with_its_arrays_on_the_device(island, fork):
+    fork(2)
+    w = shared(np.ones(3), "w")
+    f = synk.function([], (w.sum(), "sum"), updates=[(w, w + 1)])
+    f()
+    again = copy.deepcopy(f)
+    assert float(again()) == float(f()) == 12
+    (copied,) = again.get_shared()
+    assert copied is not w and island.owns(held(copied))
+
+
+RULES = {
+    "BSP": rules.BSP("params"),
+    "LocalSGD": rules.LocalSGD(2),
+    "float32": rules.LocalSGD(2, state="average", precision="float32"),
+    "reset": rules.LocalSGD(2, state="reset"),
+    "EASGD": rules.EASGD(0.5, 2),
+    "together": rules.EASGD(0.5, 2, asynchronous=False),
+    "EAMSGD": rules.EAMSGD(0.5, 2, momentum=0.5),
+    "ASGD": rules.ASGD(2),
+    "Downpour": rules.Downpour(2, 4),
+    "SlowMo": rules.SlowMo(2),
+    "GoSGD": rules.GoSGD(1.0),
+    "Swap": rules.Swap(2),
+}
+
+
+def train_by_rule(worker, rule, w, v, average, memory, on_device):
+    """Train; return where the rank is, what was reported, and whether the rule computes on the device."""
+    device = worker._rank.device if on_device else HOST
+    for each in (w, v, average):
+        each.container.storage[0] = device.from_host(HOST.as_array(each.container.storage[0]))
+    state = rules.State([w, average], [v], memory, n_averages=1)
+    rule.setup(worker, state)
+    for step in range(4):
+        state.vector = state.vector * 0.5 + (worker.number + step)
+        state.step += 1
+        state.since += 1
+        if state.step % 2 == 0:
+            for r in range(worker.size) if rule.asynchronous else [worker.number]:  # in the same order each time
+                if r == worker.number:
+                    rule.exchange(worker, state)
+                if rule.asynchronous:
+                    worker.barrier("the next rank's exchange")
+            state.since = 0
+    on_host = [find_device(each).to_host(each) for each in (state.vector, rule.report(worker, state))]
+    return on_host, state.params.device is device
+
+
+def test_rules_compute_on_it_as_on_the_host(island, fork):
+    fork(2)
+    values = [np.arange(3.0), np.ones(3), np.full(2, 7.0)]
+    for name, rule in RULES.items():
+        results = []
+        for on_device in (False, True):
+            shareds = [shared(value, each) for value, each in zip(values, ("w", "v", "average"), strict=True)]
+            memory = rules.shared_memory(rule, 2, 5, np.dtype("float64"))
+            results.append(synk.run(train_by_rule, rule, *shareds, memory, on_device))
+        for (on_host, is_there), (on_island, is_on_island) in zip(*results, strict=True):
+            assert is_there and is_on_island, name
+            for one, other in zip(on_host, on_island, strict=True):
+                np.testing.assert_array_equal(one, other, err_msg=name)
+
+
+def test_without_arithmetic_rules_compute_on_the_host(toy, fork):
+    fork(2)
+    shareds = [shared(np.ones(3), name) for name in ("w", "v", "average")]
+    memory = rules.shared_memory(RULES["EASGD"], 2, 6, np.dtype("float64"))
+    for on_host, is_on_toy in synk.run(train_by_rule, RULES["EASGD"], *shareds, memory, True):
+        assert not is_on_toy and np.isfinite(on_host).all()
+
+
+def write_rows(worker, rows, shape):
+    value = worker._rank.device.from_host(np.full(shape, 5.0))
+    rows[2 * worker.number : 2 * worker.number + 2].write(value)
+
+
+def test_rows_are_written_from_it_if_the_shapes_agree(island, fork):
+    fork(2)
+    data = synk.data(np.zeros((5, 3)))
+    counts = sys.modules["synkhronos.devices.island"].counts
+    before = counts["stores"]
+    synk.run(write_rows, data, (2, 3))
+    np.testing.assert_array_equal(np.asarray(data)[:, 0], [5, 5, 5, 5, 0])
+    assert counts["stores"] == before + 1  # the master's own
+    for shape in [(3, 2), (3, 3)]:
+        with pytest.raises(ValueError, match="shape|broadcast"):
+            synk.run(write_rows, data, shape)
+    np.testing.assert_array_equal(np.asarray(data)[:, 0], [5, 5, 5, 5, 0])

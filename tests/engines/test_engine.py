@@ -1,0 +1,125 @@
+"""An engine of one's own: a file in synkhronos/engines/, here in tests/support/toy_engines/, and no edit elsewhere."""
+
+import copy
+import gc
+import sys
+
+import numpy as np
+import pytest
+from library import DEVICE, shared, tensor
+from paths import SUPPORT
+
+import synkhronos as synk
+from synkhronos import engines, ranks
+from synkhronos.engines.lazy import Result
+from synkhronos.extensions.train import make_train_function, make_train_function_serial
+from synkhronos.extensions.updates import adam
+from synkhronos.graphs import library_of
+from synkhronos.graphs.library import AT_FIRST_CALL
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE != "host", reason="the toy computes with NumPy's arrays"),
+    pytest.mark.new_ranks,
+]
+
+X = np.random.default_rng(0).normal(size=(7, 3))
+FOLDER = str(SUPPORT / "toy_engines")
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """Have the folder of the engines have one more file."""
+    monkeypatch.setattr(engines, "__path__", [*engines.__path__, FOLDER])
+    engines.list_engines.cache_clear()
+    assert [type(engine).__name__ for engine in engines.list_engines()] == [
+        "PygpuEngine",
+        "XlaEngine",
+        "Toy",
+        "HostEngine",
+    ]
+    module = sys.modules["synkhronos.engines.toy"]
+    monkeypatch.setattr(module.ENGINE, "is_on", True)
+    monkeypatch.setattr(module.Launch, "count", 0)
+    yield module
+    synk.close()
+    engines.list_engines.cache_clear()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_functions_run_on_it_and_their_outputs_are_read_later(toy, fork, n):
+    fork(n)
+    x, s = tensor.dmatrix("x"), shared(np.zeros(3), "s")
+    f = synk.function([x], [(x.sum(axis=0), "sum"), (x**2, "gather"), x.max()], updates=[(s, x.sum(axis=0), "sum")])
+    data = synk.data(X)
+    results = [f(data), f(data, num_slices=3), f(data, batch=[5, 1, 1])]
+    assert all(type(result) is Result for each in results for result in each)
+    assert toy.Launch.count == 2  # slices are accumulated, and need arrays
+    for rows, (total, squares, _) in zip((X, X, X[[5, 1, 1]]), results, strict=True):
+        np.testing.assert_allclose(total, rows.sum(axis=0))
+        np.testing.assert_allclose(squares, rows**2)
+    np.testing.assert_allclose(copy.deepcopy(f)(data)[0], X.sum(axis=0))
+
+
+def test_what_was_not_read_before_the_ranks_ended_is_lost(toy, fork):
+    fork(2)
+    x = tensor.dmatrix("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    lost = f(X)
+    ranks.session().close(kill=True)
+    for _ in range(2):
+        fork(2)
+        gc.collect()
+        with pytest.raises(RuntimeError, match="the ranks ended before this output was read"):
+            float(lost)
+        np.testing.assert_allclose(float(f(X)), X.sum())
+        synk.close()
+
+
+def trained(make, **kwargs):
+    x, y, w = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.zeros(3), "w")
+    loss = ((tensor.dot(x, w) - y) ** 2).mean()
+    return make(loss, [w], x, y, adam, learning_rate=0.1, **kwargs), w
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_step_is_one_launch_and_several_are(toy, fork, n):
+    fork(n)
+    (train, w), (alone, w_alone) = trained(make_train_function), trained(make_train_function_serial)
+    y = X @ np.array([1.0, 2.0, 3.0])
+    batches = [[0, 1], [2, 3], [4, 5], [1, 6]]
+    losses = [float(train(X, y, rows)) for rows in ([0, 1, 2], [3, 4])]
+    assert toy.Launch.count == 2
+    losses += map(float, train.steps(X, y, batches))
+    assert toy.Launch.count == 3
+    losses.append(float(train(X, y, num_slices=2)))
+    expected = [alone(X, y, rows) for rows in ([0, 1, 2], [3, 4], *batches, None)]
+    np.testing.assert_allclose(losses, expected)
+    np.testing.assert_allclose(synk.gather(w), [w_alone.get_value()] * n)
+
+
+def test_what_is_compiled_at_its_first_call_is_chained_from_the_second(toy, fork, monkeypatch):
+    # The master compiles first, alone: it can't meet the others in that launch.
+    library = type(library_of(tensor.dmatrix()))
+    monkeypatch.setattr(library, "choose_compile_order", lambda self, mode: AT_FIRST_CALL)
+    monkeypatch.setattr(library, "has_disk_cache", lambda self, function: True)
+    monkeypatch.setattr(library, "compile_now", lambda self, function: None)
+    fork(2)
+    (train, w), (alone, w_alone) = trained(make_train_function), trained(make_train_function_serial)
+    for _ in range(3):
+        np.testing.assert_allclose(float(train(X, X[:, 0])), alone(X, X[:, 0]))
+    assert toy.Launch.count == 2 + 1 + 1
+    np.testing.assert_allclose(synk.gather(w), [w_alone.get_value()] * 2)
+
+
+def on_one_rank(worker, f, x):
+    """Run a function six times in three launches."""
+    return [float(v) for _ in range(3) for v in f.read(f.launch_many(2, x))], f.max_times
+
+
+def test_programs_launch_many_times_on_it(toy, fork):
+    fork(2)
+    x, s = tensor.dmatrix("x"), shared(np.zeros(()), "s")
+    f = synk.function([x], (x.sum() + s, "sum"), updates=[(s, s + 1)])
+    for losses, most in synk.run(on_one_rank, f, synk.data(X[:6])):
+        np.testing.assert_allclose(losses, [X[3 * (i % 2) :][:3].sum() + i for i in range(6)])
+        assert most == 8

@@ -1,0 +1,283 @@
+"""Functions in the graph libraries' real compilers, each against the serial function in the same mode.
+
+Other tests are computed by Python, as they are written or as FAST_COMPILE rewrites them: see conftest.py.
+"""
+
+import importlib
+import multiprocessing
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from library import NAME, XLA, function, grad, shared
+from library import tensor as T
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.extensions.train import make_train_function
+from synkhronos.extensions.updates import adam
+from synkhronos.graphs.mirror import get_object
+from synkhronos.ranks import Command
+
+pytestmark = pytest.mark.usefixtures("compiler")
+RNG = np.random.default_rng(5)
+X, Y = RNG.normal(size=(11, 3)), RNG.normal(size=11)
+
+
+def close_to(actual, expected):
+    actual = np.asarray(actual)
+    np.testing.assert_allclose(actual, expected, rtol=1e-7, atol=1e-9)
+    assert actual.dtype == np.asarray(expected).dtype
+
+
+# -- what is checked in each mode ------------------------------------------------------------------------------
+
+
+def outputs_and_rows(mode):
+    x, y, b = T.dmatrix("x"), T.dvector("y"), T.dscalar("b")
+    hidden = T.tanh(x * b)
+    exact = [
+        (hidden.sum(axis=0), "sum"),
+        (((hidden.sum(axis=1) - y) ** 2).mean(), "mean"),
+        (x.max(), "max"),
+        (hidden, "gather"),
+        (T.dot(x.T, x), "sum"),
+    ]
+    f = synk.function([x, y], [*exact, (x.shape[0], "sum")], bcast_inputs=[b], mode=mode)
+    serial = function([x, y, b], [v for v, _ in exact], mode=mode)
+    data = synk.data(X), synk.data(Y), synk.data(0.5)
+    for batch in (None, slice(None, None, -2), [0, 10, 3, 3, 7]):
+        rows = np.arange(11)[slice(None) if batch is None else batch]
+        expected = serial(X[rows], Y[rows], 0.5)
+        for slices, inputs in ((1, (X, Y, 0.5)), (1, data), (3, data)):
+            *results, count = f(*inputs, batch=batch, num_slices=slices)
+            for result, value in zip(results, expected, strict=True):
+                close_to(result, value)
+            assert count == len(rows)
+
+
+def updates(mode):
+    def make(w):
+        x, y = T.dmatrix("x"), T.dvector("y")
+        loss = ((T.tanh(T.dot(x, w)) - y) ** 2).mean()
+        return [x, y], loss, [(w, w - 0.1 * grad(loss, w))]
+
+    start = np.array([0.3, -0.2, 0.1])
+    w, v = shared(start, "w"), shared(start, "v")
+    inputs, loss, pairs = make(w)
+    f = synk.function(inputs, (loss, "mean"), updates=[(w, new, "mean") for w, new in pairs], mode=mode)
+    inputs, loss, pairs = make(v)
+    serial = function(inputs, loss, updates=pairs, mode=mode)
+    for slices in (1, 2, 3):
+        close_to(f(X[:10], Y[:10], num_slices=slices), serial(X[:10], Y[:10]))
+        synk.all_reduce(w)
+        close_to(w.get_value(), v.get_value())
+        close_to(synk.get_value(1, w), v.get_value())
+
+
+def sliceable_shareds(mode):
+    s, t = shared(np.zeros((1, 3)), "s"), shared(np.zeros(1), "t")
+    f = synk.function(
+        [], [((s * t.dimshuffle(0, "x")).sum(axis=0), "sum"), (s, "gather")], sliceable_shareds=[s, t], mode=mode
+    )
+    synk.distribute()
+    synk.scatter([s, t], [X, Y])  # rows 0 to 5, and 6 to 10
+    for choice, rows in (
+        (None, range(11)),
+        (slice(1, 3), [1, 2, 7, 8]),
+        ([[4, 0], [1]], [4, 0, 7]),
+        ([[], [2, 2]], [8, 8]),
+    ):
+        for slices in (1, 2):
+            total, joined = f(batch_s=choice, num_slices=slices)
+            close_to(total, (X[list(rows)] * Y[list(rows), None]).sum(axis=0))
+            close_to(joined, X[list(rows)])
+
+
+def results_alias_nothing(mode):
+    x, b = T.dmatrix("x"), T.dvector("b")
+    rows, whole = shared(np.zeros((1, 3)), "rows"), shared(np.zeros(1), "whole")
+    f = synk.function(
+        [x],
+        [(x, "gather"), (x, None), (b, None), (x[::-1], None)],
+        bcast_inputs=[b],
+        updates=[(rows, x), (whole, b)],
+        mode=mode,
+    )
+    for batch in (None, [5, 1, 3, 2]):
+        data, numbers = synk.data(X), synk.data(Y)
+        picked = X if batch is None else X[batch]
+        own = picked[: (len(picked) + 1) // 2]
+        results = f(data, numbers, batch=batch)
+        data[:], numbers[:] = 0, 0
+        for result, expected in zip(results, (picked, own, Y, own[::-1]), strict=True):
+            np.testing.assert_array_equal(result, expected)
+        np.testing.assert_array_equal(rows.get_value(), own)
+        np.testing.assert_array_equal(whole.get_value(), Y)
+        np.testing.assert_array_equal(synk.get_value(1, rows), picked[len(own) :])
+        np.testing.assert_array_equal(synk.get_value(1, whole), Y)
+        f(data, numbers, batch=batch)
+        np.testing.assert_array_equal(results[1], own)
+
+
+def large_outputs(mode):
+    x = T.dmatrix("x")
+    f = synk.function([x], [x.sum(axis=0), (x * 2, "gather")], mode=mode)
+    value = RNG.normal(size=(4, 200_000))
+    average, doubled = f(value)
+    close_to(average, value.sum(axis=0) / 2)
+    close_to(doubled, value * 2)
+
+
+def dtypes(mode):
+    for dtype in ("float32", "int64", "int8", "bool"):
+        x = T.matrix("x", dtype=dtype)
+        f = synk.function([x], [(x, "gather"), (x, "max"), (x, None)], mode=mode)
+        value = (X[:10] > 0).astype(dtype)
+        joined, high, own = f(value)
+        close_to(joined, value)
+        close_to(high, np.maximum(value[:5], value[5:]))
+        close_to(own, value[:5])
+
+
+def values_of_several_calls(mode):
+    """A shared variable that goes through host collectives and functions in turn."""
+    x = T.dvector("x")
+    w = shared(np.zeros(2), "w")
+    f = synk.function([x], w.sum(), updates=[(w, w + x.sum())], mode=mode)
+    for step in range(3):
+        f(np.arange(4.0))
+        synk.all_reduce(w)
+        np.testing.assert_array_equal(synk.gather(w), np.full((2, 2), 3.0 * (step + 1)))
+
+
+CHECKS = [
+    outputs_and_rows,
+    updates,
+    sliceable_shareds,
+    results_alias_nothing,
+    large_outputs,
+    dtypes,
+    values_of_several_calls,
+]
+
+
+# -- the modes -------------------------------------------------------------------------------------------------
+
+
+def mode_named(name):
+    if name == "an object":
+        return Mode(linker="cvm", optimizer="fast_run")
+    return name
+
+
+if NAME == "pytensor":
+    from pytensor.compile.mode import Mode
+else:
+    from theano.compile.mode import Mode
+
+#: The first is what the libraries use where nobody says otherwise: Numba for PyTensor, C for Theano.
+NAMES = {
+    "pytensor": ["NUMBA", "an object", "FAST_COMPILE", "CVM"],
+    "theano": ["Mode", "an object", "FAST_COMPILE", "FAST_RUN"],
+}[NAME]
+if XLA:
+    NAMES = ["JAX"]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", NAMES)
+def test_mode(fork, name, check):
+    fork(2)
+    check(mode_named(name))
+
+
+if NAME == "pytensor" and not XLA:
+
+    def test_jax():
+        pytest.importorskip("jax")
+        # JAX starts threads, and no process that has some should be forked: a new one, which forks first.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(
+            [sys.executable, "-c", "import test_modes; test_modes.main('JAX')"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=110,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def main(mode):
+    synk.fork(2, use_gpu=False)
+    for check in CHECKS:
+        check(mode)
+    synk.close()
+
+
+class Compiled(Command):
+    """A command: show how often each rank has found Numba's function on disk, and how often it has compiled it."""
+
+    def __init__(self, keys):
+        self.keys = keys
+
+    def run(self, rank):
+        compiled = [c for key in self.keys for c in get_object(rank, key).compiled.values()]
+        stats = [c.function.vm.jit_fn.stats for c in compiled]
+        return rank.exchange([(sum(s.cache_hits.values()), sum(s.cache_misses.values())) for s in stats])
+
+
+@pytest.mark.skipif(NAME == "theano" or XLA, reason="Numba compiles at the first call")
+def test_what_numba_compiles_is_compiled_by_one_rank(monkeypatch):
+    monkeypatch.setattr(importlib.import_module(NAME).config, "mode", "NUMBA")
+    synk.fork(3, use_gpu=False)
+    try:
+        new = 1 + float(np.random.default_rng().random())  # or it would be on disk from an earlier run
+        x, y, w = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w")
+        train = make_train_function(((x @ w * new - y) ** 2).mean(), [w], x, y, adam, learning_rate=new / 1000)
+        losses = [float(train(X, Y)) for _ in range(3)]
+        assert losses[0] > losses[1] > losses[2]
+        f = synk.function([x], ((x * new).sum(), "sum"))
+        close_to(f(X), (X * new).sum())
+        close_to(synk.gather(w), [w.get_value()] * 3)
+        session = ranks.session()
+        keys = [function._key for function in (train.gradient, train.update, f)]
+        with session.turn:
+            session.settle()
+            shown = session.run(Compiled(keys))
+        # The update by the first worker, beside the gradient.
+        assert shown == [[(0, 1), (1, 0), (0, 1)], [(1, 0), (0, 1), (1, 0)], [(1, 0), (1, 0), (1, 0)]]
+    finally:
+        synk.close()
+
+
+#: Where all ranks have to be at once.
+MEETING = multiprocessing.Barrier(2)
+
+
+class Meet(importlib.import_module(f"{NAME}.{'gof' if NAME == 'theano' else 'graph'}.op").Op):
+    """Its argument, once both ranks have come here. Numba calls it as Python, and so keeps no function with it."""
+
+    __props__ = ()
+
+    def make_node(self, x):
+        return importlib.import_module(NAME).graph.basic.Apply(self, [x], [x.type()])
+
+    def perform(self, node, inputs, outputs):
+        MEETING.wait(60)
+        outputs[0][0] = inputs[0].copy()
+
+
+@pytest.mark.skipif(NAME == "theano" or XLA, reason="Numba compiles at the first call")
+@pytest.mark.filterwarnings("ignore:Numba will use object mode")
+def test_what_numba_keeps_for_nobody_is_compiled_by_all_ranks_at_once():
+    synk.fork(2, use_gpu=False)
+    try:
+        x = T.dvector("x")
+        f = synk.function([x], (Meet()(x).sum(), "sum"), mode="NUMBA")
+        # Before, the worker waited for the end of the master's first call.
+        close_to(f(Y), Y.sum())
+    finally:
+        synk.close()

@@ -1,0 +1,694 @@
+"""PyMC models on all ranks: the model itself, in one process, is what they have to agree with."""
+
+import _thread
+import copy
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # ArviZ tells of its next version
+    pm = pytest.importorskip("pymc", reason="the extra `pymc` is not installed")
+import pytensor  # noqa: E402
+import pytensor.tensor as pt  # noqa: E402
+from library import INTERPRETED, XLA, fork_ranks  # noqa: E402
+
+import synkhronos as synk  # noqa: E402
+from synkhronos.extensions.pymc import data_parallel  # noqa: E402
+from synkhronos.extensions.rows_sum import SumOverRows  # noqa: E402
+
+N = 60
+RNG = np.random.default_rng(3)
+X, GROUP = RNG.normal(size=(N, 3)), RNG.integers(0, 4, N)
+SUCCESS = RNG.integers(0, 2, N)
+COUNTS = RNG.poisson(3, N)
+KIND, HOURS = RNG.integers(0, 3, N), RNG.uniform(0.5, 3, N)
+HERE = {"mode": INTERPRETED}  # PyTensor's default is JAX where ranks are tested in JAX mode
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+@pytest.fixture
+def two(fork):
+    """Fork two ranks."""
+    return fork(2)
+
+
+def center(a, b, x):
+    return a[GROUP] + x @ b
+
+
+#: What the observed variable is, from one center for each row and a positive number.
+LIKELIHOODS = {
+    "normal": lambda eta, s: pm.Normal("y", eta, s, observed=X[:, 0]),
+    "two columns": lambda eta, s: pm.Normal("y", eta[:, None], s, observed=X[:, :2]),
+    "student": lambda eta, s: pm.StudentT("y", nu=4, mu=eta, sigma=s, observed=X[:, 0]),
+    "skewed": lambda eta, s: pm.AsymmetricLaplace("y", mu=eta, kappa=1 + s, b=s, observed=X[:, 0]),
+    "gamma": lambda eta, s: pm.Gamma("y", mu=pt.exp(eta), sigma=s, observed=COUNTS + 0.5),
+    "logistic": lambda eta, s: pm.Bernoulli("y", logit_p=eta, observed=SUCCESS),
+    "binomial": lambda eta, s: pm.Binomial("y", n=GROUP + 1, logit_p=eta, observed=SUCCESS),
+    "beta-binomial": lambda eta, s: pm.BetaBinomial("y", alpha=pt.exp(eta), beta=s, n=20, observed=COUNTS),
+    "poisson": lambda eta, s: pm.Poisson("y", pt.exp(eta), observed=COUNTS),
+    "negative binomial": lambda eta, s: pm.NegativeBinomial("y", mu=pt.exp(eta), alpha=s, observed=COUNTS),
+    "inflated": lambda eta, s: pm.ZeroInflatedPoisson("y", psi=0.7, mu=pt.exp(eta), observed=COUNTS),
+    "categories": lambda eta, s: pm.Categorical(
+        "y", p=pt.special.softmax(eta[:, None] * pt.arange(4) * s, axis=-1), observed=GROUP
+    ),
+    "ordered": lambda eta, s: pm.OrderedLogistic("y", eta=eta, cutpoints=np.array([-1.0, 0.0, 1.0]), observed=GROUP),
+    "multinomial": lambda eta, s: pm.Multinomial(
+        "y", n=4, p=pt.special.softmax(eta[:, None] * pt.arange(2), axis=-1), observed=np.stack([GROUP, 4 - GROUP], 1)
+    ),
+    "multivariate": lambda eta, s: pm.MvNormal("y", mu=eta[:, None] * pt.ones(3), cov=np.eye(3), observed=X),
+    "censored": lambda eta, s: pm.Censored("y", pm.Normal.dist(eta, s), None, 1.0, observed=np.minimum(X[:, 0], 1.0)),
+    "truncated": lambda eta, s: pm.TruncatedNormal("y", mu=eta, sigma=s, lower=-5, observed=np.clip(X[:, 0], -4, 9)),
+    "mixture": lambda eta, s: pm.NormalMixture(
+        "y", w=np.array([0.3, 0.7]), mu=pt.stack([eta, -eta], axis=1), sigma=s, observed=X[:, 0]
+    ),
+    "one's own": lambda eta, s: pm.CustomDist(
+        "y", eta, s, logp=lambda value, eta, s: -(((value - eta) / s) ** 2) - pt.log(s), observed=X[:, 0]
+    ),
+}
+
+
+def hierarchical(likelihood="logistic", **data):
+    """Return a model with groups; what is observed, and how."""
+    with pm.Model() as model:
+        x = pm.Data("x", X)
+        overall, spread = pm.Normal("overall"), pm.HalfNormal("spread")
+        a = pm.Normal("a", overall, spread, shape=4)
+        b = pm.Normal("b", shape=3)
+        scale = pm.HalfNormal("scale")
+        LIKELIHOODS[likelihood](pm.Deterministic("eta", center(a, b, x)), scale)
+    return model
+
+
+def points(model, count=2):
+    """Return points near the model's initial one."""
+    rng = np.random.default_rng(4)
+    start = model.initial_point()
+    return [{k: v + 0.4 * rng.normal(size=np.shape(v)) for k, v in start.items()} for _ in range(count)]
+
+
+def check_equal(parallel, model, **compile_kwargs):
+    """Compare densities and gradients at some points."""
+    kwargs = {**HERE, **compile_kwargs}
+    for what in ("compile_logp", "compile_dlogp"):
+        ours, theirs = getattr(parallel, what)(**kwargs), getattr(model, what)(**HERE)
+        for point in points(model):
+            expected = theirs(point)
+            assert np.all(np.isfinite(expected))
+            np.testing.assert_allclose(ours(point), expected, rtol=1e-9, atol=1e-9)
+
+
+def names(variables):
+    return [variable.name for variable in variables]
+
+
+def sent(parallel):
+    """Return what the ranks are sent at each evaluation."""
+    return [param for node in applied(parallel.logp()) if isinstance(node.op, SumOverRows) for param in node.inputs]
+
+
+def applied(variable):
+    return list(pytensor.graph.traversal.applys_between([], [variable]))
+
+
+# -- what is split -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_density_and_gradient_are_the_models(two, likelihood):
+    model = hierarchical(likelihood)
+    parallel = data_parallel(model)
+    assert names(parallel.split_RVs) == ["y"] and not parallel.reasons
+    check_equal(parallel, model)
+    for param in sent(parallel):
+        assert N not in param.type.shape and param.name != "eta"
+
+
+@pytest.mark.parametrize("mode", ["CVM", "NUMBA"])
+def test_compiled_as_pymc_compiles(two, mode):
+    with pm.Model() as model:
+        b = pm.Normal("b", shape=3)
+        pm.Normal("y", X @ b, pm.HalfNormal("s"), observed=X[:, 0])
+    check_equal(data_parallel(model), model, mode=mode)
+
+
+def test_the_model_stays_as_it_is(two):
+    model = hierarchical()
+    before = {name: list(getattr(model, name)) for name in ("free_RVs", "observed_RVs", "potentials", "deterministics")}
+    parallel = data_parallel(model)
+    for name, variables in before.items():
+        assert getattr(model, name) == getattr(parallel, name) == variables
+    assert not any(isinstance(node.op, SumOverRows) for node in applied(model.logp()))
+
+
+def test_several_observed_variables_of_different_lengths(two):
+    with pm.Model() as model:
+        b = pm.Normal("b", shape=3)
+        pm.Normal("y", X @ b, 1, observed=X[:, 0])
+        pm.Poisson("z", pt.exp(b[0]), observed=COUNTS[:7])
+    parallel = data_parallel(model)
+    assert names(parallel.split_RVs) == ["y", "z"]
+    check_equal(parallel, model)
+
+
+def varying_slopes():
+    chol, _, _ = pm.LKJCholeskyCov("chol", n=3, eta=2, sd_dist=pm.Exponential.dist(1.0))
+    slopes = chol @ pm.Normal("z", shape=(3, 4))
+    pm.Normal("y", (slopes[:, GROUP] * X.T).sum(axis=0), 1, observed=X[:, 0])
+
+
+def ordered():
+    transform = pm.distributions.transforms.ordered
+    cuts = pm.Normal("cuts", shape=2, sigma=3, transform=transform, initval=[-0.5, 0.7])
+    pm.OrderedLogistic("y", cutpoints=cuts, eta=X @ pm.Normal("b", shape=3), observed=GROUP % 3)
+
+
+def imputed():
+    missing = np.ma.masked_where(np.arange(N) % 9 == 0, X[:, 0])
+    pm.Normal("y", X @ pm.Normal("b", shape=3), pm.HalfNormal("s"), observed=missing)
+
+
+def observed_in_others():
+    b = pm.Normal("b", shape=3)
+    first = pm.Normal("first", X @ b, 1, observed=X[:, 0])
+    pm.Normal("y", first * b[0], 1, observed=X[:, 1])
+    pm.Deterministic("residual", first - X @ b)
+
+
+def within_another():
+    with pm.Model("within"):
+        s = pm.HalfNormal("s")
+    pm.StudentT("y", nu=4, mu=X @ pm.Normal("b", shape=3), sigma=s, observed=X[:, 0])
+
+
+def rows_of_vectors():
+    p = pm.math.softmax(X @ pm.Normal("b", shape=(3, 2)), axis=-1)
+    pm.DirichletMultinomial("y", n=4, a=p, observed=np.stack([GROUP, 4 - GROUP], 1))
+
+
+def series_side_by_side():
+    s = pm.HalfNormal("s")
+    pm.AR("y", rho=[0.1], sigma=s, init_dist=pm.Normal.dist(shape=(6, 1)), observed=X[:, 0].reshape(6, 10))
+
+
+def part_of_the_rows():
+    center = pm.Deterministic("center", X @ pm.Normal("b", shape=3))
+    pm.Normal("y", center[np.arange(0, N, 2)], 1, observed=X[::2, 0])
+
+
+def several_groupings_of_data():
+    pm.modelcontext(None).add_coords({"row": np.arange(N), "group": list("abcd"), "kind": list("vwx")})
+    group, kind = pm.Data("group_of", GROUP, dims="row"), pm.Data("kind_of", KIND, dims="row")
+    x = pm.Data("x", X, dims=("row", "column"))
+    a, b = pm.Normal("a", dims="group"), pm.ZeroSumNormal("b", dims="kind")
+    both = pm.Normal("both", dims=("group", "kind"))
+    eta = a[group] + b[kind] + pm.HalfNormal("s") * both[group, kind] + x @ pm.Normal("slopes", shape=3)
+    p = pm.Deterministic("p", pm.math.invlogit(eta), dims="row")
+    pm.Bernoulli("y", p=p, observed=pm.Data("observed", SUCCESS, dims="row"), dims="row")
+
+
+def counts_with_offset():
+    mu = pm.math.exp(pm.Data("log_hours", np.log(HOURS)) + X @ pm.Normal("b", shape=3))
+    pm.NegativeBinomial("y", mu=mu, alpha=pm.Exponential("alpha", 1), observed=COUNTS)
+    pm.Truncated("t", pm.Poisson.dist(mu), lower=1, observed=COUNTS + 1)
+
+
+def survival():
+    scale, shape = pm.math.exp(X @ pm.Normal("b", shape=3)), pm.HalfNormal("shape")
+    died = SUCCESS > 0
+    pm.Weibull("died", shape, scale[died], observed=HOURS[died])
+    pm.Potential("alive", -((HOURS[~died] / scale[~died]) ** shape))
+    pm.Potential("again", pm.logp(pm.Weibull.dist(shape, scale), HOURS).sum())
+    pm.Censored("y", pm.Weibull.dist(shape, scale), None, np.where(died, np.inf, HOURS), observed=HOURS)
+    pm.Potential("prior", -(shape**2))  # of parameters alone
+
+
+def softmax_with_a_reference():
+    b = pm.Normal("b", shape=(3, 3))
+    pm.Categorical("y", logit_p=pt.concatenate([pt.zeros((N, 1)), X @ b], axis=1), observed=GROUP)
+
+
+def smooth_by_basis():
+    cov = pm.HalfNormal("size") ** 2 * pm.gp.cov.Matern52(1, ls=pm.LogNormal("length"))
+    pm.Normal("y", pm.gp.HSGP(m=[5], L=[4.0], cov_func=cov).prior("f", X=X[:, :1]), 1, observed=X[:, 1])
+
+
+def mixture_of_regressions():
+    weights = pm.math.softmax(X @ pm.Normal("w", shape=(3, 2)), axis=-1)
+    parts = [pm.Normal.dist(X @ pm.Normal("b", shape=3), 1), pm.StudentT.dist(nu=3, mu=0, sigma=pm.HalfNormal("s"))]
+    pm.Mixture("y", w=weights, comp_dists=parts, observed=X[:, 0])
+
+
+def rows_of_correlated_columns():
+    chol = pt.diag(pm.HalfNormal("s", shape=3)) + np.tril(np.ones((3, 3)), -1)
+    pm.MvNormal("y", mu=X[:, ::-1] @ pm.Normal("b", shape=(3, 3)), chol=chol, observed=X)
+
+
+def slices_of_rows():
+    eta, rho = X @ pm.Normal("b", shape=3), pm.Normal("rho")
+    pm.Normal("first", eta[:20], 1, observed=X[:20, 0])
+    pm.Normal("rest", eta[20:], 2, observed=X[20:, 0])
+    pm.Normal("next", eta[1:] + rho * X[:-1, 0], 1, observed=X[1:, 0])
+
+
+MODELS = [
+    several_groupings_of_data,
+    counts_with_offset,
+    survival,
+    softmax_with_a_reference,
+    smooth_by_basis,
+    mixture_of_regressions,
+    rows_of_correlated_columns,
+    slices_of_rows,
+    varying_slopes,
+    ordered,
+    imputed,
+    observed_in_others,
+    within_another,
+    rows_of_vectors,
+    series_side_by_side,
+    part_of_the_rows,
+]
+
+
+@pytest.mark.filterwarnings("ignore:Data in y contains missing values")
+@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
+def test_models_as_in_pymcs_documentation(two, build):
+    with pm.Model() as model:
+        build()
+    parallel = data_parallel(model)
+    assert not parallel.reasons
+    check_equal(parallel, model)
+    assert set(parallel.split_RVs) == {*model.observed_RVs, *model.potentials} - {model.named_vars.get("prior")}
+    for param in sent(parallel):
+        assert not {N, N // 2, (np.arange(N) % 9 != 0).sum()} & set(param.type.shape)
+
+
+def test_a_copy_is_split_too_and_has_data_of_its_own(two):
+    with pm.Model() as model:
+        x = pm.Data("x", X)
+        pm.Normal("y", x @ pm.Normal("b", shape=3), 1, observed=X[:, 0])
+    parallel = data_parallel(model)
+    for copied in (parallel.copy(), copy.copy(parallel), copy.deepcopy(parallel)):
+        assert names(copied.split_RVs) == ["y"]
+        with copied:
+            pm.set_data({"x": X + 1})
+        check_equal(parallel, model)
+        assert copied.compile_logp(**HERE)(points(model)[0]) != model.compile_logp(**HERE)(points(model)[0])
+
+
+def test_a_pickle_is_the_same_model(two):
+    cloudpickle = pytest.importorskip("cloudpickle")
+    model = small()
+    parallel = data_parallel(model)
+    check_equal(cloudpickle.loads(cloudpickle.dumps(parallel)), model)
+
+
+def test_what_is_out_of_bounds_has_no_density(two):
+    with pm.Model() as model:
+        s = pm.Flat("s")
+        pm.Normal("y", X[:, 1], s * X[:, 2] ** 2, observed=X[:, 0])
+    parallel = data_parallel(model)
+    density = parallel.compile_logp(**HERE)
+    assert density({"s": -1.0}) == -np.inf
+    np.testing.assert_allclose(density({"s": 1.0}), model.compile_logp(**HERE)({"s": 1.0}))
+    model.check_bounds = False
+    assert np.isnan(data_parallel(model).compile_logp(**HERE)({"s": -1.0}))
+
+
+def test_what_cannot_be_split_is_named(two):
+    with pm.Model() as model:
+        b = pm.Normal("b", shape=3)
+        effect = pm.Normal("effect", shape=N)
+        pm.Normal("y", X @ b, 1, observed=X[:, 0])
+        pm.GaussianRandomWalk("walk", mu=b[0], init_dist=pm.Normal.dist(), observed=X[:, 1])
+        pm.Normal("latent", effect, 1, observed=X[:, 2])
+        pm.Normal("single", b[0], 1, observed=1.5)
+        pm.Potential("curve", -pt.sqrt(((X @ b) ** 2).sum()))
+        pm.Potential("prior", -(b**2))
+    with pytest.warns(UserWarning) as caught:
+        parallel = data_parallel(model)
+    messages = [str(one.message) for one in caught if "not split" in str(one.message)]
+    assert len(messages) == 4
+    assert re.search("walk is not split by rows, and is computed by this process alone: .* rows", messages[0])
+    assert "latent is not" in messages[1] and "'effect' has an element for each row, but is not data" in messages[1]
+    assert "single is not" in messages[2] and "it has shape (), and so no rows to share out" in messages[2]
+    assert "curve is not" in messages[3] and "one number, and not the sum" in messages[3]
+    assert names(parallel.split_RVs) == ["y"]
+    assert list(parallel.reasons) == ["walk", "latent", "single", "curve"]
+    check_equal(parallel, model)
+
+
+def test_rows_that_are_drawn_are_refused():
+    x, y = pm.Minibatch(X, X[:, 0], batch_size=5)
+    with pm.Model() as model:
+        pm.Normal("y", x @ pm.Normal("b", shape=3), 1, observed=y, total_size=N)
+    with pytest.raises(ValueError, match="split by rows: y: pm.Minibatch draws other rows at each evaluation"):
+        data_parallel(model)
+
+
+@pytest.mark.parametrize("what", ["nothing", "no observed", "no model"])
+def test_what_is_refused(what):
+    with pm.Model() as model:
+        b = pm.Normal("b")
+        if what == "nothing":
+            pm.Normal("y", b, 1, observed=0.5)
+    error, message = {
+        "nothing": (ValueError, r"model: none of its variables can be split by rows: y: it has shape \(\)"),
+        "no observed": (ValueError, "model: it has no observed variables, nor potentials that are computed from data"),
+        "no model": (TypeError, "model: expected a pymc.Model, got 'y'"),
+    }[what]
+    with pytest.raises(error, match=message):
+        data_parallel("y" if what == "no model" else model)
+
+
+def test_new_data(two):
+    with pm.Model() as model:
+        x, y = pm.Data("x", X), pm.Data("observed", X[:, 0])
+        b = pm.Normal("b", shape=3)
+        pm.Normal("y", x @ b, 1, observed=y)
+    parallel = data_parallel(model)
+    check_equal(parallel, model)
+    before = model.compile_logp(**HERE)(points(model)[0])
+    with parallel:
+        pm.set_data({"x": X[:21] + 1, "observed": X[:21, 1]})
+    check_equal(parallel, model)
+    assert abs(model.compile_logp(**HERE)(points(model)[0]) - before) > 1
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_new_data_of_fewer_rows_than_ranks(two, count):
+    """Without rows there is the prior's density."""
+    with pm.Model() as model:
+        x, y = pm.Data("x", X), pm.Data("observed", X[:, 0])
+        b, s = pm.Normal("b", shape=3), pm.HalfNormal("s")
+        pm.Normal("y", x @ b, s, observed=y)
+    parallel = data_parallel(model)
+    for n in (N, count, N):
+        with parallel:
+            pm.set_data({"x": X[:n], "observed": X[:n, 0]})
+        check_equal(parallel, model)
+
+
+def test_data_that_are_changed_in_place(two):
+    columns = X.copy()
+    with pm.Model() as model:
+        y = pm.Data("observed", X[:, 0])
+        b = pm.Normal("b", shape=3)
+        pm.Normal("y", columns @ b, 1, observed=y)
+    parallel = data_parallel(model)
+    ours, theirs, point = parallel.compile_logp(**HERE), model.compile_logp(**HERE), points(model)[0]
+    seen = []
+    for memory in (np.empty(0), model["observed"].get_value(borrow=True), columns):  # the model has the array itself
+        memory[:] = 1
+        seen.append(theirs(point))
+        np.testing.assert_allclose(ours(point), seen[-1], rtol=1e-9)
+    assert len(set(map(float, seen))) == 3
+
+
+# -- what samplers do with it ------------------------------------------------------------------------------------
+
+
+def sample(model, **kwargs):
+    settings = {"chains": 1, "cores": 1, "random_seed": 5, "progressbar": False, "compute_convergence_checks": False}
+    with model:
+        return pm.sample(**{**settings, **kwargs}, compile_kwargs=dict(HERE))  # a copy: PyMC 5 adds to it
+
+
+def test_the_same_seed_gives_the_same_draws(two):
+    model = hierarchical()
+    few = {"draws": 4, "tune": 4, "chains": 2, "discard_tuned_samples": False}
+    ours, theirs = sample(data_parallel(model), **few), sample(model, **few)
+    for name in ("overall", "spread", "a", "b", "eta"):
+        # Rounding grows with each step of a trajectory.
+        np.testing.assert_allclose(ours.posterior[name].values[:, :4], theirs.posterior[name].values[:, :4], rtol=1e-4)
+
+
+def test_the_posterior_agrees(two):
+    with pm.Model() as model:
+        b = pm.Normal("b", shape=2)
+        s = pm.HalfNormal("s")
+        pm.Normal("y", X[:, :2] @ b, s, observed=X[:, :2] @ [1.0, -1.0] + X[:, 2])
+    posteriors = [sample(one, draws=150, tune=150, chains=2).posterior for one in (data_parallel(model), model)]
+    for name in ("b", "s"):
+        ours, theirs = (posterior[name].values.reshape(2, 150, -1) for posterior in posteriors)
+        sd = theirs.std(axis=(0, 1))
+        # Of 300 draws, somewhat alike, means are known to less than a tenth of the sd; sds too.
+        assert np.all(abs(ours.mean(axis=(0, 1)) - theirs.mean(axis=(0, 1))) < 0.4 * sd)
+        assert np.all(abs(ours.std(axis=(0, 1)) / sd - 1) < 0.4)
+        for chains in (ours, theirs):
+            within = chains.var(axis=1).mean(axis=0)
+            between = chains.mean(axis=1).var(axis=0, ddof=1)
+            assert np.all(np.sqrt(1 + between / within) < 1.1)  # R-hat
+
+
+@pytest.mark.skipif(XLA, reason="find_MAP takes PyTensor's default mode, which is JAX in these tests")
+def test_find_map_and_variational(two):
+    model = small()
+    parallel = data_parallel(model)
+    found, losses = [], []
+    for one in (parallel, model):
+        with one:
+            found.append(pm.find_MAP(progressbar=False))
+            losses.append(pm.fit(20, random_seed=6, progressbar=False, compile_kwargs=dict(HERE)).hist)
+    np.testing.assert_allclose(found[0]["b"], found[1]["b"], rtol=1e-5)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
+
+
+def test_steps_without_gradients(two):
+    model = hierarchical()
+    parallel = data_parallel(model)
+    draws = []
+    for one in (parallel, model):
+        with one:
+            step = pm.Metropolis(compile_kwargs=dict(HERE))
+        draws.append(sample(one, step=step, draws=10, tune=0).posterior["b"].values)
+    np.testing.assert_allclose(*draws)
+
+
+def test_what_is_no_density_of_the_whole_comes_from_this_process(two):
+    model = hierarchical("normal")
+    parallel = data_parallel(model)
+    drawn = sample(parallel, draws=3, tune=3)
+    np.testing.assert_array_equal(drawn.observed_data["y"], X[:, 0])
+    results = []
+    synk.close()  # no ranks are needed
+    for one in (parallel, model):
+        with one:
+            # A copy each time: PyMC 5 adds to it.
+            drawn_again = pm.sample_posterior_predictive(
+                drawn, random_seed=1, progressbar=False, compile_kwargs=dict(HERE)
+            )
+            predicted = drawn_again.posterior_predictive["y"]
+            densities = pm.compute_log_likelihood(
+                drawn, extend_inferencedata=False, progressbar=False, compile_kwargs=dict(HERE)
+            )["y"]
+        assert predicted.shape == densities.shape == (1, 3, N)
+        results.append((predicted, densities))
+    for ours, theirs in zip(*results, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_densities_of_some_variables(two):
+    with pm.Model() as model:
+        b = pm.Normal("b", shape=3)
+        pm.Normal("y", X @ b, 1, observed=X[:, 0])
+        pm.Normal("single", b[0], 1, observed=1.5)
+        pm.Potential("bonus", b[1])
+    with pytest.warns(UserWarning, match="single is not split"):
+        parallel = data_parallel(model)
+    point = points(model)[0]
+    for chosen in ("y", "single", "b", "bonus", ["y"], ["y", "b"], ["bonus", "y", "single"], []):
+        some = model[chosen] if isinstance(chosen, str) else [model[name] for name in chosen]
+        for total in (True, False):
+            if not chosen and total:
+                continue
+            ours, theirs = (one.compile_logp(some, sum=total, **HERE)(point) for one in (parallel, model))
+            for a, b in (
+                zip(np.atleast_1d(ours), np.atleast_1d(theirs), strict=True)
+                if total
+                else zip(ours, theirs, strict=True)
+            ):
+                np.testing.assert_allclose(a, b)
+
+
+# -- interrupts, deaths and other processes ----------------------------------------------------------------------
+
+
+class After:
+    """Do something after some draws."""
+
+    def __init__(self, draws, what):
+        self.draws, self.what = draws, what
+
+    def __call__(self, trace, draw):
+        self.draws -= 1
+        if self.draws == 0:
+            self.what()
+
+
+def small():
+    with pm.Model() as model:
+        b = pm.Normal("b", shape=3)
+        pm.Normal("y", X @ b, 1, observed=X[:, 0])
+    return model
+
+
+@pytest.mark.parametrize("when", ["between evaluations", "at any moment"])
+def test_an_interrupt_returns_the_draws_so_far(two, when):
+    model = small()
+    parallel = data_parallel(model)
+    interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+    if when == "between evaluations":
+        callback = After(20, interrupt)
+    else:
+        callback = After(20, lambda: threading.Timer(0.2, interrupt).start())
+    drawn = sample(parallel, draws=100_000, tune=5, callback=callback)
+    assert 10 <= drawn.posterior.sizes["draw"] < 100_000
+    check_equal(parallel, model)
+
+
+@pytest.mark.new_ranks
+def test_a_death_returns_the_draws_so_far_and_is_said(fork):
+    fork(2)
+    model = small()
+    parallel = data_parallel(model)
+    (pid,) = synk.ranks.session().workers.pids.values()
+    with pytest.warns(RuntimeWarning, match="stopped early, with the results so far: rank 1 .* SIGKILL"):
+        drawn = sample(parallel, draws=100_000, tune=5, callback=After(20, lambda: os.kill(pid, signal.SIGKILL)))
+    assert 10 <= drawn.posterior.sizes["draw"] < 100_000
+    with pytest.raises(RuntimeError, match="Call synkhronos.fork"):
+        parallel.compile_logp(**HERE)(model.initial_point())
+    fork_ranks(2)
+    check_equal(parallel, model)
+
+
+@pytest.mark.new_ranks
+def test_a_death_interrupts_who_waits_for_other_threads(fork):
+    """As nutpie waits for its own, which are no threads of Python's."""
+    fork(2)
+    parallel, waits, seen = data_parallel(small()), threading.Event(), []
+    density, point = parallel.compile_logp(**HERE), parallel.initial_point()
+    density(point)
+    (pid,) = synk.ranks.session().workers.pids.values()
+
+    def sampler():
+        waits.wait()
+        for shift in range(10**6):
+            try:
+                density({"b": point["b"] + shift})
+            except BaseException as error:
+                seen.append((time.monotonic(), error))
+                if len(seen) == 2:
+                    return
+
+    with pytest.warns(RuntimeWarning) as caught:
+        _thread.start_new_thread(sampler, ())
+        with pytest.raises(KeyboardInterrupt):
+            waits.set()
+            time.sleep(0.1)
+            os.kill(pid, signal.SIGKILL)
+            for _ in range(200):
+                time.sleep(0.05)
+        interrupted = time.monotonic()
+        while len(seen) < 2:
+            time.sleep(0.05)
+    # Only then does the sampler hear of it, which by then is being stopped.
+    assert interrupted < seen[0][0] and isinstance(seen[0][1], KeyboardInterrupt)
+    assert isinstance(seen[1][1], RuntimeError) and "fork" in str(seen[1][1])
+    messages = [str(one.message) for one in caught]
+    assert any("stopped early, with the results so far: rank 1" in one for one in messages)
+    assert any("no density: rank 1" in one and "Call synkhronos.fork" in one for one in messages)
+
+
+@pytest.mark.skipif(not XLA, reason="needs PyTensor's JAX mode")
+def test_what_jax_lacks_is_named(two):
+    with pm.Model() as model:
+        shape = pm.HalfNormal("shape")
+        pm.Truncated("y", pm.Gamma.dist(shape, 1), lower=0.1, observed=HOURS)
+    with pytest.raises(NotImplementedError, match=r"(?s)y: .* ScalarLoop.* JAX .*fork\(use_gpu=False\)"):
+        data_parallel(model).compile_dlogp(**HERE)(model.initial_point())
+
+
+NUTPIE = pytest.mark.skipif(importlib.util.find_spec("nutpie") is None, reason="nutpie is not installed")
+
+
+@NUTPIE
+@pytest.mark.skipif(XLA, reason="nutpie compiles by Numba")
+@pytest.mark.parametrize("cores", [1, 2])
+def test_nutpie(two, cores):
+    import nutpie
+
+    model = small()
+    drawn = [
+        nutpie.sample(
+            nutpie.compile_pymc_model(one), draws=20, tune=50, chains=2, cores=cores, seed=1, progress_bar=False
+        )
+        for one in (data_parallel(model), model)
+    ]
+    np.testing.assert_allclose(*[one.posterior["b"].values[:, 0] for one in drawn], rtol=1e-3)
+
+
+@NUTPIE
+@pytest.mark.skipif(XLA, reason="nutpie compiles by Numba")
+@pytest.mark.new_ranks
+def test_a_death_within_nutpie_returns_the_draws_so_far(fork):
+    import nutpie
+
+    fork(2)
+    compiled = nutpie.compile_pymc_model(data_parallel(small()))
+    (pid,) = synk.ranks.session().workers.pids.values()
+    with pytest.warns(RuntimeWarning, match="stopped early, with the results so far: rank 1 .* SIGKILL"):
+        threading.Timer(5, lambda: os.kill(pid, signal.SIGKILL)).start()
+        drawn = nutpie.sample(compiled, draws=1_000_000, tune=5, chains=2, cores=2, seed=1, progress_bar=False)
+    assert 10 <= drawn.posterior.sizes["draw"] < 1_000_000
+    assert drawn.sample_stats["diverging"].sum() <= 2
+
+
+@pytest.mark.parametrize("start", [pm.find_MAP, pm.fit, pm.sample, lambda model: model.logp()])
+def test_without_ranks_nothing_starts(fork, start):
+    """Samplers such as nutpie take the error of an evaluation for a point without a density."""
+    synk.close()
+    parallel = data_parallel(small())
+    with parallel, pytest.raises(RuntimeError, match=r"[Cc]all synkhronos.fork\(\)"):
+        start(model=parallel)
+
+
+def test_paths_in_other_processes_are_told_of_concurrent(two):
+    """pymc-extras would ask for a report of a bug."""
+    pathfinder = {"__name__": "pymc_extras.inference.pathfinder.pathfinder"}
+    exec("def fit_pathfinder(model, concurrent): return model.logp()", pathfinder)
+    parallel = data_parallel(small())
+    assert pathfinder["fit_pathfinder"](parallel, None).type.ndim == 0
+    with pytest.raises(ValueError, match="^concurrent: .* pass concurrent=None"):
+        pathfinder["fit_pathfinder"](parallel, "process")
+
+
+def test_nobody_who_has_no_pymc_notices():
+    """In a process in which PyMC can't be imported, all the rest can."""
+    script = """
+        import sys
+        sys.modules["pymc"] = None
+        import synkhronos.extensions.pymc, synkhronos.extensions.rows_sum, synkhronos.extensions.rowwise
+        try:
+            synkhronos.extensions.pymc.data_parallel(None)
+        except ImportError as error:
+            print("needs", error.name)
+    """
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)
+    assert result.stdout.strip() == "needs pymc", result.stderr

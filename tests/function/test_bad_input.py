@@ -1,0 +1,868 @@
+"""Wrong arguments: the error says which argument, what came and what was expected, and nothing has changed."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from library import NAME, fork_ranks, shared
+from library import tensor as T
+
+import synkhronos as synk
+
+
+class World:
+    """Two ranks with variables, functions and Data, and what all of them hold."""
+
+    def __init__(self):
+        self.s = shared(np.array([1.0, 2.0]), "s")
+        self.i = shared(np.array([1, 2]), "i")
+        self.m = shared(np.zeros((2, 2)), "m")
+        self.z = shared(np.array(3.0), "z")
+        self.lonely = shared(np.zeros(2), "lonely")
+        self.generator = shared(np.random.RandomState(1) if NAME == "theano" else np.random.default_rng(1), "rng")
+        self.x, self.y, self.w = T.dmatrix("x"), T.lvector("y"), T.dscalar("w")
+        x, y, w = self.x, self.y, self.w
+        self.f = synk.function(
+            [x, y],
+            [(x.sum(), "sum"), (w * y, "gather")],
+            bcast_inputs=[w],
+            updates=[(self.s, self.s + x.sum(axis=0)), (self.i, self.i + y.sum())],
+            name="f",
+        )
+        self.cut = synk.function(
+            [], (self.m.sum(), "sum"), updates=[(self.z, self.z + self.m.sum())], sliceable_shareds=[self.m], name="cut"
+        )
+        self.probe = synk.function([x], (T.dot(x, self.s).sum(), "sum"), name="probe")
+        self.d = synk.data(np.arange(6.0).reshape(3, 2), name="d")
+        self.number = synk.data(7.0)
+        synk.distribute()
+        for r in range(2):
+            synk.set_value(
+                r,
+                [self.s, self.i, self.m, self.z],
+                [[1.0 + r, 2.0], [r, 5], np.full((3, 2), float(r)), np.array(float(r))],
+            )
+        self.state = self.held()
+
+    def held(self):
+        """Return all that a call might change."""
+        values = [*synk.gather([self.s, self.i, self.m, self.z]), self.d.data, self.number.data]
+        return [value.tolist() for value in values] + [self.d.alloc_size, self.d.minibatch]
+
+    def check(self):
+        """Check that nothing has changed, and that the ranks still compute and talk to each other."""
+        assert self.held() == self.state
+        # Rank 0 has two rows and [1, 2], rank 1 the third and [2, 2].
+        assert self.probe(self.d) == (0 + 1 * 2) + (2 + 3 * 2) + (4 * 2 + 5 * 2)
+        assert synk.reduce(self.s, "sum", in_place=False).tolist() == [3.0, 4.0]
+
+
+@pytest.fixture(scope="module")
+def world(two_ranks):
+    return World()
+
+
+X, Y = np.ones((3, 2)), np.arange(3)
+
+FORK = {
+    "a string": (lambda w: synk.fork("2"), TypeError, "n_parallel: expected an integer, got '2'"),
+    "a float": (lambda w: synk.fork(2.0), TypeError, "n_parallel: expected an integer, got 2.0"),
+    "a flag": (lambda w: synk.fork(True), TypeError, "n_parallel: expected an integer, got True"),
+    "none at all": (lambda w: synk.fork(0), ValueError, "n_parallel: expected .* from 1 to 1024, got 0"),
+    "less": (lambda w: synk.fork(-1), ValueError, "n_parallel: expected .* from 1 to 1024, got -1"),
+    "by far too many": (lambda w: synk.fork(10**9), ValueError, "n_parallel: expected .* 1024, got 1000000000"),
+    "use_gpu a string": (lambda w: synk.fork(2, "no"), TypeError, "use_gpu: expected True, False or None, got 'no'"),
+    "use_gpu a number": (lambda w: synk.fork(2, use_gpu=0), TypeError, "use_gpu: expected .* got 0"),
+    "master too high": (lambda w: synk.fork(2, False, 2), ValueError, "master_rank: expected 0 to 1, got 2"),
+    "master below 0": (lambda w: synk.fork(2, False, -1), ValueError, "master_rank: expected 0 to 1, got -1"),
+    "master a float": (lambda w: synk.fork(2, False, 0.0), TypeError, "master_rank: expected an integer, got 0.0"),
+    "master None": (lambda w: synk.fork(2, False, None), TypeError, "master_rank: expected an integer, got None"),
+    "profile a path": (
+        lambda w: synk.fork(2, False, 0, "prof"),
+        TypeError,
+        "profile_workers: expected True or False, got 'prof'",
+    ),
+}
+
+WHILE_RUNNING = {
+    "fork twice": (lambda w: synk.fork(2, use_gpu=False), RuntimeError, "2 ranks are running already: call .*close"),
+    "close what": (lambda w: synk.close(2), TypeError, "close.. takes 0 positional arguments"),
+    "get_n_gpu of what": (lambda w: synk.get_n_gpu(0), TypeError, "get_n_gpu.. takes 0 positional arguments"),
+    "distribute what": (lambda w: synk.distribute(w.f), TypeError, "distribute.. takes 0 positional arguments"),
+}
+
+FUNCTION = {
+    "inputs one variable": (lambda w: synk.function(w.x), TypeError, "^inputs: expected a list .* got x"),
+    "inputs a dict": (lambda w: synk.function({"x": w.x}), TypeError, "^inputs: expected a list .* got {'x': x}"),
+    "inputs numbers": (lambda w: synk.function([3]), TypeError, "^inputs: expected a variable .* got 3 of type .*int"),
+    "inputs arrays": (
+        lambda w: synk.function([X]),
+        TypeError,
+        "(?s)^inputs: expected a variable .* of type numpy.ndarray",
+    ),
+    "inputs twice": (lambda w: synk.function([w.x, w.x]), ValueError, "^inputs: 'x' is given twice"),
+    "inputs here and there": (
+        lambda w: synk.function([w.x], bcast_inputs=[w.x]),
+        ValueError,
+        "inputs: 'x' is given twice",
+    ),
+    "inputs without rows": (lambda w: synk.function([w.w]), ValueError, "^inputs: 'w' has no rows .* bcast_inputs"),
+    "inputs of one row for ever": (
+        lambda w: synk.function([T.row("r")]),
+        ValueError,
+        "^inputs: axis 0 of 'r' has a fixed length .* bcast_inputs",
+    ),
+    "inputs shared": (lambda w: synk.function([w.s]), TypeError, "^inputs: 's' is a shared variable"),
+    "inputs computed": (lambda w: synk.function([w.x * 2]), ValueError, "^inputs: .* is computed from others"),
+    "bcast_inputs one variable": (
+        lambda w: synk.function([], bcast_inputs=w.w),
+        TypeError,
+        "^bcast_inputs: expected a list .* got w",
+    ),
+    "bcast_inputs shared": (
+        lambda w: synk.function([], bcast_inputs=[w.s]),
+        TypeError,
+        "^bcast_inputs: 's' is a shared variable",
+    ),
+    "bcast_inputs a number": (
+        lambda w: synk.function([], bcast_inputs=[1.5]),
+        TypeError,
+        "^bcast_inputs: expected a variable .* got 1.5",
+    ),
+    "outputs a string": (lambda w: synk.function([w.x], "x"), TypeError, "^outputs: expected a variable .* got 'x'"),
+    "outputs a dict": (lambda w: synk.function([w.x], {"a": w.x}), TypeError, "^outputs: expected .* got a dict"),
+    "outputs an array": (
+        lambda w: synk.function([w.x], [X]),
+        TypeError,
+        "(?s)^outputs: expected a variable .* of type numpy.ndarray",
+    ),
+    "outputs by no such op": (
+        lambda w: synk.function([w.x], (w.x, "median")),
+        ValueError,
+        "^outputs: the op of output 0: expected an op .*'avg'.* got 'median'",
+    ),
+    "outputs by a number": (
+        lambda w: synk.function([w.x], [(w.x, 3)]),
+        TypeError,
+        "^outputs: expected a variable or a pair .* got .x, 3",
+    ),
+    "outputs by two ops": (
+        lambda w: synk.function([w.x], [(w.x, "sum", "max")]),
+        TypeError,
+        "^outputs: expected a variable or a pair",
+    ),
+    "outputs average of integers": (
+        lambda w: synk.function([w.y], [w.x.sum(), w.y.sum()]),
+        ValueError,
+        "^outputs: op 'avg' of output 1 is not defined for dtype int64.*'sum'",
+    ),
+    "outputs mean of integers": (
+        lambda w: synk.function([w.y], (w.y.sum(), "mean")),
+        ValueError,
+        "^outputs: op 'mean' .* not defined for dtype int64",
+    ),
+    "outputs of no inputs": (
+        lambda w: synk.function([w.y], w.x.sum()),
+        ValueError,
+        "^outputs: 'x' is no input, but .* is computed from it",
+    ),
+    "updates one variable": (lambda w: synk.function([], updates=w.s), TypeError, "^updates: expected .* got s"),
+    "updates a string": (lambda w: synk.function([], updates="s"), TypeError, "^updates: expected .* got 's'"),
+    "updates of no expression": (
+        lambda w: synk.function([], updates=[(w.s,)]),
+        TypeError,
+        r"^updates: expected \(shared, expression\).* got .s,",
+    ),
+    "updates of no shared variable": (
+        lambda w: synk.function([w.x], updates=[(w.x, w.x + 1)]),
+        TypeError,
+        "^updates: expected a shared variable to update, got x",
+    ),
+    "updates by no such op": (
+        lambda w: synk.function([], updates=[(w.s, w.s + 1, "median")]),
+        ValueError,
+        "^updates: the op of 's': expected an op .* got 'median'",
+    ),
+    "updates by a number": (
+        lambda w: synk.function([], updates={w.s: (w.s + 1, 2)}),
+        TypeError,
+        "^updates: the op of 's': expected an op .* got 2",
+    ),
+    "updates twice": (
+        lambda w: synk.function([], updates=[(w.s, w.s + 1), (w.s, w.s + 2)]),
+        ValueError,
+        "^updates: .* is given twice",
+    ),
+    "updates by a string": (
+        lambda w: synk.function([], updates=[(w.s, "one")]),
+        TypeError,
+        "^updates: 's' .* can't take 'one'",
+    ),
+    "updates of other dimensions": (
+        lambda w: synk.function([], updates=[(w.s, w.m)]),
+        TypeError,
+        "^updates: 's' .* can't take m",
+    ),
+    "updates of a dtype that loses": (
+        lambda w: synk.function([], updates=[(w.i, w.i * 0.5)]),
+        TypeError,
+        "^updates: 'i' .* can't take",
+    ),
+    "updates of no inputs": (
+        lambda w: synk.function([], updates=[(w.s, w.x.sum(axis=0))]),
+        ValueError,
+        "^updates: 'x' is no input, but .* is computed from it",
+    ),
+    "givens a number": (lambda w: synk.function([w.x], w.x.sum(), givens=3), TypeError, "^givens: expected .* got 3"),
+    "givens no pairs": (
+        lambda w: synk.function([w.x], w.x.sum(), givens=[(w.w,)]),
+        TypeError,
+        "^givens: expected pairs .* got .w,",
+    ),
+    "givens of a string": (
+        lambda w: synk.function([w.x], w.x.sum(), givens={"x": w.m}),
+        TypeError,
+        "^givens: expected a variable .* 'x'",
+    ),
+    "givens by a string": (
+        lambda w: synk.function([w.x], w.x.sum() * w.w, givens={w.w: "one"}),
+        TypeError,
+        "^givens: 'w' .* 'one'",
+    ),
+    "givens one variable": (
+        lambda w: synk.function([w.x], w.x.sum(), givens=w.s),
+        TypeError,
+        "^givens: expected a dict.* got s",
+    ),
+    "givens of no inputs": (
+        lambda w: synk.function([w.y], w.y.sum() * w.w, givens=[(w.w, w.x.sum())]),
+        ValueError,
+        "^givens: 'x' is no input",
+    ),
+    "sliceable one variable": (
+        lambda w: synk.function([], w.m.sum(), sliceable_shareds=w.m),
+        TypeError,
+        "^sliceable_shareds: expected a list .* got m",
+    ),
+    "sliceable not shared": (
+        lambda w: synk.function([w.x], w.x.sum(), sliceable_shareds=[w.x]),
+        TypeError,
+        "^sliceable_shareds: expected shared variables, got x",
+    ),
+    "sliceable without rows": (
+        lambda w: synk.function([], w.z * 2, sliceable_shareds=[w.z]),
+        ValueError,
+        "^sliceable_shareds: 'z' has no rows",
+    ),
+    "sliceable twice": (
+        lambda w: synk.function([], w.m.sum(), sliceable_shareds=[w.m, w.m]),
+        ValueError,
+        "^sliceable_shareds: .* is given twice",
+    ),
+    "what the library doesn't know": (
+        lambda w: synk.function([w.x], w.x.sum(), speed="fast"),
+        TypeError,
+        f"{NAME}.function: .* argument 'speed'",
+    ),
+    "a name that is none": (lambda w: synk.function([w.x], name=3), TypeError, "^name: expected a string, got 3"),
+}
+
+CALL = {
+    "nothing": (lambda w: w.f(), TypeError, "f: missing input 0 .x."),
+    "one missing": (lambda w: w.f(X, Y), TypeError, "f: missing input 2 .w."),
+    "too many": (lambda w: w.f(X, Y, 1.0, 2.0), TypeError, "f takes 3 inputs, got 4"),
+    "no such name": (lambda w: w.f(X, Y, v=1.0), TypeError, r"f has no input 'v'; its inputs are \['x', 'y', 'w'\]"),
+    "twice": (lambda w: w.f(X, Y, 1.0, w=2.0), TypeError, "f: input 'w' was given twice"),
+    "None": (lambda w: w.f(None, Y, 1.0), TypeError, r"input 0 \(x\) of f: expected .* got None"),
+    "a string": (lambda w: w.f(X, Y, "one"), (TypeError, ValueError), r"input 2 \(w\) of f: expected .* got 'one'"),
+    "an array of objects": (
+        lambda w: w.f(X.astype(object), Y, 1.0),
+        TypeError,
+        r"input 0 \(x\) of f: expected .* got an array of object",
+    ),
+    "another dtype": (
+        lambda w: w.f(X, Y + 0.5, 1.0),
+        TypeError,
+        r"input 1 \(y\) of f: expected .* got an array of float64",
+    ),
+    "other dimensions": (lambda w: w.f(X[0], Y, 1.0), TypeError, r"input 0 \(x\) of f: expected .* shape \(2,\)"),
+    "Data of another dtype": (
+        lambda w: w.f(w.d, synk.data([1.0] * 3), 1.0),
+        TypeError,
+        r"input 1 \(y\) of f: expected int64 of 1 dimensions, got Data of float64",
+    ),
+    "Data of other dimensions": (
+        lambda w: w.f(synk.data([1.0]), Y, 1.0),
+        TypeError,
+        r"input 0 \(x\) of f: expected float64 of 2 dimensions, got Data of float64 and 1 dim",
+    ),
+    "rows that differ": (
+        lambda w: w.f(X, Y[:2], 1.0),
+        ValueError,
+        r"f: scattered inputs need equally many rows, got \[3, 2\]",
+    ),
+    "batch a string": (lambda w: w.f(X, Y, 1.0, batch="2"), TypeError, "batch: expected .* got '2'"),
+    "batch a float": (lambda w: w.f(X, Y, 1.0, batch=2.0), TypeError, "batch: expected .* got 2.0"),
+    "batch a flag": (lambda w: w.f(X, Y, 1.0, batch=True), TypeError, "batch: expected .* got True"),
+    "batch too many": (lambda w: w.f(X, Y, 1.0, batch=4), IndexError, "batch=4: expected .* from 0 to 3"),
+    "batch below 0": (lambda w: w.f(X, Y, 1.0, batch=-1), IndexError, "batch=-1: expected .* from 0 to 3"),
+    "batch index": (lambda w: w.f(X, Y, 1.0, batch=[0, 3]), IndexError, "batch: index 3 is out of range for 3 rows"),
+    "batch of Data": (lambda w: w.f(w.d, Y, 1.0, batch=[-4]), IndexError, "batch: index -4 is out of range for 3 rows"),
+    "batch of floats": (lambda w: w.f(X, Y, 1.0, batch=[0.5]), TypeError, "batch: expected integer .* float64"),
+    "batch of lists": (lambda w: w.f(X, Y, 1.0, batch=[[0]]), ValueError, r"batch: expected .* shape \(1, 1\)"),
+    "batch mask": (lambda w: w.f(X, Y, 1.0, batch=np.ones(2, bool)), ValueError, "batch: a mask .* 3 rows, got 2"),
+    "batch slice": (lambda w: w.f(X, Y, 1.0, batch=slice("a")), TypeError, "batch: the bounds of a slice"),
+    "batch standing still": (lambda w: w.f(X, Y, 1.0, batch=slice(0, 3, 0)), ValueError, "batch: the step .* zero"),
+    "batch of nothing": (lambda w: w.cut(batch=2), ValueError, "batch: cut has no scattered inputs"),
+    "batch_s of nothing": (
+        lambda w: w.f(X, Y, 1.0, batch_s=[0]),
+        ValueError,
+        "batch_s: f was made without sliceable_shareds",
+    ),
+    "batch_s a number": (lambda w: w.cut(batch_s=2), TypeError, "batch_s: expected a slice, a list .* got 2"),
+    "batch_s a string": (lambda w: w.cut(batch_s="2"), TypeError, "batch_s: expected a slice, a list .* got '2'"),
+    "batch_s of floats": (lambda w: w.cut(batch_s=[0.5]), TypeError, "batch_s: expected integer .* float64"),
+    "batch_s for other ranks": (
+        lambda w: w.cut(batch_s=[[0], [1], [2]]),
+        ValueError,
+        "batch_s: expected one .* each of 2 ranks, got 3",
+    ),
+    "batch_s index": (
+        lambda w: w.cut(batch_s=[[0], [3]]),
+        IndexError,
+        "batch_s: index 3 is out of range for 3 rows on rank 1",
+    ),
+    "batch_s index on all": (
+        lambda w: w.cut(batch_s=[-4]),
+        IndexError,
+        "batch_s: index -4 is out of range for 3 rows on rank 0",
+    ),
+    "batch_s slice": (lambda w: w.cut(batch_s=slice("a")), TypeError, "batch_s: the bounds of a slice"),
+    "batch_s standing still": (
+        lambda w: w.cut(batch_s=[slice(0, 2, 0)] * 2),
+        ValueError,
+        "batch_s: the step of a slice can't be zero",
+    ),
+    "no slices": (lambda w: w.f(X, Y, 1.0, num_slices=0), ValueError, "num_slices: expected at least 1, got 0"),
+    "half a slice": (lambda w: w.f(X, Y, 1.0, num_slices=0.5), TypeError, "num_slices: expected an integer, got 0.5"),
+    "slices a flag": (lambda w: w.f(X, Y, 1.0, num_slices=True), TypeError, "num_slices: expected .* got True"),
+    "slices of nothing": (
+        lambda w: synk.function([], (w.s.sum(), "sum"), name="g")(num_slices=2),
+        ValueError,
+        "num_slices=2: g has no scattered inputs and no sliceable_shareds",
+    ),
+    "slices of an average of integers": (
+        lambda w: w.f(X, Y, 1.0, num_slices=2),
+        ValueError,
+        "num_slices=2: op 'avg' of the update of 'i' .* not defined for dtype int64",
+    ),
+    "subset a number": (
+        lambda w: w.f(X, Y, 1.0, output_subset=0),
+        TypeError,
+        "output_subset: expected a list .* got 0",
+    ),
+    "subset too high": (
+        lambda w: w.f(X, Y, 1.0, output_subset=[2]),
+        IndexError,
+        "output_subset: f has 2 outputs, got index 2",
+    ),
+    "subset below 0": (lambda w: w.f(X, Y, 1.0, output_subset=[-1]), IndexError, "output_subset: .* got index -1"),
+    "subset of names": (
+        lambda w: w.f(X, Y, 1.0, output_subset=["a"]),
+        TypeError,
+        "output_subset: expected integers, got 'a'",
+    ),
+}
+
+#: The plain function's own words.
+AS_THEANO = {
+    "nothing": (lambda w: w.f.as_theano(), TypeError, "Missing (required )?input: x"),
+    # To the plain function the variables that it updates are inputs too.
+    "too many": (
+        lambda w: w.f.as_theano(X, Y, 1.0, X[0], Y, 2.0),
+        TypeError,
+        f"Too many parameter passed to {NAME} function",
+    ),
+    "another dtype": (lambda w: w.f.as_theano(X, Y + 0.5, 1.0), TypeError, "(?s)cannot store .* float64 without risk"),
+    "no such name": (lambda w: w.f.as_theano(X, Y, v=1.0), TypeError, "Unknown input.* v. .* named inputs .x, y, w, "),
+}
+
+BUILD_INPUTS = {
+    "nothing": (lambda w: w.f.build_inputs(), TypeError, "f: missing input 0"),
+    "too many": (lambda w: w.f.build_inputs(X, Y, 1.0, 2.0), TypeError, "f takes 3 inputs, got 4"),
+    "no such name": (lambda w: w.f.build_inputs(X, Y, v=1.0), TypeError, "f has no input 'v'"),
+    "another dtype": (
+        lambda w: w.f.build_inputs(X, Y + 0.5, 1.0),
+        TypeError,
+        "float64 can't be cast safely to int64 for 'y'",
+    ),
+    "other dimensions": (lambda w: w.f.build_inputs(X[0], Y, 1.0), ValueError, "expected 2 dimensions for 'x', got 1"),
+    "flags for others": (
+        lambda w: w.f.build_inputs(X, Y, 1.0, minibatch=[True]),
+        ValueError,
+        "minibatch: expected one flag .* 3 inputs",
+    ),
+    "minibatch a number": (
+        lambda w: w.f.build_inputs(X, Y, 1.0, minibatch=1),
+        TypeError,
+        "minibatch: expected True or False, got 1",
+    ),
+    "oversize": (
+        lambda w: w.f.build_inputs(X, Y, 1.0, oversize=3),
+        ValueError,
+        "oversize: expected .* 1 to 2, got 3",
+    ),
+    "force": (
+        lambda w: w.f.build_inputs(X, Y, 1.0, force_cast=1),
+        TypeError,
+        "force_cast: expected True or False, got 1",
+    ),
+}
+
+DATA = {
+    "nothing": (lambda w: synk.data(), TypeError, "needs var, or value, or dtype"),
+    "dtype alone": (lambda w: synk.data(dtype="float32"), TypeError, "needs var, or value, or dtype"),
+    "ndim alone": (lambda w: synk.data(ndim=2), TypeError, "needs var, or value, or dtype"),
+    "dtype nonsense": (lambda w: synk.data(dtype="real", ndim=1), TypeError, "dtype: expected a dtype .* got 'real'"),
+    "dtype object": (lambda w: synk.data(dtype=object, ndim=1), TypeError, "dtype: expected a dtype .* got object"),
+    "dtype text": (lambda w: synk.data(dtype="U3", ndim=1), TypeError, "dtype: expected a dtype .* got <U3"),
+    "ndim a string": (lambda w: synk.data(dtype="f4", ndim="2"), TypeError, "ndim: expected an integer, got '2'"),
+    "ndim below 0": (lambda w: synk.data(dtype="f4", ndim=-1), ValueError, "ndim: expected no negative number, got -1"),
+    "ndim too high": (lambda w: synk.data(dtype="f4", ndim=99), ValueError, "ndim: expected .* got 99"),
+    "shape a string": (lambda w: synk.data(dtype="f4", shape="23"), TypeError, "shape: expected .* got '23'"),
+    "shape a float": (lambda w: synk.data(dtype="f4", shape=2.5), TypeError, "shape: expected .* got 2.5"),
+    "shape of floats": (lambda w: synk.data(dtype="f4", shape=(2.5,)), TypeError, "shape: expected .* got 2.5"),
+    "shape below 0": (lambda w: synk.data(dtype="f4", shape=(2, -1)), ValueError, "shape: expected .* got -1"),
+    "shape and ndim": (
+        lambda w: synk.data(dtype="f4", ndim=2, shape=(2,)),
+        ValueError,
+        r"shape: expected 2 lengths, got \(2,\)",
+    ),
+    "value and shape": (lambda w: synk.data(X, shape=(3, 2)), ValueError, "value and shape: expected one .* got both"),
+    "value ragged": (lambda w: synk.data([[1], [1, 2]]), TypeError, "value: expected"),
+    "value text": (lambda w: synk.data(["a"]), TypeError, "value: expected numbers, got an array of <U1"),
+    "value a variable": (lambda w: synk.data(T.dmatrix("x")), TypeError, r"got the variable x; data\(var=...\) takes"),
+    "value an object": (lambda w: synk.data(object()), TypeError, "value: expected numbers, got an array of object"),
+    "value of another dtype": (
+        lambda w: synk.data(X, dtype="float32"),
+        TypeError,
+        "value: float64 can't be cast .* float32.* force_cast=True",
+    ),
+    "value of other dimensions": (lambda w: synk.data(X, ndim=1), ValueError, "ndim: value has 2, got 1"),
+    "value of another variable's": (
+        lambda w: synk.data(X, w.y),
+        ValueError,
+        "value: expected 1 dimensions for 'y', got 2",
+    ),
+    "var a string": (lambda w: synk.data(var="x"), TypeError, "var: expected a variable .* got 'x'"),
+    "var of another dtype": (lambda w: synk.data(var=w.x, dtype="f4"), ValueError, "dtype: x has float64, got float32"),
+    "var of nonsense": (lambda w: synk.data(var=w.x, dtype="real"), TypeError, "dtype: expected .* got 'real'"),
+    "var of other dimensions": (lambda w: synk.data(var=w.x, ndim=1), ValueError, "ndim: x has 2, got 1"),
+    "var of no arrays": (
+        lambda w: synk.data(var=w.generator),
+        TypeError,
+        "var: expected a variable .* arrays, got rng",
+    ),
+    "minibatch": (lambda w: synk.data(X, minibatch="yes"), TypeError, "minibatch: expected True or False, got 'yes'"),
+    "force_cast": (lambda w: synk.data(X, force_cast="no"), TypeError, "force_cast: expected True or False, got 'no'"),
+    "oversize": (lambda w: synk.data(X, oversize=2.5), ValueError, "oversize: expected .* 1 to 2, got 2.5"),
+    "name": (lambda w: synk.data(X, name=3), TypeError, "name: expected a string, got 3"),
+}
+
+MEMBERS = {
+    "set_value dimensions": (
+        lambda w: w.d.set_value(X[0]),
+        ValueError,
+        r"x: expected 2 dimensions for 'd', got 1 \(shape \(2,\)\)",
+    ),
+    "set_value dtype": (
+        lambda w: w.d.set_value(X * 1j),
+        TypeError,
+        "x: complex128 can't be cast safely to float64 for 'd'",
+    ),
+    "set_value text": (lambda w: w.d.set_value([["a"]], True), TypeError, "x: expected numbers, got an array of <U1"),
+    "set_value None": (lambda w: w.d.set_value(None), TypeError, "x: expected numbers, got an array of object"),
+    "set_value ragged": (lambda w: w.d.set_value([[1.0], [1.0, 2.0]]), TypeError, "x: expected"),
+    "set_value force": (lambda w: w.d.set_value(X, force_cast=2), TypeError, "force_cast: expected .* got 2"),
+    "set_value too small": (lambda w: w.d.set_value(X, oversize=0.9), ValueError, "oversize: expected .* got 0.9"),
+    "set_value too large": (lambda w: w.d.set_value(X, oversize=2.1), ValueError, "oversize: expected .* got 2.1"),
+    "set_value not a number": (lambda w: w.d.set_value(X, oversize=np.nan), ValueError, "oversize: .* got nan"),
+    "set_value a string": (lambda w: w.d.set_value(X, oversize="2"), TypeError, "oversize: expected .* got '2'"),
+    "set_value a flag": (lambda w: w.d.set_value(X, oversize=True), TypeError, "oversize: expected .* got True"),
+    "set_value no room": (
+        lambda w: w.d.set_value(np.broadcast_to(1.0, (1 << 50, 1))),
+        MemoryError,
+        "no room for .* shared memory",
+    ),
+    "condition_data dimensions": (lambda w: w.d.condition_data(X[0]), ValueError, "x: expected 2 dimensions"),
+    "condition_data dtype": (lambda w: w.d.condition_data(X * 1j), TypeError, "x: complex128 can't be cast safely"),
+    "condition_data force": (lambda w: w.d.condition_data(X, "no"), TypeError, "force_cast: expected .* got 'no'"),
+    "set_length string": (lambda w: w.d.set_length("3"), TypeError, "n: expected an integer, got '3'"),
+    "set_length float": (lambda w: w.d.set_length(3.0), TypeError, "n: expected an integer, got 3.0"),
+    "set_length flag": (lambda w: w.d.set_length(True), TypeError, "n: expected an integer, got True"),
+    "set_length below 0": (lambda w: w.d.set_length(-1), ValueError, "n: expected no negative number, got -1"),
+    "set_length oversize": (lambda w: w.d.set_length(9, 3), ValueError, "oversize: expected .* got 3"),
+    "set_length no room": (lambda w: w.d.set_length(1 << 50), MemoryError, "no room for .* shared memory"),
+    "set_length of a number": (lambda w: w.number.set_length(1), ValueError, "0 dimensions has no length to set"),
+    "set_shape string": (lambda w: w.d.set_shape("32"), TypeError, "shape: expected a sequence .* got '32'"),
+    "set_shape None": (lambda w: w.d.set_shape(None), TypeError, "shape: expected a sequence .* got None"),
+    "set_shape too few": (lambda w: w.d.set_shape((3,)), ValueError, r"shape: expected 2 lengths, got \(3,\)"),
+    "set_shape a number": (lambda w: w.d.set_shape(3), ValueError, r"shape: expected 2 lengths, got \(3,\)"),
+    "set_shape below 0": (lambda w: w.d.set_shape((3, -2)), ValueError, "shape: expected no negative .* got -2"),
+    "set_shape floats": (lambda w: w.d.set_shape((3.0, 2)), TypeError, "shape: expected an integer, got 3.0"),
+    "minibatch": (lambda w: setattr(w.d, "minibatch", None), TypeError, "minibatch: expected True or False, got None"),
+    "index": (lambda w: w.d[3], IndexError, "index 3 is out of bounds for axis 0 with size 3"),
+    "index of two": (lambda w: w.d[0, 2], IndexError, "index 2 is out of bounds for axis 1 with size 2"),
+    "index to write": (lambda w: w.d.__setitem__(3, 0.0), IndexError, "index 3 is out of bounds"),
+    "shape to write": (
+        lambda w: w.d.__setitem__(0, [1.0, 2.0, 3.0]),
+        ValueError,
+        r"could not broadcast .* shape \(3,\)",
+    ),
+    "text to write": (lambda w: w.d.__setitem__(0, "a"), TypeError, "value: expected numbers, got an array of <U1"),
+    "length of a number": (lambda w: len(w.number), TypeError, "0 dimensions has no length"),
+}
+
+
+#: All of them, with the right arguments but for the variables.
+COLLECTIVES = {
+    "broadcast": synk.broadcast,
+    "broadcast values": lambda v: synk.broadcast(v, [np.ones(2)] if isinstance(v, list) else np.ones(2)),
+    "scatter": lambda v: synk.scatter(v, [np.ones(2)] if isinstance(v, list) else np.ones(2)),
+    "gather": synk.gather,
+    "all_gather": synk.all_gather,
+    "reduce": synk.reduce,
+    "all_reduce": synk.all_reduce,
+    "reduce_scatter": synk.reduce_scatter,
+    "set_value": lambda v: synk.set_value(1, v, [np.ones(2)] if isinstance(v, list) else np.ones(2)),
+    "get_value": lambda v: synk.get_value(1, v),
+    "get_lengths": synk.get_lengths,
+    "get_shapes": synk.get_shapes,
+}
+
+#: What is no shared variable that the ranks have.
+NOT_VARIABLES = {
+    "a string": (lambda w: "s", TypeError, "^shared_vars: expected a variable .* got 's' of type builtins.str"),
+    "None": (lambda w: None, TypeError, "^shared_vars: expected a variable .* got None"),
+    "an array": (lambda w: np.ones(2), TypeError, "^shared_vars: expected a variable .* got array"),
+    "a dict": (lambda w: {w.s: 1}, TypeError, "^shared_vars: expected a variable .* got {s: 1}"),
+    "an input": (lambda w: w.x, TypeError, "^shared_vars: expected shared variables, got x"),
+    "an expression": (lambda w: w.s + 1, TypeError, "^shared_vars: expected shared variables, got "),
+    "a generator": (
+        lambda w: w.generator,
+        (TypeError, ValueError),
+        "^shared_vars: ('rng' is a random generator, which only .* take|no function uses 'rng')",
+    ),
+    "no function's": (lambda w: w.lonely, ValueError, "^shared_vars: no function uses 'lonely'"),
+    "an empty list": (lambda w: [], ValueError, "^shared_vars: expected at least one .* got an empty list"),
+    "a list of strings": (lambda w: ["s"], TypeError, "^shared_vars: expected a variable .* got 's'"),
+}
+
+VALUES = {
+    "text": (lambda w: w.s, lambda w: "ab", (TypeError, ValueError), "^values: 's' can't take str"),
+    "objects": (lambda w: w.s, lambda w: X[0].astype(object), TypeError, "^values: 's' can't take ndarray"),
+    "None in a list": (lambda w: [w.s], lambda w: [None], TypeError, "^values: 's' can't take NoneType"),
+    "another dtype": (lambda w: w.i, lambda w: np.ones(2), TypeError, "^values: 'i' can't take ndarray: .*float64"),
+    "other dimensions": (lambda w: w.s, lambda w: X, TypeError, "^values: 's' can't take ndarray"),
+    "Data of another dtype": (
+        lambda w: w.i,
+        lambda w: synk.data([1.0, 2.0]),
+        TypeError,
+        "^values: 'i' needs int64 .* got Data of float64",
+    ),
+    "Data of other dimensions": (
+        lambda w: w.s,
+        lambda w: w.d,
+        TypeError,
+        "^values: 's' needs float64 of 1 dim.* got Data of float64 and 2",
+    ),
+    "one for two": (
+        lambda w: [w.s, w.i],
+        lambda w: [np.ones(2)],
+        ValueError,
+        "^values: expected a list of 2 values.* got 1 of them",
+    ),
+    "an array for two": (
+        lambda w: (w.s, w.i),
+        lambda w: np.ones((2, 2)),
+        TypeError,
+        "^values: expected a list of 2 .* got ndarray",
+    ),
+    "one right and one wrong": (
+        lambda w: [w.s, w.i],
+        lambda w: [np.ones(2), np.ones(2)],
+        TypeError,
+        "^values: 'i' can't take ndarray",
+    ),
+}
+
+WITH_VALUES = {
+    "broadcast": synk.broadcast,
+    "scatter": synk.scatter,
+    "set_value": lambda variables, values: synk.set_value(1, variables, values),
+}
+
+#: What `batch` can't be, for three rows.
+BATCHES = {
+    "a string": ("2", TypeError, "^batch: expected .* got '2'"),
+    "a float": (2.0, TypeError, "^batch: expected .* got 2.0"),
+    "too many": (4, IndexError, "^batch=4: expected .* from 0 to 3"),
+    "an index": ([3], IndexError, "^batch: index 3 is out of range for 3 rows"),
+    "a mask": ([True, False], ValueError, "^batch: a mask needs .* 3 rows, got 2"),
+    "a slice": (slice(1.5), TypeError, "^batch: the bounds of a slice"),
+}
+
+OPS = {
+    "no such op": ("median", ValueError, r"^op: expected one of .*'avg', 'sum'.* got 'median'"),
+    "a function's op": ("mean", ValueError, "^op: expected one of .* got 'mean'"),
+    "None": (None, TypeError, "^op: expected one of .* got None"),
+    "a ufunc": (np.add, TypeError, "^op: expected one of .* got <ufunc 'add'>"),
+}
+
+COLLECTIVE_ARGUMENTS = {
+    "broadcast nccl": (lambda w: synk.broadcast(w.s, nccl=1), TypeError, "^nccl: expected True or False, got 1"),
+    "gather nccl": (lambda w: synk.gather(w.s, nccl=None), TypeError, "^nccl: expected True or False, got None"),
+    "all_gather nccl": (lambda w: synk.all_gather(w.s, nccl="no"), TypeError, "^nccl: expected .* got 'no'"),
+    "reduce nccl": (lambda w: synk.reduce(w.s, nccl=0), TypeError, "^nccl: expected True or False, got 0"),
+    "all_reduce nccl": (lambda w: synk.all_reduce(w.s, nccl=0), TypeError, "^nccl: expected True or False, got 0"),
+    "reduce_scatter nccl": (
+        lambda w: synk.reduce_scatter(w.s, nccl=0),
+        TypeError,
+        "^nccl: expected True or False, got 0",
+    ),
+    "reduce_scatter integers": (lambda w: synk.reduce_scatter(w.i), ValueError, "^op: 'avg' of 'i' is not defined"),
+    "reduce in_place": (lambda w: synk.reduce(w.s, in_place=1), TypeError, "^in_place: expected True or False, got 1"),
+    "gather nd_up": (lambda w: synk.gather(w.s, nd_up=2), ValueError, "^nd_up: expected 0 or 1, got 2"),
+    "gather nd_up below 0": (lambda w: synk.gather(w.s, nd_up=-1), ValueError, "^nd_up: expected 0 or 1, got -1"),
+    "gather nd_up a flag": (lambda w: synk.gather(w.s, nd_up=True), TypeError, "^nd_up: expected 0 or 1, got True"),
+    "gather nd_up a string": (lambda w: synk.gather(w.s, nd_up="1"), TypeError, "^nd_up: expected 0 or 1, got '1'"),
+    "reduce integers": (lambda w: synk.reduce(w.i), ValueError, "^op: 'avg' of 'i' is not defined for dtype int64"),
+    "reduce one of integers": (lambda w: synk.reduce([w.s, w.i], "avg"), ValueError, "^op: 'avg' of 'i' is not"),
+    "all_reduce integers": (
+        lambda w: synk.all_reduce(w.i),
+        ValueError,
+        "^op: 'avg' of 'i' is not defined for dtype int64",
+    ),
+    "all_gather numbers": (
+        lambda w: synk.all_gather(w.z),
+        ValueError,
+        r"^all_gather: 'z' can't be joined along axis 0",
+    ),
+    "scatter a number": (lambda w: synk.scatter(w.z, 3.0), ValueError, "^shared_vars: 'z' has no rows to scatter"),
+    "get_lengths of a number": (lambda w: synk.get_lengths(w.z), ValueError, "^shared_vars: 'z' has no length"),
+    "get_lengths of one number": (
+        lambda w: synk.get_lengths([w.s, w.z]),
+        ValueError,
+        "^shared_vars: 'z' has no length",
+    ),
+    "set_value rows of a number": (
+        lambda w: synk.set_value(0, w.z, 3.0, batch=1),
+        ValueError,
+        "^batch: .*'z' has no rows",
+    ),
+    "twice": (lambda w: synk.all_reduce([w.s, w.s]), ValueError, "^shared_vars: a shared variable is given twice"),
+}
+
+RANKS = {
+    "too high": (2, IndexError, "^rank: expected 0 to 1, got 2"),
+    "below 0": (-1, IndexError, "^rank: expected 0 to 1, got -1"),
+    "a string": ("0", TypeError, "^rank: expected an integer, got '0'"),
+    "a float": (1.0, TypeError, "^rank: expected an integer, got 1.0"),
+    "a flag": (True, TypeError, "^rank: expected an integer, got True"),
+    "None": (None, TypeError, "^rank: expected an integer, got None"),
+}
+
+
+def flat(**tables):
+    """Return the cases of several tables as parameters of one test."""
+    return [
+        pytest.param(*case, id=f"{name}-{title}".replace(" ", "_"))
+        for name, table in tables.items()
+        for title, case in table.items()
+    ]
+
+
+def refuses(world, call, error, message):
+    expected = error if isinstance(error, tuple) else (error,)
+    with pytest.raises(expected, match=message) as caught:
+        call(world)
+    assert type(caught.value) in expected, "a subclass says less than its base"
+    world.check()
+
+
+# NumPy 1.23 warns of what NumPy 2 refuses.
+pytestmark = pytest.mark.filterwarnings("ignore:Creating an ndarray from ragged", "ignore:elementwise comparison")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    flat(
+        fork=FORK,
+        running=WHILE_RUNNING,
+        function=FUNCTION,
+        call=CALL,
+        as_theano=AS_THEANO,
+        build_inputs=BUILD_INPUTS,
+        data=DATA,
+        Data=MEMBERS,
+        collective=COLLECTIVE_ARGUMENTS,
+    ),
+)
+def test_a_wrong_argument_is_named_and_changes_nothing(world, call, error, message):
+    refuses(world, call, error, message)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize(("variable", "error", "message"), flat(of=NOT_VARIABLES))
+def test_every_collective_refuses_what_is_no_shared_variable_of_the_ranks(world, collective, variable, error, message):
+    refuses(world, lambda w: COLLECTIVES[collective](variable(w)), error, message)
+
+
+@pytest.mark.parametrize("collective", WITH_VALUES)
+@pytest.mark.parametrize(("variables", "values", "error", "message"), flat(of=VALUES))
+def test_wrong_values_change_nothing(world, collective, variables, values, error, message):
+    refuses(world, lambda w: WITH_VALUES[collective](variables(w), values(w)), error, message)
+
+
+@pytest.mark.parametrize("collective", [synk.scatter, lambda *args, **kwargs: synk.set_value(1, *args, **kwargs)])
+@pytest.mark.parametrize(("batch", "error", "message"), flat(of=BATCHES))
+def test_wrong_rows_change_nothing(world, collective, batch, error, message):
+    refuses(world, lambda w: collective(w.s, np.arange(3.0), batch=batch), error, message)
+
+
+@pytest.mark.parametrize("collective", [synk.reduce, synk.all_reduce])
+@pytest.mark.parametrize(("op", "error", "message"), flat(of=OPS))
+def test_wrong_ops_change_nothing(world, collective, op, error, message):
+    refuses(world, lambda w: collective(w.s, op), error, message)
+
+
+@pytest.mark.parametrize("collective", [synk.get_value, lambda rank, s: synk.set_value(rank, s, np.ones(2))])
+@pytest.mark.parametrize(("rank", "error", "message"), flat(of=RANKS))
+def test_wrong_ranks_change_nothing(world, collective, rank, error, message):
+    refuses(world, lambda w: collective(rank, w.s), error, message)
+
+
+# -- what looks wrong and is right ---------------------------------------------------------------------------
+
+
+def test_updates_and_givens_may_be_values(world):
+    # As the plain libraries take them.
+    f = synk.function(
+        [], (world.w * 2, "sum"), updates=[(world.s, [7.0, 8.0]), (world.z, np.array(9.0))], givens={world.w: 3.0}
+    )
+    assert f() == 12.0
+    assert synk.gather([world.s, world.z])[0].tolist() == [[7.0, 8.0], [7.0, 8.0]]
+    assert synk.gather(world.z).tolist() == [9.0, 9.0]
+    synk.set_value(0, [world.s, world.z], [[1.0, 2.0], np.array(0.0)])
+    synk.set_value(1, [world.s, world.z], [[2.0, 2.0], np.array(1.0)])
+    world.check()
+
+
+def test_givens_may_cut_off_what_no_input_gives(world):
+    middle = world.x.sum()
+    f = synk.function([world.y], (middle * world.y, "gather"), givens=[(middle, world.z + 2)])
+    assert f(np.arange(3)).tolist() == [0.0, 2.0, 6.0]
+    world.check()
+
+
+# -- before fork and after close -----------------------------------------------------------------------------
+
+#: Each needs ranks, and gets right arguments.
+NEED_RANKS = {
+    "function": lambda w: synk.function([w.x], (w.x, "gather")),
+    "distribute": lambda w: synk.distribute(),
+    "call": lambda w: w.f(X, Y, 1.0),
+    "build_inputs": lambda w: w.f.build_inputs(X, Y, 1.0),
+    "data": lambda w: synk.data(X),
+    "Data": lambda w: synk.Data("float32", 2),
+    **{name: lambda w, collective=collective: collective(w.s) for name, collective in COLLECTIVES.items()},
+}
+
+
+@pytest.fixture
+def closed(world):
+    """Yield what was made for ranks that have ended, and fork again for the tests to come."""
+    synk.close()
+    yield world
+    synk.close()
+    fork_ranks(2)
+    world.__init__()
+
+
+@pytest.mark.parametrize("name", NEED_RANKS)
+def test_after_close_a_call_says_to_fork(closed, name):
+    with pytest.raises(RuntimeError, match=r"the ranks were closed: call synkhronos.fork\(\) first"):
+        NEED_RANKS[name](closed)
+
+
+@pytest.mark.parametrize(("call", "error", "message"), flat(fork=FORK))
+def test_a_fork_with_wrong_arguments_starts_nothing(closed, call, error, message):
+    with pytest.raises(error, match=message):
+        call(closed)
+    with pytest.raises(RuntimeError, match="call synkhronos.fork"):
+        synk.distribute()
+
+
+def test_close_may_be_called_any_number_of_times(closed):
+    assert synk.close() is None
+    assert synk.close() is None
+
+
+@pytest.fixture
+def run_alone():
+    """Run statements in a process of their own, where nothing was forked yet."""
+
+    def run(source):
+        path = os.pathsep.join([*sys.path])
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(source)],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_before_the_first_fork_a_call_says_to_fork(run_alone):
+    out = run_alone(
+        """
+        import numpy as np
+        import synkhronos as synk
+        from library import shared, tensor as T
+
+        x, s = T.dmatrix("x"), shared(np.zeros(2), "s")
+        calls = {
+            "function": lambda: synk.function([x], x.sum()),
+            "distribute": synk.distribute,
+            "data": lambda: synk.data(np.ones(2)),
+            "broadcast": lambda: synk.broadcast(s),
+            "scatter": lambda: synk.scatter(s, np.ones(2)),
+            "gather": lambda: synk.gather(s),
+            "all_gather": lambda: synk.all_gather(s),
+            "reduce": lambda: synk.reduce(s),
+            "all_reduce": lambda: synk.all_reduce(s),
+            "set_value": lambda: synk.set_value(0, s, np.ones(2)),
+            "get_value": lambda: synk.get_value(0, s),
+            "get_lengths": lambda: synk.get_lengths(s),
+            "get_shapes": lambda: synk.get_shapes(s),
+        }
+        for name, call in calls.items():
+            try:
+                call()
+            except RuntimeError as error:
+                assert str(error) == "no ranks are running: call synkhronos.fork() first", name
+            else:
+                raise AssertionError(name)
+        assert synk.close() is None
+        assert synk.get_n_gpu() >= 0
+        print("all said so")
+        """
+    )
+    assert out == "all said so\n"

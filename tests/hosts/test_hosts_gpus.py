@@ -1,0 +1,135 @@
+"""GPUs of several hosts, which are pretended: see tests/support/gpus/pretended.  The real ones are for benchmarks/gpu_hosts.py."""
+
+import os
+import subprocess
+
+import hosts as made
+import numpy as np
+import pytest
+from hosts import GPUS, are_simulated, words
+from library import DEVICE, NAME
+
+from synkhronos.hosts import agent, start
+
+pytestmark = [pytest.mark.skipif(DEVICE != "host", reason="pretended GPUs are JAX' CPU"), pytest.mark.timeout(300)]
+of_jax = pytest.mark.skipif(NAME != "pytensor", reason="pretended GPUs are JAX' CPU")
+#: Most programs run on these, one after the other: `run` keeps the ranks.
+TWO = ["a:1", "b:1"]
+
+
+def run(hosts, program):
+    """Run a program on hosts with GPUs, and return the lines that it prints."""
+    return made.run(hosts, program, gpus=True).splitlines()
+
+
+@pytest.mark.hosts
+@of_jax
+@pytest.mark.parametrize("program", ["train", "collectives", "groups"])
+def test_the_same_as_on_one_host(program):
+    expected = run(["a:2"], program)
+    assert len(expected) == {"train": 1, "collectives": 12, "groups": 2}[program]
+    assert run(TWO, program) == expected
+
+
+@pytest.mark.hosts
+@of_jax
+@pytest.mark.skipif(not are_simulated(), reason="pretended hosts share /dev/shm")
+def test_of_parts_each_host_locks_its_own_pages_alone():
+    sums, used = run(TWO, "parts")
+    assert sums == "1.0 1.0 1.0"
+    assert 15 <= int(used) <= 18, used  # half of 32 MB
+
+
+@pytest.mark.hosts
+@of_jax
+@pytest.mark.skipif(not are_simulated(), reason="pretended hosts have one loopback")
+def test_who_can_t_connect_hears_which_interface_nccl_took():
+    (line,) = run(TWO, "interface")
+    assert line.startswith(
+        "rank 1 on host b raised RuntimeError: NCCL did not connect the ranks' GPUs: RuntimeError: ncclSystemError. "
+        "NCCL took the network interface lo:127.0.0.1 here, and lo:127.0.0.1 on rank 0, which all ranks have to reach; "
+        "NCCL_SOCKET_IFNAME names the one to take, for all hosts. NCCL's own words: socketStartConnect: Connect to "
+    ), line
+    assert "Connection refused" in line
+
+
+@pytest.mark.hosts
+@of_jax
+def test_a_rank_that_fails_in_a_collective_or_dies_there():
+    heard, size = run(["a:1", "b:2"], "faults")
+    assert (heard, size) == ("rank 2 on host b was heard of True", "3")
+
+
+@pytest.mark.hosts
+@of_jax
+def test_more_ranks_than_gpus_are_refused():
+    assert run(["a", "b"], "refused") == [
+        "hosts: b has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False, or in a session "
+        "devices = 'cpu', to compute on CPU cores",
+        "hosts: a has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False, or in a session "
+        "devices = 'cpu', to compute on CPU cores",
+        "4",
+        "jax",
+    ]
+
+
+def train(hosts, folder, *arguments, status=0, **variables):
+    """Train a class in a session, and return what it prints."""
+    model = ["--set", "model='launch_models/mlp.py:MLP'", "--folder", folder, "--set=epochs=2"]
+    command, environment = words(hosts, "-m", "synkhronos", "train", *model, *arguments, gpus=True)
+    environment |= variables
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=GPUS.parent)
+    assert done.returncode == status, done.stdout + done.stderr
+    return (done.stderr if status else done.stdout).splitlines()
+
+
+@pytest.mark.hosts
+@of_jax
+@pytest.mark.parametrize("rule", ["BSP", "EASGD"])
+def test_a_session_of_the_launcher(tmp_path, rule):
+    rule = f"--set=rule='{rule}'"
+    said = train(["a:1", "b:1"], tmp_path / "hosts", rule, "--hosts=a:1,b:1")
+    assert said[0].startswith("ranks on hosts a:1, b:1; ")
+    for rank, where in enumerate(["on cuda0", "on cuda0 of host "]):
+        assert where in (tmp_path / "hosts" / f"rank-{rank}.log").read_text().splitlines()[0]
+    if rule.endswith("'BSP'"):  # under the other the ranks exchange as they come
+        of_one = train(["a:2"], tmp_path / "one", rule)
+        assert of_one[0].startswith("2 ranks on cuda0, cuda1; ")
+        one, other = (np.load(tmp_path / each / "params.npz") for each in ("one", "hosts"))
+        assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.hosts
+@of_jax
+def test_a_session_takes_all_gpus_of_each_host_or_cores_if_told_to(tmp_path):
+    said = train(["a", "b"], tmp_path / "gpus", "--hosts=a,b")
+    assert said[0].startswith("ranks on hosts a:2, b; ")
+    where = [(tmp_path / "gpus" / f"rank-{rank}.log").read_text().splitlines()[0] for rank in range(4)]
+    assert [line.split()[3].rstrip(",") for line in where] == ["cuda0", "cuda1", "cuda0", "cuda1"]
+    # In the mode of other tests: this is about where, and XLA compiles for seconds.
+    mode = {"PYTENSOR_FLAGS": os.environ["PYTENSOR_FLAGS"]}
+    said = train(["a", "b"], tmp_path / "cores", "--hosts=a:1,b:1", "--devices=cpu", **mode)
+    assert "on cpu of host" in (tmp_path / "cores" / "rank-1.log").read_text().splitlines()[0]
+    errors = train(["a", "b"], tmp_path / "refused", "--hosts=a:1,b:3", status=1)
+    assert errors[-1].endswith(
+        "b has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False, or in a session "
+        "devices = 'cpu', to compute on CPU cores"
+    )
+    errors = train(["a", "b"], tmp_path / "refused", "--hosts=a:1,b", "--devices=cuda1", status=2)
+    assert "devices: expected cpu, or cuda0 to cuda0 in this order" in errors[-1]
+
+
+@pytest.mark.hosts
+@pytest.mark.skipif(NAME != "theano", reason="pygpu's arrays are Theano's")
+def test_theano_s_arrays_are_combined_on_two_hosts():
+    expected = ["sum (3.0, 2997.0)", "max (2.0, 1998.0)", "[7.0, 8.0, 15.0] [8.0, 7.0, 15.0]"]
+    assert run(TWO, "theano") == expected
+
+
+@pytest.mark.any_library
+def test_a_host_without_pygpu_is_refused_before_any_rank_starts(monkeypatch):
+    found = agent._versions()
+    assert "pygpu" not in found
+    monkeypatch.syspath_prepend(GPUS / "pretended")
+    with pytest.raises(RuntimeError, match="hosts need the same versions: pygpu is installed on a and missing on b"):
+        start._check_versions(["a", "b"], [agent._versions(), found])

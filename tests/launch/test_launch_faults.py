@@ -1,0 +1,418 @@
+"""How runs fail: the first failure is told last, the status says so, and whoever is killed leaves nothing behind."""
+
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from launch_runs import ENVIRONMENT, command, train
+from paths import SUPPORT
+from system import children_of, lives, names, names_left
+
+from synkhronos.launch import elsewhere, supervisor
+from synkhronos.launch.settings import Settings
+
+pytestmark = pytest.mark.any_library
+
+LIMIT = 60
+
+
+def test_the_first_failure_comes_last(tmp_path):
+    done = train(tmp_path, "FailsOnOne", status=1)
+    said = done.stderr.rstrip().splitlines()
+    assert said[-1] == "ValueError: the third batch is damaged" and said[0] == "rank 1:"
+    assert "others.py" in done.stderr and "train_iter" in done.stderr
+    assert (tmp_path / "failure.txt").read_text().strip() == done.stderr.strip()
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == 1
+
+
+def test_a_rank_that_ends_by_itself(tmp_path):
+    done = train(tmp_path, "Exits", status=1)
+    assert re.search(r"rank 1 .* exited with code 7", done.stderr)
+
+
+def test_a_cost_that_is_no_number_is_not_saved(tmp_path):
+    done = train(tmp_path, "Diverges", status=1, checkpoint=1)
+    assert done.stderr.rstrip().endswith("FloatingPointError: the cost is nan in epoch 1: nothing of it was saved")
+    assert not (tmp_path / "params.npz").exists() and not (tmp_path / "checkpoints").exists()
+
+
+def test_the_failure_is_told_and_the_status_recorded_on_a_full_disk(tmp_path, capfd):
+    settings = Settings("module", "Class", ".", ("cpu",), folder=str(tmp_path))
+    with supervisor.prepare(settings, ["command"]):
+        (tmp_path / "failure.txt").symlink_to("/dev/full")
+        run = supervisor.Supervisor(settings)
+        run._master = SimpleNamespace(pid=1234, wait=lambda: -9)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:  # no file can grow
+            resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "run.json").stat().st_size, before[1]))
+            end = run._end()
+            run._record(end)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "rank 0 (process 1234) was killed by SIGKILL" in capfd.readouterr().err
+    noted = json.loads((tmp_path / "run.json").read_text())
+    assert noted["status"] == 137 and noted["ended"] >= noted["began"] and noted["command"] == ["command"]
+
+
+#: Begins a program with its standard output as it is given.
+OUTPUT = {"closed": 'exec "$@" >&-', "all closed": 'exec "$@" <&- >&- 2>&-', "full": 'exec "$@" >/dev/full 2>&1'}
+
+
+@pytest.mark.parametrize("console", [*OUTPUT, "of another encoding"])
+def test_the_console_is_no_reason_to_stop(tmp_path, console):
+    sets = ["--set", "model='launch_models/others.py:Speaks'", "--set=epochs=1", "--set=every=9"]
+    words = command("train", "--devices=cpu", "--folder", tmp_path / "run", *sets)
+    if console in OUTPUT:
+        words = ["sh", "-c", OUTPUT[console], "sh", *words]
+    done = subprocess.run(
+        words, cwd=SUPPORT, env=ENVIRONMENT | {"PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == 0
+    assert "größer → \\udcff\n" in (tmp_path / "run" / "rank-0.log").read_text("utf-8")
+    assert (tmp_path / "run" / "params.npz").exists()
+    if console not in OUTPUT:
+        assert rb"[rank 0] gr\xf6\xdfer \u2192 \udcff" in done.stdout
+
+
+@pytest.mark.parametrize("console", ["all closed", "full"])
+def test_the_console_of_a_script_is_no_reason_to_stop(tmp_path, console):
+    settings = {"modelfile": "launch_models.others", "modelclass": "Speaks", "devices": "cpu", "epochs": 1}
+    code = f"from synkhronos.rules import BSP; r = BSP(); print(3); r.init(**{settings | {'folder': str(tmp_path)}!r}); r.wait()"
+    words = ["sh", "-c", OUTPUT[console], "sh", sys.executable, "-c", f"{code}; import os; os._exit(5)"]
+    done = subprocess.run(words, cwd=SUPPORT, env=ENVIRONMENT | {"PYTHONUNBUFFERED": ""}, timeout=LIMIT)
+    assert done.returncode == 5  # without a flush of what was printed
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == 0
+    assert (tmp_path / "rank-0.log").read_text("utf-8").startswith("process ")
+
+
+class Fake(supervisor.Supervisor):
+    """A supervisor of a shell command in the place of ranks."""
+
+    def __init__(self, folder, script, **settings):
+        super().__init__(Settings("module", "Class", ".", ("cpu",), folder=str(folder), **settings))
+        self.script = script
+        supervisor.prepare(self.settings, []).close()
+
+    def _start(self, consoles):
+        # Signals come when the supervisor knows whom to pass them on to.
+        script = f"until [ -e {self.folder}/started ]; do sleep 0.01; done; {self.script}"
+        self._master = subprocess.Popen(["sh", "-c", script], stdout=consoles[0], start_new_session=True)
+        (self.folder / "started").touch()
+
+    def noted(self):
+        return json.loads((self.folder / "run.json").read_text())
+
+
+def test_a_log_on_a_full_disk_is_no_reason_to_stop(tmp_path, capfd):
+    run = Fake(tmp_path, "echo one; echo two; exit 3")
+    (tmp_path / "rank-0.log").symlink_to("/dev/full")
+    assert run.run() == 3
+    said = capfd.readouterr()
+    assert said.out == "[rank 0] one\n[rank 0] two\n"
+    assert said.err.count("rank-0.log lacks lines: [Errno 28] No space left on device") == 1
+    assert run.noted()["status"] == 3
+
+
+def test_a_line_that_was_torn_by_a_full_disk_takes_no_other_along(tmp_path, capfd):
+    console = supervisor._Console(1, bool)
+    output = supervisor._Output(tmp_path, False, console, supervisor._Console(2, bool))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (7, before[1]))
+        for line in ("one", "two", "three"):
+            output.write("rank-0.log", line)
+            output.write("rank-1.jsonl", line)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    for name in ("rank-0.log", "rank-1.jsonl"):
+        output.write(name, "four")
+        assert (tmp_path / name).read_text() == "one\ntwo\nfour\n"
+    output.close()
+
+
+def test_an_error_of_the_supervisor_itself_is_recorded(tmp_path, monkeypatch):
+    run = Fake(tmp_path, "sleep 60")
+    monkeypatch.setattr(run, "_read", lambda pipes: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.run()
+    noted = run.noted()
+    assert noted["status"] == 1 and noted["error"].startswith("ZeroDivisionError") and "ended" in noted
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_the_status_is_recorded_whatever_ends_a_run(tmp_path, number):
+    run = Fake(tmp_path, f"kill -{int(number)} {os.getpid()}; sleep 60")
+    assert run.run() == 128 + number
+    noted = run.noted()
+    assert (noted["status"], noted["signal"], noted["checkpoint"]) == (128 + number, number.name, None)
+    assert noted["ended"] and signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_a_signal_that_is_ignored_from_the_start_stays_so(tmp_path):
+    run = Fake(tmp_path, f"kill -HUP {os.getpid()}; exit 3")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert run.run() == 3 and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+#: Passes a signal on to the supervisor twice, as a scheduler's that is sent to all, and ends as a master does behind it.
+SAVES = """
+trap 'mkdir -p {folder}/checkpoints/rows-000000000007; exit 143' TERM
+kill -TERM {pid}; kill -TERM {pid}
+for i in $(seq 600); do sleep 0.1; done
+"""
+
+
+def test_ranks_get_their_time_to_write_a_checkpoint(tmp_path, capfd):
+    run = Fake(tmp_path, SAVES.format(folder=tmp_path, pid=os.getpid()), checkpoint=1)
+    assert run.run() == 143
+    noted, path = run.noted(), str(tmp_path / "checkpoints" / "rows-000000000007")
+    assert (noted["status"], noted["signal"], noted["checkpoint"]) == (143, "SIGTERM", path)
+    assert f"the run was ended by SIGTERM; --resume goes on from {path}" in capfd.readouterr().err
+
+
+def test_ranks_that_take_too_long_are_ended(tmp_path, capfd):
+    run = Fake(tmp_path, f"trap '' TERM; kill -TERM {os.getpid()}; sleep 60", checkpoint=1, grace=0.3)
+    began = time.monotonic()
+    assert run.run() == 143
+    assert 0.3 < time.monotonic() - began < 30
+    assert run.noted()["checkpoint"] is None
+    assert "ended by SIGTERM, before it had written a checkpoint" in capfd.readouterr().err
+
+
+def test_a_run_that_ends_by_itself_behind_a_signal_has_its_own_status(tmp_path):
+    run = Fake(tmp_path, f"trap 'exit 0' TERM; kill -TERM {os.getpid()}; sleep 60 & wait", checkpoint=1)
+    assert run.run() == 0 and "signal" not in run.noted()
+
+
+def test_a_console_that_nobody_reads_outlives_no_signal(tmp_path):
+    reading, writing = os.pipe()
+    try:
+        os.set_blocking(writing, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writing, b"x" * 4096)
+        os.set_blocking(writing, True)
+        run = Fake(tmp_path, f"echo one; kill -TERM {os.getpid()}; sleep 60")
+        run._console._fd = writing
+        assert run.run() == 143
+        assert run.noted()["status"] == 143
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_other_hosts_may_print_anything():
+    mark = elsewhere._MARK
+    assert elsewhere.named(f"{mark}rank-3.log{mark}a {mark}b") == ("rank-3.log", f"a {mark}b")
+    for line in ("plain", mark, f"{mark}rank-1.log", f"{mark}../../rank-1.log{mark}text", ""):
+        assert elsewhere.named(line) == ("", line)
+
+
+def test_output_without_newlines_is_copied_in_linear_time():
+    taken, piece = [], b"x" * (1 << 16)
+    lines = supervisor._Lines("rank-0.log", SimpleNamespace(write=lambda name, text: taken.append(len(text))))
+
+    def seconds(end, pieces):
+        began = time.perf_counter()
+        for _ in range(pieces):
+            lines.take(piece + end)
+        return time.perf_counter() - began
+
+    with_newlines = min(seconds(b"\n", 64) for _ in range(3))
+    taken.clear()
+    assert seconds(b"", 640) < 0.5 + 40 * with_newlines  # quadratically it would be ten times as much
+    lines.take(b"")
+    assert sum(taken) == 640 << 16 and max(taken) <= (1 << 20) + (1 << 16)  # and bounded in memory
+
+
+def test_characters_are_cut_by_no_pipe():
+    taken = []
+    lines = supervisor._Lines("", SimpleNamespace(write=lambda name, text: taken.append(text)))
+    for byte in "größer → 日本\n".encode() + b"\xff\n":
+        assert lines.take(bytes([byte]))
+    assert not lines.take(b"")
+    assert taken == ["größer → 日本", "\\xff"]
+
+
+@pytest.mark.faults
+def test_ctrl_c_over_and_over_while_ranks_take_long_to_end(tmp_path, monkeypatch):
+    (tmp_path / "run.json").write_text("{}")
+    run = supervisor.Supervisor(Settings("module", "Class", ".", ("cpu",), folder=str(tmp_path)))
+
+    def start(consoles):
+        run._master = subprocess.Popen(
+            ["sh", "-c", "trap '' INT; exec sleep 60"], stdout=consoles[0], start_new_session=True
+        )
+
+    def press():
+        for _ in range(4):
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    kill, killers = os.killpg, []
+
+    def killed(pid, number):
+        """Memory that is given back takes its time."""
+        if not killers:
+            killers.append(threading.Timer(1.0, kill, (pid, number)))
+            killers[0].start()
+
+    monkeypatch.setattr(run, "_start", start)
+    monkeypatch.setattr(os, "killpg", killed)
+    thread = threading.Thread(target=press)
+    thread.start()
+    assert run.run() == 128 + signal.SIGINT
+    thread.join()
+
+
+@pytest.mark.faults
+def test_ctrl_c_before_ranks_are_started(tmp_path, monkeypatch):
+    (tmp_path / "run.json").write_text("{}")
+    run = supervisor.Supervisor(Settings("module", "Class", ".", ("cpu",), folder=str(tmp_path)))
+
+    def start(consoles):
+        signal.raise_signal(signal.SIGINT)
+        run._master = subprocess.Popen(["sleep", "60"], stdout=consoles[0], start_new_session=True)
+
+    monkeypatch.setattr(run, "_start", start)
+    began = time.monotonic()
+    assert run.run() == 128 + signal.SIGINT
+    assert time.monotonic() - began < 5
+
+
+def family(pid):
+    found = [pid]
+    for child in children_of(pid):
+        found += family(child)
+    return found
+
+
+def started(folder, process):
+    """Wait until all ranks train; return the processes: supervisor, master, worker."""
+    deadline = time.monotonic() + LIMIT
+    while not (folder / "rank-1.jsonl").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    return process.pid, *json.loads((folder / "processes.json").read_text())
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("who", "script"),
+    [
+        *((who, False) for who in ("supervisor", "rank 0", "rank 1", "Ctrl-C", "SIGTERM")),
+        *((who, True) for who in ("script", "supervisor", "Ctrl-C")),
+    ],
+)
+def test_a_kill_of_any_process_leaves_nothing_behind(tmp_path, who, script):
+    before = names()
+    folder = tmp_path / "run"
+    model = {"modelfile": "launch_models.others", "modelclass": "Stuck"}
+    if script:
+        settings = {**model, "devices": ["cpu", "cpu"], "folder": str(folder), "every": 1, "epochs": 1000}
+        code = f"from synkhronos.rules import EASGD\nrule = EASGD()\nrule.init(**{settings!r})\nrule.wait()"
+        words = [sys.executable, "-c", code]
+    else:
+        sets = [
+            f"--set={name}={value}" for name, value in {**model, "every": 1, "epochs": 1000, "rule": "EASGD"}.items()
+        ]
+        words = command("train", "--devices=cpu,cpu", "--folder", folder, *sets)
+    process = subprocess.Popen(
+        words, cwd=SUPPORT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        first, *ranks = started(folder, process)
+        everyone = family(process.pid)
+        assert set(ranks) < set(everyone) and len(everyone) == (4 if script else 3)
+        supervisor = children_of(process.pid)[0] if script else process.pid
+        victim = {"script": first, "supervisor": supervisor, "rank 0": ranks[0], "rank 1": ranks[1]}.get(who, first)
+        os.kill(victim, {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}.get(who, signal.SIGKILL))
+        began = time.monotonic()
+        _, said = process.communicate(timeout=LIMIT)
+        assert process.returncode != 0
+        assert time.monotonic() - began < 10
+        assert ("Ctrl-C once more" in said) == (who == "Ctrl-C")
+        if who == "rank 1":
+            assert process.returncode == 1 and "was killed by SIGKILL" in said
+        if who == "rank 0":
+            assert process.returncode == 137 and "rank 0" in said and "was killed by SIGKILL" in said
+        deadline = time.monotonic() + LIMIT
+        while any(lives(pid) for pid in everyone):
+            assert time.monotonic() < deadline, [pid for pid in everyone if lives(pid)]
+            time.sleep(0.05)
+        assert not names_left(before)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def scheduled(tmp_path, script, name="Slow", **settings):
+    """Start a run that writes checkpoints."""
+    settings = {"modelfile": "launch_models.others", "modelclass": name, "every": 1, "epochs": 1000, **settings}
+    if script:
+        settings = {**settings, "devices": ["cpu", "cpu"], "folder": str(tmp_path)}
+        words = [sys.executable, "-c", f"from synkhronos.rules import BSP\nr = BSP()\nr.init(**{settings!r})\nr.wait()"]
+    else:
+        sets = [f"--set={name}={value}" for name, value in settings.items()]
+        words = command("train", "--devices=cpu,cpu", "--folder", tmp_path, *sets)
+    return subprocess.Popen(
+        words, cwd=SUPPORT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("script", [False, True])
+def test_a_scheduler_signals_all_processes_of_a_run(tmp_path, script):
+    pytest.importorskip("safetensors")
+    process = scheduled(tmp_path, script, checkpoint=1)
+    try:
+        started(tmp_path, process)
+        everyone = family(process.pid)
+        for pid in reversed(everyone):  # the ranks first
+            os.kill(pid, signal.SIGUSR1)
+        _, said = process.communicate(timeout=LIMIT)
+        assert process.returncode == (-signal.SIGUSR1 if script else 128 + signal.SIGUSR1), said
+        noted = json.loads((tmp_path / "run.json").read_text())
+        assert noted["status"] == 128 + signal.SIGUSR1 and noted["signal"] == "SIGUSR1"
+        assert (Path(noted["checkpoint"]) / "meta.json").exists()
+        deadline = time.monotonic() + LIMIT
+        while any(lives(pid) for pid in everyone):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.faults
+def test_a_second_signal_ends_a_run_at_once(tmp_path):
+    pytest.importorskip("safetensors")
+    process = scheduled(tmp_path, False, "Stuck", checkpoint=1, grace=600)
+    try:
+        started(tmp_path, process)
+        while any(len((tmp_path / f"rank-{r}.jsonl").read_text().splitlines()) < 3 for r in range(2)):
+            time.sleep(0.05)
+        time.sleep(0.5)  # both are in the fourth step, which has no end
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(supervisor.ECHO + 0.5)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=LIMIT)
+        assert process.returncode == 143 and "before it had written a checkpoint" in said
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,215 @@
+"""Runs on several hosts: the same parameters as on one, logs and records of all ranks in one folder, kills."""
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hosts import are_simulated, words
+from launch_runs import HOST, family, lines, train
+from paths import SUPPORT
+
+from synkhronos.launch.settings import SettingsError, from_environment, resolve
+from synkhronos.ranks import available_cores
+
+MODEL = {"model": f"{SUPPORT}/launch_models/mlp.py:MLP", "devices": "cpu"}
+LIMIT = 60
+pytestmark = pytest.mark.timeout(300)  # ranks compile, and mpirun starts
+
+
+def start(hosts, folder, model="mlp.py:MLP", **settings):
+    """Start a run on some hosts."""
+    sets = [f"--set={name}={value}" for name, value in {"epochs": 2, **settings}.items()]
+    where = ["--set", f"model='launch_models/{model}'", "--hosts", ",".join(hosts), "--folder", folder]
+    command, environment = words(hosts, "-m", "synkhronos", "train", *where, *sets)
+    environment = {name: value for name, value in environment.items() if name != "SYNKHRONOS_HOSTS"}
+    return subprocess.Popen(
+        command, env=environment, cwd=SUPPORT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def ended(process, status):
+    said, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == status, (process.returncode, said, errors)
+    return said, errors
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize(
+    "hosts", [["a:2", "b:2"], pytest.param(["a:3", "b:1"], marks=pytest.mark.any_library)], ids="+".join
+)
+def test_a_run_is_that_of_one_host(tmp_path, hosts):
+    said, _ = ended(start(hosts, tmp_path / "hosts", every=4), 0)
+    train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=4", epochs=2, every=4)
+    one, other = (np.load(tmp_path / each / "params.npz") for each in ("one", "hosts"))
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+    for rank in range(4):
+        log = (tmp_path / "hosts" / f"rank-{rank}.log").read_text().splitlines()
+        own = [line for line in log if not line.startswith("WARNING (theano.")]
+        assert re.fullmatch(r"process \d+ on cpu( of host \S+)?, .*", own[0]), log
+        assert all(f"[rank {rank}] {line}" in said.splitlines() for line in log)
+        assert "epoch 2, iteration" in log[-1 if rank else -2]
+        steps = [[line["step"] for line in lines(tmp_path / each, f"rank-{rank}")] for each in ("one", "hosts")]
+        assert steps[0] == steps[1] and steps[0]
+    assert said.startswith(f"ranks on hosts {', '.join(hosts)}; ")
+    assert "\x1e" not in said
+    settings = json.loads((tmp_path / "hosts" / "settings.json").read_text())
+    assert settings["hosts"] == hosts and len(settings["devices"]) == int(hosts[0][-1])
+
+
+#: Begins a run, goes on with it, and moves its folder to where the test finds it.
+TWICE = """
+import shutil, subprocess, sys
+folder, to, *words = sys.argv[1:]
+for more in (["--set=epochs=1"], ["--set=epochs=3", "--resume"]):
+    subprocess.run([sys.executable, *words, *more], check=True)
+shutil.move(folder, to)
+"""
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("rule", ["BSP", "EASGD"])
+@pytest.mark.any_library
+def test_a_run_goes_on_where_hosts_share_no_folder(tmp_path, rule):
+    pytest.importorskip("safetensors")
+    hosts = ["a:2", "b:1"]
+    folder = Path("/dev/shm", tmp_path.name)  # which each host has for itself, where they are simulated
+    run = ["-m", "synkhronos", "train", "--hosts", ",".join(hosts), "--folder", folder, f"--set=rule='{rule}'"]
+    run += ["--set", "model='launch_models/mlp.py:MLP'", "--set=checkpoint=1"]
+    command, environment = words(hosts, "-c", TWICE, folder, tmp_path / "run", *run)
+    environment.pop("SYNKHRONOS_HOSTS", None)
+    done = subprocess.run(command, env=environment, cwd=SUPPORT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line["epoch"] for line in lines(tmp_path / "run", "reports")] == [1, 2, 3]
+    if rule == "BSP":  # under the other the ranks exchange as they come
+        train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=3", epochs=3, rule=f"'{rule}'")
+        one, other = (np.load(tmp_path / each / "params.npz") for each in ("one", "run"))
+        assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.hosts
+@pytest.mark.any_library
+def test_the_first_failure_of_another_host_comes_last(tmp_path):
+    said, errors = ended(start(["a:1", "b:1"], tmp_path, "others.py:FailsOnOne"), 1)
+    errors = errors.rstrip().splitlines()
+    assert errors[-1] == "ValueError: the third batch is damaged" and errors[0] == "rank 1 on host b:"
+    assert "[rank 1] process" in said
+
+
+#: The processes of a run, by their command lines.
+KINDS = {
+    "supervisor": r"\S*python\S* -m synkhronos train",
+    "rank 0": r"\S*python\S* -m synkhronos\.launch\.master",
+    "rank of another host": r"\S*python\S* -c .* started_anew\(\)",
+    "agent": r"\S*python\S* -c .*hosts\.agent import",
+    "mpirun": r"\S*(mpirun|prterun) -",  # which Open MPI's becomes
+    "what passes lines on": r"\S*python\S* -ISc .*os\.write",
+}
+
+
+@pytest.mark.hosts
+@pytest.mark.faults
+@pytest.mark.any_library
+@pytest.mark.skipif(not are_simulated(), reason="no namespaces here, which tell the agents apart")
+@pytest.mark.parametrize("who", [*KINDS, "agent of another host", "Ctrl-C", "all, by a scheduler"])
+def test_a_kill_of_any_process_leaves_nothing_behind(tmp_path, who):
+    # All are noticed in the middle of a step, but what passes lines on: with the next record.
+    model = "mlp.py:MLP" if who in ("what passes lines on", "all, by a scheduler") else "others.py:Stuck"
+    sets = ["--set=every=1", "--set=epochs=100000", "--set", f"model='launch_models/{model}'"]
+    sets += ["--set=checkpoint=1"] if who == "all, by a scheduler" else []
+    train = ["-m", "synkhronos", "train", "--hosts", "a:1,b:1", "--folder", tmp_path / "run", *sets]
+    command, environment = words(["a:1", "b:1"], "-c", HOST, sys.executable, *train)
+    mark = f"mark-{tmp_path.name}-{os.getpid()}"
+    environment["PYTHONPATH"] += os.pathsep + mark  # which ssh passes on
+    host = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=SUPPORT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        host.stdout.readline()
+        before = family(mark.encode())
+        host.stdin.write("\n")
+        host.stdin.flush()
+        deadline = time.monotonic() + LIMIT
+        while not (tmp_path / "run" / "rank-1.jsonl").exists():
+            assert host.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        everyone = {pid: what for pid, what in family(mark.encode()).items() if pid not in before}
+        found = {kind: [p for p, (_, line) in everyone.items() if re.match(KINDS[kind], line)] for kind in KINDS}
+        (first,) = found["rank 0"]
+        found["agent"].sort(key=lambda pid: everyone[pid][0] != everyone[first][0])
+        found["agent of another host"] = found["agent"][1:]
+        found["Ctrl-C"] = found["supervisor"]
+        if who == "all, by a scheduler":
+            for pid in everyone:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+        else:
+            os.kill(found[who][0], signal.SIGINT if who == "Ctrl-C" else signal.SIGKILL)
+        began = time.monotonic()
+        status = ""
+        # Behind what the ranks say.
+        while not status.strip().lstrip("-").isdecimal() and select.select([host.stdout], [], [], LIMIT)[0]:
+            status = host.stdout.readline()
+            assert status
+        print(who, status, time.monotonic() - began)
+        if who == "all, by a scheduler":
+            noted = json.loads((tmp_path / "run" / "run.json").read_text())
+            assert int(status) == noted["status"] == 143
+            assert Path(noted["checkpoint"], "meta.json").exists()
+        else:
+            assert int(status) != 0 and time.monotonic() - began < 10
+        deadline = time.monotonic() + LIMIT
+        while left := [what for pid, what in family(mark.encode()).items() if pid not in before]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+    finally:
+        host.kill()
+        said = host.communicate()
+        print(*said)
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize(
+    ("asked", "hosts", "n_here"),
+    [
+        ({"hosts": ["a:2", "b"]}, ("a:2", "b"), 2),
+        ({"hosts": "a, b:3"}, (f"a:{available_cores()}", "b:3"), available_cores()),
+        ({"hosts": ["a", "b:3"], "ranks": 5}, ("a:5", "b:3"), 5),
+        ({"hosts": ["a:2", "b:3"], "devices": ["cpu", "cpu"]}, ("a:2", "b:3"), 2),  # as a run's folder has it
+        (from_environment({"SYNKHRONOS_HOSTS": "a:1,b"}), ("a:1", "b"), 1),
+        ({"hosts": ""}, (), 1),
+    ],
+)
+def test_what_names_hosts(tmp_path, asked, hosts, n_here):
+    settings = resolve([{**MODEL, "folder": str(tmp_path / "run"), **asked}])
+    assert settings.hosts == hosts and settings.devices == ("cpu",) * n_here
+    settings.save(tmp_path / "settings.json")
+    assert type(settings).load(tmp_path / "settings.json") == settings
+
+
+@pytest.mark.any_library
+def test_several_commands_that_srun_has_started_are_refused(tmp_path, monkeypatch):
+    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    asked = {**MODEL, "folder": str(tmp_path / "run")}
+    with pytest.raises(SettingsError, match="2 of these commands were started.*srun --nodes=1 --ntasks=1"):
+        resolve([{**asked, "hosts": "a,b"}])
+    assert resolve([asked]).hosts == ()  # runs that are independent of each other
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert resolve([{**asked, "hosts": "a:1,b"}]).hosts == ("a:1", "b")

@@ -1,0 +1,300 @@
+"""What Theano-MPI's workers do with a class, one by one, with small classes in the same manner."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from launch_models.data.regression import BATCHES, MOMENTUM, RATE, ROWS, rows
+from launch_runs import ENVIRONMENT, lines, run
+from paths import SUPPORT
+
+from synkhronos.launch.contract import ContractError, next_batch
+from synkhronos.launch.recorder import ClassRecorder
+
+
+def train(folder, name, *arguments, status=0, ranks=2, **settings):
+    sets = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
+    where = [f"--set=model='launch_models/parts.py:{name}'", "--folder", folder, "--devices=cpu", f"--ranks={ranks}"]
+    return run("train", *where, *sets, *arguments, status=status, cwd=SUPPORT)
+
+
+def params(folder):
+    with np.load(folder / "params.npz") as file:
+        return np.append(file["arr_0"], file["arr_1"])
+
+
+def gradient(w, part):
+    x, y = part
+    x = np.column_stack([x, np.ones(len(x))])
+    return 2 * x.T @ (x @ w - y) / len(x)
+
+
+def batches(size, epochs):
+    """Yield epoch and, for each rank, its batch."""
+    x, y = rows()
+    for epoch in range(epochs):
+        for first in range(0, len(x) // ROWS, size):
+            yield (
+                epoch,
+                [(x[i * ROWS : (i + 1) * ROWS], y[i * ROWS : (i + 1) * ROWS]) for i in range(first, first + size)],
+            )
+
+
+def rate(epoch, size):
+    """Return the learning rate, with warm-up."""
+    return RATE * size ** (min(epoch, 5) / 5)
+
+
+def by_gradients(size, epochs, late=1, warmup=True):
+    """Train one process by batches that are so many times as large; each update comes one iteration late."""
+    w, velocity, pending = np.zeros(4), np.zeros(4), []
+    for epoch, parts in batches(size, epochs):
+        lr = rate(epoch, size if warmup else 1)
+        if late and pending:
+            w = w - lr * pending.pop()
+        whole = tuple(np.concatenate(each) for each in zip(*parts, strict=True))
+        velocity = MOMENTUM * velocity + gradient(w, whole)
+        pending.append(velocity)
+        if not late:
+            w = w - lr * pending.pop()
+    return w
+
+
+def test_cdd_is_one_process_with_larger_batches_one_step_late(tmp_path):
+    done = train(tmp_path / "two", "Regression", epochs=7)
+    assert "after each step vels2 is set to the sum of vels over all ranks (cdd)" in done.stdout
+    np.testing.assert_allclose(params(tmp_path / "two"), by_gradients(2, 7), rtol=1e-5)
+    assert np.abs(by_gradients(2, 7) - by_gradients(2, 7, late=0)).max() > 1e-4  # which would be seen
+    reports = lines(tmp_path / "two", "reports")
+    found = [report["learning_rate"] for report in reports]
+    np.testing.assert_allclose(found, [rate(epoch, 2) for epoch in range(7)], rtol=1e-6)
+    assert found[6] == pytest.approx(2 * RATE)
+    assert [report["steps"] for report in reports] == [2 * BATCHES] * 7
+    train(tmp_path / "plain", "Regression", epochs=3, warmup="false")
+    np.testing.assert_allclose(params(tmp_path / "plain"), by_gradients(2, 3, warmup=False), rtol=1e-5)
+
+
+@pytest.mark.any_library
+def test_cdd_on_three_ranks_and_one(tmp_path):
+    train(tmp_path / "three", "Regression", ranks=3, rule_options__average="gradient")
+    np.testing.assert_allclose(params(tmp_path / "three"), by_gradients(3, 2), rtol=1e-5)
+    train(tmp_path / "one", "Regression", ranks=1)
+    np.testing.assert_allclose(params(tmp_path / "one"), by_gradients(1, 2, late=0), rtol=1e-5)
+
+
+@pytest.mark.any_library
+def test_cdd_in_16_bits(tmp_path):
+    train(tmp_path, "Regression", rule_options__precision="float16")
+    exact = by_gradients(2, 2)
+    np.testing.assert_allclose(params(tmp_path), exact, rtol=5e-3)
+    assert np.abs(params(tmp_path) / exact - 1).max() > 2e-5
+
+
+@pytest.mark.any_library
+def test_there_is_no_warmup_where_the_class_scales_its_learning_rate(tmp_path):
+    train(tmp_path, "Regression", scale_lr="true")
+    assert [report["learning_rate"] for report in lines(tmp_path, "reports")] == pytest.approx([2 * RATE] * 2)
+
+
+def test_avg_is_the_mean_after_each_step(tmp_path):
+    # A class that compiles by its size is told 1: it has a whole step.
+    done = train(tmp_path, "Regression", rule_options__average="params")
+    assert "after each step parameters are averaged over all ranks (avg)" in done.stdout
+    own, velocities = [np.zeros(4)] * 2, [np.zeros(4)] * 2
+    for epoch, parts in batches(2, 2):
+        velocities = [MOMENTUM * v + gradient(w, part) for v, w, part in zip(velocities, own, parts, strict=True)]
+        own = [np.mean([w - rate(epoch, 2) * v for w, v in zip(own, velocities, strict=True)], 0)] * 2
+    np.testing.assert_allclose(params(tmp_path), own[0], rtol=1e-5)
+
+
+def test_avg_leaves_out_what_batch_normalization_calls_gamma_and_beta(tmp_path):
+    train(tmp_path, "Normalized", rule_options__average="params")
+    found = [re.search(r"beta (\S+) w (.*)", (tmp_path / f"rank-{r}.log").read_text()) for r in range(2)]
+    own, velocities = [np.zeros(4)] * 2, [np.zeros(4)] * 2
+    for epoch, parts in batches(2, 2):
+        velocities = [MOMENTUM * v + gradient(w, part) for v, w, part in zip(velocities, own, parts, strict=True)]
+        own = [w - rate(epoch, 2) * v for w, v in zip(own, velocities, strict=True)]
+        mean = np.mean(own, 0)
+        own = [np.append(mean[:3], w[3]) for w in own]
+    for r in range(2):
+        np.testing.assert_allclose(float(found[r][1]), own[r][3], rtol=1e-5)
+        np.testing.assert_allclose(ast.literal_eval(found[r][2]), own[r][:3], rtol=1e-5)
+    assert own[0][3] != own[1][3]
+    np.testing.assert_allclose(params(tmp_path), own[0], rtol=1e-5)  # params.npz has all of rank 0's
+
+
+@pytest.mark.parametrize("rule", ["BSP", "EASGD"])
+def test_the_order_of_calls(tmp_path, rule):
+    options = {} if rule == "BSP" else {"rule": rule, "rule_options__period": 2}
+    done = train(tmp_path / "run", "Called", epochs=2, config__trace=f"'{tmp_path}'", **options)
+    calls = [json.loads((tmp_path / f"calls-{r}.json").read_text()) for r in range(2)]
+    for rank, found in enumerate(calls):
+        expected = [
+            ["config", ["mname", "rank", "seed", "size", "verbose"]],
+            ["compile_iter_fns", *(("cdd", 2) if rule == "BSP" else ("avg", 1))],
+        ]
+        for epoch in range(2):
+            lr = np.float32(rate(epoch, 2) if rule == "BSP" else RATE)
+            for batch in range(BATCHES):  # each for n_subb = 2 steps; counted anew in each epoch
+                expected += [["train_iter", epoch, batch, pytest.approx(float(lr))]] * 2
+            expected += [["reset_iter", "train"], *[["val_iter", 2 * BATCHES]] * 2 * BATCHES, ["reset_iter", "val"]]
+            if rank == 0:
+                expected += [["save", epoch]]
+            expected += [["adjust_hyperp", epoch], ["print_info", rank == 0, True, [2 * BATCHES]]]
+        assert found == expected
+    assert [report["steps"] for report in lines(tmp_path / "run", "reports")] == [4 * BATCHES] * 2
+    assert sorted(path.name for path in (tmp_path / "run" / "snapshots").iterdir()) == ["0_mine.npz", "1_mine.npz"]
+    if "draws nothing" not in done.stdout:
+        pictures = {path.name for path in (tmp_path / "run" / "plots").iterdir()}
+        names = ("scores", "a_sample")
+        assert pictures == {f"{name}-rank-{r}-{n}.png" for name in names for r in range(2) for n in (1, 2)}
+
+
+@pytest.mark.any_library
+def test_rules_that_exchange_one_by_one_do_so_after_whole_batches(tmp_path):
+    (tmp_path / "counted.py").write_text(
+        "from launch_models.parts import Called\n"
+        "from synkhronos.rules import EASGD\n"
+        "def exchange(self, worker, state, exchange=EASGD.exchange):\n"
+        "    print('exchange', len([c for c in calls() if c[0] == 'train_iter']))\n"
+        "    return exchange(self, worker, state)\n"
+        "EASGD.exchange = exchange\n"
+        "made = []\n"
+        "def calls():\n"
+        "    return made[0].calls\n"
+        "class Counted(Called):\n"
+        "    def __init__(self, config):\n"
+        "        super().__init__(config)\n"
+        "        made.append(self)\n"
+    )
+    sets = ["--set=rule=EASGD", "--set=rule_options.period=2", "--set=epochs=2", f"--set=config.trace='{tmp_path}'"]
+    run("train", "--set=model='counted.py:Counted'", "--devices=cpu,cpu", "--folder=run", *sets, cwd=tmp_path)
+    # Six batches of two steps each, in two epochs; every second one is followed by an exchange.
+    assert re.findall(r"exchange (\d+)", (tmp_path / "run" / "rank-1.log").read_text()) == ["4", "8", "12"]
+
+
+@pytest.mark.any_library
+def test_val_iter_may_name_the_next_batch_and_stop_the_run(tmp_path):
+    done = train(tmp_path, "Stops", "--set=checkpoint=0")
+    assert "val_iter() has returned 'stop': the run ends after epoch 2" in done.stdout
+    assert [report["epoch"] for report in lines(tmp_path, "reports")] == [1, 2]
+    found = [re.findall(r"val_iter (\d) (\d)", (tmp_path / f"rank-{r}.log").read_text()) for r in range(2)]
+    assert found == [[("0", "1"), ("0", "2"), ("1", "1"), ("1", "2")], [("0", "1"), ("0", "2"), ("1", "1")]]
+    assert (tmp_path / "params.npz").exists()
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize("answer", [2, 3, "halt", True, 0.5, (1, 2)])
+def test_other_answers_of_val_iter_are_refused(answer):
+    with pytest.raises(ContractError, match=r"None, 'stop', or the number of the next batch, above 3, got "):
+        next_batch(answer, 3, 4)
+
+
+def test_cdd_goes_on_from_a_checkpoint(tmp_path):
+    pytest.importorskip("safetensors")
+    train(tmp_path / "whole", "Regression", epochs=3)
+    train(tmp_path / "parts", "Regression", epochs=1, checkpoint=1)
+    train(tmp_path / "parts", "Regression", "--resume", epochs=3)
+    np.testing.assert_array_equal(params(tmp_path / "whole"), params(tmp_path / "parts"))
+
+
+def test_what_is_pending_is_kept_by_another_number_of_ranks():
+    from synkhronos.launch.gradients import SummedGradients
+
+    zeros = np.zeros(2)
+    ranks = [{"params": zeros, "optimizer": zeros, "excluded": zeros, "own": {"pending": np.array([2.0, 4.0])}}] * 2
+    resized = SummedGradients([], []).resized(ranks, 3)
+    assert len(resized) == 3 and all(each["own"]["pending"].tolist() == [3.0, 6.0] for each in resized)
+
+
+# -- runs that train nothing ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("Idle", {}, "no parameter has changed in 3 steps: this run trains nothing"),
+        ("Idle", {"rule": "EASGD"}, "no parameter has changed in 3 steps: this run trains nothing"),
+        ("Alike", {}, "ranks 0 and 1 have taken the same steps: they train on the same rows"),
+        ("Alike", {"rule": "GOSGD"}, "ranks 0 and 1 have taken the same steps"),
+        ("AlikeInParts", {}, "ranks 0 and 1 have taken the same steps"),
+    ],
+)
+def test_a_run_that_trains_nothing_is_an_error(tmp_path, name, settings, words):
+    done = train(tmp_path, name, status=1, **settings)
+    assert f"TrainingError: {words}" in done.stderr
+    assert not (tmp_path / "params.npz").exists()
+
+
+@pytest.mark.any_library
+def test_without_vels2_gradients_cannot_be_exchanged(tmp_path):
+    done = train(tmp_path / "one", "OneList", status=1)
+    assert re.search(r"OneList lacks:\n  attributes vels and vels2: expected lists of shared variables", done.stderr)
+    done = train(tmp_path / "none", "Whole", status=1, rule_options__average="gradient")
+    assert "Whole lacks:\n  attributes vels and vels2: " in done.stderr
+
+
+def test_check_runs_a_class_with_size_2(tmp_path):
+    code = f"""
+from synkhronos.launch.check import check
+for name in ("Regression", "Whole", "Called", "Idle", "Alike", "AlikeInParts", "OneList"):
+    print("-- class", name)
+    print("-- status", check(f"launch_models/parts.py:{{name}}", {{"config": {{"trace": {str(tmp_path)!r}}}}}))
+print("-- class EASGD")
+print("-- status", check("launch_models/parts.py:Regression", {{"rule": "EASGD"}}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=SUPPORT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = dict(part.split("\n", 1) for part in done.stdout.split("-- class ")[1:])
+    for name in ("Regression", "Whole", "EASGD"):
+        assert found[name].endswith(" has all that a run asks for\n-- status 0\n"), found[name]
+    assert "Idle: train_iter() changes none of params\n-- status 1" in found["Idle"]
+    same = "with size 2 ranks 0 and 1 have taken the same steps: they train on the same rows"
+    assert f"Alike: {same}" in found["Alike"] and f"AlikeInParts: {same}" in found["AlikeInParts"]
+    assert "OneList fails when compile_iter_fns() runs with size 2: ContractError: OneList lacks" in found["OneList"]
+    assert found["Called"].endswith("-- status 0\n"), found["Called"]
+    calls = [call[0] for call in json.loads((tmp_path / "calls-0.json").read_text())]
+    assert calls.count("train_iter") == 3  # as rank 0 of two, the last to be cleaned up but one
+
+
+# -- the recorder --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.any_library
+def test_the_recorder_draws_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    recorder = ClassRecorder(3, folder=tmp_path)
+    recorder.plot_init(name="scores", fig_specs={"left": 0.1}, save=True)
+    recorder.plot("scores", lines=[[1.0, np.float32(2)], []])
+    recorder.plot("scores", image=np.zeros((2, 2, 3)))
+    pictures = sorted((tmp_path / "plots").iterdir())
+    assert [path.name for path in pictures] == ["scores-rank-3-1.png", "scores-rank-3-2.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+    for arguments, words in (
+        ({"name": "other", "image": np.eye(2)}, r"expected a name given to plot_init\(\), got 'other'"),
+        ({"name": "scores"}, "expected either lines or an image"),
+        ({"name": "scores", "lines": [[1]], "image": np.eye(2)}, "expected either lines or an image"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            recorder.plot(**arguments)
+    with pytest.raises(TypeError, match=r"plot_init\(\): expected a text as name, got 3"):
+        recorder.plot_init(3)
+    nowhere = ClassRecorder(0)  # that of a rank of another host
+    nowhere.plot_init("scores")
+    nowhere.plot("scores", lines=[[1, 2]])
+
+
+@pytest.mark.any_library
+def test_the_recorder_tells_the_latest_validation():
+    recorder = ClassRecorder(0)
+    assert recorder.get_latest_val_info() is None
+    recorder.note_validation(6, {"cost": 0.5, "error": 0.25})
+    assert recorder.get_latest_val_info() == [6, 0.5, 0.25, None]
+    for method in ("start_epoch", "gather_val_info", "clear_train_info", "show"):
+        getattr(recorder, method)()
+    recorder.end_epoch(6, 0), recorder.print_val_info(6), recorder.save(6, 0.1), recorder.cut(3)
+    assert recorder.get_latest_val_info()[0] == 6

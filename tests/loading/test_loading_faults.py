@@ -1,0 +1,235 @@
+"""What becomes of loaders, and of those who wait for them, when processes are killed: nothing is left, nothing is lost."""
+
+import _thread
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from library import shared, tensor
+from loading_sources import Damaged, Numbers, Slow
+from paths import ROOT, SUPPORT
+from system import lives, names, names_left
+
+import synkhronos as synk
+from synkhronos import ranks, rules
+from synkhronos.loading import Loader, LoadError
+from synkhronos.training import make_trainer
+from synkhronos.training.updates import sgd
+
+pytestmark = [pytest.mark.faults, pytest.mark.any_library]
+
+LIMIT = 30
+
+
+def until(condition):
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def order(count, epoch=0):
+    return np.random.default_rng((0, epoch)).permutation(count)
+
+
+@pytest.fixture
+def load():
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Loader(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    pids = [pid for one in made if one._pool for pid in one._pool.pids]
+    for one in made:
+        one.close()
+    assert not any(map(lives, pids))
+
+
+# -- a loader dies -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("moment", ["before the first batch", "in the middle", "while the ring is full", "stopped"])
+def test_a_loader_that_is_killed(load, which, moment):
+    loader = load(Slow(60, 0.0 if moment == "while the ring is full" else 0.02), processes=2)
+    batches, found = loader.arrays(0, 6), []
+    if moment != "before the first batch":
+        found += next(batches)[1].tolist()
+    else:
+        loader._prepare_pool(loader._make_plan(0, 6, 0, 0, False)[0], layout_of(loader, 6), False)
+    if moment == "while the ring is full":
+        until(lambda: loader._pool.ring.is_filled(3))
+    pid = loader._pool.pids[which]
+    if moment == "stopped":
+        os.kill(pid, signal.SIGSTOP)
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(
+        LoadError, match=rf"loader {which} \(process {pid}\) was killed by SIGKILL .*No data is lost"
+    ) as e:
+        for _, numbers in batches:
+            found += numbers.tolist()
+            killed = time.monotonic()
+    assert time.monotonic() - killed < 5
+    assert e.value.row == len(found) and found == order(60)[: len(found)].tolist()
+    for _, numbers in loader.arrays(0, 6, row=e.value.row):  # with new loaders
+        found += numbers.tolist()
+    assert found == order(60).tolist()
+    assert pid not in loader._pool.pids
+
+
+def layout_of(loader, unit):
+    from synkhronos.loading.ring import RingLayout
+
+    return RingLayout(1, loader.processes, loader.depth, unit)
+
+
+def test_a_row_that_kills_its_loader_each_time_is_found_each_time(load, tmp_path):
+    at = int(order(20)[9])
+    loader = load(Damaged(20, kills=(at, str(tmp_path / "once"))), processes=3)
+    with pytest.raises(LoadError, match="was killed by SIGKILL"):
+        list(loader.arrays(0, 4))
+    assert sum(len(numbers) for _, numbers in loader.arrays(0, 4)) == 20  # it kills once
+
+
+def training(rule, loader):
+    x, y = tensor.dtensor4("x"), tensor.dvector("y")
+    w = shared(np.zeros(()), "w")
+    loss = ((w - y / 100) ** 2).mean() + 0 * x.sum()
+    trainer = make_trainer(loss, [w], x, y, sgd, rule, learning_rate=0.05)
+    return trainer, trainer.epochs(loader, None, batch_size=5, epochs=50, every=2)
+
+
+@pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2), rules.EASGD(period=2)], ids=repr)
+def test_a_loader_that_is_killed_while_ranks_train(fork, load, rule):
+    fork(3)
+    loader = load(Slow(200, 0.003), processes=2)
+    trainer, reports = training(rule, loader)
+    next(reports)
+    os.kill(loader._pool.pids[1], signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises((LoadError, synk.WorkerError), match=r"loader 1 \(process \d+\)"):
+        list(reports)
+    assert time.monotonic() - began < 5
+    assert np.isfinite(trainer.params[0].get_value())  # the ranks live
+    assert next(training(rule, loader)[1]).seen == 30  # and so does the loader, with new processes
+
+
+# -- a rank, or the program, dies ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2)], ids=repr)
+def test_a_rank_that_is_killed_takes_the_loaders_with_it(fork, load, rule):
+    fork(3)
+    loader = load(Slow(200, 0.003), processes=2)
+    _, reports = training(rule, loader)
+    next(reports)
+    pids = list(loader._pool.pids)
+    os.kill(ranks.session().workers.pids[2], signal.SIGKILL)
+    with pytest.raises(synk.WorkerError, match="rank 2 .* was killed by SIGKILL"):
+        list(reports)
+    until(lambda: not any(map(lives, pids)))
+    fork(2)
+    assert next(training(rule, loader)[1]).seen == 20
+
+
+@pytest.mark.parametrize(
+    ("how", "sent"),
+    [
+        ("ranks", signal.SIGKILL),
+        ("ranks", signal.SIGTERM),
+        ("ranks", signal.SIGINT),
+        ("alone", signal.SIGKILL),
+        ("alone", signal.SIGINT),
+        ("exits", None),
+    ],
+)
+def test_the_program_ends_and_nothing_is_left(tmp_path, how, sent):
+    before = names()
+    process = subprocess.Popen(
+        [sys.executable, str(SUPPORT / "loading_script.py"), str(tmp_path), how],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"},
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        until((tmp_path / "processes.json").exists)
+        found = json.loads((tmp_path / "processes.json").read_text())
+        pids = found["workers"] + found["loaders"]
+        assert len(found["loaders"]) == 2
+        if sent == signal.SIGINT:  # as a terminal does: to all processes of the group
+            os.killpg(process.pid, sent)
+        elif sent is not None:
+            os.kill(process.pid, sent)
+        assert process.wait(LIMIT) == (3 if sent is None else -sent)
+        until(lambda: not any(map(lives, pids)))
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert not names_left(before)
+
+
+def test_loaders_outlive_a_signal_that_the_program_handles(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, str(SUPPORT / "loading_script.py"), str(tmp_path), "handles"],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"},
+        start_new_session=True,
+    )
+    try:
+        until((tmp_path / "count").exists)
+        os.killpg(process.pid, signal.SIGTERM)
+        done = (tmp_path / "count").read_text()
+        until(lambda: (tmp_path / "count").read_text() not in ("", done))
+        pids = json.loads((tmp_path / "processes.json").read_text())["loaders"]
+        assert all(map(lives, pids))
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    until(lambda: not any(map(lives, pids)))
+
+
+# -- interrupts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks_too", [False, True])
+def test_ctrl_c_while_a_batch_is_waited_for(fork, load, ranks_too):
+    if ranks_too:
+        fork(2)
+    loader = load(Slow(12, 0.2), processes=2)
+
+    def go_through(row=0):
+        if not ranks_too:
+            return [numbers.tolist() for _, numbers in loader.arrays(0, 4, row=row)]
+        return [np.array(loader.data[1][batch]).tolist() for batch in loader.epoch(0, 4, row=row)]
+
+    threading.Timer(1.0, _thread.interrupt_main).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            go_through()
+    assert time.monotonic() - began < 10
+    assert sum(go_through(), []) == order(12).tolist()
+
+
+def test_ctrl_c_at_any_moment(load):
+    loader = load(Numbers(50), processes=2, depth=2)
+    for turn in range(25):
+        timer = threading.Timer(0.002 * turn, _thread.interrupt_main)
+        try:
+            timer.start()
+            while True:
+                for _ in loader.arrays(turn, 5):
+                    pass
+        except KeyboardInterrupt:
+            timer.join()
+        found = [numbers.tolist() for _, numbers in loader.arrays(turn, 5)]
+        assert sum(found, []) == order(50, turn).tolist()

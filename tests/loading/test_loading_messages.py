@@ -1,0 +1,209 @@
+"""What loaders say of wrong arguments and files: the table tests/support/tables/loading_messages.json has a line for each."""
+
+import json
+import os
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from library import shared, tensor
+from loading_sources import Damaged, Endless, Numbers
+from paths import SUPPORT
+
+import synkhronos as synk
+from synkhronos import loading
+from synkhronos.loading import CropMirror, Images, Loader
+from synkhronos.training import make_trainer
+from synkhronos.training.updates import sgd
+
+TABLE = json.loads((SUPPORT / "tables" / "loading_messages.json").read_text())
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Give a folder with files of many kinds."""
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text("neither fish nor flesh")
+    np.save("scalar.npy", 3.0)
+    np.save("objects.npy", np.array([None, {}]), allow_pickle=True)
+    np.save("x.npy", np.ones((2, 3)))
+    np.save("y.npy", np.ones((2, 4)))
+    np.savez("xy.npz", x=np.ones(2), y=np.ones(2))
+    np.savez_compressed("compressed.npz", x=np.ones(2))
+    Path("empty/class").mkdir(parents=True)
+    return tmp_path
+
+
+def hdf5_file():
+    h5py = pytest.importorskip("h5py", reason="the extra `hdf5` is not installed")
+    with h5py.File("d.h5", "w") as file:
+        file["x"] = np.ones(3)
+    return "d.h5"
+
+
+def virtual_hdf5_file():
+    """Write a data set whose rows are in another file, which has gone."""
+    h5py = pytest.importorskip("h5py", reason="the extra `hdf5` is not installed")
+    layout = h5py.VirtualLayout((3,), "f8")
+    layout[:] = h5py.VirtualSource(hdf5_file(), "x", shape=(3,))
+    with h5py.File("virtual.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+    assert loading.hdf5("virtual.h5", "x")[2] == 1
+    os.remove("d.h5")
+    return "virtual.h5"
+
+
+def without(module, action):
+    kept = sys.modules.get(module)
+    sys.modules[module] = None
+    try:
+        action()
+    finally:
+        del sys.modules[module]
+        if kept is not None:
+            sys.modules[module] = kept
+
+
+def first(*args, batch_size=4, **kwargs):
+    """Ask for a batch."""
+    loader = Loader(*args, **kwargs)
+    try:
+        next(loader.arrays(0, batch_size))
+    finally:
+        loader.close()
+
+
+def asked(source=None, **kwargs):
+    Loader(Numbers(10) if source is None else source).arrays(**{"epoch": 0, "batch_size": 2, **kwargs})
+
+
+def no_room():
+    first([np.broadcast_to(np.float64(1), (10, 1 << 50))], shuffle=False)
+
+
+def lost_module():
+    module = types.ModuleType("nowhere_to_be_found")
+    exec("class Source:\n  def __len__(self): return 3\n  def __getitem__(self, row): return (row,)", vars(module))
+    module.Source.__module__ = "nowhere_to_be_found"
+    sys.modules["nowhere_to_be_found"] = module
+    try:
+        first(module.Source())
+    finally:
+        del sys.modules["nowhere_to_be_found"]
+
+
+class Holds:
+    """What can't be pickled."""
+
+    def __init__(self):
+        self.generator = (i for i in range(3))
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, row):
+        return (row,)
+
+
+def trained(x_data, y_data):
+    synk.fork(1, use_gpu=False)
+    x, y = tensor.dtensor4("x"), tensor.dvector("y")
+    w = shared(np.zeros(()), "w")
+    trainer = make_trainer(((w - y) ** 2).mean() + 0 * x.sum(), [w], x, y, sgd, learning_rate=0.1)
+    next(trainer.epochs(x_data, y_data, 2, 1))
+
+
+def rows(**kwargs):
+    return Loader(Numbers(10), **kwargs)
+
+
+CALLS = {
+    "a set of rows": lambda: Loader({1, 2}),
+    "a number": lambda: Loader(3),
+    "a path": lambda: Loader("x.npy"),
+    "a generator": lambda: Loader(i for i in range(3)),
+    "no arrays": lambda: Loader([]),
+    "no rows": lambda: Loader(Numbers(0)),
+    "arrays without rows": lambda: Loader([np.ones((0, 2))]),
+    "other lengths": lambda: Loader([np.ones(3), np.ones(4)]),
+    "words": lambda: Loader([np.array(["a"])]),
+    "a number in the place of an array": lambda: Loader([3]),
+    "a masked array": lambda: Loader([np.ma.masked_array([1, 2], [0, 1])]),
+    "rows that are words": lambda: Loader(lambda: iter(["abc"])),
+    "a source that can't be sent": lambda: first(Holds()),
+    "the first row is damaged": lambda: Loader(Damaged(10, (0,))),
+    "all rows are damaged": lambda: Loader(Damaged(10, range(10)), on_error="skip"),
+    "no augmentation": lambda: rows(augment="mirror"),
+    "processes": lambda: rows(processes=0),
+    "half a process": lambda: rows(processes=1.5),
+    "too many processes": lambda: rows(processes=2000),
+    "depth": lambda: rows(depth=1),
+    "shuffle": lambda: rows(shuffle="yes"),
+    "on_error": lambda: rows(on_error="ignore"),
+    "vars: how many": lambda: rows(vars=[tensor.dtensor4("x")]),
+    "vars: dimensions": lambda: rows(vars=[tensor.dmatrix("x"), tensor.ivector("y")]),
+    "vars: dtype": lambda: rows(vars=[tensor.tensor4("x", dtype="bool"), tensor.ivector("y")]),
+    "batch_size": lambda: asked(batch_size=0),
+    "batch_size of a whole batch": lambda: asked(batch_size=11, whole=True),
+    "epoch": lambda: asked(epoch=-1),
+    "seed": lambda: asked(seed=1 << 63),
+    "row": lambda: asked(row=11),
+    "rank": lambda: asked(rank=2, size=2),
+    "no ranks": lambda: rows().epoch(0, 2),
+    "data outside of a loop": lambda: rows().data,
+    "the length of an iterable": lambda: len(Loader(Endless(3))),
+    "no room": no_room,
+    "no room: what to do": no_room,
+    "a batch that no room is for": no_room,
+    "a depth of a billion": lambda: first(Numbers(10), depth=10**9),
+    "a batch of 2**63 rows": lambda: first(Numbers(10), batch_size=1 << 63),
+    "a batch of 2**63 rows for ranks": lambda: (synk.fork(1, use_gpu=False), next(rows().epoch(0, 1 << 63))),
+    "a size of 2**70": lambda: asked(size=1 << 70),
+    "a module that loaders don't find": lost_module,
+    "npy: nothing there": lambda: loading.npy("nothing.npy"),
+    "npy: another file": lambda: loading.npy("notes.txt"),
+    "npy: objects": lambda: loading.npy("objects.npy"),
+    "npy: no rows": lambda: loading.npy("scalar.npy"),
+    "npy: other rows": lambda: loading.npy(["x.npy", "y.npy"]),
+    "npy: no files": lambda: loading.npy([]),
+    "npy: a number": lambda: loading.npy(3),
+    "npz: another file": lambda: loading.npz("notes.txt", "x"),
+    "npz: compressed": lambda: loading.npz("compressed.npz", "x"),
+    "npz: another name": lambda: loading.npz("xy.npz", "z"),
+    "hdf5: nothing there": lambda: (hdf5_file(), loading.hdf5("nothing.h5", "x")),
+    "hdf5: another file": lambda: (hdf5_file(), loading.hdf5("notes.txt", "x")),
+    "hdf5: another name": lambda: loading.hdf5(hdf5_file(), "z"),
+    "hdf5: a part is missing": lambda: loading.hdf5(virtual_hdf5_file(), "x"),
+    "hdf5: not installed": lambda: without("h5py", lambda: loading.hdf5("d.h5", "x")),
+    "pictures: not installed": lambda: without("PIL.Image", lambda: Images(["x.jpg"], 5)),
+    "pictures: no list": lambda: Images("x.jpg", 5),
+    "pictures: none": lambda: Images([], 5),
+    "pictures: labels": lambda: Images(["x.jpg", "y.jpg"], 5, [1, 2, 3]),
+    "pictures: mode": lambda: Images(["x.jpg"], 5, mode="CMYK"),
+    "pictures: size": lambda: Images(["x.jpg"], 0),
+    "pictures: a missing file": lambda: Loader(Images(["missing.jpg"], 5)),
+    "folder: none": lambda: loading.image_folder("/nowhere", 5),
+    "folder: no pictures": lambda: loading.image_folder("empty", 5),
+    "crop": lambda: rows(augment=CropMirror(7)),
+    "crop of a vector": lambda: Loader([np.ones(3)], augment=CropMirror(1)),
+    "mean": lambda: CropMirror(mean=np.ones((2, 2))),
+    "mean of other pictures": lambda: rows(augment=CropMirror(mean=[1, 2, 3])),
+    "trainer: two loaders": lambda: trained(rows(), rows()),
+    "trainer: a loader of targets": lambda: trained(np.ones((10, 2, 6, 6)), rows()),
+    "trainer: an iterable": lambda: trained(Loader(Endless(9)), None),
+}
+
+
+@pytest.mark.parametrize("what", TABLE)
+def test_message(here, fork, what):
+    error, words = TABLE[what]
+    with pytest.raises(Exception) as caught:
+        CALLS[what]()
+    assert type(caught.value).__name__ == error, repr(caught.value)
+    assert words in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+
+
+def test_the_table_has_a_line_for_each_call():
+    assert list(TABLE) == list(CALLS)

@@ -1,0 +1,216 @@
+"""Loaders for ranks: plain calls, the trainer under each kind of rule, resuming, classes of the launcher."""
+
+import os
+
+import numpy as np
+import pytest
+from library import same, shared, tensor
+from loading_sources import BAD, ROWS, TARGETS, Numbers, OnlyHere, Rows, SlowRows, SomeBad, SomeGood, picture
+from system import children_of, lives
+
+import synkhronos as synk
+from synkhronos import rules
+from synkhronos.loading import Loader, LoadError
+from synkhronos.training import Checkpoint, Recorder, make_trainer
+from synkhronos.training.recorder import read
+from synkhronos.training.updates import sgd
+
+
+@pytest.fixture
+def load():
+    """Give a loader, and close all of them after the test."""
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Loader(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def order(count, seed, epoch):
+    return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+# -- for ranks -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "processes"), [(1, 3), (2, 1), (2, 2), (3, 1), (3, 3)])
+def test_ranks_compute_what_numpy_does(fork, load, n, processes):
+    fork(n)
+    x, y = tensor.dtensor4("x"), tensor.ivector("y")
+    f = synk.function([x, y], [(x.sum(axis=(1, 2, 3)), "gather"), (y, "gather")])
+    loader = load(Numbers(23), processes=processes, vars=[x, y])
+    for epoch in range(2):
+        sums, labels = [], []
+        for batch in loader.epoch(epoch, 7, seed=3):
+            total, number = f(*loader.data, batch=batch)
+            sums.append(np.asarray(total))
+            labels.append(np.asarray(number))
+            assert number.dtype == np.int32
+        expected = order(23, 3, epoch)
+        np.testing.assert_array_equal(np.concatenate(labels), expected)
+        same(np.concatenate(sums), [picture(row).sum() for row in expected])
+    assert loader.waited > 0 and loader.skipped == 0
+
+
+@pytest.mark.any_library
+def test_loaders_end_with_the_ranks(fork):
+    fork(2)
+    loader = Loader(Numbers(9), processes=2)
+    batches = loader.epoch(0, 3)
+    next(batches)
+    pids = list(loader._pool.pids)
+    assert len(pids) == 2 and set(pids) <= set(children_of(os.getpid()))
+    synk.close()
+    assert not any(lives(pid) for pid in pids)
+    with pytest.raises(RuntimeError, match="can't continue: .* the loader or the ranks were closed"):
+        next(batches)
+    fork(3)
+    assert sum(len(range(9)[batch]) for batch in loader.epoch(0, 4)) == 9  # and begin anew with others
+    loader.close()
+    with pytest.raises(RuntimeError, match="data: available only within a loop"):
+        loader.data  # noqa: B018
+
+
+# -- the trainer ---------------------------------------------------------------------------------------------
+
+
+def trainer(rule, **kwargs):
+    x, y = tensor.dmatrix("x"), tensor.dvector("y")
+    w = shared(np.zeros(3), "w")
+    loss = ((tensor.dot(x, w) - y) ** 2).mean()
+    return make_trainer(loss, [w], x, y, sgd, rule, learning_rate=0.02, validate={"mse": loss}, **kwargs)
+
+
+def trained(rule, data, **kwargs):
+    """Train, and return the parameters and the reports."""
+    made = trainer(rule)
+    reports = list(made.epochs(*data, **{"batch_size": 5, "epochs": 3, "seed": 3, "every": 4, **kwargs}))
+    return made.params[0].get_value(), reports
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize("rule", [rules.BSP(), rules.BSP(average="params"), rules.LocalSGD(3)], ids=repr)
+@pytest.mark.parametrize("n", [1, 3])
+def test_training_from_a_loader_is_training_from_arrays(fork, load, rule, n):
+    fork(n)
+    expected, reports = trained(rule, (ROWS, TARGETS), valid=(ROWS, TARGETS))
+    loader = load([ROWS, TARGETS], processes=1 + n % 3)
+    valid = load([ROWS, TARGETS], shuffle=False)
+    found, others = trained(rule, (loader, None), valid=valid)
+    same(found, expected)
+    for one, other in zip(reports, others, strict=True):
+        assert (one.seen, one.steps, one.batch) == (other.seen, other.steps, other.batch)
+        np.testing.assert_allclose([other.loss, other.validation["mse"]], [one.loss, one.validation["mse"]], rtol=1e-12)
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize("rule", [rules.EASGD(period=2), rules.GoSGD(probability=0.5), rules.ASGD()], ids=repr)
+def test_ranks_at_their_own_pace_take_each_row_once(fork, load, rule):
+    fork(3)
+    loader = load([ROWS, TARGETS], processes=2, depth=2)
+    found, reports = trained(rule, (loader, None), epochs=4)
+    assert reports[-1].seen == 4 * 103 and sum(report.steps for report in reports) >= 4 * 21
+    assert reports[-1].loss < reports[0].loss
+
+
+@pytest.mark.any_library
+def test_waiting_for_rows_is_in_the_recorder(fork, load, tmp_path):
+    fork(2)
+
+    for rule, ranks in ((rules.BSP(), 1), (rules.LocalSGD(2), 2)):
+        folder = tmp_path / type(rule).__name__
+        loader = load(SlowRows(40, 0.01))
+        _, reports = trained(rule, (loader, None), epochs=1, every=None, recorder=Recorder(folder, every=2))
+        seconds = reports[-1].seconds
+        assert seconds["load"] > 0.1  # 40 rows of 10 ms, but for those that are read beside the steps
+        lines = read(folder)
+        for rank in range(ranks):
+            assert sum(line["load"] for line in lines[f"rank-{rank}"]) > 0.1
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2)], ids=repr)
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 3)])
+def test_going_on_in_the_middle_of_an_epoch(fork, load, tmp_path, rule, before, after):
+    pytest.importorskip("safetensors", reason="the extra `training` is not installed")
+    seen = []
+    fork(before)
+    first = trainer(rule)
+    epochs = first.epochs(load(Rows(), processes=2), None, 5, 2, seed=3, every=3, checkpoint=Checkpoint(tmp_path))
+    report = next(epochs)
+    epochs.close()
+    w = first.params[0].get_value()
+    synk.close()
+    fork(after)
+    again, expected = trainer(rule), trainer(rule)
+    loader, arrays = load([ROWS, TARGETS], processes=2), (ROWS, TARGETS)
+    folders = [Checkpoint(tmp_path), Checkpoint(tmp_path)]
+    stored = folders[0].paths()[0]
+    for made, data in ((again, (loader, None)), (expected, arrays)):
+        reports = list(made.epochs(*data, 5, 2, seed=3, every=3, resume=stored))
+        seen.append((made.params[0].get_value(), reports[-1].seen, sum(r.steps for r in reports)))
+    same(seen[0][0], seen[1][0])
+    assert seen[0][1:] == seen[1][1:] and report.seen == 15 * before and not np.array_equal(seen[0][0], w)
+
+
+@pytest.mark.any_library
+def test_rows_that_are_left_out_are_counted_in_training(fork, load):
+    fork(2)
+    good = [i for i in range(103) if i not in BAD]
+    for rule in (rules.BSP(), rules.LocalSGD(2)):
+        loader = load(SomeBad(), on_error="skip", processes=2)
+        found, reports = trained(rule, (loader, None), epochs=2, every=None)
+        assert loader.skipped == 2 * len(BAD) and len(good) == 103 - len(BAD)
+        assert reports[-1].loss < reports[0].loss
+
+
+@pytest.mark.any_library
+def test_batches_of_which_no_row_can_be_read_make_room_for_others(fork, load):
+    fork(2)
+    for rule in (rules.BSP(), rules.LocalSGD(2), rules.EASGD(period=2)):
+        loader = load(SomeGood(), on_error="skip")
+        _, reports = trained(rule, (loader, None), batch_size=2, epochs=2, every=None)
+        assert loader.skipped == 2 * (103 - 13) and len(reports) == 2
+
+
+def test_validation_without_a_row_that_can_be_read(fork, load):
+    fork(1)
+    with pytest.raises(LoadError, match="none of the rows of the validation data could be read"):
+        next(trainer(rules.BSP()).epochs(ROWS, TARGETS, 5, 1, valid=load(OnlyHere(), on_error="skip")))
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2), rules.EASGD(period=2)], ids=repr)
+def test_a_row_that_cant_be_read_ends_training_and_the_ranks_stay(fork, load, rule):
+    fork(2)
+    with pytest.raises((LoadError, synk.WorkerError), match=r"row \d+ can't be read .*: OSError: damaged"):
+        trained(rule, (load(SomeBad(), processes=2), None))
+    found, _ = trained(rule, (load([ROWS, TARGETS]), None))  # the ranks are as they were
+    assert np.abs(np.asarray(found) - [1, 2, 3]).max() < 3
+
+
+# -- classes of the launcher ---------------------------------------------------------------------------------
+
+
+@pytest.mark.any_library
+def test_a_model_of_the_launcher_reads_from_loaders(tmp_path):
+    from launch_runs import lines, run
+    from paths import SUPPORT
+
+    run(
+        "train",
+        "--set=model='launch_models/loaded.py:Loaded'",
+        "--set=ranks=2",
+        "--devices=cpu",
+        "--set=epochs=8",
+        f"--folder={tmp_path}",
+        cwd=SUPPORT,
+    )
+    reports = lines(tmp_path, "reports")
+    assert len(reports) == 8 and reports[-1]["validation"]["cost"] < reports[0]["validation"]["cost"] / 2
+    assert reports[-1]["batch"] == "2 x 10"
+    assert reports[-1]["seconds"]["load"] > 0

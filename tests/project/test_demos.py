@@ -1,0 +1,67 @@
+"""The scripts in demos/: each checks by itself what it shows."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import synkhronos as synk
+
+ROOT = Path(__file__).resolve().parents[2]
+MNIST = ROOT / "demos" / "mnist" / "train_mnist.py"
+
+
+def run(*command: object) -> str:
+    flags = {
+        "PYTENSOR_FLAGS": f"mode=FAST_COMPILE,{os.environ.get('PYTENSOR_FLAGS', '')}".rstrip(","),
+        "THEANO_FLAGS": f"mode=FAST_COMPILE,{os.environ.get('THEANO_FLAGS', 'blas.ldflags=')}".rstrip(","),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+    }
+    result = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env={**os.environ, **flags},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+# 2 is between the two: an odd number splits rows unevenly, too.  In this process, which has made the imports.
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("script", sorted((ROOT / "demos").glob("demo_*.py")), ids=lambda path: path.stem)
+def test_demo(monkeypatch, capsys, script, ranks):
+    monkeypatch.setattr(sys, "argv", [str(script), "--ranks", str(ranks)])
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        synk.close()
+    assert f"{ranks} ranks" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not MNIST.exists(), reason="there is no such demo")
+def test_mnist_trains_a_little(tmp_path):
+    for name in ("matplotlib", "mlxtend", "pooch", "tqdm"):
+        pytest.importorskip(name, reason="the extra `demos` is not installed")
+    plot = tmp_path / "curves.png"
+    small = ("--ranks", 2, "--epochs", 4, "--hidden", 64, "--batch-size", 100, "--dropout", 0)
+    printed = run(MNIST, *small, "--target", 80, "--plot", plot)
+    assert "Test accuracy" in printed
+    assert "compiling" in printed
+    assert "deprecated" not in printed
+    assert plot.stat().st_size > 0
+
+
+def test_an_lstm_trains_at_each_ranks_own_pace():
+    small = ("--texts", 80, "--length", 4, "--size", 8, "--epochs", 2, "--batch-size", 8, "--mode", "FAST_COMPILE")
+    printed = run(ROOT / "demos" / "lstm" / "train_lstm.py", "--ranks", 2, *small, "--cpu")
+    assert "2 ranks, epoch 2: loss 0.6" in printed
+    none, two = (line.split() for line in printed.splitlines() if line.strip().startswith(("none ", "2  ")))
+    assert none[0::2][:2] == ["none", "1.00"] and none[4:6] == ["1.00", "1.00"]
+    assert two[5] == "1.82"  # what Platoon had on two GPUs
+    assert float(two[4]) == pytest.approx(float(none[3]) / float(two[3]), rel=0.2)  # in processor time

@@ -1,0 +1,303 @@
+"""The examples in the documentation: they run, and print what they say.
+
+Those of the docstrings need PyTensor, which they import.  Those of the pages in docs/ run with Theano as well, with its
+name in the place of PyTensor's, but for pages that say ``.. needs: pytensor``.  A page that says ``.. needs: pymc`` runs
+where PyMC is installed.  Scripts without a prompt, the README's
+among them, run in a process of their own.
+"""
+
+import ast
+import csv
+import doctest
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import io
+import json
+import os
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import synkhronos as synk
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.rst"))
+HAS_PYTENSOR = importlib.util.find_spec("pytensor") is not None
+HAS_PYMC = importlib.util.find_spec("pymc") is not None
+HAS_THEANO = importlib.util.find_spec("theano") is not None
+
+
+def run(example: doctest.DocTest) -> None:
+    report = io.StringIO()
+    try:
+        with np.printoptions():
+            failed, _ = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=report.write)
+    finally:
+        synk.close()  # where an example stopped short of it
+    assert failed == 0, report.getvalue()
+
+
+def modules(path, prefix: str) -> list[str]:
+    """Return the modules in a package and below, but for one of the other environment and for those of compat/.
+
+    The latter change what ``import theano`` finds; compat/check_examples.py runs theirs.
+    """
+    names = []
+    for module in pkgutil.iter_modules(path, prefix):
+        if module.name == "synkhronos.extensions.pymc_model" and not HAS_PYMC:
+            continue
+        if module.name not in ("synkhronos.graphs.theano", "synkhronos.compat"):
+            names.append(module.name)
+            if module.ispkg:
+                names += modules([str(Path(path[0]) / module.name.rsplit(".", 1)[1])], f"{module.name}.")
+    return names
+
+
+def docstrings() -> list[doctest.DocTest]:
+    found = {}
+    for name in ["synkhronos", *modules(synk.__path__, "synkhronos.")]:
+        for test in doctest.DocTestFinder().find(importlib.import_module(name), name):
+            if test.examples and (HAS_PYMC or name != "synkhronos.extensions.pymc"):
+                found[test.name] = test
+    return list(found.values())
+
+
+@pytest.mark.skipif(not HAS_PYTENSOR, reason="docstrings import PyTensor")
+@pytest.mark.parametrize("example", docstrings() if HAS_PYTENSOR else [], ids=lambda test: test.name)
+def test_docstring(example):
+    run(example)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_page(page):
+    text = page.read_text()
+    if ".. needs: pymc" in text and not HAS_PYMC:
+        pytest.skip("the page is about PyMC")
+    if not HAS_PYTENSOR:
+        if ".. needs: pytensor" in text:
+            pytest.skip("the page is about PyTensor")
+        text = re.sub("import pytensor\\b", "import theano", text)
+        text = re.sub("\\bpytensor\\.", "theano.", text)
+    example = doctest.DocTestParser().get_doctest(text, {}, page.stem, str(page), 0)
+    if not example.examples:
+        pytest.skip("no examples")
+    run(example)
+
+
+def scripts() -> dict[str, str]:
+    found = {}
+    for page in [ROOT / "README.rst", *PAGES]:
+        blocks = re.findall(r"^\.\. code-block:: python\n\n((?: +.*\n|\n)+)", page.read_text(), re.MULTILINE)
+        found |= {f"{page.stem}-{i}": textwrap.dedent(block) for i, block in enumerate(blocks)}
+    return found
+
+
+@pytest.mark.parametrize("script", scripts().values(), ids=scripts())
+def test_script(script):
+    if not HAS_THEANO and "theano" in script:
+        pytest.skip("the script is about Theano")
+    if not HAS_PYTENSOR:
+        script = re.sub("^import pytensor$", "import theano as pytensor", script, flags=re.MULTILINE)
+        script = script.replace("import pytensor.tensor", "import theano.tensor")
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+
+
+#: Pieces of pages: the page, how the piece begins, the page's script in which a reader would put it, and what changes there.
+PIECES = [
+    ("exchange_rules", "class Halfway", "exchange_rules-0", ("rules.LocalSGD(period=10)", "Halfway()")),
+    ("training", "class Wandb", "training-0", ("recorder=Recorder(folder)", "recorder=Wandb()")),
+    ("loading", "def add_noise", "loading-0", ("processes=2)", "processes=2, augment=add_noise)")),
+    ("tasks", "def count", "tasks-0", ("print(synk.run(", "synk.run(count, synk.data(np.zeros(3)))\nprint(synk.run(")),
+]
+#: What the piece on Weights & Biases imports.
+WANDB = "class wandb:\n    log = lambda record, step: print(step)\n\n"
+
+
+@pytest.mark.skipif(not HAS_PYTENSOR, reason="the scripts that these pieces belong to import PyTensor")
+@pytest.mark.parametrize(("page", "begins", "script", "change"), PIECES, ids=[begins for _, begins, _, _ in PIECES])
+def test_piece(page, begins, script, change):
+    """What a page shows outside of its script works in it."""
+    blocks = re.findall(r"^\.\. code-block:: text\n\n((?: +.*\n|\n)+)", (ROOT / f"docs/{page}.rst").read_text(), re.M)
+    (piece,) = [textwrap.dedent(block) for block in blocks if textwrap.dedent(block).startswith(begins)]
+    whole = scripts()[script]
+    assert change[0] in whole
+    before, fork, after = whole.replace(*change).partition("synk.fork(")
+    before, _, assigned = before.rpartition("\n")
+    test_script(f"{before}\n{WANDB}{piece}\n{assigned}{fork}{after}")
+
+
+def test_a_model_of_your_own(tmp_path):
+    """The launcher's page shows a class, which ``check`` finds complete."""
+    if importlib.util.find_spec("lasagne") is None:
+        pytest.skip("the class is made of Lasagne's layers")
+    page = (ROOT / "docs" / "launcher.rst").read_text()
+    (block,) = [each for each in re.findall(r"code-block:: text\n\n((?: +.*\n|\n)+)", page) if "class Digits" in each]
+    data = """
+        import numpy as np
+        rng = np.random.default_rng(0)  # two ranks that see the same rows would be an error
+        x_train, y_train = x_valid, y_valid = rng.random((100, 784), "float32"), np.zeros(100, "int32")
+    """
+    (tmp_path / "digits.py").write_text(textwrap.dedent(block) + textwrap.dedent(data))
+    result = subprocess.run(
+        [sys.executable, "-m", "synkhronos", "check", f"{tmp_path}/digits.py:Digits"],
+        cwd=ROOT,
+        env={**os.environ, "PYTENSOR_FLAGS": "mode=FAST_COMPILE"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "Digits has all that a run asks for" in result.stdout, result.stdout + result.stderr
+
+
+def commands() -> list[str]:
+    """Return the lines of the pages that call the launcher."""
+    lines = [line.strip() for page in [ROOT / "README.rst", *PAGES] for line in page.read_text().splitlines()]
+    return [
+        line.removeprefix("$ ") for line in lines if re.match(r"\$ python -m synkhronos (train|check|doctor) ", line)
+    ]
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize("line", commands())
+def test_the_launchers_lines_are_understood(line):
+    from synkhronos.launch import command
+
+    command._parser().parse_args(shlex.split(line)[3:])
+
+
+def test_the_readme_has_a_complete_script():
+    assert "README-0" in scripts()
+
+
+def test_every_public_name_is_in_the_reference():
+    text = (ROOT / "docs" / "api.rst").read_text()
+    documented = set(re.findall(r"^\.\. auto\w+:: (\w+)$", text, re.MULTILINE))
+    assert set(synk.__all__) <= documented
+
+
+def documented_members():
+    """Yield the dotted names in the reference: each class, and its members that are listed; "*" stands for all."""
+    text = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.rst")))
+    for match in re.finditer(r"^\.\. auto(?:class|exception):: ([\w.]+)((?:\n   .*)*)", text, re.MULTILINE):
+        members = re.search(r":members:(.*)", match[2])
+        name = match[1].rpartition(".")[2]
+        yield name
+        for member in re.findall(r"\w+", members[1]) or ["*"] if members else []:
+            yield f"{name}.{member}"
+
+
+def public_names(kind):
+    """Return the names that users of a class see: of methods, class attributes, and attributes that methods set."""
+    names = set(vars(kind)) | set(kind.__dict__.get("__annotations__", {}))
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind)))):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+    return {name for name in names if not name.startswith("_")}
+
+
+#: Internal names of classes that users hold.
+#: The classes of training and launch follow the one training loop.
+UNDOCUMENTED = {
+    "Checkpoint": {"refuse_others"},
+    "Model": {"next_batch", "prepare", "train_data", "train_fn", "val_data", "val_fn"},
+    "Recorder": {"write_rank"},
+    "Report": {"of", "record"},
+    "TrainFunction": {"weighted_steps"},
+    "Trainer": {"schedule"},
+}
+
+
+def test_what_users_see_of_their_objects_is_in_the_reference():
+    """A public method that is internal gets an underscore; any other, a line on a page or in the class' docstring."""
+    documented = set(documented_members())
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.rst"))
+    names = {"": vars(synk)}
+    for package in "data extensions.train function launch loading rules tasks tracing training".split():
+        names[package] = vars(importlib.import_module(f"synkhronos.{package}"))
+    held = {value for space in names.values() for value in space.values() if inspect.isclass(value)}
+    missing = {}
+    for kind in held:
+        if not kind.__module__.startswith("synkhronos") or kind.__name__.startswith("_"):
+            continue
+        if kind.__name__ not in documented:
+            continue  # of no use to users
+        bases = [base for base in kind.__mro__ if base.__module__.startswith("synkhronos")]
+        text = "\n".join(inspect.getdoc(base) or "" for base in bases)
+        found = set().union(*map(public_names, bases))
+        found -= {
+            name for name in found for base in bases if {f"{base.__name__}.{name}", f"{base.__name__}.*"} & documented
+        }
+        found -= {name for name in found if re.search(rf"^(\w+, )*{name}(, \w+)* :|`{name}`", text, re.MULTILINE)}
+        found -= {name for name in found if re.search(rf"(\.|``){name}\b", pages)}
+        if found - UNDOCUMENTED.get(kind.__name__, set()):
+            missing[kind.__qualname__] = sorted(found)
+    assert missing == {}
+
+
+SPEED = ROOT / "docs" / "speed.csv"
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_picture_of_speed_was_drawn_from_its_table(theme):
+    """After a change of the table ``python docs/speed.py`` has to draw it anew."""
+    assert hashlib.sha256(SPEED.read_bytes()).hexdigest() in SPEED.with_name(f"speed_{theme}.svg").read_text()
+
+
+@pytest.mark.any_library
+def test_the_commands_of_the_table_of_speed_exist():
+    with SPEED.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for program, *options in (row["Command"].strip("`").split() for row in rows):
+        source = ROOT / ("run.py" if program == "run.py" else f"benchmarks/{program}.py")
+        text = source.read_text()
+        if program == "run.py" and options[0] == "demo":
+            (script,) = (ROOT / "demos").glob(f"*/{options[1]}.py")
+            text = "".join(path.read_text() for path in script.parent.parent.glob("*/*.py"))
+        assert [option for option in options if option.startswith("--") and f'"{option}"' not in text] == []
+
+
+@pytest.mark.any_library
+def test_the_ratios_of_the_table_of_speed_follow_from_its_figures():
+    with SPEED.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["Theirs"] != "\\ "]
+    for row in rows:
+        ours, theirs = (float(row[side].split()[0].replace(",", "")) for side in ("Ours", "Theirs"))
+        ratio = ours / theirs if "/s" in row["Ours"] else theirs / ours
+        assert f"{ratio:.2f}" == row["Times as fast"], row
+
+
+@pytest.mark.any_library
+def test_the_readme_says_who_gains_as_the_front_page_does():
+    rows = (ROOT / "docs" / "who_gains.txt").read_text().partition("\n\n")[2]
+    assert len(rows) > 500 and rows in (ROOT / "README.rst").read_text()
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "benchmarks"], ids=lambda page: page.stem)
+def test_commits_and_dates_are_on_the_page_of_benchmarks_alone(page):
+    found = re.findall(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,12}\b|\b202\d-\d\d-\d\d\b", page.read_text())
+    assert found == []
+
+
+@pytest.mark.any_library
+def test_the_table_of_exchange_rules_is_of_the_numbers_that_its_picture_shows():
+    curves = json.loads((ROOT / "docs" / "exchange_rules.json").read_text())
+    table = re.findall(
+        r"^([\w ]+?) (?:\(.*\))?((?: +\d+\.\d){4})$", (ROOT / "docs" / "exchange_rules.rst").read_text(), re.M
+    )
+    assert {name.strip(): row.split() for name, row in table} == {
+        name: [f"{100 * curves[f'{name} {period}'][-1][3]:.1f}" for period in (1, 4, 16, 64)]
+        for name in ("local SGD", "SlowMo", "DiLoCo", "EASGD", "EAMSGD", "Downpour", "GoSGD")
+    }

@@ -1,0 +1,63 @@
+"""tests/support/lint_names.py: what it finds, and that findings become no more."""
+
+import textwrap
+
+import pytest
+from lint_names import Finding, additions, count, findings
+
+pytestmark = pytest.mark.any_library
+
+WHOLE = '''
+class Parcel:
+    """A message and its attachments."""
+
+    def weigh(self):
+        """Return the weight in bytes."""
+
+    def _send(self):
+        pass
+'''
+
+
+def found(source, **others):
+    sources = {"synkhronos/one.py": source} | {f"synkhronos/{name}.py": text for name, text in others.items()}
+    return [(each.rule, each.line, each.text) for each in findings(sources)]
+
+
+def test_a_file_without_findings():
+    assert found(WHOLE) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "finding"),
+    [
+        ("Return the weight", "Return what it weighs", ("vague docstring", 5, "Return what")),
+        ("Return the weight", "Measure. Returns the same", ("vague docstring", 5, "Returns the same")),
+        ("A message", "Say how a message is sent", ("vague docstring", 2, "Say how")),
+        ("def weigh", "def of", ("bare name", 5, "of")),
+        ("Return the weight in bytes.", "The weight.", ("short docstring", 5, "Parcel.weigh")),
+        ('"""Return the weight in bytes."""', "pass", ("short docstring", 5, "Parcel.weigh")),
+    ],
+)
+def test_findings(before, after, finding):
+    assert before in WHOLE
+    assert found(WHOLE.replace(before, after)) == [finding]
+
+
+def test_a_class_name_in_use():
+    other = textwrap.dedent('''
+        class Parcel:
+            """A message."""
+    ''')
+    assert found(WHOLE, two=other) == [("class name in use", 2, "Parcel, also in synkhronos/one.py")]
+    private = other.replace("Parcel", "_Parcel")
+    assert found(WHOLE, two=private) == [("class name in use", 2, "Parcel, also in synkhronos/one.py")]
+    assert list(findings({"synkhronos/compat/tree/one.py": other, "synkhronos/two.py": other})) == []
+
+
+def test_only_more_findings_than_before_are_additions():
+    old = [Finding("bare name", path, 1, "of") for path in ("a", "a", "b")]
+    moved = [finding._replace(path="c") for finding in old]
+    assert additions(old, count(old)) == additions(old[1:], count(old)) == additions(moved, count(old)) == []
+    assert additions([*old, *moved[:1]], count(old)) == moved[:1]
+    assert additions(old, {}) == old

@@ -1,0 +1,81 @@
+"""The scripts and the notebook in demos/pymc: each script checks by itself what it shows."""
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # ArviZ tells of its next version
+    pytest.importorskip("pymc", reason="the extra `pymc` is not installed")
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMOS = ROOT / "demos" / "pymc"
+#: Python's linkers compile in a moment.
+ENVIRONMENT = {
+    **os.environ,
+    "PYTENSOR_FLAGS": "mode=FAST_COMPILE",
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+}
+SMALL = {
+    "counts": ["--rows", "400", "--steps", "200"],
+    "logistic": ["--rows", "400", "--draws", "30"],
+    "own_density": ["--rows", "400"],
+}
+
+
+def test_every_script_is_run_here():
+    assert sorted(SMALL) == sorted(path.stem for path in DEMOS.glob("*.py"))
+
+
+@pytest.mark.parametrize("script", SMALL)
+def test_script(script):
+    command = [sys.executable, DEMOS / f"{script}.py", "--ranks", "2", *SMALL[script]]
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=110)
+    assert result.returncode == 0, result.stderr
+    assert "2 ranks" in result.stdout
+
+
+def test_notebook():
+    jupyter_client = pytest.importorskip("jupyter_client")
+    pytest.importorskip("ipykernel")
+    cells = json.loads((DEMOS / "one_chain.ipynb").read_text())["cells"]
+    manager = jupyter_client.KernelManager(kernel_name="python3")
+    manager.start_kernel(env={**ENVIRONMENT, "IPYTHONDIR": "/nonexistent"})
+    client = manager.client()
+    client.start_channels()
+    printed = ""
+    try:
+        client.wait_for_ready(timeout=60)
+        for cell in cells:
+            if cell["cell_type"] == "code":
+                printed += run(client, "".join(cell["source"]))
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    assert "2 ranks" in printed and "slope 0." in printed and "mean 1." in printed
+
+
+def run(client, code):
+    """Run a cell, and return what it printed."""
+    asked, printed, deadline = client.execute(code), "", time.monotonic() + 100
+    while time.monotonic() < deadline:
+        try:
+            message = client.get_iopub_msg(timeout=1)
+        except queue.Empty:
+            continue
+        if message["parent_header"].get("msg_id") != asked:
+            continue
+        content = message["content"]
+        assert message["msg_type"] != "error", "\n".join(content["traceback"])
+        if message["msg_type"] == "stream" and content["name"] == "stdout":
+            printed += content["text"]
+        if message["msg_type"] == "status" and content["execution_state"] == "idle":
+            return printed
+    raise AssertionError(f"a cell is not done; it printed {printed!r}")

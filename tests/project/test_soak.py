@@ -1,0 +1,107 @@
+"""A short form of `soak`, and the faults that longer ones have found."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from library import shared, tensor
+from paths import SUPPORT
+from system import lives
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.ranks import Command
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(100)
+def test_a_short_soak_finds_nothing_wrong():
+    script = SUPPORT / "soak.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--seconds", "14", "--seed", "7"], capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert "0 wrong results, 0 hangs" in done.stdout
+
+
+# -- what soaks have found -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_scalars_are_gathered_over_slices_of_all_ranks(fork, n):
+    fork(n)
+    x = tensor.dvector("x")
+    f = synk.function([x], [(x.sum(), "gather"), (x.max(), "max")])
+    gathered, largest = f(np.arange(12.0), num_slices=2)
+    assert gathered.tolist() == np.arange(12.0).reshape(2 * n, -1).sum(axis=1).tolist()
+    assert largest == 11
+
+
+def test_a_worker_that_died_before_it_was_sent_memory_is_named(fork):
+    fork(3)
+    pid = ranks.session().workers.pids[1]
+    os.kill(pid, signal.SIGKILL)
+    while lives(pid):
+        pass
+    x = tensor.dvector("x")
+    with pytest.raises(synk.WorkerError, match="rank 1 .* was killed by SIGKILL"):
+        synk.function([x], (x.sum(), "sum"))(np.arange(6.0))
+
+
+class FailAtMeeting(Command):
+    """Have one rank's next meetings but one end in an error."""
+
+    def __init__(self, who):
+        self.who = who
+
+    def run(self, rank):
+        if rank.number == self.who:
+            left, meet = [None, None], rank.barrier
+
+            def barrier():
+                if not left:
+                    del rank.barrier
+                    raise OSError("on purpose")
+                left.pop()
+                meet()
+
+            rank.barrier = barrier
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_a_broadcast_of_another_shape_that_fails_half_way_leaves_the_old_value(fork, who):
+    fork(3)
+    s = shared(np.zeros(3), "s")
+    f = synk.function([], [], updates=[(s, s + 1)])
+    f()
+    s.set_value(np.full(300_000, 5.0))  # two turns and more through the scratch memory
+    ranks.session().run(FailAtMeeting(who))
+    with pytest.raises(OSError if who == 0 else synk.WorkerError):
+        synk.broadcast(s)
+    assert [synk.get_value(r, s).tolist() for r in (1, 2)] == [[1.0] * 3] * 2
+    synk.broadcast(s)
+    assert synk.get_shapes(s) == [(300_000,)] * 3
+
+
+REFUSED = {
+    "an op": lambda s, i: synk.all_reduce([s, i], "avg"),
+    "an op of reduce": lambda s, i: synk.reduce([s, i], "avg", in_place=False),
+    "a value": lambda s, i: synk.broadcast([s, i], [np.ones(3), np.ones((3, 3))]),
+    "too few values": lambda s, i: synk.scatter([s, i], [np.ones(3)]),
+    "a batch": lambda s, i: synk.set_value(1, s, np.ones(3), batch=[7]),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_refused_collective_sends_nothing(fork, what):
+    fork(2)
+    s, i = shared(np.zeros(3), "s"), shared(np.zeros(3, np.int64), "i")
+    f = synk.function([], [], updates=[(s, s), (i, i)])
+    with pytest.raises((TypeError, ValueError, IndexError)):
+        REFUSED[what](s, i)
+    s.set_value(np.full(3, 5.0))  # still the value that the workers begin with
+    assert synk.get_value(1, s).tolist() == [5.0] * 3
+    f()

@@ -1,0 +1,191 @@
+"""In a notebook: a real kernel forks, computes, is interrupted, computes on, is restarted, and leaves nothing."""
+
+import os
+import queue
+import textwrap
+import time
+
+import pytest
+from faults.harness import PROMPT
+from paths import ROOT, SUPPORT
+from system import LIMIT, children_of, lives, names, names_left, state
+
+pytestmark = [pytest.mark.faults, pytest.mark.any_library]
+
+pytest.importorskip("ipykernel")
+jupyter_client = pytest.importorskip("jupyter_client")
+
+SETUP = f"""
+    import ctypes, os, sys, time
+    sys.path[:0] = {[str(SUPPORT), str(ROOT)]!r}
+    import numpy as np
+    from library import shared, tensor
+    import synkhronos as synk
+    from synkhronos import ranks
+
+    # What a command is made of has to be there when the workers are forked.
+    class Long(ranks.Command):
+        def __init__(self, busy):
+            self.busy = busy
+        def run(self, rank):
+            if rank.is_master:
+                print("inside", flush=True)
+                while self.busy == "master":
+                    time.sleep(0.01)
+            elif rank.number == 1 and self.busy == "worker":
+                ctypes.PyDLL(None).usleep(2_000_000)  # Python does not run meanwhile, as in compiled code
+            rank.barrier()
+
+    class Fails(ranks.Command):
+        def run(self, rank):
+            if rank.number == 2:
+                raise LookupError("not here")
+            rank.barrier()
+
+    n = synk.fork(3, use_gpu=False)
+    pids = list(ranks.session().workers.pids.values())
+    x = tensor.dvector("x")
+    w = shared(np.zeros(2), "w")
+    f = synk.function([x], (x.sum(), "sum"), updates=[(w, w + 1)])
+    print("workers", *pids)
+"""
+
+
+def pids_in(printed):
+    """Return what the first cell has printed last: other libraries may have warned of something before."""
+    assert "workers" in printed, printed
+    return [int(pid) for pid in printed.split("workers")[1].split()]
+
+
+class Notebook:
+    """A kernel, and what its cells print."""
+
+    def __init__(self):
+        self.manager = jupyter_client.KernelManager(kernel_name="python3")
+        # Theano's compilers would wait for each other, and for other programs', and say so among what cells print.
+        flags = "mode=Mode,linker=py,optimizer=None"
+        libraries = {"PYTENSOR_FLAGS": flags, "THEANO_FLAGS": f"blas.ldflags=,{flags}"}
+        self.manager.start_kernel(env={**os.environ, **libraries, "IPYTHONDIR": "/nonexistent"})
+        self.connect()
+
+    def connect(self):
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=LIMIT)
+
+    @property
+    def pid(self):
+        return self.manager.provisioner.pid
+
+    def start(self, code):
+        """Run a cell, and return once it has begun."""
+        asked = self.client.execute(textwrap.dedent(code))
+        while True:
+            message = self.client.get_iopub_msg(timeout=LIMIT)
+            if message["parent_header"].get("msg_id") == asked and message["msg_type"] == "execute_input":
+                return asked
+
+    def until_printed(self, asked, text):
+        """Wait until a cell has printed something."""
+        while True:
+            message = self.client.get_iopub_msg(timeout=LIMIT)
+            if message["parent_header"].get("msg_id") == asked and text in message["content"].get("text", ""):
+                return
+
+    def finish(self, asked):
+        """Return what a cell printed from now on, and the name of its error."""
+        text, error = "", None
+        while True:
+            try:
+                message = self.client.get_iopub_msg(timeout=LIMIT)
+            except queue.Empty:
+                raise AssertionError(f"silent after {text!r}") from None
+            if message["parent_header"].get("msg_id") != asked:
+                continue
+            content = message["content"]
+            if message["msg_type"] == "stream":
+                text += content["text"]
+            elif message["msg_type"] == "error":
+                error = content["ename"]
+            elif message["msg_type"] == "status" and content["execution_state"] == "idle":
+                return text.strip(), error
+
+    def run(self, code):
+        return self.finish(self.start(code))
+
+
+@pytest.fixture
+def notebook():
+    before = names()
+    made = Notebook()
+    yield made
+    made.client.stop_channels()
+    made.manager.shutdown_kernel(now=True)
+    assert not names_left(before)
+
+
+def until_gone(pids, limit=1):
+    deadline = time.monotonic() + limit
+    while any(lives(pid) for pid in pids):
+        assert time.monotonic() < deadline, {pid: state(pid) for pid in pids}
+        time.sleep(0.01)
+
+
+def test_fork_run_interrupt_run_restart(notebook):
+    printed, error = notebook.run(SETUP)
+    assert error is None
+    pids = pids_in(printed)
+    assert sorted(pids) == sorted(children_of(notebook.pid))
+    assert notebook.run("print(float(f(np.arange(6.0))))") == ("15.0", None)
+
+    for calls, busy in enumerate(["master", "worker"], 2):
+        asked = notebook.start(f"""
+            try:
+                ranks.session().run(Long({busy!r}))
+            finally:
+                print("ended", time.monotonic())  # for the notebook to show the traceback may take seconds
+        """)
+        notebook.until_printed(asked, "inside")
+        moment = time.monotonic()
+        notebook.manager.interrupt_kernel()
+        printed, error = notebook.finish(asked)
+        assert error == "KeyboardInterrupt"
+        assert float(printed.split("ended")[1]) - moment < PROMPT
+        assert notebook.run("print(float(f(np.arange(6.0))), synk.gather(w).tolist())") == (
+            f"15.0 {[[float(calls)] * 2] * 3}",
+            None,
+        )
+
+    # The first cell a second time, as people do.
+    assert notebook.run("synk.close()") == ("", None)
+    until_gone(pids)
+    printed, error = notebook.run(SETUP)
+    assert error is None
+    assert notebook.run("print(float(f(np.arange(6.0))))") == ("15.0", None)
+
+    notebook.manager.restart_kernel()
+    until_gone(pids_in(printed))
+    notebook.client.stop_channels()
+    notebook.connect()
+    assert notebook.run(SETUP)[1] is None
+    assert notebook.run("print(float(f(np.arange(6.0))))") == ("15.0", None)
+
+
+def test_a_kernel_that_is_killed_leaves_no_worker(notebook):
+    printed, error = notebook.run(SETUP)
+    assert error is None
+    os.kill(notebook.pid, 9)
+    until_gone(pids_in(printed))
+
+
+def test_an_error_in_a_worker_is_shown_with_its_traceback(notebook):
+    assert notebook.run(SETUP)[1] is None
+    printed, error = notebook.run("""
+        try:
+            ranks.session().run(Fails())
+        except synk.WorkerError as error:
+            print(error.rank, error.worker_traceback.splitlines()[-1])
+            raise
+    """)
+    assert (printed, error) == ("2 LookupError: not here", "WorkerError")
+    assert notebook.run("print(float(f(np.arange(6.0))))") == ("15.0", None)

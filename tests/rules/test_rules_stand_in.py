@@ -1,0 +1,57 @@
+"""Exchange rules on what stands for GPUs: the ranks' vectors stay there, and NCCL combines them."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from library import NAME
+from paths import ROOT, SUPPORT
+
+pytestmark = pytest.mark.skipif(NAME != "pytensor", reason="stands for JAX on GPUs")
+
+
+def test_averages_are_nccl_s_and_steps_between_them_are_one_launch():
+    code = """
+        import stand_in
+        stand_in.install()
+        import numpy as np, pytensor, pytensor.tensor as T
+        import synkhronos as synk
+        from synkhronos import rules
+        from synkhronos.extensions.updates import momentum
+        from synkhronos.engines.xla import Executable
+        from synkhronos.training import loop, make_trainer
+        pytensor.config.mode, pytensor.config.floatX = "JAX", "float32"
+        launches = []
+        repeated = Executable.repeat
+        Executable.repeat = lambda self, times: launches.append(times) or repeated(self, times)
+        loop.RankLoop.most = property(lambda self: 64, lambda self, value: None)
+        synk.fork(2, use_gpu=False)
+        rng = np.random.default_rng(0)
+        x_data = rng.normal(size=(120, 30)).astype("float32")
+        y_data = x_data.sum(axis=1)
+        losses = []
+        for rule in (rules.LocalSGD(5), rules.LocalSGD(5, precision="bfloat16"), rules.DiLoCo(5, 1.0, 0.0)):
+            x, y, w = T.fmatrix("x"), T.fvector("y"), pytensor.shared(np.zeros(30, "float32"), "w")
+            trainer = make_trainer(((x.dot(w) - y) ** 2).mean(), [w], x, y, momentum, rule, 0.01)
+            reports = list(trainer.epochs(x_data, y_data, batch_size=4, epochs=3))
+            losses.append(reports[-1].loss)
+            print(launches, stand_in.seen(), flush=True)
+            launches.clear()
+        assert losses[0] < 3 and abs(losses[0] - losses[2]) < 1e-3 and abs(losses[0] - losses[1]) < 0.05, losses
+        synk.close()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    # 15 rounds an epoch: three launches of five steps, each behind it an average; and one for the report.
+    for line, dtype in zip(done.stdout.splitlines(), ("float32", "bfloat16", "float32"), strict=True):
+        launched, _, told = line.partition("] ")
+        assert launched == str([5] * 9)[:-1]
+        assert told.count(f"combined 30 of {dtype};") >= 9

@@ -1,0 +1,51 @@
+"""What Theano 1.0.5 computed in random cases, PyTensor computes in its place: values, gradients, second derivatives.
+
+``tests/support/tables/make_compat_cases.py`` wrote the numbers, in Theano's environment.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pytensor")
+
+import cases
+
+
+def read_table():
+    """Return, for each case, its outputs, gradients and second derivatives."""
+    with np.load(Path(__file__).parent / "theano_cases.npz") as file:
+        index, values = json.loads(str(file["index"])), file["values"]
+    table, position = {}, 0
+    for name, kinds in index.items():
+        table[name] = {}
+        for kind, shapes in kinds.items():
+            table[name][kind] = []
+            for shape in shapes:
+                size = int(np.prod(shape))
+                table[name][kind].append(values[position : position + size].reshape(shape))
+                position += size
+    return table
+
+
+TABLE = read_table()
+
+
+def check(case, mode):
+    computed = case.compute(mode)
+    wanted = TABLE[case.name]
+    assert {kind: len(values) for kind, values in computed.items()} == {
+        kind: len(values) for kind, values in wanted.items()
+    }
+    for kind, values in wanted.items():
+        for value, reference in zip(computed[kind], values, strict=True):
+            value = np.asarray(value)
+            assert value.shape == reference.shape
+            np.testing.assert_allclose(value, reference, rtol=2e-5, atol=2e-5, err_msg=kind)
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def test_a_case_gives_what_theano_gave(case):
+    check(case, "FAST_COMPILE")

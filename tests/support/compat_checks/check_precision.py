@@ -1,0 +1,303 @@
+"""Products in bfloat16: what they compute, what stays as it was, and what XLA is given."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pytensor")
+pytest.importorskip("jax")
+
+import jax
+import pytensor
+import pytensor.tensor as pt
+
+from synkhronos.compat.ops.convolution import Conv
+from synkhronos.compat.ops.normalization import BatchNormTrain
+from synkhronos.compat.ops.pooling import Pool
+from synkhronos.compat.ops.rectifier import rectifier
+from synkhronos.devices import JAX
+from synkhronos.engines.xla import Executable
+from synkhronos.lowering.jax_function import JaxFunction
+from synkhronos.lowering.linker import use_length_linker
+
+RNG = np.random.default_rng(0)
+#: How far a sum of products may be off, of the numbers' size: bfloat16 has 8 bits.
+TOLERANCE = 2.0**-7
+
+
+def draw(*shape):
+    return RNG.normal(size=shape).astype("float32")
+
+
+@contextlib.contextmanager
+def precision(name):
+    """Set JAX's precision of products."""
+    before = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", name)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
+
+
+def executable(inputs, outputs, updates=()):
+    with pytensor.config.change_flags(floatX="float32"):
+        function = pytensor.function(
+            inputs, outputs, updates=list(updates), mode=use_length_linker("JAX"), on_unused_input="ignore"
+        )
+    return Executable([JaxFunction(function, len(inputs), JAX)])
+
+
+def in_precision(name, inputs, outputs, values):
+    with precision(name):
+        return [np.asarray(v) for v in executable(inputs, outputs)(*map(jax.numpy.asarray, values))]
+
+
+def lowered(inputs, outputs, values, updates=()):
+    """Return the program that XLA is given for bfloat16."""
+    with precision("bfloat16"):
+        run = executable(inputs, outputs, updates)
+        return run._run.lower(*values, *[s[0] for s in run._storages]).as_text()
+
+
+def rounded(array):
+    return np.asarray(jax.numpy.asarray(array).astype("bfloat16").astype("float32"))
+
+
+def close(actual, expected, roundings=1):
+    assert actual.dtype == expected.dtype == np.float32
+    tolerance = roundings * TOLERANCE
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
+    assert not np.array_equal(actual, expected)
+
+
+X, W, V = pt.fmatrix("x"), pt.fmatrix("w"), pt.fvector("v")
+B, C = pt.ftensor3("b"), pt.ftensor3("c")
+PRODUCTS = {
+    "matrices": (X.dot(W), [X, W], [(6, 40), (40, 5)]),
+    "vector": (X.dot(V), [X, V], [(6, 40), (40,)]),
+    "batches": (pt.matmul(B, C), [B, C], [(3, 4, 50), (3, 50, 2)]),
+    "broadcast": (pt.matmul(B, W), [B, W], [(3, 4, 50), (50, 2)]),
+    "tensordot": (pt.tensordot(B, C, axes=[[0, 2], [0, 1]]), [B, C], [(3, 4, 50), (3, 50, 2)]),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_matrices_and_their_gradients_round_the_factors_alone(name):
+    product, inputs, shapes = PRODUCTS[name]
+    outputs = [product, *pytensor.grad((product**2).sum(), inputs)]
+    values = [draw(*shape) for shape in shapes]
+    exact, coarse = (in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
+    for i, (actual, expected) in enumerate(zip(coarse, exact, strict=True)):
+        close(actual, expected, roundings=2 if i else 1)  # the gradients are products of the product
+    # Factors that bfloat16 can hold give the same product: sums and the result are float32.
+    values = [rounded(value) for value in values]
+    exact, coarse = (in_precision(p, inputs, product, values)[0] for p in ("highest", "bfloat16"))
+    np.testing.assert_allclose(coarse, exact, rtol=1e-5, atol=1e-5)
+    assert not np.array_equal(coarse, rounded(coarse))
+
+
+CONVOLUTIONS = [
+    (Conv(2, "half"), (2, 3, 7, 6), (4, 3, 3, 3)),
+    (Conv(2, "half", (2, 2), flip=False), (2, 3, 7, 6), (4, 3, 3, 3)),
+    (Conv(2, "valid", (2, 1), (1, 2), groups=2), (2, 4, 7, 6), (4, 2, 2, 2)),
+    (Conv(1), (2, 3, 9), (4, 3, 3)),
+    (Conv(3), (2, 3, 5, 4, 5), (2, 3, 2, 2, 2)),
+]
+
+
+@pytest.mark.parametrize("op, image, filters", CONVOLUTIONS)
+def test_convolutions_and_their_gradients_come_close(op, image, filters):
+    kinds = [pt.TensorType("float32", (None,) * len(image))(name) for name in ("x", "w")]
+    y = op(*kinds)
+    outputs = [y, *pytensor.grad((y**2).sum(), kinds)]
+    values = [draw(*image), draw(*filters)]
+    exact, coarse = (in_precision(p, kinds, outputs, values) for p in ("highest", "bfloat16"))
+    for actual, expected in zip(coarse, exact, strict=True):
+        close(actual, expected)
+
+
+def test_other_types_and_other_ops_are_left_alone():
+    whole = pt.imatrix("whole")
+    values = [draw(5, 50), RNG.integers(1000, size=(3, 4)).astype("int32")]
+    outputs = [X.sum(axis=1), pt.exp(X), (X * X).mean(), whole.dot(whole.T)]
+    exact, coarse = (in_precision(p, [X, whole], outputs, values) for p in ("highest", "bfloat16"))
+    for actual, expected in zip(coarse, exact, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_xla_multiplies_bfloat16_and_adds_float32():
+    text = lowered([X, W], X.dot(W), [draw(6, 40), draw(40, 5)])
+    (product,) = re.findall(r"stablehlo\.dot_general .* : (.*)", text)
+    assert product == "(tensor<6x40xbf16>, tensor<40x5xbf16>) -> tensor<6x5xf32>"
+
+
+def network(x, filters):
+    """Return two convolutions with what comes between, and its gradients; both see the activation."""
+    h = rectifier(Conv(2, "half")(x, filters[0]))
+    y = Conv(2, "half")(h, filters[1]) + h
+    return pytensor.grad((y**2).mean(), filters)
+
+
+def test_what_two_convolutions_and_a_sum_use_is_rounded_once_for_all():
+    x = pt.ftensor4("x")
+    filters = [pytensor.shared(draw(4, 4, 3, 3), name) for name in "uv"]
+    text = lowered([x], network(x, filters), [draw(2, 4, 8, 8)])
+    kinds = re.findall(r"stablehlo\.convolution.* : \((tensor<[^>]*>), (tensor<[^>]*>)\) -> (tensor<[^>]*>)", text)
+    assert len(kinds) == 5  # two forward, two of the filters, one of the activation
+    assert all("bf16" in kind for conv in kinds for kind in conv)
+    assert "f64" not in text
+    # What a sum adds to the second convolution is the rounded activation.
+    definitions = dict(re.findall(r"(%\w+) = (.*)", text))
+    (maximum,) = (name for name, line in definitions.items() if line.startswith("stablehlo.maximum"))
+    users = [line for line in definitions.values() if re.search(rf"{maximum}\b", line)]
+    assert len(users) == 1
+    assert users[0].startswith("stablehlo.convert") and users[0].endswith("xbf16>")
+
+
+def test_what_batch_normalisation_gives_convolutions_is_rounded_where_it_is_computed():
+    x, scale = pt.ftensor4("x"), pt.TensorType("float32", (1, None, 1, 1))("scale")
+    inputs = [x, pt.ftensor4("u"), pt.ftensor4("v"), scale, scale.type("shift")]
+    values = [draw(*shape) for shape in [(2, 4, 8, 8), *[(4, 4, 3, 3)] * 2, *[(1, 4, 1, 1)] * 2]]
+    h, mean, invstd = BatchNormTrain((0, 2, 3), 1e-4)(Conv(2, "half")(x, inputs[1]), *inputs[3:])
+    y = Conv(2, "half")(h, inputs[2])
+    outputs = [*pytensor.grad((y**2).mean(), inputs), mean, invstd]
+    definitions = dict(re.findall(r"(%\w+) = (.*)", lowered(inputs, outputs, values)))
+
+    def source(name):
+        """Return where a number comes from that is only rounded, or turned around, on its way."""
+        line = definitions.get(name, "")
+        same = re.match(r"stablehlo\.(?:convert|reverse|transpose|optimization_barrier) (%\w+)", line)
+        return source(same[1]) if same else name
+
+    convolutions = [line for line in definitions.values() if line.startswith("stablehlo.convolution")]
+    assert len(convolutions) == 6  # two forward, and the gradients of the images and the filters of each
+    factors = {source(name) for line in convolutions for name in re.findall(r"%\w+", line)}
+    added = [name for name in factors if definitions.get(name, "").startswith("stablehlo.add")]
+    assert len(added) == 2  # what was normalised, and its gradient on the way back: each for two convolutions
+    for name in added:
+        (user,) = [line for line in definitions.values() if re.search(rf"{name}\b", line)]
+        assert user.startswith("stablehlo.convert") and user.endswith("xbf16>")
+
+    exact, coarse = (in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
+    for actual, expected in zip(coarse, exact, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0.05, atol=0.05 * np.abs(expected).max())
+    for actual in coarse[3:]:  # sums and statistics keep their digits
+        assert actual.dtype == np.float32
+        assert not np.array_equal(actual, rounded(actual))
+
+
+def test_what_normalisation_and_pools_read_is_rounded_where_it_is_computed():
+    x, scale = pt.ftensor4("x"), pt.TensorType("float32", (1, None, 1, 1))("scale")
+    inputs = [x, pt.ftensor4("w"), scale, scale.type("shift")]
+    values = [draw(*shape) for shape in [(2, 4, 8, 8), (4, 4, 3, 3), *[(1, 4, 1, 1)] * 2]]
+    h, *_ = BatchNormTrain((0, 2, 3), 1e-4)(Conv(2, "half")(x, inputs[1]), *inputs[2:])
+    y = Pool((3, 3), (2, 2), (1, 1), "max", True)(rectifier(h))
+    outputs = pytensor.grad((y**2).sum(), inputs)
+    text = lowered(inputs, outputs, values)
+    definitions = dict(re.findall(r"(%\w+) = (.*)", text))
+    # The rectifier's output, which is kept for the gradient of the pool, which is then the rectifier's.
+    (kept,) = (line for line in definitions.values() if line.startswith("stablehlo.optimization_barrier"))
+    assert kept.endswith("xbf16>")
+    whole = r"stablehlo\.maximum .*<2x4x8x8x"  # and not that of the variances
+    (maximum,) = (name for name, line in definitions.items() if re.match(whole, line))
+    (user,) = {line for line in definitions.values() if re.search(rf"{maximum}\b", line)}
+    assert user.startswith("stablehlo.convert") and user.endswith("xbf16>")
+
+    exact, coarse = (in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
+    for actual, expected in zip(coarse, exact, strict=True):
+        close = np.isclose(actual, expected, rtol=0.05, atol=0.05 * np.abs(expected).max())
+        assert np.mean(close) > 0.97  # where two numbers of a window round to one, both have its gradient
+    for actual in coarse[2:]:  # sums keep their digits
+        assert not np.array_equal(actual, rounded(actual))
+
+
+def test_parameters_stay_float32_and_keep_small_steps():
+    x = pt.ftensor4("x")
+    filters = [pytensor.shared(draw(4, 4, 3, 3), name) for name in "uv"]
+    before = [f.get_value() for f in filters]
+    step = np.float32(1e-4)  # smaller than what bfloat16 can tell apart
+    new = [f - step * pt.sign(g) for f, g in zip(filters, network(x, filters), strict=True)]
+    # The new values are used in a product as well.
+    loss = Conv(2, "half")(x, new[0]).sum()
+    with precision("bfloat16"):
+        run = executable([x], loss, zip(filters, new, strict=True))
+        run(jax.numpy.asarray(draw(2, 4, 8, 8)))
+    for storage, old in zip(run._storages, before, strict=True):
+        value = np.asarray(storage[0])
+        assert value.dtype == np.float32
+        np.testing.assert_allclose(np.abs(value - old), step, rtol=1e-2)
+
+
+def test_gradients_through_strides_meet_filters_that_are_turned_around():
+    """XLA's GPU compiler knows them by that; else it would multiply with the zeros between the elements."""
+    x, w = pt.ftensor4("x"), pt.ftensor4("w")
+    y = Conv(2, "half", (2, 2))(x, w)
+    with precision("highest"):
+        run = executable([x, w], pytensor.grad((y**2).sum(), x))
+        text = run._run.lower(draw(1, 2, 6, 6), draw(2, 2, 3, 3)).as_text()
+    definitions = dict(re.findall(r"(%\w+) = (.*)", text))
+    (gradient,) = (line for line in definitions.values() if "lhs_dilate = [2, 2]" in line)
+    turned = definitions[re.search(r"convolution\(%\w+, (%\w+)\)", gradient)[1]]
+    assert turned.startswith("stablehlo.reverse")
+    assert definitions[re.search(r"reverse (%\w+)", turned)[1]].startswith("stablehlo.optimization_barrier")
+
+
+PROGRAM = """
+    import json, sys
+    import numpy as np, pytensor, pytensor.tensor as pt
+    import synkhronos as synk
+    pytensor.config.floatX = "float32"
+    pytensor.config.mode = "JAX"
+    synk.fork(2, use_gpu=False)
+    rng = np.random.default_rng(0)
+    x, w = pt.fmatrix("x"), pytensor.shared(rng.normal(size=(40, 3)).astype("float32"), "w")
+    f = synk.function([x], (x.dot(w), "gather"))
+    print(json.dumps(np.asarray(f(rng.normal(size=(4, 40)).astype("float32"))).tolist()))
+    synk.close()
+"""
+
+
+def test_the_environment_sets_it_on_all_ranks():
+    def result(name):
+        root = str(Path(__file__).resolve().parents[3])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_DEFAULT_MATMUL_PRECISION": name}
+        command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PROGRAM)]
+        printed = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, timeout=100, check=True)
+        return np.array(json.loads(printed.stdout.splitlines()[-1]), "float32")
+
+    exact, coarse = result("highest"), result("bfloat16")
+    for rows in (slice(0, 2), slice(2, 4)):  # those of one rank, and of the other
+        close(coarse[rows], exact[rows])
+
+
+COMPILING = """
+    import numpy as np, pytensor
+    import synkhronos as synk
+    pytensor.config.floatX = "float32"
+    pytensor.config.mode = "JAX"
+    synk.fork(1, use_gpu=False)
+    a, b = (pytensor.shared(np.zeros((4, 3), "float32"), name) for name in "ab")
+    f, g = (synk.function([], (v.sum(), "sum"), sliceable_shareds=[v]) for v in (a, b))
+    for function in (f, g, f, g):
+        float(function(batch_s=[0, 1]))
+    synk.close()
+"""
+
+
+def test_a_function_is_compiled_once_where_floatx_is_float32():
+    root = str(Path(__file__).resolve().parents[3])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_LOG_COMPILES": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(COMPILING)]
+    printed = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=100, check=True)
+    assert printed.stderr.count("Compiling jit(_trace_functions)") == 2

@@ -1,0 +1,50 @@
+"""Programs of Theano's time (programs/) compute what they did on Theano 1.0.5: the losses of the first steps.
+
+``tests/support/tables/make_program_losses.py`` wrote the losses, in Theano's environment.
+"""
+
+import importlib
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import programs
+import pytest
+import theano
+
+import synkhronos.compat
+
+TABLE = json.loads((Path(__file__).parent / "theano_programs.json").read_text())
+if synkhronos.compat.chosen == "theano":
+    programs.prepare_theano()
+    MODES = ["FAST_COMPILE"]
+else:
+    from pytensor.compile.mode import Mode, get_mode
+
+    # The second is PyTensor's default, in which Numba compiles for minutes.  Both get smaller forms, where there are
+    # some: demos/check_zoo.py trains all of GoogLeNet.
+    MODES = ["JAX", pytest.param("Mode", marks=pytest.mark.lasagne)]
+    #: The graphs that the default mode gives to Numba, run by Python: for programs that need nothing of Numba that
+    #: others don't.
+    REWRITTEN = Mode(linker="py", optimizer=get_mode("NUMBA").provided_optimizer)
+    WITHOUT_NUMBA = ("conjugate_gradients", "perceptron", "stacked_autoencoders", "hybrid_monte_carlo", "recurrent")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", programs.NAMES)
+def test_a_program_learns_as_on_theano(name, mode):
+    if mode == "JAX":
+        pytest.importorskip("jax")
+    theano.config.floatX = "float32"
+    theano.config.mode = REWRITTEN if mode == "Mode" and name in WITHOUT_NUMBA else mode
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Skipping Assert")
+        smaller = {} if mode == "FAST_COMPILE" else programs.SMALLER.get(name, {})
+        losses = importlib.import_module(f"programs.{name}").run(programs.STEPS, **smaller)
+    np.testing.assert_allclose(losses, TABLE[f"{name}, smaller" if smaller else name], rtol=1e-4, atol=1e-4)
+
+
+def test_every_program_is_listed():
+    files = {path.stem for path in Path(programs.__file__).parent.glob("*.py")}
+    assert files == {*programs.NAMES, "__init__"}

@@ -1,0 +1,130 @@
+"""Beside Theano itself: the BLAS that is named for it, and the module that Lasagne misses."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import synkhronos.compat
+from synkhronos.compat import gaps, real
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def flags_after(monkeypatch, theano_flags, finds_blas=False, theanorc="", blas="-lopenblas"):
+    """Return THEANO_FLAGS as `real.install` leaves them."""
+    if theano_flags is None:
+        monkeypatch.delenv("THEANO_FLAGS", raising=False)
+    else:
+        monkeypatch.setenv("THEANO_FLAGS", theano_flags)
+    monkeypatch.setenv("THEANORC", theanorc)
+    monkeypatch.delitem(sys.modules, "theano", raising=False)
+    monkeypatch.setattr(real, "_can_theano_find_blas", lambda: finds_blas)
+    monkeypatch.setattr(real, "find_blas_flags", lambda: blas)
+    real.install()
+    return os.environ.get("THEANO_FLAGS")
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        (None, "blas.ldflags=-lopenblas"),
+        ("", "blas.ldflags=-lopenblas"),
+        ("floatX=float32", "floatX=float32,blas.ldflags=-lopenblas"),
+        ("blas.ldflags=", "blas.ldflags="),
+        ("floatX=float32, blas.ldflags=-lblas", "floatX=float32, blas.ldflags=-lblas"),
+    ],
+)
+def test_a_has_blas_flag_where_none_is(monkeypatch, given, expected):
+    assert flags_after(monkeypatch, given) == expected
+
+
+def test_nothing_is_named_where_theano_finds_one(monkeypatch):
+    assert flags_after(monkeypatch, None, finds_blas=True) is None
+
+
+def test_a_blas_in_the_users_file_stays(monkeypatch, tmp_path):
+    file = tmp_path / "theanorc"
+    file.write_text("[blas]\nldflags = -lmine\n")
+    assert flags_after(monkeypatch, None, theanorc=f"/nowhere:{file}") is None
+    file.write_text("[global]\nfloatX = float32\n")
+    assert flags_after(monkeypatch, None, theanorc=str(file)) == "blas.ldflags=-lopenblas"
+    file.write_text("what is this")
+    assert flags_after(monkeypatch, None, theanorc=str(file), blas="") == "blas.ldflags="
+
+
+@pytest.mark.parametrize("printed, blas", [("/usr/lib/libopenblas.so", "-lopenblas"), ("libopenblas.so", "")])
+def test_the_compiler_says_what_it_can_link(monkeypatch, printed, blas):
+    done = subprocess.CompletedProcess([], 0, stdout=f"{printed}\n")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
+    assert real.find_blas_flags() == blas
+
+
+def test_without_a_compiler_no_has_blas_flag(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert real.find_blas_flags() == ""
+
+
+def test_gaps_are_filled_last_and_once():
+    gaps.install()
+    gaps.install()
+    assert sum(isinstance(finder, gaps.GapFinder) for finder in sys.meta_path) == 1
+    finder = gaps.GapFinder()
+    assert finder.find_spec("theano.tensor.signal.other", None) is None
+    assert finder.find_spec("pkg_resources", None).origin.endswith("lost/pkg_resources.py")
+
+
+def test_a_packages_version_is_told():
+    from synkhronos.compat.lost import pkg_resources
+
+    assert pkg_resources.get_distribution("pytest").version == pytest.__version__
+    with pytest.raises(pkg_resources.DistributionNotFound):
+        pkg_resources.get_distribution("no such package")
+
+
+def run(code):
+    """Run a program with Theano as it is by default; returns the last line that it prints."""
+    # Where modules are kept changes no other default.
+    flags = [flag for flag in os.environ.get("THEANO_FLAGS", "").split(",") if flag.startswith("base_compiledir")]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=ROOT,
+        env={**os.environ, "THEANO_FLAGS": ",".join(flags)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+needs_theano = pytest.mark.skipif(synkhronos.compat.chosen != "theano", reason="Theano is not installed")
+
+
+@needs_theano
+def test_a_scan_runs_in_theanos_default_mode():
+    code = """
+    import synkhronos.compat
+    import theano, theano.tensor as T
+    x = T.vector()
+    sums, _ = theano.scan(lambda step, total: total + step, sequences=x, outputs_info=T.zeros(()))
+    print(theano.function([x], sums)([1, 2, 3]).tolist())
+    """
+    assert run(code) == "[1.0, 3.0, 6.0]"
+
+
+@needs_theano
+def test_lasagnes_module_is_given_back_to_theano():
+    code = """
+    import synkhronos.compat
+    import numpy as np, theano, theano.tensor as T
+    from theano.tensor.signal import downsample
+    x = T.tensor4()
+    y = downsample.max_pool_2d(x, (2, 2), ignore_border=True, st=(1, 1), padding=(1, 1), mode="sum")
+    mode = theano.Mode(linker="c|py", optimizer="fast_compile")
+    print(theano.function([x], y, mode=mode)(np.ones((1, 1, 2, 2), theano.config.floatX))[0, 0].tolist())
+    """
+    assert run(code) == "[[1.0, 2.0, 1.0], [2.0, 4.0, 2.0], [1.0, 2.0, 1.0]]"

@@ -1,0 +1,169 @@
+"""Names of Theano-MPI, and of Theano's GPU code that its models use, with PyTensor and with Theano itself."""
+
+import copy
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import theano
+from theano.gof.graph import is_same_graph
+from theano.gpuarray import dnn
+from theano.tensor.nnet import conv2d
+from theano.tensor.signal.pool import pool_2d
+
+import synkhronos.compat
+from synkhronos.compat import copies
+
+ROOT = Path(__file__).resolve().parents[3]
+RNG = np.random.RandomState(0)
+IMAGES, FILTERS = (RNG.normal(size=shape).astype("float32") for shape in ((2, 4, 7, 6), (6, 2, 3, 2)))
+
+
+in_pytensor = pytest.mark.skipif(synkhronos.compat.chosen == "theano", reason="Theano's Ops are compiled by C++")
+
+
+def computed(expression):
+    return np.asarray(theano.function([], expression, mode="FAST_COMPILE")())
+
+
+@pytest.mark.parametrize("conv_mode", ["conv", "cross"])
+@pytest.mark.parametrize("border", ["valid", "full", "half", 1, (2, 0)])
+def test_dnn_conv(border, conv_mode):
+    x, w = theano.shared(IMAGES), theano.shared(FILTERS)
+    found = dnn.dnn_conv(
+        img=x, kerns=w, border_mode=border, subsample=(2, 1), conv_mode=conv_mode, algo="small", num_groups=2
+    )
+    flips = conv_mode == "conv"
+    expected = conv2d(x, w, border_mode=border, subsample=(2, 1), filter_flip=flips, num_groups=2)
+    assert is_same_graph(found, expected) and found.ndim == 4
+
+
+@in_pytensor
+def test_dnn_conv_correlates_as_numpy_does():
+    x, w = theano.shared(IMAGES[:, :2]), theano.shared(FILTERS)
+    found = computed(dnn.dnn_conv(x, w, dilation=(2, 2), conv_mode="cross"))
+    windows = np.lib.stride_tricks.sliding_window_view(IMAGES[:, :2], (5, 3), (2, 3))[..., ::2, ::2]
+    np.testing.assert_allclose(found, np.einsum("bcyxhw,ochw->boyx", windows, FILTERS), rtol=1e-4, atol=1e-5)
+
+
+def test_dnn_conv_refuses_other_modes():
+    with pytest.raises(ValueError, match="conv_mode: expected 'conv' or 'cross', got 'convolve'"):
+        dnn.dnn_conv(theano.shared(IMAGES), theano.shared(FILTERS), conv_mode="convolve")
+
+
+@pytest.mark.parametrize("mode", ["max", "max_deterministic", "sum", "average", "average_inc_pad", "average_exc_pad"])
+def test_dnn_pool(mode):
+    x = theano.shared(IMAGES)
+    plain = {"max_deterministic": "max", "average": "average_inc_pad"}.get(mode, mode)
+    expected = pool_2d(x, (3, 2), stride=(2, 2), pad=(1, 0), mode=plain, ignore_border=True)
+    assert is_same_graph(dnn.dnn_pool(x, (3, 2), (2, 2), mode, (1, 0)), expected)
+    # cuDNN's windows overlap by default, Theano's do not.
+    expected = pool_2d(x, (3, 2), stride=(1, 1), mode=plain, ignore_border=True)
+    assert is_same_graph(dnn.dnn_pool(x, ws=(3, 2), mode=mode), expected)
+    assert dnn.dnn_pool(theano.shared(IMAGES[:, None]), (2, 2, 2), mode=mode).ndim == 5
+
+
+@in_pytensor
+def test_pools_overlap_by_default():
+    assert computed(dnn.dnn_pool(theano.shared(IMAGES), (3, 2))).shape == (2, 4, 5, 5)
+
+
+def test_a_shared_variable_can_be_waited_for():
+    x = theano.shared(np.zeros(3, "float32"), "x")
+    add = theano.function([], updates=[(x, x + 1)], mode="FAST_COMPILE")
+    add()
+    x.container.value.sync()
+    # Else everything is as before: plain arrays, and the variable's own memory where it is borrowed.
+    assert type(x.get_value()) is type(x.get_value(borrow=True)) is type(copy.deepcopy(x).get_value()) is np.ndarray
+    assert np.shares_memory(x.get_value(borrow=True), x.container.value) and x.get_value().base is None
+    x.container.value[...] = 5
+    x.set_value(x.get_value() + 1)
+    add()
+    assert x.get_value().tolist() == [7, 7, 7]
+    x.set_value(x.container.value, borrow=True)
+    assert type(x.get_value(borrow=True)) is np.ndarray
+    x.zero()
+    assert x.get_value().tolist() == [0, 0, 0] and type(x.get_value(borrow=True)) is np.ndarray
+    assert type(pickle.loads(pickle.dumps(x)).get_value()) is np.ndarray
+    number = theano.shared(np.float32(3))
+    number.container.value.sync()
+    assert float(number.get_value()) == 3
+    if synkhronos.compat.chosen == "pytensor":
+        pytest.importorskip("jax")
+        theano.function([], updates=[(x, x + 1)], mode="JAX")()
+        x.container.value.sync()
+        assert x.container.value.dtype == "float32" and np.asarray(x.container.value).tolist() == [1, 1, 1]
+        assert type(x.get_value()) is np.ndarray and x.get_value(return_internal_type=True).sum() == 3
+
+
+def test_hickle_may_be_missing():
+    if importlib.util.find_spec("hickle") is not None and "lost" not in importlib.util.find_spec("hickle").origin:
+        pytest.skip("hickle is installed")
+    import hickle
+
+    for function in (hickle.load, hickle.dump):
+        with pytest.raises(ImportError, match="needs hickle: pip install hickle"):
+            function("a.hkl")
+
+
+def run(cwd, *paths):
+    command = [sys.executable, "-m", "synkhronos", "program.py"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *paths)))}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def test_layers_come_from_the_users_copy_and_rules_from_here(tmp_path):
+    copy_of_theirs = tmp_path / "theirs" / "theanompi"
+    for folder in ("", "models", "lib"):
+        (copy_of_theirs / folder).mkdir(parents=True, exist_ok=True)
+        (copy_of_theirs / folder / "__init__.py").write_text("raise RuntimeError('mpi4py')\n" if not folder else "")
+    (copy_of_theirs / "models" / "layers2.py").write_text("mine = 3\n")
+    (copy_of_theirs / "lib" / "opt.py").write_text("also_mine = 4\n")
+    (tmp_path / "program.py").write_text(
+        textwrap.dedent("""
+        from theanompi import BSP, EASGD, GOSGD
+        import synkhronos
+        print(issubclass(BSP, synkhronos.rules.BSP), BSP.sync_type, BSP.exch_strategy, GOSGD.__name__)
+        try:
+            import theanompi.models.layers2
+        except ImportError as error:
+            print(error)
+        else:
+            from theanompi.lib.opt import also_mine
+            print(theanompi.models.layers2.mine, also_mine)
+        """)
+    )
+    done = run(tmp_path, tmp_path / "theirs")
+    assert done.stdout == "True cdd nccl32 GoSGD\n3 4\n", done.stderr
+    done = run(tmp_path)
+    assert "theanompi.models: layers, models and data are those of your copy of Theano-MPI" in done.stdout, done.stderr
+    assert sum(isinstance(finder, copies.Finder) for finder in sys.meta_path) == 1
+
+
+def test_synkhronos_rules_honour_the_class_attributes(tmp_path, monkeypatch):
+    from synkhronos import rules
+    from synkhronos.compat.theanompi.rules import BSP
+    from synkhronos.launch import handle
+
+    asked = []
+    monkeypatch.setattr(handle, "resolve", lambda sources, beside: asked.append(sources[0]) or 1 / 0)
+    for made, options in (
+        (BSP, {"rule": "BSP", "rule_options": {"average": "gradient"}}),
+        (type("BSP", (BSP,), {"sync_type": "avg"}), {"rule": "BSP", "rule_options": {"average": "params"}}),
+        (type("BSP", (BSP,), {"sync_type": "swap"}), {"rule": "Swap", "rule_options": {}}),
+        (
+            type("BSP", (rules.BSP,), {"exch_strategy": "nccl16"}),
+            {"rule": "BSP", "rule_options": {"precision": "float16"}},
+        ),
+    ):
+        with pytest.raises(ZeroDivisionError):
+            made().init(["cpu"], "models.mlp", "MLP")
+        assert asked.pop() == {**options, "devices": ["cpu"], "modelfile": "models.mlp", "modelclass": "MLP"}
+    with pytest.raises(ValueError, match="sync_type: expected one of avg, cdd, swap, got 'sum'"):
+        type("BSP", (BSP,), {"sync_type": "sum"})().init(["cpu"], "models.mlp", "MLP")

@@ -1,0 +1,22 @@
+"""Makes the demos' modules importable, and Theano's convolutions fast to test."""
+
+import sys
+from pathlib import Path
+
+import compiled  # noqa: F401 - before anything imports theano
+import pytest
+from library import COMPILER, package
+
+package.config.cxx = COMPILER
+DEMOS = Path(__file__).resolve().parents[3] / "demos"
+sys.path[1:1] = [str(DEMOS / folder) for folder in ("", "mnist", "lasagne_mnist", "resnet")]
+
+
+@pytest.fixture
+def float64():
+    """Use double precision, for numerical gradients."""
+    from lasagne_tools.library import theano
+
+    theano.config.floatX = "float64"
+    yield
+    theano.config.floatX = "float32"

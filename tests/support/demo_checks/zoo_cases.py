@@ -1,0 +1,95 @@
+"""The zoo's networks as the tests train them: of few rows, without dropout, which draws by streams, and most small.
+
+``tests/support/tables/make_zoo_losses.py`` writes the losses, in Theano's environment.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import synkhronos.compat  # noqa: F401 - before anything imports theano
+
+DEMOS = Path(__file__).resolve().parents[3] / "demos"
+sys.path[1:1] = [str(DEMOS / folder) for folder in ("", "zoo")]
+
+import lasagne  # noqa: E402
+
+#: Module; parameters, as published or counted from its layers; and what makes the network small.  Two have all layers
+#: and filters, and take long: XLA compiles the first for half a minute in any size, and Python's linker of PyTensor
+#: can't run it.  VGG16 gets small images, of 2 by 2 pixels behind its last pool.
+NETWORKS = {
+    "AlexNet": ("alexnet", 60_965_224, {"side": 67, "stored": 70, "classes": 5, "units": 16, "rate": 1e-3}),
+    "GoogLeNet": ("googlenet", 13_378_280, {"batch_size": 1, "rate": 1e-4}),
+    "VGG16": ("vgg16", 138_357_544, {"side": 64, "stored": 64, "batch_size": 1, "rate": 1e-4}),
+    "ResNet50": (
+        "resnet50",
+        25_557_032,
+        {"side": 64, "stored": 70, "classes": 5, "depth": 14, "width": 8, "rate": 1e-3},
+    ),
+    "WideResNet": ("wide_resnet", 36_479_194, {"side": 16, "stored": 16, "depth": 10, "widen": 1, "rate": 1e-2}),
+    "Cifar10": ("cifar10", 351_946, {}),
+    "WGAN": ("wgan", 13_377_218, {"width": 4, "noise": 10, "critic_steps": 2, "rate": 0.01, "clip": 0.2, "images": 16}),
+    "LSGAN": ("lsgan", 13_377_218, {"width": 4, "noise": 10, "images": 16}),
+    "LSTM": ("imdb", 1_411_842, {"words": 500, "length": 7, "width": 8}),
+}
+WHOLE = ["GoogLeNet", "VGG16"]
+
+
+class Recorder:
+    """Notes what a class tells."""
+
+    def __init__(self):
+        self.losses = []
+
+    def start(self):
+        pass
+
+    def end(self, mode):
+        pass
+
+    def train_error(self, count, *found):
+        self.losses += [float(value) for value in found if value is not None]
+
+    def val_error(self, count, *found, rows=1):
+        self.losses += [float(value) for value in found]
+
+
+class Plain(np.random.RandomState):
+    """Makes weights at once that nobody looks at."""
+
+    def normal(self, loc=0, scale=1, size=None):
+        return np.zeros(size, np.float32)
+
+    def uniform(self, low=0, high=1, size=None):
+        return np.zeros(size, np.float32)
+
+
+def make(name, random=None, **config):
+    """Return an instance."""
+    module = importlib.import_module(NETWORKS[name][0])
+    np.random.seed(3)
+    lasagne.random.set_rng(random or np.random.RandomState(4))
+    config = {"rank": 0, "size": 1, "seed": 0, "batch_size": 2, **config}
+    return getattr(module, name)(config)
+
+
+def without_dropout():
+    """Have Lasagne's layers drop nothing."""
+    lasagne.layers.DropoutLayer.get_output_for = lambda self, input, **kwargs: input
+
+
+def make_for_table(name):
+    """Return an instance, of the size that the table is of."""
+    return make(name, **NETWORKS[name][2])
+
+
+def run(model, recorder):
+    """Take a few steps, and validate."""
+    model.compile_iter_fns()
+    model.reset_iter("val")
+    n_steps = 2 if type(model).__name__ in WHOLE else 3
+    for i in range(n_steps):
+        model.train_iter(i, recorder)
+    model.val_iter(n_steps, recorder)

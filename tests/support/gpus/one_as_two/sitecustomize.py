@@ -1,0 +1,31 @@
+"""Python runs this in every process that has the folder on its path: two ranks share the only GPU of the machine.
+
+NCCL takes them for two machines, as it refuses two ranks of one machine on one GPU.  On such a machine most of
+test_gpu.py runs so::
+
+    SYNKHRONOS_TEST_DEVICE=gpu PYTHONPATH=$PWD:tests/support/gpus/one_as_two python -m pytest tests/devices/test_gpu.py
+
+What fails then asks where each rank's GPU is.
+"""
+
+import contextlib
+import os
+
+import pynvml
+
+from synkhronos.devices import cuda
+
+_handle = pynvml.nvmlDeviceGetHandleByIndex
+_only = cuda.restrict_visible_gpu
+
+
+@contextlib.contextmanager
+def only(place):
+    os.environ["NCCL_HOSTID"] = f"host-{place}"
+    with _only("0"):
+        yield
+
+
+pynvml.nvmlDeviceGetCount = lambda: 2
+pynvml.nvmlDeviceGetHandleByIndex = lambda index: _handle(0)
+cuda.restrict_visible_gpu = only

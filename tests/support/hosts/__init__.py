@@ -1,0 +1,157 @@
+"""Programs on several hosts that one machine simulates, or, where it may not, pretends to be.
+
+`run`
+    Runs a program on simulated hosts, as ``mpirun`` would see them on a network.
+`end`
+    Ends the ranks that `run` has kept for the next program.
+`launch`
+    Has ``mpirun`` start a program on all hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from paths import ROOT, SUPPORT
+
+HERE = Path(__file__).resolve().parent
+SIMULATED, RSH = HERE / "simulated.py", HERE / "rsh.sh"
+PROGRAMS = HERE / "programs.py"
+#: Programs on pretended GPUs, two a host; the folder that pretends them is on no other process' path.
+GPUS = HERE.parent / "gpus"
+GPU_PROGRAMS = GPUS / "programs.py"
+#: One thread a rank, whatever the host's share of the cores: so bits don't depend on which host a rank is on.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+
+
+@cache
+def are_simulated() -> bool:
+    """Whether this machine lets us make hosts with a network and memory of their own.
+
+    Where it does not, ``mpirun`` takes the one machine for several: all is tried then but that hosts share nothing.
+    """
+    done = subprocess.run([sys.executable, SIMULATED, "--hosts", "a", "--", "true"], capture_output=True, timeout=60)
+    return done.returncode == 0
+
+
+def words(hosts: list[str], *command: object, gpus: bool = False) -> tuple[list[str], dict[str, str]]:
+    """Return a command line, and its environment, that runs a command on the first of some hosts, or of some with GPUs."""
+    python = [sys.executable, *map(str, command)]
+    path = os.pathsep.join(
+        [str(ROOT), str(SUPPORT), str(ROOT / "tests" / "rules"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    # With a compiler Theano would fold constants by C++, each rank after a look at all modules that it has ever compiled.
+    flags = {"THEANO_FLAGS": f"{os.environ.get('THEANO_FLAGS', '')},cxx=".lstrip(",")}
+    flags["PYTHONWARNINGS"] = "ignore::UserWarning:theano.configdefaults"  # which says that there is none
+    environment = {**os.environ, **ONE_THREAD, **flags, "PYTHONPATH": path, "HOSTS": ",".join(hosts)}
+    if gpus:
+        environment["PYTHONPATH"] += os.pathsep + str(GPUS / "pretended")
+        environment |= {"PRETENDED_GPUS": "2", "JAX_PLATFORMS": "cpu", "PYTENSOR_FLAGS": "mode=JAX"}
+        environment.pop("SYNKHRONOS_HOSTS", None)
+    names = ",".join(host.partition(":")[0] for host in hosts)
+    if are_simulated():
+        environment |= {"HYDRA_LAUNCHER": "rsh", "HYDRA_LAUNCHER_EXEC": str(RSH), "PRTE_MCA_plm_ssh_agent": str(RSH)}
+        return [sys.executable, str(SIMULATED), "--hosts", names, "--", *python], environment
+    return python, environment | {"HYDRA_LAUNCHER": "fork"}
+
+
+class Kept:
+    """A process on the first of some hosts, which runs one program after the other on the same ranks."""
+
+    def __init__(self, hosts: list[str], gpus: bool):
+        command, environment = words(hosts, GPU_PROGRAMS if gpus else PROGRAMS, "serve", gpus=gpus)
+        self.hosts, self.failed = (hosts, gpus, are_simulated()), False
+        self._errors = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            bufsize=1,
+            cwd=ROOT,
+        )
+
+    def run(self, *program: object) -> str:
+        """Run a program, and return what it prints."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        said: list[str] = []
+        try:
+            print(json.dumps([str(word) for word in program]), file=self._process.stdin)
+            for line in iter(self._process.stdout.readline, "ended\n"):
+                said.append(line)
+                assert line, self._read()
+        except BaseException:  # a test's limit of time, too
+            self.failed = True
+            self._process.kill()
+            raise
+        return "".join(said)
+
+    def end(self) -> None:
+        """End it, and check that its end is right unless it has failed."""
+        with self._process as process, self._errors:
+            if not self.failed:
+                process.communicate(timeout=60)
+                assert process.returncode == 0, self._read()
+
+    def _read(self) -> str:
+        self._process.wait(60)
+        self._errors.seek(0)
+        return self._errors.read()
+
+
+#: At most one of one host, and one of several, whose agents look for messages all the time.
+_kept: dict[bool, Kept] = {}
+
+
+def run(hosts: list[str], *program: object, gpus: bool = False) -> str:
+    """Run one of `PROGRAMS` on the first of some hosts, or of `GPU_PROGRAMS`, and return what it prints.
+
+    The ranks stay for the next program on the same hosts, until `end` ends them.
+    """
+    several = len(hosts) > 1
+    kept = _kept.get(several)
+    if kept is None or kept.hosts != (hosts, gpus, are_simulated()) or kept.failed:
+        end(several)
+        kept = _kept[several] = Kept(hosts, gpus)
+    return kept.run(*program)
+
+
+def end(*which: bool) -> None:
+    """End what `run` has kept."""
+    for several in which or (False, True):
+        if several in _kept:
+            _kept.pop(several).end()
+
+
+def launch(hosts: list[str], *program: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """Have ``mpirun`` start one of `PROGRAMS` on some hosts, as many times on each as its name says: ``a:2``."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    command, environment = words(hosts, PROGRAMS, *program)
+    n = sum(int(host.partition(":")[2]) for host in hosts)
+    at = command.index(sys.executable, 1 if are_simulated() else 0)
+    command[at:at] = [str(mpirun), "-hosts", ",".join(hosts), "-n", str(n)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+
+
+def can_pretend() -> bool:
+    """Whether this ``mpirun`` takes the one machine for several: MPICH's does."""
+    found = Path(sys.executable).with_name("mpirun")
+    return "HYDRA" in subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+
+
+def has_mpi() -> bool:
+    """Whether there is an ``mpirun`` and mpi4py."""
+    try:
+        import mpi4py  # noqa: F401
+    except ImportError:
+        return False
+    return Path(sys.executable).with_name("mpirun").exists() or shutil.which("mpirun") is not None

@@ -1,0 +1,68 @@
+"""Starts runs as a user does, in processes of their own."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from paths import ROOT, SUPPORT
+from system import lives
+
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if not name.startswith("SYNKHRONOS_")},
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}",
+    # With a compiler Theano would fold constants by C++, in each process after a look at all that it has ever compiled.
+    "THEANO_FLAGS": f"{os.environ.get('THEANO_FLAGS', '')},cxx=".lstrip(","),
+    "PYTHONWARNINGS": "ignore::UserWarning:theano.configdefaults",  # which says that there is none
+}
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "synkhronos", *map(str, arguments)]
+
+
+def run(*arguments, status=0, cwd=None, **environment):
+    """Run a command of the library's to its end."""
+    done = subprocess.run(
+        command(*arguments), cwd=cwd, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
+    return done
+
+
+def train(folder, model="MLP", *arguments, status=0, **settings):
+    """Train a class of launch_models on two ranks."""
+    module = "mlp" if model == "MLP" else "others"
+    sets = [f"--set={name.replace('__', '.')}={value}" for name, value in settings.items()]
+    where = ["--set", f"model='launch_models/{module}.py:{model}'", "--folder", folder]
+    return run(
+        "train",
+        *where,
+        *([] if any("devices" in str(a) for a in arguments) else ["--devices=cpu,cpu"]),
+        *sets,
+        *arguments,
+        status=status,
+        cwd=SUPPORT,
+    )
+
+
+def lines(folder, name):
+    return [json.loads(line) for line in (Path(folder) / f"{name}.jsonl").read_text().splitlines()]
+
+
+#: Runs a command when it is told to, says how that ended, and stays: so that hosts outlive the run.
+HOST = "import subprocess, sys; print(flush=True); input(); print(subprocess.call(sys.argv[1:]), flush=True); input()"
+
+
+def family(mark):
+    """Return the processes that have a mark in their environment: their namespace, and command line."""
+    found = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            folder = Path("/proc", name)
+            if mark in (folder / "environ").read_bytes() and lives(int(name)):
+                line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").replace(b"\n", b" ").decode()
+                found[int(name)] = os.readlink(folder / "ns" / "pid"), line
+    return found

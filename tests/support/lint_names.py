@@ -1,0 +1,110 @@
+"""Lint of names and docstrings: findings may become fewer, but not more.
+
+``python tests/support/lint_names.py`` compares the findings in synkhronos/ with the counts in lint_names.json, and fails if a
+rule has more of them in all than before; moving code between files changes nothing.  With ``--update`` it writes lower
+counts into lint_names.json.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+BASELINE = Path(__file__).with_suffix(".json")
+
+VAGUE = re.compile(
+    r"\b(?:Return|Yield|Say|Have|Do|Tell)s? (?:what|that|those|the same|so|such|who|how|which|where)\b", re.ASCII
+)
+#: Prepositions and pronouns, which name nothing by themselves.
+BARE = frozenset(
+    "all any as at both by each everything for from in it its kept none of on one so such that them they this those to "
+    "what which who with".split()
+)
+SHORTEST = 3
+#: Modules whose classes have the names that other libraries give them.
+FOREIGN = re.compile(r"synkhronos/compat/(tree/|theanompi/|platoon/(param_sync|training/|channel/worker))")
+
+
+class Finding(NamedTuple):
+    """A place that breaks a rule."""
+
+    rule: str
+    path: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.rule}: {self.text}"
+
+
+def findings(sources: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the findings in a package.
+
+    Parameters
+    ----------
+    sources : mapping of str to str
+        The source of each file by its path.
+    """
+    classes: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                for vague in VAGUE.findall(ast.get_docstring(node) or ""):
+                    yield Finding("vague docstring", path, getattr(node, "lineno", 1), vague)
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in BARE:
+                yield Finding("bare name", path, node.lineno, node.name)
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
+                        if len((ast.get_docstring(method) or "").split()) < SHORTEST:
+                            yield Finding("short docstring", path, method.lineno, f"{node.name}.{method.name}")
+            if isinstance(node, ast.ClassDef) and not FOREIGN.match(path):
+                classes[node.name.lstrip("_")].append((path, node.lineno))
+    for name, places in classes.items():
+        for path, line in places[1:]:
+            yield Finding("class name in use", path, line, f"{name}, also in {places[0][0]}")
+
+
+def count(found: Iterable[Finding]) -> dict[str, dict[str, int]]:
+    """Return the number of findings by rule and path."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for finding in found:
+        counts[finding.rule][finding.path] += 1
+    return {rule: dict(sorted(counts[rule].items())) for rule in sorted(counts)}
+
+
+def additions(found: Iterable[Finding], baseline: Mapping[str, Mapping[str, int]]) -> list[Finding]:
+    """Return the findings of rules that have more than before, in files that have more than before."""
+    found = list(found)
+    now = count(found)
+    more = {rule for rule in now if sum(now[rule].values()) > sum(baseline.get(rule, {}).values())}
+    return [
+        each
+        for each in found
+        if each.rule in more and now[each.rule][each.path] > baseline.get(each.rule, {}).get(each.path, 0)
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    """Print findings that are new, and return the exit status."""
+    package = sorted((ROOT / "synkhronos").rglob("*.py"))
+    found = list(findings({path.relative_to(ROOT).as_posix(): path.read_text() for path in package}))
+    new = additions(found, json.loads(BASELINE.read_text()))
+    for finding in new:
+        print(finding)
+    if new:
+        print(f"more findings than {BASELINE.relative_to(ROOT)} has; the new ones are among these")
+    elif "--update" in arguments:
+        BASELINE.write_text(json.dumps(count(found), indent=1) + "\n")
+    return int(bool(new))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

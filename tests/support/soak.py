@@ -1,0 +1,1382 @@
+"""Random use and random faults, for seconds or for hours, with every result checked against a serial model.
+
+    python tests/support/soak.py --seconds 1200 --seed 0 --ranks 3
+
+From one seed come functions, calls, collectives, Data objects that grow and go, and faults: exceptions in ranks of all
+kinds of moments, workers killed while idle, in a call or in a collective, workers that stop and go on, interrupts,
+new ranks of another number.  The model keeps each rank's shared variables as NumPy arrays, and computes with NumPy what
+the ranks should.  Where a fault leaves open whether an effect was applied, each element has to be the old or the new.
+
+Ends with a summary, and with code 1 at the first wrong result, 3 at the first hang; then it prints the command that
+repeats it.  Each step draws from a generator of its own, so that the same steps come again in spite of faults whose
+moment is the machine's.
+
+`Step`
+    Something to do, what should come of it, and how the variables change.
+`Variable`, `Recipe`
+    A shared variable, a function, and the models of them.
+`Faults`
+    What goes wrong during a step.
+`Watchdog`
+    Ends the program if a step does.
+`Soak`
+    The whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import faulthandler
+import functools
+import gc
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+os.environ.setdefault("PYTENSOR_FLAGS", "mode=FAST_COMPILE")
+# Theano's compilers wait for each other: long runs need a base_compiledir of their own, or another program's long
+# compilation is taken for a hang.
+os.environ.setdefault("THEANO_FLAGS", "blas.ldflags=,mode=FAST_COMPILE")
+sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[2]), str(pathlib.Path(__file__).resolve().parent)]
+
+import numpy as np
+from library import NAME, shared, tensor
+from system import children_of, lives
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.graphs.mirror import Mirror
+from synkhronos.ranks import Command
+
+if NAME == "pytensor":
+    from pytensor.graph.basic import Apply
+    from pytensor.graph.op import Op
+else:
+    from theano.gof import Apply, Op
+
+#: Seconds after which a step counts as hung.
+LIMIT = 60.0
+#: Seconds within which a death has to be noticed; two are promised, on a machine that has time for it.
+NOTICED = 5.0
+#: Values beyond this are replaced, so that products stay finite.
+LARGEST = 1e3
+
+
+# -- faults --------------------------------------------------------------------------------------------------
+
+
+class Injected(Exception):
+    """An error that was made on purpose."""
+
+
+def _raise() -> None:
+    raise Injected("on purpose")
+
+
+def _die_by(number: int) -> None:
+    os.kill(os.getpid(), number)
+    if number != signal.SIGSTOP:
+        time.sleep(60)
+
+
+#: What a rank can be told to do, by number, since an array has to carry it.
+DEEDS: dict[int, Callable[[], None]] = {
+    0: _raise,
+    1: functools.partial(_die_by, signal.SIGKILL),
+    2: functools.partial(_die_by, signal.SIGSEGV),
+    3: functools.partial(os._exit, 7),
+    4: functools.partial(_die_by, signal.SIGSTOP),
+    5: functools.partial(signal.raise_signal, signal.SIGINT),
+}
+RAISE, KILL, CRASH, EXIT, STOP, INTERRUPT = range(6)
+DEATHS = {KILL: "SIGKILL", CRASH: "SIGSEGV", EXIT: "exited with code 7"}
+
+
+class Obey(Op):
+    """Returns its first argument; a process that the second names does what it is told first."""
+
+    __props__ = ()
+
+    def make_node(self, x, orders):
+        return Apply(self, [x, orders], [x.type()])
+
+    def perform(self, node, inputs, outputs, *_):
+        x, orders = inputs
+        for pid, deed in orders.tolist():
+            if pid == os.getpid():
+                DEEDS[deed]()
+        outputs[0][0] = x.copy()
+
+
+@dataclass(frozen=True)
+class Prepare(Command):
+    """Have workers say where they are when the watchdog asks."""
+
+    def run(self, rank):
+        if not rank.is_master:
+            faulthandler.register(signal.SIGUSR2, all_threads=True)
+
+
+@dataclass(frozen=True)
+class Sabotage(Command):
+    """From now on some ranks do a deed at their k-th meeting point."""
+
+    orders: tuple[tuple[int, int, int], ...]  # rank, k, deed
+
+    def run(self, rank):
+        for number, k, deed in self.orders:
+            if number == rank.number:
+                left = iter(range(k - 1, -1, -1))
+                for name in ("barrier", "gather"):
+                    setattr(rank, name, functools.partial(_count_down, left, deed, getattr(rank, name)))
+
+
+def _count_down(left: Any, deed: int, meet: Callable[..., Any], *args: Any) -> Any:
+    if next(left, None) == 0:
+        DEEDS[deed]()
+    return meet(*args)
+
+
+@dataclass(frozen=True)
+class Repair(Command):
+    """End all sabotage."""
+
+    def run(self, rank):
+        for name in ("barrier", "gather"):
+            rank.__dict__.pop(name, None)
+
+
+@dataclass
+class Faults:
+    """What goes wrong during one step.
+
+    Attributes
+    ----------
+    kind : str
+    orders : list of (rank, deed)
+        For functions that obey.
+    sabotage : tuple of (rank, k, deed)
+    outside : list of (seconds, rank, signal's number)
+        What a thread of the master does to workers, and to the master, meanwhile.
+    """
+
+    kind: str = "none"
+    orders: list[tuple[int, int]] = field(default_factory=list)
+    sabotage: tuple[tuple[int, int, int], ...] = ()
+    outside: list[tuple[float, int, int]] = field(default_factory=list)
+
+    def deeds(self) -> dict[int, set[int]]:
+        """Return what each rank may do."""
+        found: dict[int, set[int]] = collections.defaultdict(set)
+        for rank, deed in [*self.orders, *((rank, deed) for rank, _, deed in self.sabotage)]:
+            found[rank].add(deed)
+        numbers = {signal.SIGKILL: KILL, signal.SIGSEGV: CRASH, signal.SIGSTOP: STOP, signal.SIGINT: INTERRUPT}
+        for _, rank, number in self.outside:
+            found[rank].add(numbers[signal.Signals(number)])
+        return found
+
+
+class Watchdog:
+    """Prints all stacks and ends the program if a step takes longer than the limit."""
+
+    def __init__(self, explain: Callable[[], str]):
+        self._explain = explain
+        self.deadline = float("inf")
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def begin(self) -> None:
+        self.deadline = time.monotonic() + LIMIT
+        faulthandler.dump_traceback_later(2 * LIMIT, exit=True)  # if even this thread can't run
+
+    def end(self) -> None:
+        self.deadline = float("inf")
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(0.5)
+            if time.monotonic() > self.deadline:
+                break
+        print(f"\nHUNG for {LIMIT:g} s: {self._explain()}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+        pids = children_of(os.getpid())
+        for pid in pids:
+            print(f"\nprocess {pid}:", file=sys.stderr, flush=True)
+            for name in ("status", "wchan", "syscall", "stack"):
+                with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}") as file:
+                    text = file.read()
+                    kept = [line for line in text.splitlines() if name != "status" or line.startswith(("State", "Sig"))]
+                    print(f"  {name}: {'; '.join(kept)}", file=sys.stderr, flush=True)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+                os.kill(pid, signal.SIGUSR2)
+            time.sleep(0.5)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        os._exit(3)
+
+
+# -- the model -----------------------------------------------------------------------------------------------
+
+UFUNCS = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+def reduced(op: str | None, values: list[np.ndarray], weights: list[int]) -> Any:
+    """Return the reduction of values, from the formulas in the documentation."""
+    name = None if op is None else op.removeprefix("c_")
+    if name is None:
+        return values[-1]
+    if name == "gather":
+        return np.concatenate([np.atleast_1d(value) for value in values])
+    if name == "mean":
+        total = sum(np.asarray(v, np.float64) * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+        return np.asarray(total, values[0].dtype)
+    total = functools.reduce(UFUNCS[name], values)
+    return np.asarray(total / len(values) if name == "avg" else total, values[0].dtype)
+
+
+def close(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return where two arrays of one shape agree, as far as their dtype allows."""
+    if a.dtype.kind not in "fc" or a.size == 0:
+        return a == b
+    epsilon = {"float16": 4e-3, "float32": 1e-5, "complex64": 1e-5}.get(a.dtype.name, 1e-10)
+    finite = np.abs(b[np.isfinite(b)]).astype(np.float64)
+    scale = max(1.0, float(finite.max(initial=0.0)))
+    with np.errstate(invalid="ignore"):
+        return (np.abs(a - b) <= epsilon * (scale + np.abs(b))) | (a == b) | (np.isnan(a) & np.isnan(b))
+
+
+class Wrong(AssertionError):
+    """What should not be."""
+
+
+def expect(condition: Any, *words: Any) -> None:
+    if not condition:
+        raise Wrong(" ".join(map(str, words)))
+
+
+def expect_equal(actual: Any, expected: Any, what: str) -> None:
+    """Compare results: arrays, None, or lists of them."""
+    if isinstance(expected, list | tuple):
+        expect(isinstance(actual, list | tuple), f"{what}: expected {len(expected)} values, got {actual!r}")
+        expect(len(actual) == len(expected), f"{what}: {len(actual)} values, expected {len(expected)}")
+        for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
+            expect_equal(a, b, f"{what}[{i}]")
+        return
+    if expected is None or not isinstance(expected, np.ndarray):
+        expect(type(actual) is type(expected) and actual == expected, f"{what}: {actual!r}, expected {expected!r}")
+        return
+    expect(isinstance(actual, np.ndarray), f"{what}: expected an array, got {actual!r}")
+    expect(actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}")
+    expect(actual.dtype == expected.dtype, f"{what}: {actual.dtype}, expected {expected.dtype}")
+    expect(close(actual, expected).all(), f"{what}:\n{actual}\nexpected\n{expected}")
+
+
+class Variable:
+    """A shared variable, and what it should hold on each rank.
+
+    Attributes
+    ----------
+    shared
+    values : list of ndarray
+        One a rank.
+    sent : bool
+        Whether the workers have it: from then on their copies are their own.
+    """
+
+    def __init__(self, name: str, value: np.ndarray, fixed: bool = False):
+        self.shared = shared(value.copy(), name)
+        self.name, self.dtype, self.ndim, self.fixed = name, value.dtype, value.ndim, fixed
+        self.values = [value]
+        self.sent = False
+
+    def __repr__(self) -> str:
+        return f"{self.name}:{self.dtype}{self.values[0].shape}"
+
+
+@dataclass(eq=False)
+class Recipe:
+    """A function, and the model of it.
+
+    Attributes
+    ----------
+    kind : str
+    make : callable
+        Makes the `synkhronos.Function` anew.
+    ops : list
+        Of the outputs.
+    updates : list of (Variable, op)
+    compute : callable
+        What NumPy makes of a rank's rows, of what goes whole, and of the variables: outputs, and new values.
+    dtype, n_columns
+        Of the scattered input, if there is one.
+    whole : list of shape
+        Of the inputs that go whole.
+    obeys : bool
+        Whether the last input that goes whole has orders.
+    sliceable : Variable or None
+    function
+        The present function.
+    """
+
+    kind: str
+    make: Callable[[], Any]
+    ops: list[Any]
+    updates: list[tuple[Variable, Any]]
+    compute: Callable[..., tuple[list[Any], list[Any]]]
+    dtype: Any = None
+    n_columns: int = 0
+    whole: list[tuple[int, ...]] = field(default_factory=list)
+    obeys: bool = False
+    sliceable: Variable | None = None
+    reads: list[Variable] = field(default_factory=list)
+    function: Any = None
+    data: Any = None
+    content: Any = None
+
+    def variables(self) -> list[Variable]:
+        found = [*self.reads, *(v for v, _ in self.updates)]
+        return list(dict.fromkeys([*found, self.sliceable] if self.sliceable is not None else found))
+
+
+@dataclass
+class Step:
+    """Something to do.
+
+    Attributes
+    ----------
+    what : str
+    run : callable
+        Does it; returns the result.
+    expected
+        The result.
+    new : dict of Variable to list of ndarray
+        What variables hold afterwards, one a rank.
+    refused : exception class or tuple, optional
+        What has to be raised instead, with nothing changed.
+    touches : list of Variable
+        Those that are sent to the workers by this step.
+    compare : callable, optional
+        In the place of `expect_equal`.
+    """
+
+    what: str
+    run: Callable[[], Any]
+    expected: Any = None
+    new: dict[Variable, list[np.ndarray]] = field(default_factory=dict)
+    refused: Any = None
+    touches: list[Variable] = field(default_factory=list)
+    check: bool = True
+
+
+# -- the soak ------------------------------------------------------------------------------------------------
+
+
+def steps_of(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = np.float64) -> np.ndarray:
+    """Return random values whose sums are exact: multiples of a quarter, small."""
+    dtype = np.dtype(dtype)
+    if dtype == bool:
+        return np.asarray(rng.integers(0, 2, shape), bool)
+    if dtype.kind in "iu":
+        return np.asarray(rng.integers(0 if dtype.kind == "u" else -3, 4, shape), dtype)
+    values = rng.integers(-8, 9, shape) / 4
+    return np.asarray(values + 1j * rng.integers(-8, 9, shape) / 4 if dtype.kind == "c" else values, dtype)
+
+
+class Soak:
+    def __init__(self, seed: int, most: int, progress: Any = None):
+        self.seed, self.most, self.progress = seed, most, progress
+        self.step, self.doing = 0, "setting up"
+        self.size, self.root = 0, 0
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.faults: collections.Counter[str] = collections.Counter()
+        self.outcomes: collections.Counter[str] = collections.Counter()
+        self.slowest_death = 0.0
+        self.interruptible = False
+        signal.signal(signal.SIGINT, self._interrupted)
+        self.watchdog = Watchdog(self.explain)
+        self.rng = np.random.default_rng((seed, 0))
+        self.variables = self._make_variables()
+        self.recipes: list[Recipe] = []
+        self.declarations: list[Any] = []
+        self.fork(min(2, most), 0)
+        for _ in range(8):
+            self.recipes.append(self._new_recipe())
+
+    def explain(self) -> str:
+        return f"{self.doing} (step {self.step}, seed {self.seed}, ranks {self.most})"
+
+    def _interrupted(self, *_: Any) -> None:
+        if self.interruptible or self.step < 0:
+            raise KeyboardInterrupt
+
+    # -- setting up ------------------------------------------------------------------------------------------
+
+    def _make_variables(self) -> list[Variable]:
+        rng, found = self.rng, []
+        dtypes = "float64 float32 float16 int8 uint8 int32 int64 bool complex64 complex128".split()
+        for i, dtype in enumerate(dtypes):
+            shape = tuple(rng.integers(1, 5, i % 4).tolist())
+            found.append(Variable(f"v_{dtype}", steps_of(rng, shape, dtype)))
+        found.append(Variable("v_large", steps_of(rng, (500, 700))))  # several turns through the scratch memory
+        found.append(Variable("v_large32", steps_of(rng, (100_003,), np.float32)))
+        # Those that functions use keep their shapes, but for the sliceable one's rows.
+        self.w = Variable("w", steps_of(rng, (4,)), fixed=True)
+        self.c = Variable("c", steps_of(rng, (), np.int64), fixed=True)
+        self.t = Variable("t", steps_of(rng, (3,)), fixed=True)
+        self.s = Variable("s", steps_of(rng, (9, 3)), fixed=True)
+        return [*found, self.w, self.c, self.t, self.s]
+
+    def _new_recipe(self) -> Recipe:
+        kind = str(self.rng.choice(["plain", "plain", "update", "update", "update", "sliceable", "both"]))
+        recipe = getattr(self, f"_{kind}")()
+        recipe.function = recipe.make()
+        return recipe
+
+    def _op(self, integer: bool = False, gather: bool = False) -> str | None:
+        names: list[Any] = ["sum", "prod", "min", "max", None] + ([] if integer else ["avg", "mean"]) * 2
+        op = self.rng.choice(names + ["gather"] * (3 if gather else 0))
+        return f"c_{op}" if op is not None and self.rng.random() < 0.3 else op
+
+    def _plain(self) -> Recipe:
+        rng = self.rng
+        dtype = str(rng.choice(["float64", "float32", "int64"]))
+        integer, n_columns = dtype == "int64", int(rng.choice([1, 4, 60]))
+        x, b = tensor.matrix("x", dtype=dtype), tensor.vector("b", dtype=dtype)
+        outer = 400 if rng.random() < 0.3 else 3
+        choices = {
+            "columns": (x.sum(axis=0), lambda x, b: x.sum(axis=0), False),
+            "total": (x.sum(), lambda x, b: x.sum(), True),
+            "rows": (x * 2, lambda x, b: x * 2, None),
+            "outer": (tensor.outer(x.sum(axis=0), b), lambda x, b: np.outer(x.sum(axis=0), b), False),
+            "whole": (b.sum(), lambda x, b: b.sum(), True),
+        }
+        picked = [choices[str(name)] for name in rng.choice(list(choices), rng.integers(1, 4))]
+        ops = ["gather" if gather is None else self._op(integer, bool(gather)) for _, _, gather in picked]
+
+        def compute(rows, whole, state):
+            return [np.asarray(of(rows[0], whole[0]), dtype) for _, of, _ in picked], []
+
+        outputs = [(graph, op) for (graph, _, _), op in zip(picked, ops, strict=True)]
+        name = f"plain_{self.step}"
+
+        def make():
+            return synk.function([x], outputs, bcast_inputs=[b], name=name, on_unused_input="ignore")
+
+        return Recipe("plain", make, ops, [], compute, dtype, n_columns, [(outer,)])
+
+    def _update(self) -> Recipe:
+        x, b, orders = tensor.dmatrix("x"), tensor.dvector("b"), tensor.lmatrix("orders")
+        obeyed = Obey()(x, orders)
+        w, c = self.w, self.c
+        ops = [self._op(), self._op(gather=True), self._op(integer=True)]
+        update_ops = [self._op(), self.rng.choice(["sum", "prod", "min", "max", None, "avg"])]
+        outputs = list(zip([obeyed.sum(axis=0) + w.shared, obeyed.sum(), c.shared + 1], ops, strict=True))
+        updates = [
+            (w.shared, 0.5 * w.shared + obeyed.sum(axis=0) * b, update_ops[0]),
+            (c.shared, c.shared + 1, update_ops[1]),
+        ]
+
+        def compute(rows, whole, state):
+            (x,), b = rows, whole[0]
+            sums = x.sum(axis=0)
+            return [sums + state[w], np.asarray(x.sum()), state[c] + 1], [0.5 * state[w] + sums * b, state[c] + 1]
+
+        name = f"update_{self.step}"
+
+        def make():
+            return synk.function([x], outputs, bcast_inputs=[b, orders], updates=updates, name=name)
+
+        pairs = list(zip([w, c], update_ops, strict=True))
+        return Recipe("update", make, ops, pairs, compute, "float64", 4, [(4,)], obeys=True)
+
+    def _sliceable(self) -> Recipe:
+        s, t = self.s, self.t
+        ops = [self._op(), "gather", self._op(gather=True)]
+        update_op = self._op()
+        graph = s.shared
+        outputs = list(zip([graph.sum(axis=0) + t.shared, graph * 2, graph.sum()], ops, strict=True))
+        updates = [(t.shared, 0.5 * t.shared + graph.sum(axis=0), update_op)]
+
+        def compute(rows, whole, state):
+            sums = state[s].sum(axis=0)
+            return [sums + state[t], state[s] * 2, np.asarray(state[s].sum())], [0.5 * state[t] + sums]
+
+        name = f"sliceable_{self.step}"
+
+        def make():
+            return synk.function([], outputs, updates=updates, sliceable_shareds=[s.shared], name=name)
+
+        return Recipe("sliceable", make, ops, [(t, update_op)], compute, sliceable=s)
+
+    def _both(self) -> Recipe:
+        s, w = self.s, self.w
+        x = tensor.dmatrix("x")
+        ops = [self._op(), self._op(), "gather"]
+        outputs = list(zip([x.sum(axis=0) * s.shared.sum(), s.shared.sum(axis=0), x + w.shared], ops, strict=True))
+
+        def compute(rows, whole, state):
+            (x,) = rows
+            return [x.sum(axis=0) * state[s].sum(), state[s].sum(axis=0), x + state[w]], []
+
+        name = f"both_{self.step}"
+
+        def make():
+            return synk.function([x], outputs, sliceable_shareds=[s.shared], name=name)
+
+        return Recipe("both", make, ops, [], compute, "float64", 4, sliceable=s, reads=[w])
+
+    # -- ranks -----------------------------------------------------------------------------------------------
+
+    def fork(self, size: int, root: int) -> None:
+        """Start ranks, and have the model know."""
+        expect(children_of(os.getpid()) == [], f"children before the fork: {children_of(os.getpid())}")
+        timeout = None if self.rng.random() < 0.7 else 0.9 * LIMIT
+        expect(synk.fork(size, use_gpu=False, master_rank=root, timeout=timeout) == size, "fork's result")
+        self._forked(size, root)
+
+    def _forked(self, size: int, root: int) -> None:
+        self.size, self.root = size, root
+        ranks.session().run(Prepare())
+        for variable in self.variables:
+            mine = np.asarray(variable.shared.get_value())
+            variable.values, variable.sent = [mine] * size, False
+        # A collective is for variables that a function uses which was made for these ranks.
+        self.declarations = [synk.function([], [], updates=[(v.shared, v.shared)]) for v in self.variables]
+        for recipe in self.recipes:
+            recipe.data = recipe.content = None
+            if self.rng.random() < 0.3:
+                recipe.function = recipe.make()
+
+    def pids(self) -> dict[int, int]:
+        """Return each worker's process, by rank."""
+        return dict(ranks.session().workers.pids)
+
+    def check_ended(self) -> None:
+        """Check that closed ranks have left nothing."""
+        expect(children_of(os.getpid()) == [], f"children after the end: {children_of(os.getpid())}")
+        try:
+            ranks.session()
+        except RuntimeError:
+            return
+        raise Wrong("ranks are running, and should not be")
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def _rows(self, length: int) -> tuple[Any, np.ndarray]:
+        """Return a batch, and the indexes that it means."""
+        rng, everything = self.rng, np.arange(length)
+        kind = rng.integers(0, 8)
+        if kind <= 1:
+            return None, everything
+        if kind == 2:
+            batch: Any = int(rng.integers(0, length + 1))
+            return batch, everything[:batch]
+        if kind == 3:
+            batch = slice(*sorted(rng.integers(0, length + 1, 2).tolist()), int(rng.integers(1, 4)))
+        elif kind == 4:
+            batch = slice(None, None, -int(rng.integers(1, 4)))
+        elif kind == 5:
+            batch = rng.integers(0, 2, length).astype(bool)
+        else:
+            low = -length if kind == 6 else 0
+            batch = rng.integers(low, length, rng.integers(0, 2 * length + 1)) if length else np.empty(0, np.int64)
+            return (batch.tolist() if rng.random() < 0.5 else batch), everything[batch]
+        return batch, everything[batch]
+
+    def _input(self, recipe: Recipe) -> tuple[Any, np.ndarray]:
+        """Return a scattered input and its content: an array, or a Data object that lives on."""
+        rng = self.rng
+        rows = int(rng.choice([0, 1, 2, 3, 5, 8, 13, 40]))
+        value = steps_of(rng, (rows, recipe.n_columns), recipe.dtype)
+        choice = rng.random()
+        if choice < 0.3:
+            return value, value
+        if recipe.data is None or choice < 0.4:
+            recipe.data = synk.data(value, oversize=float(rng.uniform(1, 2)))
+            recipe.content = value
+        elif choice < 0.6:
+            recipe.data.set_value(value, oversize=float(rng.uniform(1, 2)))
+            recipe.content = value
+        return recipe.data, recipe.content
+
+    def call(self, faults: Faults) -> Step:
+        rng = self.rng
+        eligible = [r for r in self.recipes if r.obeys] if faults.orders else self.recipes
+        recipe = eligible[rng.integers(len(eligible))]
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        words = [recipe.function.name]
+        parts: list[np.ndarray] | None = None
+        refused = None
+        if recipe.dtype is not None:
+            x, content = self._input(recipe)
+            batch, selection = self._rows(len(content))
+            if isinstance(x, synk.Data) and rng.random() < 0.2 and 0 < len(selection) <= len(content):
+                # Row k of a minibatch goes with the k-th index.
+                x.minibatch = True
+                batch = (selection + int(rng.integers(0, 1000))).tolist()
+                selection = np.arange(len(selection))
+            elif isinstance(x, synk.Data):
+                x.minibatch = False
+            args.append(x)
+            if batch is not None:
+                kwargs["batch"] = batch
+            parts = [content[index] for index in np.array_split(selection, self.size)]
+            words.append(f"{len(content)} rows, batch={batch!r}")
+        whole = [steps_of(rng, shape, recipe.dtype or np.float64) for shape in recipe.whole]
+        args += [synk.data(value) if rng.random() < 0.2 else value for value in whole]
+        if recipe.obeys:
+            pids = {**self.pids(), self.root: os.getpid()}
+            orders = [(pids[r], deed) for r, deed in faults.orders]
+            args.append(np.array(orders, np.int64).reshape(-1, 2))
+        slices = int(rng.integers(2, 6)) if rng.random() < 0.4 else 1
+        if slices > 1:
+            kwargs["num_slices"] = slices
+            if any(op in ("avg", "c_avg", "mean", "c_mean") and v.dtype.kind == "i" for v, op in recipe.updates):
+                refused = ValueError
+        chosen: list[np.ndarray] | None = None
+        if recipe.sliceable is not None:
+            chosen = [np.arange(len(value)) for value in recipe.sliceable.values]
+            if rng.random() < 0.6:
+                kwargs["batch_s"], chosen = self._rows_of_each(chosen)
+        subset = None
+        if rng.random() < 0.15:
+            subset = rng.permutation(len(recipe.ops))[: rng.integers(1, len(recipe.ops) + 1)].tolist()
+            kwargs["output_subset"] = subset
+        words.append(" ".join(f"{key}={value!r}" for key, value in kwargs.items() if key != "batch"))
+        expected, new, empty = self._model(recipe, parts, whole, chosen, slices)
+        if empty and recipe.dtype is None:
+            return self.collective(faults)  # nothing to compute anywhere
+        expected = expected if subset is None else [expected[i] for i in subset]
+        step = Step(
+            "call " + ", ".join(words), lambda: recipe.function(*args, **kwargs), expected, new, refused,
+            recipe.variables(),
+        )  # fmt: skip
+        if empty:  # an op that has nothing to reduce gives what the serial library does, scalars included
+            step.run = lambda: [None if v is None else np.reshape(v, e.shape) for v, e in
+                                zip(recipe.function(*args, **kwargs), expected, strict=True)]  # fmt: skip
+        if faults.deeds():
+            step.what += f" fault {faults}"
+        return step
+
+    def _rows_of_each(self, everything: list[np.ndarray]) -> tuple[Any, list[np.ndarray]]:
+        rng, shortest = self.rng, min(map(len, everything))
+        if rng.random() < 0.3:
+            one: Any = slice(*sorted(rng.integers(0, shortest + 3, 2).tolist()))
+            return one, [rows[one] for rows in everything]
+        if rng.random() < 0.3 and shortest:
+            one = rng.integers(0, shortest, rng.integers(1, 7)).tolist()
+            return one, [rows[one] for rows in everything]
+        each: list[Any] = []
+        for rows in everything:
+            if rng.random() < 0.5 or not len(rows):
+                each.append(slice(*sorted(rng.integers(0, len(rows) + 1, 2).tolist()), int(rng.integers(1, 3))))
+            else:
+                each.append(rng.integers(-len(rows), len(rows), rng.integers(1, 7)).tolist())
+        return each, [rows[one] for rows, one in zip(everything, each, strict=True)]
+
+    def _model(
+        self,
+        recipe: Recipe,
+        parts: list[np.ndarray] | None,
+        whole: list[np.ndarray],
+        chosen: list[np.ndarray] | None,
+        slices: int,
+    ) -> tuple[list[Any], dict[Variable, list[np.ndarray]], bool]:
+        """Compute in this process what the ranks should: results, new values, and whether there were no rows."""
+        n, root = self.size, self.root
+        weights = [len(part) for part in parts] if parts is not None else [len(index) for index in chosen or []]
+        active = [r for r in range(n) if weights[r]]
+        empty = not active
+        new = {v: list(v.values) for v, _ in recipe.updates}
+        outputs = {}
+        for r in [root] if empty else active:
+            outputs[r], updated = self._rank_model(recipe, r, parts, whole, chosen, slices)
+            for (variable, _), value in zip(recipe.updates, [] if empty else updated, strict=not empty):
+                new[variable][r] = value
+        if empty:
+            return outputs[root], new, True
+        results: list[Any] = []
+        for i, op in enumerate(recipe.ops):
+            if op is None:
+                results.append(outputs[root][i] if root in outputs else None)
+            else:
+                results.append(reduced(op, [outputs[r][i] for r in active], [weights[r] for r in active]))
+        return results, new, False
+
+    def _rank_model(
+        self,
+        recipe: Recipe,
+        r: int,
+        parts: list[np.ndarray] | None,
+        whole: list[np.ndarray],
+        chosen: list[np.ndarray] | None,
+        slices: int,
+    ) -> tuple[list[Any], list[Any]]:
+        state = {v: v.values[r] for v in recipe.variables()}
+        rows = None if parts is None else parts[r]
+        index = None if chosen is None else chosen[r]
+        lengths = [len(each) for each in (rows, index) if each is not None]
+        count = max(1, min(slices, *lengths)) if slices > 1 else 1
+        results, weights = [], []
+        for piece in range(count):
+            mine = [] if rows is None else [np.array_split(rows, count)[piece]]
+            if recipe.sliceable is not None and index is not None:
+                state[recipe.sliceable] = recipe.sliceable.values[r][np.array_split(index, count)[piece]]
+            outputs, updated = recipe.compute(mine, whole, state)
+            results.append([np.asarray(value) for value in (*outputs, *updated)])
+            weights.append(max(1, len(mine[0]) if mine else len(np.array_split(index, count)[piece])))
+        if slices == 1:
+            combined = results[0]
+        else:
+            ops = [*recipe.ops, *(op for _, op in recipe.updates)]
+            ops = [
+                "sum" if op in ("avg", "mean") and results[0][i].dtype.kind == "i" else op for i, op in enumerate(ops)
+            ]
+            combined = [reduced(op, [each[i] for each in results], weights) for i, op in enumerate(ops)]
+        return combined[: len(recipe.ops)], combined[len(recipe.ops) :]
+
+    def collective(self, faults: Faults) -> Step:
+        rng = self.rng
+        name = str(
+            rng.choice("broadcast scatter gather all_gather reduce all_reduce set_value get_value shapes".split())
+        )
+        count = 1 if rng.random() < 0.6 else int(rng.integers(2, 4))
+        pool = self.variables
+        if name in ("scatter", "all_gather", "set_value"):
+            pool = [v for v in pool if not v.fixed or v is self.s]
+        picked = [pool[i] for i in rng.permutation(len(pool))[:count]]
+        single = count == 1 and rng.random() < 0.8
+        step = getattr(self, f"_{name}_step")(picked, single)
+        step.what = f"{name} {picked} {step.what} fault {faults}"
+        step.touches = picked if step.refused is None else []
+        return step
+
+    def _shape(self, variable: Variable, rows: int | None = None) -> tuple[int, ...]:
+        """Return a random shape for a variable; those that functions use keep theirs, but for rows."""
+        if variable.ndim == 0 or (variable.fixed and variable is not self.s):
+            return variable.values[0].shape
+        length = int(self.rng.integers(0, 12)) if rows is None else rows
+        if variable is self.s:
+            return (length, 3)
+        if variable.name.startswith("v_large") and self.rng.random() < 0.5:
+            return (length + 300, 700) if variable.ndim == 2 else (length + 100_000,)
+        return (length, *self.rng.integers(1, 5, variable.ndim - 1).tolist())
+
+    def _value(self, variable: Variable, shape: tuple[int, ...]) -> tuple[Any, np.ndarray]:
+        value = steps_of(self.rng, shape, variable.dtype)
+        return (synk.data(value) if self.rng.random() < 0.4 else value), value
+
+    def _broadcast_step(self, picked: list[Variable], single: bool) -> Step:
+        shareds = [v.shared for v in picked]
+        if self.rng.random() < 0.5:
+            new = {v: [v.values[self.root]] * self.size for v in picked}
+            return Step("", lambda: synk.broadcast(shareds[0] if single else shareds), None, new)
+        pairs = [self._value(v, self._shape(v)) for v in picked]
+        given = [value for value, _ in pairs]
+        new = {v: [value] * self.size for v, (_, value) in zip(picked, pairs, strict=True)}
+        return Step(
+            f"to {[v.shape for _, v in pairs]}",
+            lambda: synk.broadcast(shareds[0], given[0]) if single else synk.broadcast(shareds, given),
+            None,
+            new,
+        )
+
+    def _scatter_step(self, picked: list[Variable], single: bool) -> Step:
+        shareds = [v.shared for v in picked]
+        if any(v.ndim == 0 for v in picked):
+            return Step(
+                "", lambda: synk.scatter(shareds, [np.zeros(())] * len(picked)), refused=(ValueError, TypeError)
+            )
+        rows = int(self.rng.integers(0, 20))
+        pairs = [self._value(v, self._shape(v, rows)) for v in picked]
+        batch, _ = self._rows(min(len(value) for _, value in pairs))
+        if any(len(value) != rows for _, value in pairs):
+            batch = None
+        selections = [np.arange(len(v)) if batch is None else self._meaning(batch, len(v)) for _, v in pairs]
+        new = {
+            v: [value[index] for index in np.array_split(selection, self.size)]
+            for v, (_, value), selection in zip(picked, pairs, selections, strict=True)
+        }
+        given = [value for value, _ in pairs]
+        return Step(
+            f"of {[v.shape for _, v in pairs]} batch={batch!r}",
+            lambda: synk.scatter(shareds[0], given[0], batch) if single else synk.scatter(shareds, given, batch=batch),
+            None,
+            new,
+        )
+
+    @staticmethod
+    def _meaning(batch: Any, length: int) -> np.ndarray:
+        everything = np.arange(length)
+        if isinstance(batch, int):
+            return everything[:batch]
+        return everything[batch if isinstance(batch, slice) else np.asarray(batch, bool if len(batch) and
+                          isinstance(batch[0], bool | np.bool_) else np.int64)]  # fmt: skip
+
+    def _gather_step(self, picked: list[Variable], single: bool) -> Step:
+        nd_up = int(self.rng.integers(0, 2))
+        expected = []
+        for v in picked:
+            shapes = {value.shape for value in v.values}
+            if nd_up and len(shapes) == 1:
+                expected.append(np.stack(v.values))
+            elif not nd_up and v.ndim and len({shape[1:] for shape in shapes}) == 1:
+                expected.append(np.concatenate(v.values))
+            else:
+                expected.append(list(v.values))
+        shareds = [v.shared for v in picked]
+        if single:
+            return Step(f"nd_up={nd_up}", lambda: synk.gather(shareds[0], nd_up=nd_up), expected[0])
+        return Step(f"nd_up={nd_up}", lambda: synk.gather(shareds, nd_up), expected)
+
+    def _all_gather_step(self, picked: list[Variable], single: bool) -> Step:
+        shareds = [v.shared for v in picked]
+        if any(v.ndim == 0 or len({value.shape[1:] for value in v.values}) > 1 for v in picked):
+            return Step("", lambda: synk.all_gather(shareds), refused=ValueError)
+        picked = [v for v in picked if sum(value.size for value in v.values) < 1_000_000]
+        if not picked:
+            return self._gather_step([self.w], True)
+        new = {v: [np.concatenate(v.values)] * self.size for v in picked}
+        shareds = [v.shared for v in picked]
+        return Step("", lambda: synk.all_gather(shareds), None, new)
+
+    def _reduction(self, picked: list[Variable], op: str) -> Any:
+        """Return each variable's reduction, or what refuses it."""
+        if any(op == "avg" and v.dtype.kind in "biu" or op == "sum" and v.dtype.kind == "b" for v in picked):
+            return None
+        if any(len({value.shape for value in v.values}) > 1 for v in picked):
+            return None
+        with np.errstate(all="ignore"):
+            return [reduced(op, v.values, [1] * self.size) for v in picked]
+
+    def _reduce_step(self, picked: list[Variable], single: bool) -> Step:
+        op, in_place = str(self.rng.choice(list(UFUNCS))), bool(self.rng.random() < 0.5)
+        shareds = [v.shared for v in picked]
+        arg = shareds[0] if single else shareds
+
+        def run():
+            return synk.reduce(arg, op, in_place=in_place)
+
+        results = self._reduction(picked, op)
+        if results is None:
+            return Step(op, run, refused=ValueError)
+        if not in_place:
+            return Step(op, run, results[0] if single else results)
+        new = {v: [*v.values] for v in picked}
+        for v, result in zip(picked, results, strict=True):
+            new[v][self.root] = result
+        return Step(f"{op} in place", run, None, new)
+
+    def _all_reduce_step(self, picked: list[Variable], single: bool) -> Step:
+        op = str(self.rng.choice(list(UFUNCS)))
+        shareds = [v.shared for v in picked]
+        results = self._reduction(picked, op)
+
+        def run():
+            synk.all_reduce(shareds[0] if single else shareds, op=op)
+
+        if results is None:
+            return Step(op, run, refused=ValueError)
+        return Step(op, run, None, {v: [result] * self.size for v, result in zip(picked, results, strict=True)})
+
+    def _set_value_step(self, picked: list[Variable], single: bool) -> Step:
+        r = int(self.rng.integers(self.size))
+        pairs = [self._value(v, self._shape(v)) for v in picked]
+        new = {v: [*v.values] for v in picked}
+        for v, (_, value) in zip(picked, pairs, strict=True):
+            new[v][r] = value
+        given, shareds = [value for value, _ in pairs], [v.shared for v in picked]
+        if single:
+            return Step(f"of rank {r}", lambda: synk.set_value(r, shareds[0], given[0]), None, new)
+        return Step(f"of rank {r}", lambda: synk.set_value(r, shareds, given), None, new)
+
+    def _get_value_step(self, picked: list[Variable], single: bool) -> Step:
+        r = int(self.rng.integers(self.size))
+        expected, shareds = [v.values[r] for v in picked], [v.shared for v in picked]
+        if single:
+            return Step(f"of rank {r}", lambda: synk.get_value(r, shareds[0]), expected[0])
+        return Step(f"of rank {r}", lambda: synk.get_value(r, shareds), expected)
+
+    def _shapes_step(self, picked: list[Variable], single: bool) -> Step:
+        shareds = [v.shared for v in picked]
+        shapes = [[value.shape for value in v.values] for v in picked]
+        if any(v.ndim == 0 for v in picked):
+            return Step("", lambda: synk.get_shapes(shareds), shapes)
+        lengths = [[shape[0] for shape in each] for each in shapes]
+        if single:
+            return Step("", lambda: synk.get_lengths(shareds[0]), lengths[0])
+        return Step("", lambda: synk.get_lengths(shareds), lengths)
+
+    def data(self, faults: Faults) -> Step:
+        """Grow, shrink, write, free a recipe's Data."""
+        rng = self.rng
+        recipe = [r for r in self.recipes if r.dtype is not None][0]
+        if recipe.data is None:
+            recipe.content = steps_of(rng, (5, recipe.n_columns), recipe.dtype)
+            recipe.data = synk.data(recipe.content, name="x")
+        d, old = recipe.data, recipe.content
+        kind = str(rng.choice(["set_value", "set_length", "set_shape", "write", "free", "refused"]))
+        rows = int(rng.choice([0, 1, 7, 50, 5000]))
+        oversize = float(rng.uniform(1, 2))
+        value = steps_of(rng, (rows, recipe.n_columns), recipe.dtype)
+
+        def run():
+            if kind == "set_value":
+                d.set_value(value, oversize=oversize)
+                recipe.content = value
+            elif kind in ("set_length", "set_shape"):
+                d.set_length(rows, oversize) if kind == "set_length" else d.set_shape(value.shape, oversize)
+                recipe.content = np.zeros_like(value)
+                recipe.content[: len(old)] = old[:rows]
+            elif kind == "write" and len(old):
+                recipe.content = old.copy()
+                recipe.content[::2] = d[::2] = 1
+            elif kind == "refused":
+                for bad in (lambda: d.set_value([[1j]]), lambda: d.set_length(-1), lambda: d.set_shape((1, 2, 3))):
+                    with contextlib.suppress(TypeError, ValueError):
+                        bad()
+                        raise Wrong("a bad argument was taken")
+            elif kind == "free":
+                d.free_memory()
+                expect(d.size == 0 and d.alloc_size == 0, "memory was not freed")
+                recipe.data = recipe.content = None
+                return
+            expect_equal(np.array(recipe.data), recipe.content, f"Data after {kind}")
+
+        return Step(f"data {kind} {rows}", run)
+
+    def functions(self, faults: Faults) -> Step:
+        """Make, drop, distribute, or call in the master alone."""
+        rng = self.rng
+        kind = rng.integers(0, 4)
+        if kind == 0 or len(self.recipes) > 12:
+
+            def replace():
+                self.recipes[rng.integers(len(self.recipes))] = self._new_recipe()
+
+            return Step("a new function for an old one", replace)
+        if kind == 1:
+            new = [v for r in self.recipes for v in r.variables()]
+            return Step("distribute", synk.distribute, touches=list(dict.fromkeys([*self.variables, *new])))
+        if kind == 2:
+            variable = [self.w, self.t, self.variables[0]][rng.integers(3)]
+            value = steps_of(rng, variable.values[self.root].shape, variable.dtype)
+            values = [value if r == self.root or not variable.sent else v for r, v in enumerate(variable.values)]
+            return Step(f"set {variable.name} in the master", lambda: variable.shared.set_value(value), None,
+                        {variable: values}, check=False)  # fmt: skip
+        recipe = next((r for r in self.recipes if r.kind == "plain"), None)
+        if recipe is None:
+            return self.data(faults)
+        rows = steps_of(rng, (6, recipe.n_columns), recipe.dtype)
+        whole = steps_of(rng, recipe.whole[0], recipe.dtype)
+        return Step("as_theano", lambda: [np.asarray(v) for v in recipe.function.as_theano(rows, whole)],
+                    recipe.compute([rows], [whole], {})[0])  # fmt: skip
+
+    # -- running them ----------------------------------------------------------------------------------------
+
+    def _choose_faults(self) -> Faults:
+        rng, n = self.rng, self.size
+        workers = [r for r in range(n) if r != self.root]
+        if rng.random() < 0.75:
+            return Faults()
+        choices = ["raise here", "interrupt", "interrupt here"]
+        if workers:
+            choices += [
+                "raise",
+                "raise",
+                "raise several",
+                "raise at a meeting",
+                "kill",
+                "kill at a meeting",
+                "kill outside",
+            ]
+            choices += ["kill idle", "stop", "stop outside", "stop at a meeting"]
+        kind = str(rng.choice(choices))
+        one = int(rng.choice(workers)) if workers else self.root
+        k = int(rng.integers(1, 6))
+        death = int(rng.choice(list(DEATHS)))
+        if kind == "raise here":
+            return Faults(kind, orders=[(self.root, RAISE)])
+        if kind == "interrupt":
+            return Faults(kind, outside=[(float(rng.exponential(0.003)), self.root, signal.SIGINT)])
+        if kind == "interrupt here":
+            if rng.random() < 0.5:
+                return Faults(kind, orders=[(self.root, INTERRUPT)])
+            return Faults(kind, sabotage=((self.root, k, INTERRUPT),))
+        if kind == "raise":
+            return Faults(kind, orders=[(one, RAISE)])
+        if kind == "raise several":
+            who = rng.permutation(n)[: rng.integers(2, n + 1)].tolist()
+            return Faults(kind, orders=[(r, RAISE) for r in who])
+        if kind == "raise at a meeting":
+            return Faults(
+                kind, sabotage=tuple((int(r), k, RAISE) for r in rng.permutation(n)[: rng.integers(1, n + 1)])
+            )
+        if kind == "kill":
+            return Faults(kind, orders=[(one, death)])
+        if kind == "kill at a meeting":
+            return Faults(kind, sabotage=((one, k, death),))
+        if kind == "kill outside":
+            return Faults(kind, outside=[(float(rng.exponential(0.003)), one, signal.SIGKILL)])
+        if kind == "kill idle":
+            return Faults(kind, outside=[(0.0, one, int(rng.choice([signal.SIGKILL, signal.SIGSEGV])))])
+        if kind == "stop":
+            return Faults(kind, orders=[(one, STOP)])
+        if kind == "stop at a meeting":
+            return Faults(kind, sabotage=((one, k, STOP),))
+        return Faults(kind, outside=[(float(rng.exponential(0.003)), one, signal.SIGSTOP)])
+
+    def take_step(self) -> None:
+        """Draw a step and a fault, do it, and check all that came of it."""
+        self.step += 1
+        self.rng = np.random.default_rng((self.seed, self.step))
+        self.watchdog.begin()
+        self.doing = "choosing"
+        choice = self.rng.random()
+        if choice < 0.02:
+            self._change_ranks()
+        else:
+            faults = self._choose_faults()
+            if faults.orders and any(r.obeys for r in self.recipes):
+                step = self.call(faults)
+            elif choice < 0.52:
+                step = self.call(Faults() if faults.orders else faults)
+                faults = Faults() if faults.orders else faults
+            elif choice < 0.84:
+                step, faults = self.collective(faults), Faults() if faults.orders else faults
+            elif choice < 0.92:
+                step, faults = self.data(faults), Faults()
+            else:
+                step, faults = self.functions(faults), Faults()
+            self.doing = step.what
+            self.counts[step.what.split(" ")[0]] += 1
+            self.faults[faults.kind] += faults.kind != "none"
+            self._do(step, faults)
+        self.watchdog.end()
+
+    def _change_ranks(self) -> None:
+        """Close and fork, with an interrupt now and then."""
+        rng = self.rng
+        self.doing = "close and fork"
+        self.counts["fork"] += 1
+        size = int(rng.integers(1, self.most + 2))
+        root = int(rng.integers(size))
+        if rng.random() < 0.3:
+            self.faults["interrupt in close"] += 1
+            with self._interrupts(float(rng.exponential(0.003))), contextlib.suppress(KeyboardInterrupt):
+                synk.close()
+        synk.close()
+        self.check_ended()
+        self.check_master()
+        if rng.random() < 0.3:
+            self.faults["interrupt in fork"] += 1
+            try:
+                with self._interrupts(float(rng.exponential(0.01))):
+                    synk.fork(size, use_gpu=False, master_rank=root)
+            except KeyboardInterrupt:
+                synk.close()  # it may have come when all was done
+                self.check_ended()
+            else:
+                self._forked(size, root)
+                return
+        self.fork(size, root)
+
+    @contextlib.contextmanager
+    def _interrupts(self, seconds: float) -> Any:
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))  # any thread may get it
+        timer.start()
+        try:
+            self.interruptible = True
+            yield
+        finally:
+            self.interruptible = False
+            timer.join()
+
+    def check_master(self) -> None:
+        """Check the master's own copies, which it keeps when the ranks go."""
+        for v in self.variables:
+            expect_equal(np.asarray(v.shared.get_value()), v.values[self.root], f"{v.name} in the master")
+
+    def _do(self, step: Step, faults: Faults) -> None:
+        session, before = ranks.session(), self.pids()
+        may = faults.deeds()
+        if faults.sabotage:
+            session.run(Sabotage(faults.sabotage))
+        if faults.kind == "kill idle":
+            for _, r, number in faults.outside:
+                os.kill(before[r], number)
+            time.sleep(float(self.rng.choice([0.0, 0.01])))
+        over, hurt = threading.Event(), {r for _, r, _ in faults.outside} if faults.kind == "kill idle" else set()
+        threads = [
+            threading.Thread(target=self._hurt, args=(before, event, over, hurt))
+            for event in ([] if faults.kind == "kill idle" else faults.outside)
+        ]
+        stopped = [r for r, deeds in may.items() if STOP in deeds]
+        threads += [threading.Thread(target=self._continue, args=(before[r], over)) for r in stopped]
+        for thread in threads:
+            thread.start()
+        compiled, start, error, result = self._compiled(), time.monotonic(), None, None
+        try:
+            try:
+                self.interruptible = True
+                result = step.run()
+            finally:
+                self.interruptible = False
+        except (Wrong, AssertionError):
+            raise
+        except BaseException as caught:
+            error = caught
+        # The master notices no death while it compiles itself.
+        took = time.monotonic() - start if self._compiled() == compiled else 0.0
+        over.set()
+        for thread in threads:
+            thread.join()
+        self._judge(step, faults, may, error, result, took, before, hurt)
+
+    def _compiled(self) -> int:
+        return sum(len(recipe.function._program.compiled) for recipe in self.recipes)
+
+    @staticmethod
+    def _hurt(pids: dict[int, int], event: tuple[float, int, int], over: threading.Event, hurt: set[int]) -> None:
+        seconds, r, number = event
+        over.wait(seconds)
+        if over.is_set():
+            return
+        if r in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[r], number)
+                hurt.add(r)
+        else:
+            os.kill(os.getpid(), number)  # any thread may get it
+
+    @staticmethod
+    def _continue(pid: int, over: threading.Event) -> None:
+        while True:
+            ended = over.wait(0.1)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+            if ended:
+                return
+
+    def _judge(
+        self,
+        step: Step,
+        faults: Faults,
+        may: dict[int, set[int]],
+        error: BaseException | None,
+        result: Any,
+        took: float,
+        before: dict[int, int],
+        hurt: set[int],
+    ) -> None:
+        """Check that the outcome is one that the faults allow, and every variable with it."""
+        session_ended = ranks.session.__globals__["_current"].closed is not None
+        died = isinstance(error, synk.WorkerError) and session_ended
+        mortal = {r: deeds & set(DEATHS) for r, deeds in may.items() if deeds & set(DEATHS)}
+        outcome = "right" if error is None else "dead" if died else type(error).__name__
+        if isinstance(error, Injected):
+            expect(any(RAISE in deeds for r, deeds in may.items() if r == self.root), "an error from nowhere:", error)
+        elif isinstance(error, KeyboardInterrupt):
+            expect(INTERRUPT in may.get(self.root, ()), "an interrupt from nowhere")
+        elif died:
+            expect(error.rank in mortal, f"rank {error.rank} died, and nobody told it to:", error)
+            words = [DEATHS[deed] for deed in mortal[error.rank]]
+            expect(any(word in str(error) for word in words), f"expected {words} in:", error)
+            self.slowest_death = max(self.slowest_death, took)
+            expect(took < NOTICED, f"a death was noticed after {took:.1f} s")
+        elif isinstance(error, synk.WorkerError):
+            expect(RAISE in may.get(error.rank, ()), "a worker's error from nowhere:", error)
+            expect("Injected" in error.worker_traceback, "no traceback in", error)
+            expect(all(RAISE in may.get(r, ()) for r in error.failures), f"{error.failures}, told were {may}")
+        elif error is not None:
+            if step.refused is None or not isinstance(error, step.refused):
+                raise Wrong(f"an error from nowhere: {error!r}") from error
+            outcome = "refused"
+        elif step.refused is not None:
+            raise Wrong(f"not refused: {step.what}")
+        else:
+            expect_equal(result, step.expected, "result")
+        self.outcomes[outcome] += 1
+
+        for variable in step.touches:
+            variable.sent |= error is None
+        if outcome == "refused":  # by the ranks, perhaps, once they had seen each other's shapes
+            for variable in self.variables:
+                variable.sent |= Mirror.get(ranks.session()).get_key(variable.shared) is not None
+        if died:
+            self._recover(step)
+            return
+        if faults.sabotage:
+            ranks.session().run(Repair())
+        for r in mortal:
+            if r in hurt:  # when the step was over, or nearly
+                self._expect_death(r, before[r])
+                self._recover(step, applied=error is None)
+                return
+        if error is None:
+            for variable, values in step.new.items():
+                variable.values = list(values)
+            if faults.kind != "none" or (step.new and step.check and self.rng.random() < 0.3):
+                self._verify(list(step.new), None)
+        elif outcome == "refused":
+            self._verify(step.touches[:2], None)
+        else:
+            self._verify(list(dict.fromkeys([*step.new, *step.touches])), step)
+            self._check_words(step, error)
+        self._tame(step)
+
+    def _expect_death(self, r: int, pid: int) -> None:
+        """Run something after a worker was killed, once the kernel has done it."""
+        while lives(pid):
+            time.sleep(0.001)
+        start = time.monotonic()
+        try:
+            synk.get_shapes(self.w.shared)
+        except synk.WorkerError as error:
+            expect(error.rank == r, f"rank {r} was killed, but the error says:", error)
+            expect(time.monotonic() - start < NOTICED, "a death was noticed late")
+            self.outcomes["dead when idle"] += 1
+        else:
+            raise Wrong(f"rank {r} is dead, and nobody noticed")
+
+    def _recover(self, step: Step, applied: bool | None = None) -> None:
+        """Fork after a death: the master's variables are there, old or new."""
+        self.check_ended()
+        for v in self.variables:
+            actual, old = np.asarray(v.shared.get_value()), v.values[self.root]
+            new = step.new[v][self.root] if v in step.new else old
+            self._one_of(actual, [new] if applied else [old, new], f"{v.name} in the master")
+            v.values = [actual] * self.size
+        size = int(self.rng.integers(1, self.most + 2))
+        self.fork(size, int(self.rng.integers(size)))
+
+    @staticmethod
+    def _one_of(actual: np.ndarray, candidates: list[np.ndarray], what: str) -> None:
+        """Check that each element is that of one of the arrays: the old one or the new one, say."""
+        agree = [close(actual, each) for each in candidates if each.shape == actual.shape]
+        text = "\nor\n".join(map(str, candidates))
+        expect(agree and functools.reduce(np.logical_or, agree).all(), f"{what}:\n{actual}\nshould be\n{text}")
+
+    def _verify(self, variables: list[Variable], failed: Step | None) -> None:
+        """Compare variables on all ranks with the model, and take what they hold for the model's."""
+        for v in variables:
+            if self.rng.random() < 0.5:
+                values = [np.asarray(synk.get_value(r, v.shared)) for r in range(self.size)]
+            else:
+                values = [np.asarray(value) for value in synk.gather(v.shared)]
+            first_sent, v.sent = not v.sent, True
+            for r, actual in enumerate(values):
+                old = v.values[r]
+                if failed is None:
+                    expect_equal(actual, old, f"{v.name} on rank {r}")
+                    continue
+                candidates = [old, failed.new[v][r] if v in failed.new else old]
+                if first_sent:  # perhaps only now: a copy of what the master has
+                    candidates.append(values[self.root])
+                self._one_of(actual, candidates, f"{v.name} on rank {r}, after a fault")
+            expect_equal(np.asarray(v.shared.get_value()), values[self.root], f"{v.name}, by its own get_value")
+            v.values = values
+
+    def _check_words(self, step: Step, error: BaseException) -> None:
+        """Check what the error of a call says was applied."""
+        if not step.what.startswith("call") or not step.new or isinstance(error, KeyboardInterrupt):
+            return
+        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        expect("updates were applied on" in text, "nothing says what was applied:", text)
+
+    def _tame(self, step: Step) -> None:
+        """Replace large values, so that products stay finite."""
+        for v in step.new:
+            sizes = [np.abs(value.astype(np.complex128)).max(initial=0.0) for value in v.values]
+            if v.dtype.kind in "fc" and not max(sizes) < (100 if v.dtype == np.float16 else LARGEST):
+                value = steps_of(self.rng, v.values[0].shape, v.dtype)
+                synk.broadcast(v.shared, value)
+                v.values, v.sent = [value] * self.size, True
+
+    # -- all of it -------------------------------------------------------------------------------------------
+
+    def footprint(self) -> dict[str, int]:
+        """Close, and return what the process uses then."""
+        synk.close()
+        gc.collect()
+        with open("/proc/self/status") as status:
+            fields = dict(line.split(":", 1) for line in status)
+        with open("/proc/self/maps") as maps:
+            mappings = [line for line in maps if "synkhronos" in line or "/dev/zero" in line]
+        return {
+            "RSS in MB": int(fields["VmRSS"].split()[0]) // 1024,
+            "threads": int(fields["Threads"]),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "shared mappings": len(mappings),
+            "children": len(children_of(os.getpid())),
+        }
+
+    def run(self, seconds: float, warm_up: int = 100) -> None:
+        """Take steps until the time is over, and print the summary."""
+        start = time.monotonic()
+        first = None
+        while time.monotonic() - start < seconds:
+            self.take_step()
+            if self.progress is not None:
+                self.progress.n = min(round(time.monotonic() - start), round(seconds))
+                self.progress.set_postfix(steps=self.step, faults=sum(self.faults.values()), refresh=False)
+                self.progress.refresh()
+            if self.step == warm_up:
+                self.watchdog.begin()
+                first = self.footprint()
+                self.fork(self.size, self.root)
+        if self.progress is not None:
+            self.progress.close()
+        took = time.monotonic() - start
+        last = self.footprint()
+        self.check_ended()
+        self.watchdog.end()
+        print(f"soak of {NAME}: seed {self.seed}, {self.step} steps in {took:.0f} s ({self.step / took:.1f} a second)")
+        for title, counter in (("steps", self.counts), ("faults", self.faults), ("outcomes", self.outcomes)):
+            print(f"  {title}: " + ", ".join(f"{name} {n}" for name, n in counter.most_common() if n))
+        print(f"  slowest notice of a death: {self.slowest_death:.2f} s")
+        for title, figures in ((f"after {warm_up} steps", first), ("at the end", last)):
+            if figures is not None:
+                print(f"  {title}: " + ", ".join(f"{name} {n}" for name, n in figures.items()))
+        print("  0 wrong results, 0 hangs", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=3, help="usual number of ranks; one more at most")
+    args = parser.parse_args()
+    progress = None
+    with contextlib.suppress(ImportError):
+        from tqdm import tqdm
+
+        progress = tqdm(total=round(args.seconds), unit="s", disable=None, mininterval=1)
+    soak = None
+    try:
+        soak = Soak(args.seed, args.ranks, progress)
+        soak.run(args.seconds)
+    except BaseException:
+        traceback.print_exc()
+        if soak is not None:
+            print(f"\nWRONG: {soak.explain()}", file=sys.stderr)
+        command = f"python tests/support/soak.py --seconds {args.seconds:g} --seed {args.seed} --ranks {args.ranks}"
+        print(f"To repeat: {command}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Write the losses of the zoo's networks on Theano 1.0.5, for tests/demos to compare with.
+
+    THEANO_FLAGS=blas.ldflags= PYTHONPATH=. python tests/support/tables/make_zoo_losses.py
+
+Run it in the Theano environment.  The networks are those of ``tests/support/demo_checks/zoo_cases.py``; written are what their first
+steps and a validation say in Theano's default mode, to ``tests/support/demo_checks/zoo_losses.json``.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "demo_checks"))
+
+from zoo_cases import NETWORKS, Recorder, make_for_table, run, without_dropout  # noqa: E402
+
+import synkhronos.compat  # noqa: E402
+
+TARGET = HERE.parent / "demo_checks" / "zoo_losses.json"
+
+
+def main():
+    if synkhronos.compat.chosen != "theano":
+        raise SystemExit("this has to run with Theano itself")
+    without_dropout()
+    table = {}
+    for name in NETWORKS:
+        recorder = Recorder()
+        run(make_for_table(name), recorder)
+        table[name] = [float(f"{loss:.8g}") for loss in recorder.losses]
+        print(name, table[name], flush=True)
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(losses)}" for name, losses in table.items())
+    TARGET.write_text(f"{{\n{lines}\n}}\n")
+
+
+if __name__ == "__main__":
+    main()

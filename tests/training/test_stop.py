@@ -1,0 +1,288 @@
+"""A scheduler's signal in the middle of training: a checkpoint behind the last step, from which training goes on."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from launch_runs import ENVIRONMENT
+from library import XLA
+from paths import SUPPORT
+from trainer_model import ROWS, Model, X, Y
+
+import synkhronos as synk
+from synkhronos.training import Checkpoint, Recorder, stop
+from synkhronos.training.recorder import read
+
+pytestmark = pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
+
+
+class SignalAt:
+    """A learning rate; the first time that the master asks for it behind a number of epochs, a signal comes."""
+
+    def __init__(self, epochs, number=signal.SIGTERM):
+        self.epochs, self.number, self.master = epochs, number, os.getpid()
+
+    def __call__(self, epochs):
+        if epochs >= self.epochs and os.getpid() == self.master:
+            self.epochs = 1e9
+            signal.raise_signal(self.number)
+        time.sleep(0.01)  # the others must not take all batches meanwhile
+        return 0.05
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Have ranks that step together ask after each step whether to stop."""
+    pytest.importorskip("safetensors")
+    monkeypatch.setattr(stop, "_INTERVAL", 0.0)
+
+
+def ended(reports):
+    """Return the exit status with which a training ends, and the losses before that."""
+    losses = []
+    with pytest.raises(SystemExit) as caught:
+        losses += (report.loss for report in reports)
+    return caught.value.code, losses
+
+
+@pytest.mark.parametrize("name", ["BSP", "LocalSGD", "DiLoCo", "EASGD together", "Swap"])
+def test_training_goes_on_bit_for_bit_from_the_step_behind_a_signal(fork, tmp_path, at_once, name):
+    fork(2)
+    options = {"every": 3, "valid": (X[:7], Y[:7])}
+    whole = Model(name, noise=True)
+    expected = [report.record() for report in whole.epochs(5, 2, **options, checkpoint=Checkpoint(tmp_path / "whole"))]
+    part = Model(name, rate=SignalAt(4 / 6), noise=True)
+    checkpoint = Checkpoint(tmp_path / "part")
+    status, losses = ended(part.epochs(5, 2, **options, checkpoint=checkpoint))
+    assert status == 128 + signal.SIGTERM and len(losses) == 1
+    assert int(checkpoint.paths()[-1].name.removeprefix("rows-")) in (50, 60)  # one or two steps are a turn
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    synk.close()
+    fork(2)
+    rest = Model(name, noise=True)
+    reports = [report.record() for report in rest.epochs(5, 2, **options, checkpoint=checkpoint, resume="latest")]
+    for one, other in zip(reports, expected[1:], strict=True):
+        assert all(one[key] == other[key] for key in ("epoch", "seen", "steps", "loss", "validation"))
+    assert rest.values().tolist() == whole.values().tolist()
+    assert rest.used().tolist() == [2.0] * ROWS
+
+
+@pytest.mark.parametrize(("name", "after"), [("EASGD", 3), ("EASGD", 2), ("GoSGD", 3)])
+def test_each_row_is_used_once_though_ranks_exchange_one_by_one(fork, tmp_path, at_once, name, after):
+    fork(3)
+    checkpoint = Checkpoint(tmp_path)
+    part = Model(name, rate=SignalAt(0.3))
+    status, losses = ended(part.epochs(2, 1, checkpoint=checkpoint))
+    assert status == 128 + signal.SIGTERM and not losses
+    row = int(checkpoint.paths()[-1].name.removeprefix("rows-"))
+    assert 0.3 * ROWS < row <= ROWS and row % 6 == 0  # all of them, where the master's process was slow
+    assert part.used().sum() == row and part.used().max() == 1
+    stored = np.asarray(synk.gather(part.counts, nd_up=1))
+    synk.close()
+    fork(after)
+    rest = Model(name)
+    (report,) = rest.epochs(2, 1, checkpoint=checkpoint, resume="latest")
+    new = np.asarray(synk.gather(rest.counts, nd_up=1)) - stored[:after]
+    assert (new.sum(0) + stored.sum(0)).tolist() == [1.0] * ROWS
+    assert report.seen == ROWS and report.steps == ROWS // 2
+
+
+def test_a_signal_within_validation_leaves_the_report_to_the_next_run(fork, tmp_path, at_once, monkeypatch):
+    fork(2)
+    checkpoint, valid = Checkpoint(tmp_path / "part"), (X[:30], Y[:30])
+    whole = [report.record() for report in Model("LocalSGD").epochs(5, 2, valid=valid)]
+    part = Model("LocalSGD")
+    validate, calls = part.trainer._validation, []
+
+    def signalled(*args, **kwargs):
+        calls.append(kwargs["batch"])
+        if len(calls) == 5:  # three batches a report
+            signal.raise_signal(signal.SIGUSR1)
+        return validate(*args, **kwargs)
+
+    monkeypatch.setattr(part.trainer, "_validation", signalled)
+    recorder = Recorder(tmp_path / "records")
+    status, losses = ended(part.epochs(5, 2, valid=valid, checkpoint=checkpoint, recorder=recorder))
+    assert status == 128 + signal.SIGUSR1 and losses == [whole[0]["loss"]] and len(calls) == 5
+    (report,) = Model("LocalSGD").epochs(5, 2, valid=valid, checkpoint=checkpoint, recorder=recorder, resume="latest")
+    assert report.loss == whole[1]["loss"] and report.validation == whole[1]["validation"]
+    assert [line["seen"] for line in read(tmp_path / "records")["reports"]] == [60, 120]
+
+
+def test_a_signal_behind_a_report_leaves_no_checkpoint_of_a_training_that_was_left(fork, tmp_path, at_once):
+    fork(1)
+    checkpoint = Checkpoint(tmp_path, every=1, keep_best="mse")
+    options = {"valid": (X, Y), "checkpoint": checkpoint}
+    list(Model("BSP").epochs(5, 4, **options))
+    first, stale, *_ = checkpoint.paths()
+    before = checkpoint.load(stale).metrics
+
+    def reports_until_signal(resume, **others):
+        for report in Model("BSP", rate=0.01).epochs(5, 4, **options | others, resume=resume):
+            yield report.loss
+            signal.raise_signal(signal.SIGTERM)
+
+    left = Checkpoint(tmp_path, every=9)  # at which the second epoch is not saved
+    status, losses = ended(SimpleNamespace(loss=loss) for loss in reports_until_signal(first, checkpoint=left))
+    assert status == 128 + signal.SIGTERM and len(losses) == 1
+    assert checkpoint.paths() == [first, stale]
+    after = checkpoint.load(stale).metrics
+    assert after["loss"] == losses[0] != before["loss"] and after["mse"] != before["mse"]
+
+
+def test_a_handler_of_the_user_stays(fork, tmp_path, at_once):
+    fork(2)
+    came = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: came.append(requested()))
+    requested = stop.requested_stop
+    try:
+        model = Model("LocalSGD", rate=SignalAt(0.3, signal.SIGUSR1))
+        (report,) = model.epochs(5, 1, checkpoint=Checkpoint(tmp_path))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert report.seen == ROWS and came == [0]
+
+
+def test_without_a_checkpoint_signals_are_not_touched(fork):
+    fork(2)
+    reports = Model("LocalSGD").epochs(5, 2)
+    next(reports)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_loss_that_is_no_number_is_not_saved_by_a_signal(fork, tmp_path, at_once):
+    fork(1)
+    model = Model("BSP", rate=SignalAt(0.3))
+    model.w.set_value(np.full(4, np.nan))
+    status, _ = ended(model.epochs(5, 1, checkpoint=Checkpoint(tmp_path)))
+    assert status == 128 + signal.SIGTERM and not Checkpoint(tmp_path).paths()
+
+
+def test_a_signal_that_a_loop_was_left_with_ends_the_process(tmp_path):
+    code = f"""
+        import signal, sys
+        sys.path.insert(0, {str(SUPPORT)!r})
+        from synkhronos.training.stop import StopSignals
+
+        def reports():
+            with StopSignals(30.0):
+                yield 1
+                yield 2
+
+        for report in reports():
+            signal.raise_signal(signal.SIGTERM)
+            print(report, flush=True)
+            break
+        print("never", flush=True)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "1\n"), done.stderr
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_ranks_agree_without_a_question_at_each_step(monkeypatch, every):
+    now, asked = [0.0], []
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Alone:
+        def exchange(self, value):
+            asked.append(now[0])
+            return [value, (0, 2 * value[1])]
+
+    agreement = stop.StopAgreement(Alone())
+    for _ in range(10_000):
+        now[0] += 0.001 * every
+        assert not agreement.is_stop()
+    assert len(asked) < 30 * every and max(np.diff(asked)) < 1.0
+
+
+#: Trains until a signal comes; prints a line for each report.
+SCRIPT = """
+import sys, time
+import synkhronos as synk
+from synkhronos.training import Checkpoint
+from trainer_model import Model
+
+class Slow:
+    def __call__(self, epochs):
+        time.sleep(1000 if epochs >= {stuck} else 0.01)
+        return 0.01
+
+n = synk.fork(2, use_gpu=False)
+model = Model("LocalSGD", rate=Slow())
+for report in model.epochs(5, 10**6, checkpoint=Checkpoint(sys.argv[1]), grace={grace}):
+    print(report.epoch, flush=True)
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("how", ["all at once", "twice", "too late"])
+def test_a_program_that_a_scheduler_ends(tmp_path, how):
+    pytest.importorskip("safetensors")
+    values = {"stuck": 1e9 if how == "all at once" else 2.0, "grace": 0.5 if how == "too late" else 60}
+    (tmp_path / "script.py").write_text(SCRIPT.format(**values))
+    process = subprocess.Popen(
+        [sys.executable, tmp_path / "script.py", tmp_path / "checkpoints"],
+        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        for _ in range(2):
+            assert process.stdout.readline()
+        os.killpg(process.pid, signal.SIGTERM)  # the workers, too
+        if how == "twice":
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(stop.ECHO + 0.5)
+            os.killpg(process.pid, signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+        if how == "all at once":
+            assert process.returncode == 128 + signal.SIGTERM
+            newest = Checkpoint(tmp_path / "checkpoints").paths()[-1]
+            assert f"SIGTERM: training ends; go on with resume={str(newest)!r}" in said
+            assert Checkpoint(tmp_path / "checkpoints").load(newest).meta["epoch"] >= 2
+        else:
+            assert process.returncode == -signal.SIGTERM, said
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_pools_of_ranks_stop_after_the_same_round():
+    """Each of two hosts' pools of ranks counts its batches by itself."""
+    from synkhronos.training.loop import RankLoop
+
+    plan = SimpleNamespace(pools=[range(2), range(2, 3)], batch=10, first=30, last=1000, can_stop=True)
+    taken = SimpleNamespace(array=np.array([7, 0, 2, 0]))
+    lock = SimpleNamespace(read=lambda *_: None, write=lambda *_: None)
+    loop = RankLoop.__new__(RankLoop)
+    loop.plan, loop._taken, loop.most, loop.left = plan, taken, 2, lambda: 64
+    loop.meter = SimpleNamespace(timed=lambda _: threading.Lock())
+    seen = {0: [], 2: []}
+    try:
+        stop._requested = signal.SIGTERM
+        for rank in (2, 0):
+            loop.worker = SimpleNamespace(number=rank, size=3, lock=lambda _: Manager(lock))
+            seen[rank] = [start for turn in loop.as_they_come() for start in turn.starts]
+            assert loop.end == 30 + 4 * 3 * 10  # seven batches of two ranks are four rounds
+    finally:
+        stop._requested = 0
+    assert seen == {2: [30 + 8 * 10, 30 + 11 * 10], 0: [30 + 10 * 10]}
+
+
+class Manager:
+    def __init__(self, value):
+        self.value = value
+
+    def __enter__(self):
+        return self.value
+
+    def __exit__(self, *_):
+        pass

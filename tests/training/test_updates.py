@@ -1,0 +1,385 @@
+"""The update rules: against numbers computed elsewhere, and for any split of the rows."""
+
+import functools
+import inspect
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paths import SUPPORT
+
+from synkhronos.extensions import updates
+
+try:
+    import pytensor as library
+except ImportError:
+    import theano as library
+
+T = library.tensor
+
+TABLE = json.loads((SUPPORT / "tables" / "update_rules.json").read_text())
+X, Y, START = (np.array(TABLE[name]) for name in ("x", "y", "start"))
+
+RULES = [
+    "sgd",
+    "momentum",
+    "nesterov_momentum",
+    "adagrad",
+    "rmsprop",
+    "adadelta",
+    "adam",
+    "adamax",
+    "amsgrad",
+]
+
+
+def pattern(*lengths):
+    """The keyword of `shared` for a type with these lengths, 1 or None."""
+    if library.__name__ == "pytensor":
+        return {"shape": lengths}
+    return {"broadcastable": tuple(length == 1 for length in lengths)}
+
+
+def compiled(inputs, outputs=None, **kwargs):
+    # Without C: the tests are about values.
+    return library.function(inputs, outputs, mode="FAST_COMPILE", **kwargs)
+
+
+class Problem:
+    """The table's problem, in one process."""
+
+    def __init__(self, dtype="float64", w_dtype=None):
+        self.x, self.y = T.matrix("x", dtype=dtype), T.matrix("y", dtype=dtype)
+        self.w = library.shared(START[:6].reshape(3, 2).astype(w_dtype or dtype), name="w")
+        self.b = library.shared(START[6:].astype(dtype), name="b")
+        self.params = [self.w, self.b]
+        self.loss = ((T.tanh(T.dot(self.x, self.w) + self.b) - self.y) ** 2).mean()
+
+    def train(self, rule):
+        grad_updates, param_updates, self.grad_shared = rule
+        self.gradient = compiled([self.x, self.y], self.loss, updates=grad_updates)
+        self.update = compiled([], updates=param_updates)
+
+    def step(self):
+        self.gradient(X.astype(self.x.dtype), Y.astype(self.y.dtype))
+        self.update()
+
+    def values(self):
+        return np.concatenate([p.get_value().ravel() for p in self.params])
+
+
+def rule_of(column, problem, **more):
+    """What the column's rule returns."""
+    kwargs = {**column["kwargs"], **more}
+    first, _, modifier = column["rule"].partition(" + ")
+    if not modifier:
+        return getattr(updates, first)(problem.loss, problem.params, **kwargs)
+    momentum = kwargs.pop("momentum")
+    rule = getattr(updates, first)(problem.loss, problem.params, **kwargs)
+    return getattr(updates, modifier)(rule, problem.params, momentum=momentum)
+
+
+def named(column):
+    return column["rule"] + ("" if column["kwargs"] else " with defaults")
+
+
+@pytest.mark.parametrize("column", TABLE["columns"], ids=named)
+def test_each_rule_gives_the_numbers_computed_elsewhere(column):
+    problem = Problem()
+    problem.train(rule_of(column, problem))
+    for expected in column["params"]:
+        problem.step()
+        np.testing.assert_allclose(problem.values(), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_gives_the_numbers_in_float32_to_its_precision(rule):
+    # The last column of a rule has the larger steps.
+    column = [c for c in TABLE["columns"] if c["rule"] == rule][-1]
+    problem = Problem("float32")
+    problem.train(rule_of(column, problem))
+    for expected in column["params"]:
+        problem.step()
+        np.testing.assert_allclose(problem.values(), expected, rtol=2e-5, atol=2e-6)
+    assert {p.dtype for p in problem.params} == {"float32"}
+
+
+def test_adam_is_exact_in_float32_from_the_first_step():
+    # 1 - 0.999**t written out in float32 is off by 5e-5 at t = 1.
+    problem = Problem("float32")
+    problem.train(updates.adam(problem.loss, problem.params, learning_rate=1.0, epsilon=0))
+    problem.step()
+    moved = problem.values() - START
+    np.testing.assert_allclose(np.abs(moved), 1, rtol=2e-6)
+
+
+def test_every_rule_is_in_the_table():
+    assert {c["rule"].split(" + ")[0] for c in TABLE["columns"]} == set(RULES)
+    assert set(updates.__all__) == {*RULES, "apply_momentum", "apply_nesterov_momentum", "RuleUpdates"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "signature"),
+    [
+        ("sgd", "(loss_or_grads, params, learning_rate)"),
+        ("momentum", "(loss_or_grads, params, learning_rate, momentum=0.9)"),
+        ("nesterov_momentum", "(loss_or_grads, params, learning_rate, momentum=0.9)"),
+        ("adagrad", "(loss_or_grads, params, learning_rate=1.0, epsilon=1e-06)"),
+        ("rmsprop", "(loss_or_grads, params, learning_rate=1.0, rho=0.9, epsilon=1e-06)"),
+        ("adadelta", "(loss_or_grads, params, learning_rate=1.0, rho=0.95, epsilon=1e-06)"),
+        ("adam", "(loss_or_grads, params, learning_rate=0.001, beta1=0.9, beta2=0.999, epsilon=1e-08)"),
+        ("adamax", "(loss_or_grads, params, learning_rate=0.002, beta1=0.9, beta2=0.999, epsilon=1e-08)"),
+        ("amsgrad", "(loss_or_grads, params, learning_rate=0.001, beta1=0.9, beta2=0.999, epsilon=1e-08)"),
+        ("apply_momentum", "(updates, params=None, momentum=0.9)"),
+        ("apply_nesterov_momentum", "(updates, params=None, momentum=0.9)"),
+    ],
+)
+def test_signatures_are_those_of_lasagne(rule, signature):
+    found = inspect.signature(getattr(updates, rule))
+    bare = [p.replace(annotation=p.empty) for p in found.parameters.values() if p.name != "weight"]
+    assert str(found.replace(parameters=bare, return_annotation=found.empty)) == signature
+
+
+# -- the flat vector -------------------------------------------------------------------------------------
+
+
+def test_the_vector_holds_the_raw_gradients_one_after_another():
+    problem = Problem()
+    problem.train(updates.sgd(problem.loss, problem.params, learning_rate=0.5))
+    problem.gradient(X, Y)
+    sgd = next(c for c in TABLE["columns"] if c["rule"] == "sgd")
+    np.testing.assert_allclose(problem.grad_shared.get_value(), (START - sgd["params"][0]) / 0.5, rtol=1e-9)
+
+
+def test_with_a_weight_the_vector_holds_weighted_gradients_and_the_weight():
+    plain, weighted = Problem(), Problem()
+    plain.train(updates.sgd(plain.loss, plain.params, learning_rate=0.5))
+    weighted.train(updates.sgd(weighted.loss, weighted.params, 0.5, weight=weighted.x.shape[0]))
+    plain.gradient(X, Y)
+    weighted.gradient(X, Y)
+    expected = [*5 * plain.grad_shared.get_value(), 5]
+    np.testing.assert_allclose(weighted.grad_shared.get_value(), expected, rtol=1e-12)
+
+
+@functools.cache
+def split_problem():
+    """Compiled once for all examples."""
+    problem = Problem()
+    problem.train(updates.sgd(problem.loss, problem.params, 0.5, weight=problem.x.shape[0]))
+    return problem
+
+
+@given(
+    splits=st.lists(st.integers(1, 5), max_size=4).map(sorted),
+    op=st.sampled_from([np.mean, np.sum]),
+)
+@settings(max_examples=30, deadline=None)
+def test_with_a_weight_any_split_of_the_rows_gives_the_step_over_all_rows(splits, op):
+    problem = split_problem()
+    problem.w.set_value(START[:6].reshape(3, 2))
+    problem.b.set_value(START[6:])
+    written = []
+    for rows in np.split(np.arange(5), splits):
+        if len(rows):
+            problem.gradient(X[rows], Y[rows])
+            written.append(problem.grad_shared.get_value())
+        else:
+            # A rank that sits out; the caller zeroes its vector.
+            written.append(np.zeros_like(problem.grad_shared.get_value()))
+    problem.grad_shared.set_value(op(written, axis=0))
+    problem.update()
+    expected = next(c for c in TABLE["columns"] if c["rule"] == "sgd")["params"][0]
+    np.testing.assert_allclose(problem.values(), expected, rtol=1e-9)
+
+
+def test_a_weight_may_be_a_number_and_does_not_change_one_process():
+    column = TABLE["columns"][-1]
+    problem = Problem()
+    problem.train(rule_of(column, problem, weight=3))
+    for expected in column["params"]:
+        problem.step()
+        np.testing.assert_allclose(problem.values(), expected, rtol=1e-9)
+
+
+def test_gradients_may_be_given_in_the_place_of_the_loss():
+    column = next(c for c in TABLE["columns"] if c["rule"] == "adam")
+    problem = Problem()
+    problem.train(updates.adam(library.grad(problem.loss, problem.params), problem.params))
+    problem.step()
+    np.testing.assert_allclose(problem.values(), column["params"][0], rtol=1e-9)
+
+
+def test_parameters_of_different_dtypes_keep_theirs():
+    column = [c for c in TABLE["columns"] if c["rule"] == "amsgrad"][-1]
+    problem = Problem("float64", w_dtype="float32")
+    problem.train(rule_of(column, problem, weight=problem.x.shape[0]))
+    assert problem.grad_shared.dtype == "float64"
+    for expected in column["params"]:
+        problem.step()
+        np.testing.assert_allclose(problem.values(), expected, rtol=2e-5, atol=2e-6)
+    assert (problem.w.get_value().dtype, problem.b.get_value().dtype) == ("float32", "float64")
+
+
+def test_the_vector_is_at_least_float32():
+    w = library.shared(np.ones(3, "float16"))
+    assert updates.sgd((w**2).sum(), [w], 0.1).grad_shared.dtype == "float32"
+
+
+@pytest.mark.parametrize("floatx", ["float32", "float64"])
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_widens_a_float32_parameter(rule, floatx, monkeypatch):
+    monkeypatch.setattr(library.config, "floatX", floatx)
+    w = library.shared(np.ones(3, "float32"))
+    learning_rate = library.shared(np.asarray(0.1, "float64"))
+    _, param_updates, _ = getattr(updates, rule)((w**2).sum(), [w], learning_rate=learning_rate)
+    assert all(shared.dtype == "float32" == new.dtype for shared, new in param_updates.items())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_broadcast_patterns_are_kept(rule):
+    row = library.shared(np.ones((1, 3)), name="row", **pattern(1, None))
+    column = library.shared(np.ones((2, 1)), name="column", **pattern(None, 1))
+    unmarked = library.shared(np.ones((1, 3)), name="unmarked")
+    scalar = library.shared(np.asarray(1.0), name="scalar")
+    params = [row, column, unmarked, scalar]
+    loss = ((row + column) ** 2).sum() + (unmarked**2).sum() + scalar**2
+    grad_updates, param_updates, _ = getattr(updates, rule)(loss, params, learning_rate=0.1, weight=2)
+    for shared, new in param_updates.items():
+        assert new.broadcastable == shared.broadcastable
+    compiled([], updates=grad_updates)()
+    compiled([], updates=param_updates)()
+    assert [p.get_value().shape for p in params] == [(1, 3), (2, 1), (1, 3), ()]
+    assert all((p.get_value() < 1).all() for p in params)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("weight", [None, 2])
+def test_a_model_may_have_one_number(shape, weight):
+    w = library.shared(np.ones(shape))
+    grad_updates, param_updates, _ = updates.momentum((w**2).sum(), [w], 0.25, weight=weight)
+    compiled([], updates=grad_updates)()
+    compiled([], updates=param_updates)()
+    np.testing.assert_array_equal(w.get_value(), np.full(shape, 0.5))
+
+
+def test_a_parameter_may_be_empty():
+    w, none = library.shared(np.ones(2)), library.shared(np.ones((0, 3)))
+    grad_updates, param_updates, _ = updates.sgd((w**2).sum() + none.sum(), [none, w], 0.25)
+    compiled([], updates=grad_updates)()
+    compiled([], updates=param_updates)()
+    np.testing.assert_array_equal(w.get_value(), [0.5, 0.5])
+    assert none.get_value().shape == (0, 3)
+
+
+# -- hyperparameters -------------------------------------------------------------------------------------
+
+
+def test_hyperparameters_may_be_shared_variables():
+    column = [c for c in TABLE["columns"] if c["rule"] == "adam"][-1]
+    shareds = {name: library.shared(np.asarray(value)) for name, value in column["kwargs"].items()}
+    problem = Problem()
+    problem.train(updates.adam(problem.loss, problem.params, **shareds))
+    for expected in column["params"][:5]:
+        problem.step()
+        np.testing.assert_allclose(problem.values(), expected, rtol=1e-9)
+    before = problem.values()
+    shareds["learning_rate"].set_value(0.0)
+    problem.step()
+    np.testing.assert_array_equal(problem.values(), before)
+
+
+def test_the_learning_rate_may_be_an_input():
+    w, rate = library.shared(np.ones(2)), T.scalar("rate", dtype="float64")
+    grad_updates, param_updates, _ = updates.sgd((w**2).sum(), [w], rate)
+    compiled([], updates=grad_updates)()
+    compiled([rate], updates=param_updates)(0.25)
+    np.testing.assert_array_equal(w.get_value(), [0.5, 0.5])
+
+
+@pytest.mark.parametrize("beta", [0, 0.5])
+def test_the_first_step_of_adam_is_the_learning_rate_whatever_the_betas(beta):
+    w = library.shared(np.ones(2))
+    rule = updates.adam((w**2).sum(), [w], learning_rate=0.25, beta1=beta, beta2=beta)
+    compiled([], updates=rule.grad_updates)()
+    compiled([], updates=rule.param_updates)()
+    np.testing.assert_allclose(w.get_value(), 0.75, rtol=1e-7)
+
+
+# -- momenta ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["momentum", "nesterov_momentum"])
+def test_momentum_is_sgd_with_momentum_applied(kind):
+    column = [c for c in TABLE["columns"] if c["rule"] == kind][-1]
+    problem = Problem()
+    rule = updates.sgd(problem.loss, problem.params, column["kwargs"]["learning_rate"])
+    problem.train(getattr(updates, "apply_" + kind)(rule, momentum=column["kwargs"]["momentum"]))
+    for expected in column["params"]:
+        problem.step()
+        np.testing.assert_allclose(problem.values(), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("apply", [updates.apply_momentum, updates.apply_nesterov_momentum])
+def test_momentum_takes_and_returns_a_triple_or_its_param_updates(apply):
+    problem = Problem()
+    rule = updates.sgd(problem.loss, problem.params, 0.5)
+    kept = dict(rule.param_updates)
+    from_triple, from_dict = apply(rule), apply(rule.param_updates)
+    assert from_triple.grad_shared is rule.grad_shared
+    assert from_triple.grad_updates == rule.grad_updates
+    assert isinstance(from_triple, updates.RuleUpdates)
+    assert type(from_dict) is type(rule.param_updates)
+    # Two parameters and a velocity of each; what was given is left as it was.
+    assert len(from_triple.param_updates) == len(from_dict) == 4
+    assert dict(rule.param_updates) == kept
+
+
+def test_momentum_applies_to_the_parameters_named():
+    problem = Problem()
+    rule = updates.adagrad(problem.loss, problem.params)
+    changed = updates.apply_momentum(rule, [problem.w]).param_updates
+    assert changed[problem.b] is rule.param_updates[problem.b]
+    assert changed[problem.w] is not rule.param_updates[problem.w]
+    assert len(changed) == len(rule.param_updates) + 1
+
+
+# -- wrong arguments -------------------------------------------------------------------------------------
+
+
+def a_shared(dtype="float64"):
+    return library.shared(np.ones(2, dtype))
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, "params: .* got", lambda w: updates.sgd(w.sum(), w, 0.1)),
+        (TypeError, "params: .*3", lambda w: updates.sgd(w.sum(), [w, 3], 0.1)),
+        (TypeError, "params: .*at index 1", lambda w: updates.sgd(w.sum(), [w, T.vector()], 0.1)),
+        (TypeError, "params: .*int64.*at index 0", lambda w: updates.sgd(w.sum(), [a_shared("int64")], 0.1)),
+        (ValueError, "params: .* got none", lambda w: updates.sgd(w.sum(), [], 0.1)),
+        (ValueError, "params: .*again at index 1", lambda w: updates.sgd(w.sum(), [w, w], 0.1)),
+        (TypeError, "loss_or_grads: .*2.0", lambda w: updates.sgd(2.0, [w], 0.1)),
+        (ValueError, "loss_or_grads: expected a symbolic scalar", lambda w: updates.sgd(w * 2, [w], 0.1)),
+        (ValueError, "loss_or_grads: .*1 params, got 2", lambda w: updates.sgd([w, w], [w], 0.1)),
+        (TypeError, "loss_or_grads: .*1.5", lambda w: updates.sgd([1.5], [w], 0.1)),
+        (ValueError, "loss_or_grads: .*1 dimensions", lambda w: updates.sgd([w.sum()], [w], 0.1)),
+        (TypeError, "learning_rate: .*'fast'", lambda w: updates.sgd(w.sum(), [w], "fast")),
+        (TypeError, "learning_rate: .*True", lambda w: updates.sgd(w.sum(), [w], True)),
+        (ValueError, "learning_rate: ", lambda w: updates.sgd(w.sum(), [w], w)),
+        (TypeError, "epsilon: .*None", lambda w: updates.adagrad(w.sum(), [w], epsilon=None)),
+        (TypeError, "rho: ", lambda w: updates.rmsprop(w.sum(), [w], rho=[0.9])),
+        (TypeError, "beta2: ", lambda w: updates.adam(w.sum(), [w], beta2="0.9")),
+        (ValueError, "beta1.*got 1.0", lambda w: updates.adamax(w.sum(), [w], beta1=1.0)),
+        (TypeError, "weight: ", lambda w: updates.sgd(w.sum(), [w], 0.1, weight="all")),
+        (ValueError, "weight: ", lambda w: updates.sgd(w.sum(), [w], 0.1, weight=w)),
+        (TypeError, "momentum: ", lambda w: updates.momentum(w.sum(), [w], 0.1, momentum=None)),
+        (TypeError, "updates: ", lambda w: updates.apply_momentum(w)),
+        (ValueError, "params: .*moves", lambda w: updates.apply_momentum({w: w + 1}, [a_shared()])),
+    ],
+)
+def test_wrong_arguments_are_named(error, message, call):
+    with pytest.raises(error, match=message):
+        call(a_shared())
