@@ -234,7 +234,7 @@ def test_get_n_gpu_counts_what_is_visible(monkeypatch):
 def test_a_blas_that_a_compiler_loads_is_limited_too():
     printed = python("""
         import sys
-        sys.path.insert(0, "tests")
+        sys.path.insert(0, "tests/support")
         import numpy as np, threadpoolctl
         from library import COMPILER, package, tensor as T, shared
         import synkhronos as synk

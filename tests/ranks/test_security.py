@@ -242,6 +242,7 @@ def test_what_is_unpickled_comes_from_these_places():
         ("tasks/run.py", "Unpickler"),  # the program of a task, from its command
         ("tasks/run.py", "load"),
         ("tasks/run.py", "loads"),  # what ranks return, from the slots
+        ("tracing/timeline.py", "loads"),  # what ranks have recorded, from the slots
         ("tasks/worker.py", "loads"),  # what ranks show each other, from the slots
     }
 
