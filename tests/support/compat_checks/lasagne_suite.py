@@ -78,7 +78,12 @@ def run(selection=(), timeout=1500):
     with tempfile.TemporaryDirectory() as directory:
         source = unpack(download(directory), directory)
         report = Path(directory) / "report.xml"
-        paths = [str(source), str(ROOT), str(ROOT / "tests" / "support" / "demo_checks"), os.environ.get("PYTHONPATH", "")]
+        paths = [
+            str(source),
+            str(ROOT),
+            str(ROOT / "tests" / "support" / "demo_checks"),
+            os.environ.get("PYTHONPATH", ""),
+        ]
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         # Few rewrites compile faster.  The tests around these may have said otherwise; of flags that contradict each
         # other the last one counts.
