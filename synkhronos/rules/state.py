@@ -77,12 +77,15 @@ class Vector:
         if tuple(vector.shape) != (self.size,):
             raise ValueError(f"expected a vector of {self.size} elements, got shape {tuple(vector.shape)}")
         values = self._values()
-        device = _common_device(values)
-        if device is not HOST and device.owns(vector):
+        device = find_device(vector)
+        # Variables that no function of this library has moved may still hold NumPy arrays, as vels2 of Theano-MPI's
+        # classes does: on the host they would be sent to the device again at each call.
+        moves = device.moves_shareds and all(isinstance(value, np.ndarray) for value in values)
+        if device is not HOST and (moves or device is _common_device(values)):
             for shared, piece in zip(self.shareds, device.split(vector, self.shapes, self._dtypes), strict=True):
                 library_of(shared).put(shared, piece)
             return
-        vector = find_device(vector).to_host(vector)
+        vector = device.to_host(vector)
         for shared, value, (start, stop), shape in zip(self.shareds, values, self._bounds, self.shapes, strict=True):
             library, device = library_of(shared), array_device(value)
             piece = vector[start:stop].reshape(shape)

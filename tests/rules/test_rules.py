@@ -8,12 +8,13 @@ import pytest
 import rule_programs as programs
 from hypothesis import given
 from hypothesis import strategies as st
-from library import DEVICE, NAME, XLA, few, fork_ranks, shared
+from library import ARRAYS, DEVICE, NAME, XLA, few, fork_ranks, shared
 
 import synkhronos as synk
 from synkhronos import rules
 from synkhronos.rules import elastic as elastic_rule
 from synkhronos.rules.base import as_bfloat16
+from synkhronos.rules.state import Vector
 
 # Where XLA compiles, as in conftest.py: 3 ranks do all that 2 do.
 SIZES = [1, 3] if DEVICE == "jax" else [1, 2, 3, 4]
@@ -431,3 +432,15 @@ def test_a_rule_says_how_to_make_another_one_like_it():
         again = eval(repr(rule), {**vars(rules), "Halfway": programs.Halfway})
         assert again.options() == rule.options() and repr(again) == repr(rule)
     assert repr(made[0]) == "ASGD(period=3)"
+
+
+@pytest.mark.skipif(not XLA, reason="variables that can hold a device's arrays")
+def test_a_vector_of_a_device_moves_the_variables_there(n):
+    # Theano-MPI's classes make vels2 of NumPy arrays; on a GPU they were written through host memory at each step.
+    vector, values = Vector(shareds := variables()), np.arange(float(D))
+    vector.set(ARRAYS.from_host(values))
+    assert all(ARRAYS.owns(each.container.storage[0]) for each in shareds)
+    np.testing.assert_array_equal(vector.get_on_host(), values)
+    vector.set(values[::-1].copy())  # from the host: the variables stay where they are
+    assert all(ARRAYS.owns(each.container.storage[0]) for each in shareds)
+    np.testing.assert_array_equal(vector.get_on_host(), values[::-1])
