@@ -113,6 +113,8 @@ def main() -> None:
     if not importlib.util.find_spec("pymc"):
         print("This benchmark needs PyMC, which is not installed: left out.")
         return
+    import pymc  # noqa: F401  # sets the level of its logger
+
     warnings.simplefilter("ignore")
     logging.getLogger("pymc").setLevel(logging.ERROR)
     heading("PyMC: chains side by side")

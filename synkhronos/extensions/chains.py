@@ -13,11 +13,15 @@ a chain inherit the arrays.
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import current_process
 from multiprocessing.util import Finalize
+from time import perf_counter
 from types import FrameType
 from typing import Any
 
@@ -32,10 +36,16 @@ from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command, Rank, Session
 
-__all__ = ["find_chain", "set_inherited_rows", "start_ranks"]
+__all__ = ["find_chain", "measure_rate", "set_inherited_rows", "start_ranks"]
 
 #: Modules of PyMC that start a process for each chain.
 _SAMPLERS = ("pymc.sampling.parallel", "pymc.smc.parallel")
+
+#: Seconds for which `measure_rate` measures, and those in which all chains have to be ready.
+_MEASURE_SECONDS, _START_SECONDS = 0.3, 120.0
+
+#: Result of `find_chain` in a process of `measure_rate`.
+_measured_chain: tuple[int, int] | None = None
 
 
 def find_chain() -> tuple[int, int] | None:
@@ -43,6 +53,8 @@ def find_chain() -> tuple[int, int] | None:
 
     PyMC does not pass these numbers on.  They are read from the call that forked this process, which is on its stack.
     """
+    if _measured_chain is not None:
+        return _measured_chain
     number = re.search(r"worker_chain_(\d+)$", current_process().name)
     frame: FrameType | None = sys._getframe()
     while number and (frame := frame and frame.f_back):
@@ -52,13 +64,13 @@ def find_chain() -> tuple[int, int] | None:
     return None
 
 
-def start_ranks(ranks_per_chain: int | None = None) -> bool:
+def start_ranks(max_ranks: int | None = None) -> bool:
     """Start the ranks of this process' chain; they end with this process.
 
     Parameters
     ----------
-    ranks_per_chain : int, optional
-        Number of ranks.  Default: this chain's share of the master's ranks on this machine, at least one.
+    max_ranks : int, optional
+        Maximal number of ranks.  A chain has its share of the master's ranks on this machine, and at least one.
 
     Returns
     -------
@@ -70,9 +82,66 @@ def start_ranks(ranks_per_chain: int | None = None) -> bool:
         return False
     number, at_a_time = chain
     share = get_share(len(inherited.rank.control.here), at_a_time, number % at_a_time)
-    synk.fork(ranks_per_chain or max(1, share.stop - share.start), use_gpu=False, hosts=[])
+    size = max(1, share.stop - share.start)
+    synk.fork(min(size, max_ranks or size), use_gpu=False, hosts=[])
     Finalize(None, synk.close, exitpriority=0)  # a process of multiprocessing does not run the functions of atexit
     return True
+
+
+def measure_rate(evaluate: Callable[[], Any], chains: int) -> float:
+    """Return how many times a second chains that are sampled at a time call a function, all chains together.
+
+    Parameters
+    ----------
+    evaluate : callable
+        A chain evaluates the log-density and its gradient.
+    chains : int
+        Number of chains.  Each has a process of its own if there are several.
+    """
+    if chains == 1:
+        evaluate()
+        return _measure(evaluate)
+    context = multiprocessing.get_context("fork")
+    barrier, pipes, processes = context.Barrier(chains), [], []
+    try:
+        for number in range(chains):
+            ours, theirs = context.Pipe()
+            pipes.append(ours)
+            process = context.Process(
+                target=_measure_chain, args=(evaluate, number, chains, barrier, theirs), daemon=True
+            )
+            processes.append(process)
+            process.start()
+            theirs.close()
+        rates = [pipe.recv() for pipe in pipes]
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+    errors = [rate for rate in rates if isinstance(rate, Exception)]
+    if errors:  # one chain's error breaks the barrier of the others
+        raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
+    return sum(rates)
+
+
+def _measure_chain(evaluate: Callable[[], Any], number: int, chains: int, barrier: Any, pipe: Any) -> None:
+    global _measured_chain
+    _measured_chain = number, chains
+    try:
+        evaluate()
+        barrier.wait(_START_SECONDS)
+        pipe.send(_measure(evaluate))
+    except Exception as error:
+        barrier.abort()
+        pipe.send(error)
+
+
+def _measure(evaluate: Callable[[], Any]) -> float:
+    start, calls = perf_counter(), 0
+    while perf_counter() - start < _MEASURE_SECONDS or calls < 3:
+        evaluate()
+        calls += 1
+    return calls / (perf_counter() - start)
 
 
 def set_inherited_rows(session: Session, variables: list[Any], owner: Any) -> None:

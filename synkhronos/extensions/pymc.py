@@ -8,6 +8,9 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
+from synkhronos.checks import check_integer
+from synkhronos.ranks import available_cores
+
 if TYPE_CHECKING:
     import pymc
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["data_parallel"]
 
 
-def data_parallel(model: pymc.Model) -> DataParallelModel:
+def data_parallel(model: pymc.Model, ranks: str | None = None, chains: int | None = None) -> DataParallelModel:
     """Return a copy of a model whose log-density is computed by all ranks, each from its own rows.
 
     An observed variable is split if its log-density is a sum over rows, and each row's term depends on that row alone:
@@ -28,6 +31,13 @@ def data_parallel(model: pymc.Model) -> DataParallelModel:
     ----------
     model : pymc.Model
         It is not changed.
+    ranks : "auto", optional
+        Measure how long the chains' gradients take with 1, 2, 4, ... ranks for each chain, and take the quickest
+        number.  If PyMC alone is as quick, no variable is split.  A line in PyMC's log has the times.  Default: the
+        ranks are divided among the chains.
+    chains : int, optional
+        Number of chains that will be sampled at a time, for ``ranks="auto"``.  Default: PyMC's, one for each core and
+        at most four.
 
     Returns
     -------
@@ -39,9 +49,11 @@ def data_parallel(model: pymc.Model) -> DataParallelModel:
     Raises
     ------
     TypeError
-        If `model` is no model of PyMC.
+        If `model` is no model of PyMC, or another argument has a wrong type.
     ValueError
-        If nothing can be split; the message says why, for each observed variable.
+        If nothing can be split, with the reason for each observed variable; or if another argument is wrong.
+    RuntimeError
+        If ``ranks="auto"`` and no ranks are running.
 
     Warns
     -----
@@ -77,6 +89,10 @@ def data_parallel(model: pymc.Model) -> DataParallelModel:
 
     if not isinstance(model, pm.Model):
         raise TypeError(f"model: expected a pymc.Model, got {model!r}")
+    if ranks not in (None, "auto"):
+        raise ValueError(f'ranks: expected "auto" or None, got {ranks!r}')
+    if chains is not None and check_integer(chains, "chains") < 1:
+        raise ValueError(f"chains: expected at least one, got {chains}")
     made = DataParallelModel(model)
     if not made.split_RVs:
         each = "; ".join(f"{name}: {reason}" for name, reason in made.reasons.items())
@@ -87,4 +103,6 @@ def data_parallel(model: pymc.Model) -> DataParallelModel:
         )
     for name, reason in made.reasons.items():
         warnings.warn(f"{name} is not split by rows, and is computed by this process alone: {reason}", stacklevel=2)
+    if ranks == "auto":
+        made.choose_ranks(model, chains or min(4, available_cores()))
     return made

@@ -1,15 +1,17 @@
-"""A PyMC model whose log-density is computed by all ranks.
+"""The class of models that `synkhronos.extensions.pymc.data_parallel` returns.
 
-`DataParallelModel`
-    What `synkhronos.extensions.pymc.data_parallel` returns.
+All samplers of PyMC start from ``Model.logp``, an expression.  The class replaces it: the terms of observed variables
+that are sums over rows become sums over rows on the ranks, and everything else stays as PyMC builds it.
 
 PyMC is imported with this module.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
 import sys
+from collections.abc import Callable
 from functools import reduce
 from types import FrameType
 from typing import Any
@@ -18,30 +20,42 @@ import numpy as np
 import pymc as pm
 import pytensor
 import pytensor.tensor as pt
+from pymc.blocking import DictToArrayBijection
 from pymc.data import MinibatchOp
 from pymc.logprob.utils import CheckParameterValue
 from pytensor.compile import SharedVariable
 from pytensor.graph.basic import Constant
 from pytensor.graph.traversal import ancestors
 from pytensor.tensor import TensorType
+from pytensor.tensor.elemwise import Elemwise
 from pytensor.tensor.math import Sum
 
-from synkhronos.extensions.rows_sum import sum_over_rows
+from synkhronos import ranks
+from synkhronos.devices import HOST
+from synkhronos.extensions.chains import measure_rate
+from synkhronos.extensions.rows_sum import RowsSum, SumOverRows, replace_variables, sum_over_rows
 from synkhronos.extensions.rowwise import NotRowwiseError, RowSearch, make_rowwise
+from synkhronos.graphs import library_of
+
+#: PyMC prints the messages of its own logger and of those below it.
+_log = logging.getLogger("pymc.synkhronos")
+
+#: Least gain, as a factor, for which `DataParallelModel.choose_ranks` gives a chain more ranks.
+_MIN_GAIN = 1.05
 
 
 class DataParallelModel(pm.Model):
-    """A model that has all from another one, its variables and data, but has the ranks compute its log-density.
+    """A model that shares variables and data with another one, and whose log-density is computed by all ranks.
 
     Parameters
     ----------
     model : pymc.Model
-        The other one.
+        The other model.
 
     Attributes
     ----------
     reasons : dict of str to str
-        Why an observed variable or a potential is not split, by their names.
+        Reasons why observed variables and potentials are not split, by name.
     """
 
     def __init__(self, model: pm.Model):
@@ -50,9 +64,14 @@ class DataParallelModel(pm.Model):
         self.reasons: dict[str, str] = {}
         for variable in [*model.observed_RVs, *filter(_reads_data, model.potentials)]:
             try:
-                self._sums[variable] = _sum_over_rows(model, variable)
+                self._sums[variable] = _make_sum(model, variable)
             except NotRowwiseError as error:
                 self.reasons[variable.name] = str(error)
+        self._rows_sums: list[RowsSum] = [
+            found.owner.op.rows
+            for found in ancestors(self._sums.values())
+            if found.owner is not None and isinstance(found.owner.op, SumOverRows)
+        ]
 
     @property
     def split_RVs(self) -> list[Any]:
@@ -60,33 +79,75 @@ class DataParallelModel(pm.Model):
         return list(self._sums)
 
     def logp(self, vars: Any = None, jacobian: bool = True, sum: bool = True) -> Any:
-        """Return the log-density as an expression, as `pymc.Model.logp` does, from which all samplers start.
+        """Return the log-density as an expression, as `pymc.Model.logp` does.
 
-        The log-density of each row, which it is with ``sum=False``, is computed by this process.
+        With ``sum=False`` it is PyMC's own expression, which this process computes.
 
         Raises
         ------
         RuntimeError
-            If no ranks are running in this process.  Some samplers take an error of an evaluation for a point without
-            a density, so that this is checked before they start.
+            If no ranks are running in this process.  An evaluation would raise it as well, but some samplers take
+            errors of evaluations for points without a density.
         ValueError
-            If pymc-extras' pathfinder asks for the log-density, and would evaluate it in other processes.
+            If pymc-extras' pathfinder would evaluate the log-density in other processes.
         """
         if vars is None:
             vars = [*self.basic_RVs, *self.potentials]
-        each = [self.values_to_rvs.get(one, one) for one in (vars if isinstance(vars, list | tuple) else [vars])]
-        sums = [self._sums[one] for one in each if one in self._sums]
+        vars = vars if isinstance(vars, list | tuple) else [vars]
+        variables = [self.values_to_rvs.get(variable, variable) for variable in vars]
+        sums = [self._sums[variable] for variable in variables if variable in self._sums]
         if not sum or not sums:
             return super().logp(vars, jacobian, sum)
         _check_pathfinder()
-        for total in sums:
-            total.owner.op.rows.get_session()
-        others = [one for one in each if one not in self._sums]
+        for each in self._rows_sums:
+            each.get_session()
+        others = [variable for variable in variables if variable not in self._sums]
         return reduce(operator.add, sums if not others else [super().logp(others, jacobian), *sums])
 
     def copy(self) -> DataParallelModel:
-        """Return a copy, with variables and data of its own."""
+        """Return a copy that has its own variables and data."""
         return DataParallelModel(super().copy())
+
+    def choose_ranks(self, model: pm.Model, chains: int) -> None:
+        """Measure gradients with 1, 2, 4, ... ranks for each chain, and limit chains to the quickest number of ranks.
+
+        If `model` is as quick in its chains' processes alone, no variable is split.  The result is logged.
+
+        Parameters
+        ----------
+        model : pymc.Model
+            The model that this one was made from.
+        chains : int
+            Number of chains that are sampled at a time.
+        """
+        session = ranks.session()
+        if chains == 1 or session.rank.device is not HOST:  # the master samples one chain at a time, on all ranks
+            chains, counts = 1, [session.size]
+        else:
+            share = max(1, len(session.rank.control.here) // chains)
+            counts = [*(1 << i for i in range(share.bit_length()) if 1 << i < share), share]
+        plain, parallel = _make_evaluator(model), _make_evaluator(self)
+        plain(), parallel()  # compiled here once, and not by each chain
+        rates = {"PyMC alone": measure_rate(plain, chains)}
+        chosen, best = "PyMC alone", rates["PyMC alone"] * _MIN_GAIN
+        for count in counts:
+            self._limit_chain_ranks(count)
+            name = f"{count} rank{'s' if count > 1 else ''}"
+            rates[name] = measure_rate(parallel, chains)
+            if rates[name] > best:
+                chosen, best = name, rates[name]
+        times = ", ".join(f"{name} {1e3 * chains / rate:.3g} ms" for name, rate in rates.items())
+        _log.info("Each of %s chains is computed by %s. Times of a gradient: %s", chains, chosen, times)
+        if chosen == "PyMC alone":
+            self.reasons.update((variable.name, f"PyMC alone is as quick: {times}") for variable in self._sums)
+            self._sums, self._rows_sums = {}, []
+        else:  # the largest number is a share, and chains may divide the remainder
+            count = int(chosen.split()[0])
+            self._limit_chain_ranks(None if count == counts[-1] else count)
+
+    def _limit_chain_ranks(self, count: int | None) -> None:
+        for each in self._rows_sums:
+            each.max_chain_ranks = count
 
 
 def _check_pathfinder() -> None:
@@ -104,25 +165,73 @@ def _check_pathfinder() -> None:
             )
 
 
-def _sum_over_rows(model: pm.Model, variable: Any) -> Any:
-    """Return the sum of an observed variable's or a potential's rows; raise `NotRowwiseError` if that can't be."""
+def _make_evaluator(model: pm.Model) -> Callable[[], Any]:
+    """Return a function that evaluates a model's log-density and gradient, each time at another point."""
+    point = model.initial_point()
+    if not model.continuous_value_vars:
+        density = model.compile_logp()
+        return lambda: density(point)
+    function = model.logp_dlogp_function(ravel_inputs=True)
+    function.set_extra_values(point)
+    center = DictToArrayBijection.map({v.name: point[v.name] for v in model.continuous_value_vars}).data
+    generator = np.random.default_rng(0)
+    return lambda: function(center + generator.normal(scale=1e-3, size=center.shape))
+
+
+def _format_time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _make_sum(model: pm.Model, variable: Any) -> Any:
+    """Return the log-density of an observed variable or a potential as an expression that the ranks compute.
+
+    Raises
+    ------
+    NotRowwiseError
+        If it is no sum over rows.
+    """
     try:
         (terms,) = model.logp([variable], sum=False)
     except NotImplementedError as error:
         raise NotRowwiseError(f"PyMC has no log-density of it: {error}") from error
-    if variable in model.potentials:
-        terms = _added_up(terms)
-        if not terms.type.ndim:
-            raise NotRowwiseError("it is one number, and not the sum of an element for each row")
-        find = pytensor.function(model.value_vars, terms.shape, mode="FAST_COMPILE", on_unused_input="ignore")
-        shape = find(**model.initial_point())
-    else:
-        shape = model.rvs_to_values[variable].shape.eval()
+    if variable not in model.potentials:
+        return _sum_terms(model, terms, model.rvs_to_values[variable].shape.eval(), variable.name)
+    if terms.type.ndim:
+        return _sum_terms(model, terms, _evaluate_shape(model, terms), variable.name)
+    sums = [found for found in _find_sums(terms) if _reads_data(found)]
+    if not sums:
+        raise NotRowwiseError("it is one number, and not computed from sums of an element for each row")
+    replaced = {}
+    for found in sums:
+        (addends,) = found.owner.inputs
+        replaced[found] = _sum_terms(model, addends, _evaluate_shape(model, addends), variable.name)
+    return replace_variables(terms, library_of(terms).sort_nodes([terms]), replaced)
+
+
+def _find_sums(number: Any) -> list[Any]:
+    """Return the sums of all elements of an array from which a number is computed, such as both in ``a.sum() - b.sum()``."""
+    node = number.owner
+    if node is None or number.type.ndim:
+        return []
+    if isinstance(node.op, Sum):
+        return [number]
+    if not isinstance(node.op, Elemwise):
+        return []
+    return list(dict.fromkeys(found for variable in node.inputs for found in _find_sums(variable)))
+
+
+def _evaluate_shape(model: pm.Model, terms: Any) -> Any:
+    function = pytensor.function(model.value_vars, terms.shape, mode="FAST_COMPILE", on_unused_input="ignore")
+    return function(**model.initial_point())
+
+
+def _sum_terms(model: pm.Model, terms: Any, shape: Any, name: str) -> Any:
+    """Return the sum of all terms, whose first axis has the rows, as an expression that the ranks compute."""
     if not len(shape) or shape[0] < 2:
         raise NotRowwiseError(f"it has shape {tuple(map(int, shape))}, and so no rows to share out")
 
-    def checked(search: RowSearch, node: Any, axis: int) -> Any:
-        # What PyMC makes of a check of parameters when it compiles a model.
+    def restrict_check(search: RowSearch, node: Any, axis: int) -> Any:
+        # PyMC rewrites its checks of parameters in the same way when it compiles a model.
         value, *conditions = node.inputs
         value = search.restrict(value, axis)
         conditions = [search.restrict_condition(condition) for condition in conditions]
@@ -130,21 +239,15 @@ def _sum_over_rows(model: pm.Model, variable: Any) -> Any:
             return node.op(value, *conditions)
         return pt.switch(reduce(pt.and_, conditions), value, -np.inf) if model.check_bounds else value
 
-    terms, rows = make_rowwise(terms, int(shape[0]), {CheckParameterValue: checked, MinibatchOp: _drawn})
-    total = sum_over_rows(terms, rows, name=variable.name)
-    # As Ctrl-C is: a sampler returns the draws so far.
+    terms, rows = make_rowwise(terms, int(shape[0]), {CheckParameterValue: restrict_check, MinibatchOp: _refuse_draws})
+    total = sum_over_rows(terms, rows, name=name)
+    # PyMC's samplers return the draws so far, as after Ctrl-C.
     total.owner.op.rows.interrupts_on_exit = True
     return total
 
 
-def _added_up(terms: Any) -> Any:
-    """Return what a sum adds up, to the last number; else the terms."""
-    node = terms.owner
-    return node.inputs[0] if terms.type.ndim == 0 and node is not None and isinstance(node.op, Sum) else terms
-
-
 def _reads_data(potential: Any) -> bool:
-    """Whether a potential is computed from arrays, and may be a likelihood; else it weighs parameters alone."""
+    """Whether a potential is computed from arrays, and so may be a likelihood rather than a prior of parameters."""
     data = (v for v in ancestors([potential]) if isinstance(v.type, TensorType))
     return any(
         isinstance(v, Constant)
@@ -155,7 +258,7 @@ def _reads_data(potential: Any) -> bool:
     )
 
 
-def _drawn(search: RowSearch, node: Any, axis: int) -> Any:
+def _refuse_draws(search: RowSearch, node: Any, axis: int) -> Any:
     raise NotRowwiseError(
         "pm.Minibatch draws other rows at each evaluation; give all rows to a model that is to be split"
     )

@@ -146,8 +146,8 @@ class RowsSum:
         Positions of the parameters that the sum can be differentiated by.
     interrupts_on_exit : bool
         Whether a worker's exit raises `WorkerExitInterrupt` rather than `synkhronos.WorkerError`.
-    ranks_per_chain : int or None
-        Number of ranks of a chain with a process of its own; None for an equal share.
+    max_chain_ranks : int or None
+        Maximal number of ranks of a chain with a process of its own; None for its share.
     inherited_rows : list of ndarray
         In such a process, the values of the rows when its ranks were started.
     """
@@ -166,7 +166,7 @@ class RowsSum:
         terms = replace_variables(terms, nodes, replaced)
         self.total = pt.sum(terms, dtype=terms.dtype)
         self.interrupts_on_exit = False
-        self.ranks_per_chain: int | None = None
+        self.max_chain_ranks: int | None = None
         self.inherited_rows: list[Any] = []
         self._lock = threading.RLock()
         self._scattered: list[Any] = []
@@ -295,7 +295,8 @@ class RowsSum:
         """Scatter the rows if the session or the rows have changed since the last evaluation."""
         session = self.get_session()
         arrays = [_get_values(source) for source in self._sources]
-        samples = [_take_sample(values) for values in arrays]
+        # A chain's process samples only, so that nobody changes its copies of the arrays.
+        samples = [] if self.inherited_rows else [_take_sample(values) for values in arrays]
         is_known = self._session is not None and self._session() is session and samples == self._samples
         if is_known and all(new is old for new, old in zip(arrays, self._scattered, strict=True)):
             return
@@ -330,7 +331,7 @@ class RowsSum:
                 raise
             for each in list(_sums.values()):
                 each.inherited_rows = [_get_values(source) for source in each._sources]
-            if not start_ranks(self.ranks_per_chain):
+            if not start_ranks(self.max_chain_ranks):
                 raise RuntimeError(_WRONG_PROCESS) from error
             return ranks.session()
 

@@ -264,6 +264,16 @@ def slices_of_rows():
     pm.Normal("next", eta[1:] + rho * X[:-1, 0], 1, observed=X[1:, 0])
 
 
+def numbers_from_sums():
+    b, weight = pm.Normal("b", shape=3), pm.HalfNormal("weight")
+    squares = (HOURS - X @ b) ** 2
+    pm.Potential("weighted", -weight * squares.sum())
+    pm.Potential("mean", -N * squares.mean())
+    pm.Potential("profile", -N / 2 * pt.log(squares.sum()))
+    counts = pm.logp(pm.Poisson.dist(pm.math.exp(b[0])), COUNTS[:40])
+    pm.Potential("several", 2 * pm.logp(pm.Normal.dist(X @ b), HOURS).sum() + counts.sum() / 3 - (b**2).sum())
+
+
 MODELS = [
     several_groupings_of_data,
     counts_with_offset,
@@ -281,6 +291,7 @@ MODELS = [
     rows_of_vectors,
     series_side_by_side,
     part_of_the_rows,
+    numbers_from_sums,
 ]
 
 
@@ -337,7 +348,7 @@ def test_what_cannot_be_split_is_named(two):
         pm.GaussianRandomWalk("walk", mu=b[0], init_dist=pm.Normal.dist(), observed=X[:, 1])
         pm.Normal("latent", effect, 1, observed=X[:, 2])
         pm.Normal("single", b[0], 1, observed=1.5)
-        pm.Potential("curve", -pt.sqrt(((X @ b) ** 2).sum()))
+        pm.Potential("curve", -pt.max((X @ b) ** 2))
         pm.Potential("prior", -(b**2))
     with pytest.warns(UserWarning) as caught:
         parallel = data_parallel(model)
@@ -346,7 +357,7 @@ def test_what_cannot_be_split_is_named(two):
     assert re.search("walk is not split by rows, and is computed by this process alone: .* rows", messages[0])
     assert "latent is not" in messages[1] and "'effect' has an element for each row, but is not data" in messages[1]
     assert "single is not" in messages[2] and "it has shape (), and so no rows to share out" in messages[2]
-    assert "curve is not" in messages[3] and "one number, and not the sum" in messages[3]
+    assert "curve is not" in messages[3] and "one number, and not computed from sums" in messages[3]
     assert names(parallel.split_RVs) == ["y"]
     assert list(parallel.reasons) == ["walk", "latent", "single", "curve"]
     check_equal(parallel, model)

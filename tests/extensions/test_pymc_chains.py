@@ -19,6 +19,7 @@ from library import HOSTS, INTERPRETED, XLA  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
 from synkhronos.extensions import chains as chains_module  # noqa: E402
+from synkhronos.extensions import pymc_model  # noqa: E402
 from synkhronos.extensions.pymc import data_parallel  # noqa: E402
 
 pytestmark = [
@@ -222,3 +223,48 @@ def test_ctrl_c_returns_the_draws_so_far(tmp_path):
     )
     assert ended.stdout.split() == ["drawn", "True", "again", "5"], ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+# -- ranks="auto" ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rates", "expected"), [([10, 20, 30], [2, 3]), ([10, 30, 20], [1, 1])], ids=["all", "one"])
+def test_the_quickest_number_of_ranks(fork, started, monkeypatch, caplog, rates, expected):
+    """Rates of PyMC alone, of one rank, and of two of five: the largest number leaves no rank idle."""
+    fork(5)
+    monkeypatch.setattr(pymc_model, "measure_rate", lambda evaluate, chains: rates.pop(0))
+    with caplog.at_level("INFO"):
+        parallel = data_parallel(build(), ranks="auto", chains=2)
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "pymc.synkhronos"]
+    assert message.endswith("Times of a gradient: PyMC alone 200 ms, 1 rank 100 ms, 2 ranks 66.7 ms") or expected == [
+        1,
+        1,
+    ]
+    sample(parallel, chains=2, cores=2)
+    assert sorted(map(len, started())) == expected
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_ranks_that_are_slower_are_not_used(fork, monkeypatch, chains):
+    """60 rows are computed in less time than a call of the ranks takes."""
+    fork(2)
+    monkeypatch.setattr(chains_module, "_MEASURE_SECONDS", 0.05)
+    model = build()
+    parallel = data_parallel(model, ranks="auto", chains=chains)
+    assert not parallel.split_RVs and "PyMC alone is as quick" in parallel.reasons["y"]
+    point = model.initial_point()
+    assert parallel.compile_logp(mode=INTERPRETED)(point) == model.compile_logp(mode=INTERPRETED)(point)
+
+
+def test_an_error_while_chains_are_measured():
+    with pytest.raises(ZeroDivisionError):
+        chains_module.measure_rate(lambda: 1 / 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [({"ranks": 2}, ValueError), ({"chains": 0}, ValueError), ({"chains": "two"}, TypeError)],
+)
+def test_wrong_settings(settings, error):
+    with pytest.raises(error, match=f"^{next(iter(settings))}: "):
+        data_parallel(build(), **settings)
