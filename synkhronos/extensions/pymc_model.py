@@ -209,7 +209,7 @@ def _make_sum(model: pm.Model, variable: Any) -> Any:
 
 
 def _find_sums(number: Any) -> list[Any]:
-    """Return the sums of all elements of an array from which a number is computed, such as both in ``a.sum() - b.sum()``."""
+    """Return the full sums that a number is computed from, such as both in ``a.sum() - b.sum()``."""
     node = number.owner
     if node is None or number.type.ndim:
         return []
