@@ -25,16 +25,19 @@ arrived, or before this host has received the command to which it belongs.
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from synkhronos.hosts.mail import ANSWER, ASK, CHUNK_NBYTES, CONTENT, MAX_PENDING, PART, STOP, Mail
 from synkhronos.hosts.names import find_host
 from synkhronos.ranks.control import FOR_TASK, Control
 from synkhronos.ranks.segments import Segment
-from synkhronos.ranks.task import ACQUIRE, READ, RELEASE, WRITE, Bridge, Span
-from synkhronos.ranks.task_memory import TaskMemory
+from synkhronos.ranks.task import ACQUIRE, READ, RELEASE, WRITE, Span
+from synkhronos.ranks.task_memory import WORD, TaskMemory, read_prefixed, read_ring, write_ring
 
 
 class TaskAgent:
@@ -205,3 +208,115 @@ class TaskAgent:
         if number == self._number and key in self._segments:  # else the command has failed
             buffer = memoryview(self._segments[key].buffer)[at : at + nbytes]
         self._schedule(source, number, lambda bridge: None, self._mail.receive_bytes(source, buffer))
+
+
+class Bridge:
+    """The agent's access to a task's memory on its host: channels to ranks of other hosts, and the host's locks.
+
+    The words and channels in the segment are written by the ranks of this host.  For messages of other hosts' ranks to
+    them, the agent writes.
+
+    Parameters
+    ----------
+    memory : TaskMemory
+    segment : Segment
+    here : range
+        Ranks of this host.
+    """
+
+    def __init__(self, memory: TaskMemory, segment: Segment, here: range):
+        self._memory, self._segment, self._here = memory, segment, here
+        n = memory.size
+        self._stop, _, self._owners, self._turns, self._wanted, *channels = memory.view_words(segment)
+        self._sent, self._received = (np.frombuffer(words, np.uint64).reshape(n, n) for words in channels)
+        self._n_requests = [0] * len(here)
+        there = [r for r in range(n) if r not in here]
+        # Counters, their sources and targets, and their values at the last poll: of the channels out of this host, and
+        # of those into it.
+        self._polled = [
+            (self._sent, list(here), there, np.zeros((len(here), len(there)), np.uint64)),
+            (self._received, there, list(here), np.zeros((len(there), len(here)), np.uint64)),
+        ]
+        self._has_sent_stop = False
+
+    def poll_channels(self) -> Iterator[tuple[int, int, int, bytearray | None]]:
+        """Yield the progress of each channel to or from another host since the last call.
+
+        Yields
+        ------
+        source, target : int
+            Ranks of the channel.
+        count : int
+            Number of bytes sent or received through the channel so far.
+        content : bytearray or None
+            Bytes sent since the last call; None for bytes that a rank of this host has received.
+        """
+        for words, sources, targets, last in self._polled:
+            now = words[np.ix_(sources, targets)]
+            for i, j in np.argwhere(last < now):
+                source, target, begin, end = sources[i], targets[j], int(last[i, j]), int(now[i, j])
+                content = bytearray(end - begin) if words is self._sent else None
+                if content is not None:
+                    read_ring(self._ring(source, target), begin, memoryview(content))
+                yield source, target, end, content
+            last[:] = now
+
+    def update_channel(self, source: int, target: int, count: int, content: bytearray | None) -> int:
+        """Apply progress that `poll_channels` of another host yielded; return the rank that may wait for it."""
+        if content is None:
+            self._received[source, target] = count
+            return source
+        write_ring(self._ring(source, target), count - len(content), content)
+        self._sent[source, target] = count
+        return target
+
+    def take_stop_request(self) -> bool:
+        """Return True once after a rank of this host has asked all ranks to stop."""
+        if self._stop[0] and not self._has_sent_stop:
+            self._has_sent_stop = True
+            return True
+        return False
+
+    def stop(self) -> None:
+        """Pass on a stop request of another host to the ranks of this host."""
+        self._stop[0], self._has_sent_stop = 1, True
+
+    # -- locks -----------------------------------------------------------------------------------------------
+
+    def poll_requests(self) -> Iterator[tuple[int, int, int, Sequence[Span]]]:
+        """Yield new requests of this host's ranks about locks of other hosts: rank, request, lock and spans of rows."""
+        for i, rank in enumerate(self._here):
+            if self._sent[rank, rank] > self._n_requests[i]:
+                request = read_prefixed(self._ring(rank, rank))
+                self._n_requests[i] += 1
+                yield rank, *pickle.loads(request)
+
+    def answer(self, rank: int, value: int) -> None:
+        """Write the answer to a request of a rank of this host."""
+        self._ring(rank, rank)[:WORD] = value.to_bytes(WORD, "little")
+        self._received[rank, rank] += 1
+
+    def find_home(self, lock: int) -> int:
+        """Return a rank on the host of a lock."""
+        return self._memory.find_home(lock)
+
+    def set_wanted(self, lock: int, is_wanted: bool) -> None:
+        """Publish whether a rank of another host waits for a lock of this host."""
+        self._wanted[lock] = is_wanted
+
+    def try_acquire(self, lock: int, rank: int) -> int | None:
+        """Acquire a lock of this host for a rank of another host; return its turn, or None if it is not free."""
+        if self._owners[lock] != self._memory.agent_owner and not self._memory.get_mutex(self._segment, lock).take(0):
+            return None
+        self._owners[lock] = rank + 1
+        turn = self._turns[lock]
+        self._turns[lock] = turn + 1
+        return turn
+
+    def release(self, lock: int) -> None:
+        """Release a lock of this host that a rank of another host held."""
+        self._owners[lock] = 0
+        self._memory.get_mutex(self._segment, lock).ring()
+
+    def _ring(self, source: int, target: int) -> memoryview:
+        return self._memory.view_channel(self._segment, source, target)

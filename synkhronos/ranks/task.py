@@ -22,18 +22,23 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from time import perf_counter
 from types import TracebackType
 from typing import Any, NoReturn
 
-import numpy as np
-
 from synkhronos.ranks.control import FOR_TASK, POLL, Mutex
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.rank import Rank
-from synkhronos.ranks.segments import Segment
-from synkhronos.ranks.task_memory import TEXT, WORD, TaskMemory
+from synkhronos.ranks.task_memory import (
+    TEXT,
+    WORD,
+    TaskMemory,
+    read_prefixed,
+    read_ring,
+    write_prefixed,
+    write_ring,
+)
 
 #: Seconds between two checks of a busy rank whether its peers are alive.
 _CHECK_INTERVAL = 0.01
@@ -45,33 +50,6 @@ ACQUIRE, READ, WRITE, RELEASE = range(4)
 
 #: Contiguous bytes in shared memory: key of the segment, offset, number of bytes.
 Span = tuple[int, int, int]
-
-
-def _write_ring(ring: memoryview, position: int, content: Any) -> None:
-    """Write bytes into a ring buffer; ``position`` is the number of bytes written into it before."""
-    start = position % len(ring)
-    before_end = len(ring) - start
-    ring[start : start + len(content)] = content[:before_end]
-    ring[: max(0, len(content) - before_end)] = content[before_end:]
-
-
-def _read_ring(ring: memoryview, position: int, into: memoryview) -> None:
-    """Fill memory with bytes of a ring buffer; ``position`` is the number of bytes read from it before."""
-    start = position % len(ring)
-    before_end = ring[start : start + len(into)]
-    into[: len(before_end)] = before_end
-    into[len(before_end) :] = ring[: len(into) - len(before_end)]
-
-
-def _write_prefixed(memory: memoryview, content: Any) -> None:
-    """Write bytes behind their number."""
-    memory[:WORD] = len(content).to_bytes(WORD, "little")
-    memory[WORD : WORD + len(content)] = content
-
-
-def _read_prefixed(memory: memoryview) -> memoryview:
-    """Return the bytes that `_write_prefixed` wrote."""
-    return memory[WORD : WORD + int.from_bytes(memory[:WORD], "little")]
 
 
 class RankTask:
@@ -185,8 +163,8 @@ class RankTask:
         end = sent[number] + WORD + len(chunk)
         self._wait_for(RECEIVED, number, end - self.memory.capacity, f"until rank {to} receives {description}")
         ring = self.memory.view_channel(self._segment, me, to)
-        _write_ring(ring, sent[number], len(chunk).to_bytes(WORD, "little"))
-        _write_ring(ring, sent[number] + WORD, chunk)
+        write_ring(ring, sent[number], len(chunk).to_bytes(WORD, "little"))
+        write_ring(ring, sent[number] + WORD, chunk)
         sent[number] = end
         self._wake(to)
 
@@ -202,12 +180,12 @@ class RankTask:
         self._wait_for(SENT, number, received[number] + 1, f"for {description} of rank {source}")
         ring, position = self.memory.view_channel(self._segment, source, me), received[number]
         length = bytearray(WORD)
-        _read_ring(ring, position, memoryview(length))
+        read_ring(ring, position, memoryview(length))
         nbytes = int.from_bytes(length, "little")
         into = memoryview(bytearray(nbytes)) if into is None else into
         if len(into) != nbytes:
             raise ValueError(f"expected {len(into):,} bytes from rank {source}, got {nbytes:,}")
-        _read_ring(ring, position + WORD, into)
+        read_ring(ring, position + WORD, into)
         received[number] = position + WORD + nbytes
         self._wake(source)
         return into
@@ -262,7 +240,7 @@ class RankTask:
         text = f"for lock {number}"
         self._wait_for(RECEIVED, to_me, sent[to_me], text)  # a RELEASE may not have been processed
         memory = self.memory.view_channel(self._segment, me, me)
-        _write_prefixed(memory, pickle.dumps((kind, number, spans), pickle.HIGHEST_PROTOCOL))
+        write_prefixed(memory, pickle.dumps((kind, number, spans), pickle.HIGHEST_PROTOCOL))
         self.rank.control.fence()
         sent[to_me] += 1
         if kind == RELEASE:
@@ -291,7 +269,7 @@ class RankTask:
 
     def _read_text(self, rank: int) -> str:
         """Return the text that describes what a rank waits for."""
-        return bytes(_read_prefixed(self._texts[rank])).decode(errors="replace")
+        return bytes(read_prefixed(self._texts[rank])).decode(errors="replace")
 
     def _is_deadlocked(self) -> bool:
         """Whether no rank can continue.
@@ -315,118 +293,6 @@ class RankTask:
         return kind != LOCK or not self._owners[which]
 
 
-class Bridge:
-    """The agent's access to a task's memory on its host: channels to ranks of other hosts, and the host's locks.
-
-    The words and channels in the segment are written by the ranks of this host.  For messages of other hosts' ranks to
-    them, the agent writes.
-
-    Parameters
-    ----------
-    memory : TaskMemory
-    segment : Segment
-    here : range
-        Ranks of this host.
-    """
-
-    def __init__(self, memory: TaskMemory, segment: Segment, here: range):
-        self._memory, self._segment, self._here = memory, segment, here
-        n = memory.size
-        self._stop, _, self._owners, self._turns, self._wanted, *channels = memory.view_words(segment)
-        self._sent, self._received = (np.frombuffer(words, np.uint64).reshape(n, n) for words in channels)
-        self._n_requests = [0] * len(here)
-        there = [r for r in range(n) if r not in here]
-        # Counters, their sources and targets, and their values at the last poll: of the channels out of this host, and
-        # of those into it.
-        self._polled = [
-            (self._sent, list(here), there, np.zeros((len(here), len(there)), np.uint64)),
-            (self._received, there, list(here), np.zeros((len(there), len(here)), np.uint64)),
-        ]
-        self._has_sent_stop = False
-
-    def poll_channels(self) -> Iterator[tuple[int, int, int, bytearray | None]]:
-        """Yield the progress of each channel to or from another host since the last call.
-
-        Yields
-        ------
-        source, target : int
-            Ranks of the channel.
-        count : int
-            Number of bytes sent or received through the channel so far.
-        content : bytearray or None
-            Bytes sent since the last call; None for bytes that a rank of this host has received.
-        """
-        for words, sources, targets, last in self._polled:
-            now = words[np.ix_(sources, targets)]
-            for i, j in np.argwhere(last < now):
-                source, target, begin, end = sources[i], targets[j], int(last[i, j]), int(now[i, j])
-                content = bytearray(end - begin) if words is self._sent else None
-                if content is not None:
-                    _read_ring(self._ring(source, target), begin, memoryview(content))
-                yield source, target, end, content
-            last[:] = now
-
-    def update_channel(self, source: int, target: int, count: int, content: bytearray | None) -> int:
-        """Apply progress that `poll_channels` of another host yielded; return the rank that may wait for it."""
-        if content is None:
-            self._received[source, target] = count
-            return source
-        _write_ring(self._ring(source, target), count - len(content), content)
-        self._sent[source, target] = count
-        return target
-
-    def take_stop_request(self) -> bool:
-        """Return True once after a rank of this host has asked all ranks to stop."""
-        if self._stop[0] and not self._has_sent_stop:
-            self._has_sent_stop = True
-            return True
-        return False
-
-    def stop(self) -> None:
-        """Pass on a stop request of another host to the ranks of this host."""
-        self._stop[0], self._has_sent_stop = 1, True
-
-    # -- locks -----------------------------------------------------------------------------------------------
-
-    def poll_requests(self) -> Iterator[tuple[int, int, int, Sequence[Span]]]:
-        """Yield new requests of this host's ranks about locks of other hosts: rank, request, lock and spans of rows."""
-        for i, rank in enumerate(self._here):
-            if self._sent[rank, rank] > self._n_requests[i]:
-                request = _read_prefixed(self._ring(rank, rank))
-                self._n_requests[i] += 1
-                yield rank, *pickle.loads(request)
-
-    def answer(self, rank: int, value: int) -> None:
-        """Write the answer to a request of a rank of this host."""
-        self._ring(rank, rank)[:WORD] = value.to_bytes(WORD, "little")
-        self._received[rank, rank] += 1
-
-    def find_home(self, lock: int) -> int:
-        """Return a rank on the host of a lock."""
-        return self._memory.find_home(lock)
-
-    def set_wanted(self, lock: int, is_wanted: bool) -> None:
-        """Publish whether a rank of another host waits for a lock of this host."""
-        self._wanted[lock] = is_wanted
-
-    def try_acquire(self, lock: int, rank: int) -> int | None:
-        """Acquire a lock of this host for a rank of another host; return its turn, or None if it is not free."""
-        if self._owners[lock] != self._memory.agent_owner and not self._memory.get_mutex(self._segment, lock).take(0):
-            return None
-        self._owners[lock] = rank + 1
-        turn = self._turns[lock]
-        self._turns[lock] = turn + 1
-        return turn
-
-    def release(self, lock: int) -> None:
-        """Release a lock of this host that a rank of another host held."""
-        self._owners[lock] = 0
-        self._memory.get_mutex(self._segment, lock).ring()
-
-    def _ring(self, source: int, target: int) -> memoryview:
-        return self._memory.view_channel(self._segment, source, target)
-
-
 class _PublishedWait:
     """A context manager that publishes what this rank waits for."""
 
@@ -438,7 +304,7 @@ class _PublishedWait:
     def __enter__(self) -> None:
         self._began = perf_counter()
         task, me = self._task, self._task.rank.number
-        _write_prefixed(task._texts[me], self._text)
+        write_prefixed(task._texts[me], self._text)
         task._waits[4 * me + 1] = self._which
         task._waits[4 * me + 2] = self._count
         task._waits[4 * me + 3] += 1

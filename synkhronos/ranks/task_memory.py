@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 from synkhronos.ranks.control import Mutex
 from synkhronos.ranks.segments import Segment
@@ -111,3 +112,30 @@ class TaskMemory:
         """
         start = self._channels_offset + self.capacity * (source * self.size + target)
         return memoryview(segment.buffer)[start : start + self.capacity]
+
+
+def write_ring(ring: memoryview, position: int, content: Any) -> None:
+    """Write bytes into a ring buffer; ``position`` is the number of bytes written into it before."""
+    start = position % len(ring)
+    before_end = len(ring) - start
+    ring[start : start + len(content)] = content[:before_end]
+    ring[: max(0, len(content) - before_end)] = content[before_end:]
+
+
+def read_ring(ring: memoryview, position: int, into: memoryview) -> None:
+    """Fill memory with bytes of a ring buffer; ``position`` is the number of bytes read from it before."""
+    start = position % len(ring)
+    before_end = ring[start : start + len(into)]
+    into[: len(before_end)] = before_end
+    into[len(before_end) :] = ring[: len(into) - len(before_end)]
+
+
+def write_prefixed(memory: memoryview, content: Any) -> None:
+    """Write bytes behind their number."""
+    memory[:WORD] = len(content).to_bytes(WORD, "little")
+    memory[WORD : WORD + len(content)] = content
+
+
+def read_prefixed(memory: memoryview) -> memoryview:
+    """Return the bytes that `write_prefixed` wrote."""
+    return memory[WORD : WORD + int.from_bytes(memory[:WORD], "little")]

@@ -237,7 +237,8 @@ def test_what_is_unpickled_comes_from_these_places():
         ("loading/process.py", "loads"),  # what a loader is told once, from memory that its owner filled
         ("ranks/rank.py", "loads"),  # what ranks show each other, from the slots
         ("ranks/session.py", "loads"),  # a worker's report of a failure, from its slot
-        ("ranks/task.py", "loads"),  # what a rank has sent to another, or asks its agent, from a channel
+        ("hosts/task.py", "loads"),  # what a rank asks its agent, from a channel
+        ("ranks/task.py", "loads"),  # what ranks exchange, from the slots
         ("ranks/worker.py", "loads"),  # commands, from the mailbox or a segment that the master filled
         ("tasks/run.py", "Unpickler"),  # the program of a task, from its command
         ("tasks/run.py", "load"),

@@ -13,7 +13,8 @@ from library import XLA, same, shared, tensor
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.ranks.task import Bridge, RankTask
+from synkhronos.hosts.task import Bridge
+from synkhronos.ranks.task import RankTask
 from synkhronos.ranks.task_memory import TaskMemory
 
 
