@@ -338,7 +338,7 @@ MOST_RETRIED = 5
 MARKERS = ("lasagne", "hosts", "faults")
 #: What it runs beside PyMC: what was made for it.
 WITH_PYMC = [
-    *list_test_files("by_rows", "pymc", "pymc_demos", "rows_sum"),
+    *list_test_files("by_rows", "pymc", "pymc_chains", "pymc_demos", "rows_sum"),
     "tests/project/test_docs.py::test_page[pymc]",
     "tests/project/test_docs.py::test_docstring[synkhronos.extensions.pymc.data_parallel]",
 ]

@@ -173,7 +173,6 @@ class At:
             self.function()
 
 
-@pytest.mark.faults
 def test_a_death_within_a_chain_ends_all_chains_with_an_error(fork, started):
     fork(4)
     model = build()
@@ -187,7 +186,6 @@ def test_a_death_within_a_chain_ends_all_chains_with_an_error(fork, started):
     np.testing.assert_allclose(parallel.compile_logp(mode=INTERPRETED)(point), expected)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_ranks_of_a_chain_end_with_it(fork, started, signal_number):
     fork(4)
@@ -197,7 +195,6 @@ def test_the_ranks_of_a_chain_end_with_it(fork, started, signal_number):
     assert all(has_exited(pid) for group in started() for pid in group)
 
 
-@pytest.mark.faults
 def test_ctrl_c_returns_the_draws_so_far(tmp_path):
     """As a terminal sends it: to all processes."""
     script = """
