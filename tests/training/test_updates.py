@@ -117,7 +117,10 @@ def test_adam_is_exact_in_float32_from_the_first_step():
 
 def test_every_rule_is_in_the_table():
     assert {c["rule"].split(" + ")[0] for c in TABLE["columns"]} == set(RULES)
-    assert set(updates.__all__) == {*RULES, "apply_momentum", "apply_nesterov_momentum", "RuleUpdates"}
+    others = {"apply_momentum", "apply_nesterov_momentum", "RuleUpdates"}
+    in_test_transformations = set("adamw lion lamb muon chain partition clip scale norm_constraint".split())
+    in_test_transformations |= {"add_decayed_weights", "clip_by_global_norm", "total_norm_constraint"}
+    assert set(updates.__all__) == {*RULES, *others, *in_test_transformations}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,27 @@ With a step size of its own for each element:
 `adam`, `adamax`, `amsgrad`
     By moving averages of the gradient and of its size.
 
-Each returns a `RuleUpdates`, the triple ``(grad_updates, param_updates, grad_shared)``.
+With decoupled weight decay, as in optax:
+
+`adamw`, `lion`
+    `adam`, or steps by the sign of the mean gradient.
+`lamb`
+    `adamw`, scaled to the norm of each parameter.
+`muon`
+    Orthogonalized momentum for matrices, `adamw` for other parameters.
+
+Made of other rules:
+
+`chain`
+    A rule, with transformations of the combined gradient before it, and of its step behind it.
+`partition`
+    Rules for groups of parameters.
+`clip_by_global_norm`, `clip`, `add_decayed_weights`, `scale`
+    Transformations.
+`total_norm_constraint`, `norm_constraint`
+    Lasagne's, of variables.
+
+Each rule returns a `RuleUpdates`, the triple ``(grad_updates, param_updates, grad_shared)``.
 
 Signatures, formulas and defaults are those of Lasagne.  One step takes three calls:
 
@@ -74,6 +94,7 @@ Examples
 >>> synk.close()
 """
 
+from synkhronos.training.updates.decoupled import adamw, lamb, lion, muon
 from synkhronos.training.updates.flat import RuleUpdates
 from synkhronos.training.updates.rules import (
     adadelta,
@@ -88,6 +109,16 @@ from synkhronos.training.updates.rules import (
     rmsprop,
     sgd,
 )
+from synkhronos.training.updates.transformations import (
+    add_decayed_weights,
+    chain,
+    clip,
+    clip_by_global_norm,
+    norm_constraint,
+    partition,
+    scale,
+    total_norm_constraint,
+)
 
 __all__ = [
     "RuleUpdates",
@@ -95,11 +126,23 @@ __all__ = [
     "adagrad",
     "adam",
     "adamax",
+    "adamw",
+    "add_decayed_weights",
     "amsgrad",
     "apply_momentum",
     "apply_nesterov_momentum",
+    "chain",
+    "clip",
+    "clip_by_global_norm",
+    "lamb",
+    "lion",
     "momentum",
+    "muon",
     "nesterov_momentum",
+    "norm_constraint",
+    "partition",
     "rmsprop",
+    "scale",
     "sgd",
+    "total_norm_constraint",
 ]

@@ -44,6 +44,7 @@ WORDS = {
     "beta1": "How much of the mean gradient is kept from one step to the next, from 0 up to but not including 1.",
     "beta2": "The same for the mean square.",
     "epsilon": "Keeps the divisor from zero.",
+    "mask": "Predicate of a parameter: whether it decays.  By default all do.",
 }
 
 _GRADIENTS = """loss_or_grads : scalar variable, or list of variables
@@ -134,7 +135,10 @@ def rule(example: str, leads_to: float, **words: str) -> Callable[[Callable[...,
             given.apply_defaults()
             scalars = given.arguments
             loss_or_grads, params, weight = (scalars.pop(name) for name in ("loss_or_grads", "params", "weight"))
-            flat = FlatGradient(loss_or_grads, params, weight, **scalars)
+            if not (scalars.get("mask") is None or callable(scalars["mask"])):
+                raise TypeError(f"mask: expected a predicate of a parameter, got {scalars['mask']!r}")
+            numbers = {name: value for name, value in scalars.items() if name != "mask"}
+            flat = FlatGradient(loss_or_grads, params, weight, **numbers)
             shared_by_all: OrderedDict[Any, Any] = OrderedDict()
             # Ordered, because Theano warns of a plain dict.
             updates: OrderedDict[Any, Any] = OrderedDict()
@@ -196,7 +200,8 @@ def _on_top(example: str, leads_to: float) -> Callable[[Function], Function]:
 
 def _hyperparameter(p: inspect.Parameter, words: Mapping[str, str]) -> str:
     optional = "" if p.default is p.empty else ", optional"
-    return f"{p.name} : number or symbolic scalar{optional}\n    {({**WORDS, **words})[p.name]}"
+    kind = "callable" if p.name == "mask" else "number or symbolic scalar"
+    return f"{p.name} : {kind}{optional}\n    {({**WORDS, **words})[p.name]}"
 
 
 def _document(function: Any, parameters: list[str], returns: str, call: str, leads_to: float) -> None:
@@ -478,19 +483,19 @@ def _corrected(c: Context, learning_rate: Any, beta1: Any, beta2: Any = None) ->
     """Return the learning rate, made up for moving averages that began at zero."""
     rate = as_scalar(learning_rate, c.t)
     if beta2 is not None:
-        rate = rate * c.tensor.sqrt(_one_minus_power(beta2, c.t))
-    return c(rate / _one_minus_power(beta1, c.t))
+        rate = rate * c.tensor.sqrt(one_minus_power(beta2, c.t))
+    return c(rate / one_minus_power(beta1, c.t))
 
 
-def _one_minus_power(beta: Any, t: Any) -> Any:
-    """``1 - beta**t``, to the last digits of the dtype of `t`.
+def one_minus_power(beta: Any, t: Any, name: str = "beta1 and beta2") -> Any:
+    """Return ``1 - beta**t``, to the last digits of the dtype of `t`; `name` is that of `beta` in errors.
 
     Written out, it would lose four digits of float32 to cancellation at beta = 0.999 and t = 1.
     """
     tensor = library_of(t).tensor
     if is_number(beta):
         if not 0 <= beta < 1:
-            raise ValueError(f"beta1 and beta2: expected from 0 up to but not including 1, got {beta!r}")
+            raise ValueError(f"{name}: expected from 0 up to but not including 1, got {beta!r}")
         log = as_scalar(math.log(beta) if beta else -math.inf, t)
     else:
         log = as_scalar(tensor.log(beta), t)

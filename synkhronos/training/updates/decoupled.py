@@ -1,0 +1,205 @@
+"""Update rules with decoupled weight decay: the decay is a part of the step, not of the gradient.
+
+Formulas, defaults and results are those of optax; names of hyperparameters are those of the other rules here.  ``mask``
+is a predicate of a parameter, such as ``lambda p: p.ndim > 1``, which leaves out biases and norms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from synkhronos.training.updates.flat import shape_of
+from synkhronos.training.updates.rules import Context, New, one_minus_power, rule
+
+Mask = Callable[[Any], bool] | None
+
+#: Coefficients of the quintic Newton-Schulz iteration, from Jordan et al. (2024).
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+
+_DECAY = "Rate of decay, multiplied by the learning rate."
+
+
+@rule("learning_rate=0.25, weight_decay=0.1", 2.675, weight_decay=_DECAY)
+def adamw(
+    p: Any,
+    g: Any,
+    c: Context,
+    learning_rate: Any = 0.001,
+    beta1: Any = 0.9,
+    beta2: Any = 0.999,
+    epsilon: Any = 1e-8,
+    weight_decay: Any = 1e-4,
+    mask: Mask = None,
+) -> New:
+    r"""Adam with decoupled weight decay.
+
+    Notes
+    -----
+    .. math::
+       m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
+       v_t &= \beta_2 v_{t-1} + (1 - \beta_2)\, g_t^2 \\
+       \hat m_t &= m_t / (1 - \beta_1^t), \quad \hat v_t = v_t / (1 - \beta_2^t) \\
+       p_t &= p_{t-1} - \eta\, (\hat m_t / (\sqrt{\hat v_t} + \epsilon) + \lambda\, p_{t-1})
+
+    :math:`\epsilon` is added to the corrected root, as in optax and PyTorch; `adam` adds it to the uncorrected one.
+
+    References
+    ----------
+    .. [1] Loshchilov, I. and Hutter, F. (2019): Decoupled weight decay regularization. ICLR, arXiv:1711.05101.
+    """
+    new, step = _adam_step(p, g, c, beta1, beta2, epsilon)
+    return {**new, p: p - c(learning_rate) * _add_decay(p, step, c, weight_decay, mask)}
+
+
+@rule("learning_rate=0.25, weight_decay=0.1", 2.675, weight_decay=_DECAY, beta2="Decay of the mean gradient.")
+def lion(
+    p: Any,
+    g: Any,
+    c: Context,
+    learning_rate: Any = 1e-4,
+    beta1: Any = 0.9,
+    beta2: Any = 0.99,
+    weight_decay: Any = 1e-3,
+    mask: Mask = None,
+) -> New:
+    r"""Lion: steps by the sign of the interpolated mean gradient.
+
+    Notes
+    -----
+    .. math::
+       p_t &= p_{t-1} - \eta\, (\operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1)\, g_t) + \lambda\, p_{t-1}) \\
+       m_t &= \beta_2 m_{t-1} + (1 - \beta_2)\, g_t
+
+    References
+    ----------
+    .. [1] Chen, X. et al. (2023): Symbolic discovery of optimization algorithms. arXiv:2302.06675.
+    """
+    m = c.zeros("m")
+    sign = getattr(c.tensor, "sign", None) or c.tensor.sgn  # Theano's
+    step = sign(c(beta1) * m + c(1 - beta1) * g)
+    new = c(beta2) * m + c(1 - beta2) * g
+    return {m: new, p: p - c(learning_rate) * _add_decay(p, step, c, weight_decay, mask)}
+
+
+@rule("learning_rate=0.25", 2.25, weight_decay=_DECAY)
+def lamb(
+    p: Any,
+    g: Any,
+    c: Context,
+    learning_rate: Any = 0.001,
+    beta1: Any = 0.9,
+    beta2: Any = 0.999,
+    epsilon: Any = 1e-6,
+    weight_decay: Any = 0.0,
+    mask: Mask = None,
+) -> New:
+    r"""LAMB: the step of `adamw`, scaled to the norm of each parameter; for large batches.
+
+    Notes
+    -----
+    With :math:`u_t = \hat m_t / (\sqrt{\hat v_t} + \epsilon) + \lambda\, p_{t-1}` as in `adamw`,
+
+    .. math:: p_t = p_{t-1} - \eta\, \frac{\|p_{t-1}\|}{\|u_t\|}\, u_t
+
+    The ratio is 1 where one of the norms is 0.
+
+    References
+    ----------
+    .. [1] You, Y. et al. (2020): Large batch optimization for deep learning: training BERT in 76 minutes. ICLR,
+       arXiv:1904.00962.
+    """
+    new, step = _adam_step(p, g, c, beta1, beta2, epsilon)
+    step = _add_decay(p, step, c, weight_decay, mask)
+    of_param, of_step = _norm(p, c), _norm(step, c)
+    is_zero, one = c.tensor.eq(of_param * of_step, c(0)), c(1)
+    ratio = c.tensor.switch(is_zero, one, of_param / c.tensor.switch(is_zero, one, of_step))
+    return {**new, p: p - c(learning_rate) * ratio * step}
+
+
+@rule(
+    "learning_rate=0.25",
+    2.75,
+    momentum="Decay of the mean gradient of matrices.",
+    weight_decay=_DECAY,
+    mask="Predicate of a parameter with two dimensions: whether it is updated by Muon.  By default all of these are.",
+)
+def muon(
+    p: Any,
+    g: Any,
+    c: Context,
+    learning_rate: Any = 0.001,
+    momentum: Any = 0.95,
+    beta1: Any = 0.9,
+    beta2: Any = 0.999,
+    epsilon: Any = 1e-8,
+    weight_decay: Any = 0.0,
+    mask: Mask = None,
+) -> New:
+    r"""Muon: matrices step by their orthogonalized momentum, other parameters by `adamw`.
+
+    Notes
+    -----
+    For a matrix of ``m`` rows (inputs) and ``n`` columns (outputs),
+
+    .. math::
+       m_t &= \mu\, m_{t-1} + (1 - \mu)\, g_t \\
+       \hat m_t &= \mu\, m_t / (1 - \mu^{t+1}) + (1 - \mu)\, g_t / (1 - \mu^t) \\
+       p_t &= p_{t-1} - \eta\, (\sqrt{\max(1, n / m)}\, O(\hat m_t) + \lambda\, p_{t-1})
+
+    where O is five Newton-Schulz iterations
+    :math:`X \leftarrow a X + (b\, X X^T + c\, (X X^T)^2) X`, from :math:`\hat m_t / (\|\hat m_t\| + \epsilon)`, with
+    (a, b, c) = (3.4445, -4.7750, 2.0315).  Other parameters do not decay.  They step by `adamw`, as in the paper; optax
+    adds Nesterov's momentum to it.
+
+    References
+    ----------
+    .. [1] Jordan, K. et al. (2024): Muon: an optimizer for hidden layers in neural networks.
+       https://kellerjordan.github.io/posts/muon/
+    """
+    if p.ndim != 2 or mask is not None and not mask(p):
+        new, step = _adam_step(p, g, c, beta1, beta2, epsilon)
+        return {**new, p: p - c(learning_rate) * step}
+    m = c.zeros("m")
+    new_m = c(momentum) * m + c(1 - momentum) * g
+    mean = c(momentum) * new_m / c(one_minus_power(momentum, c.t + 1, "momentum"))
+    mean += c(1 - momentum) * g / c(one_minus_power(momentum, c.t, "momentum"))
+    n_rows, n_columns = shape_of(p)
+    step = c(math.sqrt(max(1, n_columns / max(1, n_rows)))) * _orthogonalize(mean, n_rows > n_columns, c, epsilon)
+    return {m: new_m, p: p - c(learning_rate) * _add_decay(p, step, c, weight_decay, None)}
+
+
+def _adam_step(p: Any, g: Any, c: Context, beta1: Any, beta2: Any, epsilon: Any) -> tuple[New, Any]:
+    """Return new moments, and Adam's step of learning rate 1."""
+    m, v = c.zeros("m"), c.zeros("v")
+    new_m = c(beta1) * m + c(1 - beta1) * g
+    new_v = c(beta2) * v + c(1 - beta2) * g**2
+    mean = new_m / c(one_minus_power(beta1, c.t, "beta1"))
+    root = c.tensor.sqrt(new_v / c(one_minus_power(beta2, c.t, "beta2")))
+    return {m: new_m, v: new_v}, mean / (root + c(epsilon))
+
+
+def _add_decay(p: Any, step: Any, c: Context, weight_decay: Any, mask: Mask) -> Any:
+    """Add the decay of a parameter to its step, unless the mask leaves it out."""
+    is_zero = isinstance(weight_decay, int | float) and weight_decay == 0
+    return step if is_zero or mask is not None and not mask(p) else step + c(weight_decay) * p
+
+
+def _norm(value: Any, c: Context) -> Any:
+    """Return the Euclidean norm of all elements, accumulated in at least float32, in the parameter's dtype."""
+    dtype = str(np.result_type(value.dtype, np.float32))
+    return c(c.tensor.sqrt((c.tensor.cast(value, dtype) ** 2).sum()))
+
+
+def _orthogonalize(x: Any, is_tall: bool, c: Context, epsilon: Any) -> Any:
+    """Return an approximation of the nearest matrix with orthonormal rows or columns."""
+    a, b, d = map(c, _NEWTON_SCHULZ)
+    x = x.T if is_tall else x
+    x = x / (_norm(x, c) + c(epsilon))
+    for _ in range(5):
+        gram = c.tensor.dot(x, x.T)
+        x = a * x + c.tensor.dot(b * gram + d * c.tensor.dot(gram, gram), x)
+    return x.T if is_tall else x

@@ -1,0 +1,516 @@
+"""Transformations of the combined gradient, and rules made of rules.
+
+Clipping is only exact behind the all-reduce: the norm of the mean gradient does not follow from the norms of the ranks'
+own.  A transformation is therefore applied to what the rule reads from `grad_shared`::
+
+    gradient of each rank ──> all-reduce ──> transformation ──> ... ──> update rule ──> transformation ──> parameters
+                             (grad_shared)      (of gradients)                           (of steps)
+
+A transformation is a function ``transform(values, params)`` of two lists of variables that returns a list of the same
+types.  It runs identically on all ranks, which hold the same combined gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from synkhronos.checks import check_positive, is_number
+from synkhronos.graphs import library_of
+from synkhronos.training.updates.checks import check_gradients, check_params, check_scalars
+from synkhronos.training.updates.flat import FlatGradient, RuleUpdates, as_scalar, shape_of
+
+#: Takes gradients, or steps, and parameters; returns new gradients or steps.
+Transformation = Callable[[list[Any], list[Any]], list[Any]]
+
+#: Takes a loss, parameters and hyperparameters, ``weight`` among them.
+UpdateRule = Callable[..., RuleUpdates]
+
+
+def chain(*parts: Any) -> UpdateRule:
+    """Compose an update rule with transformations of its gradient and of its step.
+
+    Parameters
+    ----------
+    *parts : transformations, and one update rule
+        In the order in which they are applied.  Transformations before the rule change the combined gradient.  Those
+        behind the rule change the step, which is subtracted from the parameters: it has the gradient's sign.
+
+    Returns
+    -------
+    callable
+        An update rule with the signature of the given one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If there is not exactly one update rule, or a part is not callable.
+
+    Examples
+    --------
+    >>> import pytensor
+    >>> from synkhronos.training.updates import adamw, chain, clip_by_global_norm, scale
+    >>> w = pytensor.shared(3.0)
+    >>> rule = chain(clip_by_global_norm(1.0), adamw, scale(lambda p: 0.1 if p.name == "embedding" else 1.0))
+    >>> grad_updates, param_updates, grad_shared = rule(w**2, [w], learning_rate=0.25, weight_decay=0.1)
+    >>> _ = pytensor.function([], updates=grad_updates)()
+    >>> _ = pytensor.function([], updates=param_updates)()
+    >>> print(w.get_value().round(4))
+    2.675
+    """
+    for part in parts:
+        if not callable(part):
+            raise TypeError(f"chain: expected transformations and an update rule, got {part!r}")
+    places = [i for i, part in enumerate(parts) if _is_rule(part)]
+    if len(places) != 1:
+        raise ValueError(f"chain: expected one update rule among the {len(parts)} parts, got {len(places)}")
+    (place,) = places
+    rule, before, behind = parts[place], parts[:place], parts[place + 1 :]
+
+    def chained(
+        loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any
+    ) -> RuleUpdates:
+        params = check_params(params)
+        updates = RuleUpdates(*rule(loss_or_grads, params, *args, weight=weight, **kwargs))
+        if before:
+            updates = _replace_gradient(updates, params, _apply(before, _read_gradient(updates, params), params))
+        return _transform_step(updates, params, behind) if behind else updates
+
+    chained.__name__ = f"chain({', '.join(map(_name, parts))})"
+    chained.__signature__ = inspect.signature(rule)  # type: ignore[attr-defined]
+    return chained
+
+
+def partition(*groups: tuple[Callable[[Any], bool], UpdateRule] | UpdateRule) -> UpdateRule:
+    """Compose an update rule of several, each for the parameters that a predicate selects.
+
+    Gradients travel in one vector nevertheless.
+
+    Parameters
+    ----------
+    *groups : (predicate, update rule), the last may be an update rule alone
+        A parameter belongs to the first group whose predicate is true of it.  Give options of a group's rule by
+        `functools.partial`; options of the composed rule are passed to all groups.
+
+    Returns
+    -------
+    callable
+        An update rule.
+
+    Raises
+    ------
+    TypeError
+        If a group is not a pair of callables.
+    ValueError
+        By the update rule, if a parameter is in no group.
+
+    Examples
+    --------
+    Momentum for matrices, plain gradient descent for other parameters:
+
+    >>> import numpy as np, pytensor
+    >>> from synkhronos.training.updates import momentum, partition, sgd
+    >>> w, b = pytensor.shared(np.ones((2, 2)), "w"), pytensor.shared(np.ones(2), "b")
+    >>> rule = partition((lambda p: p.ndim == 2, momentum), sgd)
+    >>> updates = rule((w**2).sum() + b.sum(), [w, b], learning_rate=0.25)
+    >>> [variable.name for variable in updates.param_updates]
+    ['w', 'w_velocity', 'b']
+    """
+    pairs: list[tuple[Callable[[Any], bool], UpdateRule]] = []
+    for i, group in enumerate(groups):
+        pair = group if isinstance(group, tuple) else (_is_any, group)
+        is_last = i == len(groups) - 1
+        if len(pair) != 2 or not all(map(callable, pair)) or not (isinstance(group, tuple) or is_last):
+            raise TypeError(f"partition: expected pairs of a predicate and an update rule, got {group!r}")
+        pairs.append(pair)
+
+    def partitioned(
+        loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any
+    ) -> RuleUpdates:
+        params = check_params(params)
+        grads = check_gradients(loss_or_grads, params)
+        flat = FlatGradient(grads, params, weight)
+        pieces = dict(zip(params, flat.pieces(), strict=True))
+        members: list[list[Any]] = [[] for _ in pairs]
+        for p in params:
+            place = next((i for i, (predicate, _) in enumerate(pairs) if predicate(p)), None)
+            if place is None:
+                raise ValueError(f"params: {p!r} is in no group of partition(); end with a rule for the rest")
+            members[place].append(p)
+        merged: OrderedDict[Any, Any] = OrderedDict()
+        for (_, rule), some in zip(pairs, members, strict=True):
+            if some:
+                own = [g for g, p in zip(grads, params, strict=True) if any(p is q for q in some)]
+                updates = RuleUpdates(*rule(own, some, *args, **kwargs))
+                merged.update(_replace_gradient(updates, some, [pieces[p] for p in some]).param_updates)
+        return RuleUpdates(OrderedDict([(flat.shared, flat.expression)]), merged, flat.shared)
+
+    partitioned.__name__ = f"partition({', '.join(_name(rule) for _, rule in pairs)})"
+    return partitioned
+
+
+def _is_any(param: Any) -> bool:
+    return True
+
+
+# -- transformations -------------------------------------------------------------------------------------------
+
+
+def _named(name: str, transform: Transformation) -> Transformation:
+    """Name a transformation; checkpoints identify it by this."""
+    transform.__name__ = name
+    return transform
+
+
+def clip_by_global_norm(max_norm: Any) -> Transformation:
+    r"""Scale all gradients such that their common norm is at most `max_norm`.
+
+    Parameters
+    ----------
+    max_norm : float or symbolic scalar
+        A number must be positive.
+
+    Returns
+    -------
+    transformation
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `max_norm` is anything else.
+
+    Notes
+    -----
+    With the norm :math:`n = \sqrt{\sum_p \sum_i g_{p,i}^2}` over all elements of all parameters, each gradient is
+    multiplied by :math:`\min(1, c / n)`.
+
+    References
+    ----------
+    .. [1] Pascanu, R., Mikolov, T. and Bengio, Y. (2013): On the difficulty of training recurrent neural networks.
+       ICML, arXiv:1211.5063.
+
+    Examples
+    --------
+    >>> import numpy as np, pytensor
+    >>> from synkhronos.training.updates import chain, clip_by_global_norm, sgd
+    >>> w = pytensor.shared(np.zeros(2))
+    >>> updates = chain(clip_by_global_norm(1.0), sgd)((w * [3.0, 4.0]).sum(), [w], learning_rate=1.0)
+    >>> _ = pytensor.function([], updates=updates.grad_updates)()
+    >>> _ = pytensor.function([], updates=updates.param_updates)()
+    >>> print(w.get_value())
+    [-0.6 -0.8]
+    """
+    _check_limit("max_norm", max_norm)
+
+    def transform(grads: list[Any], params: list[Any]) -> list[Any]:
+        norm = global_norm(grads)
+        limit = _scalar("max_norm", max_norm, norm)
+        factor = library_of(norm).tensor.switch(norm < limit, as_scalar(1, norm), limit / norm)
+        return [g * as_scalar(factor, g) for g in grads]
+
+    return _named(f"clip_by_global_norm({_option(max_norm)})", transform)
+
+
+def clip(max_delta: Any) -> Transformation:
+    r"""Limit each element of the gradients to :math:`[-\delta, \delta]`.
+
+    Parameters
+    ----------
+    max_delta : float or symbolic scalar
+        A number must be positive.
+
+    Returns
+    -------
+    transformation
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `max_delta` is anything else.
+    """
+    _check_limit("max_delta", max_delta)
+
+    def transform(grads: list[Any], params: list[Any]) -> list[Any]:
+        limits = [_scalar("max_delta", max_delta, g) for g in grads]
+        return [library_of(g).tensor.clip(g, -limit, limit) for g, limit in zip(grads, limits, strict=True)]
+
+    return _named(f"clip({_option(max_delta)})", transform)
+
+
+def add_decayed_weights(weight_decay: Any, mask: Callable[[Any], bool] | None = None) -> Transformation:
+    r"""Add :math:`\lambda p` to the gradient of each parameter, or to its step.
+
+    Before a rule this is an L2 penalty.  Behind a rule the decay is decoupled; there it is not multiplied by the
+    learning rate, unlike `adamw`'s.
+
+    Parameters
+    ----------
+    weight_decay : float or symbolic scalar
+        A number must be finite and not negative.
+    mask : callable, optional
+        Predicate of a parameter: whether it decays, as in ``lambda p: p.ndim > 1``, which leaves out biases and norms.
+
+    Returns
+    -------
+    transformation
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong.
+    """
+    if is_number(weight_decay) and not 0 <= weight_decay < math.inf:
+        raise ValueError(f"weight_decay: expected a number of at least 0, got {weight_decay!r}")
+    if not is_number(weight_decay):
+        _check_limit("weight_decay", weight_decay)
+    if mask is not None and not callable(mask):
+        raise TypeError(f"mask: expected a predicate of a parameter, got {mask!r}")
+
+    def transform(grads: list[Any], params: list[Any]) -> list[Any]:
+        return [
+            g + _scalar("weight_decay", weight_decay, g) * library_of(g).tensor.cast(p, g.dtype)
+            if mask is None or mask(p)
+            else g
+            for g, p in zip(grads, params, strict=True)
+        ]
+
+    return _named(f"add_decayed_weights({_option(weight_decay)})", transform)
+
+
+def scale(factor: Any) -> Transformation:
+    """Multiply gradients, or behind a rule its steps, by a factor.
+
+    Parameters
+    ----------
+    factor : float, symbolic scalar, or callable
+        A function of a parameter gives each its own: behind a rule, learning rates by group.
+
+    Returns
+    -------
+    transformation
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `factor` is anything else.
+    """
+    if is_number(factor) and not math.isfinite(factor):
+        raise ValueError(f"factor: expected a finite number, got {factor!r}")
+    if not callable(factor) and not is_number(factor):
+        _check_limit("factor", factor)
+
+    def transform(grads: list[Any], params: list[Any]) -> list[Any]:
+        factors = [factor(p) if callable(factor) else factor for p in params]
+        return [g * _scalar("factor", f, g) for g, f in zip(grads, factors, strict=True)]
+
+    return _named(f"scale({_option(factor)})", transform)
+
+
+# -- Lasagne's constraints -------------------------------------------------------------------------------------
+
+
+def total_norm_constraint(
+    tensor_vars: Sequence[Any], max_norm: Any, epsilon: Any = 1e-7, return_norm: bool = False
+) -> Any:
+    r"""Scale variables such that their common norm is at most `max_norm`.
+
+    Applied to the ranks' own gradients this depends on the number of ranks: use `clip_by_global_norm`, or
+    ``chain(lambda grads, params: total_norm_constraint(grads, 5), adam)``.
+
+    Parameters
+    ----------
+    tensor_vars : list of variables
+    max_norm : float or symbolic scalar
+        A number must be positive.
+    epsilon : float, optional
+        Added to the divisor.
+    return_norm : bool, optional
+        Whether to return the norm, too.
+
+    Returns
+    -------
+    list of variables, or (list of variables, scalar variable)
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `max_norm` is wrong.
+
+    Notes
+    -----
+    With the norm n of all elements, each variable is multiplied by
+    :math:`\min(n, c) / (n + \epsilon)`.
+    """
+    _check_limit("max_norm", max_norm)
+    norm = global_norm(tensor_vars)
+    tensor = library_of(norm).tensor
+    limit = _scalar("max_norm", max_norm, norm)
+    factor = tensor.minimum(norm, limit) / (norm + as_scalar(epsilon, norm))
+    scaled = [g * as_scalar(factor, g) for g in tensor_vars]
+    return (scaled, norm) if return_norm else scaled
+
+
+def norm_constraint(tensor_var: Any, max_norm: Any, norm_axes: Sequence[int] | None = None, epsilon: Any = 1e-7) -> Any:
+    r"""Scale a variable's incoming weights such that the norm of each unit's is at most `max_norm`.
+
+    Parameters
+    ----------
+    tensor_var : variable
+        Such as the new value of a parameter: ``updates.param_updates[w]``.
+    max_norm : float or symbolic scalar
+        A number must be positive.
+    norm_axes : sequence of int, optional
+        Axes over which norms are taken.  By default the first of a matrix, and all but the first of an array with 3
+        to 5 dimensions, as weights of convolutions have.
+    epsilon : float, optional
+        Added to the divisor.
+
+    Returns
+    -------
+    variable
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong, or `norm_axes` is needed.
+
+    Notes
+    -----
+    Each part is multiplied by :math:`\min(n, c) / (n + \epsilon)`, where n is its norm.
+    """
+    _check_limit("max_norm", max_norm)
+    tensor, n_axes = library_of(tensor_var).tensor, tensor_var.ndim
+    if norm_axes is not None:
+        axes = tuple(norm_axes)
+    elif n_axes == 2:
+        axes = (0,)
+    elif n_axes in (3, 4, 5):
+        axes = tuple(range(1, n_axes))
+    else:
+        raise ValueError(f"norm_axes: needed for a variable of {n_axes} dimensions")
+    norms = tensor.sqrt((tensor_var**2).sum(axis=axes, keepdims=True))
+    target = tensor.minimum(norms, _scalar("max_norm", max_norm, norms))
+    return tensor_var * (target / (norms + as_scalar(epsilon, norms)))
+
+
+def global_norm(variables: Sequence[Any]) -> Any:
+    """Return the Euclidean norm of all elements of all variables, in the widest of their dtypes.
+
+    Parameters
+    ----------
+    variables : list of variables
+
+    Returns
+    -------
+    scalar variable
+    """
+    tensor = library_of(*variables).tensor
+    dtype = str(np.result_type(*(v.dtype for v in variables), np.float32))
+    return tensor.sqrt(functools.reduce(lambda a, b: a + b, [(tensor.cast(v, dtype) ** 2).sum() for v in variables]))
+
+
+# -- graphs ----------------------------------------------------------------------------------------------------
+
+
+def _is_weighted(updates: RuleUpdates, params: list[Any]) -> bool:
+    """Whether the vector has the gradients' weight behind them."""
+    size = sum(int(np.prod(shape)) for shape in map(shape_of, params))
+    return shape_of(updates.grad_shared)[0] > size
+
+
+def _read_gradient(updates: RuleUpdates, params: list[Any]) -> list[Any]:
+    """Return the combined gradient of each parameter in the dtype of the vector, by any rule."""
+    vector, start, grads = updates.grad_shared, 0, []
+    total = None
+    if _is_weighted(updates, params):
+        tensor = library_of(vector).tensor
+        total = tensor.switch(tensor.eq(vector[-1], 0), as_scalar(1, vector), vector[-1])
+    for p in params:
+        shape = shape_of(p)
+        end = start + int(np.prod(shape))
+        g = vector[start:end].reshape(shape)
+        grads.append(g if total is None else g / total)
+        start = end
+    return grads
+
+
+def _replace_gradient(updates: RuleUpdates, params: list[Any], grads: list[Any]) -> RuleUpdates:
+    """Return updates that read these gradients instead of those in `grad_shared`."""
+    vector = updates.grad_shared
+    library = library_of(vector)
+    tensor = library.tensor
+    parts = [tensor.cast(g, vector.dtype).flatten() for g in grads]
+    if _is_weighted(updates, params):
+        parts.append(tensor.constant(np.ones(1, vector.dtype)))
+    # Zeros, because a vector of one element would be broadcastable.
+    new = tensor.concatenate(parts) if len(parts) > 1 else parts[0]
+    new = new + tensor.zeros_like(vector) if shape_of(vector) == (1,) else new
+    news = library.clone(list(updates.param_updates.values()), {vector: library.convert(vector, new)})
+    return updates._replace(param_updates=OrderedDict(zip(updates.param_updates, news, strict=True)))
+
+
+def _transform_step(updates: RuleUpdates, params: list[Any], transforms: Sequence[Transformation]) -> RuleUpdates:
+    """Return updates whose steps are transformed."""
+    steps = _apply(transforms, [p - updates.param_updates[p] for p in params], params)
+    library = library_of(*params)
+    news = OrderedDict(updates.param_updates)
+    for p, step in zip(params, steps, strict=True):
+        news[p] = library.convert(p, p - library.tensor.cast(step, p.dtype))
+    return updates._replace(param_updates=news)
+
+
+def _apply(transforms: Sequence[Transformation], values: list[Any], params: list[Any]) -> list[Any]:
+    """Apply transformations one after another."""
+    for transform in transforms:
+        values = list(transform(values, params))
+        if len(values) != len(params):
+            raise ValueError(
+                f"chain: {_name(transform)} returned {len(values)} variables, "
+                f"expected one for each of {len(params)} params"
+            )
+    return values
+
+
+# -- arguments -------------------------------------------------------------------------------------------------
+
+
+def _is_rule(part: Any) -> bool:
+    """Whether a part of a chain is an update rule: these have an argument ``weight``."""
+    parameters = inspect.signature(part).parameters
+    return "weight" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _check_limit(name: str, value: Any) -> None:
+    """Check a positive number, or a symbolic scalar."""
+    if is_number(value):
+        check_positive(value, name)
+        return
+    try:
+        library_of(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected a positive number or a symbolic scalar, got {value!r}") from None
+
+
+def _scalar(name: str, value: Any, like: Any) -> Any:
+    """Return an option as a scalar in the dtype of `like`; raise ValueError for an array."""
+    check_scalars([like], **{name: value})
+    return as_scalar(value, like)
+
+
+def _name(part: Any) -> str:
+    """Return the name of a part, with the options of a `functools.partial`."""
+    if isinstance(part, functools.partial):
+        options = ", ".join(f"{name}={_option(value)}" for name, value in part.keywords.items())
+        return f"{_name(part.func)}({options})"
+    return str(getattr(part, "__name__", type(part).__name__))
+
+
+def _option(value: Any) -> str:
+    """Return a number as text; variables and functions have no identity that lasts."""
+    return repr(float(value)) if is_number(value) else "..."

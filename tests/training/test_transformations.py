@@ -1,0 +1,326 @@
+"""Rules made of rules and transformations: against optax's numbers, against formulas, and on ranks."""
+
+import functools
+import inspect
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paths import SUPPORT
+
+import synkhronos as synk
+from synkhronos.extensions import updates
+from synkhronos.extensions.train import make_train_function, make_train_function_serial
+from synkhronos.extensions.updates import (
+    adam,
+    adamw,
+    add_decayed_weights,
+    chain,
+    clip,
+    clip_by_global_norm,
+    lamb,
+    lion,
+    momentum,
+    muon,
+    norm_constraint,
+    partition,
+    scale,
+    sgd,
+    total_norm_constraint,
+)
+from synkhronos.training.model import identify_rule
+
+try:
+    import pytensor as library
+except ImportError:
+    import theano as library
+
+T = library.tensor
+
+TABLES = SUPPORT / "tables"
+TABLE = json.loads((TABLES / "optax_rules.json").read_text())
+PROBLEM = json.loads((TABLES / "update_rules.json").read_text())
+X, Y, START = (np.array(PROBLEM[name]) for name in ("x", "y", "start"))
+
+
+def is_matrix(p):
+    return p.ndim > 1
+
+
+#: What optax's rules of the table are called here.
+RULES = {
+    "adamw": functools.partial(adamw, learning_rate=0.1, weight_decay=0.05),
+    "adamw, other options": functools.partial(
+        adamw, learning_rate=0.3, beta1=0.6, beta2=0.8, epsilon=0.05, weight_decay=0.1, mask=is_matrix
+    ),
+    "lion": functools.partial(lion, learning_rate=0.05, weight_decay=0.1),
+    "lion, other options": functools.partial(
+        lion, learning_rate=0.02, beta1=0.5, beta2=0.8, weight_decay=0.1, mask=is_matrix
+    ),
+    "lamb": functools.partial(lamb, learning_rate=0.1),
+    "lamb, other options": functools.partial(
+        lamb, learning_rate=0.1, beta1=0.6, beta2=0.8, epsilon=0.05, weight_decay=0.1, mask=is_matrix
+    ),
+    "muon": functools.partial(muon, learning_rate=0.1, momentum=0.9, weight_decay=0.1),
+    "clip_by_global_norm": chain(clip_by_global_norm(0.2), functools.partial(adamw, learning_rate=0.1)),
+    "clip_by_global_norm, seldom": chain(clip_by_global_norm(0.7), functools.partial(sgd, learning_rate=0.3)),
+    "clip": chain(clip(0.1), functools.partial(momentum, learning_rate=0.3)),
+    "add_decayed_weights": chain(add_decayed_weights(0.2, mask=is_matrix), functools.partial(sgd, learning_rate=0.3)),
+    "all": chain(
+        clip(0.3), clip_by_global_norm(0.4), add_decayed_weights(0.1), functools.partial(lion, learning_rate=0.03)
+    ),
+    "partition": partition(
+        (is_matrix, functools.partial(adamw, learning_rate=0.2)), functools.partial(sgd, learning_rate=0.05)
+    ),
+}
+
+
+class Problem:
+    """The table's problem."""
+
+    def __init__(self, dtype="float64"):
+        self.x, self.y = T.matrix("x", dtype=dtype), T.matrix("y", dtype=dtype)
+        self.w = library.shared(START[:6].reshape(3, 2).astype(dtype), name="w")
+        self.b = library.shared(START[6:].astype(dtype), name="b")
+        self.params = [self.w, self.b]
+        self.loss = ((T.tanh(T.dot(self.x, self.w) + self.b) - self.y) ** 2).mean()
+
+    def train_by(self, make, rule, **kwargs):
+        return make(self.loss, self.params, self.x, self.y, rule, **kwargs)
+
+    def values(self):
+        return np.concatenate([p.get_value().ravel() for p in self.params])
+
+
+def test_each_rule_of_the_table_is_compared():
+    assert set(TABLE) - {"optax"} == set(RULES)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_numbers_are_those_of_optax(name):
+    problem = Problem()
+    train = problem.train_by(make_train_function_serial, RULES[name])
+    for expected in TABLE[name]:
+        train(X, Y)
+        np.testing.assert_allclose(problem.values(), expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_in_float32_nothing_is_widened(name):
+    problem = Problem("float32")
+    rule = RULES[name](problem.loss, problem.params, weight=problem.x.shape[0])
+    assert {variable.dtype for variable in rule.param_updates} == {"float32"}
+    assert {new.dtype for new in rule.param_updates.values()} == {"float32"}
+    train = problem.train_by(make_train_function_serial, RULES[name])
+    for expected in TABLE[name][:3]:
+        train(X.astype("float32"), Y.astype("float32"))
+        np.testing.assert_allclose(problem.values(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adamw, other options", "lamb", "muon", "all", "partition"])
+def test_ranks_compute_what_one_process_computes(n_ranks, name):
+    together, alone = Problem(), Problem()
+    train = together.train_by(make_train_function, RULES[name])
+    train_alone = alone.train_by(make_train_function_serial, RULES[name])
+    for batch, num_slices in [(None, 1), (3, 1), (None, 2), ([4, 0], 1), (1, 1)]:
+        loss = train(X, Y, batch=batch, num_slices=num_slices)
+        np.testing.assert_allclose(loss, train_alone(X, Y, batch=batch), rtol=1e-9)
+        for p, q in zip(together.params, alone.params, strict=True):
+            for value in np.asarray(synk.gather(p)).reshape(n_ranks, *np.shape(q.get_value())):
+                np.testing.assert_allclose(value, q.get_value(), rtol=1e-8, atol=1e-12)
+
+
+# -- transformations -------------------------------------------------------------------------------------
+
+
+def step_of(rule, grads, starts=None, **kwargs):
+    """Return how far a rule moves parameters of these gradients."""
+    starts = [np.zeros(np.shape(g)) for g in grads] if starts is None else starts
+    params = [library.shared(np.array(start, "float64"), f"p{i}") for i, start in enumerate(starts)]
+    result = rule([T.constant(np.asarray(g, "float64")) for g in grads], params, **kwargs)
+    library.function([], updates=result.grad_updates, mode="FAST_COMPILE")()
+    library.function([], updates=result.param_updates, mode="FAST_COMPILE")()
+    return [p.get_value() - start for p, start in zip(params, starts, strict=True)]
+
+
+@functools.cache
+def clipped():
+    """Functions from gradients and limits to steps, compiled once for all examples."""
+    limit = library.shared(1.0)
+    found = []
+    for transform in (clip_by_global_norm, clip):
+        grads = [T.dvector(), T.dmatrix()]
+        params = [library.shared(np.zeros(3)), library.shared(np.zeros((2, 1)))]
+        rule = chain(transform(limit), sgd)(grads, params, learning_rate=1.0, weight=3)
+        write = library.function(grads, updates=rule.grad_updates, mode="FAST_COMPILE")
+        steps = [p - rule.param_updates[p] for p in params]
+        found.append((write, library.function([], steps, mode="FAST_COMPILE")))
+    return limit, found
+
+
+numbers = st.floats(-100, 100)
+
+
+@given(
+    first=st.lists(numbers, min_size=3, max_size=3),
+    second=st.lists(numbers, min_size=2, max_size=2),
+    limit=st.floats(0.01, 100),
+)
+@settings(max_examples=50, deadline=None)
+def test_clipping_is_by_its_formula(first, second, limit):
+    grads = [np.array(first), np.array(second)[:, None]]
+    norm = np.sqrt(sum((g**2).sum() for g in grads))
+    shared_limit, functions = clipped()
+    shared_limit.set_value(limit)
+    for (write, read), expected in zip(
+        functions, (lambda g: g * min(1, limit / norm) if norm else g, lambda g: np.clip(g, -limit, limit)), strict=True
+    ):
+        write(*grads)
+        for g, step in zip(grads, read(), strict=True):
+            np.testing.assert_allclose(step, expected(g), rtol=1e-12, atol=1e-300)
+
+
+def test_transformations_are_applied_in_order_before_and_behind_the_rule():
+    grads, starts = [[3.0, 4.0]], [np.array([10.0, 20.0])]
+    for rule, expected in {
+        chain(scale(0.5), clip(1.8), sgd): [1.5, 1.8],
+        chain(clip(1.8), scale(0.5), sgd): [0.9, 0.9],
+        chain(sgd, clip(1.8)): [1.8, 1.8],
+        chain(sgd, add_decayed_weights(0.1)): [4.0, 6.0],
+        chain(clip(2), sgd, scale(lambda p: 2 if p.name == "p0" else 1)): [4.0, 4.0],
+    }.items():
+        np.testing.assert_allclose(step_of(rule, grads, starts, learning_rate=1.0)[0], -np.array(expected), rtol=1e-12)
+
+
+def test_a_transformation_and_a_rule_may_be_the_users():
+    def signs(grads, params):
+        return [g / abs(g) for g in grads]
+
+    def half(loss_or_grads, params, weight=None):
+        return sgd(loss_or_grads, params, 0.5, weight=weight)
+
+    np.testing.assert_allclose(step_of(chain(signs, half), [[3.0, -4.0]])[0], [-0.5, 0.5])
+    assert chain(signs, half).__name__ == "chain(signs, half)"
+    with pytest.raises(ValueError, match=r"chain: short returned 0 variables, expected one for each of 1 params"):
+
+        def short(grads, params):
+            return []
+
+        step_of(chain(short, half), [[3.0]])
+
+
+def test_options_may_be_shared_variables():
+    limit = library.shared(1.0)
+    for expected in (0.6, 1.2):
+        found = step_of(chain(clip_by_global_norm(limit), sgd), [[3.0, 4.0]], learning_rate=1.0)
+        np.testing.assert_allclose(found[0][0], -expected, rtol=1e-12)
+        limit.set_value(2.0)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("rule", [adamw, lion, lamb, muon, chain(clip(2.0), sgd), partition(sgd)])
+def test_a_model_may_have_one_number(shape, rule):
+    for weight in (None, 2):
+        (step,) = step_of(rule, [np.full(shape, 4.0)], learning_rate=0.25, weight=weight)
+        assert step.shape == shape
+        assert (step < 0).all()
+
+
+def test_a_model_in_half_precision_is_clipped_in_float32():
+    w = library.shared(np.zeros(4, "float16"))
+    grads = [T.constant(np.full(4, 300, "float16"))]  # whose squares overflow
+    rule = chain(clip_by_global_norm(1.0), sgd)(grads, [w], learning_rate=1.0)
+    library.function([], updates=rule.grad_updates)()
+    library.function([], updates=rule.param_updates)()
+    np.testing.assert_array_equal(w.get_value(), np.full(4, -0.5, "float16"))
+
+
+# -- Lasagne's constraints -------------------------------------------------------------------------------
+
+
+def evaluated(*variables):
+    return library.function([], list(variables), mode="FAST_COMPILE")()
+
+
+def test_the_total_norm_is_constrained_as_in_lasagne():
+    a, b = T.constant(np.array([3.0])), T.constant(np.array([[4.0]]))
+    scaled, norm = total_norm_constraint([a, b], 2.5, return_norm=True)
+    first, second, found = evaluated(*scaled, norm)
+    np.testing.assert_allclose([first[0], second[0, 0], found], [3 * 2.5 / (5 + 1e-7), 4 * 2.5 / (5 + 1e-7), 5])
+    np.testing.assert_allclose(evaluated(*total_norm_constraint([a, b], 50))[0], [3.0 * 5 / (5 + 1e-7)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "norm_axes", "axes"), [((4, 3), None, (0,)), ((2, 3, 4, 5), None, (1, 2, 3)), ((6,), [0], (0,))]
+)
+def test_norms_of_units_are_constrained_as_in_lasagne(shape, norm_axes, axes):
+    value = np.random.default_rng(0).normal(size=shape) * 3
+    (found,) = evaluated(norm_constraint(T.constant(value), 2.0, norm_axes))
+    norms = np.sqrt((value**2).sum(axis=axes, keepdims=True))
+    np.testing.assert_allclose(found, value * np.clip(norms, 0, 2.0) / (1e-7 + norms), rtol=1e-12)
+
+
+# -- identities and errors -------------------------------------------------------------------------------
+
+
+def test_checkpoints_know_a_chain_by_its_parts_and_their_numbers():
+    rule = chain(clip_by_global_norm(1), functools.partial(adam, beta1=0.8))
+    name, options = identify_rule(rule, {"learning_rate": 0.1})
+    assert name == "chain(clip_by_global_norm(1.0), adam(beta1=0.8))"
+    assert (options["beta1"], options["beta2"], options["learning_rate"]) == (0.8, 0.999, 0.1)
+    assert "weight" in inspect.signature(rule).parameters
+    assert partition((is_matrix, adamw), sgd).__name__ == "partition(adamw, sgd)"
+
+
+def a_shared():
+    return library.shared(np.ones(2), name="w")
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        *[
+            (ValueError, f"{name}: expected a positive number, got", functools.partial(function, value))
+            for name, function in (("max_norm", clip_by_global_norm), ("max_delta", clip))
+            for value in (0, -1.0, float("nan"), float("inf"))
+        ],
+        (TypeError, "max_norm: expected a positive number or a symbolic", lambda: clip_by_global_norm("1")),
+        (TypeError, "max_norm: .*True", lambda: clip_by_global_norm(True)),
+        (
+            ValueError,
+            "max_norm: expected a number or a",
+            lambda: step_of(chain(clip_by_global_norm(a_shared()), sgd), [1.0], learning_rate=1),
+        ),
+        (ValueError, "max_norm: ", lambda: total_norm_constraint([a_shared()], 0)),
+        (ValueError, "norm_axes: needed", lambda: norm_constraint(a_shared(), 1)),
+        (ValueError, "weight_decay: .*-1", lambda: add_decayed_weights(-1)),
+        (ValueError, "weight_decay: .*nan", lambda: add_decayed_weights(float("nan"))),
+        (TypeError, "weight_decay: ", lambda: add_decayed_weights(None)),
+        (TypeError, "mask: expected a predicate", lambda: add_decayed_weights(0.1, mask=True)),
+        (TypeError, "mask: expected a predicate", lambda: adamw(a_shared().sum(), [a_shared()], mask="all")),
+        (ValueError, "factor: .*inf", lambda: scale(float("inf"))),
+        (TypeError, "factor: ", lambda: scale("half")),
+        (TypeError, "chain: expected transformations and an update rule, got 1.0", lambda: chain(1.0, sgd)),
+        (ValueError, "chain: expected one update rule among the 1 parts, got 0", lambda: chain(clip(1))),
+        (ValueError, "chain: expected one update rule among the 2 parts, got 2", lambda: chain(sgd, adam)),
+        (TypeError, "partition: .*'adam'", lambda: partition((is_matrix, "adam"), sgd)),
+        (TypeError, "partition: ", lambda: partition(sgd, adam)),
+        (ValueError, "params: w is in no group", lambda: step_of_w(partition((is_matrix, sgd)))),
+        (ValueError, "momentum: .*got 1.0", lambda: step_of(muon, [np.ones((2, 2))], momentum=1.0)),
+    ],
+)
+def test_wrong_arguments_are_named(error, message, call):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def step_of_w(rule):
+    w = a_shared()
+    return rule(w.sum(), [w], learning_rate=0.1)
+
+
+def test_all_are_exported():
+    for function in (adamw, lion, lamb, muon, chain, partition, clip, scale):
+        assert function.__name__ in updates.__all__
