@@ -4,7 +4,7 @@ Each rank selects its rows of the inputs, computes, and passes its outputs to th
 ranks, or stores them until they are read.
 
 The first call of a variant compiles it.  How ranks take turns in this depends on the compiler
-(`GraphLibrary.compiles`)::
+(`GraphLibrary.choose_compile_order`)::
 
     IN_TURN         the master compiles   |barrier|  the workers compile, from the cache on disk
     AT_ONCE         all ranks compile

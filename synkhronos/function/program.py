@@ -145,7 +145,7 @@ class Program:
 
     @property
     def compile_order(self) -> str:
-        """Order in which ranks compile: a constant of `GraphLibrary.compiles`."""
+        """Order in which ranks compile: a constant of `GraphLibrary.choose_compile_order`."""
         return self.library.choose_compile_order(self.kwargs.get("mode"))
 
     @cached_property

@@ -6,7 +6,7 @@ workers have the same code under it, and by value elsewhere (see `user_code`)::
 
     master                                            worker
     Mirror.send(values, variables)
-      pickle  --- PickledValue in shared memory --->  ReceiveObjects.run
+      pickle  ------ in shared memory ------------->  ReceiveObjects.run
       keys    ------------------------------------->  rank.objects[key] = _StrongReference(object)
     rank.objects[key] = weakref(object)               get_object(rank, key)
 
@@ -34,9 +34,7 @@ from synkhronos.devices import find_device
 from synkhronos.graphs import GraphLibrary, library_of
 from synkhronos.graphs.user_code import Name, UserCode, find_outdated_modules, is_importable, is_user_module
 from synkhronos.ranks import Command, Rank, Session, SharedArray, WeakKeys
-
-#: Alignment of arrays in a pickled value, in bytes.
-_ALIGNMENT = 64
+from synkhronos.ranks.pickle_parts import measure_parts, read_parts, write_parts
 
 #: Shared variables that functions use, in any session.
 _registered: WeakKeys[Any, bool] = WeakKeys()
@@ -127,7 +125,7 @@ class Mirror:
                         session.memory.release("object", key)
                     raise
                 finally:
-                    session.memory.release("segment", pickled.location.key)
+                    session.memory.release("segment", pickled.key)
                 self._by_value |= outdated
             for _, value in values:
                 value.code = code
@@ -136,14 +134,15 @@ class Mirror:
             session.rank.objects[key] = weakref.ref(shared)
             session.memory.release_with(shared, "object", key)
 
-    def pack(self, value: Any) -> tuple[UserCode, PickledValue]:
+    def pack(self, value: Any) -> tuple[UserCode, SharedArray]:
         """Pickle a value into shared memory, with keys in place of shared variables that the workers have.
 
         Returns
         -------
         code : UserCode
             The user's classes and functions in the pickle.
-        pickled : PickledValue
+        pickled : SharedArray
+            The pickle and its arrays (see `pickle_parts`).
 
         Raises
         ------
@@ -162,16 +161,11 @@ class Mirror:
                 f"the graph can't be pickled, as it has to be for the workers: {error}{self._advice()}"
             ) from error
         code.update_digests()
-        chunks = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
-        spans, end = [], 0
-        for chunk in chunks:
-            spans.append((end, chunk.nbytes))
-            end += -(-chunk.nbytes // _ALIGNMENT) * _ALIGNMENT
-        segment = session.memory.create(end)
-        memory = segment.array((end,), np.dtype(np.uint8))
-        for (start, length), chunk in zip(spans, chunks, strict=True):
-            memory[start : start + length] = np.frombuffer(chunk, np.uint8)
-        return code, PickledValue(SharedArray(segment.key, "u1", (end,)), tuple(spans))
+        parts = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
+        nbytes = measure_parts(parts)
+        segment = session.memory.create(nbytes)
+        write_parts(parts, memoryview(segment.buffer))
+        return code, SharedArray(segment.key, "u1", (nbytes,))
 
     def _advice(self) -> str:
         """Return advice for an error's message if the code of modules has to be sent; "" otherwise."""
@@ -184,36 +178,12 @@ class Mirror:
 
 
 @dataclass(frozen=True, slots=True)
-class PickledValue:
-    """A pickled value in shared memory.
-
-    Attributes
-    ----------
-    location : SharedArray
-        The bytes.
-    spans : tuple of (int, int)
-        Start and length of the pickle, then of each array in it, in bytes.
-    """
-
-    location: SharedArray
-    spans: tuple[tuple[int, int], ...]
-
-    def unpack(self, rank: Rank) -> Any:
-        """Unpickle the value, with arrays copied to this process' own memory."""
-        memory = self.location.view(rank.segments)
-        stream, *arrays = (memory[start : start + length] for start, length in self.spans)
-        unpickler = _MirrorUnpickler(io.BytesIO(stream.data), buffers=[array.copy() for array in arrays])
-        unpickler.rank = rank
-        return unpickler.load()
-
-
-@dataclass(frozen=True, slots=True)
 class ReceiveObjects(Command):
     """Command that unpickles objects on the workers; the master has them.
 
     Attributes
     ----------
-    pickled : PickledValue
+    pickled : SharedArray
         Nodes, objects with their keys, and for each shared variable among them the jumps at which streams start.
     recursion_limit : int
         The master's limit: the libraries compile recursively, and users raise it for deep graphs.
@@ -223,7 +193,7 @@ class ReceiveObjects(Command):
         Digests in the master of the user's code that the pickle names.
     """
 
-    pickled: PickledValue
+    pickled: SharedArray
     recursion_limit: int
     path: tuple[str, ...]
     code: tuple[tuple[Name, bytes], ...]
@@ -248,7 +218,11 @@ class ReceiveObjects(Command):
                 return outdated_anywhere
         if rank.is_master:
             return set()
-        _, values, starts = self.pickled.unpack(rank)
+        stream, *arrays = read_parts(self.pickled.view(rank.segments).data)
+        # Copies, in this process' own memory: the segment is released.
+        unpickler = _MirrorUnpickler(io.BytesIO(stream), buffers=[np.array(array) for array in arrays])
+        unpickler.rank = rank
+        _, values, starts = unpickler.load()
         for key, value in values:
             rank.objects[key] = _StrongReference(value)
         for (_, shared), start in zip(values, starts, strict=False):

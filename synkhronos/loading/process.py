@@ -16,7 +16,6 @@ import pickle
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import traceback
@@ -32,6 +31,7 @@ from synkhronos.data.rows import get_share
 from synkhronos.loading.augment import make_generator
 from synkhronos.loading.ring import READ, SKIPPED, ReadPlan, Ring, RingLayout, iterate_units, order_rows
 from synkhronos.loading.sources import ArraySource, IterableSource, describe_row
+from synkhronos.ranks.pickle_parts import measure_parts, read_parts, write_parts
 from synkhronos.ranks.segments import create_unlinked, map_file
 from synkhronos.ranks.threads import ONE_THREAD
 from synkhronos.ranks.worker import SENT_TO_ALL, end_with, spawn
@@ -40,8 +40,6 @@ _log = logging.getLogger("synkhronos")
 
 #: Seconds between two checks of an idle loader process that its owner lives.
 _OWNER_POLL = 0.5
-#: Alignment in bytes of arrays in a task's memory.
-_ALIGNMENT = 64
 
 
 @dataclass
@@ -90,33 +88,16 @@ def pack_task(task: LoaderTask) -> tuple[io.FileIO, int]:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(f"source, augment: can't be pickled, as loader processes require: {error}") from error
     parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
-    index = struct.pack(f"={1 + len(parts)}Q", len(parts), *(len(part) for part in parts))
-    offsets, end = [], len(index)
-    for part in parts:
-        offsets.append(_align(end))
-        end = offsets[-1] + len(part)
-    file = create_unlinked(end)
-    memory = memoryview(map_file(file.fileno(), end)).cast("B")
-    memory[: len(index)] = index
-    for part, offset in zip(parts, offsets, strict=True):
-        memory[offset : offset + len(part)] = part
-    return file, end
+    nbytes = measure_parts(parts)
+    file = create_unlinked(nbytes)
+    write_parts(parts, memoryview(map_file(file.fileno(), nbytes)))
+    return file, nbytes
 
 
 def _unpack_task(file: int, nbytes: int) -> LoaderTask:
-    memory = memoryview(map_file(file, nbytes)).cast("B")
-    (n,) = struct.unpack_from("=Q", memory)
-    parts, end = [], 8 * (1 + n)
-    for length in struct.unpack_from(f"={n}Q", memory, 8):
-        offset = _align(end)
-        end = offset + length
-        parts.append(memory[offset:end].toreadonly())
-    task: LoaderTask = pickle.loads(parts[0], buffers=parts[1:])
+    head, *arrays = read_parts(memoryview(map_file(file, nbytes)).toreadonly())
+    task: LoaderTask = pickle.loads(head, buffers=arrays)
     return task
-
-
-def _align(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
 def start_loader(

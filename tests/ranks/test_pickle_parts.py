@@ -1,0 +1,22 @@
+"""Parts of a pickle in shared memory."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from synkhronos.ranks.pickle_parts import measure_parts, read_parts, write_parts
+
+pytestmark = pytest.mark.any_library
+
+
+@given(st.lists(st.binary(max_size=200), min_size=1, max_size=20))
+def test_what_is_read_is_what_was_written_and_aligned(parts):
+    views = [memoryview(part) for part in parts]
+    memory = np.zeros(measure_parts(views), np.uint8)
+    write_parts(views, memory.data)
+    read = read_parts(memory.data.toreadonly())
+    assert list(map(bytes, read)) == parts
+    for view in read:
+        if len(view):
+            assert (np.frombuffer(view, np.uint8).ctypes.data - memory.ctypes.data) % 64 == 0
