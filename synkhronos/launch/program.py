@@ -38,7 +38,7 @@ from synkhronos.tasks import LocalRows, Worker
 from synkhronos.training import storing
 from synkhronos.training.checkpoint import Checkpoint, check_types, load_meta
 from synkhronos.training.early_stop import EarlyStop, cost_of
-from synkhronos.training.meter import timed
+from synkhronos.training.loop import RankLoop
 from synkhronos.training.nonfinite import describe_nonfinite
 from synkhronos.training.recorder import Recorder, cut
 from synkhronos.training.stop import StopAgreement, StopPoll
@@ -170,19 +170,15 @@ def train(
     model = kept["model"]
     if kept["average"] == "gradient":
         rule = SummedGradients(model.vels, model.vels2, rule.precision)
-    run = _Run(worker, settings, rule, model, kept["groups"], shared, flag)
+    run = ClassLoop(worker, settings, rule, model, kept["groups"], shared, flag)
     try:
         return run.all_epochs(path)
     finally:
         run.model.cleanup()
 
 
-class _Run:
-    """One rank's epochs.
-
-    `synkhronos.training.loop` is no help here: a class chooses its rows itself, and takes one step in each call of
-    ``train_iter``, so that there are no places, batches or launches.
-    """
+class ClassLoop(RankLoop):
+    """One rank's epochs with an instance of the user's class, which chooses its rows and takes the steps."""
 
     def __init__(
         self,
@@ -203,13 +199,15 @@ class _Run:
         lines = Recorder(self.folder) if is_here else elsewhere.Records()
         folder = self.folder if is_here else None
         self.recorder = ClassRecorder(worker.number, lines, settings.every, self.rows, folder)
+        self.seconds = self.recorder.seconds
         self.state = State(self.groups.params, self.groups.optimizer, shared, self.groups.n_averages)
         self.reports = Recorder(self.folder) if worker.number == 0 else None
         own = model.vels if isinstance(rule, SummedGradients) else self.groups.params
         self.watch = Watch(list(model.params), own)
-        self.is_new = True
+        self.is_new, self.is_last_step = True, True
         self.trained = 0.0
         self.count = 0
+        self.has_ended = False
         self.stop = EarlyStop()
         self.agreement, self.poll = StopAgreement(worker), StopPoll(worker, flag)
         #: What a checkpoint within an epoch has of this rank; the batches done are those of a resumed epoch.
@@ -231,7 +229,7 @@ class _Run:
             first = self.resume(path)
         done = first
         for epoch in range(first, int(epochs)):
-            if self.is_stopped():  # by its patience, before it was resumed
+            if self.is_exhausted():  # by its patience, before it was resumed
                 break
             self.model.epoch = epoch
             is_resumed = self.within["batch"] > 0
@@ -245,7 +243,7 @@ class _Run:
                 self.recorder.resume_epoch(*self.within["record"])
             else:
                 self.within = {"batch": 0, "generators": _generators()}
-            is_ended = self.iterate(self.within["batch"])
+            is_ended = self.train_epoch()
             loss = self.check_loss()
             own = self.stand_for_all()
             validation: dict[str, float] = {}
@@ -260,7 +258,7 @@ class _Run:
             metrics = validation if loss is None else {"loss": loss, **validation}
             is_best = self.observe(metrics)
             done = epoch + 1
-            last = has_stopped or done == epochs or self.is_stopped()
+            last = has_stopped or done == epochs or self.is_exhausted()
             self.save_snapshot(epoch, last)
             contract.call(self.model.adjust_hyperp, epoch)
             if callable(getattr(self.model, "print_info", None)):
@@ -270,7 +268,7 @@ class _Run:
                 self.save(done, own, metrics)
             if has_stopped and self.worker.number == 0:
                 sys.stdout.write(f"val_iter() has returned 'stop': the run ends after epoch {done}\n")
-            if self.is_stopped() and self.worker.number == 0:
+            if self.is_exhausted() and self.worker.number == 0:
                 sys.stdout.write(
                     f"{self.stop.measure}: no better for {self.stop.since} epochs; the run ends after {done}\n"
                 )
@@ -311,8 +309,8 @@ class _Run:
         self.stop.begin(f"{name} {mode}")
         return self.stop.observe(cost_of(metrics, (name, mode)))
 
-    def is_stopped(self) -> bool:
-        """Whether the run stops early."""
+    def is_exhausted(self) -> bool:
+        """Return True if the metric has not improved for so many epochs as ``patience`` allows."""
         return self.settings.patience is not None and self.stop.since >= self.settings.patience
 
     def stand_for_all(self) -> Any:
@@ -324,45 +322,37 @@ class _Run:
 
     # -- an epoch --------------------------------------------------------------------------------------------
 
-    def iterate(self, batch: int) -> bool:
-        """Take an epoch's steps from a batch on, with exchanges; return whether a signal has ended that."""
-        worker, model, recorder, rule = self.worker, self.model, self.recorder, self.rule
-        per_batch = contract.sub_batches(model)
-        # The data are shared out among ranks in the first step, where a class does that.
-        batches = self.agree(int(model.data.n_batch_train)) if batch else None
-        is_ended = False
-        while not is_ended and (batches is None or batch < batches):
-            for sub_batch in range(per_batch):
-                self.step(batch)
-                if batches is None:
-                    batches = self.agree(int(model.data.n_batch_train))
-                # Ranks that exchange one by one do so after whole batches.
-                if not rule.asynchronous or sub_batch == per_batch - 1:
-                    self.exchange()
-            batch += 1
-            recorder.print_train_info(batch * worker.size)
-            is_ended = self.is_ended(together=not rule.asynchronous)
-        self.count = batch * worker.size
-        self.within["batch"] = batch
-        recorder.write()
+    def train_epoch(self) -> bool:
+        """Train until the end of an epoch; return True if a signal has ended the training on some rank."""
+        self.has_ended = False
+        self.run()
+        self.count = self.within["batch"] * self.worker.size
+        self.recorder.write()
         self.trained = time.perf_counter()
-        if self.settings.saves_on_signal and any(worker.exchange(is_ended)):
+        if self.settings.saves_on_signal and any(self.worker.exchange(self.has_ended)):
             return True
-        recorder.clear_train_info()
+        self.recorder.clear_train_info()
         self.reset("train")
-        self.watch.check_change(recorder.learning_rate, epoch_ended=True)
-        if rule.asynchronous:
-            self.watch.compare(worker)
+        self.watch.check_change(self.recorder.learning_rate, epoch_ended=True)
+        if self.rule.asynchronous:
+            self.watch.compare(self.worker)
         return False
 
-    def is_ended(self, together: bool) -> bool:
-        """Return whether a signal ends the training here: for ranks ``together`` in the same step, the same answer."""
-        if not self.settings.saves_on_signal:
-            return False
-        return self.agreement.is_stop() if together else self.poll.is_stop()
+    def iterate_batches(self) -> Iterator[tuple[int, bool]]:
+        """Yield for each step the number of its batch, and whether it is the batch's last step."""
+        batch, n_steps = self.within["batch"], contract.sub_batches(self.model)
+        # A class may distribute its data in the first step: their number is not known before.
+        batches = self.agree(int(self.model.data.n_batch_train)) if batch else None
+        while batches is None or batch < batches:
+            for step in range(n_steps):
+                yield batch, step == n_steps - 1
+                if batches is None:
+                    batches = self.agree(int(self.model.data.n_batch_train))
+            batch += 1
 
-    def step(self, batch: int) -> None:
-        """Take a step on this rank."""
+    def step(self, batches: tuple[int, bool]) -> int:
+        """Call ``train_iter``; return 1, or 0 where the exchange waits for the batch's last step."""
+        batch, self.is_last_step = batches
         recorder = self.recorder
         self.worker.progress()
         began, before = time.perf_counter(), dict(recorder.seconds)
@@ -371,22 +361,40 @@ class _Run:
         recorder.stepped(time.perf_counter() - began if self.is_new else None)
         self.is_new = False
         self.note_compute(began, before)
+        return int(self.is_last_step or not self.rule.asynchronous)
 
-    def exchange(self) -> None:
-        """Exchange with other ranks, if it is time for it."""
-        worker, state = self.worker, self.state
+    def exchange(self, steps: int) -> None:
+        """Exchange with other ranks if an exchange is due; compare the first steps of all ranks."""
+        if not steps:
+            return
         self.watch.step()
         if self.watch.is_due and not self.rule.asynchronous:
-            self.watch.compare(worker)
+            self.watch.compare(self.worker)
         self.watch.check_change(self.recorder.learning_rate, epoch_ended=False)
-        due = self.rule.count_steps_left(state) == 1
-        state.step += 1
-        state.since += 1
-        if due:
-            state.count_items = None if getattr(self.model, "weight", None) is None else self.recorder.last_weight
-            with timed(self.recorder.seconds, "exchange", lambda: worker.waited):
-                self.rule.exchange(worker, state)
-                state.since = 0
+        self.count_steps_left()
+        super().exchange(steps)
+
+    def begin_exchange(self) -> None:
+        """Weigh this rank's parameters by the class' own weight, if it has one."""
+        self.state.count_items = None if getattr(self.model, "weight", None) is None else self.recorder.last_weight
+
+    def record(self, batches: tuple[int, bool]) -> None:
+        """Write and print a line after a whole batch, if one is due."""
+        batch, is_last_step = batches
+        if is_last_step:
+            self.within["batch"] = batch + 1
+            self.recorder.print_train_info((batch + 1) * self.worker.size)
+
+    def is_stopped(self) -> bool:
+        """Return True if a signal ends the training after this batch."""
+        self.has_ended = self.is_last_step and self.is_ended(together=not self.rule.asynchronous)
+        return self.has_ended
+
+    def is_ended(self, together: bool) -> bool:
+        """Return True if a signal ends the training here; ``together`` ranks agree, others ask by themselves."""
+        if not self.settings.saves_on_signal:
+            return False
+        return self.agreement.is_stop() if together else self.poll.is_stop()
 
     def agree(self, batches: int) -> int:
         """Return the number of batches of this epoch: where all ranks exchange at once, the fewest of any."""

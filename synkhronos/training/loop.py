@@ -1,20 +1,19 @@
-"""The loop over an epoch's rows, between two reports.
+"""The loop over batches, which every training of the package runs.
 
-`Loop`
-    Goes from turn to turn; who takes the steps says what is different about that.
-`TogetherLoop`
-    In the master: each step is a command of all ranks (BSP on gradients).
-`RankLoop`
-    On each rank: its own steps, with exchanges between them (all other rules).
-`Turn`
-    The batches of one turn.
-`train`
-    The program that each rank runs for `RankLoop`.
+Each pass trains on the next batches::
 
-A turn is::
+    iterate_batches() --> step() --> exchange() --> record() --> is_stopped()
+          ^                                                           |
+          +-----------------------------------------------------------+
 
-    turns() ──> rows, from the source ──> launch() ──> exchange() ──> lines and bar
-    which batches    waits for a loader       a step on each    if one is due
+``iterate_batches`` ends where a report is due: the loop's owner then validates, reports and saves.
+
+`TrainingLoop` has the loop and its interface.  What a batch is, and who steps, differs:
+
+- `RankLoop`: every rank runs one, takes steps of its own, and exchanges by a rule.  `RowLoop` is the trainer's, over
+  rows of data.  In `synkhronos.launch.program` a user's class chooses the rows, and takes the steps.
+- `CommandLoop`: the master runs one.  Each step is a command of all ranks, which exchange gradients within it: BSP on
+  gradients.  There is nothing to exchange afterwards, and on GPUs one command takes many steps.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from synkhronos.loading.loader import Feed
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import LocalFunction, LocalRows, Worker
 from synkhronos.training.interval import Plan, Source
-from synkhronos.training.meter import Meter, Outcome
+from synkhronos.training.meter import Meter, Outcome, timed
 from synkhronos.training.model import Model
 from synkhronos.training.stop import StopAgreement, requested_stop
 from synkhronos.training.train_function import TrainFunction
@@ -40,31 +39,123 @@ from synkhronos.training.train_function import TrainFunction
 _BYTES = 1 << 30
 
 
-class Turn(NamedTuple):
-    """The batches of one turn, a step each."""
+class Batches(NamedTuple):
+    """Successive batches for one launch, a step each.
 
-    #: Whose learning rate is taken.
-    place: int
-    #: The place at which each batch begins.
+    Attributes
+    ----------
+    first : int
+        Place in the epoch at which the learning rate is taken.
+    starts : list of int
+        Place of each batch's first row.
+    end : int
+        Place up to which rows have been distributed afterwards.
+    """
+
+    first: int
     starts: list[int]
-    #: The place up to which rows have been given out then.
     end: int
 
 
-class Loop(ABC):
-    """Goes through rows, turn by turn.
+class TrainingLoop(ABC):
+    """Loop over batches until the next report; subclasses define the batches, the step and the exchange."""
 
-    A step has so many ``rows``.  The master shows a progress bar, if there is to be one, and ``rate`` is the learning
-    rate that is set already: by default none is, as no rate is equal to NaN.
+    def run(self) -> None:
+        """Train on all batches, or until a signal stops the training."""
+        for batches in self.iterate_batches():
+            self.exchange(self.step(batches))
+            self.record(batches)
+            if self.is_stopped():
+                break
+
+    @abstractmethod
+    def iterate_batches(self) -> Iterator[Any]:
+        """Yield the next batches, as many as `step` takes at once."""
+
+    @abstractmethod
+    def step(self, batches: Any) -> int:
+        """Train on batches; return the number of steps."""
+
+    @abstractmethod
+    def exchange(self, steps: int) -> None:
+        """Count steps, and exchange between ranks if an exchange is due."""
+
+    @abstractmethod
+    def record(self, batches: Any) -> None:
+        """Write the records that are due."""
+
+    @abstractmethod
+    def is_stopped(self) -> bool:
+        """Return True if a signal ends the training after these batches."""
+
+
+class RankLoop(TrainingLoop):
+    """Loop of one rank, which exchanges by a rule between its steps.
+
+    Attributes
+    ----------
+    worker : Worker
+    rule : Rule
+    state : State
+    seconds : dict of str to float
+        Time by activity; exchanges are added to it.
     """
 
-    watch: Any = None  # what is called from time to time while rows are waited for
+    worker: Worker
+    rule: Rule
+    state: State
+    seconds: dict[str, float]
+    _left = 1
+
+    def count_steps_left(self) -> int:
+        """Return the number of steps until the next exchange, and remember it for `exchange`."""
+        self._left = self.rule.count_steps_left(self.state)
+        return self._left
+
+    def exchange(self, steps: int) -> None:
+        """Count steps, and exchange if no more were left."""
+        worker, state = self.worker, self.state
+        state.step += steps
+        state.since += steps
+        if steps < self._left:
+            return
+        self.begin_exchange()
+        with timed(self.seconds, "exchange", lambda: worker.waited):
+            self.rule.exchange(worker, state)
+            state.since = 0
+            self.end_exchange()
+
+    @abstractmethod
+    def begin_exchange(self) -> None:
+        """Prepare the state for an exchange."""
+
+    def end_exchange(self) -> None:
+        """Reset what counts from exchange to exchange."""
+
+
+class _Rows(TrainingLoop):
+    """Loop over rows of a `Source`.
+
+    Parameters
+    ----------
+    plan : Plan
+    source : Source
+    meter : Meter
+    rows : int
+        Rows of a step.
+    is_master : bool
+        Whether this process shows the progress bar, if there is one.
+    rate : float
+        Present value of the learning rate's variable; by default unknown.
+    """
+
+    watch: Any = None  # called from time to time while a loader reads rows
 
     def __init__(self, plan: Plan, source: Source, meter: Meter, rows: int, is_master: bool, rate: float = math.nan):
         self.plan, self.source, self.meter, self.rows, self.rate = plan, source, meter, rows, rate
-        #: The place up to which rows have been trained on.
+        #: Place up to which rows have been trained on.
         self.end = plan.first
-        #: Places of rows that may still be read, by steps that have begun.
+        #: Places of rows that unfinished steps may still read.
         self.reading: list[tuple[int, int]] = []
         self._bar: Any = None
         if plan.bar and is_master:
@@ -73,26 +164,19 @@ class Loop(ABC):
             self._bar = tqdm(total=plan.count, initial=plan.first, unit="row", desc=f"epoch {plan.epoch}", leave=False)
 
     def run(self) -> None:
-        """Take all steps."""
+        """Train on all batches, or until a signal stops the training; then close the progress bar."""
         try:
-            for turn in self.turns():
-                self.step(turn)
-                self.exchange(len(turn.starts))
-                self.meter.write(turn.end, self.rate)
-                if self._bar is not None:
-                    self._bar.update(turn.end - self._bar.n)
-                self.end = turn.end
-                if self.plan.can_stop and self.is_stop():
-                    break
+            super().run()
         finally:
             if self._bar is not None:
                 self._bar.close()
 
-    # -- what is different -------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def turns(self) -> Iterator[Turn]:
-        """Yield the batches of each turn, as many as one launch can take."""
+    def record(self, batches: Batches) -> None:
+        """Write the records that are due, and move the progress bar."""
+        self.meter.write(batches.end, self.rate)
+        if self._bar is not None:
+            self._bar.update(batches.end - self._bar.n)
+        self.end = batches.end
 
     @abstractmethod
     def put_rate(self, rate: float) -> None:
@@ -100,7 +184,7 @@ class Loop(ABC):
 
     @abstractmethod
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
-        """Take a step on each of some batches.
+        """Start a step on each of some batches.
 
         Returns
         -------
@@ -109,64 +193,62 @@ class Loop(ABC):
         """
 
     @abstractmethod
-    def launched(self, places: list[tuple[int, int]], steps: int) -> None:
-        """Let the loaders have the memory of rows that have been read, after a launch of so many steps."""
+    def free_launched(self, places: list[tuple[int, int]], steps: int) -> None:
+        """Give memory of rows back to the loaders, after a launch of ``steps`` steps."""
 
-    @abstractmethod
-    def exchange(self, steps: int) -> None:
-        """Count steps, and exchange parameters if it is time."""
-
-    @abstractmethod
-    def is_stop(self) -> bool:
-        """Return whether a signal ends the training after this turn."""
-
-    # -- what is the same --------------------------------------------------------------------------------------
-
-    def step(self, turn: Turn) -> None:
-        """Take the steps of a turn."""
+    def step(self, batches: Batches) -> int:
+        """Launch the steps, and note their losses."""
         last = self.plan.last
-        places = [(start, min(start + self.rows, last)) for start in turn.starts if start < last]
-        rate = self.plan.rate(turn.place)
+        places = [(start, min(start + self.rows, last)) for start in batches.starts if start < last]
+        rate = self.plan.rate(batches.first)
         if rate != self.rate:
             self.put_rate(rate)
             self.rate = rate
         rows = [each for each in self.wait_for(places) if len(each)]
         if not rows:  # the last round had no batch for this rank, or none of the rows could be read
-            self.let_go(places)
-            return
+            self.free(places)
+            return len(batches.starts)
         with self.meter.timed("compute") as launch:
             losses = self.launch(rows)
             for (loss, weight), some in zip(losses, rows, strict=True):
                 self.meter.add(loss, weight, len(some))
-            self.launched(places, len(losses))
+            self.free_launched(places, len(losses))
         self.meter.launched(len(rows), len(rows[0]), launch.spent)
+        return len(batches.starts)
 
     def wait_for(self, places: list[tuple[int, int]]) -> list[Any]:
-        """Return which rows are between some places; those of a loader once they are there."""
+        """Return the numbers of the rows between places; wait until a loader has read them."""
         source = self.source
         if isinstance(source, Feed) and not all(source.is_ready(*each) for each in places):
-            # The loaders may need the memory of rows that this rank has, and others may wait for what comes there.
-            self.release()
+            # The loaders may need the memory of rows that this rank holds, to read rows for other ranks.
+            self.finish_steps()
         with self.meter.timed("load"):
             return [source.rows(*each, self.watch) for each in places]
 
-    def release(self) -> None:
-        """Wait for the steps that have begun, and let the loaders have the memory of their rows."""
+    def finish_steps(self) -> None:
+        """Wait for the launched steps, and give the memory of their rows back to the loaders."""
         with self.meter.timed("compute"):
             self.meter.read_losses()
-            self.let_go(self.reading)
+            self.free(self.reading)
             self.reading = []
 
-    def let_go(self, places: list[tuple[int, int]]) -> None:
-        """Let the loaders have the memory of the rows between some places."""
+    def free(self, places: list[tuple[int, int]]) -> None:
+        """Give the memory of rows back to the loaders."""
         for each in places:
             self.source.free(*each)
 
 
-class TogetherLoop(Loop):
-    """Steps of all ranks at once, in the master: as many in one launch as have the same learning rate.
+class CommandLoop(_Rows):
+    """Loop of the master, whose steps are commands of all ranks; one command takes steps of one learning rate.
 
-    ``rows`` are those of all ranks together; ``rate`` is the value of ``learning_rate`` on all ranks.
+    Parameters
+    ----------
+    rows : int
+        Rows of a step of all ranks together.
+    step : TrainFunction
+    learning_rate : shared variable
+    rate : float
+        Its present value on all ranks.
     """
 
     def __init__(
@@ -186,8 +268,8 @@ class TogetherLoop(Loop):
         self._x = data[: len(model.x)] if model.x_is_list else data[0]
         self._y = data[len(model.x) :] if model.y_is_list else data[-1]
 
-    def turns(self) -> Iterator[Turn]:
-        """Yield the batches of all ranks that come next and have the same learning rate."""
+    def iterate_batches(self) -> Iterator[Batches]:
+        """Yield the next batches with equal learning rates."""
         place, plan = self.plan.first, self.plan
         while place < plan.last:
             rate, starts = plan.rate(place), [place]
@@ -196,7 +278,7 @@ class TogetherLoop(Loop):
                     break
                 starts.append(starts[-1] + self.rows)
             end = min(starts[-1] + self.rows, plan.last)
-            yield Turn(place, starts, end)
+            yield Batches(place, starts, end)
             place = end
 
     def put_rate(self, rate: float) -> None:
@@ -207,25 +289,36 @@ class TogetherLoop(Loop):
         """Take the steps."""
         return self._step.weighted_steps(self._x, self._y, rows)
 
-    def launched(self, places: list[tuple[int, int]], steps: int) -> None:
-        """Wait for the steps: the ranks have read their rows, then."""
+    def free_launched(self, places: list[tuple[int, int]], steps: int) -> None:
+        """Wait for the steps, whose rows have been read then."""
         self.meter.read_losses()
-        self.let_go(places)
+        self.free(places)
 
     def exchange(self, steps: int) -> None:
         """Each step has exchanged gradients."""
 
-    def is_stop(self) -> bool:
-        """Return whether the master was asked to stop."""
-        return bool(requested_stop())
+    def is_stopped(self) -> bool:
+        """Return True if a signal has arrived."""
+        return self.plan.can_stop and bool(requested_stop())
 
 
-class RankLoop(Loop):
-    """A rank's own steps, and exchanges between them.
+class RowLoop(_Rows, RankLoop):
+    """Loop of one rank over rows of data, with the steps of a function.
 
-    ``step`` takes a step on some rows, and returns the loss; ``rate`` is the learning rate's variable.  ``taken`` has
-    the number of batches that each pool's ranks have taken, where each takes them as it comes for them.  Its last
-    element is the number of rounds, a batch for each rank, after which a signal ends the training; 0 without a signal.
+    Parameters
+    ----------
+    worker : Worker
+    plan : Plan
+    rule : Rule
+    state : State
+    step : LocalFunction
+        Takes a step on rows, and returns the loss.
+    rate : shared variable
+        Learning rate of this rank.
+    source : Source
+    taken : LocalRows
+        Number of batches that each pool's ranks have taken, where ranks take them at their own pace.  The last element
+        is the number of rounds, of a batch a rank, after which a signal ends the training; 0 without a signal.
     """
 
     def __init__(
@@ -243,7 +336,7 @@ class RankLoop(Loop):
         meter = Meter(worker.number, plan, step.read, state.step, kinds, lambda: worker.waited)
         super().__init__(plan, source, meter, plan.batch, worker.is_master)
         self.worker, self.rule, self.state, self.watch = worker, rule, state, worker.progress
-        self._step, self._rate, self._taken = step, rate, taken
+        self._step, self._rate, self._taken, self.seconds = step, rate, taken, meter.seconds
         #: Weights of the steps since the last exchange.
         self._items: list[Any] = []
         state.count_items = self._count_items if plan.has_weight else None
@@ -253,27 +346,27 @@ class RankLoop(Loop):
         if isinstance(source, Feed):
             source.open(worker.number)
 
-    def turns(self) -> Iterator[Turn]:
-        """Yield the batches of this rank, as many as there are until the next exchange."""
-        return self.as_they_come() if self.rule.asynchronous else self.in_turn()
+    def iterate_batches(self) -> Iterator[Batches]:
+        """Yield the batches of this rank, at most up to the next exchange."""
+        return self._take_batches() if self.rule.asynchronous else self._assign_batches()
 
-    def in_turn(self) -> Iterator[Turn]:
-        """Go through the rows with all ranks, a batch each in turn; the last round may have less for some."""
+    def _assign_batches(self) -> Iterator[Batches]:
+        """Distribute rows in rounds of one batch a rank; the last round may have fewer rows for some ranks."""
         plan, n, me = self.plan, self.worker.size, self.worker.number
         place = plan.first
         while place < plan.last:
             whole = (plan.last - place) // (plan.batch * n)
-            rounds = max(1, min(self.left(), self.most, whole))
+            rounds = max(1, min(self.count_steps_left(), self.most, whole))
             end = min(plan.last, place + rounds * n * plan.batch)
-            yield Turn(place, [place + (k * n + me) * plan.batch for k in range(rounds)], end)
+            yield Batches(place, [place + (k * n + me) * plan.batch for k in range(rounds)], end)
             place = end
 
-    def as_they_come(self) -> Iterator[Turn]:
-        """Go through the rows with all ranks, each taking the next batches when it is ready."""
+    def _take_batches(self) -> Iterator[Batches]:
+        """Take the next batches that no other rank has taken."""
         plan, n, taken = self.plan, self.worker.size, self._taken
         pool = next(pool for pool in plan.pools if self.worker.number in pool)
         while True:
-            most = min(self.left(), self.most)
+            most = min(self.count_steps_left(), self.most)
             with self.meter.timed("load"), self.worker.lock(n + 1) as lock:
                 lock.read(taken)
                 first = int(taken.array[pool.start])
@@ -294,16 +387,11 @@ class RankLoop(Loop):
             if not starts or starts[0] >= plan.last:
                 self.end = min(plan.last, plan.first + rounds * n * plan.batch) if rounds else plan.last
                 return
-            yield Turn(starts[0], starts, min(plan.last, starts[-1] + plan.batch))
+            yield Batches(starts[0], starts, min(plan.last, starts[-1] + plan.batch))
 
-    def is_stop(self) -> bool:
-        """Return whether all ranks stop; where each takes batches as they come, `as_they_come` ends."""
-        return not self.rule.asynchronous and self._agreement.is_stop()
-
-    def left(self) -> int:
-        """Return how many steps there are until the next exchange."""
-        self._left = self.rule.count_steps_left(self.state)
-        return self._left
+    def is_stopped(self) -> bool:
+        """Return True if all ranks stop; ranks at their own pace stop in `_take_batches`."""
+        return self.plan.can_stop and not self.rule.asynchronous and self._agreement.is_stop()
 
     def put_rate(self, rate: float) -> None:
         """Set the variable of this rank."""
@@ -332,29 +420,24 @@ class RankLoop(Loop):
         steps = [self._step.launch(*(each[some] for each in data)) for some in rows]
         return [(loss, weight[0] if weight else None) for loss, *weight in steps]
 
-    def launched(self, places: list[tuple[int, int]], steps: int) -> None:
+    def free_launched(self, places: list[tuple[int, int]], steps: int) -> None:
         """Wait for the launch before, whose rows have been read then."""
         if isinstance(self.source, Feed):
             self.meter.read_losses(besides=steps)
-            self.let_go(self.reading)
+            self.free(self.reading)
             self.reading = places
 
-    def exchange(self, steps: int) -> None:
-        """Count steps, and exchange if no more were left until then."""
-        self.state.step += steps
-        self.state.since += steps
-        if steps < self._left:
-            return
+    def begin_exchange(self) -> None:
+        """Finish the steps where the exchange would wait for them; other ranks may wait for their rows meanwhile."""
         if isinstance(self.source, Feed) or self.rule.asynchronous and self.state.since > 1:
-            # The exchange would wait for the steps, in whose place it would be counted; and others may wait for rows.
-            self.release()
-        with self.meter.timed("exchange"):
-            self.state.learning_rate = self.rate
-            self.rule.exchange(self.worker, self.state)
-            self.state.since = 0
-            self._items = []
-            if self.state.average_size:
-                self.state.own["batches"] = 0.0
+            self.finish_steps()
+        self.state.learning_rate = self.rate
+
+    def end_exchange(self) -> None:
+        """Count weights and batches anew."""
+        self._items = []
+        if self.state.average_size:
+            self.state.own["batches"] = 0.0
 
 
 def train(
@@ -371,7 +454,7 @@ def train(
     """Train on rows between two places of an epoch's order; afterwards the parameters are those to be validated.
 
     ``variables`` are the parameters that are exchanged, the optimizer's variables, and how many of the first are
-    running averages; ``shared`` is the rule's memory.  All else is as for `RankLoop`.
+    running averages; ``shared`` is the rule's memory.  All else is as for `RowLoop`.
 
     Returns
     -------
@@ -396,9 +479,9 @@ def train(
             state.vector = worker.all_reduce(state.vector)
         rule.setup(worker, state)
         kept["state"] = state
-    loop = RankLoop(worker, plan, rule, state, step, rate, source, taken)
+    loop = RowLoop(worker, plan, rule, state, step, rate, source, taken)
     loop.run()
-    loop.release()
+    loop.finish_steps()
     with loop.meter.timed("exchange"):
         stands_for_all = rule.report(worker, state)
         kept["own"] = state.vector  # behind the report, which may take what has come by mail

@@ -36,7 +36,7 @@ from synkhronos.training.checkpoint import Checkpoint, CheckpointError
 from synkhronos.training.course import Course, pools_of
 from synkhronos.training.early_stop import cost_of
 from synkhronos.training.interval import Plan, Source
-from synkhronos.training.loop import TogetherLoop, train
+from synkhronos.training.loop import CommandLoop, train
 from synkhronos.training.meter import Meter, Outcome
 from synkhronos.training.metrics import Metric, MetricTotals, parse_metrics
 from synkhronos.training.model import Model, Rows, Updates, by_own_gradient, identify_rule
@@ -418,7 +418,7 @@ class Trainer:
         assert self._together is not None
         meter = Meter(0, plan, lambda losses: [float(loss) for loss in losses], self._place.steps, self._kinds)
         rows = plan.batch * ranks.session().size
-        loop = TogetherLoop(plan, source, meter, rows, self._model, self._together, self.learning_rate, self._rate)
+        loop = CommandLoop(plan, source, meter, rows, self._model, self._together, self.learning_rate, self._rate)
         try:
             loop.run()
         finally:

@@ -167,7 +167,7 @@ def test_a_metric_that_the_class_does_not_report():
     ]:
         settings = SimpleNamespace(keep_best=keep_best, patience=3, modelclass="A")
         with pytest.raises(ContractError, match=words):
-            program._Run.observe(SimpleNamespace(settings=settings, stop=EarlyStop()), metrics)
+            program.ClassLoop.observe(SimpleNamespace(settings=settings, stop=EarlyStop()), metrics)
 
 
 def step(update_rule):
@@ -548,7 +548,7 @@ def test_a_model_of_the_base_class_says_what_is_wrong():
 
 @pytest.mark.any_library
 def test_a_row_of_a_model_that_is_no_number_is_named():
-    from synkhronos.launch.program import _Run
+    from synkhronos.launch.program import ClassLoop
 
     rows = np.zeros((5, 2))
     rows[3, 1] = np.inf
@@ -560,10 +560,10 @@ def test_a_row_of_a_model_that_is_no_number_is_named():
     with pytest.raises(
         FloatingPointError, match=r"the cost is nan in epoch 2: row 3 of load\(\)'s training array 1 has inf"
     ):
-        _Run.check_loss(run)
+        ClassLoop.check_loss(run)
     run.model = SimpleNamespace(train_data="a class of somebody's")
     with pytest.raises(FloatingPointError, match="the cost is nan in epoch 2: nothing of it was saved"):
-        _Run.check_loss(run)
+        ClassLoop.check_loss(run)
 
 
 @pytest.mark.any_library

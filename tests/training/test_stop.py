@@ -257,20 +257,20 @@ def test_a_program_that_a_scheduler_ends(tmp_path, how):
 
 def test_pools_of_ranks_stop_after_the_same_round():
     """Each of two hosts' pools of ranks counts its batches by itself."""
-    from synkhronos.training.loop import RankLoop
+    from synkhronos.training.loop import RowLoop
 
     plan = SimpleNamespace(pools=[range(2), range(2, 3)], batch=10, first=30, last=1000, can_stop=True)
     taken = SimpleNamespace(array=np.array([7, 0, 2, 0]))
     lock = SimpleNamespace(read=lambda *_: None, write=lambda *_: None)
-    loop = RankLoop.__new__(RankLoop)
-    loop.plan, loop._taken, loop.most, loop.left = plan, taken, 2, lambda: 64
+    loop = RowLoop.__new__(RowLoop)
+    loop.plan, loop._taken, loop.most, loop.count_steps_left = plan, taken, 2, lambda: 64
     loop.meter = SimpleNamespace(timed=lambda _: threading.Lock())
     seen = {0: [], 2: []}
     try:
         stop._requested = signal.SIGTERM
         for rank in (2, 0):
             loop.worker = SimpleNamespace(number=rank, size=3, lock=lambda _: Manager(lock))
-            seen[rank] = [start for turn in loop.as_they_come() for start in turn.starts]
+            seen[rank] = [start for batches in loop._take_batches() for start in batches.starts]
             assert loop.end == 30 + 4 * 3 * 10  # seven batches of two ranks are four rounds
     finally:
         stop._requested = 0
