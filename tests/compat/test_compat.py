@@ -5,8 +5,8 @@ other tests must not see that.  To see one by itself:
 
     python -m pytest tests/support/compat_checks/check_ops.py
 
-Lasagne's own tests are downloaded, and take minutes, as do programs in PyTensor's default mode: ``python3 run.py test -m
-lasagne`` runs these alone.
+Lasagne's own tests are downloaded and take minutes. Programs of Theano's time compile large networks. ``python3 run.py
+test -m lasagne`` runs these alone.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ NEEDS = {
     "check_precision": "jax",
     "check_streams": "jax",
 }
-SUITE = "check_lasagne"
+SUITE, PROGRAMS = "check_lasagne", "check_programs"
 #: What its functions compute is looked at after PyTensor's rewrites and its own; the last two are what PyTensor has by
 #: default, for what asks for its default mode.
 REWRITTEN = "mode=FAST_COMPILE,linker=auto,optimizer=o4"
@@ -50,7 +50,7 @@ def run(module, selection="not lasagne", flags="", **variables):
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("module", [name for name in MODULES if name != SUITE])
+@pytest.mark.parametrize("module", [name for name in MODULES if name not in (SUITE, PROGRAMS)])
 def test_compat(module):
     needed = NEEDS.get(module)
     if needed is not None and importlib.util.find_spec(needed) is None:
@@ -66,8 +66,14 @@ def test_lasagnes_own_tests():
 
 @pytest.mark.lasagne
 @pytest.mark.timeout(1800)
+def test_programs_of_theanos_time():
+    run(PROGRAMS)
+
+
+@pytest.mark.lasagne
+@pytest.mark.timeout(1800)
 def test_programs_in_the_default_mode():
     # LLVM compiles for as long as the rest of Numba, and its last optimizations are not what is looked at: what it makes
     # without them is kept by itself, away from what users' programs load.
     folder = Path.home() / ".pytensor" / "synkhronos-tests"
-    run("check_programs", "lasagne", f",base_compiledir={folder}", NUMBA_OPT="1")
+    run(PROGRAMS, "lasagne", f",base_compiledir={folder}", NUMBA_OPT="1")
