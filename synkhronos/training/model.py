@@ -31,10 +31,11 @@ import numpy as np
 import numpy.typing as npt
 
 import synkhronos as synk
-from synkhronos.checks import check_list
+from synkhronos.checks import check_list, check_positive
 from synkhronos.graphs import library_of
 from synkhronos.graphs.dependence import Dependence
-from synkhronos.training.updates import RuleUpdates
+from synkhronos.training.updates import RuleUpdates, chain, clip_by_global_norm
+from synkhronos.training.updates.average import add_average
 
 #: An array or Data object for one variable, a list of them for a list of variables.
 Rows = npt.ArrayLike | synk.Data | Sequence[npt.ArrayLike | synk.Data]
@@ -85,6 +86,8 @@ class Model:
     extra_updates: list[ExtraUpdate]
     #: The number of items that the loss is a mean over, a scalar variable; None for the rows.
     weight: Any = None
+    #: Moving averages of the parameters, in their order; None without `ema`.
+    ema: list[Any] | None = None
 
     @classmethod
     def build(
@@ -99,6 +102,8 @@ class Model:
         rule_kwargs: dict[str, Any],
         weight: Any = None,
         is_serial: bool = False,
+        clip_norm: float | None = None,
+        ema: float | None = None,
     ) -> Model:
         """Check the arguments, and apply the rule; warn of means that ranks can't combine unless `is_serial`."""
         if isinstance(loss, list | tuple):
@@ -108,6 +113,7 @@ class Model:
                 "update_rule: expected a rule of synkhronos.extensions.updates, "
                 f"got {update_rule!r} of type {type(update_rule).__name__}"
             )
+        update_rule = add_clipping(update_rule, clip_norm)
         xs, ys = _variables("x", x), _variables("y", y)
         if not xs:
             raise ValueError("x: expected at least one variable, got none")
@@ -120,14 +126,16 @@ class Model:
                 "update_rule: expected it to return (grad_updates, param_updates, grad_shared), "
                 f"got {rule!r} of type {type(rule).__name__}"
             )
-        rule = RuleUpdates(*rule)
+        rule, averages = RuleUpdates(*rule), None
+        if ema is not None:
+            rule, averages = add_average(rule, list(params), ema)
         lists = isinstance(x, list | tuple), isinstance(y, list | tuple)
         state = [shared for shared in rule.param_updates if not any(shared is p for p in params)]
         extra = _extra(extra_updates, rule, [*xs, *ys, *sliceable])
         if not is_serial:
             means = {f"extra_updates: {u.shared.name}": u.expression for u in extra if u.op == "mean" and u.differs}
             warn_of_denominators(means if weight is not None else {"loss": loss, **means}, [*xs, *ys, *sliceable])
-        return cls(loss, xs, ys, *lists, sliceable, rule, state, extra, weight)
+        return cls(loss, xs, ys, *lists, sliceable, rule, state, extra, weight, averages)
 
     @property
     def outputs(self) -> list[tuple[Any, str]]:
@@ -214,6 +222,13 @@ def by_own_gradient(rule: RuleUpdates) -> dict[Any, Any]:
     library = library_of(expression)
     news = library.clone(list(rule.param_updates.values()), {rule.grad_shared: expression})
     return {shared: library.convert(shared, new) for shared, new in zip(rule.param_updates, news, strict=True)}
+
+
+def add_clipping(update_rule: Rule, clip_norm: float | None) -> Rule:
+    """Return an update rule that clips the global norm of the combined gradient, unless `clip_norm` is None."""
+    if clip_norm is None:
+        return update_rule
+    return chain(clip_by_global_norm(check_positive(clip_norm, "clip_norm")), update_rule)
 
 
 def identify_rule(update_rule: Rule, rule_kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

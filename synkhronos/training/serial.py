@@ -32,12 +32,16 @@ class SerialTrainFunction:
         The gradients of all parameters in one vector, and how many rows they are from.
     optimizer_state : list of shared variables
         What the rule keeps for itself, in the order of `synkhronos.extensions.train.TrainFunction`.
+    ema : list of shared variables, or None
+        Moving averages of the parameters, in their order; None without the option `ema`.
     """
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, num_slices: int = 1):
+        self._num_slices = check_at_least(num_slices, "num_slices", 1)
         library = library_of(model.loss)
         self.grad_shared = model.rule.grad_shared
         self.optimizer_state = model.optimizer_state
+        self.ema = model.ema
         self.gradient = library.function(
             [*model.x, *model.y],
             [model.loss] if model.weight is None else [model.loss, model.weight],
@@ -52,7 +56,7 @@ class SerialTrainFunction:
         x_data: Rows | None = None,
         y_data: Rows | None = None,
         batch: Batch = None,
-        num_slices: int = 1,
+        num_slices: int | None = None,
         batch_s: Any = None,
     ) -> Any:
         """Take one step.
@@ -74,7 +78,7 @@ class SerialTrainFunction:
         TypeError, ValueError, IndexError
             If an argument is wrong; the message names it.
         """
-        num_slices = check_at_least(num_slices, "num_slices", 1)
+        num_slices = check_at_least(self._num_slices if num_slices is None else num_slices, "num_slices", 1)
         arrays = self._model.arrays(x_data, y_data, batch, batch_s)
         data, chooser, chosen = "x_data, y_data", "batch", batch
         if self._model.sliceable:
@@ -101,7 +105,7 @@ class SerialTrainFunction:
         x_data: Rows | None = None,
         y_data: Rows | None = None,
         batches: Sequence[Batch] | None = None,
-        num_slices: int = 1,
+        num_slices: int | None = None,
         batches_s: Sequence[Any] | None = None,
     ) -> list[Any]:
         """Take several steps, one by one, and return the loss before each.
@@ -158,6 +162,9 @@ def make_train_function_serial(
     sliceable_shareds: Sequence[Any] | None = None,
     extra_updates: Updates | None = None,
     weight: Any = None,
+    clip_norm: float | None = None,
+    num_slices: int = 1,
+    ema: float | None = None,
     **rule_kwargs: Any,
 ) -> SerialTrainFunction:
     """Make a function that takes a training step in this process alone, without Synkhronos.
@@ -167,7 +174,7 @@ def make_train_function_serial(
 
     Parameters
     ----------
-    loss, params, x, y, update_rule, sliceable_shareds, extra_updates, weight, **rule_kwargs
+    loss, params, x, y, update_rule, sliceable_shareds, extra_updates, weight, clip_norm, num_slices, ema, **rule_kwargs
         As for `make_train_function`.
 
     Returns
@@ -195,5 +202,10 @@ def make_train_function_serial(
     [0.5 1. ]
     """
     return SerialTrainFunction(
-        Model.build(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs, weight, True)
+        Model.build(
+            *(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs, weight, True),
+            clip_norm=clip_norm,
+            ema=ema,
+        ),
+        num_slices,
     )

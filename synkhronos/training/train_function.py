@@ -18,6 +18,7 @@ import numpy as np
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.checks import check_at_least
 from synkhronos.collectives.arguments import get_mirror_keys
 from synkhronos.collectives.calls import get_all_reduce_command
 from synkhronos.collectives.commands import GetShapes
@@ -55,9 +56,12 @@ class TrainFunction:
         The variables that the rule keeps from step to step, such as velocities and counts, to be saved and loaded with
         the parameters.  Their order is always the same for the same rule and parameters.  Each rank has the same
         values.
+    ema : list of shared variables, or None
+        Moving averages of the parameters, in their order; None without the option `ema`.
     """
 
-    def __init__(self, model: Model, exchange: str | None = None):
+    def __init__(self, model: Model, exchange: str | None = None, num_slices: int = 1):
+        self._num_slices = check_at_least(num_slices, "num_slices", 1)
         rule, self._tail = _with_averages(model)
         grad_shared = rule.grad_shared
         inputs = [*model.x, *model.y]
@@ -83,6 +87,7 @@ class TrainFunction:
         # Behind the functions, which know how their variables are copied.
         self.grad_shared = grad_shared
         self.optimizer_state = model.optimizer_state
+        self.ema = model.ema
         self._model = model
         self._exchange = exchange
 
@@ -91,7 +96,7 @@ class TrainFunction:
         x_data: Rows | None = None,
         y_data: Rows | None = None,
         batch: Batch = None,
-        num_slices: int = 1,
+        num_slices: int | None = None,
         batch_s: Any = None,
     ) -> Any:
         """Take one step.
@@ -104,7 +109,7 @@ class TrainFunction:
         batch : int, slice, list of int, or array of int or bool, optional
             Which rows to use: the first that many, a slice, indexes, or a mask.  By default all.
         num_slices : int, optional
-            In how many pieces each rank computes its rows, to save memory.
+            In how many pieces each rank computes its rows, to save memory.  By default that of `make_train_function`.
         batch_s : slice or list of int, or a list of these, one a rank, optional
             Which rows of its own `sliceable_shareds` each rank uses.  By default all.
 
@@ -124,6 +129,7 @@ class TrainFunction:
         -----
         Exact, to rounding, for any number of ranks, rows and slices.
         """
+        num_slices = self._num_slices if num_slices is None else num_slices
         arrays = self._model.arrays(x_data, y_data, batch, batch_s)
         return self._loss(*self._take(arrays, batch, batch_s, num_slices)[0])
 
@@ -136,7 +142,7 @@ class TrainFunction:
         x_data: Rows | None = None,
         y_data: Rows | None = None,
         batches: Sequence[Batch] | None = None,
-        num_slices: int = 1,
+        num_slices: int | None = None,
         batches_s: Sequence[Any] | None = None,
     ) -> list[Any]:
         """Take several steps, in one launch where that is possible.
@@ -205,7 +211,7 @@ class TrainFunction:
         return [self._loss(*each) for each in self.weighted_steps(x_data, y_data, batches, num_slices, batches_s)]
 
     def weighted_steps(
-        self, x_data: Any, y_data: Any, batches: Any, num_slices: int = 1, batches_s: Any = None
+        self, x_data: Any, y_data: Any, batches: Any, num_slices: int | None = None, batches_s: Any = None
     ) -> list[tuple[Any, Any]]:
         """Take several steps as `steps` does.
 
@@ -214,6 +220,7 @@ class TrainFunction:
         list of (value, weight)
             The loss before each step, and None; of a model with a weight, the loss times the weight, and the weight.
         """
+        num_slices = self._num_slices if num_slices is None else num_slices
         arrays, steps = self._model.several(x_data, y_data, batches, batches_s)
         session, length = ranks.session(), _common_length(arrays)
         rows: Sequence[StepRows] = [None] * len(steps)
@@ -312,6 +319,9 @@ def make_train_function(
     extra_updates: Updates | None = None,
     exchange: str | None = None,
     weight: Any = None,
+    clip_norm: float | None = None,
+    num_slices: int = 1,
+    ema: float | None = None,
     **rule_kwargs: Any,
 ) -> TrainFunction:
     """Make a function that takes a training step on all ranks.
@@ -347,6 +357,15 @@ def make_train_function(
         What the loss is a mean over where that is not the rows of `x`: for ``(mask * errors).sum() / mask.sum()``
         this is ``mask.sum()``.  It must not depend on `params`.  Gradients and losses are combined as means by this
         weight, over ranks and slices.  A loss of weight 0 counts nothing, even if it is NaN.
+    clip_norm : float, optional
+        The largest norm of the gradient: of all elements of all parameters, after the all-reduce.  A longer gradient
+        is scaled to it.
+    num_slices : int, optional
+        The number of slices of a step unless the call gives another: gradients are accumulated over them, so that a
+        step needs less memory.
+    ema : float, optional
+        Decay of a moving average of the parameters, such as 0.999.  The averages are in ``train.ema``, at least
+        float32, and in ``train.optimizer_state``.
     **rule_kwargs
         For the rule, such as ``learning_rate=0.1``.
 
@@ -392,8 +411,12 @@ def make_train_function(
     """
     if exchange not in (None, "bfloat16"):
         raise ValueError(f"exchange: expected None or 'bfloat16', got {exchange!r}")
-    model = Model.build(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs, weight)
-    return TrainFunction(model, exchange)
+    model = Model.build(
+        *(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs, weight),
+        clip_norm=clip_norm,
+        ema=ema,
+    )
+    return TrainFunction(model, exchange, num_slices)
 
 
 def _with_averages(model: Model) -> tuple[RuleUpdates, int]:

@@ -22,7 +22,7 @@ import numpy as np
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.casts import as_numbers, check_cast
-from synkhronos.checks import check_at_least, check_number, describe
+from synkhronos.checks import check_at_least, check_flag, check_number, describe
 from synkhronos.data import Data
 from synkhronos.data.parts import iterate_in_order
 from synkhronos.graphs import library_of
@@ -39,7 +39,7 @@ from synkhronos.training.interval import Plan, Source
 from synkhronos.training.loop import CommandLoop, train
 from synkhronos.training.meter import Meter, Outcome
 from synkhronos.training.metrics import Metric, MetricTotals, parse_metrics
-from synkhronos.training.model import Model, Rows, Updates, by_own_gradient, identify_rule
+from synkhronos.training.model import Model, Rows, Updates, add_clipping, by_own_gradient, identify_rule
 from synkhronos.training.model import Rule as UpdateRule
 from synkhronos.training.nonfinite import describe_nonfinite
 from synkhronos.training.recorder import Recorder
@@ -63,6 +63,8 @@ class Trainer:
         are those of `extra_updates` with the op "mean".
     optimizer : list of shared variables
         The variables that the update rule keeps from step to step.
+    ema : list of shared variables, or None
+        Moving averages of the parameters, in their order; None without the option `ema`.
     learning_rate : shared variable
     rule : Rule
     """
@@ -76,9 +78,12 @@ class Trainer:
         schedule: Schedule,
         validate: dict[str, Metric],
         update_rule: tuple[str, dict[str, Any]],
+        num_slices: int = 1,
+        validate_ema: bool = False,
     ):
         self.params, self.rule, self.learning_rate, self.schedule = params, rule, learning_rate, schedule
         self.optimizer = model.optimizer_state
+        self.ema = model.ema
         self._model = model
         self._name = f"trainer {next(_names)}"
         groups = storing.Groups.of(model, params, rule)
@@ -87,11 +92,13 @@ class Trainer:
         self._validation = None
         if validate:
             outputs = [output for metric in validate.values() for output in metric.outputs]
+            if validate_ema:
+                outputs = _replace_params(outputs, params, model.ema)
             self._validation = synk.function(inputs, outputs, name="validation")
         self._together: TrainFunction | None = None
         self._step: synk.Function | None = None
         if isinstance(rule, BSP) and rule.average == "gradient":
-            self._together = TrainFunction(model, rule.precision)
+            self._together = TrainFunction(model, rule.precision, num_slices)
         else:
             self._step = _local_step(model)
         self._on_ranks = OnRanks(self._name, rule, groups, self._together is not None, update_rule)
@@ -514,6 +521,17 @@ def _local_step(model: Model) -> synk.Function:
     )
 
 
+def _replace_params(outputs: list[tuple[Any, str]], params: list[Any], averages: Any) -> list[tuple[Any, str]]:
+    """Return outputs that read averages instead of parameters."""
+    library = library_of(*params)
+    replacements = {
+        p: library.convert(p, library.tensor.cast(average, p.dtype))
+        for p, average in zip(params, averages, strict=True)
+    }
+    news = library.clone([expression for expression, _ in outputs], replacements)
+    return [(new, op) for new, (_, op) in zip(news, outputs, strict=True)]
+
+
 def make_trainer(
     loss: Any,
     params: Sequence[Any],
@@ -525,6 +543,10 @@ def make_trainer(
     validate: Mapping[str, Any] | Sequence[Any] | Any = None,
     extra_updates: Updates | None = None,
     weight: Any = None,
+    clip_norm: float | None = None,
+    num_slices: int = 1,
+    ema: float | None = None,
+    validate_ema: bool = False,
     **rule_kwargs: Any,
 ) -> Trainer:
     """Make a trainer: epochs over data, on all ranks, by an exchange rule.
@@ -558,6 +580,11 @@ def make_trainer(
     weight : scalar variable, optional
         As for `synkhronos.extensions.train.make_train_function`: what the loss is a mean over where that is not the
         rows of `x`.  Losses in reports and records are means by this weight, under all rules.
+    clip_norm, num_slices, ema
+        As for `synkhronos.extensions.train.make_train_function`.  They need a `rule` that averages gradients, which
+        is the default.  The averages are in ``trainer.ema`` and in checkpoints.
+    validate_ema : bool, optional
+        Whether `validate` is computed with the averages of `ema` instead of the parameters.
     **rule_kwargs
         For the update rule, such as ``momentum=0.9``.
 
@@ -603,6 +630,13 @@ def make_trainer(
             raise ValueError(f"update_rule: EAMSGD needs nesterov_momentum, got {update_rule!r}")
         if rule_kwargs.setdefault("momentum", rule.momentum) != rule.momentum:
             raise ValueError(f"momentum: EAMSGD has {rule.momentum}, got {rule_kwargs['momentum']!r}")
+    options = {"clip_norm": clip_norm, "num_slices": None if num_slices == 1 else num_slices, "ema": ema}
+    if not (isinstance(rule, BSP) and rule.average == "gradient"):
+        for name, value in options.items():
+            if value is not None:
+                raise ValueError(f"{name}: needs the exchange rule BSP() on gradients, got {rule!r}")
+    if check_flag(validate_ema, "validate_ema") and ema is None:
+        raise ValueError("validate_ema: needs ema=..., the decay of the averages")
     schedule = as_schedule(learning_rate)
     try:
         library = library_of(loss)
@@ -612,6 +646,12 @@ def make_trainer(
     dtype = getattr(getattr(first, "type", None), "dtype", library.floatX)
     rate = library.shared(np.asarray(schedule(0.0), dtype), name="learning_rate")
     rule_kwargs = {"learning_rate": rate, **rule_kwargs}
-    model = Model.build(loss, params, x, y, update_rule, None, extra_updates, rule_kwargs, weight)
+    model = Model.build(
+        *(loss, params, x, y, update_rule, None, extra_updates, rule_kwargs, weight), clip_norm=clip_norm, ema=ema
+    )
     metrics = parse_metrics(validate, [*model.x, *model.y])
-    return Trainer(model, list(params), rule, rate, schedule, metrics, identify_rule(update_rule, rule_kwargs))
+    name, rule_options = identify_rule(add_clipping(update_rule, clip_norm), rule_kwargs)
+    if ema is not None:
+        rule_options["ema"] = ema
+    identity = name, rule_options
+    return Trainer(model, list(params), rule, rate, schedule, metrics, identity, num_slices, validate_ema)

@@ -96,7 +96,7 @@ def partition(*groups: tuple[Callable[[Any], bool], UpdateRule] | UpdateRule) ->
     ----------
     *groups : (predicate, update rule), the last may be an update rule alone
         A parameter belongs to the first group whose predicate is true of it.  Give options of a group's rule by
-        `functools.partial`; options of the composed rule are passed to all groups.
+        ``functools.partial``; options of the composed rule are passed to all groups.
 
     Returns
     -------

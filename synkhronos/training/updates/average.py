@@ -1,0 +1,56 @@
+"""An exponential moving average of parameters, as a part of an update rule's updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from synkhronos.checks import check_number
+from synkhronos.graphs import library_of
+from synkhronos.training.updates.flat import RuleUpdates, as_scalar
+
+
+def add_average(updates: RuleUpdates, params: list[Any], decay: float) -> tuple[RuleUpdates, list[Any]]:
+    r"""Add updates that average the parameters over steps.
+
+    Parameters
+    ----------
+    updates : RuleUpdates
+    params : list of shared variables
+    decay : float
+        Between 0 and 1.
+
+    Returns
+    -------
+    updates : RuleUpdates
+    averages : list of shared variables
+        One for each parameter, at least float32.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `decay`, the argument ``ema``, is anything else.
+
+    Notes
+    -----
+    .. math:: e_t = d\, e_{t-1} + (1 - d)\, p_t
+
+    where :math:`e_0 = p_0` are the parameters before the first step, whatever they were when the rule was made.
+    """
+    if not 0 < check_number(decay, "ema", "a number between 0 and 1") < 1:
+        raise ValueError(f"ema: expected a number between 0 and 1, such as 0.999, got {decay!r}")
+    library = library_of(*params)
+    tensor = library.tensor
+    has_begun = library.shared(np.zeros((), "float32"), name="ema_has_begun")
+    news, averages = updates.param_updates.copy(), []
+    for p in params:
+        kind = p.type.clone(dtype=str(np.result_type(p.dtype, np.float32)))
+        value = np.asarray(p.get_value(), kind.dtype)
+        average = type(p)(type=kind, value=value, strict=False, name=f"{p.name or 'param'}_ema")
+        before = tensor.switch(tensor.eq(has_begun, 0), tensor.cast(p, kind.dtype), average)
+        new = tensor.cast(updates.param_updates[p], kind.dtype)
+        news[average] = as_scalar(decay, average) * before + as_scalar(1 - decay, average) * new
+        averages.append(average)
+    news[has_begun] = tensor.ones_like(has_begun)
+    return updates._replace(param_updates=news), averages

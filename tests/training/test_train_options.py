@@ -1,0 +1,171 @@
+"""Options of training functions and trainers: clipping, slices and averages of parameters."""
+
+import numpy as np
+import pytest
+
+import synkhronos as synk
+from synkhronos import rules
+from synkhronos.extensions.train import make_train_function, make_train_function_serial
+from synkhronos.extensions.updates import adam, sgd
+from synkhronos.training import Checkpoint, CheckpointError, make_trainer
+
+try:
+    import pytensor as library
+except ImportError:
+    import theano as library
+
+T = library.tensor
+
+rng = np.random.default_rng(5)
+X, START = rng.normal(size=(13, 3)), rng.normal(size=3)
+Y = X @ [1.0, -2.0, 3.0]
+
+
+class Problem:
+    def __init__(self, dtype="float64"):
+        self.x, self.y = T.matrix("x", dtype=dtype), T.vector("y", dtype=dtype)
+        self.w = library.shared(START.astype(dtype), name="w")
+        self.loss = ((T.dot(self.x, self.w) - self.y) ** 2).mean()
+
+    def train_by(self, make, update_rule=sgd, learning_rate=0.1, **kwargs):
+        return make(self.loss, [self.w], self.x, self.y, update_rule, learning_rate=learning_rate, **kwargs)
+
+
+def by_hand(n_steps, clip_norm=np.inf, ema=0.0, rows=slice(None)):
+    """Return parameters, and their average, after some steps of gradient descent."""
+    w = average = START
+    for _ in range(n_steps):
+        g = 2 * X[rows].T @ (X[rows] @ w - Y[rows]) / len(X[rows])
+        w = w - 0.1 * g * min(1, clip_norm / np.sqrt((g**2).sum()))
+        average = ema * average + (1 - ema) * w
+    return w, average
+
+
+@pytest.mark.parametrize("num_slices", [1, 3])
+def test_a_training_function_clips_and_averages_as_one_process(n_ranks, num_slices):
+    options = {"clip_norm": 0.5, "ema": 0.8, "num_slices": num_slices}
+    for make in (make_train_function, make_train_function_serial):
+        problem = Problem()
+        train = problem.train_by(make, **options)
+        assert train.optimizer_state[0] is train.ema[0]
+        for n in range(1, 8):
+            train(X, Y)
+            w, average = by_hand(n, 0.5, 0.8)
+            np.testing.assert_allclose(problem.w.get_value(), w, rtol=1e-10)
+            np.testing.assert_allclose(train.ema[0].get_value(), average, rtol=1e-10)
+    together = Problem()
+    train = together.train_by(make_train_function, **options)
+    train.steps(X, Y, batches=[7] * 4)
+    w, average = by_hand(4, 0.5, 0.8, rows=slice(7))
+    for variable, expected in ((together.w, w), (train.ema[0], average)):
+        for value in np.asarray(synk.gather(variable)).reshape(n_ranks, 3):
+            np.testing.assert_allclose(value, expected, rtol=1e-10)
+
+
+def test_an_average_begins_at_the_parameters_before_the_first_step():
+    problem = Problem()
+    train = problem.train_by(make_train_function_serial, ema=0.9)
+    problem.w.set_value(np.array([1.0, -2.0, 3.0]))  # where the gradient is 0
+    train(X, Y)
+    np.testing.assert_allclose(train.ema[0].get_value(), [1.0, -2.0, 3.0], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [("float16", "float32"), ("float32", "float32"), ("float64", "float64")]
+)
+def test_an_average_is_at_least_float32(dtype, expected):
+    w = library.shared(np.ones(2, dtype), "w")
+    x = T.matrix("x", dtype=dtype)
+    train = make_train_function_serial((x * w).mean(), [w], x, [], sgd, learning_rate=0.5, ema=0.999, clip_norm=1e3)
+    assert train.ema[0].dtype == expected
+    average = np.ones(2)
+    for _ in range(3):
+        train(np.ones((4, 2), dtype), [])
+        average = 0.999 * average + 0.001 * w.get_value().astype("float64")
+        np.testing.assert_allclose(train.ema[0].get_value(), average, rtol=1e-6)
+
+
+def test_without_options_there_is_no_average():
+    train = Problem().train_by(make_train_function_serial, adam)
+    assert train.ema is None
+    assert [variable.name for variable in train.optimizer_state] == ["t", "w_m", "w_v"]
+
+
+# -- trainers --------------------------------------------------------------------------------------------
+
+
+def trained(folder, epochs, resume=None, **options):
+    problem = Problem()
+    trainer = make_trainer(
+        problem.loss,
+        [problem.w],
+        problem.x,
+        problem.y,
+        adam,
+        learning_rate=0.1,
+        validate={"mse": problem.loss},
+        **options,
+    )
+    reports = trainer.epochs(
+        X, Y, 2, epochs, valid=(X, Y), checkpoint=Checkpoint(folder) if folder else None, resume=resume
+    )
+    return problem, trainer, list(reports)
+
+
+def mse(w):
+    return ((X @ w - Y) ** 2).mean()
+
+
+def test_a_trainer_validates_and_saves_the_average(n_ranks, tmp_path):
+    options = {"clip_norm": 0.5, "ema": 0.9, "num_slices": 2}
+    problem, trainer, reports = trained(tmp_path, 3, validate_ema=True, **options)
+    average = trainer.ema[0].get_value()
+    np.testing.assert_allclose(reports[-1].validation["mse"], mse(average), rtol=1e-10)
+    other, _, plain = trained(None, 3, **options)
+    np.testing.assert_array_equal(other.w.get_value(), problem.w.get_value())
+    np.testing.assert_allclose(plain[-1].validation["mse"], mse(problem.w.get_value()), rtol=1e-10)
+    assert abs(plain[-1].validation["mse"] - reports[-1].validation["mse"]) > 1e-3
+    # Resumed, the average goes on, too.
+    trained(tmp_path / "half", 1, **options)
+    resumed, trainer, _ = trained(tmp_path / "half", 3, resume="latest", **options)
+    np.testing.assert_array_equal(resumed.w.get_value(), problem.w.get_value())
+    np.testing.assert_array_equal(trainer.ema[0].get_value(), average)
+    for change in ({"ema": 0.8}, {"clip_norm": 1.0}, {"clip_norm": None}, {"ema": None}):
+        with pytest.raises(CheckpointError):
+            trained(tmp_path / "half", 4, resume="latest", **{**options, **change})
+
+
+# -- wrong arguments -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        *[(ValueError, "clip_norm: expected a positive number", {"clip_norm": n}) for n in (0, -1, float("nan"))],
+        (TypeError, "clip_norm: expected a positive number, got '1'", {"clip_norm": "1"}),
+        (TypeError, "clip_norm: .*True", {"clip_norm": True}),
+        *[(ValueError, "ema: expected a number between 0 and 1", {"ema": n}) for n in (0, 1, 1.5, -0.1, float("nan"))],
+        (TypeError, "ema: expected a number between 0 and 1, got True", {"ema": True}),
+        (ValueError, "num_slices: expected at least 1, got 0", {"num_slices": 0}),
+        (TypeError, "num_slices: expected an integer", {"num_slices": 1.5}),
+        (TypeError, "clip_norms", {"clip_norms": 1.0}),
+    ],
+)
+@pytest.mark.parametrize("make", [make_train_function, make_train_function_serial, make_trainer])
+def test_wrong_options_are_named(n_ranks, make, error, message, options):
+    with pytest.raises(error, match=message):
+        Problem().train_by(make, **options)
+
+
+@pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"ema": 0.9}, {"num_slices": 2}])
+@pytest.mark.parametrize("rule", [rules.BSP("params"), rules.LocalSGD(2), rules.EASGD()])
+def test_options_need_a_rule_that_averages_gradients(n_ranks, rule, options):
+    with pytest.raises(ValueError, match=rf"{next(iter(options))}: needs the exchange rule BSP\(\) on gradients"):
+        Problem().train_by(make_trainer, rule=rule, **options)
+
+
+def test_validate_ema_needs_an_average(n_ranks):
+    with pytest.raises(ValueError, match="validate_ema: needs ema"):
+        Problem().train_by(make_trainer, validate_ema=True)
+    with pytest.raises(TypeError, match="validate_ema: expected True or False"):
+        Problem().train_by(make_trainer, validate_ema=1, ema=0.9)
