@@ -83,7 +83,7 @@ def start_ranks(max_ranks: int | None = None) -> bool:
     number, at_a_time = chain
     share = get_share(len(inherited.rank.control.here), at_a_time, number % at_a_time)
     size = max(1, share.stop - share.start)
-    synk.fork(min(size, max_ranks or size), use_gpu=False, hosts=[])
+    synk.fork(min(size, max_ranks or size), use_gpu=False, timeout=inherited.timeout, hosts=[])
     Finalize(None, synk.close, exitpriority=0)  # a process of multiprocessing does not run the functions of atexit
     return True
 
