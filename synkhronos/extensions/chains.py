@@ -39,7 +39,7 @@ from synkhronos.ranks import Command, Rank, Session
 __all__ = ["find_chain", "measure_rate", "set_inherited_rows", "start_ranks"]
 
 #: Modules of PyMC that start a process for each chain.
-_SAMPLERS = ("pymc.sampling.parallel", "pymc.smc.parallel")
+_SAMPLERS = ("pymc.sampling.parallel", "pymc.sampling.population", "pymc.smc.parallel")
 
 #: Seconds for which `measure_rate` measures, and those in which all chains have to be ready.
 _MEASURE_SECONDS, _START_SECONDS = 0.3, 120.0
@@ -55,10 +55,12 @@ def find_chain() -> tuple[int, int] | None:
     """
     if _measured_chain is not None:
         return _measured_chain
-    number = re.search(r"worker_chain_(\d+)$", current_process().name)
+    number = re.search(r"(?:worker_chain_|ChainWalker)(\d+)$", current_process().name)
     frame: FrameType | None = sys._getframe()
     while number and (frame := frame and frame.f_back):
         values = frame.f_locals if frame.f_globals.get("__name__") in _SAMPLERS else {}
+        if "steppers" in values:  # of a population: all chains step at the same time
+            return int(number[1]), len(values["steppers"])
         if "chains" in values and "cores" in values:
             return int(number[1]), min(values["chains"], values["cores"])
     return None

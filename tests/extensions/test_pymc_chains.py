@@ -136,6 +136,19 @@ def test_new_data_of_the_next_chains(fork):
         np.testing.assert_allclose(ours.posterior["center"].values, theirs.posterior["center"].values, rtol=1e-6)
 
 
+def test_populations_of_chains(fork, started):
+    """The chains of a population step together, in a process each, whatever the number of cores."""
+    fork(4)
+    model = build()
+    drawn = []
+    for one, cores in [(data_parallel(model), 2), (model, 1)]:
+        with one:
+            step = pm.DEMetropolis(compile_kwargs={"mode": INTERPRETED})
+        drawn.append(sample(one, step=step, chains=3, cores=cores).posterior["b"].values)
+    np.testing.assert_allclose(*drawn, rtol=1e-9)
+    assert sorted(map(len, started())) == [1, 1, 2]
+
+
 def test_metropolis_and_sequential_monte_carlo(fork, started):
     fork(2)
     model = build()
