@@ -1,36 +1,18 @@
-"""How does a run start?
+"""Start of training runs: ``python -m synkhronos train SESSION``, or ``rule.init(...)`` and ``rule.wait()``.
 
-From the command line, ``python -m synkhronos train SESSION``, or from Python, ``rule.init(...)`` and ``rule.wait()``:
+::
 
-`settings`
-    What a run is asked to do, from the command line, the environment and a file.
-`modelfile`
-    Where the user's class is.
-`supervisor`
-    The process that starts the ranks, reads what they print, and says how they ended.
-`master`
-    The process of rank 0, which forks the others.
-`program`
-    What each rank does.
-`elsewhere`
-    How what ranks of other hosts print comes to the supervisor.
-`contract`, `recorder`
-    What the class has to have, and what it is given.
-`binding`
-    Which cores each rank gets.
-`command`, `check`, `doctor`
-    The command line.
-`handle`
-    ``rule.init`` and ``rule.wait``.
+    command line, environment, session file
+        │ settings.resolve
+    Settings, saved as settings.json in the run's folder
+        │
+    supervisor       copies the output of the ranks, records the exit status
+        │ starts
+    master           rank 0: forks the other ranks
+        │ program.enter, build, train
+    rank 0 ... n-1   each trains an instance of the user's class
 
-For users:
-
-`Model`
-    A base class for new models (`model`).
-`SettingsError`
-    A setting is wrong.
-
-Not imported by ``import synkhronos``.
+``import synkhronos`` does not import this package.
 """
 
 from synkhronos.launch.model import Model

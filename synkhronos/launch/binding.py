@@ -1,16 +1,4 @@
-"""Which cores does each rank get?
-
-`masks`
-    Cores for each rank: those next to its GPU, or a share of all.
-`gpu_cores`
-    The cores next to each GPU, as the system says.
-`gpu`
-    What NVML knows a GPU by.
-`parse_cores`
-    Linux' lists of cores.
-`said`
-    What a rank says of its binding.
-"""
+"""Binding of ranks to cores: those next to the rank's GPU, or an equal share of all."""
 
 from __future__ import annotations
 
@@ -22,15 +10,29 @@ from typing import Any
 _PCI = Path("/sys/bus/pci/devices")
 
 
-def masks(devices: Sequence[str], allowed: Sequence[int], near: dict[str, list[int]]) -> tuple[list[list[int]], str]:
-    """Return each rank's cores, and a line that says why; no cores where ranks are better not bound.
+def assign_cores(
+    devices: Sequence[str], allowed: Sequence[int], near: dict[str, list[int]]
+) -> tuple[list[list[int]], str]:
+    """Return the cores of each rank, and the reason as a text.
 
-    ``devices`` has ``"cpu"`` or ``"cuda0"`` and so on for each rank, ``allowed`` the cores that this process may use,
-    and ``near`` the cores next to a GPU.
+    Parameters
+    ----------
+    devices : sequence of str
+        ``"cpu"`` or ``"cuda0"`` and so on, one per rank.
+    allowed : sequence of int
+        The cores that this process may use.
+    near : dict of str to list of int
+        The cores next to each GPU.
+
+    Returns
+    -------
+    list of list of int
+        Empty if ranks should not be bound, because some would share a core.
+    str
 
     Examples
     --------
-    >>> masks(["cpu", "cpu"], [0, 1, 2, 3], {})
+    >>> assign_cores(["cpu", "cpu"], [0, 1, 2, 3], {})
     ([[0, 1], [2, 3]], 'each rank has a share of the 4 cores')
     """
     allowed = sorted(allowed)
@@ -43,7 +45,7 @@ def masks(devices: Sequence[str], allowed: Sequence[int], near: dict[str, list[i
     for home in set(homes):  # the ranks whose GPUs are next to the same cores share them
         ranks = [r for r, each in enumerate(homes) if each == home]
         if len(home) < len(ranks):
-            return [], f"not bound: cores {text(home)} are next to the GPUs of {len(ranks)} ranks"
+            return [], f"not bound: cores {format_cores(home)} are next to the GPUs of {len(ranks)} ranks"
         bounds = [len(home) * i // len(ranks) for i in range(len(ranks) + 1)]
         for i, r in enumerate(ranks):
             found[r] = list(home[bounds[i] : bounds[i + 1]])
@@ -54,31 +56,31 @@ def masks(devices: Sequence[str], allowed: Sequence[int], near: dict[str, list[i
     return found, f"each rank has a share of the {len(allowed)} cores"
 
 
-def gpu_cores(devices: Sequence[str], pci: Path = _PCI) -> dict[str, list[int]]:
-    """Return the cores next to each GPU, as far as CUDA, NVML and the system say."""
+def find_gpu_cores(devices: Sequence[str], pci: Path = _PCI) -> dict[str, list[int]]:
+    """Return the cores next to each GPU; GPUs whose cores CUDA, NVML or Linux does not know are left out."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
         found = {}
         for device in {each for each in devices if each != "cpu"}:
-            address = pynvml.nvmlDeviceGetPciInfo(gpu(int(device.removeprefix("cuda")))).busId
-            found[device] = cores_of(address.decode() if isinstance(address, bytes) else address, pci)
-    except Exception:  # a package or library of theirs is not there, or finds no driver
+            address = pynvml.nvmlDeviceGetPciInfo(get_nvml_handle(int(device.removeprefix("cuda")))).busId
+            found[device] = find_device_cores(address.decode() if isinstance(address, bytes) else address, pci)
+    except Exception:  # a package, a library or the driver is missing
         return {}
     return {device: cores for device, cores in found.items() if cores}
 
 
-def gpu(number: int) -> Any:
-    """Return NVML's handle of a GPU, by CUDA's number: CUDA counts unlike ones by their speed, NVML by their places."""
+def get_nvml_handle(number: int) -> Any:
+    """Return NVML's handle of the GPU that CUDA numbers so: CUDA orders GPUs by speed, NVML by PCI address."""
     import pynvml
     from cuda.core import Device
 
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{Device(number).uuid}".encode())
 
 
-def cores_of(address: str, pci: Path = _PCI) -> list[int]:
-    """Return the cores next to a device on the PCI bus; none where the system doesn't say."""
+def find_device_cores(address: str, pci: Path = _PCI) -> list[int]:
+    """Return the cores next to a PCI device; empty if Linux does not list them."""
     domain, _, rest = address.lower().partition(":")
     try:
         return parse_cores((pci / f"{domain[-4:]}:{rest}" / "local_cpulist").read_text())
@@ -87,7 +89,7 @@ def cores_of(address: str, pci: Path = _PCI) -> list[int]:
 
 
 def parse_cores(text: str) -> list[int]:
-    """Return the cores of a list as Linux writes it.
+    """Return the cores of a list in Linux' format.
 
     Examples
     --------
@@ -103,18 +105,18 @@ def parse_cores(text: str) -> list[int]:
 
 
 def bind(cores: Sequence[int]) -> None:
-    """Bind this thread, and those that it starts."""
+    """Bind this thread and the threads that it starts; no cores leave the binding as it is."""
     if cores:
         os.sched_setaffinity(0, cores)
 
 
-def said(mask: Sequence[int] | None) -> str:
-    """Return what a rank says of its binding."""
-    return f"bound to cores {text(mask)}" if mask else "not bound"
+def describe_binding(mask: Sequence[int] | None) -> str:
+    """Return the description of a rank's binding, for its first line of output."""
+    return f"bound to cores {format_cores(mask)}" if mask else "not bound"
 
 
-def text(cores: Sequence[int]) -> str:
-    """Write cores as Linux does."""
+def format_cores(cores: Sequence[int]) -> str:
+    """Return a list of cores in Linux' format, such as ``0-2,8``."""
     runs: list[list[int]] = []
     for core in cores:
         if runs and core == runs[-1][1] + 1:

@@ -1,8 +1,8 @@
-"""The command ``check``: does a class have what a run asks for, and does it train?
+"""The command ``check``: check a class' methods and attributes, and whether it trains.
 
     python -m synkhronos check MODEL:CLASS
 
-The class is run for three iterations in this process: as the only rank, and as two ranks.
+The class runs three iterations in this process, as the only rank and then as two ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from synkhronos.launch import contract, modelfile
 from synkhronos.launch.recorder import ClassRecorder
 from synkhronos.launch.settings import Settings, SettingsError, resolve
-from synkhronos.launch.watch import SAME_STEPS, digest, same_steps
+from synkhronos.launch.watch import SAME_STEPS, digest, find_equal_steps
 from synkhronos.rules.state import Vector
 
 #: Iterations for which the class is run.
@@ -29,19 +29,19 @@ _ITERATIONS = 3
 
 
 def check(model: str, asked: Mapping[str, Any] | None = None) -> int:
-    """Print what a class lacks, and what running it shows.
+    """Check a class, and print the problems found.
 
     Parameters
     ----------
     model : str
         ``FILE:CLASS``.
     asked : dict, optional
-        Settings of its runs, such as ``config`` and ``rule``.
+        Further settings, such as ``config`` and ``rule``.
 
     Returns
     -------
     int
-        Exit status: 0 if nothing is missing, 1 if something is, 2 if a setting is wrong.
+        Exit status: 0 without problems, 1 with problems, 2 if a setting is wrong.
     """
     try:
         settings = resolve([{"model": model, "devices": "cpu"}, asked or {}])
@@ -57,57 +57,64 @@ def check(model: str, asked: Mapping[str, Any] | None = None) -> int:
             sys.stdout.write("".join(traceback.format_exception(error)))
             name = settings.modelclass
             return _print(f"{name} fails when {checked.stage}: {type(error).__name__}: {error}\n", 1)
-    for line in checked.found:
+    for line in checked.problems:
         sys.stdout.write(f"{settings.modelclass}{line}\n")
-    if checked.found:
+    if checked.problems:
         return 1
     return _print(f"{settings.modelclass} has all that a run asks for\n", 0)
 
 
 class _Check:
-    """The check of one class; `stage` says what is under way, and `found` what is wrong."""
+    """Check of one class.
+
+    Attributes
+    ----------
+    stage : str
+        The current step, for the message if it raises an exception.
+    problems : list of str
+    """
 
     def __init__(self, settings: Settings, folder: Path):
         self.settings, self.folder = settings, folder
         self.stage = "its module is imported"
-        self.found: list[str] = []
+        self.problems: list[str] = []
 
     def run(self) -> None:
         """Run the class as one rank, then as two."""
         settings = self.settings
         self.kind = modelfile.load(settings.root, settings.modelfile, settings.modelclass)
-        if self.lacks(self.kind):
+        if self.has_missing(self.kind):
             return
-        self.as_one()
-        if not self.found:
-            self.as_two()
+        self.check_one_rank()
+        if not self.problems:
+            self.check_two_ranks()
 
-    def lacks(self, model: Any) -> bool:
-        """Note what a class or an instance lacks."""
-        if lines := contract.lacking(model):
-            self.found.append(" lacks:\n" + "\n".join(f"  {line}" for line in lines))
+    def has_missing(self, model: Any) -> bool:
+        """Record missing methods and attributes as a problem, and return whether there are any."""
+        if lines := contract.list_missing(model):
+            self.problems.append(" lacks:\n" + "\n".join(f"  {line}" for line in lines))
         return bool(lines)
 
-    def make(self, rank: int, size: int) -> Any:
+    def make_instance(self, rank: int, size: int) -> Any:
         """Return an instance for a rank."""
         np.random.seed(rank)
         random.seed(rank)
         seed = self.settings.seed
         config = {"rank": rank, "size": size, "verbose": rank == 0, "seed": seed, "mname": self.settings.modelclass}
-        instance = contract.make(self.kind, {**config, **self.settings.config})
+        instance = contract.make_instance(self.kind, {**config, **self.settings.config})
         instance.epoch = 0
         return instance
 
-    def as_one(self) -> None:
+    def check_one_rank(self) -> None:
         """Call every method of an instance that is the only rank."""
         self.stage = "an instance is made"
-        instance = self.make(0, 1)
+        instance = self.make_instance(0, 1)
         self.stage = "compile_iter_fns() runs"
         contract.compile_functions(instance, "avg")
-        if self.lacks(instance):
+        if self.has_missing(instance):
             return
         if self.settings.epochs is None and getattr(instance, "n_epochs", None) is None:
-            self.found.append(": it has no n_epochs: give --set epochs=N")
+            self.problems.append(": it has no n_epochs: give --set epochs=N")
         recorder = ClassRecorder(0, rows=contract.rows(instance), folder=self.folder)
         before = digest(Vector(list(instance.params)))
         self.stage = "train_iter() runs"
@@ -117,14 +124,14 @@ class _Check:
         recorder.write()
         loss = recorder.mean_loss()
         if loss is None:
-            self.found.append(
+            self.problems.append(
                 ": train_iter() has not called recorder.train_error(count, cost, error): no cost will be recorded"
             )
         elif not np.isfinite(loss):
-            self.found.append(f": the cost is {loss} after {recorder.total} iterations")
+            self.problems.append(f": the cost is {loss} after {recorder.total} iterations")
         if digest(Vector(list(instance.params))) == before:
-            self.found.append(": train_iter() changes none of params")
-        self.optional(instance, "reset_iter", "train")
+            self.problems.append(": train_iter() changes none of params")
+        self.call_optional(instance, "reset_iter", "train")
         self.stage = "val_iter() runs"
         batch = 0
         while batch < min(_ITERATIONS, int(instance.data.n_batch_val)):
@@ -133,31 +140,31 @@ class _Check:
                 break
         rows, sums = recorder.validation_sums()
         if instance.data.n_batch_val and not rows:
-            self.found.append(
+            self.problems.append(
                 ": val_iter() has not called recorder.val_error(count, cost, error): nothing will be validated"
             )
         recorder.note_validation(0, {name: value / rows for name, value in sums.items()})
         instance.current_info = recorder.get_latest_val_info()
-        self.optional(instance, "reset_iter", "val")
-        self.optional(instance, "save", f"{self.folder}{os.sep}")
+        self.call_optional(instance, "reset_iter", "val")
+        self.call_optional(instance, "save", f"{self.folder}{os.sep}")
         self.stage = "adjust_hyperp(0) runs"
         contract.call(instance.adjust_hyperp, 0)
-        self.optional(instance, "print_info", recorder, verbose=True)
-        self.optional(instance, "scale_lr", 2)
+        self.call_optional(instance, "print_info", recorder, verbose=True)
+        self.call_optional(instance, "scale_lr", 2)
         self.stage = "cleanup() runs"
         instance.cleanup()
 
-    def optional(self, instance: Any, name: str, *arguments: Any, **named: Any) -> None:
-        """Call a method that a class may have."""
+    def call_optional(self, instance: Any, name: str, *arguments: Any, **named: Any) -> None:
+        """Call an optional method, if the class has it."""
         method = getattr(instance, name, None)
         if callable(method):
             self.stage = f"{name}() runs"
             contract.call(method, *arguments, **named)
 
-    def as_two(self) -> None:
-        """Train two instances, as ranks 0 and 1 of two, that exchange after each step."""
+    def check_two_ranks(self) -> None:
+        """Train two instances as ranks 0 and 1 of two, with an exchange after each step."""
         self.stage = "two instances are made, with size 2"
-        ranks = [self.make(rank, 2) for rank in range(2)]
+        ranks = [self.make_instance(rank, 2) for rank in range(2)]
         self.stage = "compile_iter_fns() runs with size 2"
         average = "params"
         for instance in ranks:
@@ -166,12 +173,12 @@ class _Check:
                 average = contract.compile_for(instance, asked, self.settings.modelclass)
             else:
                 contract.compile_functions(instance, "avg")
-        if any(map(self.lacks, ranks)):
+        if any(map(self.has_missing, ranks)):
             return
-        params = [Vector(contract.groups(instance, average == "params").params) for instance in ranks]
+        params = [Vector(contract.group_variables(instance, average == "params").params) for instance in ranks]
         if params[0].shapes != params[1].shapes:
             shapes = f"{[*map(list, params[0].shapes)]} on rank 0, and of {[*map(list, params[1].shapes)]} on rank 1"
-            self.found.append(f": with size 2 params are of shapes {shapes}")
+            self.problems.append(f": with size 2 params are of shapes {shapes}")
             return
         params[1].set(params[0].get())
         before = digest(params[0])
@@ -193,9 +200,9 @@ class _Check:
         for instance in ranks:
             instance.cleanup()
         if n_steps > 1 and digest(params[0]) == before:
-            self.found.append(": with size 2 train_iter() changes none of params")
-        elif same := same_steps(steps):
-            self.found.append(f": with size 2 {SAME_STEPS.format(*same)}")
+            self.problems.append(": with size 2 train_iter() changes none of params")
+        elif same := find_equal_steps(steps):
+            self.problems.append(f": with size 2 {SAME_STEPS.format(*same)}")
 
 
 def _print(text: str, status: int) -> int:

@@ -1,8 +1,4 @@
-"""The command line: ``train``, ``check`` and ``doctor``.
-
-`main`
-    Runs one of them.
-"""
+"""The commands ``train``, ``check`` and ``doctor`` of ``python -m synkhronos``."""
 
 from __future__ import annotations
 
@@ -18,11 +14,14 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command, whose name is the first argument.
+    """Run the command that the first argument names.
 
-    Returns its exit status: 0, 2 where the command itself is wrong, or that of the run.
+    Returns
+    -------
+    int
+        The exit status: 0, 2 if an argument or setting is wrong, or that of the run.
     """
-    # Not before: what a command needs is imported when it runs.
+    # Imported here, so that a command imports only the modules that it needs.
     from synkhronos.launch.settings import SettingsError
     from synkhronos.launch.supervisor import open_standard_streams
 
@@ -49,54 +48,68 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     sets = argparse.ArgumentParser(add_help=False)
     sets.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, before environment and file"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting; overrides the environment and the session file",
     )
     train = commands.add_parser("train", parents=[sets], help="train a class on all ranks", allow_abbrev=False)
     train.add_argument("session", nargs="?", help="a session file: TOML, or Theano-MPI's KEY=VALUE")
-    train.add_argument("--ranks", type=int, metavar="N", help="how many; by default one for each GPU, or else core")
     train.add_argument(
-        "--devices", help="one for each rank: cuda0,cuda1 or cpu,cpu; or cpu, with --ranks to say how many if not one"
+        "--ranks", type=int, metavar="N", help="number of ranks; default: one per GPU, or one per core without GPUs"
     )
+    train.add_argument("--devices", help="the device of each rank: cuda0,cuda1 or cpu,cpu; or cpu with --ranks N")
     train.add_argument(
-        "--hosts", help="a,b:3: machines with ranks, this one first; all: those of the batch system's job"
+        "--hosts",
+        help="machines, this one first, with their numbers of ranks: a,b:3; or all, for those of the batch job",
     )
-    train.add_argument("--folder", help="the run's; by default a new one in runs/")
-    train.add_argument("--bind", action=argparse.BooleanOptionalAction, help="bind ranks to cores (as by default)")
+    train.add_argument("--folder", help="folder of the run; default: a new one in runs/")
+    train.add_argument("--bind", action=argparse.BooleanOptionalAction, help="bind ranks to cores (default: on)")
     train.add_argument(
-        "--resume", nargs="?", const="latest", metavar="PATH", help="go on from the latest checkpoint, or from a path"
+        "--resume",
+        nargs="?",
+        const="latest",
+        metavar="PATH",
+        help="resume from the latest checkpoint in --folder, or from the one at PATH",
     )
-    train.add_argument("--dry-run", action="store_true", help="say what would run, and start nothing")
-    check = commands.add_parser("check", parents=[sets], help="say what a class lacks, and run three iterations of it")
-    check.add_argument("model", metavar="MODEL:CLASS", help="a file, or a module's name, and a class in it")
-    commands.add_parser("doctor", help="say what this machine has, and what is missing for what")
+    train.add_argument("--dry-run", action="store_true", help="print all settings, and start nothing")
+    check = commands.add_parser(
+        "check", parents=[sets], help="list what a class is missing, and run three iterations of it"
+    )
+    check.add_argument("model", metavar="MODEL:CLASS", help="a file or a module, and a class in it")
+    commands.add_parser("doctor", help="list what this machine has, and how to install what is missing")
     return parser
 
 
 def _sets(options: argparse.Namespace) -> dict[str, Any]:
-    from synkhronos.launch.settings import joined, parse_set
+    from synkhronos.launch.settings import join_tables, parse_set
 
-    return joined(map(parse_set, options.set))
+    return join_tables(map(parse_set, options.set))
 
 
 def _train(options: argparse.Namespace, arguments: list[str]) -> int:
-    from synkhronos.launch.settings import from_environment, joined, read, resolve
-    from synkhronos.launch.supervisor import versions
+    from synkhronos.launch.settings import join_tables, read_environment, read_session, resolve
+    from synkhronos.launch.supervisor import find_versions
 
     named = ("ranks", "devices", "hosts", "folder", "bind", "resume")
     given = {name: getattr(options, name) for name in named if getattr(options, name) is not None}
-    sources = [joined([_sets(options), given]), from_environment(os.environ)]
+    sources = [join_tables([_sets(options), given]), read_environment(os.environ)]
     if options.session is not None:
-        sources.append(read(options.session))
+        sources.append(read_session(options.session))
     settings = resolve(sources, options.session)
     if options.dry_run:
-        shown = {**dataclasses.asdict(settings), **versions(settings.root)}
+        shown = {**dataclasses.asdict(settings), **find_versions(settings.root)}
         sys.stdout.write(json.dumps(shown, indent=1) + "\n")
         return 0
     return start(settings, [sys.executable, "-m", "synkhronos", *arguments])
 
 
 def start(settings: Settings, command: list[str]) -> int:
-    """Run a session that ``command`` asks for; return its exit status."""
+    """Run the training that the settings describe, and return its exit status.
+
+    ``command`` is recorded in ``run.json``.
+    """
     from synkhronos.launch.supervisor import Supervisor, prepare
 
     with prepare(settings, command):

@@ -1,23 +1,6 @@
-"""What a class has to have, and how its methods are called.
+"""The interface of classes that the launcher trains, which is Theano-MPI's, and calls of their methods.
 
-The contract is Theano-MPI's.
-
-`lacking`
-    What an instance lacks.
-`make`
-    An instance, for a rank.
-`compile_functions`, `compile_for`
-    Have an instance compile its functions.
-`call`
-    Call a method with as many arguments as it takes.
-`sub_batches`, `next_batch`
-    Count batches.
-`rows`
-    How many rows a batch has.
-`groups`
-    The shared variables that its compiled functions change.
-`ContractError`
-    The class is not what it should be.
+Methods and attributes are found by name: users' classes inherit from nothing of this library.
 """
 
 from __future__ import annotations
@@ -31,7 +14,7 @@ import numpy as np
 from synkhronos.graphs import library_of, loaded_libraries
 from synkhronos.training.storing import Groups
 
-#: The methods that a class has to have, and what each is for.
+#: Required methods, and the purpose of each for the error message.
 METHODS = {
     "compile_iter_fns": "compiles its functions",
     "train_iter": "takes a step: train_iter(count, recorder)",
@@ -42,21 +25,21 @@ METHODS = {
 
 
 class ContractError(TypeError):
-    """A class lacks something of the contract."""
+    """A class has not all methods or attributes that the launcher needs, or returns a wrong value."""
 
 
-def lacking(model: Any) -> list[str]:
-    """Return a line for each thing that an instance lacks; a class is asked for methods alone."""
+def list_missing(model: Any) -> list[str]:
+    """Return a line for each missing or wrong attribute of an instance; of a class only methods are checked."""
     found = [f"method {name}(): {use}" for name, use in METHODS.items() if not callable(getattr(model, name, None))]
     if isinstance(model, type):
         return found
     params = getattr(model, "params", None)
     if not isinstance(params, list | tuple) or not params:
-        found.append(f"attribute params: expected a list of shared variables, got {_short(params)}")
+        found.append(f"attribute params: expected a list of shared variables, got {_shorten(params)}")
     else:
         for i, param in enumerate(params):
             if not any(library.is_shared(param) and library.is_array(param) for library in loaded_libraries()):
-                found.append(f"attribute params[{i}]: expected a shared variable, got {_short(param)}")
+                found.append(f"attribute params[{i}]: expected a shared variable, got {_shorten(param)}")
             elif np.dtype(param.type.dtype).kind != "f":
                 found.append(f"attribute params[{i}]: expected floats, got {param.type}")
         if not found and len({id(param) for param in params}) != len(params):
@@ -68,24 +51,26 @@ def lacking(model: Any) -> list[str]:
     for name, least in (("n_batch_train", 1), ("n_batch_val", 0)):
         count = getattr(data, name, None)
         if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < least:
-            found.append(f"attribute data.{name}: expected a number of batches, at least {least}, got {_short(count)}")
+            found.append(
+                f"attribute data.{name}: expected a number of batches, at least {least}, got {_shorten(count)}"
+            )
     return found
 
 
 def check(model: Any, name: str) -> None:
-    """Raise `ContractError` if an instance, or a class, lacks something."""
-    lines = lacking(model)
+    """Raise `ContractError` if a class or an instance misses a method or an attribute."""
+    lines = list_missing(model)
     if lines:
         raise ContractError(f"{name} lacks:\n" + "\n".join(f"  {line}" for line in lines))
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def make(kind: type, config: dict[str, Any]) -> Any:
-    """Return an instance; the class may take the config or nothing."""
+def make_instance(kind: type, config: dict[str, Any]) -> Any:
+    """Return an instance of a class whose constructor takes the config, or nothing."""
     parameters = [p for p in inspect.signature(kind).parameters.values() if p.kind is not p.VAR_KEYWORD]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.KEYWORD_ONLY)]
     if len(needed) > 1:
@@ -94,10 +79,10 @@ def make(kind: type, config: dict[str, Any]) -> Any:
 
 
 def compile_functions(model: Any, sync_type: str) -> None:
-    """Call ``compile_iter_fns``, with ``sync_type`` where it takes that, as Theano-MPI's do.
+    """Call ``compile_iter_fns``, with ``sync_type`` if it has this parameter.
 
-    Where no gradients are exchanged, a class that compiles by its size is to compile a whole step: its size is 1
-    meanwhile, as that of Theano-MPI's asynchronous workers.
+    Theano-MPI's classes compile two functions, for gradients and for updates, if ``size > 1``.  Without an exchange of
+    gradients they have to compile one, so ``size`` is 1 during the call.
     """
     parameters = inspect.signature(model.compile_iter_fns).parameters.values()
     size = getattr(model, "size", 1)
@@ -116,13 +101,13 @@ def compile_functions(model: Any, sync_type: str) -> None:
 
 
 def compile_for(model: Any, average: str | None, name: str) -> str:
-    """Compile a class for BSP on several ranks.
+    """Compile an instance's functions for BSP on several ranks.
 
     Parameters
     ----------
     model : instance
     average : {"gradient", "params", None}
-        What ranks exchange after each step; None is gradients where the class has ``vels`` and ``vels2``.
+        The values that ranks exchange after each step; None: gradients if the class has ``vels`` and ``vels2``.
     name : str
         The class' name, for messages.
 
@@ -147,13 +132,13 @@ def compile_for(model: Any, average: str | None, name: str) -> str:
     if not kinds[0] or kinds[0] != kinds[1]:
         raise ContractError(
             f"{name} lacks:\n  attributes vels and vels2: expected lists of shared variables of the same shapes, got "
-            f"{_short(lists[0])} and {_short(lists[1])}; or give --set rule_options.average=params"
+            f"{_shorten(lists[0])} and {_shorten(lists[1])}; or give --set rule_options.average=params"
         )
     return "gradient"
 
 
 def call(method: Any, *arguments: Any, **named: Any) -> Any:
-    """Call a method with as many of some arguments as it takes, and those of the named ones that it has."""
+    """Call a method with the leading positional arguments and the named arguments that its signature accepts."""
     parameters = inspect.signature(method).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {key: value for key, value in named.items() if takes_all or any(p.name == key for p in parameters)}
@@ -167,12 +152,12 @@ def call(method: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def sub_batches(model: Any) -> int:
-    """Return the number of steps that a batch is for, ``n_subb``."""
+    """Return ``n_subb``, the number of steps that a batch is split into."""
     return max(1, int(getattr(model, "n_subb", 1)))
 
 
 def next_batch(answer: Any, batch: int, following: int) -> tuple[int, bool]:
-    """Return the number of the next validation batch, and whether the run is to stop, from what ``val_iter`` returns.
+    """Return the next validation batch's number and whether validation stops, from the return value of ``val_iter``.
 
     Examples
     --------
@@ -187,39 +172,39 @@ def next_batch(answer: Any, batch: int, following: int) -> tuple[int, bool]:
         return int(answer), False
     raise ContractError(
         f"val_iter(): expected it to return None, 'stop', or the number of the next batch, above {batch}, got "
-        f"{_short(answer)}"
+        f"{_shorten(answer)}"
     )
 
 
 def rows(model: Any) -> int:
-    """Return the rows of a model's batch; 1 where it doesn't say, so that batches are counted."""
+    """Return the number of rows of a batch; 1 for a model without ``batch_size``, whose batches are counted instead."""
     found = getattr(model, "batch_size", getattr(model.data, "batch_size", 1))
     return int(found) if isinstance(found, int | np.integer) else 1
 
 
-def groups(model: Any, leave_out_normalization: bool = False) -> Groups:
-    """Return what a model's compiled functions change, as checkpoints take it.
+def group_variables(model: Any, leave_out_normalization: bool = False) -> Groups:
+    """Group the shared variables of a model's compiled functions, for checkpoints.
 
-    Looks through the functions that are attributes of the model, or in lists that are, in the order of their names.  Of
-    what they update, floats are the optimizer's: velocities, running averages.  Whole numbers are others, and so are
-    numbers that are read: a learning rate.  What `Model.shown` has is no state: a step's cost, and its error.
+    The functions are attributes of the model, or elements of lists that are attributes, in alphabetical order.  Floats
+    that they update belong to the optimizer: velocities, running averages.  Integers that they update, and scalars that
+    they read, such as a learning rate, form another group.  Variables in `Model.shown` are results, not state.
 
     Parameters
     ----------
     model : instance
     leave_out_normalization : bool
-        Whether parameters named ``gamma`` and ``beta`` stay each rank's own.
+        Whether parameters named ``gamma`` and ``beta`` are not exchanged.
 
     Raises
     ------
     ContractError
-        If that leaves no parameter to exchange.
+        If no parameter is left to exchange.
     """
     excluded = [p for p in model.params if leave_out_normalization and p.name in ("gamma", "beta")]
     apart = {id(p) for p in excluded}
     found = Groups([p for p in model.params if id(p) not in apart], [], excluded, [], [])
     averages = getattr(model, "averages", None)
-    if isinstance(averages, Mapping):  # of the base class, whose params end with them
+    if isinstance(averages, Mapping):  # `Model`'s params end with them
         found.n_averages = sum(any(p is average for average in averages) for p in found.params)
     if not found.params:
         raise ContractError("params: expected some that are not named gamma or beta, which each rank keeps for itself")
@@ -228,12 +213,12 @@ def groups(model: Any, leave_out_normalization: bool = False) -> Groups:
     }
     for _, value in sorted(vars(model).items()):
         for function in value if isinstance(value, list | tuple) else [value]:
-            _sort(function, found, seen)
+            _group_function(function, found, seen)
     return found
 
 
-def _sort(function: Any, found: Groups, seen: set[int]) -> None:
-    """Sort the variables of a compiled function into groups; anything else has none."""
+def _group_function(function: Any, found: Groups, seen: set[int]) -> None:
+    """Add the variables of a compiled function to their groups; objects of other types have none."""
     for entry in getattr(getattr(function, "maker", None), "inputs", ()):
         shared = entry.variable
         if not getattr(entry, "implicit", False):
@@ -255,7 +240,7 @@ def _sort(function: Any, found: Groups, seen: set[int]) -> None:
 
 
 def learning_rate(model: Any) -> float | None:
-    """Return a model's learning rate, if it has one under a usual name."""
+    """Return the value of ``shared_lr``, ``lr`` or ``learning_rate``, or None."""
     for name in ("shared_lr", "lr", "learning_rate"):
         value: Any = getattr(model, name, None)
         if hasattr(value, "get_value"):

@@ -1,4 +1,4 @@
-"""The command ``doctor``: what this machine has, what to do first, and what can be installed beside it."""
+"""The command ``doctor``: a report of this machine's hardware and packages, and of what to install."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACKAGES = {
     "mpi4py": "mpi4py",
     "matplotlib": "matplotlib",
 }
-#: Modules that some uses need, these uses, and the extra that installs the module.
+#: Optional modules: the feature that needs each, and the extra of this package that installs it.
 _OPTIONAL = {
     "jax": ("PyTensor's JAX mode", "jax"),
     "lasagne": ("Lasagne's layers, and the model zoo", "lasagne"),
@@ -34,7 +34,7 @@ _OPTIONAL = {
     "mpi4py": ("ranks on several hosts", "hosts"),
     "matplotlib": ("pictures of runs (python -m synkhronos show)", "demos"),
 }
-#: Bytes free in /dev/shm below which there is hardly room for data and parameters.
+#: Free bytes in /dev/shm below which data and parameters hardly fit.
 _SMALL_SHARED_MEMORY = 1 << 30
 
 
@@ -44,8 +44,8 @@ def report() -> str:
     Returns
     -------
     str
-        Lines with what the machine has; then "Do first" with numbered steps without which ranks can't run, or use only
-        a part of the machine, or "Ready"; then "Optional" with what further uses need.  Each step names its command.
+        The facts, one per line; then "Do first" with numbered steps without which ranks cannot run or use only part of
+        the machine, or else "Ready"; then "Optional" with the features that need a package.  Steps name a command.
     """
     installed = {module for module in _PACKAGES if find_spec(module) is not None}
     gpus = get_n_gpu()
@@ -61,8 +61,8 @@ def report() -> str:
     width = max(map(len, facts))
     lines = [f"{name:{width}}  {fact}" for name, fact in facts.items()]
     if gpus:
-        with contextlib.suppress(Exception):  # drivers differ in what they answer
-            lines += _of_nvml(gpus)
+        with contextlib.suppress(Exception):  # NVML's functions fail on some drivers
+            lines += _describe_gpus(gpus)
     steps = _first_steps(installed, gpus)
     lines += ["", "Do first"] if steps else ["", f"Ready: {_describe_ranks(installed, gpus)}"]
     lines += [f"  {i}. {step}" for i, step in enumerate(steps, 1)]
@@ -89,7 +89,7 @@ def _describe_ranks(installed: set[str], gpus: int) -> str:
 
 
 def _first_steps(installed: set[str], gpus: int) -> list[str]:
-    """Return what ranks need and lack, the most important first."""
+    """Return the steps that ranks need, the most important first."""
     steps = []
     libraries = installed & {"pytensor", "theano"}
     if not libraries:
@@ -111,7 +111,7 @@ def _first_steps(installed: set[str], gpus: int) -> list[str]:
 
 
 def _optional_steps(installed: set[str]) -> list[str]:
-    """Return what further uses need and lack."""
+    """Return the steps that optional features need."""
     steps = []
     for module, (use, extra) in _OPTIONAL.items():
         # JAX comes with a NumPy that Theano can't use.
@@ -122,21 +122,21 @@ def _optional_steps(installed: set[str]) -> list[str]:
     return steps
 
 
-def _of_nvml(count: int) -> list[str]:
-    """Return each GPU's name, memory, cores next to it, and the GPUs that it reaches by NVLink."""
+def _describe_gpus(count: int) -> list[str]:
+    """Return a line for each GPU: its name, memory, the cores next to it, and the GPUs linked to it by NVLink."""
     import pynvml
 
     lines = []
     pynvml.nvmlInit()
     try:
-        near = binding.gpu_cores([f"cuda{i}" for i in range(count)])
-        handles = [binding.gpu(i) for i in range(count)]
+        near = binding.find_gpu_cores([f"cuda{i}" for i in range(count)])
+        handles = [binding.get_nvml_handle(i) for i in range(count)]
         for i, handle in enumerate(handles):
             name: Any = pynvml.nvmlDeviceGetName(handle)
             name = name.decode() if isinstance(name, bytes) else name
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30
-            cores = binding.text(near.get(f"cuda{i}", [])) or "unknown"
-            linked = [str(j) for j, other in enumerate(handles) if j != i and _by_nvlink(pynvml, handle, other)]
+            cores = binding.format_cores(near.get(f"cuda{i}", [])) or "unknown"
+            linked = [str(j) for j, other in enumerate(handles) if j != i and _has_nvlink(pynvml, handle, other)]
             links = f", NVLink to {', '.join(linked)}" if linked else ""
             lines.append(f"  cuda{i}: {name}, {memory:.0f} GiB, next to cores {cores}{links}")
     finally:
@@ -144,6 +144,6 @@ def _of_nvml(count: int) -> list[str]:
     return lines
 
 
-def _by_nvlink(pynvml: Any, one: Any, other: Any) -> bool:
+def _has_nvlink(pynvml: Any, one: Any, other: Any) -> bool:
     status = pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
     return bool(status == pynvml.NVML_P2P_STATUS_OK)

@@ -12,7 +12,7 @@ from synkhronos.rules.base import average
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import Worker
 
-#: Name under which a checkpoint has the sum that the next step will apply.
+#: Key of a checkpoint's sum of gradients that the next step will apply.
 _PENDING = "pending"
 
 
@@ -26,7 +26,7 @@ class SummedGradients(Rule):
     Parameters
     ----------
     vels, vels2 : list of shared variables
-        As many, of the same shapes and dtypes.
+        Lists of one length, with the same shapes and dtypes.
     precision : {None, "float32", "float16", "bfloat16"}
         The dtype in which ranks exchange.
     """
@@ -36,10 +36,10 @@ class SummedGradients(Rule):
         self.vels, self.vels2 = Vector(vels), Vector(vels2)
 
     def setup(self, worker: Worker, state: State) -> None:
-        """Start with what the class has put into ``vels2``: nothing is remembered."""
+        """Keep the values that the class has put into ``vels2``."""
 
     def exchange(self, worker: Worker, state: State) -> None:
-        """Sum up."""
+        """All-reduce ``vels`` into ``vels2``."""
         vector = self.vels.get()
         if self.precision is None or np.dtype(vector.dtype).name == self.precision:
             total = worker.all_reduce(vector, "sum", overwrite=True)
@@ -48,21 +48,21 @@ class SummedGradients(Rule):
         self.vels2.set(total)
 
     def report(self, worker: Worker, state: State) -> Any:
-        """Return this rank's parameters: they are the same on all, but for those that the class keeps local."""
+        """Return this rank's parameters: equal on all ranks, except for those that the class excludes."""
         return state.vector
 
     def store(self, state: State) -> None:
-        """Note the pending sum in the state, for a checkpoint."""
+        """Save the pending sum in the state, for a checkpoint."""
         state.own[_PENDING] = np.asarray(self.vels2.get())
 
     def restore(self, state: State) -> None:
-        """Set ``vels2`` to the pending sum of a checkpoint, if it has one of as many elements."""
+        """Set ``vels2`` to the pending sum of a checkpoint, if it has one of this size."""
         pending = state.own.pop(_PENDING, None)
         if pending is not None and np.size(pending) == self.vels2.size:
             self.vels2.set(np.asarray(pending))
 
     def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-        """Keep the mean of the pending sum, which the class divides by the number of ranks."""
+        """Scale the pending sum to the new number of ranks, by which the class divides it."""
         found = super().resized(ranks, size)
         if _PENDING not in ranks[0]["own"]:
             return found

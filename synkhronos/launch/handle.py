@@ -1,7 +1,7 @@
-"""Runs that a Python script starts.
+"""Runs started from Python: ``rule.init(...)`` starts a supervisor process, ``rule.wait()`` waits for its exit.
 
-`LaunchedRun`
-    One of them: what ``rule.init`` starts, and ``rule.wait`` waits for.
+The run needs a process of its own: the caller goes on between `init` and `wait`, and a process that has threads, or has
+started the GPU's driver, cannot fork ranks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from synkhronos.launch.key_value import exchange_settings
+from synkhronos.launch.key_value import parse_exchange
 from synkhronos.launch.settings import (
     FAILURE,
     Settings,
     SettingsError,
-    from_environment,
-    joined,
-    options_of,
+    get_rule_options,
+    join_tables,
+    read_environment,
     resolve,
 )
 from synkhronos.launch.supervisor import open_standard_streams, prepare, python_path
@@ -32,27 +32,44 @@ from synkhronos.rules import Rule
 from synkhronos.training.stop import STOP_SIGNALS
 
 
-def _exchange(rule: Rule) -> Iterator[dict[str, Any]]:
-    """Yield the settings for the attributes by which Theano-MPI's users say how ranks exchange."""
+def _read_exchange(rule: Rule) -> Iterator[dict[str, Any]]:
+    """Yield the settings for the attributes that Theano-MPI's rules have: ``sync_type`` and ``exch_strategy``."""
     for name in ("sync_type", "exch_strategy"):
         value = getattr(rule, name, None)
         if value is not None:
             try:
-                yield exchange_settings(name, value)
+                yield parse_exchange(name, value)
             except ValueError as error:
                 raise SettingsError(str(error)) from None
 
 
 class LaunchedRun:
-    """A run in processes of its own."""
+    """Handle of a run in other processes, which the constructor starts.
+
+    Parameters
+    ----------
+    rule : Rule
+    devices : list of str, str or None
+        One for each rank, such as ``"cuda0"`` or ``"cpu"``; None for the default.
+    modelfile, modelclass : str
+    **others
+        Further settings.
+
+    Raises
+    ------
+    SettingsError
+        If a setting is wrong; nothing has been started then.
+    """
 
     def __init__(self, rule: Rule, devices: Sequence[str] | str | None, modelfile: str, modelclass: str, **others: Any):
-        asked = joined([{"rule": type(rule).__name__, "rule_options": options_of(rule)}, *_exchange(rule), others])
+        asked = join_tables(
+            [{"rule": type(rule).__name__, "rule_options": get_rule_options(rule)}, *_read_exchange(rule), others]
+        )
         for name, value in (("devices", devices), ("modelfile", modelfile), ("modelclass", modelclass)):
-            if value not in (None, ""):  # else the environment may say it
+            if value not in (None, ""):  # else the environment may set it
                 asked[name] = value
         script = sys.argv[0] if sys.argv and os.path.exists(sys.argv[0]) else None
-        self.settings: Settings = resolve([asked, from_environment(os.environ)], beside=script)
+        self.settings: Settings = resolve([asked, read_environment(os.environ)], beside=script)
         self.folder = Path(self.settings.folder)
         open_standard_streams()
         lock = prepare(self.settings, [sys.executable, *sys.argv])
@@ -62,26 +79,28 @@ class LaunchedRun:
             [sys.executable, "-m", "synkhronos.launch.supervisor", str(self.folder), str(os.getpid())],
             env={**os.environ, "PYTHONPATH": python_path()},
             stdin=subprocess.DEVNULL,
-            pass_fds=[lock.fileno()],  # it stays open there, until the run has ended
-            start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on
+            pass_fds=[lock.fileno()],  # the lock is held until the supervisor exits
+            start_new_session=True,  # the terminal sends Ctrl-C to this process alone, which passes it on
         )
         lock.close()
 
     def wait(self) -> Path:
-        """Return the run's folder when it has ended.
+        """Wait for the end of the run, and return its folder.
+
+        Signals of a scheduler are passed on to the run; when it has ended they end this process.
 
         Raises
         ------
         RuntimeError
-            If it has failed; with the first failure's traceback.
+            If the run has failed; the message has the traceback of the first failure.
         """
-        came: list[int] = []
+        received: list[int] = []
 
         def forward(number: int, frame: FrameType | None) -> None:
-            came.append(number)
+            received.append(number)
             self._process.send_signal(number)
 
-        # A scheduler ends a job when this process has ended: not before the ranks have written their checkpoint.
+        # A scheduler ends the job when this process exits, so it exits after the ranks have written their checkpoint.
         before = {}
         if threading.current_thread() is threading.main_thread():
             before = {n: signal.signal(n, forward) for n in STOP_SIGNALS if signal.getsignal(n) == signal.SIG_DFL}
@@ -96,10 +115,10 @@ class LaunchedRun:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        for received in came:
-            signal.raise_signal(received)  # which ends this process, as it would have done at once
+        for caught in received:
+            signal.raise_signal(caught)  # the default action: it ends this process
         if status:
             failure = self.folder / FAILURE
-            words = failure.read_text("utf-8", "backslashreplace") if failure.is_file() else ""
-            raise RuntimeError(f"the run in {self.folder} has ended with status {status}\n{words}")
+            text = failure.read_text("utf-8", "backslashreplace") if failure.is_file() else ""
+            raise RuntimeError(f"the run in {self.folder} has ended with status {status}\n{text}")
         return self.folder

@@ -1,6 +1,6 @@
-"""Theano-MPI's session files, ``KEY=VALUE``, as settings of this library.
+"""Parser of Theano-MPI's session files, ``KEY=VALUE``.
 
-There a session file is a script that bash reads; here only its assignments are read, and nothing is run.
+Theano-MPI runs them in bash.  Here assignments are parsed, and nothing is expanded or run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-#: Values of the two keys that say how ranks under BSP exchange.
+#: Values of the two keys for BSP's exchange, and the settings that they stand for.
 _SYNC_TYPES: dict[str, dict[str, Any]] = {
     "avg": {"rule_options": {"average": "params"}},
     "cdd": {"rule_options": {"average": "gradient"}},
@@ -20,14 +20,14 @@ _STRATEGIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("ar", "nccl32", "asa32", "copper"), {}),
     **dict.fromkeys(("nccl16", "asa16", "copper16"), {"rule_options": {"precision": "float16"}}),
 }
-#: Their names in small letters, without "_", in all versions of Theano-MPI.
+#: Names of these keys in all versions of Theano-MPI, in lower case and without "_".
 _EXCHANGE = {
     **dict.fromkeys(("bspsynctype", "synctype", "syncrule"), _SYNC_TYPES),
     **dict.fromkeys(("bspexchstrategy", "exchstrategy", "exchstrat", "strategy"), _STRATEGIES),
 }
-#: Other keys, and the settings that they are.
+#: Other keys, and their settings.
 _KEYS = {"rule": "rule", "modelfile": "modelfile", "modelclass": "modelclass", "bind": "bind", "session": "folder"}
-#: A piece of a word, in which "#" may not come first.
+#: A quoted string, an escape, or a character of a word; "#" within a word is added where this is used.
 _PIECE = r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|[^\s'"\\();\#]"""
 _TOKEN = re.compile(
     r"(?P<space>[ \t\r\f\v]+|\\\n)|(?P<end>[\n;])|(?P<comment>\#[^\n]*)|(?P<bracket>[()])"
@@ -36,38 +36,38 @@ _TOKEN = re.compile(
 )
 
 
-def exchange_settings(key: str, value: str) -> dict[str, Any]:
-    """Return the settings for one of Theano-MPI's ways to exchange.
+def parse_exchange(key: str, value: str) -> dict[str, Any]:
+    """Return the settings for a value of Theano-MPI's ``sync_type`` or ``exch_strategy``.
 
     Parameters
     ----------
     key : str
-        ``"sync_type"`` or ``"exch_strategy"``, or how session files write it.
+        ``"sync_type"``, ``"exch_strategy"``, or the key of a session file.
     value : str
 
     Raises
     ------
     ValueError
-        If there is no such way.
+        If the value is unknown.
 
     Examples
     --------
-    >>> exchange_settings("exch_strategy", "nccl16")
+    >>> parse_exchange("exch_strategy", "nccl16")
     {'rule_options': {'precision': 'float16'}}
     """
-    known = _EXCHANGE[_plain(key)]
+    known = _EXCHANGE[_normalize_key(key)]
     if value.lower() not in known:
         raise ValueError(f"{key}: expected one of {', '.join(known)}, got {value!r}")
     return known[value.lower()]
 
 
 def parse(text: str) -> dict[str, str | list[str]]:
-    r"""Return the assignments of a session file: a text for each key, or a list where an array is assigned.
+    r"""Return the assignments of a session file: a string per key, or a list for an array.
 
     Raises
     ------
     ValueError
-        If something else is in it; the message begins with the number of the line.
+        If a line is no assignment; the message begins with its number.
 
     Examples
     --------
@@ -75,34 +75,34 @@ def parse(text: str) -> dict[str, str | list[str]]:
     {'RULE': 'BSP', 'DEVICES': ['a:cuda0', 'b:cuda0,cuda1']}
     """
     found: dict[str, str | list[str]] = {}
-    for number, words in _statements(text):
+    for number, words in _split_statements(text):
         try:
-            key, value = _assignment(words)
+            key, value = _parse_assignment(words)
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
         found[key] = value
     return found
 
 
-def settings_of(assignments: Mapping[str, str | list[str]]) -> dict[str, Any]:
-    """Return the settings for assignments.
+def to_settings(assignments: Mapping[str, str | list[str]]) -> dict[str, Any]:
+    """Convert assignments to settings.
 
     Raises
     ------
     ValueError
         If a key is unknown, or its value is wrong.
     """
-    values = {_plain(key): (key, value) for key, value in assignments.items() if value}
+    values = {_normalize_key(key): (key, value) for key, value in assignments.items() if value}
     found: dict[str, Any] = {}
     exchange: list[dict[str, Any]] = []
     for name, (key, value) in values.items():
         if name == "devices":
-            found |= device_settings([value] if isinstance(value, str) else value)
+            found |= parse_devices([value] if isinstance(value, str) else value)
             continue
         if not isinstance(value, str):
             raise ValueError(f"{key}: expected one value, got {' '.join(value)}")
         if name in _EXCHANGE:
-            exchange.append(exchange_settings(key, value))
+            exchange.append(parse_exchange(key, value))
         elif name == "size":
             if "devices" not in values:  # else tmlauncher counts the devices
                 if not value.isdecimal():
@@ -122,17 +122,17 @@ def settings_of(assignments: Mapping[str, str | list[str]]) -> dict[str, Any]:
     return found
 
 
-def device_settings(values: list[str]) -> dict[str, Any]:
-    """Return the settings for a list such as ``cuda0,cuda1``, or for a list for each host: ``node0:cuda0,cuda1``.
+def parse_devices(values: list[str]) -> dict[str, Any]:
+    """Return the settings for a list of devices, ``cuda0,cuda1``, or for one list per host, ``node0:cuda0,cuda1``.
 
     Raises
     ------
     ValueError
-        If some have a host and others have not, or if a host's devices are not its first ones in order.
+        If only some lists name a host, or a host's devices are not its first ones in order.
 
     Examples
     --------
-    >>> device_settings(["a:cuda0", "b:cuda0,cuda1"])
+    >>> parse_devices(["a:cuda0", "b:cuda0,cuda1"])
     {'hosts': ['a:1', 'b:2'], 'devices': 'cuda0'}
     """
     if not any(":" in value for value in values):
@@ -153,7 +153,7 @@ def device_settings(values: list[str]) -> dict[str, Any]:
                 f"DEVICES: expected cuda0, cuda1 and so on in this order for host {host}, or cpu, got "
                 f"{','.join(names_of_host)}: a host's CUDA_VISIBLE_DEVICES chooses among its GPUs"
             )
-    # For cores, one name is enough.
+    # Several cores of a host are set as "cpu"; the host has the number.
     shown = "cpu" if devices[0] == "cpu" else ",".join(devices)
     return {"hosts": [f"{host}:{len(each)}" for host, each in by_host], "devices": shown}
 
@@ -161,12 +161,12 @@ def device_settings(values: list[str]) -> dict[str, Any]:
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-def _plain(key: str) -> str:
+def _normalize_key(key: str) -> str:
     return key.lower().replace("_", "")
 
 
-def _statements(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield for each statement its line's number, and its words and brackets."""
+def _split_statements(text: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield each statement: the number of its first line, and its words and brackets."""
     at, first, is_open = 0, 1, False
     words: list[str] = []
     while at < len(text):
@@ -190,8 +190,8 @@ def _statements(text: str) -> Iterator[tuple[int, list[str]]]:
         yield first, words
 
 
-def _assignment(words: list[str]) -> tuple[str, str | list[str]]:
-    """Return key and value of a statement's words."""
+def _parse_assignment(words: list[str]) -> tuple[str, str | list[str]]:
+    """Parse a statement into its key and value."""
     shown = " ".join(words)
     if words[0] == "export" and len(words) > 1:
         words = words[1:]
@@ -204,14 +204,14 @@ def _assignment(words: list[str]) -> tuple[str, str | list[str]]:
     if values and values[0] == "(":
         if values[-1] != ")" or "(" in values[1:] or ")" in values[1:-1]:
             raise ValueError(f"expected KEY=(VALUE ...), got {shown!r}")
-        return key, [_unquoted(each) for each in values[1:-1]]
+        return key, [_unquote(each) for each in values[1:-1]]
     if len(values) > 1 or set(values) & {"(", ")"}:
         raise ValueError(f"expected one value, in quotation marks if it has spaces, got {shown!r}")
-    return key, _unquoted(values[0]) if values else ""
+    return key, _unquote(values[0]) if values else ""
 
 
-def _unquoted(word: str) -> str:
-    """Return what bash makes of a word without expansions."""
+def _unquote(word: str) -> str:
+    """Remove the quotation marks and escapes of a word, as bash does; refuse expansions and operators."""
 
     def value(match: re.Match[str]) -> str:
         piece = match[0]

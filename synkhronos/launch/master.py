@@ -1,9 +1,8 @@
-"""The process of rank 0, which forks the others.
+"""The process of rank 0, which forks the other ranks.
 
     python -m synkhronos.launch.master FOLDER PLAN
 
-`main`
-    What it does.
+A failure is written into the run's ``failure.txt``, which the supervisor prints.
 """
 
 from __future__ import annotations
@@ -32,10 +31,15 @@ from synkhronos.training.stop import StopSignals, requested_stop
 
 
 def main(folder: str, plan: dict[str, Any]) -> int:
-    """Run what the folder's settings say; return the exit status.
+    """Train with the settings in a folder, and return the exit status.
 
-    ``plan`` is the supervisor's: its process, the pipes of this host's ranks, that of other hosts, each rank's cores,
-    and all cores.
+    Parameters
+    ----------
+    folder : str
+        The run's folder.
+    plan : dict
+        From the supervisor: ``supervisor``, its process ID; ``consoles``, a pipe for each rank of this host; ``hosts``,
+        the pipe of other hosts, or None; ``masks``, the cores of each rank; ``allowed``, all cores.
     """
     end_with(plan["supervisor"], in_main_thread=True)
     for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
@@ -45,8 +49,8 @@ def main(folder: str, plan: dict[str, Any]) -> int:
         return _run(settings, plan)
     except BaseException as error:
         if isinstance(error, WorkerError):
-            who = error.failures[error.rank].partition(":")[0] if error.worker_traceback else f"rank {error.rank}"
-            text = f"{who}:\n{error.worker_traceback or error}\n"
+            name = error.failures[error.rank].partition(":")[0] if error.worker_traceback else f"rank {error.rank}"
+            text = f"{name}:\n{error.worker_traceback or error}\n"
         else:
             text = "rank 0:\n" + "".join(traceback.format_exception(error))
         try:
@@ -60,21 +64,21 @@ def _run(settings: Settings, plan: dict[str, Any]) -> int:
     """Train; return 0, or 128 plus the number of the signal at which a checkpoint was written."""
     if settings.on_gpu:
         _set_flag("PYTENSOR_FLAGS", "mode", "JAX")  # a class compiles its functions itself
-    _set_flag("THEANO_FLAGS", "compile.wait", "1")  # seconds between two looks at the compiler's lock, not 5 to 10
+    _set_flag("THEANO_FLAGS", "compile.wait", "1")  # seconds between two tries for the compiler's lock, not 5 to 10
 
     import synkhronos.compat  # noqa: F401 - classes import theano
 
-    # Once for all ranks: each by itself, they would wait for one another's lock of Theano's compiler.
+    # Before the fork: ranks that import Theano each by itself wait for one another's lock of its compiler.
     with contextlib.suppress(ImportError):
         import theano  # noqa: F401
     np.random.seed(settings.seed)
     random.seed(settings.seed)
     masks = plan["masks"]
-    binding.bind(plan["allowed"])  # BLAS' threads have been started within rank 0's cores; the others get theirs
-    said = (
+    binding.bind(plan["allowed"])  # BLAS has started its threads within rank 0's cores; other ranks bind theirs
+    host_output = (
         open(plan["hosts"], "w", buffering=1, encoding="utf-8", errors="backslashreplace") if settings.hosts else None
     )
-    fork_bound(len(settings.devices), settings.on_gpu, masks, settings.hosts, said)
+    fork_bound(len(settings.devices), settings.on_gpu, masks, settings.hosts, host_output)
     processes = run(program.enter, plan["consoles"], masks, list(settings.devices), session().link.ranks_by_host)
     (Path(settings.folder) / PROCESSES).write_text(json.dumps(processes))
     rule = settings.make_rule()
@@ -82,21 +86,21 @@ def _run(settings: Settings, plan: dict[str, Any]) -> int:
     memory = shared_memory(rule, session().size, size, np.dtype(dtype))
     flag = data(shape=(1,), dtype="int64")
     flag._is_published = False
-    # Before this there is nothing to save, and signals end the run; the supervisor decides how long it may take.
+    # Before this there is nothing to save, and signals end the run.  The supervisor bounds the time to save.
     with StopSignals(None, flag.data) if settings.saves_on_signal else contextlib.nullcontext():
         is_stopped = run(program.train, settings, rule, memory, _checkpoint(settings), flag)[0]
         return 128 + requested_stop() if is_stopped else 0
 
 
 def _set_flag(variable: str, name: str, value: str) -> None:
-    """Set a flag of the graph library's, unless the user has."""
+    """Set a flag of the graph library, unless the user has set it."""
     flags = os.environ.get(variable, "")
     if f"{name}=" not in flags:
         os.environ[variable] = ",".join(filter(None, [flags, f"{name}={value}"]))
 
 
 def _checkpoint(settings: Settings) -> str | None:
-    """Return the checkpoint from which to go on."""
+    """Return the path of the checkpoint to resume from, or None."""
     if settings.resume != "latest":
         return settings.resume
     return str(paths_in(Path(settings.folder) / "checkpoints")[-1])

@@ -1,8 +1,4 @@
-"""A base class with which a network is a few lines.
-
-`Model`
-    Has all that a run asks for, but the network and the data.
-"""
+"""Base class of models for the launcher: subclasses define the network and the data."""
 
 from __future__ import annotations
 
@@ -23,23 +19,23 @@ from synkhronos.training.model import by_own_gradient, warn_of_denominators
 
 
 def _count(data: Any) -> int:
-    """Return how many rows there are."""
+    """Return the number of rows."""
     return len(data) if isinstance(data, Loader) else len(data[0]) if data else 0
 
 
 def _copied(batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[tuple[np.ndarray, ...]]:
-    """Copy batches of a loader: what XLA computes on the CPU may read them later."""
+    """Copy a loader's batches: on the CPU XLA may read an input when the loader already overwrites it."""
     return (tuple(np.array(array) for array in batch) for batch in batches)
 
 
 def _present(shared: Any) -> Any:
-    """Return a variable's value, which later steps leave unchanged; on a GPU it may not be computed yet."""
+    """Return a snapshot of a variable's value; on a GPU it may not be computed yet."""
     value = library_of(shared).get(shared)
     return array_device(value).snapshot(value)
 
 
 class Model:
-    """A model of Lasagne's layers, or of plain PyTensor or Theano; a class of yours fills in two methods.
+    """Base class of a model made of Lasagne's layers, or with plain PyTensor or Theano; override `build` and `load`.
 
     .. code-block:: python
 
@@ -57,7 +53,7 @@ class Model:
             def load(self):
                 return [x_train, y_train], [x_valid, y_valid]
 
-    In the place of a list of arrays `load` may return a `synkhronos.loading.Loader`: each rank reads its own batches.
+    Instead of a list of arrays `load` may return a `synkhronos.loading.Loader`; each rank reads its own batches.
 
     Parameters
     ----------
@@ -67,36 +63,36 @@ class Model:
     Attributes
     ----------
     batch_size, n_epochs : int
-        A rank's rows in a step; and how many epochs to train.
+        Number of a rank's rows in a step; number of epochs.
     rate : float
         The learning rate; override `adjust_hyperp` to change ``shared_lr`` after an epoch.
     updates : callable
-        Of `synkhronos.extensions.updates`, or Lasagne's: ``updates(loss, params, learning_rate=...)`` gives a dict.
+        Update rule of `synkhronos.extensions.updates` or Lasagne: ``updates(loss, params, learning_rate=...)``.
     trained : list of shared variables
-        The `params` that `build` has set; `params` then has the running averages as well.
+        The `params` that `build` sets; afterwards `params` also has the running averages.
     shown : list of shared variables
-        The last step's cost, its error, and the weight of both, as far as there are some.
+        Cost, error and weight of the last step; the latter two if the model has them.
     """
 
     batch_size = 100
     n_epochs = 1
     rate = 0.01
-    #: Whether BSP raises the learning rate over five epochs to the number of ranks times as much, as for other classes.
+    #: Whether the learning rate rises over five epochs to `rate` times the number of ranks, under BSP.
     warmup = False
 
-    #: For `build` to set.
+    #: Set by `build`.
     inputs: Sequence[Any]
     params: list[Any]
     loss: Any
-    #: For `build` to set where there is one.
+    #: Set by `build`, if the model has one.
     error: Any = None
-    #: What `loss`, `error` and `tested` are means over where that is not the rows: a scalar variable, such as
-    #: ``mask.sum()``.  Reported costs and errors are means by this weight.  A batch of weight 0 counts nothing.
+    #: Number of items that `loss`, `error` and `tested` are means over, if these are not the rows: a scalar variable,
+    #: such as ``mask.sum()``.  Reported costs and errors are weighted by it; a batch of weight 0 has no effect on them.
     weight: Any = None
-    #: What validation computes, where it isn't `loss` and `error`: cost, error, and error of the best five answers.
-    #: A network with dropout or batch normalisation is validated without the one, and by the other's running averages.
+    #: Outputs of validation: cost, error, top-5 error; default: `loss` and `error`.  Set it for a network with dropout
+    #: or batch normalization, to its deterministic outputs.
     tested: Sequence[Any] | None = None
-    #: Running averages, by variable what becomes of each in a step.  Ranks exchange them as they do parameters.
+    #: Running averages: the expression of each variable's next value.  Ranks exchange them like parameters.
     averages: Mapping[Any, Any] = MappingProxyType({})
 
     def __init__(self, config: dict[str, Any]):
@@ -129,26 +125,26 @@ class Model:
         self.params = [*self.trained, *self.averages]
 
     def build(self) -> None:
-        """Set ``inputs``, ``params``, ``loss``, and if you like ``error``, ``weight``, ``tested`` and ``averages``."""
+        """Set ``inputs``, ``params``, ``loss``, and optionally ``error``, ``weight``, ``tested`` and ``averages``."""
         raise NotImplementedError(f"{type(self).__name__}.build()")
 
     def load(self) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Return the arrays of training and those of validation, in the order of ``inputs``; the latter may be none."""
+        """Return the training and the validation arrays, in the order of ``inputs``; the latter may be empty."""
         raise NotImplementedError(f"{type(self).__name__}.load()")
 
     def prepare(self, arrays: list[Any], training: bool) -> list[Any]:
-        """Return a batch as the functions take it: by default as it is in the data; crop images here, by chance."""
+        """Preprocess or augment a batch, such as by random crops; by default it is unchanged."""
         return arrays
 
     def updates(self, loss: Any, params: list[Any], learning_rate: Any) -> Any:
-        """Return the updates of the parameters in a step: by default Nesterov's momentum."""
+        """Return the updates of the parameters; by default by Nesterov's momentum."""
         rule = updates.nesterov_momentum(loss, params, learning_rate=learning_rate, weight=self.weight)
         return by_own_gradient(rule)
 
     # -- the contract ----------------------------------------------------------------------------------------
 
     def compile_iter_fns(self) -> None:
-        """Compile a step, and the loss of a validation batch."""
+        """Compile the training step and the validation function."""
         library = library_of(self.loss)
         self.shared_lr = library.shared(np.asarray(self.rate, self.params[0].type.dtype), name="learning_rate")
         shown = [self.loss] if self.error is None else [self.loss, self.error]
@@ -160,7 +156,7 @@ class Model:
             means = dict(zip(("loss", "error"), shown, strict=False))
             means |= {f"tested[{i}]": each for i, each in enumerate(self.tested or ())}
             warn_of_denominators(means, self.inputs, 1)
-        # Variables, not outputs: PyTensor would wait for an output of JAX before the next batch is begun.
+        # Variables, not outputs: PyTensor waits for the outputs of a JAX function, so batches would not overlap.
         self.shown = [library.shared(np.zeros((), each.dtype)) for each in shown]
         news = {**self.updates(self.loss, self.trained, self.shared_lr), **self.averages}
         news |= zip(self.shown, shown, strict=True)
@@ -168,7 +164,7 @@ class Model:
         self.val_fn = library.function(list(self.inputs), tested)
 
     def train_iter(self, count: int, recorder: Any) -> None:
-        """Take a step with the next batch of this rank's share."""
+        """Take a step with the next batch of this rank."""
         batch = self.next_batch(recorder)
         recorder.start()
         self.train_fn(*batch)
@@ -178,12 +174,12 @@ class Model:
         recorder.train_error(count, *values, **weight)
 
     def next_batch(self, recorder: Any) -> list[np.ndarray]:
-        """Return the next batch of this rank's share, in an order that is new in each epoch; note the time."""
+        """Return the next batch of this rank, shuffled anew in each epoch; record the time as "wait"."""
         recorder.start()
         if self._at != self.epoch:
             self._batches, self._at = self._epoch(), self.epoch
         arrays = next(self._batches, None)
-        if arrays is None:  # a loader has left out whole batches, of which it could read nothing
+        if arrays is None:  # the loader has skipped batches of which it could read no row
             self._batches = self._epoch()
             arrays = next(self._batches)
         batch = self._prepared(arrays, True)
@@ -191,7 +187,7 @@ class Model:
         return batch
 
     def skip_iter(self, count: int) -> None:
-        """Go on behind the first batches of this rank's share in the epoch."""
+        """Skip the first batches of this rank in the epoch, to resume behind them."""
         self._batches, self._at = self._epoch(), self.epoch
         for _ in range(count):
             if next(self._batches, None) is None:
@@ -199,7 +195,7 @@ class Model:
                 next(self._batches)
 
     def _epoch(self) -> Iterator[tuple[np.ndarray, ...]]:
-        """Go through this rank's batches of the epoch."""
+        """Yield this rank's batches of the epoch."""
         if isinstance(self.train_data, Loader):
             yield from _copied(
                 self.train_data.arrays(
@@ -213,7 +209,7 @@ class Model:
             yield tuple(array[mine[start : start + self.batch_size]] for array in self.train_data)
 
     def _validation(self) -> Iterator[tuple[np.ndarray, ...]]:
-        """Go through this rank's batches of the validation data."""
+        """Yield this rank's batches of the validation data."""
         if isinstance(self.val_data, Loader):
             yield from _copied(self.val_data.arrays(0, self.batch_size, rank=self.rank, size=self.size))
             return
@@ -221,26 +217,26 @@ class Model:
             yield tuple(array[start : start + self.batch_size] for array in self._val)
 
     def reset_iter(self, mode: str) -> None:
-        """Begin again with the validation data."""
+        """Restart the validation data, if ``mode`` is "val"."""
         if mode == "val":
             self._val_batches = None
 
     def val_iter(self, count: int, recorder: Any) -> None:
-        """Validate the next batch of this rank's share."""
+        """Validate the next batch of this rank."""
         if self._val_batches is None:
             self._val_batches = self._validation()
         arrays = next(self._val_batches, None)
-        if arrays is not None:  # else a loader has left out a whole batch
+        if arrays is not None:  # None if the loader has skipped a batch
             batch = self._prepared(arrays, False)
             values = list(self.val_fn(*batch))
             rows = len(batch[0]) if self.weight is None else float(values.pop())
             recorder.val_error(count, *values, rows=rows)
 
     def adjust_hyperp(self, epoch: int) -> None:
-        """Leave the learning rate as it is."""
+        """Keep the learning rate; override this to change ``shared_lr`` after an epoch."""
 
     def cleanup(self) -> None:
-        """End the loaders, where there are some."""
+        """Close the loaders, if the data has any."""
         for data in (self.train_data, self.val_data):
             if isinstance(data, Loader):
                 data.close()

@@ -1,11 +1,6 @@
-"""Where is the user's class?
+"""Import of the user's class from ``modelfile`` and ``modelclass``.
 
-`find`
-    The folder and the module's name, before anything is imported.
-`load`
-    The class, on a rank.
-`ModelFileError`
-    It is not there.
+The supervisor only parses the file, so that a wrong name is refused before any rank starts.  Ranks import it.
 """
 
 from __future__ import annotations
@@ -20,31 +15,37 @@ from typing import Any
 
 
 class ModelFileError(ValueError):
-    """A model's file is not there, or has no such class."""
+    """The model file does not exist, is no Python, or has no class of the name."""
 
 
 def find(name: str, class_name: str, folders: Sequence[str]) -> tuple[str, str]:
-    """Return the folder to put into `sys.path`, and the module's name.
+    """Return the folder to put into `sys.path`, and the module's name, without an import.
 
-    Nothing is imported: the file is parsed, and looked at for the class' name.  ``name`` is a path, ``models/mlp.py``,
-    or a module, ``models.mlp``; it is looked for in the folders, then in `sys.path`.
+    Parameters
+    ----------
+    name : str
+        A path, ``models/mlp.py``, or a module, ``models.mlp``.
+    class_name : str
+        Has to be bound in the file.
+    folders : list of str
+        Searched for the file; for a module, before `sys.path`.
 
     Raises
     ------
     ModelFileError
-        If there is no such file, it is no Python, or nothing in it has the class' name.
+        If the file does not exist, has a syntax error, or does not bind the class' name.
     """
-    path, root = _path(name, folders)
+    path, root = _find_file(name, folders)
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except SyntaxError as error:
         raise ModelFileError(f"modelfile: {path}, line {error.lineno}: {error.msg}") from None
-    names = _names(tree)
+    names = _find_names(tree)
     if class_name not in names and "*" not in names:
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
         raise ModelFileError(f"modelclass: {path} has no {class_name!r}: it has {', '.join(classes) or 'no class'}")
     parts = path.relative_to(root).with_suffix("").parts
-    if any("." in part for part in parts[:-1]):  # no package can have the folder's name: the file is imported alone
+    if any("." in part for part in parts[:-1]):  # the folder's name is no package's: import the file alone
         root, parts = path.parent, parts[-1:]
     if "." in parts[-1]:
         raise ModelFileError(f"modelfile: {path}: a module's name has no dot: rename the file")
@@ -54,8 +55,8 @@ def find(name: str, class_name: str, folders: Sequence[str]) -> tuple[str, str]:
     return str(root), module
 
 
-def _path(name: str, folders: Sequence[str]) -> tuple[Path, Path]:
-    """Return the file, and the folder from which its module's name counts."""
+def _find_file(name: str, folders: Sequence[str]) -> tuple[Path, Path]:
+    """Return the file, and the folder that its module's name is relative to."""
     if name.endswith(".py"):
         for folder in folders:
             path = Path(folder, name)
@@ -74,8 +75,8 @@ def _path(name: str, folders: Sequence[str]) -> tuple[Path, Path]:
     )
 
 
-def _names(tree: ast.Module) -> set[str]:
-    """Return the names that a module's own lines bind, at any depth but within functions and classes."""
+def _find_names(tree: ast.Module) -> set[str]:
+    """Return the names that a module binds outside of functions and classes, such as within ``if`` or ``try``."""
     names: set[str] = set()
     todo: list[ast.AST] = list(tree.body)
     while todo:
@@ -93,7 +94,7 @@ def _names(tree: ast.Module) -> set[str]:
 def load(root: str, module: str, class_name: str) -> Any:
     """Import the module, and return the class.
 
-    What lies next to its file can be imported by its own name, as next to a script.
+    Modules in the file's folder can be imported by their names, as those in a script's folder can.
     """
     if root not in sys.path:
         sys.path.insert(0, root)

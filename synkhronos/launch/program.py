@@ -77,12 +77,12 @@ def enter(worker: Worker, consoles: list[int], masks: list[list[int]], devices: 
             os.dup2(consoles[worker.number], file)
         for console in consoles:
             os.close(console)
-        where = f"on {devices[worker.number]}, {binding.said(masks[worker.number] if masks else None)}"
+        where = f"on {devices[worker.number]}, {binding.describe_binding(masks[worker.number] if masks else None)}"
     else:
-        elsewhere.enter(worker.number)
+        elsewhere.redirect_output(worker.number)
         of_host = next(of_host for of_host in by_host if worker.number in of_host)
         device = "cpu" if devices[0] == "cpu" else f"cuda{of_host.index(worker.number)}"
-        where = f"on {device} of host {platform.node()}, {binding.said(None)}"
+        where = f"on {device} of host {platform.node()}, {binding.describe_binding(None)}"
     for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     sys.stdout.write(f"process {os.getpid()} {where}\n")
@@ -119,7 +119,7 @@ def build(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
         "seed": settings.seed,
         "mname": settings.modelclass,
     }
-    model = contract.make(kind, {**config, **settings.config})
+    model = contract.make_instance(kind, {**config, **settings.config})
     for name in ("rank", "size", "verbose", "seed"):
         if not hasattr(model, name) and not hasattr(kind, "__slots__"):
             setattr(model, name, config[name])
@@ -144,7 +144,7 @@ def build(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
         if other != all_shapes[0]:
             raise contract.ContractError(f"params: of shapes {all_shapes[0]} on rank 0, and of {other} on rank {r}")
     vector.set(worker.decide(np.asarray(vector.get()) if worker.number == 0 else None))
-    groups = contract.groups(model, leave_out_normalization=average == "params")
+    groups = contract.group_variables(model, leave_out_normalization=average == "params")
     for shared in groups.generators:  # a class that gives all ranks one seed
         library = library_of(shared)
         stream = library.copy_generator(shared)

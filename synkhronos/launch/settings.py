@@ -1,15 +1,6 @@
-"""What a run is asked to do.
+"""Settings of a run, from the command line, the environment and a session file, in this order of precedence.
 
-`Settings`
-    All of it, checked.
-`read`
-    A session file: TOML, JSON, or Theano-MPI's KEY=VALUE.
-`parse_set`, `joined`
-    One ``key=value`` of the command line, and all that is said there.
-`resolve`
-    Settings from the command line, the environment and a file, in this order of precedence.
-`SettingsError`
-    Something in them is wrong; no rank has started then.
+All are checked before any rank starts.
 """
 
 from __future__ import annotations
@@ -37,9 +28,9 @@ from synkhronos.ranks import available_cores
 from synkhronos.training.checkpoint import paths_in
 from synkhronos.training.early_stop import as_metric
 
-#: What begins the name of an environment variable that is a setting.
+#: Prefix of environment variables that are settings.
 PREFIX = "SYNKHRONOS_"
-#: Files in a run's folder: these settings, what failed first, and the ranks' processes.
+#: Files in a run's folder: the settings, the first failure, and the process IDs of the ranks.
 SETTINGS, FAILURE, PROCESSES = "settings.json", "failure.txt", "processes.json"
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 #: The rules, by their names in small letters.
@@ -57,56 +48,56 @@ _RANGES = {
     "keep": (1, None),
     "patience": (1, None),
 }
-#: The entries of the class' config that the run sets, and how they are set.
-_GIVEN = {
+#: Entries of the class' config that the run sets, and for users how to change them.
+_SET_BY_RUN = {
     "rank": "each rank has its own",
     "size": "set the number of ranks by 'ranks'",
     "verbose": "it is true on rank 0",
     "seed": "use the setting 'seed'",
     "mname": "it is the class' name",
 }
-#: The metrics of a class' epoch: the mean cost, and those of `ClassRecorder.val_error`.
+#: Metrics of an epoch: the mean training cost, and those of `ClassRecorder.val_error`.
 _METRICS = ("loss", "cost", "error", "top5")
-#: Files of a run's folder that have results: a folder without any may be used again.
+#: Files of results: a folder that has settings but none of these may be used by another run.
 _RESULTS = ("rank-*.jsonl", "reports.jsonl", "params.npz", "checkpoints")
 
 
 class SettingsError(ValueError):
-    """A setting is wrong; the message says which."""
+    """A setting is wrong; the message begins with its name."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is asked to do."""
+    """Checked settings of a run; `resolve` makes them."""
 
-    #: The module, as Python imports it, and the class in it.
+    #: The name under which Python imports the module, and the class in it.
     modelfile: str
     modelclass: str
-    #: The folder in which the module is looked for first.
+    #: The first folder in which the module is searched.
     root: str
     #: For each rank of this machine ``"cpu"``, or ``"cuda0"`` and so on.
     devices: tuple[str, ...]
-    #: The machines with ranks, this one first, each perhaps with how many: ``"b:3"``.  Empty for this one alone.
+    #: The machines with ranks, this one first, with optional numbers of ranks: ``"b:3"``.  Empty for one machine.
     hosts: tuple[str, ...] = ()
     rule: str = "BSP"
     rule_options: dict[str, Any] = field(default_factory=dict)
-    #: Of the run.
+    #: The run's folder.
     folder: str = ""
     #: None for the class' own ``n_epochs``.
     epochs: int | None = None
-    #: From which the ranks' seeds follow.
+    #: Seed that the ranks' seeds are derived from.
     seed: int = 0
     #: Whether ranks are bound to cores.
     bind: bool = True
-    #: What the class gets, beside ``rank``, ``size`` and ``verbose``.
+    #: Further entries of the config that the class is made with.
     config: dict[str, Any] = field(default_factory=dict)
     #: A rank's steps between two lines of its record.
     every: int = 40
     #: Epochs between two checkpoints; 0 for none.
     checkpoint: int = 0
-    #: How many of them are kept.
+    #: Number of latest checkpoints that are not deleted.
     keep: int = 3
-    #: Seconds that ranks get to write a checkpoint and to end after a scheduler's signal; 0 ends them at once.
+    #: Seconds that ranks have to write a checkpoint and exit after a scheduler's signal; 0 kills them at once.
     grace: float = 30.0
     #: Number of epochs without an improvement after which the run stops; None for no early stop.
     patience: int | None = None
@@ -114,13 +105,19 @@ class Settings:
     keep_best: list[str] | None = None
     #: Whether the class' ``scale_lr(size)`` is called.
     scale_lr: bool = False
-    #: Whether ``shared_lr`` is raised to the number of ranks times as much over five epochs; None is for BSP alone.
+    #: Whether ``shared_lr`` rises over five epochs to its value times the number of ranks; None: only under BSP.
     warmup: bool | None = None
     #: ``"latest"``, or a checkpoint's path.
     resume: str | None = None
 
     def make_rule(self) -> rules.Rule:
-        """Return the exchange rule, for a class of whose steps only what becomes of the parameters is known."""
+        """Return the exchange rule; BSP averages parameters, since the steps of a class are compiled by the class.
+
+        Raises
+        ------
+        SettingsError
+            If the rule has no such option, or a value is wrong.
+        """
         kind, options = RULES[self.rule.lower()], self.rule_options
         if kind is rules.EAMSGD:
             raise SettingsError("rule: EAMSGD needs the velocities, and a class doesn't name them: take EASGD")
@@ -143,7 +140,7 @@ class Settings:
 
     @property
     def saves_on_signal(self) -> bool:
-        """Whether a scheduler's signal has ranks write a checkpoint before they end."""
+        """Whether ranks write a checkpoint at a scheduler's signal."""
         return bool(self.checkpoint and self.grace)
 
     @property
@@ -152,27 +149,27 @@ class Settings:
         return self.devices[0] != "cpu"
 
     def save(self, path: Path) -> None:
-        """Write a file that `load` reads, and that is a session file too."""
+        """Write the settings as a JSON session file."""
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Settings:
-        """Read what `save` has written."""
+        """Read settings that `save` has written."""
         found = json.loads(path.read_text())
         return cls(**{**found, "devices": tuple(found["devices"]), "hosts": tuple(found["hosts"])})
 
 
-#: What a file, the environment and ``--set`` may say; ``model`` is both of ``modelfile`` and ``modelclass``.
+#: Keys of session files, the environment and ``--set``; ``model`` sets both ``modelfile`` and ``modelclass``.
 KEYS = ("model", "ranks", *(each.name for each in dataclasses.fields(Settings)))
 
 
-def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a session file: ``.toml``, ``.json`` as a run's folder has it, or else KEY=VALUE lines.
+def read_session(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a session file: ``.toml``, ``.json`` as `Settings.save` writes it, or else Theano-MPI's KEY=VALUE.
 
     Raises
     ------
     SettingsError
-        If it is not there, or says what can't be understood.
+        If the file can't be read or parsed, or has an unknown key.
     """
     path = Path(path)
     try:
@@ -181,7 +178,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise SettingsError(f"{path}: expected a session file: {error}") from None
     if path.suffix not in (".json", ".toml"):
         try:
-            return key_value.settings_of(key_value.parse(text))
+            return key_value.to_settings(key_value.parse(text))
         except ValueError as error:
             raise SettingsError(f"{path}: {error}") from None
     try:
@@ -214,30 +211,30 @@ def parse_set(text: str) -> dict[str, Any]:
     key, _, rest = key.strip().partition(".")
     _check_keys({key: None}, "--set")
     if rest:
-        return {key: {rest: _value(value)}}
-    return {key: _value(value)}
+        return {key: {rest: _parse_value(value)}}
+    return {key: _parse_value(value)}
 
 
-def _value(text: str) -> Any:
-    """Return what TOML makes of a value, or the text itself."""
+def _parse_value(text: str) -> Any:
+    """Parse a TOML value; a text that is none is returned as it is."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text.strip()
 
 
-def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings that variables such as SYNKHRONOS_DEVICES are."""
+def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings in environment variables such as SYNKHRONOS_DEVICES."""
     found = {}
     for name, value in environment.items():
         key = name.removeprefix(PREFIX).lower()
-        if name.startswith(PREFIX) and key in KEYS:  # others say something else, to other rooms
-            found[key] = _value(value)
+        if name.startswith(PREFIX) and key in KEYS:  # other packages read other variables
+            found[key] = _parse_value(value)
     return found
 
 
-def joined(pieces: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join what is said in one place: a later piece replaces what an earlier one says, in tables entry by entry."""
+def join_tables(pieces: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge settings of one source; later pieces override earlier ones, in tables entry by entry."""
     found: dict[str, Any] = {}
     for piece in pieces:
         for key, value in piece.items():
@@ -247,27 +244,27 @@ def joined(pieces: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def merged(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join settings of several places, of which the first counts most.
+def merge_sources(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge settings of several sources; earlier sources override later ones.
 
-    Another rule than that of a later place leaves out the options there.  So do devices with the number of ranks there,
-    and a number of ranks with the devices; if these are ``cpu``, they stay so.
+    Options of a rule are dropped if an earlier source names another rule.  Devices drop a later source's number of
+    ranks.  A number of ranks drops a later source's GPUs; if its devices are ``cpu``, the ranks stay on the CPU.
     """
     found: dict[str, Any] = {}
-    for source in map(_with_model_split, reversed(sources)):
+    for source in map(_split_model, reversed(sources)):
         rule = found.get("rule")
         if rule is not None and "rule" in source and str(source["rule"]).lower() != str(rule).lower():
-            found.pop("rule_options", None)  # these are the other rule's
+            found.pop("rule_options", None)  # they are another rule's
         if "devices" in source:
             found.pop("ranks", None)
-        elif "ranks" in source and found.get("devices") is not None:  # as many of the same kind
-            found["devices"] = "cpu" if set(_names(found["devices"])) == {"cpu"} else None
-        found = joined([found, source])
+        elif "ranks" in source and found.get("devices") is not None:  # the number of ranks chooses them
+            found["devices"] = "cpu" if set(_split_names(found["devices"])) == {"cpu"} else None
+        found = join_tables([found, source])
     return found
 
 
-def _with_model_split(source: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return settings with ``modelfile`` and ``modelclass`` in the place of ``model``, which is both."""
+def _split_model(source: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return settings with ``modelfile`` and ``modelclass`` from ``model``, ``FILE:CLASS``."""
     if "model" not in source:
         return source
     name, _, class_name = str(source["model"]).rpartition(":")
@@ -277,42 +274,47 @@ def _with_model_split(source: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str] | None = None) -> Settings:
-    """Return the settings that sources say together, the first before the others.
+    """Merge and check settings.
 
-    A model file is looked for in the folder of the session file ``beside``, too.
+    Parameters
+    ----------
+    sources : sequence of dict
+        The command line's, the environment's and the session file's; earlier ones override later ones.
+    beside : path, optional
+        The session file or script: its folder is searched for the model file, too.
 
     Raises
     ------
     SettingsError
-        If something is missing or wrong.
+        If a setting is missing or wrong; the message begins with its name.
     """
-    found = merged(sources)
-    name, class_name = _text(found, "modelfile"), _text(found, "modelclass")
+    found = merge_sources(sources)
+    name, class_name = _get_text(found, "modelfile"), _get_text(found, "modelclass")
     if not name:
         raise SettingsError("modelfile: expected the file to train; name a session file, or model = 'FILE:CLASS'")
     if not class_name:
         raise SettingsError("modelclass: expected the class to train; name a session file, or model = 'FILE:CLASS'")
-    folders = [_path(found, "root"), os.getcwd(), beside and os.path.dirname(os.path.abspath(beside))]
+    folders = [_get_path(found, "root"), os.getcwd(), beside and os.path.dirname(os.path.abspath(beside))]
     try:
         root, module = modelfile.find(name, class_name, [os.fspath(each) for each in folders if each])
     except modelfile.ModelFileError as error:
         raise SettingsError(str(error)) from None
-    n_ranks = None if found.get("ranks") is None else _integer(found["ranks"], "ranks", 1, MAX_RANKS_PER_HOST)
-    hosts = _hosts(found.get("hosts"), n_ranks)
+    n_ranks = None if found.get("ranks") is None else _check_integer(found["ranks"], "ranks", 1, MAX_RANKS_PER_HOST)
+    hosts = _parse_hosts(found.get("hosts"), n_ranks)
     if hosts:
-        devices = _devices_on(hosts[0], found.get("devices"))
+        devices = _choose_first_hosts_devices(hosts[0], found.get("devices"))
         hosts[0] = Host(hosts[0].name, len(devices))
     else:
-        devices = _devices(found.get("devices"), n_ranks)
+        devices = _choose_devices(found.get("devices"), n_ranks)
     if len(devices) > MAX_RANKS_PER_HOST:
         raise SettingsError(f"devices: expected at most {MAX_RANKS_PER_HOST}, got {len(devices)}")
-    rule = rule_name(_text(found, "rule") or Settings.rule)
+    rule = find_rule_name(_get_text(found, "rule") or Settings.rule)
     others: dict[str, Any] = {
-        **{key: _integer(found[key], key, *ends) for key, ends in _RANGES.items() if found.get(key) is not None},
-        **{key: _flag(found[key], key) for key in ("bind", "scale_lr", "warmup") if found.get(key) is not None},
+        **{key: _check_integer(found[key], key, *ends) for key, ends in _RANGES.items() if found.get(key) is not None},
+        **{key: _check_flag(found[key], key) for key in ("bind", "scale_lr", "warmup") if found.get(key) is not None},
     }
     if found.get("grace") is not None:
-        others["grace"] = _seconds(found["grace"], "grace")
+        others["grace"] = _check_seconds(found["grace"], "grace")
     settings = Settings(
         modelfile=module,
         modelclass=class_name,
@@ -320,19 +322,19 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
         devices=devices,
         hosts=tuple(each.name if each.n_ranks is None else f"{each.name}:{each.n_ranks}" for each in hosts),
         rule=rule,
-        rule_options=_table(found, "rule_options"),
-        folder=os.path.abspath(_path(found, "folder") or _new_folder(class_name, rule)),
-        config=_config(found),
-        keep_best=_metric(found.get("keep_best")),
-        resume=_path(found, "resume"),
+        rule_options=_check_table(found, "rule_options"),
+        folder=os.path.abspath(_get_path(found, "folder") or _make_folder_name(class_name, rule)),
+        config=_check_config(found),
+        keep_best=_check_metric(found.get("keep_best")),
+        resume=_get_path(found, "resume"),
         **others,
     )
     settings.make_rule()
-    return _with_a_folder(settings)
+    return _check_folder(settings)
 
 
-def _with_a_folder(settings: Settings) -> Settings:
-    """Check the run's folder, and find the checkpoint from which to go on."""
+def _check_folder(settings: Settings) -> Settings:
+    """Check the run's folder, and the checkpoint to resume from."""
     folder = Path(settings.folder)
     for name in ("checkpoint", "keep_best", "resume"):
         asked = getattr(settings, name)
@@ -373,16 +375,16 @@ def _check_writable(folder: Path) -> None:
         raise SettingsError(f"folder: {folder} can't be made or written: no permission to write in {there}")
 
 
-def rule_name(text: str) -> str:
-    """Return the name of a rule's class."""
+def find_rule_name(text: str) -> str:
+    """Return the name of the rule's class, for a name in any case."""
     if text.lower() not in RULES:
         names = ", ".join(sorted(each.__name__ for each in RULES.values()))
         raise SettingsError(f"rule: expected one of {names}, got {text!r}")
     return RULES[text.lower()].__name__
 
 
-def options_of(rule: rules.Rule) -> dict[str, Any]:
-    """Return the options with which a rule was made, but for those that are the default."""
+def get_rule_options(rule: rules.Rule) -> dict[str, Any]:
+    """Return the options of a rule that differ from their defaults."""
     found = {}
     for name, parameter in inspect.signature(type(rule)).parameters.items():
         value = getattr(rule, name, parameter.default)
@@ -397,30 +399,30 @@ def options_of(rule: rules.Rule) -> dict[str, Any]:
 # -- values ----------------------------------------------------------------------------------------------
 
 
-def _text(found: Mapping[str, Any], key: str) -> str | None:
+def _get_text(found: Mapping[str, Any], key: str) -> str | None:
     value = found.get(key)
     if value is None or isinstance(value, str):
         return value or None
     raise SettingsError(f"{key}: expected a text, got {value!r}")
 
 
-def _path(found: Mapping[str, Any], key: str) -> str | None:
-    path = _text(found, key)
+def _get_path(found: Mapping[str, Any], key: str) -> str | None:
+    path = _get_text(found, key)
     return path and os.path.expanduser(path)
 
 
-def _table(found: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _check_table(found: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = found.get(key, {})
     if not isinstance(value, Mapping):
         raise SettingsError(f"{key}: expected a table of names and values, got {value!r}")
     try:
-        json.dumps(value)  # as which ranks are given it
+        json.dumps(value)  # `Settings.save` writes them
     except (TypeError, ValueError) as error:
         raise SettingsError(f"{key}: expected numbers, texts, lists and tables: {error}") from None
     return dict(value)
 
 
-def _metric(value: Any) -> list[str] | None:
+def _check_metric(value: Any) -> list[str] | None:
     if value is None:
         return None
     try:
@@ -432,15 +434,15 @@ def _metric(value: Any) -> list[str] | None:
     return [name, mode]
 
 
-def _config(found: Mapping[str, Any]) -> dict[str, Any]:
-    config = _table(found, "config")
-    for key, words in _GIVEN.items():
+def _check_config(found: Mapping[str, Any]) -> dict[str, Any]:
+    config = _check_table(found, "config")
+    for key, words in _SET_BY_RUN.items():
         if key in config:
             raise SettingsError(f"config: {key!r} is given by the run: {words}")
     return config
 
 
-def _integer(value: Any, key: str, least: int, most: int | None = None) -> int:
+def _check_integer(value: Any, key: str, least: int, most: int | None = None) -> int:
     try:
         checked = check_at_least(value, key, least)
     except (TypeError, ValueError) as error:
@@ -450,20 +452,20 @@ def _integer(value: Any, key: str, least: int, most: int | None = None) -> int:
     return checked
 
 
-def _seconds(value: Any, key: str) -> float:
+def _check_seconds(value: Any, key: str) -> float:
     if not is_number(value) or not 0 <= value < math.inf:
         raise SettingsError(f"{key}: expected a number of seconds, got {value!r}")
     return float(value)
 
 
-def _flag(value: Any, key: str) -> bool:
+def _check_flag(value: Any, key: str) -> bool:
     word = str(value).lower()
     if word not in _TRUE | _FALSE:
         raise SettingsError(f"{key}: expected true or false, got {value!r}")
     return word in _TRUE
 
 
-def _names(devices: Any) -> list[str]:
+def _split_names(devices: Any) -> list[str]:
     if isinstance(devices, str):
         devices = devices.split(",")
     if not isinstance(devices, list | tuple) or not all(isinstance(each, str) for each in devices):
@@ -471,14 +473,14 @@ def _names(devices: Any) -> list[str]:
     return [each.strip() for each in devices if each.strip()]
 
 
-def _devices(devices: Any, count: int | None) -> tuple[str, ...]:
-    """Return a device for each of so many ranks: by default all GPUs that are visible, or a rank for each core."""
+def _choose_devices(devices: Any, count: int | None) -> tuple[str, ...]:
+    """Return the device of each rank; by default every visible GPU has a rank, or without GPUs every core."""
     n_gpu = get_n_gpu()
     if devices is None:
         if n_gpu and count is not None and count > n_gpu:
             raise SettingsError(f"ranks: expected at most {n_gpu}, one for each GPU, got {count}; or devices = 'cpu'")
         return tuple(f"cuda{i}" for i in range(n_gpu)[:count]) or ("cpu",) * (count or available_cores())
-    names = _names(devices)
+    names = _split_names(devices)
     if not names:
         raise SettingsError(f"devices: expected at least one name, such as cuda0 or cpu, got {devices!r}")
     if names == ["cpu"] and count is not None:
@@ -509,8 +511,8 @@ def _devices(devices: Any, count: int | None) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def _hosts(hosts: Any, n_ranks: int | None) -> list[Host]:
-    """Return the hosts, and how many ranks each is to have, if that is said; none for this machine alone."""
+def _parse_hosts(hosts: Any, n_ranks: int | None) -> list[Host]:
+    """Return the hosts and their numbers of ranks, None where that is not set; empty for this machine alone."""
     if isinstance(hosts, str) and hosts != "all":
         hosts = [each for each in hosts.split(",") if each.strip()]
     try:
@@ -525,11 +527,11 @@ def _hosts(hosts: Any, n_ranks: int | None) -> list[Host]:
     return [Host(each.name, each.n_ranks or n_ranks) for each in found]
 
 
-def _devices_on(first: Host, devices: Any) -> tuple[str, ...]:
-    """Return a device for each rank of the first of several hosts: the others have the same, as many as they have."""
-    if devices is not None and _names(devices) == ["cpu"]:
+def _choose_first_hosts_devices(first: Host, devices: Any) -> tuple[str, ...]:
+    """Return the device of each rank on the first of several hosts; the other hosts use the same kind."""
+    if devices is not None and _split_names(devices) == ["cpu"]:
         return ("cpu",) * (first.n_ranks or available_cores())
-    found = _devices(devices, first.n_ranks)
+    found = _choose_devices(devices, first.n_ranks)
     if set(found) != {"cpu"} and found != tuple(f"cuda{i}" for i in range(len(found))):
         raise SettingsError(
             f"devices: expected cpu, or cuda0 to cuda{len(found) - 1} in this order, for several hosts, got "
@@ -538,5 +540,5 @@ def _devices_on(first: Host, devices: Any) -> tuple[str, ...]:
     return found
 
 
-def _new_folder(class_name: str, rule: str) -> str:
+def _make_folder_name(class_name: str, rule: str) -> str:
     return os.path.join("runs", f"{class_name}-{rule}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")

@@ -43,12 +43,12 @@ from synkhronos.ranks.errors import cause_of_death
 from synkhronos.training.checkpoint import paths_in
 from synkhronos.training.stop import ECHO, STOP_SIGNALS
 
-#: Seconds that ranks get to end after Ctrl-C.
+#: Seconds that ranks have to exit after Ctrl-C.
 _GRACE = 10.0
-#: Characters after which output without a newline is cut, so that it needs no more memory.
-_LONGEST = 1 << 20
+#: Maximal characters of a line; longer lines are split, which bounds the memory.
+_MAX_LINE = 1 << 20
 #: Bytes of ``run.json`` that are reserved for the end of the run: a disk may be full by then.
-_RESERVED = 1024
+_RESERVED_BYTES = 1024
 _PACKAGES = ("synkhronos", "numpy", "pytensor", "Theano", "jax", "Lasagne", "safetensors")
 
 
@@ -71,7 +71,7 @@ def prepare(settings: Settings, command: list[str]) -> IO[str]:
         for name in (FAILURE, PROCESSES):
             (folder / name).unlink(missing_ok=True)
         settings.save(folder / SETTINGS)
-        _note(folder, {**versions(settings.root), "command": command, "began": _now()}, _RESERVED)
+        _write_run_file(folder, {**find_versions(settings.root), "command": command, "began": _now()}, _RESERVED_BYTES)
     except BlockingIOError:
         lock.close()
         raise SettingsError(f"folder: {folder} has a run that hasn't ended: wait for it, or name another") from None
@@ -81,7 +81,7 @@ def prepare(settings: Settings, command: list[str]) -> IO[str]:
     return lock
 
 
-def versions(root: str) -> dict[str, Any]:
+def find_versions(root: str) -> dict[str, Any]:
     """Return the versions of the packages that compute, and the commit of the model's folder."""
     found: dict[str, Any] = {"python": platform.python_version(), "host": platform.node()}
     found |= checks.list_versions(_PACKAGES)
@@ -100,7 +100,7 @@ def python_path() -> str:
 
 
 def open_standard_streams() -> None:
-    """Open ``/dev/null`` in the place of closed standard streams: pipes of the run would take their numbers."""
+    """Open ``/dev/null`` for closed standard streams, since pipes would get their file descriptors."""
     for fd in range(3):
         try:
             os.fstat(fd)
@@ -115,8 +115,8 @@ def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-def _note(folder: Path, news: dict[str, Any], reserved: int = 0) -> None:
-    """Write ``run.json`` in place: its inode is the run's lock, and its blocks are there even if the disk is full."""
+def _write_run_file(folder: Path, news: dict[str, Any], reserved: int = 0) -> None:
+    """Write ``run.json`` in place: its inode is the run's lock, and its blocks are allocated even on a full disk."""
     text = json.dumps(news, indent=1)
     with open(folder / "run.json", "r+b", buffering=0) as file:
         size = len(text) + reserved if reserved else max(len(text), os.fstat(file.fileno()).st_size - 1)
@@ -127,19 +127,25 @@ def _note(folder: Path, news: dict[str, Any], reserved: int = 0) -> None:
 
 
 class Supervisor:
-    """One run, which ends with the process ``parent``, if there is one.
+    """Supervisor of one run.
+
+    Parameters
+    ----------
+    settings : Settings
+    parent : int, optional
+        Process ID; the run is stopped when this process has exited.
 
     Attributes
     ----------
-    came : int
-        Number of the first signal, 0 before it.
+    signal_number : int
+        Number of the first signal received; 0 before it.
     """
 
     def __init__(self, settings: Settings, parent: int | None = None):
         self.settings, self.parent = settings, parent
         self.folder = Path(settings.folder)
-        self.came = 0
-        self._came_at = 0.0
+        self.signal_number = 0
+        self._signalled_at = 0.0
         self._deadline = float("inf")
         self._master: subprocess.Popen[bytes] | None = None
         self._console = _Console(1, self._check_deadline)
@@ -155,7 +161,7 @@ class Supervisor:
         }
         end: dict[str, Any] = {"status": 1}
         try:
-            # One for each rank of this machine, and for all other hosts together.
+            # One per rank of this machine, and one for all other hosts.
             pipes = [os.pipe() for _ in range(len(self.settings.devices) + bool(self.settings.hosts))]
             try:
                 self._start([write for _, write in pipes])
@@ -183,14 +189,14 @@ class Supervisor:
         masks: list[list[int]] = []
         why = "not bound, as asked"
         if settings.bind:
-            masks, why = binding.masks(settings.devices, allowed, binding.gpu_cores(settings.devices))
+            masks, why = binding.assign_cores(settings.devices, allowed, binding.find_gpu_cores(settings.devices))
         n_here = len(settings.devices)
         where = f"{n_here} {'rank' if n_here == 1 else 'ranks'} on {', '.join(settings.devices)}"
         if settings.hosts:
             where = f"ranks on hosts {', '.join(settings.hosts)}"
         self._console.write(f"{where}; {why}; in {self.folder}\n")
         environment = dict(os.environ)
-        if settings.on_gpu and not settings.hosts:  # each host takes its own, as many as it has ranks
+        if settings.on_gpu and not settings.hosts:  # each host chooses among its own
             visible = environment.get("CUDA_VISIBLE_DEVICES")
             numbers = [int(device.removeprefix("cuda")) for device in settings.devices]
             names = [str(n) for n in numbers] if visible is None else [visible.split(",")[n].strip() for n in numbers]
@@ -204,7 +210,7 @@ class Supervisor:
             "allowed": allowed,
         }
         command = [sys.executable, "-m", "synkhronos.launch.master", str(self.folder), json.dumps(plan)]
-        # Its BLAS starts threads when it is imported: within rank 0's cores.
+        # The master inherits this binding: BLAS starts its threads at import, within rank 0's cores.
         binding.bind(masks[0] if masks else [])
         try:
             self._master = subprocess.Popen(
@@ -214,7 +220,7 @@ class Supervisor:
                 stdout=consoles[0],
                 stderr=consoles[0],
                 pass_fds=consoles,
-                start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on
+                start_new_session=True,  # the terminal sends Ctrl-C to this process alone, which passes it on
             )
         finally:
             binding.bind(allowed)
@@ -222,18 +228,18 @@ class Supervisor:
     # -- signals ---------------------------------------------------------------------------------------------
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        """Pass the first signal on to the ranks; the second one ends them.
+        """Send the first signal on to the ranks; kill them at the second.
 
-        A scheduler may send a signal to all processes of a job, and a script that waits for this process passes its
-        own on: what follows within a second is the same one.
+        A scheduler may send a signal to all processes of a job, and a script that waits for this process sends its own
+        on, so a signal within `ECHO` seconds of the first is a copy of it.
         """
         now = time.monotonic()
-        if self.came:
-            if signal.SIGINT in (number, self.came) or now > self._came_at + ECHO:
+        if self.signal_number:
+            if signal.SIGINT in (number, self.signal_number) or now > self._signalled_at + ECHO:
                 self._deadline = now
                 self._kill()
             return
-        self.came, self._came_at, self._deadline = number, now, now
+        self.signal_number, self._signalled_at, self._deadline = number, now, now
         if self._master is None or self._master.poll() is not None:
             return
         if number == signal.SIGINT:
@@ -250,8 +256,8 @@ class Supervisor:
             os.write(2, words.encode())
 
     def _check_deadline(self) -> bool:
-        """Kill the ranks whose time is over, and return whether it is."""
-        if self.parent is not None and os.getppid() != self.parent and not self.came:
+        """Kill the ranks if their deadline has passed, and return whether it has."""
+        if self.parent is not None and os.getppid() != self.parent and not self.signal_number:
             self._receive(signal.SIGTERM, None)
         if time.monotonic() <= self._deadline:
             return False
@@ -259,7 +265,7 @@ class Supervisor:
         return True
 
     def _kill(self) -> None:
-        """Kill the ranks and their children; wait for nobody: a signal may have come in the middle of that."""
+        """Kill the ranks and their children; do not wait, since a signal handler may call this during a wait."""
         if self._master is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._master.pid, signal.SIGKILL)
@@ -267,7 +273,7 @@ class Supervisor:
     # -- output ----------------------------------------------------------------------------------------------
 
     def _read(self, pipes: list[int]) -> None:
-        """Copy the output of the ranks into their logs and, with their number before each line, to the console."""
+        """Copy the output of the ranks into their logs and to the console, there with the rank before each line."""
         assert self._master is not None
         with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
             output = _Output(self.folder, self.settings.resume is not None, self._console, self._errors)
@@ -279,60 +285,59 @@ class Supervisor:
             while selector.get_map():
                 events = selector.select(0.2)
                 for key, _ in events:
-                    if not key.data.take(os.read(key.fd, 1 << 16)):
+                    if not key.data.feed(os.read(key.fd, 1 << 16)):
                         selector.unregister(key.fd)
                 if self._master.poll() is not None and not events:
-                    break  # a child of a rank may hold the pipes open for ever
+                    break  # a child of a rank may keep the pipes open
                 self._check_deadline()
             for key in list(selector.get_map().values()):
-                key.data.take(b"")
+                key.data.feed(b"")
 
     # -- the end ---------------------------------------------------------------------------------------------
 
     def _end(self) -> dict[str, Any]:
-        """Print how the run has ended; return the exit status, and the signal and the checkpoint if there are any."""
+        """Print why the run failed or stopped; return its exit status, signal and checkpoint for ``run.json``."""
         assert self._master is not None
         code = self._master.wait()
         end: dict[str, Any] = {"status": code if code >= 0 else 128 - code}
-        if self.came and (code < 0 or not code and self.came == signal.SIGINT):
-            end["status"] = 128 + self.came
+        if self.signal_number and (code < 0 or not code and self.signal_number == signal.SIGINT):
+            end["status"] = 128 + self.signal_number
         failure = self.folder / FAILURE
         words = failure.read_text("utf-8", "backslashreplace") if failure.is_file() else ""
         number = end["status"] - 128
         checkpoints = paths_in(self.folder / "checkpoints")
-        is_saved = code > 128 and number in STOP_SIGNALS and checkpoints  # with this code the master says so
-        if is_saved or self.came and number > 0:
+        is_saved = code > 128 and number in STOP_SIGNALS and checkpoints  # the master's status if it has saved
+        if is_saved or self.signal_number and number > 0:
             end["signal"] = signal.Signals(number).name
             end["checkpoint"] = str(checkpoints[-1]) if is_saved else None
             words = f"the run was ended by {end['signal']}"
             if is_saved:
                 words += f"; --resume goes on from {end['checkpoint']}"
-            elif self.settings.saves_on_signal and self.came != signal.SIGINT:
+            elif self.settings.saves_on_signal and self.signal_number != signal.SIGINT:
                 words += ", before it had written a checkpoint"
             words += "\n"
         elif code and not words:
             words = f"rank 0 (process {self._master.pid}) {cause_of_death(code)}\n"
-            with contextlib.suppress(OSError):  # the disk is full: the console has it
+            with contextlib.suppress(OSError):  # the disk is full: only the console has it
                 failure.write_text(words, "utf-8")
         self._errors.write(words)
         return end
 
     def _record(self, end: dict[str, Any]) -> None:
-        """Add the end to ``run.json``."""
+        """Add the exit status and the time to ``run.json``."""
         noted: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             noted = json.loads((self.folder / "run.json").read_text())
         try:
-            _note(self.folder, {**noted, "ended": _now(), **end})
+            _write_run_file(self.folder, {**noted, "ended": _now(), **end})
         except OSError as error:
             self._errors.write(f"run.json lacks the exit status, {end['status']}: {error}\n")
 
 
 class _Console:
-    """A standard stream, which may be closed, full, unread, or of another encoding.
+    """A standard stream of any encoding, which may be closed, full or unread.
 
-    A stream that nobody reads, as that of a stopped terminal, makes the ranks wait; ``is_over`` is asked meanwhile, and
-    ends the wait.
+    A full pipe, such as that of a stopped terminal, blocks the ranks until ``is_over()`` is true.
     """
 
     def __init__(self, fd: int, is_over: Callable[[], bool]):
@@ -341,22 +346,23 @@ class _Console:
         self._encoding = getattr(stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> None:
-        """Write a text, or lose it."""
+        """Write a text; drop it if the stream is closed or the run is over."""
         view = memoryview(text.encode(self._encoding, "backslashreplace"))
         poll = select.poll()
         poll.register(self._fd, select.POLLOUT)
         with contextlib.suppress(OSError):
             while view:
-                if poll.poll(200):  # as many bytes as never block then
+                if poll.poll(200):  # a ready pipe accepts this many bytes without blocking
                     view = view[os.write(self._fd, view[: select.PIPE_BUF]) :]
                 elif self._is_over():
                     return
 
 
 class _Lines:
-    """Cuts the bytes of a pipe into lines: those of one file, or, without a name, of the files that they name.
+    """Splitter of a pipe's bytes into lines.
 
-    Each character is copied a constant number of times, whatever the length of its line.
+    The lines belong to the file ``name``; if it is empty, each line names its file (see `elsewhere`).  The time is
+    linear in the length of a line.
     """
 
     def __init__(self, name: str, output: _Output):
@@ -365,37 +371,37 @@ class _Lines:
         self._pieces: list[str] = []
         self._length = 0
 
-    def take(self, data: bytes) -> bool:
-        """Pass on whole lines, and at the end of the pipe the rest. Return whether there may be more."""
+    def feed(self, data: bytes) -> bool:
+        """Write complete lines, and at the end of the pipe the rest; return whether the pipe is still open."""
         first, *others = self._decoder.decode(data, not data).split("\n")
         self._pieces.append(first)
         self._length += len(first)
         if others:
-            self._pass_on()
+            self._flush()
             *whole, rest = others
             for line in whole:
                 self._write(line)
             self._pieces, self._length = [rest], len(rest)
-        if self._length > (_LONGEST if data else 0):
-            self._pass_on()
+        if self._length > (_MAX_LINE if data else 0):
+            self._flush()
         return bool(data)
 
-    def _pass_on(self) -> None:
+    def _flush(self) -> None:
         self._write("".join(self._pieces))
         self._pieces, self._length = [], 0
 
     def _write(self, text: str) -> None:
-        self._output.write(*((self._name, text) if self._name else elsewhere.named(text)))
+        self._output.write(*((self._name, text) if self._name else elsewhere.split_name(text)))
 
 
 class _Output:
-    """The files in the run's folder, and the console, where each line has its rank before it."""
+    """Log files in the run's folder, and the console, where each line starts with its rank."""
 
     def __init__(self, folder: Path, is_resumed: bool, console: _Console, errors: _Console):
         self._folder, self._console, self._errors = folder, console, errors
         self._mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if is_resumed else os.O_TRUNC)
         self._logs: dict[str, int] = {}
-        #: Files that lack lines, and those that end within a line.
+        #: Files from which lines are missing, and files that end within a line.
         self._incomplete: set[str] = set()
         self._torn: set[str] = set()
 
@@ -403,7 +409,7 @@ class _Output:
         """Write a line."""
         name = name or "hosts.log"
         try:
-            if name.endswith(".jsonl"):  # ranks of this machine write theirs by themselves
+            if name.endswith(".jsonl"):  # records of another host; ranks of this machine write theirs themselves
                 with open(self._folder / name, "ab", buffering=0) as file:
                     self._append(name, file.fileno(), text)
                 return
@@ -434,7 +440,7 @@ class _Output:
 
 
 def main() -> int:
-    """Supervise the run of a folder; end with a parent."""
+    """Supervise the run in the folder ``argv[1]`` until process ``argv[2]`` exits."""
     open_standard_streams()
     return Supervisor(Settings.load(Path(sys.argv[1]) / SETTINGS), int(sys.argv[2])).run()
 

@@ -6,7 +6,7 @@ import os
 import sys
 
 from synkhronos.launch import command, key_value
-from synkhronos.launch.settings import SettingsError, from_environment, joined, read, resolve
+from synkhronos.launch.settings import SettingsError, join_tables, read_environment, read_session, resolve
 from synkhronos.launch.supervisor import open_standard_streams
 
 #: The options of tmlauncher, and the keys for which they stand.
@@ -39,10 +39,10 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     try:
         options, config = parse_options(arguments)
-        file = read(config) if config is not None else {}
+        file = read_session(config) if config is not None else {}
         if "devices" not in file and os.environ.get("DEVICES"):
             options = {"DEVICES": os.environ["DEVICES"], **options}
-        sources = [from_environment(os.environ), joined([key_value.settings_of(options), file])]
+        sources = [read_environment(os.environ), join_tables([key_value.to_settings(options), file])]
         return command.start(
             resolve(sources, config), [sys.executable, "-m", "synkhronos.launch.tmlauncher", *arguments]
         )

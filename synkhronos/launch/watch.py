@@ -1,4 +1,4 @@
-"""Does a run train at all?"""
+"""Detection of runs that train nothing: parameters that never change, or ranks that all compute the same steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from synkhronos.devices import array_device
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import Worker
 
-#: Steps after which parameters must have changed, and steps whose results are compared between ranks.
+#: Number of steps after which parameters must have changed; number of first steps that ranks compare.
 _STEPS, _COMPARED = 50, 3
 SAME_STEPS = (
     "ranks {} and {} have taken the same steps: they train on the same rows in the same order; the class has to choose "
@@ -21,18 +21,18 @@ SAME_STEPS = (
 
 
 class TrainingError(RuntimeError):
-    """A run goes on without training anything."""
+    """A run trains nothing: no parameter changes, or ranks compute the same steps."""
 
 
 class Watch:
-    """Looks at the first steps of a run.
+    """Checks of a rank's first steps.
 
     Parameters
     ----------
     params : list of shared variables
-        All of the class' parameters.
+        All parameters of the class.
     own : list of shared variables
-        What a step computes from this rank's rows before ranks exchange: the parameters, or gradients.
+        Variables that a step computes from this rank's rows before the exchange: the parameters, or the gradients.
     """
 
     def __init__(self, params: list[Any], own: list[Any]):
@@ -43,7 +43,7 @@ class Watch:
         self._has_changed = self._is_compared = False
 
     def step(self) -> None:
-        """Note a step of this rank, before it exchanges."""
+        """Record a step of this rank, before the exchange."""
         self._n_steps += 1
         if len(self._steps) < _COMPARED:
             self._steps.append(digest(self._own))
@@ -54,7 +54,7 @@ class Watch:
         return not self._is_compared and len(self._steps) == _COMPARED
 
     def check_change(self, learning_rate: float | None, epoch_ended: bool) -> None:
-        """Refuse parameters that have not changed.
+        """Raise an error if no parameter has changed.
 
         Raises
         ------
@@ -71,27 +71,27 @@ class Watch:
             )
 
     def compare(self, worker: Worker) -> None:
-        """Refuse ranks whose steps were all the same; all ranks call this at once.
+        """Raise an error if two ranks have computed the same steps; a collective of all ranks.
 
         Raises
         ------
         TrainingError
-            If two ranks have made the same of each of their first steps, from the same parameters.
+            If the digests of the first steps of two ranks are equal.
         """
         if self._is_compared:
             return
         self._is_compared = True
         has_stepped = bool(self._steps) and self._steps[-1] != self._before
-        if same := same_steps(worker.exchange(self._steps if has_stepped else None)):
+        if same := find_equal_steps(worker.exchange(self._steps if has_stepped else None)):
             raise TrainingError(SAME_STEPS.format(*same))
 
 
-def same_steps(by_rank: Sequence[list[str] | None]) -> tuple[int, int] | None:
-    """Return two ranks whose digests are all the same; None where there are none, or for ranks without digests.
+def find_equal_steps(by_rank: Sequence[list[str] | None]) -> tuple[int, int] | None:
+    """Return the first two ranks with equal lists of digests, or None; ranks without digests are skipped.
 
     Examples
     --------
-    >>> same_steps([["a", "b"], ["a", "c"], ["a", "b"]])
+    >>> find_equal_steps([["a", "b"], ["a", "c"], ["a", "b"]])
     (0, 2)
     """
     first: dict[tuple[str, ...], int] = {}
@@ -102,7 +102,7 @@ def same_steps(by_rank: Sequence[list[str] | None]) -> tuple[int, int] | None:
 
 
 def digest(vector: Vector) -> str:
-    """Return a hash of the bytes of all variables."""
+    """Return a hash of the values of all variables."""
     value = vector.get()
     array = np.ascontiguousarray(array_device(value).to_host(value))
     return hashlib.blake2b(array.view(np.uint8).data, digest_size=16).hexdigest()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paths import ROOT, SUPPORT
 
 from synkhronos.launch import SettingsError, command, key_value, tmlauncher
-from synkhronos.launch.settings import read
+from synkhronos.launch.settings import read_session
 
 pytestmark = pytest.mark.any_library
 
@@ -67,14 +67,14 @@ WRONG = {
 @pytest.mark.parametrize("text", FILES)
 def test_session_files(text, tmp_path):
     (tmp_path / "session.cfg").write_text(text)
-    assert read(tmp_path / "session.cfg") == FILES[text]
+    assert read_session(tmp_path / "session.cfg") == FILES[text]
 
 
 @pytest.mark.parametrize("text", WRONG)
 def test_wrong_session_files(text, tmp_path):
     (tmp_path / "session.cfg").write_text(text)
     with pytest.raises(SettingsError, match=f"session.cfg: {WRONG[text]}"):
-        read(tmp_path / "session.cfg")
+        read_session(tmp_path / "session.cfg")
 
 
 values = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
@@ -106,7 +106,7 @@ def test_any_text_is_read_or_refused(text):
 def test_options_of_the_command_line():
     arguments = "-file=models.mlp --modelclass=MLP -r=BSP -s=2 -bsp_sync_type=avg -bsp_exch_strategy=nccl16 -b".split()
     found, config = tmlauncher.parse_options(arguments)
-    assert config is None and key_value.settings_of(found) == {
+    assert config is None and key_value.to_settings(found) == {
         "modelfile": "models.mlp", "modelclass": "MLP", "rule": "BSP", "ranks": 2, "bind": "True",
         "rule_options": {"average": "params", "precision": "float16"},
     }  # fmt: skip

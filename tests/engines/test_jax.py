@@ -40,7 +40,7 @@ from synkhronos.extensions.train import make_train_function, make_train_function
 from synkhronos.extensions.updates import adam, momentum, sgd
 from synkhronos.function.program import PLAIN
 from synkhronos.graphs import library_of
-from synkhronos.launch.contract import groups
+from synkhronos.launch.contract import group_variables
 from synkhronos.lowering import scatter
 from synkhronos.ranks import Command
 from synkhronos.ranks.interrupts import defer_signals
@@ -1372,7 +1372,7 @@ class Draws:
 
 def test_streams_in_a_classs_own_functions_are_set_and_saved():
     plain, model = Draws(), Draws()
-    found = groups(model)
+    found = group_variables(model)
     assert found.generators == [model.rng]
     library = library_of(model.rng)
     library.set_generator(model.rng, library.jump(library.copy_generator(model.rng), 1))

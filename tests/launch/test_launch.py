@@ -31,7 +31,7 @@ from synkhronos.extensions.updates import (
     sgd,
 )
 from synkhronos.launch import binding, doctor, modelfile, program
-from synkhronos.launch.contract import ContractError, groups
+from synkhronos.launch.contract import ContractError, group_variables
 from synkhronos.launch.recorder import ClassRecorder
 from synkhronos.ranks import available_cores
 from synkhronos.rules import BSP
@@ -181,11 +181,16 @@ def test_a_runs_checkpoint_names_the_variables_of_the_update_rule():
     """A class' update rule has no name that a run knows: the variables tell the library's own rules apart."""
     rules_of = {rule.__name__: rule for rule in (sgd, momentum, nesterov_momentum, adagrad, rmsprop, adadelta)}
     rules_of |= {rule.__name__: rule for rule in (adam, adamax, amsgrad)}
-    found = {name: storing.describe("run", BSP("params"), groups(step(rule)), None) for name, rule in rules_of.items()}
+    found = {
+        name: storing.describe("run", BSP("params"), group_variables(step(rule)), None)
+        for name, rule in rules_of.items()
+    }
     for before, after in itertools.product(found, repeat=2):
         if before == after:
             storing.check(
-                "rows", found[before], storing.describe("run", BSP("params"), groups(step(rules_of[after])), None)
+                "rows",
+                found[before],
+                storing.describe("run", BSP("params"), group_variables(step(rules_of[after])), None),
             )
         else:
             with pytest.raises(CheckpointError, match="is of another model: its variables of the update rule are"):
@@ -353,9 +358,9 @@ def test_a_class_imports_what_lies_next_to_its_file(tmp_path, monkeypatch):
 
 @pytest.mark.any_library
 def test_ranks_share_the_cores():
-    assert binding.masks(["cpu"] * 2, range(5), {})[0] == [[0, 1], [2, 3, 4]]
-    assert binding.masks(["cpu"] * 3, [4, 6, 9], {})[0] == [[4], [6], [9]]
-    assert binding.masks(["cpu"] * 3, [0, 1], {}) == ([], "not bound: there are 2 cores for 3 ranks")
+    assert binding.assign_cores(["cpu"] * 2, range(5), {})[0] == [[0, 1], [2, 3, 4]]
+    assert binding.assign_cores(["cpu"] * 3, [4, 6, 9], {})[0] == [[4], [6], [9]]
+    assert binding.assign_cores(["cpu"] * 3, [0, 1], {}) == ([], "not bound: there are 2 cores for 3 ranks")
 
 
 @pytest.mark.any_library
@@ -364,17 +369,17 @@ def test_ranks_are_next_to_their_gpus_within_the_mask(tmp_path):
         (tmp_path / address).mkdir()
         (tmp_path / address / "local_cpulist").write_text(f"{cores}\n")
     near = {
-        f"cuda{i}": binding.cores_of(address, tmp_path)
+        f"cuda{i}": binding.find_device_cores(address, tmp_path)
         for i, address in enumerate(("00000000:1B:00.0", "00000000:3C:00.0", "00000000:9D:00.0"))
     }
     devices = sorted(near)
-    found, why = binding.masks(devices, range(12), near)
+    found, why = binding.assign_cores(devices, range(12), near)
     assert found == [[0, 1, 2, 3], [8, 9, 10, 11], [4, 5, 6, 7]] and why.endswith("next to its GPU")
-    assert binding.masks(devices, [0, 1, 2, 5], near)[0] == [[0], [1, 2], [5]]
-    found, why = binding.masks(devices, [0, 1, 2, 12], near)
+    assert binding.assign_cores(devices, [0, 1, 2, 5], near)[0] == [[0], [1, 2], [5]]
+    found, why = binding.assign_cores(devices, [0, 1, 2, 12], near)
     assert found[2] == [0, 1, 2, 12] and "next to cuda2 are not among those" in why
-    assert binding.masks(devices, [0, 5, 6], near)[1] == "not bound: cores 0 are next to the GPUs of 2 ranks"
-    assert binding.cores_of("0000:ff:00.0", tmp_path) == []
+    assert binding.assign_cores(devices, [0, 5, 6], near)[1] == "not bound: cores 0 are next to the GPUs of 2 ranks"
+    assert binding.find_device_cores("0000:ff:00.0", tmp_path) == []
 
 
 @pytest.mark.any_library
@@ -401,15 +406,15 @@ def test_cuda_counts_gpus_in_another_order_than_nvml(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**nvml))
     cuda = SimpleNamespace(Device=lambda number: SimpleNamespace(uuid=["fast", "slow"][number]))
     monkeypatch.setitem(sys.modules, "cuda.core", cuda)
-    monkeypatch.setattr(binding.gpu_cores, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(binding.find_gpu_cores, "__defaults__", (tmp_path,))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert binding.gpu_cores(["cuda0", "cuda1"]) == {"cuda0": [4, 5, 6, 7], "cuda1": [0, 1, 2, 3]}
-    assert doctor._of_nvml(2) == [
+    assert binding.find_gpu_cores(["cuda0", "cuda1"]) == {"cuda0": [4, 5, 6, 7], "cuda1": [0, 1, 2, 3]}
+    assert doctor._describe_gpus(2) == [
         "  cuda0: a GPU-fast, 80 GiB, next to cores 4-7, NVLink to 1",
         "  cuda1: a GPU-slow, 80 GiB, next to cores 0-3, NVLink to 0",
     ]
     del cuda.Device
-    assert binding.gpu_cores(["cuda0", "cuda1"]) == {}
+    assert binding.find_gpu_cores(["cuda0", "cuda1"]) == {}
 
 
 @pytest.mark.any_library

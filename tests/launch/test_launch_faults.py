@@ -217,9 +217,9 @@ def test_a_console_that_nobody_reads_outlives_no_signal(tmp_path):
 
 def test_other_hosts_may_print_anything():
     mark = elsewhere._MARK
-    assert elsewhere.named(f"{mark}rank-3.log{mark}a {mark}b") == ("rank-3.log", f"a {mark}b")
+    assert elsewhere.split_name(f"{mark}rank-3.log{mark}a {mark}b") == ("rank-3.log", f"a {mark}b")
     for line in ("plain", mark, f"{mark}rank-1.log", f"{mark}../../rank-1.log{mark}text", ""):
-        assert elsewhere.named(line) == ("", line)
+        assert elsewhere.split_name(line) == ("", line)
 
 
 def test_output_without_newlines_is_copied_in_linear_time():
@@ -229,13 +229,13 @@ def test_output_without_newlines_is_copied_in_linear_time():
     def seconds(end, pieces):
         began = time.perf_counter()
         for _ in range(pieces):
-            lines.take(piece + end)
+            lines.feed(piece + end)
         return time.perf_counter() - began
 
     with_newlines = min(seconds(b"\n", 64) for _ in range(3))
     taken.clear()
     assert seconds(b"", 640) < 0.5 + 40 * with_newlines  # quadratically it would be ten times as much
-    lines.take(b"")
+    lines.feed(b"")
     assert sum(taken) == 640 << 16 and max(taken) <= (1 << 20) + (1 << 16)  # and bounded in memory
 
 
@@ -243,8 +243,8 @@ def test_characters_are_cut_by_no_pipe():
     taken = []
     lines = supervisor._Lines("", SimpleNamespace(write=lambda name, text: taken.append(text)))
     for byte in "größer → 日本\n".encode() + b"\xff\n":
-        assert lines.take(bytes([byte]))
-    assert not lines.take(b"")
+        assert lines.feed(bytes([byte]))
+    assert not lines.feed(b"")
     assert taken == ["größer → 日本", "\\xff"]
 
 

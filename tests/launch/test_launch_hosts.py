@@ -17,7 +17,7 @@ from hosts import are_simulated, words
 from launch_runs import HOST, family, lines, train
 from paths import SUPPORT
 
-from synkhronos.launch.settings import SettingsError, from_environment, resolve
+from synkhronos.launch.settings import SettingsError, read_environment, resolve
 from synkhronos.ranks import available_cores
 
 MODEL = {"model": f"{SUPPORT}/launch_models/mlp.py:MLP", "devices": "cpu"}
@@ -190,7 +190,7 @@ def test_a_kill_of_any_process_leaves_nothing_behind(tmp_path, who):
         ({"hosts": "a, b:3"}, (f"a:{available_cores()}", "b:3"), available_cores()),
         ({"hosts": ["a", "b:3"], "ranks": 5}, ("a:5", "b:3"), 5),
         ({"hosts": ["a:2", "b:3"], "devices": ["cpu", "cpu"]}, ("a:2", "b:3"), 2),  # as a run's folder has it
-        (from_environment({"SYNKHRONOS_HOSTS": "a:1,b"}), ("a:1", "b"), 1),
+        (read_environment({"SYNKHRONOS_HOSTS": "a:1,b"}), ("a:1", "b"), 1),
         ({"hosts": ""}, (), 1),
     ],
 )

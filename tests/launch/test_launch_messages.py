@@ -21,7 +21,7 @@ from synkhronos import rules
 from synkhronos.gpus import get_n_gpu
 from synkhronos.launch import SettingsError, modelfile
 from synkhronos.launch.recorder import ClassRecorder
-from synkhronos.launch.settings import Settings, from_environment, joined, parse_set, read, resolve
+from synkhronos.launch.settings import Settings, join_tables, parse_set, read_environment, read_session, resolve
 from synkhronos.launch.supervisor import prepare
 
 pytestmark = pytest.mark.any_library
@@ -246,7 +246,7 @@ def test_wrong_files(name, tmp_path):
     if text is not None:
         (tmp_path / file).write_text(text)
     with pytest.raises(SettingsError, match=words) as caught:
-        read(tmp_path / file)
+        read_session(tmp_path / file)
     assert text is None or str(caught.value).count(file) == 1  # where the file lacks, the system names it too
 
 
@@ -348,8 +348,8 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_file(
         depth = 3
         """)
     )
-    file = read(tmp_path / "session.toml")
-    environment = from_environment(
+    file = read_session(tmp_path / "session.toml")
+    environment = read_environment(
         {"SYNKHRONOS_EPOCHS": "8", "SYNKHRONOS_SEED": "6", "SYNKHRONOS_THEANO": "pytensor", "HOME": "x"}
     )
     assert environment == {"epochs": 8, "seed": 6}
@@ -380,13 +380,13 @@ def test_files_of_theano_mpi_are_read_as_they_are(tmp_path):
     (tmp_path / "session.cfg").write_text(
         "# a comment\nRULE=EASGD\nMODELFILE = 'models.mlp'\nMODELCLASS=MLP # this one\n\nDEVICES=cuda0,cuda1\nBIND=true\n"
     )
-    assert read(tmp_path / "session.cfg") == {
+    assert read_session(tmp_path / "session.cfg") == {
         "rule": "EASGD", "modelfile": "models.mlp", "modelclass": "MLP", "devices": "cuda0,cuda1", "bind": "true",
     }  # fmt: skip
     (tmp_path / "session.cfg").write_text("RULE=BSP\nSYNC_TYPE=swap\nEXCH_STRATEGY=ar\n")
-    assert read(tmp_path / "session.cfg") == {"rule": "Swap"}
+    assert read_session(tmp_path / "session.cfg") == {"rule": "Swap"}
     (tmp_path / "session.cfg").write_text("SYNC_TYPE=cdd\nRULE=BSP\nEXCH_STRATEGY=nccl16\n")
-    assert read(tmp_path / "session.cfg") == {
+    assert read_session(tmp_path / "session.cfg") == {
         "rule": "BSP",
         "rule_options": {"average": "gradient", "precision": "float16"},
     }
@@ -476,7 +476,7 @@ def test_doctor_puts_gpus_that_cannot_be_used_first(monkeypatch):
     monkeypatch.setattr(doctor, "find_spec", lambda name: name if name == "pytensor" else None)
     monkeypatch.setattr(doctor, "get_n_gpu", lambda: 2)
     monkeypatch.setattr(JAX, "missing_requirements", lambda: ["jax", "nccl4py"])
-    monkeypatch.setattr(doctor, "_of_nvml", lambda count: ["  cuda0: a card", "  cuda1: a card"])
+    monkeypatch.setattr(doctor, "_describe_gpus", lambda count: ["  cuda0: a card", "  cuda1: a card"])
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 8 << 30}))
     text = doctor.report()
     assert "  1. make the GPUs usable, which needs jax, nccl4py: pip install 'synkhronos[gpu]'\n" in text
@@ -493,6 +493,6 @@ def test_options_go_with_their_rule(tmp_path, monkeypatch):
         (["rule=easgd"], {"period": 10, "beta": 0.5}),
         (["rule_options.period=3"], {"period": 3, "beta": 0.5}),
     ):
-        assert resolve([joined(map(parse_set, sets)), file]).rule_options == options
+        assert resolve([join_tables(map(parse_set, sets)), file]).rule_options == options
     without = {**MODEL, "folder": str(tmp_path), "rule_options": {"period": 4}}
     assert resolve([parse_set("rule=LocalSGD"), without]).rule_options == {"period": 4}
