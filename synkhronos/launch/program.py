@@ -37,7 +37,7 @@ from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker
 from synkhronos.training import storing
 from synkhronos.training.checkpoint import Checkpoint, check_types, load_meta
-from synkhronos.training.early_stop import EarlyStop, cost_of
+from synkhronos.training.early_stop import EarlyStop, to_cost
 from synkhronos.training.loop import RankLoop
 from synkhronos.training.nonfinite import describe_nonfinite
 from synkhronos.training.recorder import Recorder, cut
@@ -307,7 +307,7 @@ class ClassLoop(RankLoop):
                 f"keep_best, patience: {self.settings.modelclass} lacks:\n  metric {name!r}, got {found}"
             )
         self.stop.begin(f"{name} {mode}")
-        return self.stop.observe(cost_of(metrics, (name, mode)))
+        return self.stop.observe(to_cost(metrics, (name, mode)))
 
     def is_exhausted(self) -> bool:
         """Return True if the metric has not improved for so many epochs as ``patience`` allows."""

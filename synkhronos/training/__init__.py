@@ -1,27 +1,17 @@
-"""How does a network learn on many ranks?
+"""Training on all ranks: update rules, training functions, and a trainer with reports, validation and checkpoints.
 
-One step, on all ranks together (users know these two by the names in `synkhronos.extensions`):
+::
 
-`updates`
-    Update rules: how parameters move by a gradient.
-`train_function`
-    Functions that take a step: `step` is the command behind one, `batches` has the rows of several, `model` checks what
-    is trained, and `serial` does the same in one process.
+    Trainer            epochs under an exchange rule: from report to report, each an `interval`
+        │
+    loop               batches and steps until the next report, on every rank
+        │
+    train_function     one or several steps; `step` is its command, `serial` its equivalent in one process
+        │
+    updates            rules that compute new parameters from a gradient
 
-Epochs of them:
-
-`make_trainer`, `Trainer`, `Report`
-    Epochs over data under an exchange rule, with validation.  `trainer` goes from report to report; `course` has the
-    data and their order, `interval` says what to do until the next report, `loop` does it, `meter` counts, `report` is
-    what comes of it.
-`schedules`
-    Learning rates that change.
-`Recorder`, `TensorBoard`
-    What is written down meanwhile (`recorder`); ``python -m synkhronos show`` draws it (`show`).
-`Checkpoint`
-    Where to go on after an interruption (`checkpoint`; `resume` says what is in one, `storing` what of each rank).
-
-Not imported by ``import synkhronos``.
+Users import the lower two as `synkhronos.extensions.train` and `synkhronos.extensions.updates`.  ``import synkhronos``
+does not import this package.
 """
 
 from synkhronos.training import schedules

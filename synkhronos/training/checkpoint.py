@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.checks import check_at_least, import_package
-from synkhronos.training.early_stop import as_metric, cost_of
+from synkhronos.training.early_stop import as_metric, to_cost
 from synkhronos.training.folder_lock import FolderLock
 
 #: A checkpoint that is about to be replaced by another one of as many rows has the suffix ``.old``.
@@ -245,7 +245,7 @@ class Checkpoint:
         costs: dict[Path, float] = {}
         for path in self.paths():
             with contextlib.suppress(CheckpointError):  # a damaged one is not the best
-                costs[path] = cost_of(_load_header(path)["metrics"], self.keep_best)
+                costs[path] = to_cost(_load_header(path)["metrics"], self.keep_best)
         best = min(costs, key=lambda path: costs[path], default=None)
         return None if best is None or costs[best] == np.inf else best
 

@@ -1,4 +1,4 @@
-"""The best value of a metric so far: for early stops, and to keep the best checkpoint."""
+"""Best value of a metric so far, for early stopping and for the best checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: How values of a metric compare: the factor with which the lowest is the best.
+#: Factor that makes lower values of a metric better, by its mode.
 _SIGNS = {"min": 1.0, "max": -1.0}
 
 
@@ -36,8 +36,8 @@ def as_metric(value: Any, name: str) -> tuple[str, str]:
     return pair[0], pair[1]
 
 
-def cost_of(metrics: Mapping[str, float], metric: tuple[str, str]) -> float:
-    """Return a metric's value with the sign with which lower is better; infinity where it is missing or NaN."""
+def to_cost(metrics: Mapping[str, float], metric: tuple[str, str]) -> float:
+    """Return a metric's value as a cost, of which lower is better; infinity if it is missing or NaN."""
     value = _SIGNS[metric[1]] * float(metrics.get(metric[0], math.nan))
     return math.inf if math.isnan(value) else value
 
@@ -60,7 +60,7 @@ class EarlyStop:
     since: int = 0
 
     def begin(self, measure: str) -> bool:
-        """Compare values of a metric from now on; return whether values of another one were forgotten."""
+        """Select the metric that `observe` is given; return whether this discards the best value of another one."""
         is_other = self.measure not in ("", measure)
         if is_other:
             self.best, self.since = math.inf, 0
@@ -80,5 +80,5 @@ class EarlyStop:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> EarlyStop:
-        """Return what `to_json` has saved."""
+        """Restore the state from `to_json`."""
         return cls(state["measure"], math.inf if state["best"] is None else state["best"], state["since"])

@@ -1,8 +1,8 @@
 """Exclusive writing into a folder.
 
 A checkpoint folder has one writer at a time.  The lock is `flock` on a file in the folder: the kernel releases it when
-the process ends, however it ends, so a dead writer blocks nobody; on NFS the server does.  The file's text names the
-writer for the error message and decides nothing.
+the process exits, even by a kill; on NFS the server does.  The file's text names the writer, for the error message
+only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FolderLock:
     Parameters
     ----------
     folder : Path
-        Has to exist.
+        An existing folder.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class FolderLock:
             message = f"{self.path.parent}: its file system has no locks ({error}): let one training write there"
             warnings.warn(message, RuntimeWarning, stacklevel=4)
         self._file = file
-        with contextlib.suppress(OSError):  # the disk may be full: then nobody knows the name
+        with contextlib.suppress(OSError):  # on a full disk the message does not name the writer
             os.ftruncate(file, 0)
             os.pwrite(file, f"{_this_process()}\n".encode(), 0)
 
@@ -99,7 +99,7 @@ _locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """Close the copies that a forked process has: they would hold the locks beyond the writer's death."""
+    """Close the copies in a forked process, which would hold the locks after the writer's exit."""
     for lock in list(_locks):
         lock.release()
 

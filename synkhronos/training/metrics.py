@@ -1,4 +1,4 @@
-"""Values to compute on validation data, and how those of ranks and batches become one."""
+"""Metrics of validation: their parsing, and the reduction of their values over batches and ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Metric(NamedTuple):
 
 
 def parse_metrics(validate: Any, inputs: Sequence[Any]) -> dict[str, Metric]:
-    """Check the argument `validate` of `make_trainer`, and give each metric a name.
+    """Return the metrics by name, from the argument `validate` of `make_trainer`.
 
     Raises
     ------
@@ -52,7 +52,7 @@ def parse_metrics(validate: Any, inputs: Sequence[Any]) -> dict[str, Metric]:
     else:
         is_list = isinstance(validate, list) or isinstance(validate, tuple) and not _has_op(validate)
         named = {f"valid_{i}": one for i, one in enumerate(validate if is_list else [validate])}
-    metrics = {name: _metric(name, entry) for name, entry in named.items()}
+    metrics = {name: _parse_metric(name, entry) for name, entry in named.items()}
     warn_of_denominators(
         {f"validate: {name}": m.expression for name, m in metrics.items() if m.op == "mean" and m.weight is None},
         inputs,
@@ -65,7 +65,7 @@ def _has_op(entry: tuple[Any, ...]) -> bool:
     return len(entry) in (2, 3) and not is_variable(entry[1])
 
 
-def _metric(name: str, entry: Any) -> Metric:
+def _parse_metric(name: str, entry: Any) -> Metric:
     expected = f"validate: {name}: expected a scalar variable, or (variable, op), or (variable, 'mean', weight)"
     parts = entry if isinstance(entry, list | tuple) else (entry,)
     if not 1 <= len(parts) <= 3:

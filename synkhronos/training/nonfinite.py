@@ -1,4 +1,4 @@
-"""Rows of data that explain a loss that is NaN or infinite."""
+"""Search of data for NaN and infinity, to explain a loss that is not finite."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 import numpy as np
 
-#: Bytes of rows that are looked at in one go.
+#: Bytes of rows that are checked at once.
 _BYTES = 1 << 26
 
 
 def describe_nonfinite(arrays: Mapping[str, Any], rows: Any = None) -> str:
-    """Return words for an error that name the first row with NaN or infinity; "" if there is none.
+    """Return a description of the first row with NaN or infinity, for an error message; "" if there is none.
 
     Parameters
     ----------
     arrays : dict of str to ndarray or Data
-        By the name in the error.  Of `synkhronos.data_parts` the rows of this host are looked at.
+        By the name in the message.  Of `synkhronos.data_parts` the rows of this host are checked.
     rows : ndarray of int, optional
-        Numbers of the rows to look at; by default all.
+        Indexes of the rows to check; default: all.
 
     Examples
     --------

@@ -103,7 +103,7 @@ class OnRanks:
             "batch_size": course.batch,
             "ranks": ranks.session().size,
             "alike": self.alike,
-            "schedule": schedules.state_of(schedule),
+            "schedule": schedules.get_state(schedule),
             "steps_taken": place.steps,
             "streams": streams,
         }

@@ -1,20 +1,7 @@
-"""Learning rates that change.
+"""Schedules of the learning rate.
 
-A schedule is called with the number of epochs trained so far, a float, and returns the learning rate.  A function of
-your own is a schedule, too, if the ranks can import it.
-
-`constant`
-    Always the same.
-`steps`
-    Falls at some epochs.
-`cosine`
-    Falls along a cosine.
-`warmup`
-    Rises to another schedule in the first epochs.
-`scaled`
-    Another schedule times the number of ranks.
-`plateau`
-    Falls when validation gets no better.
+A schedule is a callable: it takes the number of epochs trained so far, a float, and returns the learning rate.  Any
+function that the ranks can import is a schedule, too.  `plateau` also observes validation.
 """
 
 from __future__ import annotations
@@ -29,57 +16,54 @@ from synkhronos.checks import check_positive
 Schedule = Callable[[float], float]
 
 
-def state_of(schedule: Any) -> dict[str, Any]:
-    """Return what a schedule has learnt from validation, for a checkpoint; nothing of one that learns nothing."""
-    found = _learnt(schedule)
+def get_state(schedule: Any) -> dict[str, Any]:
+    """Return the state of a schedule that observes validation, for a checkpoint; empty for other schedules."""
+    found = _get_attributes(schedule)
     state: dict[str, Any] = {
         name: found[name] for name in ("rate", "best", "since") if name in found and not math.isinf(found[name])
     }
-    return {"made": _made(schedule), **state} if found else {}
+    return {"made": _describe_origin(schedule), **state} if found else {}
 
 
 def set_state(schedule: Any, state: Mapping[str, Any]) -> None:
-    """Give a schedule what `state_of` has returned, if that is of the same kind and was made with the same rate.
-
-    Any other stays as its user has made it.
-    """
-    if state.get("made") == _made(schedule):
-        _learnt(schedule).update({name: value for name, value in state.items() if name != "made"})
+    """Restore a state from `get_state`, if its schedule had the same class and initial rate; else do nothing."""
+    if state.get("made") == _describe_origin(schedule):
+        _get_attributes(schedule).update({name: value for name, value in state.items() if name != "made"})
 
 
-def _made(schedule: Any) -> list[Any]:
-    """Return the kind of a schedule that learns, and the rate that it began with, where that is known."""
-    schedule = _innermost(schedule)
+def _describe_origin(schedule: Any) -> list[Any]:
+    """Return the class' name and the initial rate of a schedule; None for a rate that is not known."""
+    schedule = _unwrap(schedule)
     return [type(schedule).__name__, getattr(schedule, "initial", None)]
 
 
-def forget(schedule: Any) -> None:
-    """Have `plateau` compare with nothing from before, as it will observe something else; its rate stays."""
-    schedule = _innermost(schedule)
+def reset_best(schedule: Any) -> None:
+    """Reset the best value of `plateau`, before it observes another quantity; its rate is unchanged."""
+    schedule = _unwrap(schedule)
     if isinstance(schedule, plateau):
         schedule.best, schedule.since = math.inf, 0
 
 
-def _learnt(schedule: Any) -> dict[str, Any]:
-    """Return the attributes of a schedule that observes validation, to be changed; none of another."""
-    schedule = _innermost(schedule)
+def _get_attributes(schedule: Any) -> dict[str, Any]:
+    """Return the attributes of a schedule that observes validation, which may be changed; empty for others."""
+    schedule = _unwrap(schedule)
     return vars(schedule) if hasattr(schedule, "observe") else {}
 
 
-def _innermost(schedule: Any) -> Any:
+def _unwrap(schedule: Any) -> Any:
     while hasattr(schedule, "schedule"):
         schedule = schedule.schedule
     return schedule
 
 
 def as_schedule(value: Schedule | float) -> Schedule:
-    """Return a schedule: itself, or a number that stays."""
+    """Return a schedule, or for a number the constant one."""
     return value if callable(value) else constant(value)
 
 
 @dataclass
-class constant:  # noqa: N801 - these read as functions do
-    """Always the same learning rate."""
+class constant:  # noqa: N801 - users call them like functions
+    """A constant learning rate."""
 
     rate: float
 
@@ -98,9 +82,9 @@ class steps:  # noqa: N801
     Parameters
     ----------
     rate : float
-        The rate at first.
+        The initial rate.
     factors : dict of float to float
-        For each epoch a factor, by which the rate is multiplied from that epoch on; all factors so far count.
+        For each epoch the factor that multiplies the rate from then on; factors accumulate.
 
     Examples
     --------
@@ -125,7 +109,7 @@ class steps:  # noqa: N801
 
 @dataclass
 class cosine:  # noqa: N801
-    """A learning rate that falls along half a cosine, to ``least`` after so many epochs.
+    """A learning rate that falls along half a cosine, from ``rate`` to ``least`` after ``epochs`` epochs.
 
     Examples
     --------
@@ -148,23 +132,23 @@ class cosine:  # noqa: N801
 
 
 @dataclass
-class _Around:
+class _Wrapper:
     """A schedule that changes the rates of another one."""
 
-    schedule: Any  # a schedule, or a number that stays
+    schedule: Any  # a schedule, or a number
 
     def __post_init__(self) -> None:
         self.schedule = as_schedule(self.schedule)
 
     def observe(self, value: float) -> None:
-        """Pass on what validation has found."""
+        """Pass a value of validation on to the wrapped schedule."""
         if hasattr(self.schedule, "observe"):
             self.schedule.observe(value)
 
 
 @dataclass
-class warmup(_Around):  # noqa: N801 - as above
-    """A schedule that rises linearly in the first epochs, from a part of another schedule to all of it.
+class warmup(_Wrapper):  # noqa: N801 - as above
+    """Another schedule times a factor that rises linearly from ``start`` to 1 in the first ``epochs`` epochs.
 
     Examples
     --------
@@ -187,8 +171,8 @@ class warmup(_Around):  # noqa: N801 - as above
 
 
 @dataclass
-class scaled(_Around):  # noqa: N801 - as above
-    """Another schedule times the number of ranks, as the batch of all ranks grows with them (linear scaling).
+class scaled(_Wrapper):  # noqa: N801 - as above
+    """Another schedule times the number of ranks, since the global batch grows with them (linear scaling).
 
     Parameters
     ----------
@@ -206,18 +190,18 @@ class scaled(_Around):  # noqa: N801 - as above
 
 @dataclass
 class plateau:  # noqa: N801
-    """A learning rate that falls when validation has not got better for some reports.
+    """A learning rate that falls when validation has not improved for ``patience`` reports.
 
     Parameters
     ----------
     rate : float
-        At first.
+        The initial rate.
     factor : float
-        By which it is multiplied.
+        Multiplies the rate.
     patience : int
-        The reports without a better value after which it is.
+        Number of reports without an improvement before the rate falls.
     least : float
-        Below which it doesn't fall.
+        Lower bound of the rate.
 
     Examples
     --------
@@ -245,7 +229,7 @@ class plateau:  # noqa: N801
         return self.rate
 
     def observe(self, value: float) -> None:
-        """Take what validation has found."""
+        """Count a value of validation; lower is better."""
         if value < self.best:
             self.best, self.since = value, 0
             return

@@ -1,10 +1,4 @@
-"""A training step in one process, with the plain graph library.
-
-`make_train_function_serial`
-    The twin of `synkhronos.extensions.train.make_train_function`.
-`SerialTrainFunction`
-    What it makes.
-"""
+"""Training step in one process with the plain graph library, to compare with or to debug."""
 
 from __future__ import annotations
 
@@ -27,11 +21,11 @@ class SerialTrainFunction:
     Attributes
     ----------
     gradient, update : functions of the graph library
-        Compute the loss and write the gradient into `grad_shared`, and move the parameters by it.
+        The first computes the loss and writes the gradient into `grad_shared`; the second updates the parameters.
     grad_shared : shared variable
-        The gradients of all parameters in one vector, and how many rows they are from.
+        The gradients of all parameters in one vector, and the number of their rows.
     optimizer_state : list of shared variables
-        What the rule keeps for itself, in the order of `synkhronos.extensions.train.TrainFunction`.
+        The rule's state, in the order of `synkhronos.extensions.train.TrainFunction`.
     ema : list of shared variables, or None
         Moving averages of the parameters, in their order; None without the option `ema`.
     """
@@ -66,7 +60,7 @@ class SerialTrainFunction:
         x_data, y_data, batch, num_slices
             As for `synkhronos.extensions.train.TrainFunction`.
         batch_s : slice or list of int, optional
-            Which rows of the `sliceable_shareds` to use.  By default all.
+            Rows of the `sliceable_shareds`; default: all.
 
         Returns
         -------
@@ -96,7 +90,7 @@ class SerialTrainFunction:
         if num_slices == 1:
             loss = self.gradient(*arrays)[0]
         else:
-            loss = self._in_slices(arrays, min(num_slices, lengths[0]))
+            loss = self._compute_in_slices(arrays, min(num_slices, lengths[0]))
         self.update()
         return loss
 
@@ -122,9 +116,9 @@ class SerialTrainFunction:
         _, steps = self._model.several(x_data, y_data, batches, batches_s)
         return [self(x_data, y_data, batch, num_slices, batch_s) for batch, batch_s in steps]
 
-    def _in_slices(self, arrays: list[np.ndarray], num_slices: int) -> Any:
+    def _compute_in_slices(self, arrays: list[np.ndarray], num_slices: int) -> Any:
         """Sum the weighted gradients of slices; return the mean loss."""
-        # Each slice finds the extra variables as they were; generators go on from slice to slice.
+        # Each slice starts with the same extra variables; generators advance from slice to slice.
         extra = [u.shared for u in self._model.extra_updates if hasattr(u.shared.type, "dtype")]
         before = [shared.get_value() for shared in extra]
         losses, weights, rows, gradients, after = [], [], [], [], []
@@ -169,8 +163,7 @@ def make_train_function_serial(
 ) -> SerialTrainFunction:
     """Make a function that takes a training step in this process alone, without Synkhronos.
 
-    It computes what `make_train_function` computes, and needs no `synkhronos.fork`: to compare with, or to
-    debug.
+    Its results are those of `make_train_function`, without `synkhronos.fork`: to compare with, or to debug.
 
     Parameters
     ----------

@@ -1,9 +1,6 @@
-"""Draws what recorders have written.
+"""The command ``show``: pictures and tables of recorded runs and timelines.
 
-    python -m synkhronos show RUN... [--picture FILE] [--csv FILE]
-
-`main`
-    The command.
+python -m synkhronos show RUN... [--picture FILE] [--csv FILE]
 """
 
 from __future__ import annotations
@@ -23,13 +20,15 @@ _COLUMNS += ["loss", "learning_rate", "rows_per_second", "compute", "exchange", 
 
 
 def main(arguments: list[str]) -> None:
-    """Read the runs that the arguments behind ``show`` name, and write a picture, a table, or both."""
-    parser = argparse.ArgumentParser(prog="python -m synkhronos show", description="Draw what recorders have written.")
+    """Run the command; ``arguments`` are those after ``show``."""
+    parser = argparse.ArgumentParser(prog="python -m synkhronos show", description="Draw recorded runs and timelines.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a recorder's folder, or a file of synkhronos.timeline")
     parser.add_argument(
-        "--picture", metavar="FILE", help="where to draw; by default show.png in the first folder, or beside the file"
+        "--picture",
+        metavar="FILE",
+        help="file of the picture; default: show.png in the first folder, or next to the file",
     )
-    parser.add_argument("--csv", metavar="FILE", help="where to write all lines as a table; - for the screen")
+    parser.add_argument("--csv", metavar="FILE", help="file of a table with all records; - for standard output")
     options = parser.parse_args(arguments)
     if any(os.path.isfile(name) for name in options.runs):
         try:
@@ -56,7 +55,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _show_timeline(name: str, picture: str | None) -> None:
-    """Print where the time of a recorded timeline went, and draw some of its calls."""
+    """Print the times of a recorded timeline, and draw some of its calls."""
     ranks = report.read_timelines(name)
     sys.stdout.write(report.format_report(name, ranks))
     picture = picture or f"{name.removesuffix('.gz').removesuffix('.json')}.png"
@@ -65,7 +64,7 @@ def _show_timeline(name: str, picture: str | None) -> None:
 
 
 def rows(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """Return all lines of all runs, with the run's name, the file's, and the seconds since the run's first line."""
+    """Return the records of all runs, with the run, the file, and the seconds since the run's first record."""
     table = []
     for run, files in runs.items():
         first = min((record["time"] for records in files.values() for record in records), default=0.0)
@@ -77,7 +76,7 @@ def rows(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> list[dict[str, Any
 
 
 def summary(name: str, files: dict[str, list[dict[str, Any]]]) -> str:
-    """Return a run's last report as a line."""
+    """Return a line that summarizes a run: its last report."""
     reports = files.get("reports", [])
     if not reports:
         return f"{name}: no report yet\n"
@@ -111,14 +110,14 @@ def draw(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> Non
     for run, files in runs.items():
         first = min((record["time"] for records in files.values() for record in records), default=0.0)
         known = reports[run]
-        marker = "o" if len(known) == 1 else None  # a line of one point would not be seen
+        marker = "o" if len(known) == 1 else None  # a line of one point is invisible
         across = {"seconds": [r["time"] - first for r in known], "rows": [r.get("seen") for r in known]}
         for axis, (x, y) in zip(axes, panels, strict=True):
             if y in ("loss", "rows a second"):
                 values = [r.get(y if y == "loss" else "rows_per_second") for r in known]
             else:
                 values = [(r.get("validation") or {}).get(y) for r in known]
-            # What a run did not measure is a gap: matplotlib draws None as one.
+            # matplotlib draws None, a value that was not measured, as a gap.
             axis.plot(across[x], values, label=run, marker=marker)
     for axis, (x, y) in zip(axes, panels, strict=True):
         axis.set_xlabel(x)
@@ -131,7 +130,7 @@ def draw(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> Non
             axis.set_ylim(bottom=0)
         if y == "loss":
             axis.set_yscale("log")
-            # 0.6, and not 6 × 10⁻¹; within a decade at more than its end.
+            # Ticks such as 0.6 instead of 6 × 10⁻¹; minor ticks only within a decade.
             low, high = axis.get_ylim()
             axis.yaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_minor_formatter("{x:g}" if high < 10 * low else NullFormatter())

@@ -1,7 +1,7 @@
-"""A scheduler's signal asks a training to save and to end: how the process notes it, and how ranks agree on the step.
+"""Stop of a training at a scheduler's signal: the master records the signal, and the ranks agree on the last step.
 
-Only the master notes a signal (workers and agents ignore those that the master handles).  Ranks that step together have
-to stop after the same step: about twice a second they ask one another, so that steps cost nothing more.
+Workers and agents ignore signals that the master handles.  Synchronous ranks have to stop after the same step.  They
+exchange the request about twice a second rather than at each step, so that steps stay as fast.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ import numpy as np
 from synkhronos.ranks.interrupts import handler_of, put_back, set_handler
 from synkhronos.tasks import LocalRows, Worker
 
-#: Signals of a scheduler and of a closed terminal: "end", "save and end".
+#: Signals of a scheduler or a closed terminal that ask a training to save and to exit.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-#: Seconds within which a second signal is taken for the first one, sent to all processes of a job.
+#: Seconds within which a second signal is a copy of the first, which was sent to all processes of a job.
 ECHO = 1.0
-#: Seconds between two questions of the ranks, about.
+#: Approximate seconds between two exchanges of the request.
 _INTERVAL = 0.5
 
 _requested = 0
 
 
 def requested_stop() -> int:
-    """Return the number of the signal that asks this process to stop, 0 if none does."""
+    """Return the number of the signal received, or 0."""
     return _requested
 
 
 class StopSignals:
-    """Note signals that ask this process to stop, during the ``with`` block; handlers of the user's stay.
+    """Context manager that records `STOP_SIGNALS`; signals that the user handles are left to the user.
 
     Parameters
     ----------
     grace : float or None
-        Seconds after the signal at which the process ends by it, whatever it does then.  So it does at the second
-        signal, a second or more after the first.  None leaves both to another process.
+        Seconds after the signal at which the process is killed by it.  A second signal, `ECHO` seconds or more after
+        the first, kills it too.  None: another process does both.
     flag : ndarray, optional
-        The integer that `StopPoll` reads: its only element becomes the signal's number.
+        One integer, which is set to the signal's number; `StopPoll` reads it.
     """
 
     def __init__(self, grace: float | None, flag: np.ndarray | None = None):
         self._grace, self._flag = grace, flag
-        self._came_at = 0.0
+        self._signalled_at = 0.0
         self._is_over = False
         self._before: dict[int, Any] = {}
 
@@ -65,44 +65,44 @@ class StopSignals:
         global _requested
         for number, before in self._before.items():
             put_back(number, self._receive, before)
-        if self._came_at:
+        if self._signalled_at:
             number, _requested = _requested, 0
             if self._grace is not None and kind in (
                 None,
                 GeneratorExit,
             ):  # the loop was left before it could end by the signal
-                end_by(number)
+                exit_by_signal(number)
             self._is_over = kind is SystemExit
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         global _requested
         now = time.monotonic()
-        if not self._came_at:
-            _requested, self._came_at = number, now
+        if not self._signalled_at:
+            _requested, self._signalled_at = number, now
             if self._flag is not None:
                 self._flag[0] = number
             if self._grace is not None:
-                # Not by `threading`: it may hold a lock of its own where this handler interrupts it.
-                _thread.start_new_thread(self._wait, (number, self._grace))
-        elif self._grace is not None and now > self._came_at + ECHO:
-            end_by(number)
+                # Not `threading`: this handler may interrupt it while it holds one of its locks.
+                _thread.start_new_thread(self._exit_after, (number, self._grace))
+        elif self._grace is not None and now > self._signalled_at + ECHO:
+            exit_by_signal(number)
 
-    def _wait(self, number: int, grace: float) -> None:
+    def _exit_after(self, number: int, grace: float) -> None:
         time.sleep(grace)
         if not self._is_over:
-            end_by(number)
+            exit_by_signal(number)
 
 
-def end_by(number: int) -> None:
-    """End this process by a signal, as if nobody handled it; from any thread."""
-    libc = ctypes.CDLL(None)  # Python sets handlers in the main thread alone
+def exit_by_signal(number: int) -> None:
+    """Kill this process by a signal's default action; from any thread."""
+    libc = ctypes.CDLL(None)  # Python sets handlers only in the main thread
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal(number, None)
     os.kill(os.getpid(), number)
 
 
 class StopAgreement:
-    """Has ranks that step together stop after the same step; each rank makes one, and asks after each step."""
+    """Agreement of synchronous ranks on the step to stop after; each rank has one, and asks it after each step."""
 
     def __init__(self, worker: Worker):
         self._worker = worker
@@ -110,7 +110,7 @@ class StopAgreement:
         self._asked_at = time.monotonic()
 
     def is_stop(self) -> bool:
-        """Return whether to stop now: the same on all ranks, which call this after the same steps."""
+        """Return whether to stop now; all ranks call this after the same steps, and get the same answer."""
         self._left -= 1
         if self._left:
             return False
@@ -123,13 +123,13 @@ class StopAgreement:
 
 
 class StopPoll:
-    """Tells ranks at their own pace that the master was asked to stop.
+    """Poll of the master's request to stop, for asynchronous ranks.
 
     Parameters
     ----------
     worker : Worker
     flag : LocalRows
-        That of `StopSignals`; 0 at first.
+        The flag of `StopSignals`; 0 before a signal.
     """
 
     def __init__(self, worker: Worker, flag: LocalRows):
@@ -137,11 +137,11 @@ class StopPoll:
         self._next = 0.0
 
     def is_stop(self) -> bool:
-        """Return whether this rank has to stop."""
+        """Return whether to stop now; at most about twice a second this takes a lock."""
         now = time.monotonic()
         if now < self._next:
             return bool(self._flag.array[0])
         self._next = now + _INTERVAL
-        with self._worker.lock(self._worker.size + 7) as lock:  # it is on the first host, as the master is
+        with self._worker.lock(self._worker.size + 7) as lock:  # the flag is in memory of the first host
             lock.read(self._flag)
         return bool(self._flag.array[0])

@@ -34,7 +34,7 @@ from synkhronos.tasks import run
 from synkhronos.training import schedules, storing
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError
 from synkhronos.training.course import Course, pools_of
-from synkhronos.training.early_stop import cost_of
+from synkhronos.training.early_stop import to_cost
 from synkhronos.training.interval import Plan, Source
 from synkhronos.training.loop import CommandLoop, train
 from synkhronos.training.meter import Meter, Outcome
@@ -270,7 +270,7 @@ class Trainer:
         if metric != (first, "min"):
             measures += f", {' '.join(metric)}"
         if self._place.stop.begin(measures):
-            schedules.forget(self.schedule)
+            schedules.reset_best(self.schedule)
         while not self._is_over(course, patience):
             place = self._place  # another one after `restore_best`
             last = course.end(place.start, ranks.session().size)
@@ -300,7 +300,7 @@ class Trainer:
             if observe is not None:
                 observe(next(iter(report.validation.values()), report.loss))
             place.metrics = {"loss": report.loss, **report.validation}
-            is_best = place.stop.observe(cost_of(place.metrics, metric)) and keep_best is not None
+            is_best = place.stop.observe(to_cost(place.metrics, metric)) and keep_best is not None
             for one in recorders:
                 one.write(report.record())
             if checkpoint is not None:

@@ -12,7 +12,7 @@ import pytest
 
 from synkhronos.training import Recorder, TensorBoard, schedules, show
 from synkhronos.training.recorder import read
-from synkhronos.training.schedules import forget, set_state, state_of
+from synkhronos.training.schedules import get_state, reset_best, set_state
 
 pytestmark = pytest.mark.any_library
 
@@ -186,15 +186,15 @@ def test_schedules_go_together():
         schedule.observe(value)
     assert schedule(3) == pytest.approx(0.2)
     other = schedules.warmup(schedules.scaled(schedules.plateau(0.1, 0.5, 2), 4), epochs=2, start=0.5)
-    set_state(other, state_of(schedule))
+    set_state(other, get_state(schedule))
     for each in (schedule, other):
         each.observe(5.0)
         each.observe(5.0)
     assert other(3) == schedule(3) == pytest.approx(0.1)
-    forget(other)
-    assert state_of(other) == {"made": ["plateau", 0.1], "rate": pytest.approx(0.025), "since": 0}
+    reset_best(other)
+    assert get_state(other) == {"made": ["plateau", 0.1], "rate": pytest.approx(0.025), "since": 0}
     own = SimpleNamespace(best=-math.inf, observe=None)  # for which more is better
-    forget(SimpleNamespace(schedule=own))
+    reset_best(SimpleNamespace(schedule=own))
     assert own.best == -math.inf
     # What follows from the epoch alone is as it was made, and learns nothing from another's checkpoint.
     for old in (schedules.constant(0.1), schedules.steps(0.1, {5: 0.1}), schedules.warmup(0.1, 5), schedule):
@@ -207,7 +207,7 @@ def test_schedules_go_together():
             own,
         ):
             before = repr(new)
-            set_state(new, state_of(old))
+            set_state(new, get_state(old))
             assert repr(new) == before
     for wrong in (
         lambda: schedules.steps(-1, {}),
