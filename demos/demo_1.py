@@ -1,7 +1,7 @@
 """Functions: reductions and slices.
 
-A function made with synk.function runs on all ranks at once. Each rank computes a part of the rows, and each output is
-put together by its op. Here every op is shown beside what the graph library's own function returns for all rows.
+A function made with synk.function runs on all ranks. Each rank computes its share of the rows, and each output is
+reduced over the ranks by its op. The demo compares every op with the graph library's own function on all rows.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ except ImportError:
 def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="how many (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
     n = synk.fork(parser.parse_args().ranks, use_gpu=False)
-    print(f"{n} ranks: the master, which is this process, and {n - 1} beside it")
+    print(f"{n} ranks: this process, the master, and {n - 1} worker processes")
 
     x, scale = T.dmatrix("x"), T.dscalar("scale")
     y = x * scale
     outputs = {
-        "avg": y.mean(),  # ranks weigh the same: exact if they have equally many rows
-        "mean": y.mean(),  # rows weigh the same: exact always
+        "avg": y.mean(),  # equal weight for each rank: exact only for equal numbers of rows
+        "mean": y.mean(),  # weighted by rows: always exact
         "sum": y.sum(axis=0),
         "prod": T.prod(y / 3),
         "min": y.min(axis=0),
         "max": y.max(axis=0),
-        "gather": y[:, 0],  # a row of the output for each row of the input
+        "gather": y[:, 0],  # one output row for each input row
     }
 
-    print("\n1. Each op, beside the plain function on all rows")
+    print("\n1. Each op, equal to the serial function on all rows")
     plain = library.function([x, scale], list(outputs.values()))
     f = synk.function([x], [(out, op) for op, out in outputs.items()], bcast_inputs=[scale])
     rows = np.random.default_rng(0).normal(size=(6 * n, 2)) + 3
@@ -47,34 +47,34 @@ def main() -> None:
         print(f"   {op:7} {np.array2string(np.asarray(result), precision=3, threshold=6)}")
         assert np.allclose(result, expected), op
 
-    print("\n2. Rows that don't split evenly: 'mean' stays exact, 'avg' does not")
+    print("\n2. Uneven shares: 'mean' is exact, 'avg' is not")
     few = np.arange(2.0 * (2 * n + 1)).reshape(-1, 2)
     avg, mean = f(few, 1.0, output_subset=[0, 1])  # only these two outputs are computed
     print(f"   {len(few)} rows: avg {float(avg):.3f}, mean {float(mean):.3f}, NumPy {few.mean():.3f}")
     assert np.isclose(mean, few.mean())
     assert n == 1 or not np.isclose(avg, few.mean())
 
-    print("\n3. None returns the master's own value: that of its rows")
+    print("\n3. Op None: the output of the master's rows only")
     own = synk.function([x], (x.shape[0], None))
     print(f"   {int(own(rows))} of {len(rows)} rows")
     assert own(rows) == len(rows) // n
 
-    print("\n4. Slices: each rank computes its rows piece by piece, in less memory, to the same result")
+    print("\n4. num_slices: each rank computes its rows in pieces, with less memory and the same result")
     for num_slices in (1, 2, 5):
         total, gathered = f(rows, 2.0, num_slices=num_slices, output_subset=[2, 6])
         print(f"   num_slices={num_slices}: sum {total.round(3)}, gather of {len(gathered)} rows")
         assert np.allclose(total, plain(rows, 2.0)[2])
         assert np.allclose(gathered, plain(rows, 2.0)[6])
 
-    print("\n5. Updates: each rank changes its own copy; with slices, every piece sees the old values")
+    print("\n5. Updates: each rank changes its own copy; with slices, every piece reads the old values")
     count = library.shared(np.zeros(2), "count")
     g = synk.function([x], updates=[(count, count + x.sum(axis=0), "sum")])
     g(np.ones((4 * n, 2)), num_slices=2)
-    print(f"   the ranks' copies: {synk.gather(count).tolist()}")
+    print(f"   copies on all ranks: {synk.gather(count).tolist()}")
     assert (synk.gather(count) == 4).all()
 
-    print("\n6. The plain function is still there, in the master alone")
-    print(f"   the shapes of what f.as_theano returns: {[str(np.shape(out)) for out in f.as_theano(rows, 2.0)]}")
+    print("\n6. as_theano: the serial function, in the master only")
+    print(f"   shapes of its outputs: {[str(np.shape(out)) for out in f.as_theano(rows, 2.0)]}")
     for result, expected in zip(f.as_theano(rows, 2.0), plain(rows, 2.0), strict=True):
         assert np.allclose(result, expected)
     synk.close()

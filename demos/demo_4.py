@@ -1,7 +1,7 @@
 """Rows of the inputs: batch and minibatch.
 
-`batch` picks rows of the whole data, before they are shared out among ranks. Each rank copies its own, so that a
-shuffled batch costs each rank only its part.
+`batch` selects rows of the complete data before they are scattered. Each rank copies its own share, so that shuffled
+batches are gathered by all ranks in parallel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ except ImportError:
 def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="how many (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
     n = synk.fork(parser.parse_args().ranks, use_gpu=False)
     print(f"{n} ranks")
 
@@ -55,34 +55,34 @@ def main() -> None:
         seen += len(rows)
     assert seen == 12
 
-    print("\n3. Fewer rows than ranks: the others sit out")
+    print("\n3. Fewer rows than ranks: the other ranks compute nothing")
     check([6], [6])
 
-    print("\n4. A minibatch: Data that holds only the rows of the batch, from its lowest index on or in a list's order")
+    print("\n4. minibatch=True: Data that holds only the rows of the batch, in the order of a slice or of a list")
     part = synk.data(var=x, minibatch=True)
     for batch in (slice(4, 8), [7, 4, 5]):
         part.set_value(points[batch])
-        print(f"   {part} beside {y_data}")
+        print(f"   {part} together with {y_data}")
         gathered, total = f(part, y_data, batch=batch)
         print(f"   batch={batch!r}: {gathered.tolist()}")
         assert np.array_equal(gathered, plain(points[batch], labels[batch])[0])
 
-    print("\n5. Both inputs are minibatches: what they hold is the batch")
+    print("\n5. All inputs are minibatches: their rows are the batch")
     x_part, y_part = f.build_inputs(points[:4], labels[:4], minibatch=True)
-    for start in range(0, 12, 4):  # as one would read from a file that is too large for the memory
+    for start in range(0, 12, 4):  # as if read from a file that is larger than memory
         x_part.set_value(points[start : start + 4])
         y_part.set_value(labels[start : start + 4])
         gathered, total = f(x_part, y_part)
-        print(f"   rows from {start} on: labels' sum {int(total)}")
+        print(f"   rows from {start}: labels' sum {int(total)}")
         assert np.array_equal(gathered, plain(points[start : start + 4], labels[start : start + 4])[0])
 
-    print("\n6. An index that isn't there is refused before any rank starts")
+    print("\n6. An index out of range is an error before any rank starts")
     try:
         f(x_data, y_data, batch=[3, 12])
     except IndexError as error:
         print(f"   IndexError: {error}")
     else:
-        raise AssertionError("index 12 of 12 rows was taken")
+        raise AssertionError("index 12 of 12 rows was accepted")
     synk.close()
 
 

@@ -1,7 +1,7 @@
 """Rows of shared variables: batch_s.
 
-Data that is used again and again can stay on the ranks, in shared variables. `batch_s` picks rows of each rank's own
-copy, after the data has been scattered; `batch` picks rows of the inputs, before.
+Data that is used repeatedly can stay on the ranks, in shared variables. `batch_s` selects rows of each rank's own copy,
+after the data has been scattered; `batch` selects rows of the inputs, before they are scattered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ except ImportError:
 def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="how many (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
     n = synk.fork(parser.parse_args().ranks, use_gpu=False)
     print(f"{n} ranks")
 
@@ -32,14 +32,14 @@ def main() -> None:
     score = points.sum(axis=1) * labels
     f = synk.function([], [(score, "gather"), (score.mean(), "mean")], sliceable_shareds=[points, labels])
 
-    # The same on one array, by the graph library's own function.
+    # The serial function, on one array.
     p, q = T.dmatrix("p"), T.dvector("q")
     plain = library.function([p, q], [score, score.mean()], givens=[(points, p), (labels, q)])
 
     all_points, all_labels = np.arange(12.0 * n).reshape(6 * n, 2), np.arange(6.0 * n)
     synk.scatter([points, labels], [all_points, all_labels])
     print(f"each rank has {synk.get_lengths(points)[0]} of {len(all_points)} rows")
-    # Which rows of the whole each rank has.
+    # Indexes of each rank's rows in the complete data.
     whole = np.array_split(np.arange(6 * n), n)
 
     def check(batch_s: Any, each: list[Any]) -> None:
@@ -55,11 +55,11 @@ def main() -> None:
     assert np.array_equal(gathered, expected) and np.isclose(mean, expected_mean)
     print(f"   {len(gathered)} rows, mean {float(mean):.2f}")
 
-    print("\n2. One slice or list for all ranks: each takes it of its own rows")
+    print("\n2. One slice or list for all ranks, each of its own rows")
     check(slice(1, 4), [slice(1, 4)] * n)
     check([5, 0], [[5, 0]] * n)
 
-    print("\n3. A list of them, one a rank")
+    print("\n3. A list of slices or lists, one for each rank")
     slices: list[Any] = [slice(r % 3, r % 3 + 2) for r in range(n)]
     check(slices, slices)
     lists: list[Any] = [[r % 6, 5 - r % 6] for r in range(n)]
@@ -72,12 +72,12 @@ def main() -> None:
     assert np.array_equal(np.sort(np.concatenate(seen)), np.sort(expected))
     print(f"   two steps of {len(seen[0])} rows")
 
-    print("\n5. num_slices cuts the same rows, to save memory")
+    print("\n5. num_slices: the same rows in pieces, to save memory")
     sliced, mean = f(num_slices=3)
     assert np.array_equal(sliced, expected) and np.isclose(mean, expected_mean)
     print(f"   mean {float(mean):.2f}")
 
-    print("\n6. batch and batch_s together: rows of an input, and rows of the shared variables beside them")
+    print("\n6. batch and batch_s together: rows of an input, and rows of shared variables")
     x = T.dvector("x")
     g = synk.function([x], (x + labels, "gather"), sliceable_shareds=[labels])
     serial = library.function([x, q], x + labels, givens=[(labels, q)])

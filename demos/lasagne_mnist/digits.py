@@ -1,14 +1,4 @@
-"""The digits as the networks take them, and the arguments that all three scripts have.
-
-`Part`
-    Images and their labels; that of demos/mnist/mnist.py, which reads the data.
-`load`
-    The data that the command line asks for.
-`add_arguments`
-    Adds the scripts' common arguments to a parser.
-`finish`
-    Checks what was parsed.
-"""
+"""The digits in the shape of the networks' input, and the arguments of all three scripts."""
 
 from __future__ import annotations
 
@@ -29,7 +19,7 @@ from models import IMAGE, MODELS, N_CLASSES, parse
 __all__ = ["EXAMPLES", "Part", "add_arguments", "finish", "load"]
 
 
-# Of the scripts for several ranks.
+# Examples of command lines, for --help.
 EXAMPLES = [
     "mlp --ranks 2 --compare",
     "custom_mlp:3,1000,0.1,0.5 --batch-size 1000 --epochs 50",
@@ -43,7 +33,7 @@ def load(options: argparse.Namespace) -> list[Part]:
     Parameters
     ----------
     options : Namespace
-        The command line's: `data`, `synthetic` and `seed`.
+        Parsed command line; uses `data`, `synthetic` and `seed`.
 
     Returns
     -------
@@ -65,7 +55,7 @@ def load(options: argparse.Namespace) -> list[Part]:
 
 
 def _synthetic(n: int, seed: int) -> mnist.Digits:
-    """Return noise around ten random pictures: as easy to learn as it is fast to make, for timings."""
+    """Return synthetic images for timings: noise over ten random pictures, easy to learn."""
     rng = np.random.default_rng(seed)
     pictures = rng.random((N_CLASSES, np.prod(IMAGE)), dtype=np.float32)
 
@@ -93,12 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-dropout", dest="dropout", action="store_false", help="leave dropout out of the model")
     data = parser.add_argument_group("data (default: 5,000 digits)").add_mutually_exclusive_group().add_argument
     data("--data", type=Path, metavar="DIR", help="the full set's four IDX files")
-    data("--synthetic", type=common.positive, metavar="N", help="N made-up images, for timings")
+    data("--synthetic", type=common.positive, metavar="N", help="N synthetic images, for timings")
     common.add_training(parser, epochs=20, at_once=20)
 
 
 def finish(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line, and end with a message when something in it is wrong.
+    """Parse the command line; exit with a message if it is invalid.
 
     Parameters
     ----------

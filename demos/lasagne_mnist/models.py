@@ -1,11 +1,6 @@
-"""The three networks for handwritten digits, those of Lasagne's own example.
+"""The networks of Lasagne's example for handwritten digits.
 
-`build`
-    Makes one from its name: ``mlp``, ``custom_mlp:DEPTH,WIDTH,DROP_IN,DROP_HID`` or ``cnn``.
-`parse`
-    What such a name says.
-`Network`
-    Losses and parameters of the network that was made.
+Names are ``mlp``, ``cnn``, and ``custom_mlp:DEPTH,WIDTH,DROP_IN,DROP_HID``.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ __all__ = ["MODELS", "Network", "build", "parse"]
 MODELS = "mlp, custom_mlp:DEPTH,WIDTH,DROP_IN,DROP_HID or cnn"
 IMAGE = (1, 28, 28)
 N_CLASSES = 10
-# What custom_mlp takes for the numbers that its name leaves out.
+# Defaults of the numbers in the name of a custom_mlp.
 DEFAULTS = ["2", "800", "0.2", "0.5"]
 
 _layers = lasagne.layers
@@ -29,7 +24,7 @@ _rectify = lasagne.nonlinearities.rectify
 
 
 class Model(NamedTuple):
-    """What the name of a model says.
+    """Parsed name of a model.
 
     Attributes
     ----------
@@ -49,7 +44,7 @@ class Model(NamedTuple):
 
 
 class Network(NamedTuple):
-    """A network and what is computed with it.
+    """A network with its expressions and parameters.
 
     Attributes
     ----------
@@ -58,7 +53,7 @@ class Network(NamedTuple):
     x, y : tensor variables
         Images, shape (n, 1, 28, 28), and labels, shape (n,).
     params : list of shared variables
-        What is trained.
+        Trainable parameters.
     loss : scalar variable
         Mean cross-entropy, with dropout.
     test_loss, test_error : scalar variables
@@ -75,7 +70,7 @@ class Network(NamedTuple):
 
 
 def parse(name: str) -> Model:
-    """Return what the name of a model says.
+    """Parse the name of a model.
 
     Parameters
     ----------
@@ -86,7 +81,7 @@ def parse(name: str) -> Model:
     Returns
     -------
     Model
-        The same in numbers.
+        Its sizes and dropout rates.
 
     Raises
     ------
@@ -163,10 +158,10 @@ def build(name: str, seed: int = 1, dropout: bool = True) -> Network:
 
 def _mlp(images: Any, model: Model) -> Any:
     """Fully connected layers with rectifiers, each behind dropout."""
-    layer = _dropped(images, model.drop_input)
+    layer = _add_dropout(images, model.drop_input)
     for _ in range(model.depth):
         layer = _layers.DenseLayer(layer, model.width, nonlinearity=_rectify)
-        layer = _dropped(layer, model.drop_hidden)
+        layer = _add_dropout(layer, model.drop_hidden)
     return _layers.DenseLayer(layer, N_CLASSES, nonlinearity=lasagne.nonlinearities.softmax)
 
 
@@ -177,11 +172,11 @@ def _cnn(images: Any, model: Model) -> Any:
         layer = _layers.Conv2DLayer(layer, num_filters=32, filter_size=5, nonlinearity=_rectify)
         layer = _layers.MaxPool2DLayer(layer, pool_size=2)
     for _ in range(model.depth):
-        layer = _layers.DenseLayer(_dropped(layer, model.drop_hidden), model.width, nonlinearity=_rectify)
-    layer = _dropped(layer, model.drop_hidden)
+        layer = _layers.DenseLayer(_add_dropout(layer, model.drop_hidden), model.width, nonlinearity=_rectify)
+    layer = _add_dropout(layer, model.drop_hidden)
     return _layers.DenseLayer(layer, N_CLASSES, nonlinearity=lasagne.nonlinearities.softmax)
 
 
-def _dropped(layer: Any, share: float) -> Any:
+def _add_dropout(layer: Any, share: float) -> Any:
     """Leave out a share of the units in training."""
     return _layers.DropoutLayer(layer, p=share) if share else layer

@@ -1,8 +1,8 @@
 """Train a network on handwritten digits, data-parallel, with the data in host memory.
 
-The data lies in Data objects, which all ranks see. A step is given the indexes of its rows, shuffled, and each rank
-copies its own part of them, at the same time as the others. Beside the serial program, train_mnist_theano.py, what
-is different are the lines that begin with `synk.` and the function that takes a step.
+The data is in Data objects, in memory shared by all ranks. A step gets shuffled indexes, and the ranks copy their
+shares of the rows in parallel. The program differs from the serial one, train_mnist_theano.py, in the lines that begin
+with `synk.` and in the training function.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class CpuData:
     Parameters
     ----------
     network : Network
-        What to train.
+        The network to train.
     parts : list of three Part
         Images and labels to train, to validate and to test.
     options : Namespace
-        The command line's.
+        Parsed command line.
     n_ranks : int
         What `synk.fork` returned.
     """
@@ -70,11 +70,11 @@ class CpuData:
         synk.distribute()
 
     def batches(self, rng: np.random.Generator) -> list[np.ndarray]:
-        """Return shuffled indexes, so many a step as a batch has."""
+        """Return the epoch's batches: lists of shuffled indexes."""
         return shuffled_batches(rng, len(self._train_part[1]), self._options.batch_size)
 
     def shares(self, batch: np.ndarray) -> list[int]:
-        """Return how many rows of a batch each rank computes."""
+        """Return the number of rows of a batch that each rank computes."""
         return [len(rows) for rows in np.array_split(batch, self.n_ranks)]
 
     def train(self, batches: Sequence[np.ndarray]) -> list[Any]:
@@ -96,7 +96,7 @@ class CpuData:
 
 
 def main() -> None:
-    """Train, test, and print what came out."""
+    """Train, test, and print the results."""
     parser = common.parser(__doc__.splitlines()[0], EXAMPLES, __file__)
     add_arguments(parser)
     common.add_ranks(parser)

@@ -1,8 +1,7 @@
 """Train a network on handwritten digits, data-parallel, with the data in the ranks' own memory.
 
-Each rank gets its part of the data once, in shared variables: on a GPU, where the rank computes on one. A step is
-told by `batch_s` which rows each rank takes of its own part, so that nothing but indexes travels. The ranks shuffle
-their parts; the parts stay as they are.
+The data is scattered once into shared variables, which are in GPU memory if ranks use GPUs. In a step, `batch_s`
+selects rows of each rank's own part, so that only indexes are sent. Each rank shuffles its own part.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ class GpuData:
     Parameters
     ----------
     network : Network
-        What to train.
+        The network to train.
     parts : list of three Part
         Images and labels to train, to validate and to test.
     options : Namespace
-        The command line's.
+        Parsed command line.
     n_ranks : int
         What `synk.fork` returned.
     """
@@ -91,7 +90,7 @@ class GpuData:
         return [list(rows) for rows in zip(*by_rank, strict=True)]
 
     def shares(self, batch: list[np.ndarray]) -> list[int]:
-        """Return how many rows of a batch each rank computes."""
+        """Return the number of rows of a batch that each rank computes."""
         return [len(rows) for rows in batch]
 
     def train(self, batches: Sequence[list[np.ndarray]]) -> list[Any]:
@@ -113,7 +112,7 @@ class GpuData:
 
 
 def main() -> None:
-    """Train, test, and print what came out."""
+    """Train, test, and print the results."""
     parser = common.parser(__doc__.splitlines()[0], EXAMPLES, __file__)
     add_arguments(parser)
     common.add_ranks(parser)

@@ -38,11 +38,11 @@ class OneProcess:
     Parameters
     ----------
     network : Network
-        What to train.
+        The network to train.
     parts : list of three Part
         Images and labels to train, to validate and to test.
     options : Namespace
-        The command line's.
+        Parsed command line.
     """
 
     n_ranks = 1
@@ -60,11 +60,11 @@ class OneProcess:
         self._evaluate = theano.function(inputs, [network.test_loss, network.test_error])
 
     def batches(self, rng: np.random.Generator) -> list[np.ndarray]:
-        """Return shuffled indexes, so many a step as a batch has."""
+        """Return the epoch's batches: lists of shuffled indexes."""
         return shuffled_batches(rng, len(self._train_part.labels), self._options.batch_size)
 
     def shares(self, batch: np.ndarray) -> list[int]:
-        """Return how many rows of a batch the process computes: all."""
+        """Return the number of rows of a batch that the process computes: all."""
         return [len(batch)]
 
     def train(self, batches: Sequence[np.ndarray]) -> list[Any]:
@@ -80,19 +80,19 @@ class OneProcess:
         return self._loss_and_error(self._test_part)
 
     def _loss_and_error(self, part: Part) -> tuple[float, float]:
-        # What num_slices does for the ranks.
+        # The serial counterpart of num_slices.
         return evaluate_in_slices(self._evaluate, *part, self._options.slices)
 
 
 def main() -> None:
-    """Train, test, and print what came out."""
+    """Train, test, and print the results."""
     parser = common.parser(__doc__.splitlines()[0], EXAMPLES, __file__)
     add_arguments(parser)
     common.add_device(parser)
     options = finish(parser)
 
     start = perf_counter()
-    # One rank has no workers. This is for the GPU, which it opens where there is one.
+    # One rank without workers: fork() selects the GPU if there is one.
     synk.fork(1, use_gpu=options.use_gpu)
     network = build(options.model, options.seed, options.dropout)
     trainer = OneProcess(network, load(options), options)

@@ -40,7 +40,7 @@ class Trainer(Protocol):
         """Shuffle the training data, and return an epoch's batches in the form that `train` takes."""
 
     def shares(self, batch: Any) -> list[int]:
-        """Return how many rows of a batch each rank computes."""
+        """Return the number of rows of a batch that each rank computes."""
 
     def train(self, batches: Sequence[Any]) -> list[Any]:
         """Take a step for each batch; return the mean losses before these, scalars that a GPU may still compute."""
@@ -51,12 +51,12 @@ class Trainer(Protocol):
 
 @dataclass
 class Run:
-    """What a run showed.
+    """Results of a run.
 
     Attributes
     ----------
     title : str
-        What to call it.
+        Label in tables and pictures.
     n_ranks : int
         Processes that computed.
     losses : list of float
@@ -93,9 +93,9 @@ def fit(trainer: Trainer, options: argparse.Namespace, title: str, start: float)
     Parameters
     ----------
     trainer : Trainer
-        What to train.
+        The network to train.
     options : Namespace
-        The command line's: `epochs`, `steps`, `at_once`, `seed` and `quiet`.
+        Parsed command line; uses `epochs`, `steps`, `at_once`, `seed` and `quiet`.
     title : str
         What to call the run.
     start : float
@@ -109,7 +109,7 @@ def fit(trainer: Trainer, options: argparse.Namespace, title: str, start: float)
     rng = np.random.default_rng(options.seed)
     run = Run(title, trainer.n_ranks, images=[0] * trainer.n_ranks)
     compiled: set[Any] = set()
-    # What the library says of what takes long stands on lines of its own, above the bar.
+    # Messages of the library are printed above the progress bar.
     log = logging.getLogger("synkhronos")
     with logging_redirect_tqdm([log]), tqdm(desc=title, unit="step", disable=options.quiet) as bar:
         for epoch in range(options.epochs):

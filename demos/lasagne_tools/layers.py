@@ -1,12 +1,4 @@
-"""Layers that Lasagne 0.1 does not have, or not in this way.
-
-`ConvLayer`
-    A convolution that pads by itself, and may have groups.
-`MeanLayer`
-    The mean of each channel.
-`UpscaleLayer`
-    Larger images.
-"""
+"""Layers that Lasagne 0.1 lacks, or implements with more memory traffic."""
 
 from __future__ import annotations
 
@@ -18,18 +10,18 @@ __all__ = ["ConvLayer", "MeanLayer", "UpscaleLayer"]
 
 
 class ConvLayer(lasagne.layers.Conv2DLayer):
-    """A convolution that pads by itself: Lasagne 0.1 copies its input into a larger array of zeros for that.
+    """Convolution with padding and groups; Lasagne 0.1 pads by copying the input into a larger array.
 
     Parameters
     ----------
     *args, **kwargs
         As for Lasagne's.
     groups : int
-        Each of so many parts of the filters sees its own part of the channels alone.
+        Number of groups of channels; each group of filters reads one of them.
     """
 
-    # Lasagne's own rectifier has a gradient that needs its input; Theano's, on PyTensor, is content with its output,
-    # which the next layer keeps anyway.
+    # The gradient of Lasagne's rectifier needs its input; that of T.nnet.relu on PyTensor needs only its output, which
+    # the next layer keeps anyway.
     def __init__(self, *args: Any, groups: int = 1, nonlinearity: Any = T.nnet.relu, **kwargs: Any) -> None:
         self.groups = groups
         super().__init__(*args, nonlinearity=nonlinearity, **kwargs)
@@ -56,7 +48,7 @@ class ConvLayer(lasagne.layers.Conv2DLayer):
 
 
 class MeanLayer(lasagne.layers.GlobalPoolLayer):
-    """The mean of each channel: Lasagne 0.1 reshapes its input for that, which XLA can't where lengths are symbols."""
+    """Mean of each channel; Lasagne 0.1 reshapes its input, which XLA cannot do for symbolic lengths."""
 
     def get_output_for(self, input: Any, **kwargs: Any) -> Any:
         """Take the mean over height and width."""
@@ -64,7 +56,7 @@ class MeanLayer(lasagne.layers.GlobalPoolLayer):
 
 
 class UpscaleLayer(lasagne.layers.Layer):
-    """Images of so many times the height and width: each pixel becomes a square."""
+    """Upsample images by an integer factor, by repeating each pixel."""
 
     def __init__(self, incoming: Any, factor: int, **kwargs: Any) -> None:
         super().__init__(incoming, **kwargs)

@@ -1,11 +1,7 @@
-"""Theano and Lasagne 0.1, ready for each other.
+"""Imports of Theano and Lasagne 0.1, in the order that works.
 
-`theano`, `T`
-    Theano and its ``tensor``.  Where Theano is not installed, `synkhronos.compat` serves PyTensor under its name.
-`lasagne`
-    Lasagne 0.1, which was written for older versions of Theano; `synkhronos.compat` gives it what it misses.
-`title`
-    Names and versions, for the first line that a script prints.
+`synkhronos.compat` comes first: it provides names that Lasagne 0.1 needs, and PyTensor as ``theano`` where Theano is
+not installed.
 """
 
 from __future__ import annotations
@@ -21,12 +17,12 @@ import theano.tensor as T
 
 __all__ = ["T", "lasagne", "theano", "title"]
 
-# What GPUs are fast at.
+# GPUs are fast in float32 only.
 theano.config.floatX = "float32"
 
 
 def title() -> str:
     """Return the names and versions of the graph library and of Lasagne."""
     library = "Theano" if synkhronos.compat.chosen == "theano" else "PyTensor"
-    # What stands under Theano's name may give Theano's version, for programs that ask for it.
+    # theano.__version__ may be Theano's version even if PyTensor is used.
     return f"{library} {version(library)}, Lasagne {version('Lasagne')}"

@@ -1,10 +1,4 @@
-"""What a run showed: a table, a file.
-
-`conclude`
-    Prints the table, and writes the file if there is to be one.
-`run_serial`
-    Trains in one process, by another script, and returns what that showed.
-"""
+"""Results of a run, as a table and a JSON file, and the serial run to compare with."""
 
 from __future__ import annotations
 
@@ -22,19 +16,19 @@ __all__ = ["conclude", "run_serial"]
 
 
 def run_serial(script: Path) -> Run:
-    """Train in one process with the arguments that this script was given.
+    """Run the serial script with this script's arguments, and return its results.
 
-    In a process of its own: it has the device, its memory and all cores to itself, as it would have without the ranks.
+    It runs in another process before the ranks are forked, so that it has the device and all cores for itself.
 
     Parameters
     ----------
     script : Path
-        The script that does so.
+        The serial script.
 
     Returns
     -------
     Run
-        What it showed.
+        Its results.
     """
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory, "run.json")
@@ -49,11 +43,11 @@ def conclude(run: Run, options: argparse.Namespace, serial: Run | None = None) -
     Parameters
     ----------
     run : Run
-        What was trained.
+        The data-parallel run.
     options : Namespace
-        The command line's: `result`.
+        Parsed command line; uses `result`.
     serial : Run, optional
-        The same in one process, to compare with.
+        The run in one process.
     """
     print(table(run, serial))
     if options.result:
@@ -61,19 +55,19 @@ def conclude(run: Run, options: argparse.Namespace, serial: Run | None = None) -
 
 
 def table(run: Run, serial: Run | None = None) -> str:
-    """Return a line for the run, for each of its ranks, and for the one process beside it.
+    """Return a table with the run, each of its ranks, and the serial run.
 
     Parameters
     ----------
     run : Run
-        What was trained.
+        The data-parallel run.
     serial : Run, optional
-        The same in one process; the speed-up is in relation to it.
+        The run in one process, the reference of the speed-up.
 
     Returns
     -------
     str
-        The table and two remarks.
+        The table and two notes.
     """
     part = "test" if run.test else "validation"
     lines = ["", f"{'':<14} {'seconds':>8} {'images':>10} {'images/s':>10} {'speed-up':>9} {f'{part} error':>17}"]
@@ -87,9 +81,9 @@ def table(run: Run, serial: Run | None = None) -> str:
         if each.n_ranks > 1:
             for rank, count in enumerate(each.images):
                 lines.append(f"{f'  rank {rank}':<14} {'':8} {count:10,} {each.speed(count):10,.1f}")
-    lines += ["", "Seconds are those of the training steps but the first of each kind, without validation."]
+    lines += ["", "Seconds are those of training steps, without compilation, first steps and validation."]
     lines += [
-        f"Not counted for {each.title}: {each.setup_seconds:.1f} s to start, to build and compile, and for first steps."
+        f"Not counted for {each.title}: {each.setup_seconds:.1f} s to start, build, compile, and for first steps."
         for each in ([run, serial] if serial else [run])
     ]
     return "\n".join(lines)

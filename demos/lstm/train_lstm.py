@@ -1,13 +1,14 @@
-"""Train an LSTM to tell the mood of texts, under elastic averaging: each rank at its own pace.
+"""Train an LSTM for sentiment classification under elastic averaging (EASGD), asynchronously.
 
-The network of Theano's tutorial, and of Platoon's example: word vectors, an LSTM layer, the mean over time, logistic
-regression.  The texts are made up: words of two moods, and many of none, of which a text has a few more of one mood.
-``--data FILE`` takes an .npz file with ``x``, word numbers of shape (texts, words), and ``y``, 0 or 1.
+The network is that of Theano's tutorial and of Platoon's example: word vectors, an LSTM layer, the mean over time,
+logistic regression.  The texts are synthetic: most words are neutral, and the others belong to the text's class with
+probability 0.7.  ``--data FILE`` reads an .npz file with ``x``, word indexes of shape (texts, words), and ``y``, 0 or
+1.
 
-It trains without ranks, and then on 1, 2, ... of them, for as many epochs each, and prints the times of all epochs but
-the first, beside those that Platoon has published for its own example on 1 to 4 GPUs.  Processor time is the ranks'
-mean: where there are fewer cores than ranks, or others use them, seconds say little.  In JAX mode it has in it what is
-compiled in these epochs for other numbers of rows, so train for many.
+The script trains without ranks, then on each number of ranks in ``--ranks``, and prints the time of all epochs except
+the first, with the speed-up that Platoon published for its example on 1 to 4 GPUs.  Processor time is the mean over
+ranks; use it if there are fewer cores than ranks, or other load.  In JAX mode it includes compilation for new batch
+lengths, so train for many epochs.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from synkhronos.extensions.train import make_train_function_serial
 from synkhronos.extensions.updates import adam
 from synkhronos.training import make_trainer
 
-# What PyTensor and JAX say of JAX mode where nothing is wrong: an assertion is left out, float64 becomes float32.
+# Harmless warnings of JAX mode: an assertion is skipped, float64 becomes float32.
 warnings.filterwarnings("ignore", "Skipping Assert|Explicitly requested dtype")
 
-#: Seconds on one GPU without Platoon (870), over those with it on 1 to 4.
+#: Platoon's published speed-up on 1 to 4 GPUs, relative to one GPU without Platoon (870 seconds).
 PLATOON = {"none": "1.00", "1": "0.95", "2": "1.82", "3": "2.65", "4": "3.42"}
 
 
 class Texts(NamedTuple):
-    """Texts of equal length, and their moods.
+    """Texts of equal length, and their classes.
 
     Attributes
     ----------
@@ -58,18 +59,18 @@ class Texts(NamedTuple):
     y: np.ndarray
 
 
-def made_up(count: int, length: int, vocabulary: int) -> Texts:
-    """Return texts in which a word in six has a mood, mostly the text's."""
+def make_texts(count: int, length: int, vocabulary: int) -> Texts:
+    """Return synthetic texts; every sixth word on average belongs to a class, mostly the text's."""
     rng = np.random.default_rng(0)
     y = rng.integers(2, size=count).astype("int32")
     x = rng.integers(200, vocabulary, size=(count, length))
-    has_mood = rng.random((count, length)) < 1 / 6
-    mood = np.where(rng.random((count, length)) < 0.7, y[:, None], 1 - y[:, None])
-    x = np.where(has_mood, mood * 100 + rng.integers(100, size=(count, length)), x)
+    has_class = rng.random((count, length)) < 1 / 6
+    word_class = np.where(rng.random((count, length)) < 0.7, y[:, None], 1 - y[:, None])
+    x = np.where(has_class, word_class * 100 + rng.integers(100, size=(count, length)), x)
     return Texts(x.astype("int32"), y)
 
 
-def network(vocabulary: int, size: int, length: int) -> tuple[Any, Any, Any, Any, list[Any]]:
+def build_network(vocabulary: int, size: int, length: int) -> tuple[Any, Any, Any, Any, list[Any]]:
     """Return x, y, loss, error and parameters."""
     rng = np.random.default_rng(1)
 
@@ -78,13 +79,13 @@ def network(vocabulary: int, size: int, length: int) -> tuple[Any, Any, Any, Any
 
     words = library.shared((0.1 * rng.standard_normal((vocabulary, size))).astype("float32"), "words")
     w_in, w_back = weights("w_in", size, 4 * size), weights("w_back", size, 4 * size)
-    # The gate that forgets is open at first.
+    # The forget gate is initially open.
     b = library.shared(np.repeat(np.array([0, 1, 0, 0], "float32"), size), "b")
     w_out, b_out = weights("w_out", size), library.shared(np.zeros(1, "float32"), "b_out")
 
     x, y = T.imatrix("x"), T.ivector("y")
     driven = T.dot(words[x.T.flatten()], w_in).reshape((length, x.shape[0], 4 * size)) + b
-    # Step by step, not by `scan`: Theano's can't be compiled for Python 3.11, and PyTensor's takes minutes.
+    # Unrolled, without `scan`: Theano's scan does not compile on Python 3.11, PyTensor's takes minutes.
     h = c = T.zeros_like(driven[0, :, :size])
     total = 0
     for t in range(length):
@@ -101,14 +102,14 @@ def network(vocabulary: int, size: int, length: int) -> tuple[Any, Any, Any, Any
 
 
 class Times(NamedTuple):
-    """What the epochs but the first took, and what came out.
+    """Time of all epochs except the first, and final results.
 
     Attributes
     ----------
     seconds, processor_seconds : float
-        The latter is the ranks' mean.
+        Wall time, and processor time (mean over ranks).
     loss, error : float
-        The last epoch's, and validation's.
+        Training loss of the last epoch, and validation error after it.
     """
 
     seconds: float
@@ -117,8 +118,8 @@ class Times(NamedTuple):
     error: float
 
 
-def halves(texts: Texts) -> tuple[Texts, Texts]:
-    """Return what to learn from, and a tenth to validate."""
+def split(texts: Texts) -> tuple[Texts, Texts]:
+    """Return training and validation texts, nine tenths and one tenth."""
     held = max(1, len(texts.x) // 10)
     return Texts(texts.x[held:], texts.y[held:]), Texts(texts.x[:held], texts.y[:held])
 
@@ -126,15 +127,15 @@ def halves(texts: Texts) -> tuple[Texts, Texts]:
 def train(n: int, texts: Texts, options: argparse.Namespace) -> Times:
     """Train on n ranks."""
     synk.fork(n, use_gpu=options.gpu)
-    x, y, loss, error, params = network(int(texts.x.max()) + 1, options.size, texts.x.shape[1])
+    x, y, loss, error, params = build_network(int(texts.x.max()) + 1, options.size, texts.x.shape[1])
     rule = rules.EASGD(alpha=options.alpha, beta=options.beta, period=options.period)
     trainer = make_trainer(loss, params, x, y, adam, rule, options.rate, validate={"error": error})
-    learn, valid = halves(texts)
+    learn, valid = split(texts)
     seconds, seen = 0.0, 0
     for report in trainer.epochs(*learn, batch_size=options.batch_size, epochs=options.epochs, valid=valid):
-        if report.epoch == 1:  # in which functions were compiled
+        if report.epoch == 1:  # includes compilation
             used = synk.run(processor_seconds)
-        else:  # without what was compiled for other numbers of rows
+        else:  # without compilation for new batch lengths
             seconds += (report.seen - seen) / report.rows_per_second
         seen = report.seen
         print(f"{n} {'rank' if n == 1 else 'ranks'}, {report}", flush=True)
@@ -144,12 +145,12 @@ def train(n: int, texts: Texts, options: argparse.Namespace) -> Times:
 
 
 def train_without(texts: Texts, options: argparse.Namespace) -> Times:
-    """Train in this process: the same steps, and no rule."""
-    synk.fork(1, use_gpu=options.gpu)  # which has the GPU, and as many threads for a BLAS as a rank
-    x, y, loss, error, params = network(int(texts.x.max()) + 1, options.size, texts.x.shape[1])
+    """Train in this process: the same steps without an exchange rule."""
+    synk.fork(1, use_gpu=options.gpu)  # selects the GPU, and sets the number of BLAS threads of a rank
+    x, y, loss, error, params = build_network(int(texts.x.max()) + 1, options.size, texts.x.shape[1])
     step = make_train_function_serial(loss, params, x, y, adam, learning_rate=options.rate)
     wrong = library.function([x, y], error)
-    learn, valid = halves(texts)
+    learn, valid = split(texts)
     rng = np.random.default_rng(0)
     for epoch in range(options.epochs):
         if epoch == 1:
@@ -171,20 +172,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[1, 2], metavar="N", help="numbers of ranks (default: 1 2)")
-    add("--gpu", action="store_true", default=None, help="fail where there are no GPUs")
-    add("--cpu", action="store_false", dest="gpu", help="keep off GPUs")
-    add("--data", metavar="FILE", help="an .npz file with x and y (default: made-up texts)")
-    add("--texts", type=int, default=4000, metavar="N", help="made-up texts (default: %(default)s)")
-    add("--length", type=int, default=20, metavar="N", help="words of each (default: %(default)s)")
-    add("--size", type=int, default=64, metavar="N", help="of word vectors and of the layer (default: %(default)s)")
+    add("--gpu", action="store_true", default=None, help="use GPUs; fail if there are none")
+    add("--cpu", action="store_false", dest="gpu", help="use CPU cores")
+    add("--data", metavar="FILE", help="an .npz file with x and y (default: synthetic texts)")
+    add("--texts", type=int, default=4000, metavar="N", help="number of synthetic texts (default: %(default)s)")
+    add("--length", type=int, default=20, metavar="N", help="words per text (default: %(default)s)")
+    add(
+        "--size",
+        type=int,
+        default=64,
+        metavar="N",
+        help="size of word vectors and of the LSTM layer (default: %(default)s)",
+    )
     add("--epochs", type=int, default=4, help="2 or more (default: %(default)s)")
-    add("--batch-size", type=int, default=16, metavar="N", help="a rank's texts in a step (default: %(default)s)")
+    add("--batch-size", type=int, default=16, metavar="N", help="texts of one rank in a step (default: %(default)s)")
     add("--rate", type=float, default=0.002, help="learning rate (default: %(default)s)")
     add("--period", type=int, default=10, help="steps between exchanges (default: %(default)s)")
-    add("--beta", type=float, default=0.9, help="of EASGD (default: %(default)s)")
-    add("--alpha", type=float, help="of EASGD, in the place of beta / ranks; Platoon's is 0.5")
+    add("--beta", type=float, default=0.9, help="beta of EASGD (default: %(default)s)")
+    add("--alpha", type=float, help="alpha of EASGD (default: beta / ranks; Platoon uses 0.5)")
     modes = {"pytensor": "JAX", "theano": "FAST_RUN"}
-    add("--mode", default=modes[library.__name__], help="of functions on the CPU (default: %(default)s)")
+    add(
+        "--mode",
+        default=modes[library.__name__],
+        help="compilation mode of functions on the CPU (default: %(default)s)",
+    )
     options = parser.parse_args()
     if options.epochs < 2:
         parser.error("argument --epochs: 2 or more are needed, as the first, which compiles, is not counted")
@@ -195,7 +206,7 @@ def main() -> None:
         with np.load(options.data) as file:
             texts = Texts(file["x"].astype("int32"), file["y"].astype("int32"))
     else:
-        texts = made_up(options.texts, options.length, 2000)
+        texts = make_texts(options.texts, options.length, 2000)
     began = time.perf_counter()
     found = {"none": train_without(texts, options), **{f"{n}": train(n, texts, options) for n in options.ranks}}
     plain = found["none"]

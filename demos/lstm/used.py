@@ -1,4 +1,4 @@
-"""What a rank has used: in a module of its own, since ranks that are started beside JAX have no script."""
+"""Processor time of a rank; in a module, because ranks may not import the script that started them."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from typing import Any
 
 
 def processor_seconds(worker: Any) -> float:
-    """Return this rank's processor time so far, of all its threads."""
+    """Return the processor seconds of all threads of this rank so far."""
     return time.process_time()

@@ -1,14 +1,13 @@
 """Train a network on MNIST on all cores, then in one process, and compare.
 
-The network is plain PyTensor or Theano code (class `MLP`). Synkhronos enters in `train_on_all_ranks`: four
-calls make the same network train data-parallel. `train_in_one_process` is the serial program beside it. Both
-start from the same weights and see the same batches. Dropout masks differ between ranks, so the two curves
-are alike but not the same; with ``--dropout 0`` they lie on one another.
+The network is plain PyTensor or Theano code (class `MLP`). `train_on_all_ranks` trains it data-parallel with four
+calls of Synkhronos; `train_in_one_process` is the serial program. Both start from the same weights and use the
+same batches. Dropout masks differ between ranks, so that the curves are similar; with ``--dropout 0`` they agree.
 
 Run it with ``python3 run.py mnist``; ``python3 run.py mnist --help`` lists the options.
 
-Only the training steps are timed. Each run's first step, in which the graph library compiles, is not counted,
-nor is the validation; what was left out is printed.
+Only training steps are timed, without the first step, which compiles, and without validation. The excluded time is
+printed.
 """
 
 import argparse
@@ -71,7 +70,7 @@ class MLP:
     dropout : float
         The share of hidden units that a training step leaves out, from 0 up to 1.
     seed : int
-        Of the initial weights and the dropout masks.
+        Seed of the initial weights and the dropout masks.
 
     Attributes
     ----------
@@ -84,7 +83,7 @@ class MLP:
     error : scalar tensor variable
         The share of images whose most probable digit is not the label, without dropout.
     generators : list of pairs
-        The random generators that `loss` draws from, and what a step leaves of them.
+        The random generators of `loss`, and their new states after a step.
     """
 
     def __init__(self, sizes: list[int], dropout: float, seed: int) -> None:
@@ -130,16 +129,16 @@ def uniform(shape: Any, seed: int) -> tuple[Any, list[tuple[Any, Any]]]:
     Parameters
     ----------
     shape : tensor variable
-        How many.
+        Shape of the result.
     seed : int
-        Of the generator.
+        Seed of the generator.
 
     Returns
     -------
     numbers : tensor variable
         float32.
     updates : list of pairs
-        The generator, and what the function has to leave of it for its next call; Theano sees to that by itself.
+        The generator and its new state, to be used as an update; empty with Theano, which updates its own.
     """
     if graph_library.__name__ == "theano":
         return MRG_RandomStreams(seed).uniform(size=shape, dtype="float32"), []
@@ -150,12 +149,12 @@ def uniform(shape: Any, seed: int) -> tuple[Any, list[tuple[Any, Any]]]:
 
 @dataclass
 class Run:
-    """What one training run showed.
+    """Results of one training run.
 
     Attributes
     ----------
     title : str
-        What to call it.
+        Label in tables and pictures.
     n_ranks : int
         Processes.
     losses : list of float
@@ -198,7 +197,7 @@ def train_on_all_ranks(digits: mnist.Digits, options: argparse.Namespace) -> Run
     digits : Digits
         The data.
     options : Namespace
-        The command line's.
+        Parsed command line.
 
     Returns
     -------
@@ -217,7 +216,7 @@ def train_on_all_ranks(digits: mnist.Digits, options: argparse.Namespace) -> Run
         extra_updates=model.generators,
         learning_rate=options.learning_rate,
     )
-    # "mean" weighs each rank and slice by its rows: exact for any number of images.
+    # "mean" weights each rank and slice by its rows: exact for any number of images.
     error = synk.function([model.x, model.y], (model.error, "mean"))
     synk.distribute()
     parts = [(synk.data(part.images, model.x), synk.data(part.labels, model.y)) for part in digits]
@@ -239,7 +238,7 @@ def train_in_one_process(digits: mnist.Digits, options: argparse.Namespace) -> R
     digits : Digits
         The data.
     options : Namespace
-        The command line's.
+        Parsed command line.
 
     Returns
     -------
@@ -247,7 +246,7 @@ def train_in_one_process(digits: mnist.Digits, options: argparse.Namespace) -> R
         Curves, times and accuracy.
     """
     start = perf_counter()
-    # The fair opponent: linear algebra on all cores, as in any program that does not use Synkhronos.
+    # For a fair comparison, BLAS uses all cores, as in a program without Synkhronos.
     with threadpool_limits(len(os.sched_getaffinity(0))):
         model = MLP(options.sizes, options.dropout, options.seed)
         train = make_train_function_serial(
@@ -278,7 +277,7 @@ def fit(
     Parameters
     ----------
     run : Run
-        Where to put the results.
+        Receives the results.
     start : float
         When the run began, by `perf_counter`.
     train : callable
@@ -288,14 +287,14 @@ def fit(
     parts : sequence of three tuples
         Images and labels to train, to validate and to test, in the form that `train` and `evaluate` take.
     options : Namespace
-        The command line's.
+        Parsed command line.
     """
     rng = np.random.default_rng(options.seed)
     train_part, valid_part, test_part = parts
     n_train = len(train_part[1])
     n_batches = -(-n_train // options.batch_size)
     bar = tqdm(total=options.epochs * n_batches, desc=f"{run.title}, compiling", unit="batch")
-    # What the library says of what takes long stands on lines of its own, above the bar.
+    # Messages of the library are printed above the progress bar.
     with logging_redirect_tqdm([logging.getLogger("synkhronos")]), bar:
         run.errors.append(evaluate(*valid_part))
         for _ in range(options.epochs):
@@ -317,7 +316,7 @@ def fit(
             run.errors.append(evaluate(*valid_part))
             bar.set_postfix(loss=f"{run.losses[-1]:.4f}", validation_error=f"{run.errors[-1]:.2%}")
     run.test_accuracy = 1 - evaluate(*test_part)
-    # Now, since the compiled functions may have loaded one more BLAS library.
+    # At the end, since compiled functions may load another BLAS library.
     run.blas_threads = blas_threads()
 
 
@@ -338,7 +337,7 @@ def print_table(runs: list[Run]) -> None:
     Parameters
     ----------
     runs : list of Run
-        The speed-up is in relation to the last one.
+        Speed-up is relative to the last run.
     """
     print("\n             ranks  BLAS threads  seconds  images/s  speed-up  test accuracy")
     print("                      in a rank")
@@ -348,7 +347,7 @@ def print_table(runs: list[Run]) -> None:
             f"{run.title:<12} {run.n_ranks:5d}  {run.blas_threads:12d}  {run.seconds:7.2f}"
             f"  {run.images_per_second:8,.0f}  {speed_up:8.2f}  {run.test_accuracy:13.1%}"
         )
-    print("\nSeconds are those of the training steps, without each run's first step and without validation.")
+    print("\nSeconds are those of training steps, without the first step and validation.")
     for run in runs:
         print(f"Not counted for {run.title}: {run.setup_seconds:.1f} s to start, build and compile.")
 
@@ -359,7 +358,7 @@ def save_plot(runs: list[Run], path: Path) -> None:
     Parameters
     ----------
     runs : list of Run
-        What to draw.
+        The runs.
     path : Path
         The picture's file, whose suffix chooses the format.
     """
@@ -395,7 +394,7 @@ def load_digits(options: argparse.Namespace) -> mnist.Digits:
     Parameters
     ----------
     options : Namespace
-        The command line's.
+        Parsed command line.
 
     Returns
     -------

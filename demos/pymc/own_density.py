@@ -1,7 +1,7 @@
-"""Growth curves by an equation of one's own, with data that change: a density that costs much for each row.
+"""Growth curves with a differential equation: an expensive density per row, and data that change.
 
-Each row is a culture that is weighed once.  Its size by then follows from a differential equation, solved by steps of
-the midpoint method.  The data are in ``pm.Data``: when new cultures come in, they take the old ones' place.
+Each row is a culture that is weighed once.  Its expected size is the solution of a differential equation by the
+midpoint method.  The data are in ``pm.Data``, and are replaced by new data for a second fit.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from synkhronos.extensions.pymc import data_parallel
 STEPS = 4
 
 
-def grown(size: pt.TensorVariable, hours: pt.TensorVariable, rate: pt.TensorVariable) -> pt.TensorVariable:
-    """Return sizes after some hours: the solution of ``size' = rate * size * (1 - size)``."""
+def grow(size: pt.TensorVariable, hours: pt.TensorVariable, rate: pt.TensorVariable) -> pt.TensorVariable:
+    """Return the sizes after some hours: the solution of ``size' = rate * size * (1 - size)``."""
     step = hours / STEPS
     for _ in range(STEPS):
         halfway = size + step / 2 * rate * size * (1 - size)
@@ -27,8 +27,8 @@ def grown(size: pt.TensorVariable, hours: pt.TensorVariable, rate: pt.TensorVari
     return size
 
 
-def weighed(rows: int, rate: float) -> dict[str, np.ndarray]:
-    """Return made-up cultures: sizes at first, hours, and sizes by then."""
+def simulate(rows: int, rate: float) -> dict[str, np.ndarray]:
+    """Return synthetic cultures: initial sizes, hours, and final sizes."""
     rng = np.random.default_rng(rows)
     first, hours = rng.uniform(0.05, 0.3, rows), rng.uniform(1, 3, rows)
     true = 1 / (1 + (1 / first - 1) * np.exp(-rate * hours))
@@ -36,12 +36,12 @@ def weighed(rows: int, rate: float) -> dict[str, np.ndarray]:
 
 
 def build(data: dict[str, np.ndarray]) -> pm.Model:
-    """Return the model: plain PyMC."""
+    """Return the model, written in plain PyMC."""
     with pm.Model() as model:
         first, hours, last = (pm.Data(name, values) for name, values in data.items())
         rate = pm.LogNormal("rate", 0, 1)
         noise = pm.HalfNormal("noise", 1)
-        pm.StudentT("weight", nu=5, mu=grown(first, hours, rate), sigma=noise, observed=last)
+        pm.StudentT("weight", nu=5, mu=grow(first, hours, rate), sigma=noise, observed=last)
     return model
 
 
@@ -53,13 +53,13 @@ def main() -> None:
     options = parser.parse_args()
 
     n = synk.fork(options.ranks, use_gpu=False)
-    parallel = data_parallel(build(weighed(options.rows, rate=0.9)))
+    parallel = data_parallel(build(simulate(options.rows, rate=0.9)))
     for rate, rows in ((0.9, options.rows), (0.6, options.rows // 2)):
         with parallel:
-            pm.set_data(weighed(rows, rate))  # the ranks get the new rows with the next evaluation
+            pm.set_data(simulate(rows, rate))  # sent to the ranks at the next evaluation
             found = float(pm.find_MAP(progressbar=False)["rate"])
-        print(f"{n} ranks, {rows} cultures: the rate is {found:.3f}, and was {rate}")
-        assert abs(found - rate) < 0.02 + 2 / np.sqrt(rows)  # the method's own error, and the data's
+        print(f"{n} ranks, {rows} cultures: estimated rate {found:.3f}, true rate {rate}")
+        assert abs(found - rate) < 0.02 + 2 / np.sqrt(rows)  # errors of the midpoint method and of the sample
     synk.close()
 
 

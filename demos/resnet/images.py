@@ -1,13 +1,6 @@
-"""Images to train on: made up, or from a folder.
+"""Images to train on: synthetic, or from a folder.
 
-`Part`
-    Images and their labels.
-`load`
-    What the command line asks for, to train and to validate.
-`read_folder`, `make_up`
-    The two kinds.
-
-Pixels are bytes. They go straight into what `allocate` returns, which may be shared memory: there is no second copy.
+Pixels are bytes, written directly into the array that `allocate` returns, which may be shared memory.
 """
 
 from __future__ import annotations
@@ -22,10 +15,10 @@ import numpy as np
 
 __all__ = ["Part", "load", "make_up", "read_folder"]
 
-# Made-up images are noise over coarse pictures of so many by so many colours, one for each class.
+# Synthetic images are noise over one coarse picture per class, of COARSE x COARSE colours.
 COARSE = 4
 
-#: What returns an array of bytes, given its shape: NumPy's, or a Data object.
+#: Allocator of a byte array (NumPy array or Data object) of a given shape.
 Allocate = Callable[[tuple[int, ...]], Any]
 
 
@@ -50,7 +43,7 @@ def load(options: argparse.Namespace, allocate: Allocate) -> tuple[list[Part], i
     Parameters
     ----------
     options : Namespace
-        The command line's: `data`, `images`, `classes`, `size`, `validation` and `seed`.
+        Parsed command line; uses `data`, `images`, `classes`, `size`, `validation` and `seed`.
     allocate : callable
         Returns an array of bytes, given its shape.
 
@@ -59,7 +52,7 @@ def load(options: argparse.Namespace, allocate: Allocate) -> tuple[list[Part], i
     parts : list of two Part
         To train and to validate.
     n_classes : int
-        How many classes there are.
+        Number of classes.
     """
     if options.data:
         try:
@@ -76,9 +69,9 @@ def make_up(counts: Sequence[int], n_classes: int, size: int, seed: int, allocat
     Parameters
     ----------
     counts : sequence of int
-        How many images each part has.
+        Number of images of each part.
     n_classes, size, seed : int
-        How many classes there are, height and width of an image, and where to begin.
+        Number of classes, height and width of an image, and seed.
     allocate : callable
         Returns an array of bytes, given its shape.
 
@@ -107,9 +100,9 @@ def read_folder(folder: Path, size: int, validation: float, seed: int, allocate:
     Parameters
     ----------
     folder : Path
-        Has a subfolder for each class, with image files in it, of any size and any kind that Pillow reads.
+        Has one subfolder of image files for each class, of any size and format that Pillow reads.
     size : int
-        To what height and width to scale them; what is too wide or too high is cropped on both sides.
+        Height and width; images are scaled, and cropped on both sides.
     validation : float
         The share of the images that is kept for validation.
     seed : int
@@ -122,7 +115,7 @@ def read_folder(folder: Path, size: int, validation: float, seed: int, allocate:
     parts : list of two Part
         To train and to validate.
     n_classes : int
-        How many classes there are.  They are numbered in the alphabetical order of the subfolders.
+        Number of classes, in the alphabetical order of the subfolders.
 
     Raises
     ------
@@ -150,7 +143,7 @@ def read_folder(folder: Path, size: int, validation: float, seed: int, allocate:
 
 def _read(path: Path, size: int) -> np.ndarray:
     """Return an image's bytes, colours first."""
-    from PIL import Image, ImageOps  # made-up images do without Pillow
+    from PIL import Image, ImageOps  # not needed for synthetic images
 
     with Image.open(path) as image:
         return np.asarray(ImageOps.fit(image.convert("RGB"), (size, size))).transpose(2, 0, 1)

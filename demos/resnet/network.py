@@ -1,15 +1,4 @@
-"""A residual network of bottleneck blocks (He et al., 2015), from Lasagne's layers.
-
-`BLOCKS`
-    The blocks of each stage, by the depth that the network is called after.
-`build`
-    Makes a network: ResNet-50, or a smaller or larger one.
-`Network`
-    What was made.
-`residual_layers`
-    Its layers alone.
-`training_loss`
-    The loss of some rows, and what becomes of the running averages.
+"""A residual network of bottleneck blocks (He et al., 2015), made of Lasagne's layers.
 
 References
 ----------
@@ -32,21 +21,21 @@ from lasagne_tools.library import T, lasagne, theano
 __all__ = ["BLOCKS", "Network", "build", "residual_layers", "training_loss"]
 
 BLOCKS = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-# A block's output has so many times the channels of the convolutions inside it.
+# Ratio of a block's output channels to the channels of its inner convolutions.
 EXPANSION = 4
-# About the mean and the spread of pixels, 0 to 255: the network gets numbers around 0.
+# Approximate mean and standard deviation of pixels, to standardise the network's input.
 PIXEL_MEAN, PIXEL_SPREAD = 127.5, 64.0
 # Enough for Theano and 152 layers.
 RECURSION_LIMIT = 50_000
 
 _layers = lasagne.layers
-# Lasagne's own rectifier has a gradient that needs its input; Theano's, on PyTensor, is content with its output, which
-# the next layer keeps anyway.
+# The gradient of Lasagne's rectifier needs its input; that of T.nnet.relu on PyTensor needs only its output, which the
+# next layer keeps anyway.
 _rectify = T.nnet.relu
 
 
 class Network(NamedTuple):
-    """A network and what is computed with it.
+    """A network with its expressions and parameters.
 
     Attributes
     ----------
@@ -55,7 +44,7 @@ class Network(NamedTuple):
     x, y : tensor variables
         Images, uint8 of shape (n, 3, size, size), and labels, shape (n,).
     params : list of shared variables
-        What is trained.
+        Trainable parameters.
     averages : list of shared variables
         The running averages of the batch normalisation layers.
     loss : scalar variable
@@ -93,7 +82,7 @@ def build(
     n_classes : int
         How many classes there are.
     weight_decay : float
-        What the sum of the squared weights counts in the loss.
+        Factor of the sum of squared weights in the loss.
     seed : int
         Of the initial weights.
 
@@ -106,7 +95,7 @@ def build(
     sys.setrecursionlimit(max(sys.getrecursionlimit(), RECURSION_LIMIT))
     lasagne.random.set_rng(np.random.RandomState(seed))
     x, y = T.tensor4("images", dtype="uint8"), T.ivector("labels")
-    output = residual_layers(_layers.InputLayer((None, 3, size, size), _scaled(x)), blocks, width, n_classes)
+    output = residual_layers(_layers.InputLayer((None, 3, size, size), _standardise(x)), blocks, width, n_classes)
     loss, average_updates = training_loss(output, x, y)
     penalty = lasagne.regularization.regularize_network_params(output, lasagne.regularization.l2)
     tested = _layers.get_output(output, deterministic=True)
@@ -152,12 +141,12 @@ def training_loss(output: Any, x: Any, y: Any) -> tuple[Any, OrderedDict[Any, An
         The running averages' new values.
     """
     average_updates: OrderedDict[Any, Any] = OrderedDict()
-    probabilities = _layers.get_output(output, _scaled(x), average_updates=average_updates)
+    probabilities = _layers.get_output(output, _standardise(x), average_updates=average_updates)
     return lasagne.objectives.categorical_crossentropy(probabilities, y).mean(), average_updates
 
 
-def _scaled(pixels: Any) -> Any:
-    """Return numbers around 0. Pixels travel as bytes, a fourth of what they take as numbers."""
+def _standardise(pixels: Any) -> Any:
+    """Standardise pixels on the device; bytes take a quarter of the bandwidth of floats."""
     return (T.cast(pixels, theano.config.floatX) - PIXEL_MEAN) / PIXEL_SPREAD
 
 
@@ -176,7 +165,7 @@ def _normalised_conv(layer: Any, n_filters: int, filter_size: int, stride: int =
 
 
 def _bottleneck(layer: Any, width: int, stride: int) -> Any:
-    """Three convolutions, added to what came in.
+    """Return a bottleneck block: three convolutions with a shortcut.
 
     The second has the stride, as in PyTorch's networks; in the paper the first has.
     """
@@ -184,6 +173,6 @@ def _bottleneck(layer: Any, width: int, stride: int) -> Any:
     inner = _normalised_conv(inner, width, 3, stride, nonlinearity=_rectify)
     inner = _normalised_conv(inner, EXPANSION * width, 1)
     if stride != 1 or layer.output_shape[1] != EXPANSION * width:
-        # What came in has another shape; a projection gives it the right one.
+        # A projection to the shape of the inner output.
         layer = _normalised_conv(layer, EXPANSION * width, 1, stride)
     return _layers.ElemwiseMergeLayer([inner, layer], merge_function=lambda a, b: _rectify(a + b))

@@ -1,12 +1,4 @@
-"""The arguments that both ResNet scripts take.
-
-`add_arguments`
-    Adds them to a parser.
-`finish`
-    Checks what was parsed.
-`describe`
-    What is trained, in a line.
-"""
+"""The arguments of both ResNet scripts."""
 
 from __future__ import annotations
 
@@ -37,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--weight-decay", type=float, default=1e-4, metavar="R", help="penalty of large weights (%(default)s)")
     add = parser.add_argument_group("images").add_argument
     add("--data", type=Path, metavar="DIR", help="a folder with a subfolder of images for each class")
-    add("--images", type=common.positive, default=1280, metavar="N", help="made-up images, without DIR (%(default)s)")
-    add("--classes", type=common.positive, default=10, metavar="N", help="made-up classes (%(default)s)")
+    add("--images", type=common.positive, default=1280, metavar="N", help="synthetic images, without DIR (%(default)s)")
+    add("--classes", type=common.positive, default=10, metavar="N", help="synthetic classes (%(default)s)")
     add("--size", type=common.positive, default=224, metavar="N", help="height and width (%(default)s)")
     add("--validation", type=float, default=0.1, metavar="SHARE", help="of the images to validate (%(default)s)")
     add("--batch-size", type=common.positive, default=32, metavar="N", help="images a step, of each rank (%(default)s)")
@@ -46,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def finish(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line, and end with a message when something in it is wrong.
+    """Parse the command line; exit with a message if it is invalid.
 
     Parameters
     ----------
@@ -69,7 +61,7 @@ def finish(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) 
 
 
 def describe(options: argparse.Namespace) -> str:
-    """Return what is trained, in a line."""
+    """Return a line that describes the network and the images."""
     return (
         f"residual network with {','.join(map(str, options.blocks))} blocks and {options.width} filters, "
         f"{options.size}x{options.size} images, {options.batch_size} a step and rank; {title()}"

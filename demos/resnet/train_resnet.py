@@ -44,11 +44,11 @@ class AllRanks:
     Parameters
     ----------
     network : Network
-        What to train.
+        The network to train.
     parts : list of two Part
         Images and labels to train and to validate; the images are Data objects.
     options : Namespace
-        The command line's.
+        Parsed command line.
     n_ranks : int
         What `synk.fork` returned.
     """
@@ -74,11 +74,11 @@ class AllRanks:
         synk.distribute()
 
     def batches(self, rng: np.random.Generator) -> list[np.ndarray]:
-        """Return shuffled indexes, so many a step as all ranks take; what is left over waits for another epoch."""
+        """Return the epoch's batches for all ranks: lists of shuffled indexes, without an incomplete last one."""
         return full_batches(rng, len(self._train_part[1]), self._batch_size)
 
     def shares(self, batch: np.ndarray) -> list[int]:
-        """Return how many rows of a batch each rank computes."""
+        """Return the number of rows of a batch that each rank computes."""
         return [len(batch) // self.n_ranks] * self.n_ranks
 
     def train(self, batches: Sequence[np.ndarray]) -> list[Any]:

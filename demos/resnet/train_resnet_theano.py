@@ -43,11 +43,11 @@ class OneProcess:
     Parameters
     ----------
     network : Network
-        What to train.
+        The network to train.
     parts : list of two Part
         Images and labels to train and to validate.
     options : Namespace
-        The command line's.
+        Parsed command line.
     """
 
     n_ranks = 1
@@ -66,11 +66,11 @@ class OneProcess:
         self._evaluate = theano.function(inputs, [network.test_loss, network.test_error])
 
     def batches(self, rng: np.random.Generator) -> list[np.ndarray]:
-        """Return shuffled indexes, so many a step as a batch has; what is left over waits for another epoch."""
+        """Return the epoch's batches: lists of shuffled indexes, without an incomplete last one."""
         return full_batches(rng, len(self._train_part.labels), self._options.batch_size)
 
     def shares(self, batch: np.ndarray) -> list[int]:
-        """Return how many rows of a batch the process computes: all."""
+        """Return the number of rows of a batch that the process computes: all."""
         return [len(batch)]
 
     def train(self, batches: Sequence[np.ndarray]) -> list[Any]:
@@ -79,7 +79,7 @@ class OneProcess:
 
     def validate(self) -> tuple[float, float]:
         """Return loss and error of the validation images."""
-        # What num_slices does for the ranks.
+        # The serial counterpart of num_slices.
         return evaluate_in_slices(self._evaluate, *self._valid_part, self._options.slices)
 
 
@@ -91,7 +91,7 @@ def main() -> None:
     options = finish(parser)
 
     start = perf_counter()
-    # One rank has no workers. This is for the GPU, which it opens where there is one.
+    # One rank without workers: fork() selects the GPU if there is one.
     synk.fork(1, use_gpu=options.use_gpu)
     parts, n_classes = load(options, lambda shape: np.empty(shape, np.uint8))
     network = build(options.blocks, options.width, options.size, n_classes, options.weight_decay, options.seed)

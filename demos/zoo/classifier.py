@@ -1,4 +1,4 @@
-"""What the zoo's networks for images share.
+"""Base class of the zoo's networks for images.
 
 `Classifier`
     Loss, errors, and data; a network adds its layers.
@@ -21,7 +21,7 @@ __all__ = ["Classifier"]
 
 
 class Classifier(ZooModel):
-    """A network that says what is in an image.
+    """A network that classifies images.
 
     Attributes
     ----------
@@ -33,13 +33,13 @@ class Classifier(ZooModel):
     pad : int
         How many pixels are reflected at each border before that.
     decay : float
-        What half the sum of the squared weights counts in the loss.
+        Factor of half the sum of squared weights in the loss.
     """
 
     classes, side, stored, pad = 1000, 224, 256, 0
     decay = 0.0
     settings = (*ZooModel.settings, "classes", "side", "stored", "decay")
-    #: What each output that `layers` returns counts in the loss: the answer, and what helps to train.
+    #: Weight in the loss of each output of `layers`: the classifier, then auxiliary classifiers.
     shares: tuple[float, ...] = (1.0,)
 
     def layers(self, net: Any) -> Any:

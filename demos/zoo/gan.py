@@ -1,4 +1,4 @@
-"""What the zoo's two GANs share: networks for handwritten digits, and two players who take turns.
+"""Base class of the zoo's GANs for handwritten digits: networks, and alternating updates.
 
 `GAN`
     A generator and a critic; a class adds their losses.
@@ -58,7 +58,7 @@ class GAN(ZooModel):
         raise NotImplementedError(f"{type(self).__name__}.losses()")
 
     def critic_updates(self, loss: Any, params: list[Any]) -> Any:
-        """Return what becomes of the critic's parameters in a step."""
+        """Return the updates of the critic's parameters."""
         return self.updates(loss, params, learning_rate=self.shared_lr)
 
     def generator(self, net: Any) -> Any:
@@ -110,7 +110,7 @@ class GAN(ZooModel):
         recorder.train_error(count, cost, error)
 
     def draw(self, count: int) -> np.ndarray:
-        """Return what the generator begins with."""
+        """Return the generator's random input."""
         return np.random.standard_normal((count, self.noise)).astype(np.float32)
 
     def make(self, count: int) -> np.ndarray:

@@ -20,7 +20,7 @@ class LSGAN(GAN):
     rate = 2e-4
 
     def updates(self, loss: Any, params: list[Any], learning_rate: Any) -> Any:
-        """Return what becomes of parameters in a step."""
+        """Return the updates of parameters."""
         return lasagne.updates.adam(loss, params, learning_rate, beta1=0.5)
 
     def losses(self, real: Any, fake: Any) -> tuple[Any, Any]:

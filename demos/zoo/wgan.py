@@ -16,7 +16,7 @@ from gan import GAN
 
 
 class WGAN(GAN):
-    """The critic's loss is less the distance between real and made digits; its weights are clipped after each step."""
+    """The critic's loss is the negative distance of real and generated digits; weights are clipped after each step."""
 
     rate, critic_steps, clip = 5e-5, 5, 0.01
     settings = (*GAN.settings, "clip")

@@ -1,12 +1,4 @@
-"""Where the data of the zoo come from.
-
-`arrays`
-    A user's: an .npz file, or a folder of .npy files, which are read as they are needed.
-`pictures`
-    A user's: a folder of image files, which are read ahead.
-`made_up_images`
-    Coarse colours with noise over them.
-"""
+"""Data of the zoo: arrays in files, folders of images, and synthetic images."""
 
 from __future__ import annotations
 
@@ -24,13 +16,13 @@ Parts = tuple[list[Any], list[Any]]
 
 
 def arrays(path: Path) -> Parts:
-    """Return the arrays of training and of validation that a file or a folder has.
+    """Read the training and validation arrays of a file or a folder.
 
     Parameters
     ----------
     path : Path
         An .npz file with the arrays ``x_train``, ``y_train``, ``x_valid`` and ``y_valid``; or a folder with the files
-        ``x_train.npy`` and so on.  These are not read as a whole: each rank reads the rows that it takes.
+        ``x_train.npy`` and so on.  These are mapped: each rank reads only its rows.
 
     Returns
     -------
@@ -56,14 +48,14 @@ def arrays(path: Path) -> Parts:
 
 
 def pictures(folder: Path, side: int) -> tuple[Loader, Loader]:
-    """Return images of files, which processes beside each rank read ahead, with the numbers of their classes.
+    """Return loaders of image folders, with the indexes of their classes.
 
     Parameters
     ----------
     folder : Path
         Has the folders ``train`` and ``valid``, with a subfolder for each class: the same ones.
     side : int
-        To what height and width to scale the images; what is too wide or too high is cropped on both sides.
+        Height and width; images are scaled, and cropped on both sides.
 
     Raises
     ------
@@ -79,7 +71,7 @@ def pictures(folder: Path, side: int) -> tuple[Loader, Loader]:
 
 
 def made_up_images(count: int, shape: tuple[int, int, int], classes: int, seed: int = 0) -> list[np.ndarray]:
-    """Return images, uint8 of shape (count, *shape), and classes, int32: each has coarse colours of its own."""
+    """Return synthetic images, uint8 of shape (count, *shape), and classes, int32: noise over a picture per class."""
     rng = np.random.default_rng(seed)
     channels, height, width = shape
     labels = rng.integers(classes, size=count, dtype=np.int32)

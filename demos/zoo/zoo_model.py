@@ -1,8 +1,4 @@
-"""What all networks of the zoo share.
-
-`ZooModel`
-    Settings, and a learning rate that falls at some epochs.
-"""
+"""Base class of the zoo's networks: settings, and a learning rate that falls at given epochs."""
 
 from __future__ import annotations
 
@@ -25,29 +21,28 @@ __all__ = ["ZooModel"]
 if theano.config.mode == "Mode" and find_spec("jax"):
     # PyTensor's default: Numba compiles these networks for minutes, XLA for seconds.
     theano.config.mode = "JAX"
-    # What PyTensor and JAX say there where nothing is wrong: an assertion is left out, float64 becomes float32, and
-    # random streams are copies, which the launcher knows.
+    # Harmless warnings of JAX mode: an assertion is skipped, float64 becomes float32, random streams are copied.
     warnings.filterwarnings("ignore", "Skipping Assert|Explicitly requested dtype|The RandomType SharedVariables")
 # The graph libraries walk through a graph by recursion, and some of these are deeper than Python allows by default.
 sys.setrecursionlimit(max(sys.getrecursionlimit(), 50_000))
 
 
 class ZooModel(Model):
-    """A network whose settings come from its class, or from what the session says under ``config``.
+    """A network whose settings are attributes of its class, or set under ``config`` in a session.
 
     Attributes
     ----------
     settings : tuple of str
         The attributes that a session may set.
     falls : dict of float to float
-        From which epoch on the learning rate is multiplied by what, all together.
+        Factors of the learning rate by the epoch from which they apply.
     data : str
-        A session may name the data: a file or a folder.  Without it they are made up, or come with the demos.
+        A file or a folder.  By default data are synthetic, or those of the demos.
     """
 
     settings: tuple[str, ...] = ("batch_size", "n_epochs", "rate", "falls", "images")
     falls: dict[Any, float] = {}
-    #: How many images, or texts, are made up to train on; None for four batches of each rank.
+    #: Number of synthetic images or texts; None for four batches of each rank.
     images: int | None = None
 
     def __init__(self, config: dict[str, Any]):
@@ -63,7 +58,7 @@ class ZooModel(Model):
 
     @property
     def source(self) -> Path | None:
-        """Where the session says that the data are."""
+        """Path of the data, if the session sets one."""
         named = self.config.get("data")
         return Path(named).expanduser() if named else None
 
