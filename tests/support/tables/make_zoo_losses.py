@@ -1,4 +1,4 @@
-"""Write the losses of the zoo's networks on Theano 1.0.5, for tests/demos to compare with.
+"""Write the losses of the zoo's networks on Theano 1.0.5, for tests/support/demo_checks to compare with.
 
     THEANO_FLAGS=blas.ldflags= PYTHONPATH=. python tests/support/tables/make_zoo_losses.py
 
