@@ -59,33 +59,36 @@ def check_variables(session: Session, shared_vars: Any, allow_generators: bool =
     except TypeError:  # not a variable
         pass
     for variable in variables:
-        try:
-            library = library_of(variable)
-        except TypeError as error:
-            raise TypeError(f"shared_vars: {error}") from None
-        if not library.is_shared(variable):
-            raise TypeError(f"shared_vars: expected shared variables, got {variable!r}")
-        if library.is_generator(variable):
-            if not allow_generators:
-                raise TypeError(
-                    f"shared_vars: {describe(variable)} is a random generator, which only broadcast(), gather(), "
-                    "set_value() and get_value() take"
-                )
-        elif not library.is_array(variable):
-            raise TypeError(
-                f"shared_vars: expected variables whose values are arrays, got {variable!r} of {variable.type}"
-            )
-        if mirror.get_key(variable) is None and not is_registered(variable):
-            raise ValueError(
-                f"shared_vars: no function uses {describe(variable)}: the workers have no copy of it; "
-                "make a synkhronos.function() of it first"
-            )
+        _check_variable(mirror, variable, allow_generators)
     if len({id(variable) for variable in variables}) != len(variables):
         raise ValueError("shared_vars: a shared variable is given twice")
     for variable in variables:
         if not library_of(variable).is_generator(variable):
             checked[variable] = True
     return variables, is_single
+
+
+def _check_variable(mirror: Mirror, variable: Any, allow_generators: bool) -> None:
+    """Raise TypeError or ValueError if a collective can't use a variable."""
+    try:
+        library = library_of(variable)
+    except TypeError as error:
+        raise TypeError(f"shared_vars: {error}") from None
+    if not library.is_shared(variable):
+        raise TypeError(f"shared_vars: expected shared variables, got {variable!r}")
+    if library.is_generator(variable):
+        if not allow_generators:
+            raise TypeError(
+                f"shared_vars: {describe(variable)} is a random generator, which only broadcast(), gather(), "
+                "set_value() and get_value() take"
+            )
+    elif not library.is_array(variable):
+        raise TypeError(f"shared_vars: expected variables whose values are arrays, got {variable!r} of {variable.type}")
+    if mirror.get_key(variable) is None and not is_registered(variable):
+        raise ValueError(
+            f"shared_vars: no function uses {describe(variable)}: the workers have no copy of it; "
+            "make a synkhronos.function() of it first"
+        )
 
 
 def get_mirror_keys(session: Session, variables: Sequence[Any]) -> tuple[Any, ...]:

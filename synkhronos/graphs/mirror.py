@@ -104,29 +104,10 @@ class Mirror:
                 self._last += 1
                 keyed.append((("shared", self._last), shared))
         if session.size > 1:
-            starts = []
-            for _, shared in keyed:
-                start = 0
-                if library is not None and library.is_generator(shared):
-                    library.check_generator(shared, library.copy_generator(shared), jumps=True)
-                    start = _furthest.get(shared) or 0
-                    _furthest[shared] = start + session.size - 1
-                starts.append(start)
+            starts = [_choose_start(session, shared) for _, shared in keyed]
             # In topological order: pickle follows references, and would recurse through the depth of the graph.
             nodes = library.sort_nodes(variables) if library is not None else []
-            outdated: set[str] | None = None
-            while outdated is None or outdated:
-                code, pickled = self.pack((nodes, [*keyed, *values], starts))
-                try:
-                    path = tuple(map(os.path.abspath, sys.path))
-                    outdated = session.run(ReceiveObjects(pickled, sys.getrecursionlimit(), path, code.list_digests()))
-                except BaseException:
-                    for key, _ in [*keyed, *values]:
-                        session.memory.release("object", key)
-                    raise
-                finally:
-                    session.memory.release("segment", pickled.key)
-                self._by_value |= outdated
+            code = self._send_objects(session, nodes, [*keyed, *values], starts)
             for _, value in values:
                 value.code = code
         for key, shared in keyed:
@@ -134,7 +115,26 @@ class Mirror:
             session.rank.objects[key] = weakref.ref(shared)
             session.memory.release_with(shared, "object", key)
 
-    def pack(self, value: Any) -> tuple[UserCode, SharedArray]:
+    def _send_objects(
+        self, session: Session, nodes: list[Any], objects: list[tuple[Any, Any]], starts: list[int]
+    ) -> UserCode:
+        """Send objects with their keys, once more if the code of modules has to be sent; return the code in them."""
+        outdated: set[str] | None = None
+        while outdated is None or outdated:
+            code, pickled = self._pack((nodes, objects, starts))
+            try:
+                path = tuple(map(os.path.abspath, sys.path))
+                outdated = session.run(ReceiveObjects(pickled, sys.getrecursionlimit(), path, code.list_digests()))
+            except BaseException:
+                for key, _ in objects:
+                    session.memory.release("object", key)
+                raise
+            finally:
+                session.memory.release("segment", pickled.key)
+            self._by_value |= outdated
+        return code
+
+    def _pack(self, value: Any) -> tuple[UserCode, SharedArray]:
         """Pickle a value into shared memory, with keys in place of shared variables that the workers have.
 
         Returns
@@ -316,6 +316,17 @@ def get_object(rank: Rank, key: Any) -> Any:
     """Return this rank's copy of a mirrored object."""
     reference: Callable[[], Any] = rank.objects[key]
     return reference()
+
+
+def _choose_start(session: Session, shared: Any) -> int:
+    """Return the number of jumps behind which the streams of a random generator start; 0 for other variables."""
+    library = library_of(shared)
+    if not library.is_generator(shared):
+        return 0
+    library.check_generator(shared, library.copy_generator(shared), jumps=True)
+    start = _furthest.get(shared) or 0
+    _furthest[shared] = start + session.size - 1
+    return start
 
 
 def jump_to_rank(library: GraphLibrary, value: Any, rank: Rank, start: int = 0) -> Any:

@@ -471,14 +471,7 @@ def main(address: str) -> None:
     made, extra = file is not None, PipeLayout.nbytes(len(here))
     if file is None:
         file = _control_memory(MPI, config, here, extra)
-        os.environ.update(config["environment"])
-        # A worker that imports mpi4py, as Theano does, must neither identify as this agent nor initialise MPI.
-        os.environ["MPI4PY_RC_INITIALIZE"] = "0"
-        for name in [name for name in os.environ if name.startswith(_LAUNCHERS)]:
-            del os.environ[name]
-        sys.path[:] = config["path"]
-        with contextlib.suppress(OSError):
-            os.chdir(config["folder"])
+        _set_environment(config)
     spin = SPIN if len(here) < available_cores() else 0.0
     control = Control(config["size"], spin, file.fileno(), made, here, extra)
     workers = Workers(config["root"], control, None if made else file)
@@ -488,6 +481,18 @@ def main(address: str) -> None:
     Agent(MPI, config, control, channel, workers, frames).run()
     with contextlib.suppress(MPI.Exception):  # messages that were never received
         MPI.Finalize()
+
+
+def _set_environment(config: dict[str, Any]) -> None:
+    """Set up this process, and so its workers, as the master's process is: variables, ``sys.path``, folder."""
+    os.environ.update(config["environment"])
+    # A worker that imports mpi4py, as Theano does, must neither identify as this agent nor initialise MPI.
+    os.environ["MPI4PY_RC_INITIALIZE"] = "0"
+    for name in [name for name in os.environ if name.startswith(_LAUNCHERS)]:
+        del os.environ[name]
+    sys.path[:] = config["path"]
+    with contextlib.suppress(OSError):
+        os.chdir(config["folder"])
 
 
 def _control_memory(mpi: Any, config: dict[str, Any], here: range, extra: int) -> io.FileIO:
