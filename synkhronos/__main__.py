@@ -1,23 +1,19 @@
-"""Run a program written for Theano as it is, on Theano or on PyTensor.
+"""The command line ``python -m synkhronos``, also installed as ``synkhronos``.
+
+Commands:
+
+    python -m synkhronos train SESSION        train a class on all ranks
+    python -m synkhronos check MODEL:CLASS    check a class, and run three iterations of it
+    python -m synkhronos show RUN...          draw recorded runs and timelines
+    python -m synkhronos doctor               list what this machine has, and how to install what is missing
+    python -m synkhronos platoon NAME         run a controller and workers written for Platoon
+
+A program written for Theano, on Theano or on PyTensor:
 
     python -m synkhronos script.py arguments...
     python -m synkhronos -m module arguments...
 
-And draw what recorders have written:
-
-    python -m synkhronos show RUN...
-
-Train a class on all ranks, look whether it can be, and see what the machine has:
-
-    python -m synkhronos train SESSION
-    python -m synkhronos check MODEL:CLASS
-    python -m synkhronos doctor
-
-Run a controller and workers that were written for Platoon:
-
-    python -m synkhronos platoon NAME
-
-The program runs as if it were started by Python itself, with ``import synkhronos.compat`` before its first line.
+The program runs as in Python itself, with ``import synkhronos.compat`` before its first line.
 """
 
 from __future__ import annotations
@@ -36,17 +32,17 @@ _USAGE = """python -m synkhronos train SESSION
 
 
 def script() -> None:
-    """Run what the command line says: the command ``synkhronos``."""
+    """Run the console script ``synkhronos``."""
     main(sys.argv[1:])
 
 
 def main(arguments: list[str]) -> None:
-    """Run the program that the arguments name.
+    """Run a command, or a program written for Theano.
 
     Parameters
     ----------
     arguments : list of str
-        Those of the command line, without the program's name.
+        The command line's, without the program's name.
     """
     if arguments[:1] == ["show"]:
         from synkhronos.training import show
@@ -64,19 +60,19 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m synkhronos",
         usage=_USAGE,
-        description="Train a class on all ranks (train), look whether it can be (check), draw what recorders have "
-        "written (show), say what the machine has and what is missing (doctor), run Platoon's controllers and "
-        "workers (platoon): each has a --help of its own. Or run a program written for Theano: where Theano is not "
-        "installed, PyTensor takes its place.",
+        description="Commands: train a class on all ranks (train); check a class (check); draw recorded runs (show); "
+        "list what this machine has and how to install what is missing (doctor); run controllers and workers written "
+        "for Platoon (platoon). Each has its own --help. PROGRAM: run a program written for Theano, on PyTensor if "
+        "Theano is not installed.",
     )
     parser.add_argument(
         "--theano",
         choices=("theano", "pytensor"),
-        help="which of them answers to `import theano`; also set by SYNKHRONOS_THEANO",
+        help="the library that `import theano` imports; overrides SYNKHRONOS_THEANO",
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module's name")
+    parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is the name of a module")
     parser.add_argument("program", metavar="PROGRAM", help="a script, or with -m a module")
-    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the program's own")
+    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of PROGRAM")
     options = parser.parse_args(arguments)
     if not options.module and not os.path.exists(options.program):
         parser.error(f"there is neither a command nor a program {options.program!r}")
@@ -89,7 +85,7 @@ def main(arguments: list[str]) -> None:
     if options.module:
         runpy.run_module(options.program, run_name="__main__", alter_sys=True)
         return
-    # As Python does: modules beside the script are found first.
+    # As Python does: modules in the script's folder are found first.
     sys.path[0] = os.path.dirname(os.path.abspath(options.program))
     runpy.run_path(options.program, run_name="__main__")
 

@@ -18,17 +18,17 @@ from synkhronos.training import updates
 from synkhronos.training.model import by_own_gradient, warn_of_denominators
 
 
-def _count(data: Any) -> int:
+def _count_rows(data: Any) -> int:
     """Return the number of rows."""
     return len(data) if isinstance(data, Loader) else len(data[0]) if data else 0
 
 
-def _copied(batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[tuple[np.ndarray, ...]]:
+def _copy_batches(batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[tuple[np.ndarray, ...]]:
     """Copy a loader's batches: on the CPU XLA may read an input when the loader already overwrites it."""
     return (tuple(np.array(array) for array in batch) for batch in batches)
 
 
-def _present(shared: Any) -> Any:
+def _snapshot(shared: Any) -> Any:
     """Return a snapshot of a variable's value; on a GPU it may not be computed yet."""
     value = library_of(shared).get(shared)
     return array_device(value).snapshot(value)
@@ -104,7 +104,7 @@ class Model:
         for name, arrays in (("training", self.train_data), ("validation", self.val_data)):
             if not isinstance(arrays, Loader) and len({len(array) for array in arrays}) > 1:
                 raise ValueError(f"load(): {name} arrays have {[len(array) for array in arrays]} rows")
-        n_train, n_val = _count(self.train_data), _count(self.val_data)
+        n_train, n_val = _count_rows(self.train_data), _count_rows(self.val_data)
         rows = n_train // self.size
         if rows < self.batch_size:
             raise ValueError(
@@ -118,7 +118,7 @@ class Model:
             self._val = [array[val_rows] for array in self.val_data]
             n_batch_val = -(-len(range(n_val)[val_rows]) // self.batch_size)
         self.data = SimpleNamespace(n_batch_train=rows // self.batch_size, n_batch_val=n_batch_val)
-        self._at = -1
+        self._batches_epoch = -1
         self._val_batches: Iterator[tuple[np.ndarray, ...]] | None = None
         self.build()
         self.trained = list(self.params)
@@ -169,35 +169,35 @@ class Model:
         recorder.start()
         self.train_fn(*batch)
         recorder.end("calc")
-        values = list(map(_present, self.shown))
+        values = list(map(_snapshot, self.shown))
         weight = {} if self.weight is None else {"weight": values.pop()}
         recorder.train_error(count, *values, **weight)
 
     def next_batch(self, recorder: Any) -> list[np.ndarray]:
         """Return the next batch of this rank, shuffled anew in each epoch; record the time as "wait"."""
         recorder.start()
-        if self._at != self.epoch:
-            self._batches, self._at = self._epoch(), self.epoch
+        if self._batches_epoch != self.epoch:
+            self._batches, self._batches_epoch = self._iterate_epoch(), self.epoch
         arrays = next(self._batches, None)
         if arrays is None:  # the loader has skipped batches of which it could read no row
-            self._batches = self._epoch()
+            self._batches = self._iterate_epoch()
             arrays = next(self._batches)
-        batch = self._prepared(arrays, True)
+        batch = self._prepare_batch(arrays, True)
         recorder.end("wait")
         return batch
 
     def skip_iter(self, count: int) -> None:
         """Skip the first batches of this rank in the epoch, to resume behind them."""
-        self._batches, self._at = self._epoch(), self.epoch
+        self._batches, self._batches_epoch = self._iterate_epoch(), self.epoch
         for _ in range(count):
             if next(self._batches, None) is None:
-                self._batches = self._epoch()
+                self._batches = self._iterate_epoch()
                 next(self._batches)
 
-    def _epoch(self) -> Iterator[tuple[np.ndarray, ...]]:
+    def _iterate_epoch(self) -> Iterator[tuple[np.ndarray, ...]]:
         """Yield this rank's batches of the epoch."""
         if isinstance(self.train_data, Loader):
-            yield from _copied(
+            yield from _copy_batches(
                 self.train_data.arrays(
                     self.epoch, self.batch_size, self.seed, whole=True, rank=self.rank, size=self.size
                 )
@@ -208,10 +208,10 @@ class Model:
         for start in range(0, len(mine), self.batch_size):
             yield tuple(array[mine[start : start + self.batch_size]] for array in self.train_data)
 
-    def _validation(self) -> Iterator[tuple[np.ndarray, ...]]:
+    def _iterate_validation(self) -> Iterator[tuple[np.ndarray, ...]]:
         """Yield this rank's batches of the validation data."""
         if isinstance(self.val_data, Loader):
-            yield from _copied(self.val_data.arrays(0, self.batch_size, rank=self.rank, size=self.size))
+            yield from _copy_batches(self.val_data.arrays(0, self.batch_size, rank=self.rank, size=self.size))
             return
         for start in range(0, len(self._val[0]), self.batch_size):
             yield tuple(array[start : start + self.batch_size] for array in self._val)
@@ -224,10 +224,10 @@ class Model:
     def val_iter(self, count: int, recorder: Any) -> None:
         """Validate the next batch of this rank."""
         if self._val_batches is None:
-            self._val_batches = self._validation()
+            self._val_batches = self._iterate_validation()
         arrays = next(self._val_batches, None)
         if arrays is not None:  # None if the loader has skipped a batch
-            batch = self._prepared(arrays, False)
+            batch = self._prepare_batch(arrays, False)
             values = list(self.val_fn(*batch))
             rows = len(batch[0]) if self.weight is None else float(values.pop())
             recorder.val_error(count, *values, rows=rows)
@@ -241,6 +241,6 @@ class Model:
             if isinstance(data, Loader):
                 data.close()
 
-    def _prepared(self, arrays: Sequence[Any], training: bool) -> list[np.ndarray]:
+    def _prepare_batch(self, arrays: Sequence[Any], training: bool) -> list[np.ndarray]:
         made = self.prepare(list(arrays), training)
         return [cast(array, x.type.dtype, describe(x)) for array, x in zip(made, self.inputs, strict=True)]

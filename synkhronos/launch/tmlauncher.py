@@ -22,7 +22,7 @@ _OPTIONS = {
 _USAGE = """usage: tmlauncher [-cfg=FILE] [-file=MODELFILE] [-class=MODELCLASS] [-r=RULE] [-s=SIZE]
                   [-bsp_sync_type=cdd|avg|swap] [-bsp_exch_strategy=nccl32|nccl16|ar] [-b]
 
-Starts what a session file of Theano-MPI describes; what the file says comes before these options.
+Runs a session file of Theano-MPI; settings in the file override these options.
 """
 
 
