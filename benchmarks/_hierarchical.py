@@ -1,6 +1,6 @@
 """The model of the benchmarks for PyMC: a logistic regression whose intercepts come from groups.
 
-`made_up`
+`make_data`
     Its data.
 `log_likelihood`
     The terms of its rows, in PyTensor.
@@ -15,7 +15,7 @@ import numpy as np
 GROUPS = 100
 
 
-def made_up(rows: int, columns: int, dtype: str = "float64") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def make_data(rows: int, columns: int, dtype: str = "float64") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return columns, groups and outcomes: the same whoever asks."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((rows, columns), dtype=np.dtype(dtype).type)

@@ -37,7 +37,7 @@ import synkhronos as synk
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Return how long a call takes."""
+    """Return the seconds that a call takes."""
     start = perf_counter()
     call()
     return perf_counter() - start

@@ -18,7 +18,7 @@ _FLOAT32, _SUM = 7, 0
 
 
 def call_of(name: str, nccl: Any, at: int, out: int, count: int, rank: int, size: int, handle: Any, on: int) -> Any:
-    """Return what puts one collective on a stream, from one address to another: the first process is the root."""
+    """Return a function that enqueues one collective on a stream; the first process is the root."""
 
     def gather() -> None:
         nccl.group_start()

@@ -84,7 +84,7 @@ class Side:
         self.parameters = sum(param.get_value(borrow=True).size for param in self._net.params)
 
     def _step(self, held: list[Any] | None = None) -> Callable[..., Any]:
-        """Return what takes a training step."""
+        """Return a training function."""
         net = self._net
         return make_train_function(
             net.loss,
@@ -99,7 +99,7 @@ class Side:
         )
 
     def _images(self, count: int) -> tuple[Any, Any]:
-        """Return so many images and labels, in memory that all ranks see."""
+        """Return `count` images and labels, as Data objects."""
         size = self._settings["size"]
         images = synk.data(dtype="uint8", shape=(count, 3, size, size))
         for i in range(count):

@@ -90,7 +90,7 @@ class Ours:
 
 
 def numpy_sides(items: int) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Return what one process does with two arrays, into used memory and into new."""
+    """Return the operations of one process on two arrays, into used and into new memory."""
     a, b = np.full(items, 1.0, np.float32), np.full(items, 2.0, np.float32)
     c, d = np.zeros_like(a), np.zeros_like(a)
 
@@ -191,10 +191,10 @@ def measure(options: argparse.Namespace, count: int) -> None:
     largest = max(options.sizes)
     print()
     if count == 2:
-        bar(f"time beside NumPy's add and copy, {size(largest)}", ratios[largest]["NumPy"], " times", most=1.5)
+        bar(f"time, relative to NumPy's add and copy, {size(largest)}", ratios[largest]["NumPy"], " times", most=1.5)
     for name in beside:
         least = 2 if name == "gloo" and count == 2 else 1
-        bar(f"speed beside {name}, {size(largest)}, {count} ranks", ratios[largest][name], " times", least=least)
+        bar(f"speed, relative to {name}, {size(largest)}, {count} ranks", ratios[largest][name], " times", least=least)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What does each collective cost?
 
-All ten, on float32 of 4 KB, 4 MB and 100 MB a rank, on CPU cores or, with ``--device gpu``, on GPUs.  Beside them
+All collectives, on float32 of 4 KB, 4 MB and 100 MB a rank, on CPU cores or, with ``--device gpu``, on GPUs. Beside
+them
 
 - on cores, what NumPy takes in one process to do as much to the arrays of all ranks, into memory that was used before:
   a copy for each array that arrives somewhere, an addition for each that is added;
@@ -123,7 +124,7 @@ def in_program(worker: Worker, name: str, shared: Any, calls: int) -> list[float
 
 
 def numpy_sides(items: int, count: int) -> dict[str, Callable[[], Any]]:
-    """Return what NumPy does in one process to as many arrays."""
+    """Return, for each collective, the equivalent NumPy operation on the arrays of all ranks in one process."""
     arrays = [np.zeros(items, np.float32) for _ in range(count)]
     whole = np.zeros((count, items), np.float32)
     total = np.zeros(items, np.float32)

@@ -110,7 +110,7 @@ def exchange_of_102_mb(rounds: int) -> None:
     table = Table({"": 8, "median": 9})
     for name, value in middle.items():
         table.row(name, duration(value))
-    bar("exchange beside NumPy", middle["rule"] / middle["NumPy"], " times", most=1.3)
+    bar("exchange, relative to NumPy", middle["rule"] / middle["NumPy"], " times", most=1.3)
 
 
 def one_slow_rank(steps: int) -> None:
@@ -133,9 +133,9 @@ def one_slow_rank(steps: int) -> None:
             memory = rules.shared_memory(rule, 2, size, np.dtype("float32"))
             found[name] = synk.run(rows_a_second, rule, params, memory, steps, 1)[0] / alone
             table.row(name, f"{found[name] * alone:.1f}", f"{found[name]:.2f}")
-    bar("EASGD beside the sum", found["EASGD"], "", least=0.9)
-    bar("GoSGD beside the sum", found["GoSGD"], "", least=0.9)
-    bar("EASGD beside BSP", found["EASGD"] / found["BSP"], " times", least=1.8)
+    bar("EASGD, relative to the sum", found["EASGD"], "", least=0.9)
+    bar("GoSGD, relative to the sum", found["GoSGD"], "", least=0.9)
+    bar("EASGD, relative to BSP", found["EASGD"] / found["BSP"], " times", least=1.8)
 
 
 def cost_at_ten_steps(batch: int) -> None:
@@ -162,7 +162,7 @@ def cost_at_ten_steps(batch: int) -> None:
             spent = report.seconds
             cost = spent["exchange"] / spent["compute"]
             table.row(name, *(duration(spent[key]) for key in ("compute", "exchange", "wait")), f"{cost:.2%}")
-            bar(f"{name}'s cost beside its steps", 100 * cost, " %", most=2)
+            bar(f"cost of {name}, relative to its steps", 100 * cost, " %", most=2)
 
 
 def main() -> None:
@@ -171,7 +171,7 @@ def main() -> None:
         prog="python -m benchmarks.exchange", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=20, help="turns of each side (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help="steps beside a slow rank (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="steps with a slow rank (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=500, help="rows of a step (default: %(default)s)")
     options = parser.parse_args()
     exchange_of_102_mb(options.rounds)

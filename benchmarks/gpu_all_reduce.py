@@ -94,7 +94,7 @@ def main() -> None:
     synk.close()
     print()
     largest, smallest = max(options.sizes), min(options.sizes)
-    bar(f"bus bandwidth beside NCCL, {size(largest)}", 100 * results[largest][1], " %", least=95)
+    bar(f"bus bandwidth, relative to NCCL, {size(largest)}", 100 * results[largest][1], " %", least=95)
     bar(f"call to return, {size(smallest)}", 1e6 * results[smallest][0], " us", most=100)
     if smallest <= 4_000:
         bar(f"queued, {size(smallest)}", 1e6 * results[smallest][2], " us", most=25)

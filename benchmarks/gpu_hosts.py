@@ -78,25 +78,25 @@ def program(name: str, options: argparse.Namespace, environment: dict[str, str])
 
 
 def train(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
-    """Return what is shown of a small network's training, and what has to be equal."""
+    """Train a small network; return the printed result, and the part that has to be equal on all sides."""
     digest = program("train", options, environment).split()[-1]
     return digest, digest
 
 
 def collectives(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
-    """Return the same of collectives."""
+    """Run all collectives; results as for `train`."""
     printed = program("collectives", options, environment)
     return f"{len(printed.splitlines())} digests", printed
 
 
 def faults(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
-    """Return the same of failures: which rank was killed where differs."""
+    """Cause failures; results as for `train`, but the killed rank differs between sides."""
     heard, size = program("faults", options, environment).splitlines()
     return heard, size
 
 
 def resnet(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
-    """Return what is shown of a ResNet."""
+    """Train a ResNet; return the printed result."""
     from benchmarks.gpu_resnet import BLOCKS
 
     settings = {
@@ -116,7 +116,7 @@ def resnet(options: argparse.Namespace, environment: dict[str, str]) -> tuple[st
 
 
 def tests(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
-    """Return the same of tests/devices/test_gpu.py: how many passed."""
+    """Run tests/devices/test_gpu.py; return the number of passed tests."""
     command = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests" / "devices" / "test_gpu.py")]
     environment = {**environment, "SYNKHRONOS_TEST_DEVICE": "gpu"}
     environment.pop("PYTENSOR_FLAGS", None)

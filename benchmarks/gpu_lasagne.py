@@ -53,7 +53,7 @@ def mnist(options: argparse.Namespace, count: int) -> None:
     print()
     for (model, place), ratio in ratios.items():
         where = "host" if place == "cpu" else "GPUs"
-        bar(f"{model}, data on the {where}, {count} ranks: PyTensor beside Theano", ratio, " times", least=3)
+        bar(f"{model}, data on the {where}, {count} ranks: PyTensor, relative to Theano", ratio, " times", least=3)
 
 
 def resnet(options: argparse.Namespace, count: int) -> None:
@@ -69,7 +69,12 @@ def resnet(options: argparse.Namespace, count: int) -> None:
         speeds.append(images_a_second(shlex.split(options.classic), "resnet/train_resnet.py", arguments, options.limit))
         table.row(str(n), f"{speeds[-1]:.1f}")
     print()
-    bar(f"ResNet-50 with Theano, 32 images a GPU, {count} GPUs beside one", speeds[1] / speeds[0], " times", least=1.95)
+    bar(
+        f"ResNet-50 with Theano, 32 images a GPU, {count} GPUs to one",
+        speeds[1] / speeds[0],
+        " times",
+        least=1.95,
+    )
 
 
 def main() -> None:

@@ -20,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._hierarchical import GROUPS, log_likelihood, made_up
+from benchmarks._hierarchical import GROUPS, log_likelihood, make_data
 from benchmarks._measure import Failed, Table, bar, duration, gpus, heading, run_alone
 
 ROUNDS = 3
 
 
 def points(columns: int, dtype: str) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
-    """Return what makes the parameters of each evaluation."""
+    """Return a function from the number of an evaluation to its parameters."""
     rng = np.random.default_rng(1)
     effects, slopes = rng.normal(size=GROUPS), rng.normal(size=columns) / 10
     return lambda i: ((effects + 1e-5 * i).astype(dtype), (slopes - 1e-5 * i).astype(dtype))
@@ -59,7 +59,7 @@ def ours(count: int, options: argparse.Namespace) -> tuple[float, list[float]]:
     synk.fork(count, use_gpu=not options.cpu)
     dtype = options.dtype
     with pytensor.config.change_flags(floatX=dtype):
-        values = made_up(options.rows, options.columns, dtype)
+        values = make_data(options.rows, options.columns, dtype)
         x, y = pt.matrix("x", dtype=dtype), pt.vector("y", dtype=dtype)
         group = pt.ivector("group")
         effects, slopes = pt.vector("effects", dtype=dtype), pt.vector("slopes", dtype=dtype)
@@ -83,7 +83,7 @@ def numpyro_alone(options: argparse.Namespace) -> None:
     from numpyro.infer.util import log_density
 
     jax.config.update("jax_enable_x64", options.dtype == "float64")
-    x, group, y = (jax.device_put(a) for a in made_up(options.rows, options.columns, options.dtype))
+    x, group, y = (jax.device_put(a) for a in make_data(options.rows, options.columns, options.dtype))
 
     def model(x: Any, group: Any, y: Any) -> None:
         # Flat priors: what is measured is the likelihood.

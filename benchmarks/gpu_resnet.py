@@ -73,7 +73,7 @@ def parse() -> argparse.Namespace:
         nargs="+",
         choices=("host", "gpu", "files"),
         default=["host", "gpu"],
-        help="where images are (on the host and on the GPUs; files: loaders read them, beside the host)",
+        help="where images are (default: host and GPUs; files: images are read by loaders, and compared with the host)",
     )
     add("--loaders", type=int, default=8, metavar="N", help="that read files (%(default)s)")
     add("--steps", type=int, default=60, help="timed steps in each of three rounds (%(default)s)")
@@ -85,14 +85,14 @@ def parse() -> argparse.Namespace:
     add("--size", type=int, default=224, metavar="N", help="height and width of the images (%(default)s)")
     add("--device", choices=("gpu", "cpu"), default="gpu", help="cpu tries the benchmark itself (%(default)s)")
     add("--limit", type=float, default=240, metavar="S", help="seconds for each process (%(default)s)")
-    add("--compiled", action="store_true", help="beside PyTorch under torch.compile, too")
+    add("--compiled", action="store_true", help="compare with PyTorch under torch.compile, too")
     add("--exchange", choices=("bfloat16",), help="how our gradients travel (as they are)")
     add("--torch-python", default=sys.executable, metavar="PATH", help="a Python that has PyTorch and torchvision")
     return parser.parse_args()
 
 
 def settings_for(options: argparse.Namespace, precision: str, n: int) -> dict[str, Any]:
-    """Return what both sides are told."""
+    """Return the settings of both sides."""
     same = ("steps", "warm", "batch_size", "images", "width", "size", "where", "device", "loaders")
     return {
         **{name: getattr(options, name) for name in same},

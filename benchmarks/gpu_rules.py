@@ -31,7 +31,7 @@ SIZE = 25_557_032
 
 
 def rules_of(period: int) -> dict[str, rules.Rule]:
-    """Return what is compared."""
+    """Return the compared rules by name."""
     return {
         "BSP": rules.BSP(),
         "BSP of parameters": rules.BSP("params"),
@@ -200,8 +200,13 @@ def main() -> None:
         table.row(name, duration(value))
     bar("exchange with the centre", 1e3 * found["exchange with the centre"], " ms", most=25)
     beside = found["exchange with the centre"] / found["the centre there and back"]
-    bar("exchange with the centre beside the bus alone", beside, " times", most=2)
-    bar("average in bfloat16 beside float32", found["average in bfloat16"] / found["average in float32"], "", most=0.6)
+    bar("exchange with the centre, relative to the bus", beside, " times", most=2)
+    bar(
+        "average in bfloat16, to float32",
+        found["average in bfloat16"] / found["average in float32"],
+        "",
+        most=0.6,
+    )
     synk.close()
     if options.model == "resnet":
         torch(options)

@@ -47,7 +47,7 @@ Take = Callable[[list[np.ndarray]], Any]
 
 
 def host_steps(rng: np.random.Generator) -> tuple[Take, int]:
-    """Return what takes steps on rows of Data objects, and of how many rows a batch is picked."""
+    """Return a function that takes steps on rows of Data objects, and the number of their rows."""
     _, tensor = graph_library()
     x, y = tensor.fmatrix("x"), tensor.ivector("y")
     loss, params = model(x, y)
@@ -64,7 +64,7 @@ def host_steps(rng: np.random.Generator) -> tuple[Take, int]:
 
 
 def gpu_steps(rng: np.random.Generator, count: int) -> tuple[Take, int]:
-    """Return what takes steps on rows of variables on the GPUs, and of how many rows of its own each picks a batch."""
+    """Return a function that takes steps on rows of variables on the GPUs, and each GPU's number of rows."""
     library, tensor = graph_library()
     x, y = tensor.fmatrix("x"), tensor.ivector("y")
     images, labels = library.shared(np.zeros((1, LAYERS[0]), "float32")), library.shared(np.zeros(1, "int32"))
@@ -146,7 +146,7 @@ def main() -> None:
             bar(f"batch 500 from the host, 2 GPUs{label}", 1e3 * times["host", 2, 500, at_once], " ms", most=0.55)
             bar(f"batch 500 on the GPUs, 2 GPUs{label}", 1e3 * times["GPU", 2, 500, at_once], " ms", most=0.35)
             ratio = times["host", 1, 20000, at_once] / times["host", 2, 20000, at_once]
-            bar(f"batch 20000, 2 GPUs beside one{label}", ratio, " times", least=1.8)
+            bar(f"batch 20000, 2 GPUs, relative to one{label}", ratio, " times", least=1.8)
 
 
 if __name__ == "__main__":

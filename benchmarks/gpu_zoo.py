@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
 
 
 def settings_for(options: argparse.Namespace, row: str, n: int) -> dict[str, Any]:
-    """Return what our side is told."""
+    """Return the settings of Synkhronos' side."""
     network, size, batch, _ = ROWS[row]
     return {
         **{name: getattr(options, name) for name in ("precision", "steps", "warm", "images", "classes", "device")},
@@ -73,7 +73,7 @@ def settings_for(options: argparse.Namespace, row: str, n: int) -> dict[str, Any
 
 
 def torch_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return what PyTorch's side is told: ResNet-50 is torchvision's."""
+    """Return the settings of PyTorch's side; ResNet-50 is torchvision's."""
     if settings["network"] == "ResNet50":
         return {**{k: v for k, v in settings.items() if k != "network"}, "blocks": BLOCKS[50], "width": 64}
     return settings

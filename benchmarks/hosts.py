@@ -73,7 +73,7 @@ def empty(hosts: list[str], turns: int, calls: int) -> None:
         low, middle, high = quartiles(values)
         table.row(name, duration(middle), f"{duration(low)} - {duration(high)}")
     one, several = (median(values) for values in times.values())
-    bar("an empty function, beside one host's", 1e3 * (several - one), " ms more", most=1)
+    bar("an empty function, more than on one host", 1e3 * (several - one), " ms more", most=1)
 
 
 def mpirun(hosts: list[str], python: str, script: str, *arguments: str) -> list[str]:
@@ -86,7 +86,7 @@ def mpirun(hosts: list[str], python: str, script: str, *arguments: str) -> list[
 
 
 def count_of(hosts: list[str]) -> int:
-    """Return how many ranks there are on all hosts."""
+    """Return the number of ranks on all hosts."""
     return sum(int(host.partition(":")[2]) for host in hosts)
 
 
@@ -125,7 +125,7 @@ def reduce(hosts: list[str], sizes: list[int], rounds: int, torch_python: str) -
         other.close()
     if has_torch:
         shutil.rmtree(Path(meeting).parent)
-    bar(f"speed beside MPI, {size(sizes[-1])}", ratios["MPI"], " times", least=0.8)
+    bar(f"speed, relative to MPI, {size(sizes[-1])}", ratios["MPI"], " times", least=0.8)
 
 
 def exchanges(hosts: list[str], rounds: int) -> None:
@@ -155,7 +155,7 @@ def exchanges(hosts: list[str], rounds: int) -> None:
     for name, values in times.items():
         table.row(name, duration(median(values)), duration(min(values)))
     middle = {name: median(values) for name, values in times.items()}
-    bar("exchange from there, beside MPI", middle["from there"] / middle["MPI"], " times", most=2)
+    bar("exchange from there, relative to MPI", middle["from there"] / middle["MPI"], " times", most=2)
 
 
 def sending(hosts: list[str]) -> None:

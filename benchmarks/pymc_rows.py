@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from benchmarks._hierarchical import GROUPS, made_up
+from benchmarks._hierarchical import GROUPS, make_data
 from benchmarks._measure import Table, bar, duration, heading, processes, ranks, seconds
 
 
@@ -35,7 +35,7 @@ def logistic(rows: int, columns: int) -> Any:
     """Return the regression."""
     import pymc as pm
 
-    x, group, y = made_up(rows, columns)
+    x, group, y = make_data(rows, columns)
     with pm.Model() as model:
         overall, spread = pm.Normal("overall"), pm.HalfNormal("spread")
         effects = pm.Normal("effects", overall, spread, shape=GROUPS)
@@ -61,7 +61,7 @@ def beta_binomial(rows: int) -> Any:
 
 
 def evaluator(model: Any) -> Callable[[], Any]:
-    """Return what evaluates a model's density and gradient, each time at another point."""
+    """Return a function that evaluates a model's density and gradient, each time at another point."""
     from pymc.blocking import DictToArrayBijection
 
     function = model.logp_dlogp_function(ravel_inputs=True)
@@ -130,10 +130,14 @@ def compare(
     if least is None:
         print(f"the ranks take {1e6 * (mine - median(times['PyMC, 1 BLAS thread'])):.0f} us more")
     else:
-        bar(f"{size} ranks beside 1 BLAS thread (rounds {min(each):.2f} to {max(each):.2f})", median(each), least=least)
+        bar(
+            f"{size} ranks to 1 BLAS thread (rounds {min(each):.2f} to {max(each):.2f})",
+            median(each),
+            least=least,
+        )
     if beside_chains is not None:
         ratio = 1 / mine / beside_chains
-        print(f"plain chains side by side: {beside_chains:.1f} a second; the ranks: {ratio:.2f} times that")
+        print(f"parallel plain chains: {beside_chains:.1f} a second; the ranks: {ratio:.2f} times that")
     print()
 
 

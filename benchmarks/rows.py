@@ -55,7 +55,7 @@ def main() -> None:
     for name, (low, mid, high) in middle.items():
         speed = middle["x[idx]"][1] / mid
         table.row(name, duration(mid), f"{duration(low)} - {duration(high)}", f"{speed:.2f}")
-    bar("speed beside x[idx]", middle["x[idx]"][1] / middle["synk, batch=idx"][1], " times", least=1.5)
+    bar("speed, relative to x[idx]", middle["x[idx]"][1] / middle["synk, batch=idx"][1], " times", least=1.5)
 
 
 if __name__ == "__main__":
