@@ -31,11 +31,12 @@ import numpy as np
 import numpy.typing as npt
 
 import synkhronos as synk
-from synkhronos.checks import check_list, check_positive
+from synkhronos.checks import check_choice, check_list, check_positive
 from synkhronos.graphs import library_of
 from synkhronos.graphs.dependence import Dependence
 from synkhronos.training.updates import RuleUpdates, chain, clip_by_global_norm
 from synkhronos.training.updates.average import add_average
+from synkhronos.training.updates.loss_scale import scale_gradients, skip_overflows
 
 #: An array or Data object for one variable, a list of them for a list of variables.
 Rows = npt.ArrayLike | synk.Data | Sequence[npt.ArrayLike | synk.Data]
@@ -104,6 +105,7 @@ class Model:
         is_serial: bool = False,
         clip_norm: float | None = None,
         ema: float | None = None,
+        loss_scale: str | None = None,
     ) -> Model:
         """Check the arguments, and apply the rule; warn of means that ranks can't combine unless `is_serial`."""
         if isinstance(loss, list | tuple):
@@ -120,7 +122,11 @@ class Model:
         sliceable = _sliceable(sliceable_shareds, [*xs, *ys])
         if weight is not None:
             _check_weight(weight, loss, params)
-        rule = update_rule(loss, params, weight=xs[0].shape[0] if weight is None else weight, **rule_kwargs)
+        loss_or_grads, scale = loss, None
+        if loss_scale is not None:
+            check_choice(loss_scale, "loss_scale", ("dynamic",))
+            scale, loss_or_grads = scale_gradients(loss, params)
+        rule = update_rule(loss_or_grads, params, weight=xs[0].shape[0] if weight is None else weight, **rule_kwargs)
         if not isinstance(rule, tuple) or len(rule) != 3:
             raise TypeError(
                 "update_rule: expected it to return (grad_updates, param_updates, grad_shared), "
@@ -129,6 +135,8 @@ class Model:
         rule, averages = RuleUpdates(*rule), None
         if ema is not None:
             rule, averages = add_average(rule, list(params), ema)
+        if scale is not None:
+            rule = skip_overflows(rule, scale)
         lists = isinstance(x, list | tuple), isinstance(y, list | tuple)
         state = [shared for shared in rule.param_updates if not any(shared is p for p in params)]
         extra = _extra(extra_updates, rule, [*xs, *ys, *sliceable])

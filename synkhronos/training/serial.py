@@ -159,6 +159,7 @@ def make_train_function_serial(
     clip_norm: float | None = None,
     num_slices: int = 1,
     ema: float | None = None,
+    loss_scale: str | None = None,
     **rule_kwargs: Any,
 ) -> SerialTrainFunction:
     """Make a function that takes a training step in this process alone, without Synkhronos.
@@ -167,8 +168,10 @@ def make_train_function_serial(
 
     Parameters
     ----------
-    loss, params, x, y, update_rule, sliceable_shareds, extra_updates, weight, clip_norm, num_slices, ema, **rule_kwargs
+    loss, params, x, y, update_rule, sliceable_shareds, extra_updates, weight, clip_norm, num_slices, ema, loss_scale
         As for `make_train_function`.
+    **rule_kwargs
+        For the rule.
 
     Returns
     -------
@@ -199,6 +202,7 @@ def make_train_function_serial(
             *(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs, weight, True),
             clip_norm=clip_norm,
             ema=ema,
+            loss_scale=loss_scale,
         ),
         num_slices,
     )

@@ -322,6 +322,7 @@ def make_train_function(
     clip_norm: float | None = None,
     num_slices: int = 1,
     ema: float | None = None,
+    loss_scale: str | None = None,
     **rule_kwargs: Any,
 ) -> TrainFunction:
     """Make a function that takes a training step on all ranks.
@@ -366,6 +367,11 @@ def make_train_function(
     ema : float, optional
         Decay of a moving average of the parameters, such as 0.999.  The averages are in ``train.ema``, at least
         float32, and in ``train.optimizer_state``.
+    loss_scale : {"dynamic"}, optional
+        Multiplies the loss by a scale before the backward pass, and divides its gradient by it in float32, so that
+        small gradients of float16 are not 0.  If the combined gradient is infinite or NaN, all ranks leave
+        parameters, the rule's variables and averages as they are, and the scale is halved; it is doubled after 2,000
+        other steps.  `extra_updates` are not skipped.
     **rule_kwargs
         For the rule, such as ``learning_rate=0.1``.
 
@@ -415,6 +421,7 @@ def make_train_function(
         *(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs, weight),
         clip_norm=clip_norm,
         ema=ema,
+        loss_scale=loss_scale,
     )
     return TrainFunction(model, exchange, num_slices)
 

@@ -547,6 +547,7 @@ def make_trainer(
     num_slices: int = 1,
     ema: float | None = None,
     validate_ema: bool = False,
+    loss_scale: str | None = None,
     **rule_kwargs: Any,
 ) -> Trainer:
     """Make a trainer: epochs over data, on all ranks, by an exchange rule.
@@ -580,7 +581,7 @@ def make_trainer(
     weight : scalar variable, optional
         As for `synkhronos.extensions.train.make_train_function`: what the loss is a mean over where that is not the
         rows of `x`.  Losses in reports and records are means by this weight, under all rules.
-    clip_norm, num_slices, ema
+    clip_norm, num_slices, ema, loss_scale
         As for `synkhronos.extensions.train.make_train_function`.  They need a `rule` that averages gradients, which
         is the default.  The averages are in ``trainer.ema`` and in checkpoints.
     validate_ema : bool, optional
@@ -630,9 +631,9 @@ def make_trainer(
             raise ValueError(f"update_rule: EAMSGD needs nesterov_momentum, got {update_rule!r}")
         if rule_kwargs.setdefault("momentum", rule.momentum) != rule.momentum:
             raise ValueError(f"momentum: EAMSGD has {rule.momentum}, got {rule_kwargs['momentum']!r}")
-    options = {"clip_norm": clip_norm, "num_slices": None if num_slices == 1 else num_slices, "ema": ema}
+    built = {"clip_norm": clip_norm, "ema": ema, "loss_scale": loss_scale}
     if not (isinstance(rule, BSP) and rule.average == "gradient"):
-        for name, value in options.items():
+        for name, value in {**built, "num_slices": None if num_slices == 1 else num_slices}.items():
             if value is not None:
                 raise ValueError(f"{name}: needs the exchange rule BSP() on gradients, got {rule!r}")
     if check_flag(validate_ema, "validate_ema") and ema is None:
@@ -647,7 +648,16 @@ def make_trainer(
     rate = library.shared(np.asarray(schedule(0.0), dtype), name="learning_rate")
     rule_kwargs = {"learning_rate": rate, **rule_kwargs}
     model = Model.build(
-        *(loss, params, x, y, update_rule, None, extra_updates, rule_kwargs, weight), clip_norm=clip_norm, ema=ema
+        loss,
+        params,
+        x,
+        y,
+        update_rule,
+        None,
+        extra_updates,
+        rule_kwargs,
+        weight,
+        **built,  # type: ignore[arg-type]
     )
     metrics = parse_metrics(validate, [*model.x, *model.y])
     name, rule_options = identify_rule(add_clipping(update_rule, clip_norm), rule_kwargs)

@@ -157,7 +157,7 @@ def test_wrong_options_are_named(n_ranks, make, error, message, options):
         Problem().train_by(make, **options)
 
 
-@pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"ema": 0.9}, {"num_slices": 2}])
+@pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"ema": 0.9}, {"num_slices": 2}, {"loss_scale": "dynamic"}])
 @pytest.mark.parametrize("rule", [rules.BSP("params"), rules.LocalSGD(2), rules.EASGD()])
 def test_options_need_a_rule_that_averages_gradients(n_ranks, rule, options):
     with pytest.raises(ValueError, match=rf"{next(iter(options))}: needs the exchange rule BSP\(\) on gradients"):
@@ -169,3 +169,70 @@ def test_validate_ema_needs_an_average(n_ranks):
         Problem().train_by(make_trainer, validate_ema=True)
     with pytest.raises(TypeError, match="validate_ema: expected True or False"):
         Problem().train_by(make_trainer, validate_ema=1, ema=0.9)
+
+
+# -- loss scaling ----------------------------------------------------------------------------------------
+
+
+def half_problem(make, dtype="float16", **options):
+    """A loss ``mean(x) * w`` whose gradient is the mean of x."""
+    x, w = T.vector("x", dtype=dtype), library.shared(np.ones((), dtype), "w")
+    train = make((x * w).mean(), [w], x, [], sgd, learning_rate=0.5, loss_scale="dynamic", **options)
+    return w, train, {variable.name: variable for variable in train.optimizer_state}
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(n_ranks):
+    for make in (make_train_function, make_train_function_serial):
+        w, train, state = half_problem(make, ema=0.5)
+        scale, average = state["loss_scale"], train.ema[0]
+
+        def values(variable, make=make):
+            gathered = (
+                np.asarray(synk.gather(variable)).ravel() if make is make_train_function else variable.get_value()
+            )
+            return np.unique(gathered)
+
+        train(np.full(6, 0.5, "float16"), [])
+        assert (values(w), values(average), values(scale)) == (0.75, 0.875, 2**15)
+        overflow = np.array([0.5, 0.5, 0.5, 0.5, 0.5, 500], "float16")  # 500 / 2 * 2**15 is infinite in float16
+        train(overflow, [])
+        assert (values(w), values(average), values(scale)) == (0.75, 0.875, 2**14)
+        train(np.full(6, 0.5, "float16"), [])
+        assert (values(w), values(average), values(scale)) == (0.5, 0.6875, 2**14)
+
+
+def test_scaled_losses_have_the_same_gradients(n_ranks):
+    together, plain = Problem(), Problem()
+    train = together.train_by(make_train_function, adam, loss_scale="dynamic", clip_norm=0.5, num_slices=2)
+    train_plain = plain.train_by(make_train_function_serial, adam, clip_norm=0.5)
+    for batch in (None, 7, [3, 1], 1):
+        np.testing.assert_allclose(train(X, Y, batch=batch), train_plain(X, Y, batch=batch), rtol=1e-9)
+        np.testing.assert_allclose(together.w.get_value(), plain.w.get_value(), rtol=1e-9)
+
+
+def test_averages_of_extra_updates_travel_with_a_clipped_gradient(n_ranks):
+    for make in (make_train_function, make_train_function_serial):
+        problem, mean = Problem(), library.shared(np.zeros(3), "mean")
+        moved = [(mean, problem.x.mean(axis=0), "mean")]
+        train = problem.train_by(make, clip_norm=0.5, ema=0.8, loss_scale="dynamic", extra_updates=moved)
+        for n in range(1, 4):
+            train(X, Y)
+            w, average = by_hand(n, 0.5, 0.8)
+            np.testing.assert_allclose(problem.w.get_value(), w, rtol=1e-10)
+            np.testing.assert_allclose(train.ema[0].get_value(), average, rtol=1e-10)
+            np.testing.assert_allclose(mean.get_value(), X.mean(axis=0), rtol=1e-10)
+
+
+def test_a_scale_grows_after_many_finite_steps(n_ranks):
+    w, train, state = half_problem(make_train_function, "float32")
+    synk.broadcast(state["loss_scale_steps"], np.asarray(1999, "float32"))
+    train(np.full(6, 0.5, "float32"), [])
+    assert (state["loss_scale"].get_value(), state["loss_scale_steps"].get_value()) == (2**16, 0)
+    assert w.get_value() == 0.75
+
+
+def test_another_loss_scale_is_refused(n_ranks):
+    for value, error in (("static", ValueError), (1024, TypeError)):
+        for make in (make_train_function, make_train_function_serial, make_trainer):
+            with pytest.raises(error, match="loss_scale: expected one of"):
+                Problem().train_by(make, loss_scale=value)

@@ -1,0 +1,73 @@
+"""Dynamic loss scaling: small gradients of float16 parameters do not become zero.
+
+The loss is multiplied by a scale before the backward pass, and its gradient divided by it in float32.  If the combined
+gradient has infinity or NaN, all ranks skip the step, because all read the same vector, and halve the scale::
+
+    loss * scale ──> gradients (float16) ──> / scale (float32) ──> all-reduce ──> all finite? ──> step, or scale / 2
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from synkhronos.graphs import library_of
+from synkhronos.training.updates.checks import check_gradients, check_params
+from synkhronos.training.updates.flat import RuleUpdates
+
+#: The first scale: the largest power of two in float16.
+_FIRST = 2.0**15
+#: Number of successive finite steps after which the scale is doubled.
+_PERIOD = 2000
+#: Largest scale.
+_LARGEST = 2.0**24
+
+
+def scale_gradients(loss: Any, params: Any) -> tuple[Any, list[Any]]:
+    """Compute gradients by way of a scaled loss.
+
+    Parameters
+    ----------
+    loss : scalar variable
+    params : list of shared variables
+
+    Returns
+    -------
+    scale : shared variable
+        A scalar of float32.
+    gradients : list of variables
+        One for each parameter, of at least float32; infinite or NaN where the scaled ones overflow.
+    """
+    params = check_params(params)
+    check_gradients(loss, params)
+    library = library_of(*params)
+    scale = library.shared(np.asarray(_FIRST, "float32"), name="loss_scale")
+    grads = check_gradients(loss * library.tensor.cast(scale, loss.dtype), params)
+    return scale, [library.tensor.cast(g, str(np.result_type(g.dtype, np.float32))) / scale for g in grads]
+
+
+def skip_overflows(updates: RuleUpdates, scale: Any) -> RuleUpdates:
+    """Return updates that change nothing but the scale, unless the combined gradient is finite.
+
+    Parameters
+    ----------
+    updates : RuleUpdates
+        Of gradients by `scale_gradients`.
+    scale : shared variable
+        Halved after a step that is skipped, and doubled after 2,000 others.
+    """
+    library, vector = library_of(scale), updates.grad_shared
+    tensor = library.tensor
+    zero, one, two = (np.asarray(value, "float32") for value in (0, 1, 2))
+    count = library.shared(zero, name="loss_scale_steps")
+    is_finite = tensor.all(tensor.lt(abs(vector), np.asarray(np.inf, vector.dtype)))  # False for NaN
+    news: OrderedDict[Any, Any] = OrderedDict()
+    for shared, new in updates.param_updates.items():
+        news[shared] = library.convert(shared, tensor.switch(is_finite, new, shared))
+    is_due = tensor.ge(count + one, np.asarray(_PERIOD, "float32"))
+    grown = tensor.switch(is_due, tensor.minimum(two * scale, np.asarray(_LARGEST, "float32")), scale)
+    news[scale] = tensor.switch(is_finite, grown, tensor.maximum(scale / two, one))
+    news[count] = tensor.switch(is_finite, tensor.switch(is_due, zero, count + one), zero)
+    return updates._replace(param_updates=news)
