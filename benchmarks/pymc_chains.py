@@ -2,8 +2,8 @@
 
 Each side is one call of ``pm.sample`` with the same seed, in turn, with one BLAS thread for each process.  Gradients a
 second are the leapfrog steps of all chains, tuning included, divided by the sampler's own time.  The wall time includes
-compiling.  The limit is what plain processes reach without any exchange: as many as there are ranks, each with its
-share of a chain's rows.
+compiling.  Lines with a star are for gradients alone, without a sampler, in as many processes.  The limit is what plain
+processes reach without any exchange: as many as there are ranks, each with its share of a chain's rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from threadpoolctl import threadpool_limits
 
 from benchmarks._hierarchical import GROUPS
 from benchmarks._measure import Table, heading, ranks
-from benchmarks.pymc_rows import logistic, rate_of_chains
+from benchmarks.pymc_rows import evaluator, logistic, rate_of_chains
+from synkhronos.extensions.chains import measure_rate
 from synkhronos.ranks import available_cores
 
 
@@ -84,7 +85,18 @@ def compare(name: str, build: Callable[[int, int], Any], options: argparse.Names
     part = build(options.rows // per_chain, options.columns)
     limit = rate_of_chains(part, per_chain * min(chains, size), options.calls) / per_chain
     print(f"{name}, {options.rows} rows of {options.columns} columns: {chains} chains, {size} ranks")
-    table = Table({"": 21, "gradients/s": 11, "of the limit": 12, "effective/s": 11, "wall (s)": 8, "R-hat": 6})
+    table = Table({"": 22, "gradients/s": 11, "of the limit": 12, "effective/s": 11, "wall (s)": 8, "R-hat": 6})
+    gradients: dict[str, list[float]] = {side: [] for side in list(sides)[:2]}
+    evaluators = {side: evaluator(sides[side][0]) for side in gradients}
+    for evaluate in evaluators.values():
+        evaluate()  # compiles before chains are forked
+    for _ in range(5):
+        for side, evaluate in evaluators.items():
+            with threadpool_limits(1):
+                gradients[side].append(measure_rate(evaluate, chains))
+    for side, rates in gradients.items():
+        rate = median(rates)
+        table.row(f"{side}*", f"{rate:.1f}", f"{rate / limit:.2f}", "", "", "")
     for side, rounds in figures.items():
         rate, effective, wall, r_hat = (median(column) for column in zip(*rounds, strict=True))
         table.row(side, f"{rate:.1f}", f"{rate / limit:.2f}", f"{effective:.2f}", f"{wall:.1f}", f"{r_hat:.3f}")
