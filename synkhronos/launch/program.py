@@ -1,14 +1,4 @@
-"""What each rank does in a run.
-
-`enter`
-    Gives the rank a console of its own.
-`as_the_class_computes`
-    Sets JAX for functions that a class has compiled.
-`build`
-    Makes the rank's own instance of the class.
-`train`
-    Goes through its epochs, and exchanges parameters.
-"""
+"""A rank's part of a run: it makes an instance of the user's class, and trains it under an exchange rule."""
 
 from __future__ import annotations
 
@@ -64,9 +54,9 @@ _TYPES: dict[str, Any] = {
 
 
 def enter(worker: Worker, consoles: list[int], masks: list[list[int]], devices: list[str], by_host: list[range]) -> int:
-    """Write to a pipe of this rank's own from now on, and say where the rank is; return its process.
+    """Redirect this rank's output to its own pipe, bind it to its cores, print its device, and return its process ID.
 
-    Those of the first host have a console each, and cores, if any have; others say of themselves where they are.
+    ``consoles`` and ``masks`` have entries for ranks of the first host only.
     """
     import synkhronos.compat  # noqa: F401 - classes import theano, and those elsewhere are no copies of the master
 

@@ -1,10 +1,4 @@
-"""The data that a trainer goes through, and in which order.
-
-`Course`
-    The rows of each epoch.
-`pools_of`
-    The ranks among which rows are divided, where hosts have rows of their own.
-"""
+"""Data of a trainer, and the order of rows in each epoch."""
 
 from __future__ import annotations
 
@@ -23,10 +17,10 @@ from synkhronos.training.interval import InOrder, Source
 
 @dataclass
 class Course:
-    """The data, and the ways through it."""
+    """Data of a trainer, and the order of its rows by epoch."""
 
     data: list[Data]
-    #: The rows of the data.
+    #: Number of rows of the data.
     length: int
     batch: int
     epochs: int
@@ -34,9 +28,9 @@ class Course:
     every: int | None
     progress: bool
     loader: Loader | None
-    #: The ranks of each host, where each rank takes rows of its own host.
+    #: Ranks of each host, if ranks take only rows of their own host; else None.
     pools: list[range] | None = field(init=False)
-    #: The rows of an epoch.
+    #: Number of rows of an epoch.
     count: int = field(init=False)
     order: Data = field(init=False)
     taken: Data = field(init=False)
@@ -47,14 +41,14 @@ class Course:
         self.count = self.length if self.pools is None else sum(map(len, self._of_parts(0)))
 
     def make(self) -> None:
-        """Make what all ranks have to see."""
+        """Allocate the arrays that all ranks read."""
         self.taken = synk.data(shape=(ranks.session().size + 1,), dtype="int64")
         if self.loader is None:
             self.order = synk.data(shape=(self.count,), dtype="int64")
         self._shuffled = -1
 
     def source(self, epoch: int, first: int, all_together: bool) -> Source:
-        """Return what rows are taken from: by all ranks at once, or by each for itself."""
+        """Return the source of an epoch's rows, for all ranks together or for each rank by itself."""
         if self.loader is not None:
             size = ranks.session().size
             unit, takers = (self.batch * size, 1) if all_together else (self.batch, size)
@@ -68,19 +62,19 @@ class Course:
         return InOrder(self.data, self.order)
 
     def _of_parts(self, epoch: int) -> Iterator[np.ndarray]:
-        """Yield the rows of an epoch's steps of all ranks, where each takes rows of its own host."""
+        """Yield the rows of each step of an epoch, if ranks take only rows of their own host."""
         assert self.pools is not None
         return iterate_shuffled(self.length, self.batch * self.pools[-1].stop, self.pools, (self.seed, epoch))
 
     def parts(self) -> list[int] | None:
-        """Return what the order of rows depends on, besides the seed, where each rank takes rows of its own host."""
+        """Return the batch and the numbers of ranks, which the order of rows depends on if hosts have different rows."""
         return None if self.pools is None else [self.batch, *map(len, self.pools)]
 
     def end(self, row: int, n_ranks: int) -> int:
-        """Return where the next report is due, from a place on."""
+        """Return the position of the next report after the position `row`."""
         return self.count if self.every is None else min(self.count, row + self.every * self.batch * n_ranks)
 
 
 def pools_of(data: list[Data]) -> list[range] | None:
-    """Return the ranks of each host, if some of the data are rows that hosts have loaded for themselves."""
+    """Return the ranks of each host if some data are of `synkhronos.data_parts`, else None."""
     return ranks.session().link.ranks_by_host if any(isinstance(each, PartsData) for each in data) else None

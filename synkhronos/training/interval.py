@@ -1,12 +1,4 @@
-"""What there is to do between two reports.
-
-`Plan`
-    Which rows, how many at a time, and what to write down.
-`InOrder`
-    The rows of data that are all there.
-`Source`
-    What rows are taken from: these, or a loader's.
-"""
+"""Plan of the steps between two reports, which the trainer sends to the ranks, and the order of their rows."""
 
 from __future__ import annotations
 
@@ -20,46 +12,50 @@ from synkhronos.loading.loader import Feed
 from synkhronos.training.recorder import Recorder
 from synkhronos.training.schedules import Schedule
 
-#: Steps in one launch, at most: each number is compiled by itself.
+#: Maximal number of steps in one launch; each number is compiled separately.
 _MOST = 64
 
 
 @dataclass
 class Plan:
-    """What to do until the next report."""
+    """Steps until the next report."""
 
-    #: Of the trainer, under which each rank keeps what it has.
+    #: Name of the trainer, the key of each rank's state.
     name: str
-    #: The places in the epoch's order of rows between which to train.
+    #: Range of positions in the epoch's order of rows.
     first: int
     last: int
-    #: A rank's rows in a step.
+    #: Number of a rank's rows in a step.
     batch: int
     epoch: int
-    #: The rows of an epoch.
+    #: Number of rows of an epoch.
     count: int
     schedule: Schedule
     recorders: list[Recorder]
-    #: Whether the master shows how far it is.
+    #: Whether the master shows a progress bar.
     bar: bool
-    #: The ranks among which rows are divided: all, or those of each host where hosts have rows of their own.
+    #: Groups of ranks that share rows: one group of all ranks, or one per host if the hosts have different rows.
     pools: list[range]
     #: Whether a signal may end the training before `last`.
     can_stop: bool = False
-    #: The outcomes of the ranks (of all together: one) since the last report and before `first`; none at a report.
+    #: Outcomes between the last report and `first`, one per rank (one for synchronous ranks); empty at a report.
     before: Sequence[Any] = ()
-    #: Whether the loss is a mean by a weight, and not over rows.
+    #: Whether the loss is a weighted mean instead of a mean over rows.
     has_weight: bool = False
 
     def rate(self, place: int) -> float:
-        """Return the learning rate at a place in the epoch."""
+        """Return the learning rate at a position in the epoch."""
         return float(self.schedule(self.epoch + place / self.count))
 
 
 class InOrder:
-    """Rows of data that are all in memory, by their places in an epoch's order; a loader's rows come by a `Feed`.
+    """Source of rows from data in memory; the source of a loader's rows is a `Feed`.
 
-    ``order`` has the rows' numbers.  On a rank the data are LocalRows.
+    Parameters
+    ----------
+    data : list of Data, or on a rank of LocalRows
+    order : sequence of int
+        Indexes of the rows, in the epoch's order.
     """
 
     most = _MOST
@@ -68,12 +64,12 @@ class InOrder:
         self.data, self._order = data, order
 
     def rows(self, first: int, last: int, watch: Any = None) -> np.ndarray:
-        """Return the numbers of the rows between two places."""
+        """Return the indexes of the rows in a range of positions."""
         return np.asarray(self._order)[first:last]
 
     def free(self, first: int, last: int) -> None:
-        """Nothing waits for the memory."""
+        """Do nothing: only a `Feed` has memory to release."""
 
 
-#: What a rank takes rows from.
+#: Source of a rank's rows.
 Source = InOrder | Feed
