@@ -54,7 +54,7 @@ _TYPES: dict[str, Any] = {
 
 
 def enter(worker: Worker, consoles: list[int], masks: list[list[int]], devices: list[str], by_host: list[range]) -> int:
-    """Redirect this rank's output to its own pipe, bind it to its cores, print its device, and return its process ID.
+    """Redirect this rank's output to its own pipe, print its device and cores, and return its process ID.
 
     ``consoles`` and ``masks`` have entries for ranks of the first host only.
     """
