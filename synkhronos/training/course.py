@@ -67,7 +67,7 @@ class Course:
         return iterate_shuffled(self.length, self.batch * self.pools[-1].stop, self.pools, (self.seed, epoch))
 
     def parts(self) -> list[int] | None:
-        """Return the batch and each host's ranks, which the order depends on if hosts have different rows; else None."""
+        """Return the batch and the numbers of ranks by host if hosts have different rows, else None."""
         return None if self.pools is None else [self.batch, *map(len, self.pools)]
 
     def end(self, row: int, n_ranks: int) -> int:
