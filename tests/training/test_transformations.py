@@ -274,6 +274,10 @@ def test_checkpoints_know_a_chain_by_its_parts_and_their_numbers():
     assert partition((is_matrix, adamw), sgd).__name__ == "partition(adamw, sgd)"
 
 
+def a_dict(loss, params, learning_rate, weight=None):
+    return {p: p - learning_rate for p in params}
+
+
 def a_shared():
     return library.shared(np.ones(2), name="w")
 
@@ -307,6 +311,8 @@ def a_shared():
         (ValueError, "chain: expected one update rule among the 2 parts, got 2", lambda: chain(sgd, adam)),
         (TypeError, "partition: .*'adam'", lambda: partition((is_matrix, "adam"), sgd)),
         (TypeError, "partition: ", lambda: partition(sgd, adam)),
+        (TypeError, "update_rule: expected a_dict to return", lambda: step_of_w(chain(clip(1), a_dict))),
+        (TypeError, "update_rule: expected a_dict to return", lambda: step_of_w(partition(a_dict))),
         (ValueError, "params: w is in no group", lambda: step_of_w(partition((is_matrix, sgd)))),
         (ValueError, "momentum: .*got 1.0", lambda: step_of(muon, [np.ones((2, 2))], momentum=1.0)),
     ],

@@ -77,7 +77,7 @@ def chain(*parts: Any) -> UpdateRule:
         loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any
     ) -> RuleUpdates:
         params = check_params(params)
-        updates = RuleUpdates(*rule(loss_or_grads, params, *args, weight=weight, **kwargs))
+        updates = _as_updates(rule, rule(loss_or_grads, params, *args, weight=weight, **kwargs))
         if before:
             updates = _replace_gradient(updates, params, _apply(before, _read_gradient(updates, params), params))
         return _transform_step(updates, params, behind) if behind else updates
@@ -147,7 +147,7 @@ def partition(*groups: tuple[Callable[[Any], bool], UpdateRule] | UpdateRule) ->
         for (_, rule), some in zip(pairs, members, strict=True):
             if some:
                 own = [g for g, p in zip(grads, params, strict=True) if any(p is q for q in some)]
-                updates = RuleUpdates(*rule(own, some, *args, **kwargs))
+                updates = _as_updates(rule, rule(own, some, *args, **kwargs))
                 merged.update(_replace_gradient(updates, some, [pieces[p] for p in some]).param_updates)
         return RuleUpdates(OrderedDict([(flat.shared, flat.expression)]), merged, flat.shared)
 
@@ -478,6 +478,16 @@ def _apply(transforms: Sequence[Transformation], values: list[Any], params: list
 
 
 # -- arguments -------------------------------------------------------------------------------------------------
+
+
+def _as_updates(rule: UpdateRule, returned: Any) -> RuleUpdates:
+    """Return the updates of a rule; raise TypeError for anything but a triple."""
+    if not isinstance(returned, tuple) or len(returned) != 3:
+        raise TypeError(
+            f"update_rule: expected {_name(rule)} to return (grad_updates, param_updates, grad_shared), "
+            f"got {returned!r} of type {type(returned).__name__}"
+        )
+    return RuleUpdates(*returned)
 
 
 def _is_rule(part: Any) -> bool:
