@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.graphs import library_of, loaded_libraries
-from synkhronos.training.storing import Groups
+from synkhronos.training.rank_state import Groups
 
 #: Required methods, and the purpose of each for the error message.
 METHODS = {

@@ -25,8 +25,8 @@ from synkhronos.launch.watch import Watch
 from synkhronos.rules import BSP, Rule, State, Swap
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker
-from synkhronos.training import storing
-from synkhronos.training.checkpoint import Checkpoint, check_types, load_meta
+from synkhronos.training import rank_state
+from synkhronos.training.checkpoint import Checkpoint, load_meta
 from synkhronos.training.early_stop import EarlyStop, to_cost
 from synkhronos.training.loop import RankLoop
 from synkhronos.training.nonfinite import describe_nonfinite
@@ -43,7 +43,7 @@ _EXCHANGES = {
 #: Epochs over which BSP raises a class' learning rate to the number of ranks times as much, as Theano-MPI does; and
 #: between two calls of a class' save(path).
 _WARMUP, _SNAPSHOTS = 5, 5
-#: Entries of a run's checkpoint, besides those of `storing.describe`.
+#: Entries of a run's checkpoint, besides those of `rank_state.describe_training`.
 _TYPES: dict[str, Any] = {
     "epochs": int,
     "stop": dict,
@@ -176,7 +176,7 @@ class ClassLoop(RankLoop):
         settings: Settings,
         rule: Rule,
         model: Any,
-        groups: storing.Groups,
+        groups: rank_state.Groups,
         shared: dict[str, LocalRows],
         flag: LocalRows,
     ):
@@ -191,6 +191,7 @@ class ClassLoop(RankLoop):
         self.recorder = ClassRecorder(worker.number, lines, settings.every, self.rows, folder)
         self.seconds = self.recorder.seconds
         self.state = State(self.groups.params, self.groups.optimizer, shared, self.groups.n_averages)
+        worker.kept(_KEPT)["state"] = self.state
         self.reports = Recorder(self.folder) if worker.number == 0 else None
         own = model.vels if isinstance(rule, SummedGradients) else self.groups.params
         self.watch = Watch(list(model.params), own)
@@ -235,13 +236,13 @@ class ClassLoop(RankLoop):
                 self.within = {"batch": 0, "generators": _generators()}
             is_ended = self.train_epoch()
             loss = self.check_loss()
-            own = self.stand_for_all()
+            rank_state.set_reported_params(self.worker, _KEPT, self.rule)
             validation: dict[str, float] = {}
             has_stopped = False
             if not is_ended:
                 validation, has_stopped, is_ended = self.validate()
             if is_ended:
-                self.save(epoch, own, {}, is_within=True)
+                self.save(epoch, {}, is_within=True)
                 return True
             self.within = {"batch": 0}
             self.report(epoch, loss, validation)
@@ -255,7 +256,7 @@ class ClassLoop(RankLoop):
                 contract.call(self.model.print_info, self.recorder, verbose=self.worker.number == 0)
             every = self.settings.checkpoint
             if every and (done % every == 0 or last) or is_best and self.settings.keep_best:
-                self.save(done, own, metrics)
+                self.save(done, metrics)
             if has_stopped and self.worker.number == 0:
                 sys.stdout.write(f"val_iter() has returned 'stop': the run ends after epoch {done}\n")
             if self.is_exhausted() and self.worker.number == 0:
@@ -264,9 +265,9 @@ class ClassLoop(RankLoop):
                 )
             if last:
                 break
-            self.state.vector = own
+            self.state.vector = self.worker.kept(_KEPT)["own"]
         if done == first:  # a run may end between its last checkpoint and what comes now
-            self.stand_for_all()
+            rank_state.set_reported_params(self.worker, _KEPT, self.rule)
         self.save_params("params.npz")
         if self.settings.keep_best:
             self.save_best()
@@ -302,13 +303,6 @@ class ClassLoop(RankLoop):
     def is_exhausted(self) -> bool:
         """Return True if the metric has not improved for so many epochs as ``patience`` allows."""
         return self.settings.patience is not None and self.stop.since >= self.settings.patience
-
-    def stand_for_all(self) -> Any:
-        """Set the parameters to those that stand for all ranks'; return this rank's own."""
-        stands_for_all = self.rule.report(self.worker, self.state)
-        own = self.state.vector  # behind the report, which may take what has come by mail
-        self.state.vector = stands_for_all
-        return own
 
     # -- an epoch --------------------------------------------------------------------------------------------
 
@@ -503,10 +497,14 @@ class ClassLoop(RankLoop):
         """Write the parameters of the best epoch."""
         best = self.worker.decide(self.open_checkpoints().best() if self.worker.number == 0 else None)
         if best is not None:
-            storing.restore(self.worker, _KEPT, self.groups, self.rule, str(best), self.shared, False, 0)
+            rank_state.restore_state(self.worker, _KEPT, self.groups, self.rule, str(best), self.shared, False, 0)
             self.state = self.worker.kept(_KEPT)["state"]
-            self.stand_for_all()
+            rank_state.set_reported_params(self.worker, _KEPT, self.rule)
             self.save_params("best.npz")
+
+    def describe(self) -> dict[str, Any]:
+        """Return the description of this run for a checkpoint."""
+        return rank_state.describe_training("run", self.rule, self.groups, None)
 
     def open_checkpoints(self) -> Checkpoint:
         """Return the run's folder of checkpoints, which rank 0 alone opens."""
@@ -515,13 +513,11 @@ class ClassLoop(RankLoop):
             self.checkpoint = Checkpoint(folder, settings.keep, keep_best=settings.keep_best)
         return self.checkpoint
 
-    def save(self, epochs: int, own: Any, metrics: dict[str, float], is_within: bool = False) -> None:
+    def save(self, epochs: int, metrics: dict[str, float], is_within: bool = False) -> None:
         """Write a checkpoint of all ranks, after some epochs, or within the next one."""
-        kept = self.worker.kept(_KEPT)
-        kept["state"], kept["own"] = self.state, own
         if isinstance(self.rule, SummedGradients):
             self.rule.store(self.state)
-        found = storing.collect(self.worker, _KEPT, self.groups, False)
+        found = rank_state.collect_state(self.worker, _KEPT, self.groups, False)
         recorder = self.recorder
         within = {**self.within, "record": [recorder.steps, *recorder.loss_sums()]} if is_within else None
         mine = found, _generators(), recorder.total, within
@@ -529,29 +525,32 @@ class ClassLoop(RankLoop):
             self.worker.send(mine, 0)
         else:
             gathered = [mine, *map(self.worker.receive, range(1, self.worker.size))]
-            arrays, streams = storing.packed([found for found, *_ in gathered])
-            arrays |= {f"shared.{name}": np.array(array) for name, array in self.state.shared.items()}
             meta = {
-                **storing.describe("run", self.rule, self.groups, None),
                 "epochs": epochs,
                 "model": f"{self.settings.modelfile}:{self.settings.modelclass}",
                 "stop": self.stop.to_json(),
-                "ranks": self.worker.size,
-                "alike": False,
-                "streams": streams,
                 "host_generators": [each for _, each, *_ in gathered],
                 "totals": [each for _, _, each, _ in gathered],
                 "within": [each for *_, each in gathered] if is_within else None,
             }
-            self.open_checkpoints().save(recorder.total, arrays, meta, metrics)
+            states = [found for found, *_ in gathered]
+            rank_state.write_states(
+                self.open_checkpoints(),
+                recorder.total,
+                self.describe(),
+                states,
+                self.state.shared,
+                False,
+                meta,
+                metrics,
+            )
         self.worker.barrier("the checkpoint is written")
 
     def resume(self, path: str) -> int:
         """Go on from a checkpoint, which rank 0 reads for all; return how many epochs it has."""
         worker = self.worker
         meta = worker.decide(load_meta(path) if worker.number == 0 else None)
-        check_types(path, meta, storing.TYPES | _TYPES)
-        storing.check(path, meta, storing.describe("run", self.rule, self.groups, None))
+        rank_state.check_meta(path, meta, self.describe(), _TYPES)
         self.stop = EarlyStop.from_json(meta["stop"])
         if self.settings.keep_best:
             self.stop.begin(" ".join(self.settings.keep_best))
@@ -559,7 +558,7 @@ class ClassLoop(RankLoop):
             contract.call(self.model.adjust_hyperp, epoch)
         if meta["within"]:
             self.replay(meta["epochs"], meta["within"])
-        storing.restore(worker, _KEPT, self.groups, self.rule, path, self.shared, False, 0)
+        rank_state.restore_state(worker, _KEPT, self.groups, self.rule, path, self.shared, False, 0)
         self.state = worker.kept(_KEPT)["state"]
         if isinstance(self.rule, SummedGradients):
             self.rule.restore(self.state)

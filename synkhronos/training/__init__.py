@@ -2,7 +2,7 @@
 
 ::
 
-    Trainer            epochs under an exchange rule: from report to report, each an `interval`
+    Trainer            epochs under an exchange rule: from report to report, each by a `plan`
         │
     loop               batches and steps until the next report, on every rank
         │

@@ -29,9 +29,10 @@ import synkhronos as synk
 from synkhronos.loading.loader import Feed
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import LocalFunction, LocalRows, Worker
-from synkhronos.training.interval import Plan, Source
 from synkhronos.training.meter import Meter, Outcome, timed
 from synkhronos.training.model import Model
+from synkhronos.training.plan import Plan, Source
+from synkhronos.training.rank_state import set_reported_params
 from synkhronos.training.stop import StopAgreement, requested_stop
 from synkhronos.training.train_function import TrainFunction
 
@@ -483,8 +484,6 @@ def train(
     loop.run()
     loop.finish_steps()
     with loop.meter.timed("exchange"):
-        stands_for_all = rule.report(worker, state)
-        kept["own"] = state.vector  # behind the report, which may take what has come by mail
-        state.vector = stands_for_all
+        set_reported_params(worker, plan.name, rule)
     loop.meter.write(loop.end, loop.rate, last=True)
     return loop.end, loop.meter.outcome(loop.rate)

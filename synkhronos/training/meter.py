@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.training.interval import Plan
+from synkhronos.training.plan import Plan
 
 
 class Outcome(NamedTuple):
@@ -36,14 +36,14 @@ class Outcome(NamedTuple):
     first: tuple[int, float]
 
 
-def shared_out(outcomes: Sequence[Outcome], size: int) -> list[Outcome]:
+def split_outcomes(outcomes: Sequence[Outcome], size: int) -> list[Outcome]:
     """Return outcomes of another number of ranks with the same sums, and the same means of seconds.
 
     Examples
     --------
     >>> one = Outcome(1.0, 10.0, 10, 2, {"wait": 1.0}, 0.1, (0, 0.0))
     >>> other = Outcome(2.0, 5.0, 5, 1, {"wait": 2.0}, 0.1, (0, 0.0))
-    >>> shared_out([one, other], 1)
+    >>> split_outcomes([one, other], 1)
     [Outcome(loss=3.0, weight=15.0, rows=15, steps=3, seconds={'wait': 1.5}, learning_rate=0.1, first=(0, 0.0))]
     """
     if not outcomes or len(outcomes) == size:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.training.interval import Plan
 from synkhronos.training.meter import Outcome
+from synkhronos.training.plan import Plan
 
 
 @dataclass
@@ -56,8 +56,8 @@ class Report:
     batch: str
 
     @classmethod
-    def of(cls, outcomes: Sequence[Outcome], plan: Plan, n_ranks: int) -> Report:
-        """Return what ranks have done between two reports."""
+    def from_outcomes(cls, outcomes: Sequence[Outcome], plan: Plan, n_ranks: int) -> Report:
+        """Return the report of an interval, from the outcomes of all ranks."""
         rows = sum(outcome.rows for outcome in outcomes)
         weight = sum(outcome.weight for outcome in outcomes)
         seconds = {

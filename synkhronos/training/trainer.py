@@ -31,20 +31,20 @@ from synkhronos.loading.loader import Feed
 from synkhronos.ranks import WorkerError
 from synkhronos.rules import BSP, EAMSGD, Rule
 from synkhronos.tasks import run
-from synkhronos.training import schedules, storing
+from synkhronos.training import rank_state, schedules
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError
-from synkhronos.training.course import Course, pools_of
 from synkhronos.training.early_stop import to_cost
-from synkhronos.training.interval import Plan, Source
+from synkhronos.training.epoch_data import EpochData, get_rank_pools
 from synkhronos.training.loop import CommandLoop, train
 from synkhronos.training.meter import Meter, Outcome
 from synkhronos.training.metrics import Metric, MetricTotals, parse_metrics
 from synkhronos.training.model import Model, Rows, Updates, add_clipping, by_own_gradient, identify_rule
 from synkhronos.training.model import Rule as UpdateRule
 from synkhronos.training.nonfinite import describe_nonfinite
+from synkhronos.training.plan import Plan, Source
+from synkhronos.training.progress import Progress, TrainerState
 from synkhronos.training.recorder import Recorder
 from synkhronos.training.report import Report
-from synkhronos.training.resume import OnRanks, Place
 from synkhronos.training.schedules import Schedule, as_schedule
 from synkhronos.training.stop import StopSignals, requested_stop
 from synkhronos.training.train_function import TrainFunction
@@ -86,7 +86,7 @@ class Trainer:
         self.ema = model.ema
         self._model = model
         self._name = f"trainer {next(_names)}"
-        groups = storing.Groups.of(model, params, rule)
+        groups = rank_state.Groups.from_model(model, params, rule)
         self._validate = validate
         inputs = [*model.x, *model.y]
         self._validation = None
@@ -101,11 +101,11 @@ class Trainer:
             self._together = TrainFunction(model, rule.precision, num_slices)
         else:
             self._step = _local_step(model)
-        self._on_ranks = OnRanks(self._name, rule, groups, self._together is not None, update_rule)
+        self._on_ranks = TrainerState(self._name, rule, groups, self._together is not None, update_rule)
         self._session: Any = None
-        self._place, self._rate = Place(), math.nan
+        self._place, self._rate = Progress(), math.nan
         self._kinds: set[Any] = set()
-        self._course: Course | None = None
+        self._course: EpochData | None = None
         self._checkpoint: Checkpoint | None = None
 
     # -- going through epochs --------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class Trainer:
         if resume == "latest" and checkpoint is None:
             raise ValueError("resume: expected a path, or checkpoint=..., in which to look for the latest")
         return self._epochs(
-            Course(data, count, batch_size, epochs, seed, every, progress, loader),
+            EpochData(data, count, batch_size, epochs, seed, every, progress, loader),
             valid_data,
             patience,
             recorders,
@@ -232,7 +232,7 @@ class Trainer:
 
     def _epochs(
         self,
-        course: Course,
+        course: EpochData,
         valid: tuple[list[Data], int] | Loader | None,
         patience: int | None,
         recorders: list[Any],
@@ -254,7 +254,7 @@ class Trainer:
 
     def _reports(
         self,
-        course: Course,
+        course: EpochData,
         valid: tuple[list[Data], int] | Loader | None,
         patience: int | None,
         recorders: list[Any],
@@ -281,7 +281,7 @@ class Trainer:
                 place.row, place.outcomes = self._interval(course, plan)
             if _must_stop(plan):
                 self._stop(course, checkpoint)
-            report = Report.of(place.outcomes, plan, ranks.session().size)
+            report = Report.from_outcomes(place.outcomes, plan, ranks.session().size)
             if valid is not None:
                 report.validation = self._validated(valid, course.batch, plan)
                 if _must_stop(plan):
@@ -308,7 +308,9 @@ class Trainer:
                     self._on_ranks.save(checkpoint, course, place, self.schedule, report.seen)
             yield report
 
-    def _explain(self, report: Report, course: Course, last: int, valid: tuple[list[Data], int] | Loader | None) -> str:
+    def _explain(
+        self, report: Report, course: EpochData, last: int, valid: tuple[list[Data], int] | Loader | None
+    ) -> str:
         """Return why a loss may be NaN or infinite: a row of the data, or else the learning rate."""
         x, y = ([describe(v) for v in variables] for variables in (self._model.x, self._model.y))
         words = ""
@@ -321,7 +323,7 @@ class Trainer:
             words = describe_nonfinite(dict(zip(names, valid[0], strict=True)))
         return words or f"the learning rate of {report.learning_rate:g} may be too high"
 
-    def _is_over(self, course: Course, patience: int | None) -> bool:
+    def _is_over(self, course: EpochData, patience: int | None) -> bool:
         """Whether there is nothing left to train."""
         return self._place.epoch >= course.epochs or patience is not None and self._place.stop.since >= patience
 
@@ -359,7 +361,7 @@ class Trainer:
 
     # -- one interval ----------------------------------------------------------------------------------------
 
-    def _plan(self, course: Course, last: int, recorders: list[Any], can_stop: bool) -> Plan:
+    def _plan(self, course: EpochData, last: int, recorders: list[Any], can_stop: bool) -> Plan:
         """Return the plan of an interval, from the present place to the next report."""
         return Plan(
             self._name,
@@ -377,7 +379,7 @@ class Trainer:
             self._model.weight is not None,
         )
 
-    def _interval(self, course: Course, plan: Plan) -> tuple[int, list[Outcome]]:
+    def _interval(self, course: EpochData, plan: Plan) -> tuple[int, list[Outcome]]:
         """Train until the next report, or until a signal comes; return the place, and what the ranks have done."""
         together = self._together is not None
         try:
@@ -398,7 +400,7 @@ class Trainer:
             raise
         return end, outcomes
 
-    def _stop(self, course: Course, checkpoint: Checkpoint | None) -> NoReturn:
+    def _stop(self, course: EpochData, checkpoint: Checkpoint | None) -> NoReturn:
         """Save the place between two reports, and end the program by the signal that came."""
         number = requested_stop()
         words, place = f"{signal.Signals(number).name}: training ends", self._place
@@ -441,7 +443,7 @@ class Trainer:
         chosen: Iterable[Any]
         if isinstance(valid, Loader):
             chosen = valid.epoch(0, step)
-        elif pools_of(valid[0]):
+        elif get_rank_pools(valid[0]):
             chosen = iterate_in_order(valid[1], step, ranks.session().size)
         else:
             chosen = (slice(start, min(valid[1], start + step)) for start in range(0, valid[1], step))
@@ -457,12 +459,12 @@ class Trainer:
 
     # -- beginning, and going on -----------------------------------------------------------------------------
 
-    def _begin(self, course: Course, resume: Any, checkpoint: Checkpoint | None, recorders: list[Any]) -> None:
+    def _begin(self, course: EpochData, resume: Any, checkpoint: Checkpoint | None, recorders: list[Any]) -> None:
         """Make what the ranks need, once, and go on from a checkpoint if there is one."""
         session = ranks.session()
         if self._session is not session:
             self._on_ranks.begin(session, self)
-            self._session, self._place, self._rate = session, Place(), math.nan
+            self._session, self._place, self._rate = session, Progress(), math.nan
         course.make()
         self._course, self._checkpoint = course, checkpoint
         if resume == "latest":

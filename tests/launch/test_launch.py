@@ -35,7 +35,7 @@ from synkhronos.launch.contract import ContractError, group_variables
 from synkhronos.launch.recorder import ClassRecorder
 from synkhronos.ranks import available_cores
 from synkhronos.rules import BSP
-from synkhronos.training import Checkpoint, CheckpointError, storing
+from synkhronos.training import Checkpoint, CheckpointError, rank_state
 from synkhronos.training.early_stop import EarlyStop
 from synkhronos.training.model import by_own_gradient
 
@@ -182,19 +182,19 @@ def test_a_runs_checkpoint_names_the_variables_of_the_update_rule():
     rules_of = {rule.__name__: rule for rule in (sgd, momentum, nesterov_momentum, adagrad, rmsprop, adadelta)}
     rules_of |= {rule.__name__: rule for rule in (adam, adamax, amsgrad)}
     found = {
-        name: storing.describe("run", BSP("params"), group_variables(step(rule)), None)
+        name: rank_state.describe_training("run", BSP("params"), group_variables(step(rule)), None)
         for name, rule in rules_of.items()
     }
     for before, after in itertools.product(found, repeat=2):
         if before == after:
-            storing.check(
+            rank_state.check_description(
                 "rows",
                 found[before],
-                storing.describe("run", BSP("params"), group_variables(step(rules_of[after])), None),
+                rank_state.describe_training("run", BSP("params"), group_variables(step(rules_of[after])), None),
             )
         else:
             with pytest.raises(CheckpointError, match="is of another model: its variables of the update rule are"):
-                storing.check("rows", found[before], found[after])
+                rank_state.check_description("rows", found[before], found[after])
 
 
 @pytest.mark.any_library

@@ -14,8 +14,8 @@ import synkhronos as synk
 from synkhronos import rules
 from synkhronos.extensions.updates import nesterov_momentum, sgd
 from synkhronos.training import Checkpoint, CheckpointError, Recorder, Report, make_trainer, schedules
-from synkhronos.training.interval import Plan
 from synkhronos.training.meter import Outcome
+from synkhronos.training.plan import Plan
 from synkhronos.training.recorder import read
 
 # -- going on ------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def test_the_learning_rate_is_that_of_a_rank_that_has_taken_a_step():
     plan = Plan("", 0, 5, 5, 0, 60, None, [], False, [range(2)])
     seconds = {"compute": 1.0}
     idle, busy = Outcome(0.0, 0.0, 0, 0, seconds, 0.0, (0, 0.0)), Outcome(5.0, 5.0, 5, 1, seconds, 0.1, (0, 0.0))
-    assert Report.of([idle, busy], plan, 2).learning_rate == 0.1
+    assert Report.from_outcomes([idle, busy], plan, 2).learning_rate == 0.1
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])

@@ -1,13 +1,12 @@
-"""What a checkpoint has of each rank, and how ranks take it back.
+"""State of every rank in a checkpoint: how it is collected, described, compared and restored.
 
-`Groups`
-    The variables of a trainer, by what becomes of them on another number of ranks.
-`collect`, `restore`, `stand_for_all`
-    Programs of all ranks.
-`packed`
-    The ranks' arrays under one set of names.
-`describe`, `check`
-    Say what is trained and how, and refuse a checkpoint of something else.
+Trainers and the launcher's runs save through `write_states` and resume through `check_meta` and `restore_state`::
+
+    every rank: collect_state --> one rank: write_states --> Checkpoint
+    every rank: restore_state <-- one rank: check_meta   <-- Checkpoint
+
+After a report the parameters are those that stand for all ranks, `set_reported_params`; a rank's own are remembered
+under ``"own"`` until it trains on.  A checkpoint has each rank's own.
 """
 
 from __future__ import annotations
@@ -25,30 +24,41 @@ from synkhronos.graphs import library_of
 from synkhronos.rules import Rule, State
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker
-from synkhronos.training.checkpoint import CheckpointError, Stored, load
+from synkhronos.training.checkpoint import Checkpoint, CheckpointError, Stored, check_types, load
 from synkhronos.training.model import Model
 from synkhronos.training.updates.flat import shape_of
 
 
 @dataclass
 class Groups:
-    """The shared variables of a trainer."""
+    """Shared variables of a training, by their role.
 
-    #: Those that are exchanged, running averages at the end, and what the update rule remembers of parameters.
+    Attributes
+    ----------
+    params : list of shared variables
+        Variables that ranks exchange: parameters, then running averages.
+    optimizer : list of shared variables
+        Variables of the update rule, such as velocities.
+    excluded : list of shared variables
+        Parameters that are not exchanged.
+    others : list of shared variables
+        Other updated variables, such as counts.
+    generators : list of shared variables
+        Random streams.
+    n_averages : int
+        Number of running averages at the end of `params`.
+    """
+
     params: list[Any]
     optimizer: list[Any]
-    #: Parameters that are not exchanged.
     excluded: list[Any]
-    #: What else is updated: counts, running averages.
     others: list[Any]
-    #: Random streams.
     generators: list[Any]
-    #: How many of `params`, at the end, are running averages.
     n_averages: int = 0
 
     @classmethod
-    def of(cls, model: Model, params: Sequence[Any], rule: Rule) -> Groups:
-        """Sort the variables of what is trained by a rule."""
+    def from_model(cls, model: Model, params: Sequence[Any], rule: Rule) -> Groups:
+        """Return the variables of a model that is trained by an exchange rule."""
         excluded = [rule.exclude is not None and bool(rule.exclude(p)) for p in params]
         exchanged = [p for p, out in zip(params, excluded, strict=True) if not out]
         if not exchanged:
@@ -79,11 +89,11 @@ class Groups:
         }
 
 
-def collect(worker: Worker, name: str, groups: Groups, alike: bool) -> dict[str, Any] | None:
-    """Return what this rank has; None where ranks are alike, and rank 0's is enough, but for random streams."""
+def collect_state(worker: Worker, name: str, groups: Groups, alike: bool) -> dict[str, Any] | None:
+    """Return the state of this rank; of alike ranks only rank 0 returns more than streams and other variables."""
     kept = worker.kept(name)
     state: State | None = kept.get("state")
-    found: dict[str, Any] = {"streams": [stream(shared) for shared in groups.generators]}
+    found: dict[str, Any] = {"streams": [get_stream_state(shared) for shared in groups.generators]}
     found["others"] = [np.array(_get(shared)) for shared in groups.others]
     if alike and worker.number:
         return found
@@ -96,8 +106,8 @@ def collect(worker: Worker, name: str, groups: Groups, alike: bool) -> dict[str,
     return found
 
 
-def packed(by_rank: Sequence[dict[str, Any]]) -> tuple[dict[str, np.ndarray], list[Any]]:
-    """Return the ranks' arrays by name, and their random streams, as JSON can say them."""
+def _pack_states(by_rank: Sequence[dict[str, Any]]) -> tuple[dict[str, np.ndarray], list[Any]]:
+    """Return the arrays of all ranks by name, and their random streams in the form for JSON."""
     arrays: dict[str, np.ndarray] = {}
     for r, found in enumerate(by_rank):
         for key, value in found.items():
@@ -111,12 +121,12 @@ def packed(by_rank: Sequence[dict[str, Any]]) -> tuple[dict[str, np.ndarray], li
 
 
 def _unpack(stored: Stored) -> list[dict[str, Any]]:
-    """Return what each rank had, checked against the description in the checkpoint.
+    """Return the state of each rank, checked against the description in the checkpoint.
 
     Raises
     ------
     CheckpointError
-        If an array is missing, or of another size.
+        If an array is missing, or has another size.
     """
     variables = stored.meta["variables"]
     shared = {name.removeprefix("shared."): a for name, a in stored.arrays.items() if name.startswith("shared.")}
@@ -143,8 +153,8 @@ def _unpack(stored: Stored) -> list[dict[str, Any]]:
 CHANGEABLE = frozenset({"learning_rate", "lr", "period", "push", "fetch", "start", "probability"})
 #: Stands for options that are no numbers, flags or texts, such as shared variables; these are not compared.
 _SYMBOLIC = "symbolic"
-#: Types of the entries that `describe` makes, and of those that say what each rank had.
-TYPES: dict[str, Any] = {
+#: Types of the entries from `describe_training` and `write_states`.
+_TYPES: dict[str, Any] = {
     "kind": str,
     "rule": str,
     "asynchronous": bool,
@@ -167,7 +177,9 @@ _ROLES = {
 }
 
 
-def describe(kind: str, rule: Rule, groups: Groups, update_rule: tuple[str, dict[str, Any]] | None) -> dict[str, Any]:
+def describe_training(
+    kind: str, rule: Rule, groups: Groups, update_rule: tuple[str, dict[str, Any]] | None
+) -> dict[str, Any]:
     """Describe what is trained and how, for a checkpoint's ``meta``.
 
     Parameters
@@ -198,14 +210,56 @@ def describe(kind: str, rule: Rule, groups: Groups, update_rule: tuple[str, dict
     }
 
 
-def check(path: Any, meta: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of which `describe` said something else than now.
+def write_states(
+    checkpoint: Checkpoint,
+    seen: int,
+    description: Mapping[str, Any],
+    by_rank: Sequence[dict[str, Any]],
+    shared: Mapping[str, Any],
+    alike: bool,
+    meta: Mapping[str, Any],
+    metrics: Mapping[str, float],
+) -> None:
+    """Write a checkpoint of all ranks.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    seen : int
+        Rows trained on so far; a run counts steps of a rank.
+    description : dict
+        From `describe_training`.
+    by_rank : list of dict
+        From `collect_state`, of each rank.
+    shared : dict of str to array
+        Shared memory of the rule.
+    alike : bool
+        Whether all ranks have equal parameters, so that those of rank 0 are saved.
+    meta, metrics : dict
+        Further entries, and metrics, of the checkpoint.
+    """
+    arrays, streams = _pack_states(by_rank)
+    arrays |= {f"shared.{name}": np.array(array) for name, array in shared.items()}
+    own = {"ranks": len(by_rank), "alike": alike, "streams": streams}
+    checkpoint.save(seen, arrays, {**description, **own, **meta}, metrics)
+
+
+def check_meta(path: Any, meta: Mapping[str, Any], now: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of another training than ``now``, from `describe_training`.
+
+    ``types`` has the types of the caller's own entries.
 
     Raises
     ------
     CheckpointError
-        The message says what differs.
+        The message names the difference.
     """
+    check_types(path, meta, {**_TYPES, **types})
+    check_description(path, meta, now)
+
+
+def check_description(path: Any, meta: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose description differs from ``now``; raise CheckpointError."""
     if meta["kind"] != now["kind"]:
         raise CheckpointError(f"{path} is a checkpoint of a {meta['kind']}, got a {now['kind']}")
     _check_variables(path, "params", meta, now)  # first: of another model everything else may differ, too
@@ -267,13 +321,16 @@ def _said(variables: list[list[Any]]) -> str:
     return ", ".join(f"{name or 'unnamed'} {shape} {dtype}" for name, shape, dtype in variables) or "none"
 
 
-def stand_for_all(worker: Worker, name: str, rule: Rule) -> None:
-    """Set the parameters to those that stand for all ranks', as after the report at which a checkpoint was written."""
-    state: State = worker.kept(name)["state"]
-    state.vector = rule.report(worker, state)
+def set_reported_params(worker: Worker, name: str, rule: Rule) -> None:
+    """Set the parameters to those that stand for all ranks; remember this rank's own under ``"own"``."""
+    kept = worker.kept(name)
+    state: State = kept["state"]
+    reported = rule.report(worker, state)
+    kept["own"] = state.vector  # after the report, which may receive messages that change it
+    state.vector = reported
 
 
-def restore(
+def restore_state(
     worker: Worker,
     name: str,
     groups: Groups,
@@ -283,9 +340,9 @@ def restore(
     alike: bool,
     root: int,
 ) -> None:
-    """Take from a checkpoint what is this rank's, or what the rule gives it where there were fewer ranks, or more.
+    """Restore this rank from a checkpoint, which the rule converts if it has another number of ranks.
 
-    Rank ``root`` reads it, and sends each rank what is its own: a rank of another host may not see the file.
+    Rank ``root`` reads it and sends each rank its state: a rank of another host may not see the file.
     """
     if worker.number == root:
         stored = load(path)
@@ -296,17 +353,17 @@ def restore(
         for key, rows in shared.items():
             array = stored.arrays[f"shared.{key}"]
             rows.array[...] = array if array.shape == rows.shape else 0  # one for each rank is empty at a report
-        mine, there, streams = shares[root]
+        mine, other_values, streams = shares[root]
     else:
-        mine, there, streams = worker.receive(root)
+        mine, other_values, streams = worker.receive(root)
     Vector(groups.params).set(mine["params"])
     Vector(groups.optimizer).set(mine["optimizer"])
     Vector(groups.excluded).set(mine["excluded"])
     for i, one in enumerate(groups.others):
-        _put(one, there[str(i)])
-    if streams is not None:  # a new rank's are those that it was given when it was new
+        _put(one, other_values[str(i)])
+    if streams is not None:  # a rank that the checkpoint lacks has its first ones
         for one, state in zip(groups.generators, streams, strict=True):
-            set_stream(one, state)
+            set_stream_state(one, state)
     if alike:
         return
     kept = worker.kept(name)
@@ -317,7 +374,7 @@ def restore(
 
 
 def _shares(stored: Stored, rule: Rule, size: int, alike: bool) -> list[tuple[dict[str, Any], dict[str, Any], Any]]:
-    """Return for each of so many ranks what it was, others' variables, and random streams, if it had any."""
+    """Return the state, the other variables and the random streams of each of ``size`` ranks."""
     before, streams = _unpack(stored), stored.meta["streams"]
     others = [each.pop("others") for each in before]
     if alike:
@@ -339,8 +396,8 @@ def _put(shared: Any, array: np.ndarray) -> None:
     library.put(shared, array_device(library.get(shared)).from_host(array))
 
 
-def stream(shared: Any) -> Any:
-    """Return where a random stream is, as JSON can say it."""
+def get_stream_state(shared: Any) -> Any:
+    """Return the state of a random stream in the form for JSON."""
     value = library_of(shared).copy_generator(shared)
     if isinstance(value, np.random.Generator):
         return _plain(value.bit_generator.state)
@@ -349,8 +406,8 @@ def stream(shared: Any) -> Any:
     return _plain(np.asarray(value))
 
 
-def set_stream(shared: Any, state: Any) -> None:
-    """Have a random stream go on from there."""
+def set_stream_state(shared: Any, state: Any) -> None:
+    """Set the state of a random stream."""
     library, state = library_of(shared), _arrays(state)
     value = library.copy_generator(shared)
     if isinstance(value, np.random.Generator):

@@ -12,11 +12,11 @@ from synkhronos import ranks
 from synkhronos.data import Data
 from synkhronos.data.parts import PartsData, iterate_shuffled
 from synkhronos.loading import Loader
-from synkhronos.training.interval import InOrder, Source
+from synkhronos.training.plan import InOrder, Source
 
 
 @dataclass
-class Course:
+class EpochData:
     """Data of a trainer, and the order of its rows by epoch."""
 
     data: list[Data]
@@ -37,7 +37,7 @@ class Course:
     _shuffled: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
-        self.pools = pools_of(self.data)
+        self.pools = get_rank_pools(self.data)
         self.count = self.length if self.pools is None else sum(map(len, self._of_parts(0)))
 
     def make(self) -> None:
@@ -75,6 +75,6 @@ class Course:
         return self.count if self.every is None else min(self.count, row + self.every * self.batch * n_ranks)
 
 
-def pools_of(data: list[Data]) -> list[range] | None:
+def get_rank_pools(data: list[Data]) -> list[range] | None:
     """Return the ranks of each host if some data are of `synkhronos.data_parts`, else None."""
     return ranks.session().link.ranks_by_host if any(isinstance(each, PartsData) for each in data) else None
