@@ -29,15 +29,14 @@ else:
     #: programs too.
     REWRITTEN = Mode(linker="py", optimizer=get_mode("NUMBA").provided_optimizer)
     WITHOUT_NUMBA = (
-        *(
-            "belief_net",
-            "conjugate_gradients",
-            "convolution",
-            "hybrid_monte_carlo",
-            "logistic_regression",
-            "perceptron",
-        ),
-        *("recurrent", "stacked_autoencoders"),
+        "belief_net",
+        "conjugate_gradients",
+        "convolution",
+        "hybrid_monte_carlo",
+        "logistic_regression",
+        "perceptron",
+        "recurrent",
+        "stacked_autoencoders",
     )
 
 

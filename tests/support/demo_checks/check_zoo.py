@@ -98,7 +98,7 @@ def test_every_parameter_of_a_whole_network_learns(jax, name, side):
 def train(session, folder, *sets, **environment):
     file = DEMOS / "zoo" / f"{session}.toml"
     if ON_THEANO:  # its convolutions have no Python version
-        sets += (f"model='{HERE / 'zoo_models.py'}:{settings.read(file)['model'].split(':')[1]}'",)
+        sets += (f"model='{HERE / 'zoo_models.py'}:{settings.read_session(file)['model'].split(':')[1]}'",)
         environment["PYTHONPATH"] = os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(DEMOS / "zoo")])
         environment["THEANO_FLAGS"] = os.environ["THEANO_FLAGS"]
     sets = [f"--set={each}" for each in ("epochs=1", "config.batch_size=4", *sets)]
@@ -108,13 +108,13 @@ def train(session, folder, *sets, **environment):
 
 @pytest.mark.parametrize("session", SESSIONS, ids=lambda path: path.stem)
 def test_each_has_a_session(session, tmp_path):
-    found = settings.resolve([{"devices": "cpu", "folder": str(tmp_path)}, settings.read(session)], beside=session)
+    found = settings.resolve([{"devices": "cpu", "folder": str(tmp_path)}, settings.read_session(session)], beside=session)
     assert found.modelclass in NETWORKS
     assert found.modelfile == NETWORKS[found.modelclass][0] and Path(found.root) == DEMOS / "zoo"
 
 
 def test_every_network_has_one():
-    assert {settings.read(session)["model"].split(":")[1] for session in SESSIONS} == set(NETWORKS)
+    assert {settings.read_session(session)["model"].split(":")[1] for session in SESSIONS} == set(NETWORKS)
 
 
 def test_the_network_of_seven_layers_trains_on_two_ranks(tmp_path):
