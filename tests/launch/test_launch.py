@@ -197,16 +197,24 @@ def test_a_runs_checkpoint_names_the_variables_of_the_update_rule():
                 rank_state.check_description("rows", found[before], found[after])
 
 
+@pytest.fixture(scope="module")
+def signalled_runs(tmp_path_factory):
+    """Give the folder of runs that no signal has ended, one for each rule."""
+    return tmp_path_factory.mktemp("signalled")
+
+
 @pytest.mark.any_library
 @pytest.mark.parametrize(
     ("rule", "mode", "place"), [("BSP", "train", [1, 4]), ("BSP", "val", [1, 2]), ("EASGD", "train", [1, 4])]
 )
-def test_a_run_goes_on_behind_the_step_at_which_a_signal_came(tmp_path, rule, mode, place):
+def test_a_run_goes_on_behind_the_step_at_which_a_signal_came(tmp_path, signalled_runs, rule, mode, place):
     pytest.importorskip("safetensors")
     options = {"rule": rule, "checkpoint": 1, "epochs": 3} | (
         {"rule_options__period": 3, "rule_options__asynchronous": "false"} if rule == "EASGD" else {}
     )
-    train(tmp_path / "whole", "Signalled", **options)
+    undisturbed = signalled_runs / rule
+    if not undisturbed.exists():
+        train(undisturbed, "Signalled", **options)
     done = train(tmp_path / "parts", "Signalled", status=143, config__at=[mode, *place], **options)
     noted = json.loads((tmp_path / "parts" / "run.json").read_text())
     newest = max((tmp_path / "parts" / "checkpoints").iterdir())
@@ -216,10 +224,10 @@ def test_a_run_goes_on_behind_the_step_at_which_a_signal_came(tmp_path, rule, mo
     n_steps = int(newest.name.removeprefix("rows-"))
     assert n_steps == 18 if mode == "val" else 9 < n_steps < 18
     train(tmp_path / "parts", "Signalled", "--resume", **options)
-    whole, parts = (np.load(tmp_path / each / "params.npz") for each in ("whole", "parts"))
+    whole, parts = (np.load(each / "params.npz") for each in (undisturbed, tmp_path / "parts"))
     for name in whole:
         np.testing.assert_array_equal(whole[name], parts[name])
-    whole, parts = (lines(tmp_path / each, "reports") for each in ("whole", "parts"))
+    whole, parts = (lines(each, "reports") for each in (undisturbed, tmp_path / "parts"))
     for one, other in zip(whole, parts, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-12)
         assert all(one[key] == other[key] for key in ("epoch", "seen", "steps", "validation", "learning_rate"))
