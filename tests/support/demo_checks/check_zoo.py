@@ -108,7 +108,9 @@ def train(session, folder, *sets, **environment):
 
 @pytest.mark.parametrize("session", SESSIONS, ids=lambda path: path.stem)
 def test_each_has_a_session(session, tmp_path):
-    found = settings.resolve([{"devices": "cpu", "folder": str(tmp_path)}, settings.read_session(session)], beside=session)
+    found = settings.resolve(
+        [{"devices": "cpu", "folder": str(tmp_path)}, settings.read_session(session)], beside=session
+    )
     assert found.modelclass in NETWORKS
     assert found.modelfile == NETWORKS[found.modelclass][0] and Path(found.root) == DEMOS / "zoo"
 
