@@ -56,7 +56,7 @@ class Report:
     batch: str
 
     @classmethod
-    def from_outcomes(cls, outcomes: Sequence[Outcome], plan: Plan, n_ranks: int) -> Report:
+    def _from_outcomes(cls, outcomes: Sequence[Outcome], plan: Plan, n_ranks: int) -> Report:
         """Return the report of an interval, from the outcomes of all ranks."""
         rows = sum(outcome.rows for outcome in outcomes)
         weight = sum(outcome.weight for outcome in outcomes)

@@ -281,7 +281,7 @@ class Trainer:
                 place.row, place.outcomes = self._interval(course, plan)
             if _must_stop(plan):
                 self._stop(course, checkpoint)
-            report = Report.from_outcomes(place.outcomes, plan, ranks.session().size)
+            report = Report._from_outcomes(place.outcomes, plan, ranks.session().size)
             if valid is not None:
                 report.validation = self._validated(valid, course.batch, plan)
                 if _must_stop(plan):

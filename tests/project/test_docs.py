@@ -212,7 +212,7 @@ UNDOCUMENTED = {
     "Checkpoint": {"refuse_others"},
     "Model": {"next_batch", "prepare", "train_data", "train_fn", "val_data", "val_fn"},
     "Recorder": {"write_rank"},
-    "Report": {"of", "record"},
+    "Report": {"record"},
     "TrainFunction": {"weighted_steps"},
     "Trainer": {"schedule"},
 }

@@ -310,7 +310,7 @@ def test_the_learning_rate_is_that_of_a_rank_that_has_taken_a_step():
     plan = Plan("", 0, 5, 5, 0, 60, None, [], False, [range(2)])
     seconds = {"compute": 1.0}
     idle, busy = Outcome(0.0, 0.0, 0, 0, seconds, 0.0, (0, 0.0)), Outcome(5.0, 5.0, 5, 1, seconds, 0.1, (0, 0.0))
-    assert Report.from_outcomes([idle, busy], plan, 2).learning_rate == 0.1
+    assert Report._from_outcomes([idle, busy], plan, 2).learning_rate == 0.1
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
