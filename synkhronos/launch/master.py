@@ -26,6 +26,7 @@ from synkhronos.ranks import WorkerError, session
 from synkhronos.ranks.worker import end_with
 from synkhronos.rules import shared_memory
 from synkhronos.tasks import run
+from synkhronos.tracing import timeline
 from synkhronos.training.checkpoint import paths_in
 from synkhronos.training.stop import StopSignals, requested_stop
 
@@ -86,8 +87,10 @@ def _run(settings: Settings, plan: dict[str, Any]) -> int:
     memory = shared_memory(rule, session().size, size, np.dtype(dtype))
     flag = data(shape=(1,), dtype="int64")
     flag._is_published = False
+    path = Path(settings.folder) / "timeline.json"
+    recording = timeline(path) if settings.timeline else contextlib.nullcontext()
     # Before this there is nothing to save, and signals end the run.  The supervisor bounds the time to save.
-    with StopSignals(None, flag.data) if settings.saves_on_signal else contextlib.nullcontext():
+    with recording, StopSignals(None, flag.data) if settings.saves_on_signal else contextlib.nullcontext():
         is_stopped = run(program.train, settings, rule, memory, _checkpoint(settings), flag)[0]
         return 128 + requested_stop() if is_stopped else 0
 

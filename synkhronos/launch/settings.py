@@ -48,6 +48,8 @@ _RANGES = {
     "keep": (1, None),
     "patience": (1, None),
 }
+#: The settings that are true or false.
+_FLAGS = ("bind", "scale_lr", "timeline", "warmup")
 #: Entries of the class' config that the run sets, and for users how to change them.
 _SET_BY_RUN = {
     "rank": "each rank has its own",
@@ -107,6 +109,8 @@ class Settings:
     scale_lr: bool = False
     #: Whether ``shared_lr`` rises over five epochs to its value times the number of ranks; None: only under BSP.
     warmup: bool | None = None
+    #: Whether what ranks do and when is recorded, in ``timeline.json``.
+    timeline: bool = False
     #: ``"latest"``, or a checkpoint's path.
     resume: str | None = None
 
@@ -311,7 +315,7 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
     rule = find_rule_name(_get_text(found, "rule") or Settings.rule)
     others: dict[str, Any] = {
         **{key: _check_integer(found[key], key, *ends) for key, ends in _RANGES.items() if found.get(key) is not None},
-        **{key: _check_flag(found[key], key) for key in ("bind", "scale_lr", "warmup") if found.get(key) is not None},
+        **{key: _check_flag(found[key], key) for key in _FLAGS if found.get(key) is not None},
     }
     if found.get("grace") is not None:
         others["grace"] = _check_seconds(found["grace"], "grace")

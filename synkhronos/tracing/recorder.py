@@ -55,7 +55,8 @@ def _name_wait(control: Control, me: int, ready: Any, reason: int, *_: Any) -> s
     return {FOR_COMMAND: IDLE, FOR_JOIN: JOIN}.get(reason, "wait for a peer")
 
 
-TRACED = (
+#: Layers above add methods of their own.
+TRACED = [
     TracedMethod(Session, "_run", "call", CALL),
     TracedMethod(Session, "_post", "post", "post"),
     TracedMethod(Control, "wait", WAIT, _name_wait),
@@ -69,7 +70,7 @@ TRACED = (
         TracedMethod(Communicator, method, "exchange", method)
         for method in ("all_reduce", "broadcast", "gather", "reduce", "reduce_scatter")
     ),
-)
+]
 
 
 def _find_overrides(owner: type, method: str) -> Iterator[type]:

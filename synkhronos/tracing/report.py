@@ -23,6 +23,7 @@ OWN = "the script itself"
 _LIBRARY = "#9aa5b1"
 _COLOURS = {
     "post": "#b48ead",
+    "step": "#81a1c1",
     "wait": "#e8e8e8",
     "compile": "#d08770",
     "copy": "#ebcb8b",

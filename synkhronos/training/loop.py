@@ -29,6 +29,7 @@ import synkhronos as synk
 from synkhronos.loading.loader import Feed
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import LocalFunction, LocalRows, Worker
+from synkhronos.tracing.recorder import TRACED, TracedMethod
 from synkhronos.training.meter import Meter, Outcome, timed
 from synkhronos.training.model import Model
 from synkhronos.training.plan import Plan, Source
@@ -88,6 +89,9 @@ class TrainingLoop(ABC):
     @abstractmethod
     def is_stopped(self) -> bool:
         """Return True if a signal ends the training after these batches."""
+
+
+TRACED.extend(TracedMethod(TrainingLoop, name, name, name) for name in ("step", "exchange", "record"))
 
 
 class RankLoop(TrainingLoop):

@@ -66,6 +66,14 @@ def test_a_class_of_theano_mpi_trains(tmp_path, rule):
     assert [array.shape for array in np.load(folder / "params.npz").values()] == [(5, 8), (8,), (8, 2)]
 
 
+def test_a_run_records_a_timeline(tmp_path):
+    train(tmp_path, epochs=1, timeline="true")
+    spans = [e for e in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    for rank in (0, 1):
+        assert {"step", "exchange"} <= {span["name"] for span in spans if span["pid"] == rank}
+    assert "critical path" in run("show", str(tmp_path / "timeline.json")).stdout
+
+
 def test_both_examples_of_the_seed(tmp_path):
     (tmp_path / "launch_session.cfg").write_text(
         "# launch_session.cfg\nRULE=BSP\nMODELFILE=launch_models.mlp\nMODELCLASS=MLP\nDEVICES=cpu,cpu\n"

@@ -59,6 +59,7 @@ SETTINGS = {
     "a rule, a number": ({"rule": 3}, r"rule: expected a text, got 3"),
     "EAMSGD": ({"rule": "EAMSGD"}, r"rule: EAMSGD needs the velocities, and a class doesn't name them: take EASGD"),
     "an average": ({"rule_options": {"average": "velocity"}}, r"rule_options.average: expected 'gradient' or 'params', got 'velocity'"),
+    "timeline": ({"timeline": "late"}, r"timeline: expected true or false, got 'late'"),
     "warmup": ({"warmup": "late"}, r"warmup: expected true or false, got 'late'"),
     "an option": ({"rule": "EASGD", "rule_options": {"tau": 3}}, r"rule_options: EASGD has no 'tau': expected one of beta, period, alpha, asynchronous"),
     "an option's value": ({"rule": "EASGD", "rule_options": {"beta": 2}}, r"rule_options: beta: expected a number above 0, up to 1, got 2"),
