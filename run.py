@@ -327,7 +327,7 @@ def list_test_files(*names: str) -> list[str]:
 IN_BRIEF = list_test_files("collectives", "jax", "modes", "rules", "timeline", "updates")
 #: What `test --quick` runs, with PyTensor alone: what most changes break, in a minute.
 QUICK = list_test_files(
-    *("house", "rows", "reduce", "graphs", "data", "collectives", "tasks", "threads", "update_rule"),
+    *("layers", "rows", "reduce", "graphs", "data", "collectives", "tasks", "threads", "update_rule"),
     *("user_code", "seed_example"),
 )
 #: What starts programs of its own and waits for them: half of the time of all tests, and run beside the others.

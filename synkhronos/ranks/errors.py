@@ -87,7 +87,7 @@ class WorkerError(RuntimeError):
         head = f"{first.who} raised {first.kind}: {first.message}"
         others = "".join(f"\n  {report.summary()}" for report in reports[1:])
         if others:
-            head += f"\nIt was not alone:{others}"
+            head += f"\nOther ranks failed too:{others}"
         if effect:
             head += f"\n{effect}"
         head += f"\n\nThe traceback of rank {first.rank}:\n{first.traceback}"

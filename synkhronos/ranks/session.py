@@ -415,8 +415,8 @@ class Session:
             return  # the session is being closed: in another thread, or by a handler in this one
         if self.rank.has_pending():
             message += (
-                " A collective was under way on the GPUs, and was given up: what it wrote, and what was computed from "
-                "it since, is wrong in this process too. Set these variables from values that were saved."
+                " A collective on the GPUs was pending and has been aborted: the variables that it writes, and all values "
+                "computed from them, are invalid in this process too. Restore them from saved values."
             )
         message += " Call synkhronos.fork() to start again."
         self.close(kill=True)
@@ -519,8 +519,8 @@ class Session:
 
 
 _ANOTHER = (
-    "another call is under way: this one came from within it (from a signal's handler, a finalizer, an operation's own "
-    "code); make it when that one has returned.  A handler can set a flag, to be looked at between calls"
+    "this call was made from inside another call (a signal handler, a finalizer, or an operation's own code): make it "
+    "after that call has returned.  A handler can set a flag, which the program checks between calls"
 )
 _current: Session | None = None
 

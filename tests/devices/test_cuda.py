@@ -557,7 +557,7 @@ def test_nothing_waits_for_ever_in_a_command_that_has_failed(connected, monkeypa
 def test_a_connection_that_was_given_up_is_not_used(connected):
     communicator, gpu = connected()
     communicator._watchdog.abort()
-    with pytest.raises(RuntimeError, match="the connection between the ranks' GPUs was given up"):
+    with pytest.raises(RuntimeError, match="the connection between the ranks' GPUs was aborted"):
         start(communicator, gpu)
     gpu.is_dead = True
     with pytest.raises(synk.WorkerError, match="a peer has died"):

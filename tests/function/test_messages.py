@@ -263,7 +263,7 @@ TABLE = {
         [r"updates were applied on ranks \[0, 2\], and not on ranks \[1\]", r"broadcast\(\) makes them equal again"],
     ),
     "a call inside a call": (
-        lambda: do("call", (0,)), RuntimeError, ["another call is under way", "from within", "when that one has returned"]
+        lambda: do("call", (0,)), RuntimeError, ["made from inside another call", "after that call has returned"]
     ),
     # -- memory
     "no room": (

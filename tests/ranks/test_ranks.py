@@ -494,7 +494,7 @@ def test_workers_leave_the_masters_signals_and_input_alone(two):
 
 
 def test_a_command_from_within_a_command_is_refused(two):
-    with pytest.raises(RuntimeError, match="another call is under way"):
+    with pytest.raises(RuntimeError, match="from inside another call"):
         two.run(Nested())
     assert two.run(Exchange((3,))) == 2
 

@@ -192,7 +192,7 @@ class Connection:
         """
         if self._comm is None:
             self._rank.check()
-            raise RuntimeError("the connection between the ranks' GPUs was given up")
+            raise RuntimeError("the connection between the ranks' GPUs was aborted")
         return self._handle
 
     def get_async_error(self) -> int | None:

@@ -1,6 +1,6 @@
-"""The rooms of the house: imports go down, never up.
+"""The layers of the package: a module imports only from lower layers.
 
-A room is a folder, or a module, of ``synkhronos/``; docs/internals.rst says what each is for.
+A package is a folder, or a module, of ``synkhronos/``; docs/internals.rst has the map.
 """
 
 import ast
@@ -12,8 +12,8 @@ import pytest
 import synkhronos
 
 PACKAGE = Path(synkhronos.__file__).resolve().parent
-#: From the cellar up.  Rooms on one floor know nothing of each other.
-FLOORS = [
+#: From the lowest up.  Packages of one layer do not import each other.
+LAYERS = [
     {"casts", "checks", "gpus", "ranks"},
     {"hosts"},
     {"devices"},
@@ -26,26 +26,26 @@ FLOORS = [
     {"training"},
     {"extensions", "launch", "compat/platoon", "compat/theanompi"},
 ]
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-#: Rooms within a room: other libraries' names, on what is below the top floor.
+LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
+#: Packages within a package, with a layer of their own: names of other libraries.
 INNER = {"compat/platoon", "compat/theanompi"}
-#: The doors of the house see all rooms.
-DOORS = {"__init__", "__main__"}
-#: What starts programs of others, which may import ``theano``.
+#: Modules that may import all packages.
+ENTRY_POINTS = {"__init__", "__main__"}
+#: Packages that run programs which may import ``theano``.
 STARTERS = {"__main__", "launch", *INNER}
 
 
-def room_of(path):
-    return room_named(path.relative_to(PACKAGE).with_suffix("").parts)
+def package_of(path):
+    return package_named(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
-def room_named(parts):
+def package_named(parts):
     inner = "/".join(parts[:2])
     return inner if inner in INNER else parts[0]
 
 
 def imported_modules(path):
-    """Yield what a file imports from the house, by module, or by module and name, wherever in it."""
+    """Yield the names that a file imports from the package, in functions too: ``module`` or ``module.name``."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.Import):
@@ -53,32 +53,32 @@ def imported_modules(path):
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
-            package, _, rest = name.partition(".")
-            if package == "synkhronos":
+            top, _, rest = name.partition(".")
+            if top == "synkhronos":
                 yield rest
 
 
-def imported(path):
-    """Yield the rooms that a file imports from."""
-    return (room_named(module.split(".")) for module in imported_modules(path))
+def imported_packages(path):
+    """Yield the packages that a file imports from."""
+    return (package_named(module.split(".")) for module in imported_modules(path))
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
-ROOMS = sorted({room_of(path) for path in FILES} - DOORS)
+PACKAGES = sorted({package_of(path) for path in FILES} - ENTRY_POINTS)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_imports_go_down(room):
-    assert room in FLOOR, f"synkhronos/{room} stands on no floor: give it one here, and a line in docs/internals.rst"
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_go_down(package):
+    assert package in LAYER, f"synkhronos/{package} has no layer: give it one here, and a row in docs/internals.rst"
     for path in FILES:
-        if room_of(path) != room:
+        if package_of(path) != package:
             continue
-        for other in imported(path):
+        for other in imported_packages(path):
             if not other:
-                # What users see: for rooms that are programs like theirs.
-                assert FLOOR[room] > FLOOR["tasks"], f"{path} imports the package itself"
-            elif other != room:
-                assert FLOOR[other] < FLOOR[room], f"{path} imports {other}, which is not below {room}"
+                # The public functions: for packages that use them as programs do.
+                assert LAYER[package] > LAYER["tasks"], f"{path} imports the package itself"
+            elif other != package:
+                assert LAYER[other] < LAYER[package], f"{path} imports {other}, which is not below {package}"
 
 
 def module_of(path):
@@ -106,9 +106,9 @@ def find_cycles(imports):
     return groups
 
 
-def test_no_modules_import_each_other():
-    """Whenever they do, while a type checker reads them or when a function is called, too."""
-    paths = {module_of(path): path for path in FILES if room_of(path) not in DOORS}
+def test_there_is_no_cycle_of_imports():
+    """Imports within functions and those for type checkers count."""
+    paths = {module_of(path): path for path in FILES if package_of(path) not in ENTRY_POINTS}
     imports = {module: set() for module in paths}
     for module, path in paths.items():
         for name in imported_modules(path):
@@ -119,37 +119,37 @@ def test_no_modules_import_each_other():
     assert find_cycles(imports) == []
 
 
-def test_cycles_are_found():
+def test_find_cycles():
     assert find_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "e"}, "e": {"d"}}) == [["b", "c"], ["d", "e"]]
 
 
-def test_programs_that_use_theano_s_names_are_nobody_elses_business():
+def test_only_entry_points_import_compat():
     for path in FILES:
-        if room_of(path) not in {"compat", *STARTERS}:
-            assert "compat" not in set(imported(path)), path
+        if package_of(path) not in {"compat", *STARTERS}:
+            assert "compat" not in set(imported_packages(path)), path
 
 
-def test_theanos_names_need_three_modules_of_the_house():
-    """As the head of ``compat`` says: it could be a distribution of its own."""
-    files = [path for path in FILES if room_of(path) == "compat"]
+def test_compat_imports_three_modules_of_other_packages():
+    """So that it could be a distribution of its own, as its docstring says."""
+    files = [path for path in FILES if package_of(path) == "compat"]
     used = {module for path in files for module in imported_modules(path) if module.partition(".")[0] != "compat"}
     assert used == {"lowering.linker", "lowering.shapes", "lowering.sums"}
 
 
-#: What knows the kinds of arrays: their devices, the engines of their functions, and PyTensor's translation to JAX.
-KNOW_ARRAYS = {"devices", "engines", "lowering"}
-#: Modules of devices for GPUs, and the names of these devices.
-OF_GPUS = re.compile(r"devices\.(jax|pygpu|cuda|JAX|PYGPU)\b")
+#: Packages that may import JAX and pygpu.
+ARRAY_PACKAGES = {"devices", "engines", "lowering"}
+#: Modules and names of devices for GPUs.
+GPU_DEVICES = re.compile(r"devices\.(jax|pygpu|cuda|JAX|PYGPU)\b")
 
 
-def test_no_other_room_knows_jax_or_pygpu():
-    """So that a new device is one file: what others need to know, they ask the device of an array."""
+def test_only_devices_engines_and_lowering_import_jax_or_pygpu():
+    """So that a new device is one file: other packages ask the device of an array."""
     for path in FILES:
-        room = room_of(path)
-        if room in KNOW_ARRAYS:
+        package = package_of(path)
+        if package in ARRAY_PACKAGES:
             continue
-        assert not [module for module in imported_modules(path) if OF_GPUS.match(module)], path
-        if room not in {"compat", *INNER}:  # whose Ops tell PyTensor how to translate them
+        assert not [module for module in imported_modules(path) if GPU_DEVICES.match(module)], path
+        if package not in {"compat", *INNER}:  # their Ops tell PyTensor how to translate them to JAX
             for node in ast.walk(ast.parse(path.read_text())):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -159,7 +159,7 @@ def test_no_other_room_knows_jax_or_pygpu():
 def test_the_map_of_the_source_is_complete_and_names_files_that_exist():
     page = (PACKAGE.parent / "docs" / "internals.rst").read_text()
     table = re.split("^Four ways", page, flags=re.MULTILINE)[0]
-    assert [room for room in ROOMS if not re.search(rf"``{room}(/|\.py)``", table)] == []
+    assert [package for package in PACKAGES if not re.search(rf"``{package}(/|\.py)``", table)] == []
     for package, files in re.findall(r"\* - ``(\w+)/``\n     - (.*?)(?=\n   \* -|\Z)", table, re.DOTALL):
         for name in re.findall("``(\\w+)``", files):
             assert (
@@ -167,6 +167,6 @@ def test_the_map_of_the_source_is_complete_and_names_files_that_exist():
                 or (PACKAGE / package / f"{name}.py").exists()
                 or (PACKAGE / name).is_dir()
             ), f"docs/internals.rst: {package}/{name}"
-    for path, room in re.findall("``((\\w+)/[a-z_/]+)(?:\\.py)?``", page):
+    for path, package in re.findall("``((\\w+)/[a-z_/]+)(?:\\.py)?``", page):
         exists = (PACKAGE / path).is_dir() or (PACKAGE / f"{path}.py").exists()
-        assert exists or room not in ROOMS, f"docs/internals.rst: {path}"
+        assert exists or package not in PACKAGES, f"docs/internals.rst: {path}"
