@@ -415,8 +415,8 @@ class Session:
             return  # the session is being closed: in another thread, or by a handler in this one
         if self.rank.has_pending():
             message += (
-                " A collective on the GPUs was pending and has been aborted: the variables that it writes, and all values "
-                "computed from them, are invalid in this process too. Restore them from saved values."
+                " A collective on the GPUs was pending and has been aborted: the variables that it writes, and all "
+                "values computed from them, are invalid in this process too. Restore them from saved values."
             )
         message += " Call synkhronos.fork() to start again."
         self.close(kill=True)
