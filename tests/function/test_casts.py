@@ -349,4 +349,4 @@ def test_a_class_of_the_launcher_changes_no_number():
     model = Labels({"rank": 0, "size": 1, "seed": 0})
     with pytest.raises(TypeError, match="^'y': can't cast int64 to int8 without changing 200"):
         for batch in model._iterate_epoch():
-            model._prepared(batch, True)
+            model._prepare_batch(batch, True)
