@@ -64,4 +64,6 @@ def test_an_lstm_trains_at_each_ranks_own_pace():
     none, two = (line.split() for line in printed.splitlines() if line.strip().startswith(("none ", "2  ")))
     assert none[0::2][:2] == ["none", "1.00"] and none[4:6] == ["1.00", "1.00"]
     assert two[5] == "1.82"  # what Platoon had on two GPUs
-    assert float(two[4]) == pytest.approx(float(none[3]) / float(two[3]), rel=0.2)  # in processor time
+    # In processor time, which is printed to hundredths of a second.
+    first, second = float(none[3]), float(two[3])
+    assert (first - 0.01) / (second + 0.01) <= float(two[4]) <= (first + 0.01) / max(second - 0.01, 0.001)
