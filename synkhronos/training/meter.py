@@ -1,11 +1,13 @@
-"""Counts what a rank does between two reports.
+"""Measurement of a rank's training between two reports: time by activity, rows, steps and losses.
 
-`Meter`
-    Time, rows and losses; writes the recorders' lines.
-`Outcome`
-    What they come to.
-`timed`
-    Notes how long something takes.
+To read a loss is to wait for the step that computes it.  So a step's loss stays on the device until its value is
+needed, and on GPUs the host goes on to launch the next steps::
+
+    add(loss, weight, rows) --> unread losses --> read_losses() --> sums --> outcome(): a Report
+                                                                     |
+                                                                     +----> write(): a line of each Recorder
+
+A line of a recorder has the differences of the sums since the recorder's last line.
 """
 
 from __future__ import annotations
@@ -20,24 +22,43 @@ from synkhronos.training.plan import Plan
 
 
 class Outcome(NamedTuple):
-    """What a rank has done."""
+    """Totals of one rank's training since the last report.
 
-    #: The sum of its steps' losses, each times its weight.
+    Attributes
+    ----------
+    loss : float
+        Sum of the steps' losses, each times its weight.
+    weight : float
+        Sum of these weights: of the model's weight, or of the rows.
+    rows, steps : int
+    seconds : dict of str to float
+        Time by activity: compute, exchange, wait, load.
+    learning_rate : float
+        Learning rate of the last step.
+    first : (int, float)
+        Rows and seconds of launches that were the first of their kind, which may have compiled functions.
+    """
+
     loss: float
-    #: The sum of these weights: of the model's, or the rows.
     weight: float
     rows: int
     steps: int
-    #: By what it did: compute, exchange, wait, load.
     seconds: dict[str, float]
-    #: The last.
     learning_rate: float
-    #: The rows, and seconds, of steps that were the first of their kind: something may have been compiled there.
     first: tuple[int, float]
 
 
 def split_outcomes(outcomes: Sequence[Outcome], size: int) -> list[Outcome]:
-    """Return outcomes of another number of ranks with the same sums, and the same means of seconds.
+    """Convert outcomes to another number of ranks; sums over ranks, and means of seconds, are unchanged.
+
+    The first of the new outcomes has the sums.  If the number of ranks does not change, neither do the outcomes.
+
+    Parameters
+    ----------
+    outcomes : sequence of Outcome
+        One per rank; may be empty.
+    size : int
+        New number of ranks.
 
     Examples
     --------
@@ -62,10 +83,23 @@ def split_outcomes(outcomes: Sequence[Outcome], size: int) -> list[Outcome]:
 
 
 class timed:  # noqa: N801 - used as a function
-    """Add the time of a block to ``seconds`` of a name; waiting for other ranks counts as ``wait``.
+    """Add the duration of a block to the time of an activity; waiting for other ranks is added to ``wait``.
 
-    ``waited`` returns how long this rank has waited for others so far.  Behind the block ``spent`` has its seconds
-    without waiting.
+    A block that raises an exception adds nothing.
+
+    Parameters
+    ----------
+    seconds : dict of str to float
+        Time by activity, with an entry ``wait``.
+    name : str
+        Activity of the block.
+    waited : callable
+        Returns the seconds for which this rank has waited for others so far.
+
+    Attributes
+    ----------
+    spent : float
+        Seconds of the block without waiting; 0 before its end.
     """
 
     def __init__(self, seconds: dict[str, float], name: str, waited: Callable[[], float]):
@@ -85,10 +119,32 @@ class timed:  # noqa: N801 - used as a function
 
 
 class Meter:
-    """Counts a rank's time, rows and losses, and writes lines.
+    """Counters of a rank's time, rows and losses since the last report; writes the records that are due.
 
-    ``read`` returns losses on the host, ``step`` is the number of the rank's steps so far, ``kinds`` are those of its
-    launches (how many steps, of how many rows), and ``waited`` returns the seconds for which it has waited for others.
+    The counters start from ``plan.before``, if the plan continues an interval.
+
+    Parameters
+    ----------
+    rank : int
+    plan : Plan
+    read : callable
+        Copies a list of losses or weights to the host.
+    step : int
+        Number of steps that the rank has taken so far.
+    kinds : set of (int, int)
+        Kinds of launches so far: their number of steps, and of rows per step.  The meter adds new ones.
+    waited : callable
+        Returns the seconds for which this rank has waited for others so far.
+
+    Attributes
+    ----------
+    seconds : dict of str to float
+        Time by activity: compute, exchange, wait, load.
+    rows, steps : int
+    loss, weight, first
+        As in `Outcome`; without the losses that are not read yet.
+    step : int
+        Number of steps that the rank has taken since the training began.
     """
 
     def __init__(
@@ -107,25 +163,46 @@ class Meter:
             self.seconds |= before.seconds
         self._kinds = kinds
         self._losses: list[Any] = []
-        #: Of each loss that is not read yet: the weight, None for the rows, and the rows.
+        #: Weight and rows of each unread loss; the weight is None if it is the number of rows.
         self._weights: list[tuple[Any, int]] = []
+        #: Counters at each recorder's last line.
         self._written = {
             recorder.folder: (self.steps, self.rows, self.loss, self.weight, time.perf_counter(), dict(self.seconds))
             for recorder in plan.recorders
         }
 
     def timed(self, name: str) -> timed:
-        """Note how long a block takes: see `timed`."""
+        """Add the duration of a block to an activity's time; see `timed`."""
         return timed(self.seconds, name, self._waited)
 
     def launched(self, steps: int, rows: int, seconds: float) -> None:
-        """Note how long a launch of some steps has taken, of so many rows each, if it was the first such one."""
+        """Record the duration of a launch if it is the first of its kind.
+
+        Parameters
+        ----------
+        steps : int
+            Number of steps in the launch.
+        rows : int
+            Number of rows per step.
+        seconds : float
+            Duration without waiting.
+        """
         if (steps, rows) not in self._kinds:
             self._kinds.add((steps, rows))
             self.first = self.first[0] + steps * rows, self.first[1] + seconds
 
     def add(self, loss: Any, weight: Any, rows: int) -> None:
-        """Note a step on so many rows: its mean loss, where the weight is None, or its loss times a weight."""
+        """Count a step.
+
+        Parameters
+        ----------
+        loss : array
+            Mean loss if ``weight`` is None, else the loss times the weight.  It may be on the device.
+        weight : array or None
+            Weight of the loss in a mean; None for the number of rows.
+        rows : int
+            Number of rows of the step.
+        """
         self._losses.append(loss)
         self._weights.append((weight, rows))
         self.rows += rows
@@ -133,11 +210,11 @@ class Meter:
         self.step += 1
 
     def outcome(self, rate: float) -> Outcome:
-        """Return what was done."""
+        """Return the totals; ``rate`` is the last learning rate.  Losses that are not read are missing from it."""
         return Outcome(self.loss, self.weight, self.rows, self.steps, self.seconds, rate, self.first)
 
     def read_losses(self, besides: int = 0) -> None:
-        """Read the losses, besides the last few."""
+        """Wait for the unread losses, all but the last ``besides``, and add them to the sum."""
         ready = len(self._losses) - besides
         if ready > 0:
             values = np.array(self._read(self._losses[:ready]), np.float64).reshape(-1)
@@ -151,7 +228,17 @@ class Meter:
             del self._losses[:ready], self._weights[:ready]
 
     def write(self, place: int, rate: float, last: bool = False) -> None:
-        """Write a line into each recorder whose turn it is."""
+        """Write a line to each recorder that is due: ``every`` steps after its last line, or at the last step.
+
+        Parameters
+        ----------
+        place : int
+            Position in the epoch up to which rows have been distributed.
+        rate : float
+            Learning rate of the last step.
+        last : bool
+            Write a line to every recorder if there were steps since its last one.
+        """
         for recorder in self._plan.recorders:
             steps, rows, loss, weight, since, seconds = self._written[recorder.folder]
             if self.steps == steps or self.steps - steps < recorder.every and not last:
