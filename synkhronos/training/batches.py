@@ -1,9 +1,13 @@
-"""The rows of several steps, and which of these one launch can take.
+"""Partition of successive steps into launches.
 
-`rows_of_ranks`, `sliceable_rows_of_ranks`
-    The rows of each step on each rank: of data that are scattered, and of data that the ranks hold.
-`runs`
-    Steps that one launch can take.
+A launch of several steps is compiled for a fixed number of rows, so each rank needs equally many rows in all of its
+steps.  First the rows of each step are assigned to ranks, then steps with equal numbers of rows are grouped::
+
+    batches            [0..4)   [4..8)   [7]      [0..4)
+    rows of 2 ranks    2, 2     2, 2     None     2, 2
+    launches           ---------------   ------   ------
+
+A step whose rows cannot be assigned in advance, or not evenly, has None in place of its rows.  It is taken by itself.
 """
 
 from __future__ import annotations
@@ -16,14 +20,31 @@ import numpy as np
 from synkhronos.data.rows import select
 from synkhronos.function.inputs import check_indexes, split_by_rank
 
-#: One step's rows: an array of indexes for each rank, or None where there can't be one.
+#: Rows of one step: an array of indexes per rank; None for a step that cannot share a launch.
 StepRows: TypeAlias = list[np.ndarray] | None
 
 
 def rows_of_ranks(batches: Sequence[Any], length: int, size: int) -> list[StepRows]:
-    """Return the rows of steps on scattered data; None for a step in which ranks would not have equally many.
+    """Return the row indexes of each step on each rank, for data that are scattered.
 
-    Each of ``batches`` is as for ``batch``.  What is wrong with one is said by its number.
+    Parameters
+    ----------
+    batches : sequence
+        One argument ``batch`` per step.
+    length : int
+        Number of rows of the data.
+    size : int
+        Number of ranks.
+
+    Returns
+    -------
+    list of StepRows
+        None for a step whose number of rows is not a multiple of the number of ranks.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        If a batch is not a valid selection, or selects no row; the message names it, as in ``batches[3]``.
 
     Examples
     --------
@@ -40,9 +61,27 @@ def rows_of_ranks(batches: Sequence[Any], length: int, size: int) -> list[StepRo
 
 
 def sliceable_rows_of_ranks(batches_s: Sequence[Any], size: int) -> list[StepRows]:
-    """Return the rows of steps on data that the ranks hold; None for a step by slices.
+    """Return the row indexes of each step on each rank, for data in shared variables of the ranks.
 
-    Each of ``batches_s`` is as for ``batch_s``.  What is wrong with one is said by its number.
+    Only a rank knows the length of its data: the number of rows in a slice is unknown here, and so is the range of
+    indexes.
+
+    Parameters
+    ----------
+    batches_s : sequence
+        One argument ``batch_s`` per step.
+    size : int
+        Number of ranks.
+
+    Returns
+    -------
+    list of StepRows
+        None for a step in which some rank takes a slice, all of its rows, or no row.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        If a selection is not valid; the message names it, as in ``batches_s[3]``.
 
     Examples
     --------
@@ -60,9 +99,19 @@ def sliceable_rows_of_ranks(batches_s: Sequence[Any], size: int) -> list[StepRow
 
 
 def runs(steps: Sequence[StepRows], most: int) -> Iterator[tuple[int, int]]:
-    """Cut steps into runs that one launch can take: of equally many rows on each rank, and at most so many steps.
+    """Group successive steps with equally many rows on each rank, for one launch per group.
 
-    Yields where each begins and ends.
+    Parameters
+    ----------
+    steps : sequence of StepRows
+        A step without rows is a group of its own.
+    most : int
+        Maximal number of steps in a group.
+
+    Yields
+    ------
+    start, stop : int
+        Range of the steps in a group.
 
     Examples
     --------
