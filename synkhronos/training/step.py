@@ -1,7 +1,11 @@
-"""The command behind a training step.
+"""The command of a training step.
 
-`Step`
-    Compute the gradient, combine it, move the parameters: in one launch where the engine can.
+A step is two compiled functions with an all-reduce between them::
+
+    gradient(rows) --> all-reduce of grad_shared --> update()
+
+Three commands would return to the master in between.  One command runs all of it on each rank, and an engine that can
+fuse the three parts runs it in one launch, several times over if asked to.
 """
 
 from __future__ import annotations
@@ -17,39 +21,57 @@ from synkhronos.ranks import Command, Rank
 
 
 class _StepFields(NamedTuple):
-    #: Of what writes each rank's gradient into a shared variable.
+    """Fields of `Step`; a named tuple cannot have another base class beside it."""
+
     gradient: Call
-    #: Of that variable alone.
     reduce: Reduce
-    #: Of what moves the parameters by it; without inputs and outputs.
     update: Call
-    #: In which dtype the gradients travel where all of it is one launch; None for their own.
     exchange: str | None
-    #: Items at the vector's end that always travel in their own dtype: they are not gradients.
     tail: int = 1
-    #: How many steps to take in the one launch; each rank's rows are those of the first, then those of the second, ...
     times: int = 1
 
 
 class Step(_StepFields, Command):
-    """Take a training step on all ranks, in one command: the ranks don't meet at the master's in the middle of it."""
+    """Take a training step, or several in one launch, on all ranks.
+
+    Attributes
+    ----------
+    gradient : Call
+        Call of the function that writes this rank's gradient into a shared variable.
+    reduce : Reduce
+        All-reduce of that variable, and of no other.
+    update : Call
+        Call of the function that updates the parameters from it; without inputs and outputs.
+    exchange : str or None
+        Dtype in which a fused launch sends the gradients; None for their own.
+    tail : int
+        Number of items at the vector's end that are sent in their own dtype in any case: they are not gradients.
+    times : int
+        Number of steps in one launch.  Each rank's rows are those of the first step, then those of the second, ...
+    """
 
     __slots__ = ()
 
     @property
     def effect(self) -> str | None:
-        """What an error says was done, if it was: only the update counts."""
+        """Effect of the command in an error's message: that of the update, since a gradient alone changes no parameter."""
         return self.update.effect if self.times == 1 else "Steps were taken"
 
     @property
     def partial_effect(self) -> str | None:
-        """What an error says if a rank was in the middle of many steps."""
+        """Effect in the message of an error in the middle of a launch of several steps; None for a single step."""
         if self.times == 1:
             return None
         return "Some steps may have been taken, on some ranks more than on others: broadcast() makes them equal again."
 
     def run(self, rank: Rank) -> tuple[Any, Any] | None:
-        """Take this rank's part; return what the two calls return, None if some rank can't take many steps at once."""
+        """Take the steps on this rank.
+
+        Returns
+        -------
+        (outputs of gradient, outputs of update) or None
+            None if ``times`` is above 1 and some rank cannot fuse the steps into one launch: then none has been taken.
+        """
         gradient, update = self.gradient.bind(rank), self.update.bind(rank)
         chain = self._chain(rank, gradient, update)
         if self.times > 1 and not all(rank.exchange_cached(chain is not None)):
@@ -59,7 +81,7 @@ class Step(_StepFields, Command):
             return self.gradient.execute(rank, gradient), []
         is_second = rank.number == (rank.root + 1) % rank.size
         if self.update.needs_compile and is_second and update.program.compile_order == AT_FIRST_CALL:
-            # Beside the gradient, which the master compiles meanwhile.
+            # The master compiles the gradient meanwhile, so the two compilations run in parallel.
             update.program.library.compile_now(update.compiled.function)
         with rank.suspend_commits():
             loss = self.gradient.execute(rank, gradient)
@@ -68,7 +90,7 @@ class Step(_StepFields, Command):
 
     @property
     def op(self) -> str:
-        """By which reduction the gradient is combined."""
+        """Name of the reduction of the gradient."""
         return self.reduce.op
 
     def get_shared(self, rank: Rank) -> Any:
@@ -77,17 +99,17 @@ class Step(_StepFields, Command):
         return get_object(rank, key)
 
     def agree(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
-        """Return what combines the gradient, and its shape on all ranks."""
+        """Return the communicator of the all-reduce, and the gradient's shape on all ranks."""
         plan = self.reduce.plan(rank)
         assert isinstance(plan, AllReducePlan)  # the engine has checked the device of the gradient
         ((_, _, device, (shape, _)),) = plan.variables
         return device.get_communicator(rank), shape
 
     def _chain(self, rank: Rank, gradient: RankCall, update: RankCall) -> Runner | None:
-        """Return what does all of it in one launch, None where it can't be done."""
+        """Return the fused launch of gradient, all-reduce and update, or None if it cannot be fused on this rank."""
         engine = gradient.program.engine
         if update.program.engine is not engine or not gradient.is_active or self.gradient.variant.returns_updates:
             return None
         if self.gradient.needs_compile and gradient.program.compile_order == AT_FIRST_CALL:
-            return None  # the master runs that alone: it would wait for the others in the middle of it
+            return None  # the master makes this call first, alone: in a fused launch it would wait for the others
         return engine.fuse_step(rank, gradient.runner, self, update.runner, self.times)
