@@ -1,4 +1,8 @@
-"""Search of data for NaN and infinity, to explain a loss that is not finite."""
+"""Search of data for NaN and infinity.
+
+A loss may be NaN because the training diverges, or because the data have such values.  The error's message names the
+first such row, so that users need not look for it.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,25 @@ from typing import Any
 
 import numpy as np
 
-#: Bytes of rows that are checked at once.
+#: Maximal number of bytes of rows that are searched at once: the search copies them.
 _BYTES = 1 << 26
 
 
 def describe_nonfinite(arrays: Mapping[str, Any], rows: Any = None) -> str:
-    """Return a description of the first row with NaN or infinity, for an error message; "" if there is none.
+    """Return a description of the first row with NaN or infinity, for an error message.
 
     Parameters
     ----------
     arrays : dict of str to ndarray or Data
-        By the name in the message.  Of `synkhronos.data_parts` the rows of this host are checked.
+        Arrays by their name in the message, searched in this order.  Arrays of integers are skipped.  Of an array of
+        `synkhronos.data_parts` only the rows of this host are searched.
     rows : ndarray of int, optional
-        Indexes of the rows to check; default: all.
+        Indexes of the rows to search; default: all.
+
+    Returns
+    -------
+    str
+        Empty if all values are finite.
 
     Examples
     --------
@@ -44,4 +54,5 @@ def describe_nonfinite(arrays: Mapping[str, Any], rows: Any = None) -> str:
 
 
 def _nonfinite(array: Any, rows: np.ndarray) -> np.ndarray:
+    """Return the indexes among ``rows`` of the rows with a value that is not finite."""
     return rows[~np.isfinite(array[rows]).reshape(len(rows), -1).all(1)]
