@@ -54,7 +54,10 @@ class Step(_StepFields, Command):
 
     @property
     def effect(self) -> str | None:
-        """Effect of the command in an error's message: that of the update, since a gradient alone changes no parameter."""
+        """Effect of the command in an error's message.
+
+        It is that of the update: a gradient alone changes no parameter.
+        """
         return self.update.effect if self.times == 1 else "Steps were taken"
 
     @property
