@@ -1,11 +1,16 @@
-"""One callable that takes a training step.
+"""Data-parallel training step: one callable that trains all ranks on a batch.
 
-`make_train_function`
-    A step on all ranks at once.
-`TrainFunction`
-    What it makes.
-`make_train_function_serial`, `SerialTrainFunction`
-    The same step in one process, with the plain graph library.
+The rows of a batch are scattered over the ranks, and the result is that of one process with all rows::
+
+    rank 0   rows --> gradient --> [n x gradients | n] --+                +--> divide by n, apply the rule
+    rank 1   rows --> gradient --> [n x gradients | n] --+-> all-reduce --+--> divide by n, apply the rule
+    ...
+
+A rank's n is its number of rows, or the value of ``weight``.  It is part of the vector, so one all-reduce gives the
+exact mean, whatever number of rows each rank has.  New values of extra updates are averaged in the same vector.
+
+Several steps can be one launch.  `TrainFunction.weighted_steps` partitions them (see `synkhronos.training.batches`),
+and takes a step by itself where that is impossible.
 """
 
 from __future__ import annotations
@@ -31,31 +36,31 @@ from synkhronos.training.step import Step
 from synkhronos.training.updates import RuleUpdates
 from synkhronos.training.updates.flat import shape_of
 
-#: Bytes of scattered rows that one launch of several steps may have on a rank.
+#: Maximal number of bytes of scattered rows on a rank in one launch of several steps.
 _BYTES = 1 << 30
-#: Bytes of such rows from which on a step is launched by itself: nothing is saved otherwise, and the next step's rows
-#: can't be copied meanwhile.  ResNet-50 on two H200s: 2,900 images/s with 60 steps in a launch, 6,200 with one.
+#: Minimal number of bytes of such rows per step for a launch of its own.  The host launches long steps in time anyway,
+#: and it copies the next step's rows while one computes: ResNet-50 is slower with many steps in a launch.
 _LONG_STEP = 4 << 20
 
 __all__ = ["SerialTrainFunction", "TrainFunction", "make_train_function", "make_train_function_serial"]
 
 
 class TrainFunction:
-    """A training step on all ranks; made by `make_train_function`.
+    """Training step on all ranks; made by `make_train_function`.
 
     Attributes
     ----------
     gradient : synkhronos.Function
         Computes the loss, and writes each rank's gradient into `grad_shared`.
     update : synkhronos.Function
-        Moves the parameters by what is in `grad_shared`.
+        Updates the parameters from `grad_shared`.
     grad_shared : shared variable
-        The gradients of all parameters in one vector, and how many rows they are from, or the sum of weights; behind
-        these, new values of `extra_updates` that are averaged.  After a step it holds the ranks' combination.
+        Vector of the gradients of all parameters, with the number of their rows or the sum of weights; behind these,
+        new values of `extra_updates` that are averaged, and their number of rows.  After a step it holds the reduction
+        over ranks.
     optimizer_state : list of shared variables
-        The variables that the rule keeps from step to step, such as velocities and counts, to be saved and loaded with
-        the parameters.  Their order is always the same for the same rule and parameters.  Each rank has the same
-        values.
+        Variables that the rule keeps from step to step, such as velocities and counts: to be saved and loaded with the
+        parameters.  Their order depends only on the rule and the parameters.  Their values are equal on all ranks.
     ema : list of shared variables, or None
         Moving averages of the parameters, in their order; None without the option `ema`.
     """
@@ -68,7 +73,7 @@ class TrainFunction:
         self.gradient = synk.function(
             [] if model.sliceable else inputs,
             model.outputs[0] if model.weight is None else model.outputs,
-            # Slices may differ in their number of rows: their weighted gradients add up.
+            # Slices may have different numbers of rows.  Each gradient is multiplied by its rows, so that they add up.
             updates=[
                 (grad_shared, rule.grad_updates[grad_shared], "sum"),
                 *(
@@ -84,7 +89,7 @@ class TrainFunction:
         self.update = synk.function([], updates=rule.param_updates, name="train_update")
         zeros = library_of(grad_shared).tensor.zeros_like(grad_shared)
         self._clear = synk.function([], updates=[(grad_shared, zeros)], name="train_clear")
-        # Behind the functions, which know how their variables are copied.
+        # Assigned after the functions: deepcopy takes attributes in order, and copies of variables are up to functions.
         self.grad_shared = grad_shared
         self.optimizer_state = model.optimizer_state
         self.ema = model.ema
@@ -104,19 +109,20 @@ class TrainFunction:
         Parameters
         ----------
         x_data, y_data : Data or array_like, or list of these
-            One for each variable of `x` and of `y`; a list where those were lists.  Data are not copied.  Left out
-            where the data are in `sliceable_shareds`.
+            Rows of the inputs and of the targets.  A list has one entry per variable, if `x` or `y` was a list.  Data
+            objects are not copied.  Omit both if the data are in `sliceable_shareds`.
         batch : int, slice, list of int, or array of int or bool, optional
-            Which rows to use: the first that many, a slice, indexes, or a mask.  By default all.
+            Selection of rows: the number of first rows, a slice, indexes, or a mask.  Default: all rows.
         num_slices : int, optional
-            In how many pieces each rank computes its rows, to save memory.  By default that of `make_train_function`.
+            Number of slices in which each rank computes its rows, to save memory.  Default: that of
+            `make_train_function`.
         batch_s : slice or list of int, or a list of these, one a rank, optional
-            Which rows of its own `sliceable_shareds` each rank uses.  By default all.
+            Selection of each rank's rows of `sliceable_shareds`.  Default: all rows.
 
         Returns
         -------
         ndarray
-            The loss before the step: the mean over all rows of the batch, or by `weight`.
+            Loss before the step: its mean over all rows of the batch, or by `weight`.
 
         Raises
         ------
@@ -127,14 +133,14 @@ class TrainFunction:
 
         Notes
         -----
-        Exact, to rounding, for any number of ranks, rows and slices.
+        The result depends on the numbers of ranks, rows per rank and slices only by rounding.
         """
         num_slices = self._num_slices if num_slices is None else num_slices
         arrays = self._model.arrays(x_data, y_data, batch, batch_s)
         return self._loss(*self._take(arrays, batch, batch_s, num_slices)[0])
 
     def _loss(self, value: Any, weight: Any) -> Any:
-        """Return a step's loss, from an entry of `weighted_steps`."""
+        """Return the loss of a step as an array, from a pair of `weighted_steps`."""
         return value if weight is None else weighted_mean(value, weight, self._model.loss)
 
     def steps(
@@ -147,24 +153,24 @@ class TrainFunction:
     ) -> list[Any]:
         """Take several steps, in one launch where that is possible.
 
-        A GPU has finished a step of a small network before the host has started the next one.  This method starts many
-        steps at once: XLA goes from step to step by itself, and combines the ranks' gradients in each.
+        A GPU finishes a step of a small network before the host has launched the next one.  This method launches many
+        steps at once: XLA goes from step to step by itself, with an all-reduce of the gradients in each.
 
         Parameters
         ----------
         x_data, y_data
-            As for a single step; all the data, of which each step takes some rows.
+            As for a single step: all the data, of which each step takes a batch.
         batches : sequence
-            For each step the `batch` that a single step takes.
+            The argument `batch` of each step.
         num_slices : int, optional
             As for a single step.
         batches_s : sequence, optional
-            For each step the `batch_s` that a single step takes, where the data are in `sliceable_shareds`.
+            The argument `batch_s` of each step, if the data are in `sliceable_shareds`.
 
         Returns
         -------
         list of ndarray
-            The loss before each step.
+            Loss before each step.
 
         Raises
         ------
@@ -175,21 +181,23 @@ class TrainFunction:
 
         Notes
         -----
-        Computes what single steps compute.  In JAX mode on GPUs, successive steps are one launch if each rank has the
-        same number of rows in all of them and, of scattered data, all ranks have the same number.  Other steps are
-        taken one by one: with `num_slices`, with ``batch_s`` by slices or of all rows, on minibatches, on data of
-        different lengths, on 4 MiB of scattered rows or more a rank, on CPU cores, with Theano.
+        The results are those of single steps.
 
-        At most 256 steps go into one launch.  Scattered rows of all of them are on the GPU at once: at most a gibibyte
-        on a rank, and as much again, where the next launch's rows come while this one computes.  That memory is kept
-        for the next call.
+        In JAX mode on GPUs, successive steps share a launch if each rank has equally many rows in all of them.  Of
+        scattered data, all ranks need equally many rows, too.  Other steps are taken one by one: with `num_slices`,
+        with ``batch_s`` by slices or of all rows, on minibatches, on data of different lengths, on 4 MiB of scattered
+        rows or more per rank, on CPU cores, with Theano.
 
-        XLA compiles anew for each number of steps in a launch, as it does for each number of rows, and keeps the 16
-        used last.  So always take the same number of steps, ten or twenty for instance.  A launch can't give a variable
-        a new shape.
+        A launch has at most 256 steps.  The scattered rows of all its steps are on the GPU at once: at most 1 GiB per
+        rank, and as much again if the next launch's rows are copied while this one computes.  That memory is kept for
+        the next call.
 
-        The rows of all steps are checked before the first step, except those of ``batches_s``, whose range only the
-        ranks know. An error that comes later says how many steps had been taken; their losses are lost.  If a rank
+        XLA compiles once for each number of steps in a launch, as for each number of rows, and keeps the 16 programs
+        used last.  So take the same number of steps in each call, ten or twenty for instance.  The shapes of variables
+        cannot change within a launch.
+
+        The rows of all steps are checked before the first step, except the range of indexes in ``batches_s``, which
+        only the ranks know.  A later error has a note with the number of steps taken; their losses are lost.  If a rank
         fails in the middle of a launch, some ranks may have taken more of its steps than others: `synkhronos.broadcast`
         makes the parameters equal again.
 
@@ -213,12 +221,14 @@ class TrainFunction:
     def weighted_steps(
         self, x_data: Any, y_data: Any, batches: Any, num_slices: int | None = None, batches_s: Any = None
     ) -> list[tuple[Any, Any]]:
-        """Take several steps as `steps` does.
+        """Take several steps, and return their losses as terms of a weighted mean.
+
+        The parameters are those of `steps`.
 
         Returns
         -------
         list of (value, weight)
-            The loss before each step, and None; of a model with a weight, the loss times the weight, and the weight.
+            The loss before each step, and None.  If the model has a weight: the loss times the weight, and the weight.
         """
         num_slices = self._num_slices if num_slices is None else num_slices
         arrays, steps = self._model.several(x_data, y_data, batches, batches_s)
@@ -244,7 +254,7 @@ class TrainFunction:
         return losses
 
     def _launched(self, arrays: list[Any], rows: Sequence[StepRows]) -> list[tuple[Any, Any]] | None:
-        """Take steps in one launch, and return their losses; None if they have to be taken one by one."""
+        """Take steps in one launch; return their losses, or None if they have to be taken one by one."""
         if len(rows) == 1:
             return None
         by_rank = [np.concatenate(each) for each in zip(*filter(None, rows), strict=True)]
@@ -253,29 +263,42 @@ class TrainFunction:
         return losses
 
     def _most_at_once(self, arrays: list[Any], rows: Sequence[StepRows], num_slices: int) -> int:
-        """Return how many steps one launch may take."""
+        """Return the maximal number of steps in a launch; 1 if each has to be launched by itself."""
         if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer) or num_slices != 1:
-            return 1  # where a wrong number is complained of, too
+            return 1  # a single step also raises the error for an invalid number
         longest = max((len(one) for step in rows if step is not None for one in step), default=0)
         if not longest:
-            return 1  # what is no array has no shape
+            return 1  # no step can share a launch; the data may not even have shapes
         most = self.gradient._max_fused_calls(np.dtype(self.grad_shared.type.dtype))
-        # Of shared variables' rows a launch takes those of one step after the other.
+        # Without arrays (the data are in shared variables) a row has no bytes: each step takes its rows on the device.
         row = sum(int(np.prod(np.shape(a)[1:])) * np.dtype(getattr(a, "dtype", float)).itemsize for a in arrays)
         nbytes = row * longest
         return 1 if nbytes >= _LONG_STEP else max(1, min(most, _BYTES // max(1, nbytes)))
 
     def _take(self, arrays: list[Any], batch: Any, batch_s: Any, num_slices: int, times: int = 1) -> Any:
-        """Take a step, or several with equally many of the rows each; return `weighted_steps` of these.
+        """Take a step, or several in one launch.
 
-        None if some rank can't take several in one launch: then none has taken any.
+        Parameters
+        ----------
+        arrays : list
+            Data of `x` and `y`; empty if they are in shared variables.
+        batch, batch_s
+            Selection of rows.  With several steps, each rank's rows are those of its steps, one after another.
+        num_slices : int
+        times : int
+            Number of steps, with equally many of the rows each.
+
+        Returns
+        -------
+        list of (value, weight) or None
+            As from `weighted_steps`.  None if some rank cannot take the steps in one launch: then none has been taken.
         """
         session = ranks.session()
         with session.turn:
             session.settle()
             gradient = self.gradient._prepare(session, arrays, {}, batch, batch_s, num_slices, None)
             if self._some_have_no_rows(session, gradient, batch):
-                # They sit out, and would contribute what is left of an earlier step.
+                # A rank without rows does not write its vector, which would still hold an earlier step's values.
                 self._clear._call_in_turn(session)
             update = self.update._prepare(session, (), {}, None, None, 1, None)
             reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
@@ -289,7 +312,13 @@ class TrainFunction:
         return list(zip(outputs[:times], weights, strict=True))
 
     def _some_have_no_rows(self, session: ranks.Session, gradient: Call, batch: Any) -> bool:
-        """Whether a rank has no rows to compute; refuse to take a step if none has any."""
+        """Whether some rank has no rows to compute.
+
+        Raises
+        ------
+        ValueError
+            If no rank has any.
+        """
         n_ranks = session.size
         if gradient.n_rows is not None:
             if not gradient.n_rows:
@@ -297,7 +326,7 @@ class TrainFunction:
             return gradient.n_rows < n_ranks
         chosen = gradient.batch_s or (slice(None),) * n_ranks
         lengths = [0] * n_ranks
-        if any(isinstance(one, slice) for one in chosen):  # of how many rows only the ranks know
+        if any(isinstance(one, slice) for one in chosen):  # only the ranks know the lengths of their data
             layouts = session.run(GetShapes(get_mirror_keys(session, self._model.sliceable)))
             lengths = [min(shape[0] for shape, _ in each) for each in layouts]
         counts = [
@@ -332,53 +361,55 @@ def make_train_function(
     Parameters
     ----------
     loss : scalar variable
-        The loss to lower: a mean over the rows of `x`, to which terms may be added that don't depend on the rows.
+        Loss to minimize: a mean over the rows of `x`, plus terms that do not depend on the rows, if any.
     params : list of shared variables
-        The parameters.
+        Parameters to train.
     x, y : variable or list of variables
         Inputs and targets, whose rows are scattered over the ranks.  A list of targets may be empty.
     update_rule : callable
-        One of `synkhronos.extensions.updates`, or a function with the same arguments and results.
+        A rule of `synkhronos.extensions.updates`, or a function with its arguments and results.
     sliceable_shareds : list of shared variables, optional
-        For data that the ranks hold already, each its own rows, by `synkhronos.scatter`: one shared variable for each
-        of `x` and `y`, of the same type.  On each rank all of these need the same number of rows.
+        Data that the ranks hold already, each its own rows, by `synkhronos.scatter`: one shared variable for each
+        of `x` and `y`, of its type.  On a rank, all of these have equally many rows.
     extra_updates : dict, or list of (shared variable, expression) or (shared variable, expression, op), optional
-        Other updates of a step, such as those of running averages, each computed from the rows of `x` and `y`.  With
-        the op "mean" the new values are averaged over ranks and slices by rows, in the same all-reduce as the
-        gradient: the expression has to be a mean over rows, as the loss is.  With None each rank keeps its own, as of
-        its last step; of slices, floats are averaged, and of others the last slice's value is kept.  By default
-        floats have the op "mean", random streams None; another variable needs an op unless its new value is the same
-        on all ranks.  Parameters are updated after these.
+        Further updates of a step, such as those of running averages, each computed from the rows of `x` and `y`.
+
+        - "mean": the new values are averaged over ranks and slices by rows, in the all-reduce of the gradient.  The
+          expression has to be a mean over rows, as the loss is.
+        - None: each rank keeps its own value, as of its last step.  Over slices, floats are averaged; of others, the
+          last slice's value is kept.
+
+        The default op is "mean" for floats, and None for random streams.  Another variable needs an op, unless its new
+        value is equal on all ranks.  Parameters are updated after these.
     exchange : str, optional
-        With ``"bfloat16"`` gradients travel between GPUs in half the bytes: each rank's gradient is divided by the
-        number of ranks, rounded to eight bits of mantissa, and summed in that precision.  The update computes in the
-        parameters' precision.  Gradients travel unchanged by default, and wherever a step isn't one launch on GPUs: on
-        CPU cores, in slices, with ranks that have no rows, with Theano.
+        With ``"bfloat16"``, GPUs send gradients in half the bytes: each rank's gradient is divided by the number of
+        ranks, rounded to eight bits of mantissa, and summed in that precision.  The update computes in the parameters'
+        precision.  Gradients are sent in their own precision by default, and wherever a step is not one launch on
+        GPUs: on CPU cores, in slices, with ranks that have no rows, with Theano.
     weight : scalar variable, optional
-        What the loss is a mean over where that is not the rows of `x`: for ``(mask * errors).sum() / mask.sum()``
-        this is ``mask.sum()``.  It must not depend on `params`.  Gradients and losses are combined as means by this
-        weight, over ranks and slices.  A loss of weight 0 counts nothing, even if it is NaN.
+        Number of items that the loss is a mean over, if they are not the rows of `x`: ``mask.sum()`` for the loss
+        ``(mask * errors).sum() / mask.sum()``.  It must not depend on `params`.  Gradients and losses are averaged by
+        this weight over ranks and slices.  A loss of weight 0 is ignored, even if it is NaN.
     clip_norm : float, optional
-        The largest norm of the gradient: of all elements of all parameters, after the all-reduce.  A longer gradient
-        is scaled to it.
+        Maximal norm of the gradient: of all elements of all parameters, after the all-reduce.  A longer gradient is
+        scaled to it.
     num_slices : int, optional
-        The number of slices of a step unless the call gives another: gradients are accumulated over them, so that a
-        step needs less memory.
+        Default number of slices of a step.  Gradients are accumulated over slices, so that a step needs less memory.
     ema : float, optional
         Decay of a moving average of the parameters, such as 0.999.  The averages are in ``train.ema``, at least
         float32, and in ``train.optimizer_state``.
     loss_scale : {"dynamic"}, optional
-        Multiplies the loss by a scale before the backward pass, and divides its gradient by it in float32, so that
-        small gradients of float16 are not 0.  If the combined gradient is infinite or NaN, all ranks leave
-        parameters, the rule's variables and averages as they are, and the scale is halved; it is doubled after 2,000
+        Multiply the loss by a scale before the backward pass, and divide the gradient by it in float32: small gradients
+        in float16 would be 0 otherwise.  If the reduced gradient is infinite or NaN, the parameters, the rule's
+        variables and the averages stay unchanged on all ranks, and the scale is halved.  It is doubled after 2,000
         other steps.  `extra_updates` are not skipped.
     **rule_kwargs
-        For the rule, such as ``learning_rate=0.1``.
+        Options of the rule, such as ``learning_rate=0.1``.
 
     Returns
     -------
     TrainFunction
-        To be called as ``train(x_data, y_data, batch=None, num_slices=1)``, or with `sliceable_shareds` as
+        Callable as ``train(x_data, y_data, batch=None, num_slices=1)``, or with `sliceable_shareds` as
         ``train(batch_s=None, num_slices=1)``; returns the loss.
 
     Raises
@@ -389,13 +420,13 @@ def make_train_function(
     Warns
     -----
     UserWarning
-        If the loss, or an expression that is averaged, has a denominator that depends on the values of inputs, and no
-        `weight` was given.
+        If the loss, without a `weight`, or an averaged expression has a denominator that depends on the values of
+        inputs.
 
     Notes
     -----
-    Each step computes gradients on all ranks, combines them in one all-reduce, and updates the parameters on all ranks.
-    Each rank's gradient is weighed by the rank's number of rows, or by `weight`.
+    Each step computes gradients on all ranks, reduces them by one all-reduce, and updates the parameters on all ranks.
+    Each rank's gradient is weighted by the rank's number of rows, or by `weight`.
 
     Examples
     --------
@@ -427,16 +458,18 @@ def make_train_function(
 
 
 def _with_averages(model: Model) -> tuple[RuleUpdates, int]:
-    """Append extra updates that are averaged to the vector of gradients, so that one all-reduce combines both.
+    """Append the averaged extra updates to the vector of gradients, so that one all-reduce suffices.
 
-    The vector has the new values, times the number of rows, behind the gradients and their weight; the rows at its end.
+    The vector is then::
+
+        [weight x gradients | weight | rows x new values | rows]
 
     Returns
     -------
     rule : RuleUpdates
-        `param_updates` has the averaged variables as well; expressions that read these find their new values.
+        Its `param_updates` include the averaged variables; other expressions of it read their new values.
     tail : int
-        The number of items at the vector's end that are not gradients.
+        Number of items at the vector's end that are not gradients.
     """
     rule = model.rule
     averaged = [u for u in model.extra_updates if u.op == "mean" and u.differs]
@@ -454,7 +487,7 @@ def _with_averages(model: Model) -> tuple[RuleUpdates, int]:
     for u, shape in zip(averaged, shapes, strict=True):
         start, end = end, end + int(np.prod(shape))
         parts.append(rows * tensor.cast(u.expression, dtype).reshape((end - start,)))
-        # Zeros in the variable's own type, in which a length of 1 need not be known to be one.
+        # Adding zeros gives the variable's own type, in which a length of 1 need not be a static (broadcastable) one.
         new = (vector[start:end] / vector[-1]).reshape(shape) + tensor.zeros_like(u.shared)
         news[u.shared] = library.convert(u.shared, tensor.cast(new, u.shared.dtype))
     parts.append(rows.reshape((1,)))
@@ -466,11 +499,11 @@ def _with_averages(model: Model) -> tuple[RuleUpdates, int]:
 
 
 def _common_length(arrays: list[Any]) -> int | None:
-    """Return how many rows the data have, None unless all have as many and none stands for a part of more."""
+    """Return the number of rows of the data; None if their lengths differ, or some are minibatches of more rows."""
     try:
         if any(np.ndim(array) == 0 or getattr(array, "minibatch", False) for array in arrays):
             return None
     except ValueError:
-        return None  # lists that are no array: a single step says which
+        return None  # lists that form no array: a single step raises the error that names them
     lengths = {len(array) for array in arrays}
     return lengths.pop() if len(lengths) == 1 else None
