@@ -1,7 +1,7 @@
-"""What a trainer says from time to time.
+"""Report of a trainer: figures of the steps since the last report, over all ranks.
 
-`Report`
-    The figures of the steps since the last one.
+It is made from one `Outcome` per rank.  Losses and rows are summed over ranks, times are averaged.  Launches that may
+have compiled functions do not count in the speed.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from synkhronos.training.plan import Plan
 
 @dataclass
 class Report:
-    """A trainer's report; printed, it is one line.
+    """Report of a trainer; ``str()`` gives one line.
 
     Attributes
     ----------
     epoch : float
-        The epochs trained so far.
+        Number of epochs trained so far.
     seen : int
-        The rows trained on so far.
+        Number of rows trained on so far.
     steps : int
-        The steps of all ranks together since the last report.  Under BSP on gradients a step of all ranks together
-        counts once.
+        Number of steps since the last report, summed over ranks.  Under BSP on gradients all ranks take a step
+        together, which counts once.
     loss : float
-        The mean loss of the rows since the last report, each before the step that used it; by the trainer's weight, if
-        it has one.
+        Mean loss of the rows since the last report, each before the step that used it; weighted by the trainer's
+        weight, if it has one.  NaN if the weights are all 0.
     validation : dict of str to float
-        The values over all rows of the validation data.
+        Metrics over all rows of the validation data.
     learning_rate : float
-        The last learning rate.
+        Last learning rate.
     rows_per_second : float
-        Of all ranks together, since the last report, without the time in which functions were compiled.
+        Rows of all ranks per second since the last report, without launches that may have compiled functions.
     seconds : dict of str to float
-        The time that a rank spent on average on each of: compute, exchange, wait, load.
+        Mean time of a rank by activity: compute, exchange, wait, load.
     batch : str
-        Rows in a step: ranks times the rows of each.
+        Rows of a step: number of ranks times rows per rank.
     """
 
     epoch: float
@@ -57,7 +57,16 @@ class Report:
 
     @classmethod
     def _from_outcomes(cls, outcomes: Sequence[Outcome], plan: Plan, n_ranks: int) -> Report:
-        """Return the report of an interval, from the outcomes of all ranks."""
+        """Return the report of an interval.
+
+        Parameters
+        ----------
+        outcomes : sequence of Outcome
+            One per rank; the master's alone under BSP on gradients.
+        plan : Plan
+            Plan of the interval's last steps.
+        n_ranks : int
+        """
         rows = sum(outcome.rows for outcome in outcomes)
         weight = sum(outcome.weight for outcome in outcomes)
         seconds = {
@@ -65,7 +74,7 @@ class Report:
         }
         compiled = sum(outcome.first[0] for outcome in outcomes)
         compiling = float(np.mean([outcome.first[1] for outcome in outcomes]))
-        if compiled == rows:  # there were none but first steps
+        if compiled == rows:  # without these launches there would be no speed to report
             compiled, compiling = 0, 0.0
         return cls(
             epoch=plan.epoch + plan.last / plan.count,
@@ -80,7 +89,7 @@ class Report:
         )
 
     def record(self) -> dict[str, Any]:
-        """Return it as a dict."""
+        """Return the attributes as a dict, for a recorder."""
         return dict(vars(self))
 
     def __str__(self) -> str:
