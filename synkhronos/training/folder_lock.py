@@ -1,8 +1,8 @@
-"""Exclusive writing into a folder.
+"""Lock that gives a checkpoint folder one writer at a time.
 
-A checkpoint folder has one writer at a time.  The lock is `flock` on a file in the folder: the kernel releases it when
-the process exits, even by a kill; on NFS the server does.  The file's text names the writer, for the error message
-only.
+Two trainings that write into one folder could delete each other's checkpoints.  A file that marks the folder as in use
+would outlive a killed writer.  So the lock is `flock` on a file in the folder: the kernel releases it when the process
+exits, even by a kill; on NFS the server does.  The file's text names the writer, for error messages only.
 """
 
 from __future__ import annotations
@@ -17,24 +17,28 @@ import weakref
 from pathlib import Path
 
 _NAME = ".lock"
-#: Errors of file systems that have no locks.
+#: Error numbers of ``flock`` on file systems without locks.
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}
 
 
 class FolderLock:
-    """Lock of one folder; readers need none.
+    """Exclusive lock of writers of one folder; readers need none.
+
+    A copy of this object, by `copy` or `pickle`, does not hold the lock.
 
     Parameters
     ----------
     folder : Path
-        An existing folder.
+        Existing folder.
 
     Attributes
     ----------
     is_held : bool
         Whether this object holds the lock.
     is_exclusive : bool
-        Whether no other process can hold it; False on file systems without locks.
+        Whether the lock excludes other processes; False on file systems without locks, and before `acquire`.
+    path : Path
+        The file that is locked.
     """
 
     def __init__(self, folder: Path):
@@ -49,12 +53,16 @@ class FolderLock:
         return self._file is not None
 
     def acquire(self) -> None:
-        """Take the lock, if this object does not hold it already.
+        """Acquire the lock without waiting; does nothing if this object holds it.
+
+        On a file system without locks this warns, and the object holds a lock that excludes nobody.
 
         Raises
         ------
         BlockingIOError
-            If another object holds it, in this process or another; the message names the process and its host.
+            If another object holds it, in this process or another; the message is the name of the process and its host.
+        OSError
+            If the file cannot be opened or locked.
         """
         if self._file is not None:
             return
@@ -75,7 +83,7 @@ class FolderLock:
             message = f"{self.path.parent}: its file system has no locks ({error}): let one training write there"
             warnings.warn(message, RuntimeWarning, stacklevel=4)
         self._file = file
-        with contextlib.suppress(OSError):  # on a full disk the message does not name the writer
+        with contextlib.suppress(OSError):  # on a full disk the lock holds, and errors do not name the writer
             os.ftruncate(file, 0)
             os.pwrite(file, f"{_this_process()}\n".encode(), 0)
 
@@ -88,18 +96,20 @@ class FolderLock:
     __del__ = release
 
     def __reduce__(self) -> tuple[type[FolderLock], tuple[Path]]:
-        return FolderLock, (self.path.parent,)  # a copy does not hold the lock
+        return FolderLock, (self.path.parent,)
 
 
 def _this_process() -> str:
+    """Return this process' name in the locked file."""
     return f"process {os.getpid()} on host {platform.node()}"
 
 
+#: All locks of this process.
 _locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """Close the copies in a forked process, which would hold the locks after the writer's exit."""
+    """Close a forked process' copies of the files: a lock is held until its last copy is closed."""
     for lock in list(_locks):
         lock.release()
 
