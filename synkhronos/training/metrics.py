@@ -1,4 +1,10 @@
-"""Metrics of validation: their parsing, and the reduction of their values over batches and ranks."""
+"""Metrics of validation, and the reduction of their values over batches.
+
+A metric over all rows is computed batch by batch.  A mean over rows is reduced by the batches' numbers of rows.  A mean
+over other items has a weight, and two outputs that add up over batches and ranks::
+
+    (error, "mean", n_items)  -->  [n_items x error, n_items]  -->  sums  -->  first / second
+"""
 
 from __future__ import annotations
 
@@ -15,14 +21,15 @@ _OPS = ("mean", "sum", "prod", "min", "max")
 
 
 class Metric(NamedTuple):
-    """An expression, and the reduction of its values.
+    """Scalar expression with the reduction of its values over batches and ranks.
 
     Attributes
     ----------
     expression : scalar variable
     op : {"mean", "sum", "prod", "min", "max"}
+        Reduction of the values.
     weight : scalar variable, optional
-        The number of items that the expression is a mean over; None for the rows.
+        Number of items that the expression is a mean over; None for the rows.
     """
 
     expression: Any
@@ -31,7 +38,7 @@ class Metric(NamedTuple):
 
     @property
     def outputs(self) -> list[tuple[Any, str]]:
-        """The outputs of a function that computes the metric, with their ops."""
+        """Outputs of a function that computes the metric, with their ops: one, or two for a metric with a weight."""
         if self.weight is None:
             return [(self.expression, self.op)]
         return weighted_outputs(self.expression, self.weight)
@@ -40,10 +47,23 @@ class Metric(NamedTuple):
 def parse_metrics(validate: Any, inputs: Sequence[Any]) -> dict[str, Metric]:
     """Return the metrics by name, from the argument `validate` of `make_trainer`.
 
+    Parameters
+    ----------
+    validate : None, entry, list of entries, or dict of str to entry
+        An entry is a scalar variable, ``(variable, op)`` or ``(variable, "mean", weight)``.  Entries without a name are
+        called ``valid_0``, ``valid_1`` and so on.
+    inputs : list of variable
+        Inputs of the model.
+
     Raises
     ------
     TypeError, ValueError
-        If an entry is not a scalar variable, with or without an op and a weight.
+        If an entry is not valid; the message names it.
+
+    Warns
+    -----
+    UserWarning
+        If a mean over rows has a denominator that depends on the values of inputs.
     """
     if validate is None:
         return {}
@@ -62,6 +82,7 @@ def parse_metrics(validate: Any, inputs: Sequence[Any]) -> dict[str, Metric]:
 
 
 def _has_op(entry: tuple[Any, ...]) -> bool:
+    """Whether a tuple is one entry, a variable with its op, rather than several entries."""
     return len(entry) in (2, 3) and not is_variable(entry[1])
 
 
@@ -87,11 +108,16 @@ def _parse_metric(name: str, entry: Any) -> Metric:
 
 
 class MetricTotals:
-    """The reductions of metrics over batches.
+    """Reductions of metrics over batches.
 
     Parameters
     ----------
     metrics : dict of str to Metric
+
+    Attributes
+    ----------
+    rows : int
+        Number of rows of all batches so far.
     """
 
     def __init__(self, metrics: Mapping[str, Metric]):
@@ -100,13 +126,21 @@ class MetricTotals:
         self.rows = 0
 
     def add(self, values: Sequence[Any], rows: int) -> None:
-        """Add a batch: the values of all metrics' `Metric.outputs`, and its number of rows."""
+        """Add a batch to the reductions.
+
+        Parameters
+        ----------
+        values : sequence of float
+            Values of all metrics' `Metric.outputs`, in order.
+        rows : int
+            Number of rows of the batch: the weight of its means.
+        """
         for total, value in zip(self._totals, values, strict=True):
             total.add(np.float64(value), rows)
         self.rows += rows
 
     def results(self) -> dict[str, float]:
-        """Return each metric's value; NaN for a mean whose weights are all 0."""
+        """Return the value of each metric over all batches; NaN for a mean whose weights are all 0."""
         values = iter(float(total.result()) for total in self._totals)
         found = {}
         for name, metric in self._metrics.items():
