@@ -1,13 +1,15 @@
-"""What is written down while a network learns.
+"""Records of a training: dicts of figures, as lines of JSON in a folder or as events for TensorBoard.
 
-`Recorder`
-    Lines of JSON in a folder, a file for each rank.
-`TensorBoard`
-    The same numbers for TensorBoard.
-`read`
-    The lines of a folder.
+A recorder is any object with ``write(record)``, which takes a dict.  `Recorder` writes a file per rank, so that ranks
+need not wait for each other::
 
-A recorder is anything with ``write(record)``, which takes a dict.
+    folder/
+        rank-0.jsonl      a line every so many steps of rank 0
+        rank-1.jsonl
+        reports.jsonl     a line per report, written by the master
+
+A process may be killed in the middle of a line.  So each line is appended by one write to a file opened for it, a
+writer ends an incomplete line before its own, and readers skip lines that are no JSON.
 """
 
 from __future__ import annotations
@@ -22,24 +24,24 @@ from typing import Any
 
 from synkhronos.checks import check_at_least, import_package
 
-#: Of what a rank writes down.
+#: Names of the files in a recorder's folder; a rank's has its number.
 RANK_FILE, REPORT_FILE = "rank-{}.jsonl", "reports.jsonl"
 
 
 class Recorder:
-    """Appends records to files as lines of JSON.
+    """Recorder that appends lines of JSON to files in a folder.
 
-    Each rank writes a file of its own, ``rank-0.jsonl`` and so on, while it trains: epoch, step, rows, loss, learning
-    rate, rows a second, and seconds since its last line in computing, exchanging, waiting for others, and loading rows.
-    The master writes ``reports.jsonl``: what `Trainer.epochs` returns.  When training goes on from a checkpoint, lines
-    behind it are cut off.
+    Each rank writes its own file, ``rank-0.jsonl`` and so on, during the training: epoch, step, rows, loss, learning
+    rate, rows per second, and the seconds since its last line spent on computing, exchanging, waiting for other ranks
+    and loading rows.  The master writes the reports of `Trainer.epochs` to ``reports.jsonl``.  When a training is
+    resumed from a checkpoint, later lines are removed.
 
     Parameters
     ----------
     folder : path
-        Made if it is not there.
+        Created if it does not exist.
     every : int
-        The number of a rank's steps between two lines.
+        Number of a rank's steps between two lines.
 
     Examples
     --------
@@ -56,32 +58,41 @@ class Recorder:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write a record of the master's."""
+        """Append a record to the master's file of reports."""
         self._append(REPORT_FILE, record)
 
     def write_rank(self, rank: int, record: Mapping[str, Any]) -> None:
-        """Write a rank's record."""
+        """Append a record to the file of a rank."""
         self._append(RANK_FILE.format(rank), record)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         line = line_of(record)
-        # Opened anew each time, for a line every so many steps: no rank has a file open when it is ended.
+        # Opened for each line, which are few: no rank has unwritten lines when it is killed.
         with open(self.folder / name, "ab+") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # half a line, of a process that was killed: it would take this one along
+                if file.read(1) != b"\n":  # an incomplete line of a killed process, which would spoil this one
                     line = "\n" + line
             file.write(f"{line}\n".encode())
 
     def cut(self, seen: int) -> None:
-        """Leave out all lines of more rows than these: training goes on from there."""
+        """Remove all lines that were written after ``seen`` rows of training, which resumes there."""
         for path in [self.folder / REPORT_FILE, *self.folder.glob(RANK_FILE.format("*"))]:
             if path.exists():
                 cut(path, lambda record: record.get("seen", math.inf) <= seen)
 
 
 def cut(path: Path, stays: Callable[[dict[str, Any]], bool]) -> None:
-    """Leave the lines in a file whose records stay; a line that was cut short is an empty record."""
+    """Remove lines from a file.
+
+    The new file replaces the old one in one step, so that a killed process leaves one of them.
+
+    Parameters
+    ----------
+    path : Path
+    stays : callable
+        Takes a line's record, and returns whether the line stays.  The record of an incomplete line is empty.
+    """
     lines = [line for line in path.read_text().splitlines() if stays(_parsed(line))]
     beside = path.with_suffix(".cut")
     beside.write_text("".join(line + "\n" for line in lines))
@@ -89,18 +100,24 @@ def cut(path: Path, stays: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def line_of(record: Mapping[str, Any]) -> str:
-    """Return a record as a line of JSON, with the time."""
+    """Return a record as a line of JSON, with the present time as ``time``, in seconds since 1970."""
     return json.dumps({"time": round(time.time(), 3), **_plain(record)})
 
 
 class TensorBoard:
-    """Writes the numbers of records for TensorBoard; needs the package tensorboardX.
+    """Recorder that writes the numbers of records as events for TensorBoard; needs the package tensorboardX.
 
     Parameters
     ----------
     folder : path
+        Created if it does not exist.
     purge : int, optional
-        The number of rows from which on older numbers are dropped, when training goes on from a checkpoint.
+        Number of rows at which a training is resumed: TensorBoard drops earlier events from there on.
+
+    Raises
+    ------
+    ImportError
+        If tensorboardX is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str], purge: int | None = None):
@@ -110,14 +127,14 @@ class TensorBoard:
 
         self._scalar, self._proto = summary.scalar, event_pb2
         os.makedirs(folder, exist_ok=True)
-        # Not a SummaryWriter, by whose thread numbers come to the file at some time later, or not at all.
+        # A SummaryWriter would write from a thread, at some later time: a killed process would lose events.
         self._file = event_file_writer.EventsWriter(os.path.join(folder, "events"))
         if purge is not None:
             log = event_pb2.SessionLog
             self._file.write_event(event_pb2.Event(step=purge, session_log=log(status=log.START)))
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write a record's numbers, at the rows seen so far."""
+        """Write an event for each number of a record; the step is the number of rows seen so far."""
         step = int(record.get("seen", 0))
         for name, value in _flat(_plain(record)):
             event = self._proto.Event(wall_time=time.time(), step=step, summary=self._scalar(name, value))
@@ -126,9 +143,19 @@ class TensorBoard:
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]]]:
-    """Return a folder's records: ``reports``, and for each rank ``rank-0`` and so on.
+    """Return the records in a recorder's folder.
 
-    A last line that was cut short, because the process was killed, is left out.
+    Lines that a killed process left incomplete are skipped.
+
+    Returns
+    -------
+    dict of str to list of dict
+        Records by the file's name without its suffix: ``rank-0`` and so on, and ``reports``.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the folder has no such file.
     """
     folder = Path(folder)
     files = sorted(folder.glob(RANK_FILE.format("*"))) + [folder / REPORT_FILE]
@@ -142,6 +169,7 @@ def read(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _parsed(line: str) -> dict[str, Any]:
+    """Return the record of a line; an empty one if the line is not a JSON object."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -150,7 +178,7 @@ def _parsed(line: str) -> dict[str, Any]:
 
 
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record with Python's numbers: arrays of none dimensions become floats; what JSON can't say, None."""
+    """Return a record that JSON can represent: scalar arrays become floats, and NaN and infinity become None."""
     plain: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, Mapping):
@@ -164,6 +192,7 @@ def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    """Return the names and values of a record's numbers; names in nested records are joined by ``/``."""
     pairs = []
     for name, value in record.items():
         if isinstance(value, Mapping):
