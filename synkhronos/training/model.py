@@ -1,21 +1,13 @@
-"""What a training function trains.
+"""Symbolic description of a training: a loss with its inputs, an update rule, and extra updates.
 
-`Model`
-    A loss, its inputs, and the rule that lowers it.
-`by_own_gradient`
-    A step of one rank by itself.
-`identify_rule`
-    Name and options of an update rule.
-`ExtraUpdate`
-    An update beside those of the rule.
-`is_averaged`
-    How slices' values for a variable are combined.
-`weighted_outputs`
-    The outputs from which a weighted mean over ranks is computed.
-`warn_of_denominators`
-    A warning for means whose denominators depend on the values of inputs.
-`Rows`, `Rule`, `Updates`, `Batch`
-    Types of arguments.
+`Model.build` checks the user's arguments once, for training functions and trainers alike.
+
+Ranks compute on different rows, so each value of a step needs a reduction over ranks:
+
+- The loss, its gradient and other means are averaged by rows.  A mean over other items needs a ``weight``.  Otherwise
+  its denominator may differ between ranks, and the result would depend on their number: `warn_of_denominators`.
+- Extra updates are averaged ("mean"), or each rank keeps its own value (None).  Without an op, an analysis of the
+  graph decides whether ranks may compute different values.
 """
 
 from __future__ import annotations
@@ -38,29 +30,31 @@ from synkhronos.training.updates import RuleUpdates, chain, clip_by_global_norm
 from synkhronos.training.updates.average import add_average
 from synkhronos.training.updates.loss_scale import scale_gradients, skip_overflows
 
-#: An array or Data object for one variable, a list of them for a list of variables.
+#: Argument for data: an array or Data object for one variable, a list of them for a list of variables.
 Rows = npt.ArrayLike | synk.Data | Sequence[npt.ArrayLike | synk.Data]
 
-#: What takes a loss, parameters and hyperparameters, `weight` among them.
+#: Update rule: a function of a loss, parameters and hyperparameters, `weight` among them.
 Rule = Callable[..., RuleUpdates]
 
-#: Shared variables and their new values, each with an op or without.
+#: Argument for extra updates: shared variables and their new values, each with or without an op.
 Updates = Mapping[Any, Any] | Sequence[tuple[Any, Any] | tuple[Any, Any, str | None]]
 
-#: Which rows of the data a step uses.
+#: Argument that selects the rows of a step.
 Batch = int | slice | Sequence[int] | npt.NDArray[Any] | None
 
 
 class ExtraUpdate(NamedTuple):
-    """An update of a step beside those of the rule.
+    """Update in a training step that is not one of the rule's.
 
     Attributes
     ----------
-    shared, expression : variables
+    shared : shared variable
+    expression : variable
+        New value of ``shared``.
     op : {"mean", None}
-        With "mean", ranks average the new values by rows; with None, each keeps its own.
+        With "mean", ranks average the new values by rows.  With None, each rank keeps its own.
     differs : bool
-        Whether ranks may compute different values in one step from equal variables.
+        Whether ranks may compute different new values in one step, even if their variables are equal before it.
     """
 
     shared: Any
@@ -71,23 +65,37 @@ class ExtraUpdate(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """What to train, and by which rule."""
+    """Loss, inputs and updates of a training, checked.
+
+    Attributes
+    ----------
+    loss : scalar variable
+    x, y : list of variable
+        Inputs and targets.
+    x_is_list, y_is_list : bool
+        Whether the user passed a list, and so has to pass lists of data.
+    sliceable : list of shared variable
+        Variables that hold the data, one for each of `x` and `y`; empty if the data are arguments of the calls.
+    rule : RuleUpdates
+    optimizer_state : list of shared variable
+        Variables that the rule updates besides the parameters.
+    extra_updates : list of ExtraUpdate
+    weight : scalar variable, optional
+        Number of items that the loss is a mean over; None for the rows.
+    ema : list of shared variable, optional
+        Moving averages of the parameters, in their order; None without the option `ema`.
+    """
 
     loss: Any
     x: list[Any]
     y: list[Any]
-    #: Whether the user passed lists.
     x_is_list: bool
     y_is_list: bool
-    #: The shared variables that the data are in, if they are in some.
     sliceable: list[Any]
     rule: RuleUpdates
-    #: The shared variables that the rule keeps for itself.
     optimizer_state: list[Any]
     extra_updates: list[ExtraUpdate]
-    #: The number of items that the loss is a mean over, a scalar variable; None for the rows.
     weight: Any = None
-    #: Moving averages of the parameters, in their order; None without `ema`.
     ema: list[Any] | None = None
 
     @classmethod
@@ -107,7 +115,22 @@ class Model:
         ema: float | None = None,
         loss_scale: str | None = None,
     ) -> Model:
-        """Check the arguments, and apply the rule; warn of means that ranks can't combine unless `is_serial`."""
+        """Check the arguments of `make_train_function`, and apply the rule.
+
+        Parameters
+        ----------
+        loss, params, x, y, update_rule, sliceable_shareds, extra_updates, weight, clip_norm, ema, loss_scale
+            As of `make_train_function`.
+        rule_kwargs : dict
+            Options of the rule.
+        is_serial : bool
+            Whether one process computes all rows: then no mean depends on the number of ranks, and none is warned of.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is wrong; the message names it.
+        """
         if isinstance(loss, list | tuple):
             raise TypeError("loss: expected a symbolic scalar, got a list")
         if not callable(update_rule):
@@ -147,7 +170,10 @@ class Model:
 
     @property
     def outputs(self) -> list[tuple[Any, str]]:
-        """The loss with its op: a mean over rows; with `weight`, the weighted loss and the weight, to be summed."""
+        """Outputs of the gradient's function, with their ops.
+
+        They are the loss, a mean over rows; or with a `weight` the weighted loss and the weight, both to be summed.
+        """
         return [(self.loss, "mean")] if self.weight is None else weighted_outputs(self.loss, self.weight)
 
     def arrays(
@@ -158,9 +184,26 @@ class Model:
         batch_s: Any,
         names: tuple[str, str] = ("batch", "batch_s"),
     ) -> list[Any]:
-        """One array or Data object for each variable; none where the data are in shared variables.
+        """Check the data of a call, and return one array or Data object for each variable.
 
-        ``names`` are those by which the user knows ``batch`` and ``batch_s``.
+        Parameters
+        ----------
+        x_data, y_data, batch, batch_s
+            Arguments of the call.
+        names : (str, str)
+            Names of ``batch`` and ``batch_s`` in errors.
+
+        Returns
+        -------
+        list
+            Empty if the data are in shared variables.
+
+        Raises
+        ------
+        TypeError
+            If data are missing, or given although they are in shared variables; likewise for the selection of rows.
+        ValueError
+            If a list has the wrong length.
         """
         if self.sliceable:
             if x_data is not None or y_data is not None or batch is not None:
@@ -180,7 +223,15 @@ class Model:
     def several(
         self, x_data: Rows | None, y_data: Rows | None, batches: Any, batches_s: Any
     ) -> tuple[list[Any], list[tuple[Any, Any]]]:
-        """Return `arrays` for several steps, and ``batch`` and ``batch_s`` of each: one of these two is None."""
+        """Check the data of several steps.
+
+        Returns
+        -------
+        arrays : list
+            As from `arrays`.
+        steps : list of (batch, batch_s)
+            Selection of rows of each step: the first is None if the data are in shared variables, else the second.
+        """
         arrays = self.arrays(x_data, y_data, batches, batches_s, ("batches", "batches_s"))
         name, given = ("batches_s", batches_s) if self.sliceable else ("batches", batches)
         is_sequence = isinstance(given, np.ndarray) and given.ndim or isinstance(given, Sequence)
@@ -190,6 +241,7 @@ class Model:
 
 
 def _variables(argument: str, value: Any) -> list[Any]:
+    """Check a variable or a list of variables with rows, and return a list."""
     variables = list(value) if isinstance(value, list | tuple) else [value]
     for i, variable in enumerate(variables):
         expected = f"{argument}: expected a variable or a list of variables"
@@ -203,7 +255,7 @@ def _variables(argument: str, value: Any) -> list[Any]:
 
 
 def _sliceable(shareds: Sequence[Any] | None, variables: list[Any]) -> list[Any]:
-    """Check that there is one shared variable for each input."""
+    """Check that there is one shared variable for each input, and of its dtype and number of dimensions."""
     if shareds is None:
         return []
     if not isinstance(shareds, list | tuple):
@@ -225,7 +277,7 @@ def _sliceable(shareds: Sequence[Any] | None, variables: list[Any]) -> list[Any]
 
 
 def by_own_gradient(rule: RuleUpdates) -> dict[Any, Any]:
-    """Return what becomes of each shared variable in a step by the gradient that a rank computes itself."""
+    """Return the new value of each shared variable in a step by the rank's own gradient, without an all-reduce."""
     expression = rule.grad_updates[rule.grad_shared]
     library = library_of(expression)
     news = library.clone(list(rule.param_updates.values()), {rule.grad_shared: expression})
@@ -233,14 +285,16 @@ def by_own_gradient(rule: RuleUpdates) -> dict[Any, Any]:
 
 
 def add_clipping(update_rule: Rule, clip_norm: float | None) -> Rule:
-    """Return an update rule that clips the global norm of the combined gradient, unless `clip_norm` is None."""
+    """Return an update rule that clips the global norm of the reduced gradient; ``clip_norm=None`` changes nothing."""
     if clip_norm is None:
         return update_rule
     return chain(clip_by_global_norm(check_positive(clip_norm, "clip_norm")), update_rule)
 
 
 def identify_rule(update_rule: Rule, rule_kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return an update rule's name, and its options: those given and the defaults of the others.
+    """Return the name of an update rule and all of its options, with defaults for those that are not given.
+
+    Checkpoints have both, so that a training is not resumed with another rule.
 
     Examples
     --------
@@ -257,14 +311,14 @@ def identify_rule(update_rule: Rule, rule_kwargs: Mapping[str, Any]) -> tuple[st
 
 
 def is_averaged(shared: Any) -> bool:
-    """Whether slices' values for a variable are averaged: an average of integers is none, nor one of generators."""
+    """Whether slices' new values of a variable are averaged: not those of integers, booleans and generators."""
     return hasattr(shared.type, "dtype") and np.dtype(shared.type.dtype).kind not in "biu"
 
 
 def weighted_outputs(expression: Any, weight: Any) -> list[tuple[Any, str]]:
-    """Return a mean times its weight, and the weight, with their ops; where the weight is 0, the mean counts nothing.
+    """Return two outputs whose sums over ranks give a weighted mean: the mean times its weight, and the weight.
 
-    Both are in the dtype of the mean, at least float32.
+    A mean of weight 0 counts as 0, even if it is NaN.  Both outputs have the dtype of the mean, at least float32.
     """
     tensor = library_of(expression).tensor
     dtype = str(np.result_type(expression.dtype, np.float32))
@@ -274,16 +328,23 @@ def weighted_outputs(expression: Any, weight: Any) -> list[tuple[Any, str]]:
 
 
 def warn_of_denominators(means: Mapping[str, Any], sources: Sequence[Any], stacklevel: int = 3) -> None:
-    """Warn of means, each by its name, whose denominators depend on the values of inputs or on random numbers.
+    """Warn of means whose denominators depend on the values of inputs, or on random numbers.
+
+    Ranks average them by rows, although their denominators are not proportional to rows.
 
     Parameters
     ----------
     means : dict of str to variable
-        Expressions that ranks average by rows.
+        Expressions that ranks average by rows, by their name in the warning.
     sources : list of variable
-        The inputs.
+        Inputs whose rows differ between ranks.
     stacklevel : int
         As for `warnings.warn`; 1 is the function that calls this one.
+
+    Warns
+    -----
+    UserWarning
+        Once for each such mean.
     """
     if not means:
         return
@@ -303,9 +364,14 @@ def warn_of_denominators(means: Mapping[str, Any], sources: Sequence[Any], stack
 
 
 def _check_weight(weight: Any, loss: Any, params: Sequence[Any]) -> None:
-    """Refuse a weight that is not a real scalar variable, or that depends on parameters.
+    """Check that a weight is a real scalar variable that does not depend on parameters.
 
-    The gradient of a weighted mean is the weighted mean of gradients only where weights are constants.
+    The gradient of a weighted mean is the weighted mean of gradients only if the weights do not depend on parameters.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is not.
     """
     expected = "weight: expected a symbolic scalar, the number of items that the loss is a mean over"
     try:
@@ -320,7 +386,17 @@ def _check_weight(weight: Any, loss: Any, params: Sequence[Any]) -> None:
 
 
 def _extra(updates: Updates | None, rule: RuleUpdates, sources: list[Any]) -> list[ExtraUpdate]:
-    """Check the updates that come beside the rule's, and find their ops."""
+    """Check extra updates, and choose the ops that are not given.
+
+    Parameters
+    ----------
+    updates : dict or list of tuples, optional
+        The argument `extra_updates`.
+    rule : RuleUpdates
+        Its variables may have no extra update.
+    sources : list of variable
+        Inputs, whose rows differ between ranks.
+    """
     if updates is None:
         return []
     if not isinstance(updates, Mapping | list | tuple):
@@ -349,7 +425,20 @@ def _extra(updates: Updates | None, rule: RuleUpdates, sources: list[Any]) -> li
 
 
 def _with_ops(entries: list[Any], sources: list[Any]) -> list[ExtraUpdate]:
-    """Return checked updates; an op that was not given is "mean" for floats, None for what is equal on all ranks."""
+    """Return extra updates with ops.
+
+    The default op is "mean" for floats, and None for random streams and all other variables.
+
+    Raises
+    ------
+    TypeError
+        If an update needs an op: ranks may compute different values, which are neither floats nor random streams.
+
+    Notes
+    -----
+    A variable with the op None may come to differ between ranks; then expressions that read it may differ, too.  So the
+    analysis is repeated with these variables until it finds no more of them.
+    """
     expressions = [entry[1] for entry in entries if hasattr(entry[1], "owner")]
     if not expressions:
         return [ExtraUpdate(entry[0], entry[1], entry[2] if len(entry) == 3 else None, False) for entry in entries]
@@ -369,7 +458,7 @@ def _with_ops(entries: list[Any], sources: list[Any]) -> list[ExtraUpdate]:
                     )
                 op = ["mean" if _is_float(shared) else None]
             found.append(ExtraUpdate(shared, expression, op[0], differs))
-        # What each rank keeps for itself makes other expressions differ.
+        # Expressions that read these variables may differ between ranks as well.
         own = [u.shared for u in found if u.differs and u.op is None and not any(u.shared is d for d in differing)]
         if not own:
             return found
@@ -377,8 +466,10 @@ def _with_ops(entries: list[Any], sources: list[Any]) -> list[ExtraUpdate]:
 
 
 def _is_float(shared: Any) -> bool:
+    """Whether a variable is an array of real floats."""
     return hasattr(shared.type, "dtype") and np.dtype(shared.type.dtype).kind == "f"
 
 
 def _listed(argument: str, value: Any, variables: list[Any], is_list: bool) -> list[Any]:
+    """Return data as a list with one entry per variable."""
     return check_list(value, argument, len(variables), "arrays") if is_list else [value]
