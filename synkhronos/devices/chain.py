@@ -1,14 +1,17 @@
-"""NumPy arrays, combined by ranks on several hosts.
+"""Collectives over NumPy arrays of ranks on several hosts.
 
-`ChainCommunicator`
-    Streams arrays along the row of hosts.
-
-A reduction goes up the row and comes down again.  On each host the ranks add theirs, in rank order, to what has come
-from the host before, each rank its share of the elements; the last host's result goes back.  So every element is
-reduced in the order of ranks, and results have the same bits as on one host.  Several chunks are under way at once::
+Hosts are in a row.  Arrays are streamed along it, in chunks, through the pipes between neighbours.  A reduction passes
+all hosts up the row, and its result passes them down again::
 
     host 0   r0 + r1  -->  host 1   (..) + r2 + r3  -->  host 2   (....) + r4 + r5
              result   <--           result          <--           = result
+
+On each host the ranks share a chunk's elements: each rank adds the inputs of all ranks of the host, in rank order, to
+the partial sum of the previous host.  So every element is reduced in rank order, and results are bitwise equal to those
+on one host.
+
+The way up and down is long, so a host begins further chunks before the result of the first arrives.  Their number is
+limited: see `ChainCommunicator._under_way`.
 """
 
 from __future__ import annotations
@@ -24,12 +27,18 @@ from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.hosts.pipes import DOWN_IN, DOWN_OUT, FRAME, FRAMES, HERE, UP_IN, UP_OUT, Pipe, PipeLayout
 from synkhronos.ranks import Rank
 
-#: Chunks whose results the ranks of the last host have not taken yet, at most: a frame must not be filled anew before.
+#: Maximal number of chunks on the last host whose results are not copied yet.  They are read from frames that may have
+#: been sent already, which the pipe alone would let ranks overwrite.
 _ON_LAST = FRAMES - 2
 
 
 class ChainCommunicator(HostCommunicator):
-    """Collectives over NumPy arrays of ranks on several hosts."""
+    """Collectives over NumPy arrays of ranks on several hosts, through shared memory and pipes between hosts.
+
+    Parameters
+    ----------
+    rank : Rank
+    """
 
     def __init__(self, rank: Rank):
         super().__init__(rank)
@@ -46,7 +55,7 @@ class ChainCommunicator(HostCommunicator):
         self._flow(mine if self._rank.number == root else None, mine, mine.size, root, range(self._rank.size))
 
     def reduce_scatter(self, array: np.ndarray, op: str, bounds: Sequence[int], out: np.ndarray) -> None:
-        """Write this rank's items of the reduction over all ranks into ``out``, one rank's after another's."""
+        """Write this rank's items of the reduction over all ranks into ``out``; one reduction per rank."""
         rank, source, target = self._rank, array.reshape(-1), out.reshape(-1)
         for r, (start, stop) in enumerate(pairwise(bounds)):
             mine = target if r == rank.number else None
@@ -72,17 +81,24 @@ class ChainCommunicator(HostCommunicator):
                 self._flow(source, None if target is None else as_bytes(target), count_bytes(layout), r, to)
 
     def _flow(self, source: np.ndarray | None, target: np.ndarray | None, size: int, root: int, to: range) -> None:
-        """Stream so many bytes from the root, through all hosts on the way, to a run of ranks.
+        """Stream bytes from the root to a range of ranks, through all hosts between them.
 
         Parameters
         ----------
-        source, target : ndarray or None
-            The root's bytes; where this rank wants them, if it does.
+        source : ndarray of uint8 or None
+            Bytes to send, on the root.
+        target : ndarray of uint8 or None
+            Memory for the bytes on this rank; None if it does not need them.
+        size : int
+            Number of bytes.
+        root : int
+        to : range
+            Ranks that receive the bytes.
         """
         here, me = self._here, self._rank.number
         from_below, from_above = root < here.start, root >= here.stop
         if (from_below and to.stop <= here.start) or (from_above and to.start >= here.stop):
-            return  # none of it comes this way
+            return  # this host is not on the way
         into = self._up_in if from_below else self._down_in if from_above else self._local
         outs = []
         if not self._is_last and not from_above and to.stop > here.stop:
@@ -118,11 +134,26 @@ class ChainCommunicator(HostCommunicator):
         dtype: np.dtype,
         contributors: Sequence[int],
     ) -> None:
-        """Reduce ``source`` over the contributors into every rank's ``target``, where there is one."""
+        """Reduce an array over ranks.
+
+        Parameters
+        ----------
+        source : ndarray or None
+            This rank's array; None if it does not contribute.
+        target : ndarray or None
+            Memory for the result on this rank; None if it does not need it.
+        op : str
+        size : int
+            Number of elements.
+        dtype : dtype
+            Dtype of the elements.
+        contributors : sequence of int
+            Ranks whose arrays are reduced, in order.
+        """
         rank, here, row = self._rank, self._here, REDUCTIONS[op]
         wide = row.accumulator_dtype(dtype)
         each = FRAME // wide.itemsize
-        waiting: list[tuple[int, int]] = []  # chunks whose results have not come yet
+        waiting: list[tuple[int, int]] = []  # chunks whose results have not arrived: first element, number
         place = rank.number - here.start
         for at in range(0, size, each):
             count = min(each, size - at)
@@ -162,17 +193,28 @@ class ChainCommunicator(HostCommunicator):
 
     @property
     def _under_way(self) -> int:
-        """How many chunks may be under way between this host and the last one, or wait there.
+        """Maximal number of chunks that this host has begun and whose results it has not taken.
 
-        The way is longer for the first hosts.  Each hop has room for four times as many as it adds here, so that hosts
-        whose frames are full never wait for each other in a circle.
+        Each hop to the last host adds `FRAMES` chunks, since the way is longer for the first hosts.
+
+        Invariant: each hop has room for four times as many chunks as it adds, in the two pipes at each of its ends.  So
+        hosts with full pipes never wait for each other in a circle.
         """
         return _ON_LAST if self._is_last else FRAMES * self._n_next_hosts[0]
 
     def _take(self, target: np.ndarray | None, chunk: tuple[int, int], wide: np.dtype, behind: int) -> None:
-        """Copy a chunk of the result to where it is wanted, and pass it on to the host before.
+        """Copy a chunk of the result into this rank's target, and pass it on to the previous host.
 
-        ``behind`` is how many chunks this rank has begun since.
+        Parameters
+        ----------
+        target : ndarray or None
+            Memory for the whole result; None if this rank does not need it.
+        chunk : (int, int)
+            First element and number of elements.
+        wide : dtype
+            Dtype of the result in the pipes.
+        behind : int
+            Number of chunks that this rank has begun since this one.
         """
         at, count = chunk
         if self._is_last:
