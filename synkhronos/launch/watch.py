@@ -1,4 +1,12 @@
-"""Detection of runs that train nothing: parameters that never change, or ranks that all compute the same steps."""
+"""Detection of runs that train nothing: parameters that never change, or ranks that compute equal steps.
+
+Neither mistake of a class raises an error by itself: the run goes on for days, and wastes all of it or all ranks but
+one.  So digests of variables are compared in the first steps::
+
+    step 1, 2, 3       digests of what the step computes  --> ranks compare them: all must differ
+    step 50, or        digest of all parameters           --> compared with the digest before the first step
+    end of an epoch
+"""
 
 from __future__ import annotations
 
@@ -12,7 +20,7 @@ from synkhronos.devices import array_device
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import Worker
 
-#: Number of steps after which parameters must have changed; number of first steps that ranks compare.
+#: Number of steps after which a parameter must have changed; number of first steps that ranks compare.
 _STEPS, _COMPARED = 50, 3
 SAME_STEPS = (
     "ranks {} and {} have taken the same steps: they train on the same rows in the same order; the class has to choose "
@@ -43,7 +51,7 @@ class Watch:
         self._has_changed = self._is_compared = False
 
     def step(self) -> None:
-        """Record a step of this rank, before the exchange."""
+        """Record a step of this rank; to be called before the exchange, which makes ranks equal."""
         self._n_steps += 1
         if len(self._steps) < _COMPARED:
             self._steps.append(digest(self._own))
@@ -54,12 +62,19 @@ class Watch:
         return not self._is_compared and len(self._steps) == _COMPARED
 
     def check_change(self, learning_rate: float | None, epoch_ended: bool) -> None:
-        """Raise an error if no parameter has changed.
+        """Raise an error if no parameter has changed, as soon as that is certain to be a mistake.
+
+        Parameters
+        ----------
+        learning_rate : float or None
+            Nothing is checked at a learning rate of 0.
+        epoch_ended : bool
+            Whether an epoch has ended: then two steps suffice for the check, instead of 50.
 
         Raises
         ------
         TrainingError
-            After 50 steps, or after an epoch of at least two, at a learning rate that is not 0.
+            If no parameter differs from its value before the first step.
         """
         if self._has_changed or self._n_steps < (2 if epoch_ended else _STEPS) or learning_rate == 0:
             return
@@ -71,7 +86,9 @@ class Watch:
             )
 
     def compare(self, worker: Worker) -> None:
-        """Raise an error if two ranks have computed the same steps; a collective of all ranks.
+        """Raise an error if two ranks have computed equal steps; a collective of all ranks, once in a run.
+
+        Ranks that have taken no step, or whose steps have changed nothing, are not compared.
 
         Raises
         ------
