@@ -1,7 +1,12 @@
-"""Output and records of ranks on other hosts, on their way into the run's folder.
+"""Output and records of ranks on other hosts, which may not see the run's folder.
 
-Their standard output is a pipe through the host's agent and ``mpirun`` to the master, which passes it on to the
-supervisor.  Every line starts with the name of the file in the run's folder that it belongs to.
+Everything passes through standard output.  Every line starts with the name of its file in the run's folder::
+
+    print(...)     --> pump --+
+                              +--> agent --> mpirun --> master --> supervisor --> folder/rank-3.log
+    Records.write_rank()   ---+                                                   folder/rank-3.jsonl
+
+The pump is a process beside the rank, which names the lines of its output.
 """
 
 from __future__ import annotations
@@ -23,12 +28,13 @@ _MARK = "\x1e"
 _NAMED_LINE = re.compile(rf"{_MARK}(rank-\d+\.(?:log|jsonl)){_MARK}(.*)", re.DOTALL)
 #: Maximal bytes of a line: below PIPE_BUF, so that writes of several processes do not mix.  Longer lines are split.
 _MAX_BYTES = 4000
-#: File descriptor that `Records` writes to.
+#: File descriptor that `Records` writes to: the standard output before `redirect_output`.
 _standard_output = -1
+#: Pump of this process.
 _pump: subprocess.Popen[bytes] | None = None
 
-#: Program that puts the name before each line of a rank's output.  It is a process of its own, so that it passes on the
-#: last lines of a rank that is killed.
+#: Program of the pump: it puts the name before each line of a rank's output.  As a process of its own it also passes on
+#: the last lines of a rank that is killed.
 _PUMP_CODE = f"""
 import os, signal, sys
 for number in {sorted(map(int, SENT_TO_ALL))}:
@@ -42,7 +48,7 @@ for line in sys.stdin.buffer:
 
 
 def redirect_output(rank: int) -> None:
-    """Send this process' standard output and error to the supervisor, line by line."""
+    """Redirect this process' standard output and error to the supervisor, line by line, through a pump."""
     global _standard_output, _pump
     _standard_output = os.dup(1)
     command = [sys.executable, "-ISc", _PUMP_CODE, f"{_MARK}rank-{rank}.log{_MARK}"]
@@ -58,13 +64,19 @@ class Records:
     """Recorder of a rank on another host: the supervisor writes its records into the run's folder."""
 
     def write_rank(self, rank: int, record: Mapping[str, Any]) -> None:
-        """Send a record to the supervisor."""
+        """Send a record to the supervisor, for the file of a rank.
+
+        Raises
+        ------
+        RuntimeError
+            If the pump has exited: output of this rank would be lost.
+        """
         if _pump is not None and _pump.poll() is not None:
             raise RuntimeError(f"the process that passes on rank {rank}'s output {cause_of_death(_pump.returncode)}")
         os.write(_standard_output, f"{_MARK}{RANK_FILE.format(rank)}{_MARK}{line_of(record)}\n".encode())
 
 
 def split_name(line: str) -> tuple[str, str]:
-    """Split a line into its file's name and its text; the name is empty for lines without one."""
+    """Split a line into its file's name and its text; the name is empty for other programs' lines."""
     found = _NAMED_LINE.fullmatch(line)
     return (found[1], found[2]) if found else ("", line)
