@@ -1,4 +1,14 @@
-"""The recorder that a class' ``train_iter``, ``val_iter`` and ``print_info`` get: Theano-MPI's calls, our records."""
+"""Recorder for users' classes: the interface of Theano-MPI's recorder, records of this library.
+
+A class gets it as an argument of ``train_iter``, ``val_iter`` and ``print_info``.  The class reports costs and times to
+it, and the run counts the steps::
+
+    train_iter: start(), end("calc"), train_error(...)  --+
+    run:        begin_epoch(), stepped()                --+--> write(): a line of the run's folder, and on the console
+    val_iter:   val_error(...)                          -----> validation_sums(): the epoch's report, over all ranks
+
+Methods of Theano-MPI's recorder that the run makes superfluous do nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +24,44 @@ import numpy as np
 from synkhronos.launch.elsewhere import Records
 from synkhronos.training.recorder import Recorder
 
-#: Theano-MPI's words for what time is spent on, and ours.
+#: Names of activities: Theano-MPI's, and those of this library's records.
 _WORDS = {"calc": "compute", "comm": "exchange", "sync": "wait", "wait": "load", "load": "load"}
 
 
 class ClassRecorder:
-    """Records what a class reports, by the calls of Theano-MPI's recorder.
+    """Recorder with the methods of Theano-MPI's: collects costs, errors and times, and writes a line from time to time.
 
     Parameters
     ----------
     rank : int
     recorder : Recorder or Records, optional
-        Where a line goes every so many steps; by default nowhere.
+        Recorder that the lines are written to; default: none.
     every : int
-        The number of steps between two lines.
+        Number of steps between two lines.
     rows : int
-        The number of rows of a step.
+        Number of rows of a step.
     folder : path, optional
-        Where `plot` saves pictures, in ``plots/``; by default nowhere.
+        Folder in which `plot` saves pictures, in ``plots/``; default: they are not drawn.
+
+    Attributes
+    ----------
+    verbose : bool
+        Whether this is rank 0's recorder.
+    seconds : dict of str to float
+        Time by activity since the run began: compute, exchange, wait, load, and the class' own.
+    learning_rate : float or None
+        Learning rate of the next lines; set by the run.
+    epoch : int
+        Number of the epoch, from 0.
+    steps : int
+        Number of steps in this epoch.
+    total : int
+        Number of steps since the run began, including those before a resumption.
+    untimed : int
+        Number of the epoch's first steps that do not count in its speed: those before a resumption, and steps in which
+        functions may have been compiled.
+    epoch_began : float
+        Beginning of the time in which the epoch's other steps were taken, by `time.perf_counter`.
 
     Examples
     --------
@@ -76,11 +106,22 @@ class ClassRecorder:
     # -- what a class calls ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to count time."""
+        """Start the clock, which `end` stops."""
         self._began = time.perf_counter()
 
     def end(self, mode: str) -> None:
-        """Note the time since `start`, spent on ``calc``, ``comm``, ``wait`` (for data), or a class' own word."""
+        """Add the time since `start` to an activity.
+
+        Parameters
+        ----------
+        mode : str
+            Theano-MPI's ``calc``, ``comm``, ``sync``, ``wait`` (for data) or ``load``, or a name of the class' own.
+
+        Raises
+        ------
+        RuntimeError
+            If `start` was not called.
+        """
         if self._began is None:
             raise RuntimeError(f"recorder.end({mode!r}): expected recorder.start() before it")
         word = _WORDS.get(mode, mode)
@@ -88,25 +129,45 @@ class ClassRecorder:
         self._began = None
 
     def train_error(self, count: int, cost: Any, error: Any = None, weight: Any = 1) -> None:
-        """Note an iteration's cost, and its error; ``weight`` is the number of items that both are means over."""
+        """Record the cost of an iteration.
+
+        Parameters
+        ----------
+        count : int
+            Theano-MPI's; changes nothing.
+        cost : scalar
+        error : scalar, optional
+        weight : scalar
+            Number of items that cost and error are means over.  A cost of weight 0 is ignored.
+        """
         self._costs.append(cost)
         self._weights.append(weight)
         if error is not None:
             self._errors.append(error)
 
     def print_train_info(self, count: int) -> None:
-        """Write a line, and print one, if it is time for it."""
+        """Write and print a line, if ``every`` steps have been taken since the last one."""
         if self._steps() >= self.every:
             self.write()
 
     def clear_train_info(self) -> None:
-        """Forget what `train_error` has noted since the last line."""
+        """Discard the costs and errors since the last line."""
         self._costs: list[Any] = []
         self._weights: list[Any] = []
         self._errors: list[Any] = []
 
     def val_error(self, count: int, cost: Any, error: Any = None, error_top_5: Any = None, rows: float = 1) -> None:
-        """Note a validation batch's cost and errors; ``rows`` is its weight, and nothing counts where it is 0."""
+        """Add a batch to the validation.
+
+        Parameters
+        ----------
+        count : int
+            Theano-MPI's; changes nothing.
+        cost, error, error_top_5 : scalar, optional
+            Means over the batch.
+        rows : float
+            Weight of the batch.  A batch of weight 0 is ignored.
+        """
         self._val_rows += rows
         if not rows:
             return
@@ -115,34 +176,36 @@ class ClassRecorder:
                 self._val[name] = self._val.get(name, 0.0) + rows * _mean(value)
 
     def get_latest_val_info(self) -> list[Any] | None:
-        """Return count, cost, error and top-5 error of the last validation, over all ranks; None before the first."""
+        """Return ``[count, cost, error, top5]`` of the last validation, over all ranks; None before the first."""
         return self._latest
 
     def plot_init(self, name: str, fig_specs: Any = None, save: bool = False) -> None:
-        """Name a picture that `plot` will draw; the other arguments are Theano-MPI's, and change nothing."""
+        """Declare the name of a picture, for `plot`; the other arguments are Theano-MPI's, and change nothing."""
         if not isinstance(name, str):
             raise TypeError(f"plot_init(): expected a text as name, got {name!r}")
         self._plots.setdefault(name, 0)
 
     def plot(self, name: str, lines: Any = None, image: Any = None, save: bool = False, **style: Any) -> None:
-        """Draw lines or an image, and save it as a new picture in the run's folder.
+        """Draw lines or an image, and save a new picture in the run's folder.
+
+        Without a folder or matplotlib nothing is drawn.  If matplotlib is missing, the first call prints a message.
 
         Parameters
         ----------
         name : str
-            That of `plot_init`.
+            Name given to `plot_init`.
         lines : list of lists of numbers, optional
         image : ndarray, optional
-            Of two dimensions, or three with red, green and blue last.
+            Array of two dimensions, or of three with red, green and blue last.
         save
             Theano-MPI's; changes nothing.
         **style
-            ``lw`` for lines, ``cmap`` for images.
+            ``lw``, the width of lines; ``cmap``, the colours of images.
 
         Raises
         ------
         ValueError
-            If there are both lines and an image, or neither, or `plot_init` has not named the picture.
+            If there are both lines and an image, or neither; or for a name that `plot_init` did not get.
         """
         if name not in self._plots:
             raise ValueError(f"plot(): expected a name given to plot_init(), got {name!r}")
@@ -170,43 +233,64 @@ class ClassRecorder:
         figure.savefig(folder / f"{safe}-rank-{self.rank}-{self._plots[name]}.png")
 
     def save(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the run gathers and prints validation, times epochs, writes each line, and cuts it on resume."""
+        """Do nothing, as the run does it.
+
+        It gathers and prints the validation, times epochs, writes lines at once, and removes later lines when it is
+        resumed.
+        """
 
     gather_val_info = print_val_info = start_epoch = end_epoch = load = cut = show = save
 
     # -- what the run calls ----------------------------------------------------------------------------------
 
     def note_validation(self, count: int, means: dict[str, float]) -> None:
-        """Note the means of a validation over all ranks, for `get_latest_val_info`."""
+        """Set the means of a validation over all ranks, which `get_latest_val_info` returns."""
         if means:
             self._latest = [count, *(means.get(name) for name in ("cost", "error", "top5"))]
 
     def begin_epoch(self, epoch: int) -> None:
-        """Begin to count an epoch's steps."""
+        """Reset the counters at the start of an epoch."""
         self.epoch, self.steps, self.loss, self._noted = epoch, 0, 0.0, 0.0
         self.epoch_began = self._line_began = time.perf_counter()
         self._written, self._line_seconds = 0, dict(self.seconds)
         self.untimed = 0
 
     def resume_epoch(self, steps: int, loss: float, noted: float) -> None:
-        """Go on behind the first steps of an epoch, with the sum of their costs and that of their weights."""
+        """Set the counters to those of a checkpoint within the epoch.
+
+        Parameters
+        ----------
+        steps : int
+            Number of steps of the epoch before the checkpoint.
+        loss : float
+            Sum of their costs, each times its weight.
+        noted : float
+            Sum of their weights.
+        """
         self.steps = self._written = self.untimed = steps
         self.loss, self._noted = loss, noted
 
     def stepped(self, compiled: float | None = None) -> None:
-        """Count an iteration; of one in which functions may have been compiled, say how long it was."""
+        """Count an iteration.
+
+        Parameters
+        ----------
+        compiled : float, optional
+            Seconds of an iteration that may have compiled functions: it does not count in the speed.
+        """
         self.steps += 1
         self.total += 1
-        if compiled is not None:  # rows a second leave it out
+        if compiled is not None:  # rows per second are computed without it
             self.untimed += 1
             self.epoch_began += compiled
             self._line_began += compiled
 
     def _steps(self) -> int:
+        """Return the number of steps since the last line."""
         return self.steps - self._written
 
     def write(self) -> None:
-        """Write a line about the iterations since the last one."""
+        """Write and print a line about the iterations since the last one, if there were any."""
         if not self._steps():
             return
         weights = [_mean(weight) for weight in self._weights]
@@ -242,23 +326,31 @@ class ClassRecorder:
 
     @staticmethod
     def _weighted_sum(values: list[Any], weights: list[float]) -> float:
-        """Return the sum of values times weights; a value of weight 0 counts nothing, even if it is NaN."""
+        """Return the sum of values times weights; a value of weight 0 is ignored, even if it is NaN."""
         return sum(weight * _mean(value) for value, weight in zip(values, weights, strict=True) if weight)
 
     def last_weight(self) -> float:
-        """Return the weight of the last cost since the last line, 0 if there is none."""
+        """Return the weight of the last cost; 0 if there was none since the last line."""
         return _mean(self._weights[-1]) if self._weights else 0.0
 
     def loss_sums(self) -> tuple[float, float]:
-        """Return the sum of the epoch's costs, each times its weight, and the sum of weights."""
+        """Return the sum of the epoch's costs, each times its weight, and that of the weights, up to the last line."""
         return self.loss, self._noted
 
     def mean_loss(self) -> float | None:
-        """Return the mean cost of the epoch, None if the class has noted none."""
+        """Return the mean cost of the epoch up to the last line; None if the class recorded none."""
         return self.loss / self._noted if self._noted else None
 
     def validation_sums(self) -> tuple[float, dict[str, float]]:
-        """Return how many rows `val_error` was about, and the sums; and forget them."""
+        """Return the sums of a validation, and reset them.
+
+        Returns
+        -------
+        rows : float
+            Sum of the batches' weights.
+        sums : dict of str to float
+            Sums of ``cost``, ``error`` and ``top5``, each times the batch's weight.
+        """
         found = self._val_rows, self._val
         self._forget_validation()
         return found
