@@ -1,6 +1,7 @@
-"""The interface of classes that the launcher trains, which is Theano-MPI's, and calls of their methods.
+"""Interface of the classes that the launcher trains: that of Theano-MPI's classes.
 
-Methods and attributes are found by name: users' classes inherit from nothing of this library.
+Users' classes do not inherit from this library.  Their methods and attributes are found by name, they are checked
+before the run, and each method is called with the arguments that its signature accepts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from synkhronos.graphs import library_of, loaded_libraries
 from synkhronos.training.rank_state import Groups
 
-#: Required methods, and the purpose of each for the error message.
+#: Required methods, and the purpose of each in error messages.
 METHODS = {
     "compile_iter_fns": "compiles its functions",
     "train_iter": "takes a step: train_iter(count, recorder)",
@@ -25,11 +26,14 @@ METHODS = {
 
 
 class ContractError(TypeError):
-    """A class has not all methods or attributes that the launcher needs, or returns a wrong value."""
+    """A class lacks a method or an attribute that the launcher needs, or a method returns an invalid value."""
 
 
 def list_missing(model: Any) -> list[str]:
-    """Return a line for each missing or wrong attribute of an instance; of a class only methods are checked."""
+    """Return a line for each missing or invalid attribute of a class or an instance.
+
+    Methods are checked first, on a class alone; attributes are set by constructors, so only instances have them.
+    """
     found = [f"method {name}(): {use}" for name, use in METHODS.items() if not callable(getattr(model, name, None))]
     if isinstance(model, type):
         return found
@@ -65,12 +69,19 @@ def check(model: Any, name: str) -> None:
 
 
 def _shorten(value: Any) -> str:
+    """Return a value's representation in an error message, of at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def make_instance(kind: type, config: dict[str, Any]) -> Any:
-    """Return an instance of a class whose constructor takes the config, or nothing."""
+    """Return an instance of a class; its constructor takes the config or no argument.
+
+    Raises
+    ------
+    ContractError
+        If the constructor has more than one required argument.
+    """
     parameters = [p for p in inspect.signature(kind).parameters.values() if p.kind is not p.VAR_KEYWORD]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.KEYWORD_ONLY)]
     if len(needed) > 1:
@@ -82,7 +93,13 @@ def compile_functions(model: Any, sync_type: str) -> None:
     """Call ``compile_iter_fns``, with ``sync_type`` if it has this parameter.
 
     Theano-MPI's classes compile two functions, for gradients and for updates, if ``size > 1``.  Without an exchange of
-    gradients they have to compile one, so ``size`` is 1 during the call.
+    gradients they have to compile one.  So ``size`` is 1 during the call, unless gradients are exchanged.
+
+    Parameters
+    ----------
+    model : instance
+    sync_type : {"avg", "cdd"}
+        Theano-MPI's name for an exchange of parameters, or of gradients.
     """
     parameters = inspect.signature(model.compile_iter_fns).parameters.values()
     size = getattr(model, "size", 1)
@@ -107,9 +124,9 @@ def compile_for(model: Any, average: str | None, name: str) -> str:
     ----------
     model : instance
     average : {"gradient", "params", None}
-        The values that ranks exchange after each step; None: gradients if the class has ``vels`` and ``vels2``.
+        Values that ranks exchange after each step; None: gradients if the class has ``vels`` and ``vels2``.
     name : str
-        The class' name, for messages.
+        Name of the class in errors.
 
     Returns
     -------
@@ -119,7 +136,7 @@ def compile_for(model: Any, average: str | None, name: str) -> str:
     Raises
     ------
     ContractError
-        If gradients are asked for, and the class does not have both lists.
+        If gradients are to be exchanged, but ``vels`` and ``vels2`` are not lists of variables of equal shapes.
     """
     if average == "params":
         compile_functions(model, "avg")
@@ -138,7 +155,7 @@ def compile_for(model: Any, average: str | None, name: str) -> str:
 
 
 def call(method: Any, *arguments: Any, **named: Any) -> Any:
-    """Call a method with the leading positional arguments and the named arguments that its signature accepts."""
+    """Call a method with as many leading arguments, and those named arguments, as its signature accepts."""
     parameters = inspect.signature(method).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {key: value for key, value in named.items() if takes_all or any(p.name == key for p in parameters)}
@@ -152,12 +169,32 @@ def call(method: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def sub_batches(model: Any) -> int:
-    """Return ``n_subb``, the number of steps that a batch is split into."""
+    """Return the number of steps that a batch is split into: the class' ``n_subb``, by default 1."""
     return max(1, int(getattr(model, "n_subb", 1)))
 
 
 def next_batch(answer: Any, batch: int, following: int) -> tuple[int, bool]:
-    """Return the next validation batch's number and whether validation stops, from the return value of ``val_iter``.
+    """Interpret the return value of ``val_iter``.
+
+    Parameters
+    ----------
+    answer : None, int or "stop"
+        Return value: the number of the next batch, or the end of the validation and of the run.
+    batch : int
+        Number of the batch that was validated.
+    following : int
+        Number of the next batch if the return value is not a number.
+
+    Returns
+    -------
+    batch : int
+        Number of the next batch.
+    has_stopped : bool
+
+    Raises
+    ------
+    ContractError
+        If it is another value, or a number that is not above ``batch``.
 
     Examples
     --------
@@ -177,7 +214,10 @@ def next_batch(answer: Any, batch: int, following: int) -> tuple[int, bool]:
 
 
 def rows(model: Any) -> int:
-    """Return the number of rows of a batch; 1 for a model without ``batch_size``, whose batches are counted instead."""
+    """Return the number of rows of a batch: ``batch_size`` of the model or its data.
+
+    It is 1 for a model without one: its speed is in batches.
+    """
     found = getattr(model, "batch_size", getattr(model.data, "batch_size", 1))
     return int(found) if isinstance(found, int | np.integer) else 1
 
@@ -185,26 +225,32 @@ def rows(model: Any) -> int:
 def group_variables(model: Any, leave_out_normalization: bool = False) -> Groups:
     """Group the shared variables of a model's compiled functions, for checkpoints.
 
-    The functions are attributes of the model, or elements of lists that are attributes, in alphabetical order.  Floats
-    that they update belong to the optimizer: velocities, running averages.  Integers that they update, and scalars that
-    they read, such as a learning rate, form another group.  Variables in `Model.shown` are results, not state.
+    The functions are attributes of the model, or elements of lists that are attributes.  They are visited in the
+    alphabetical order of the attributes, which is the same on all ranks and in all runs.
+
+    - `params` and `excluded`: the model's ``params``.
+    - `optimizer`: floats that a function updates, such as velocities and running averages.
+    - `generators`: random streams of a function.
+    - `others`: integers that a function updates, and scalars that it reads, such as a learning rate.
+
+    Variables in `Model.shown` are results, and those in ``vels2`` belong to the exchange: neither are in a group.
 
     Parameters
     ----------
     model : instance
     leave_out_normalization : bool
-        Whether parameters named ``gamma`` and ``beta`` are not exchanged.
+        Whether parameters named ``gamma`` and ``beta`` are excluded from the exchange.
 
     Raises
     ------
     ContractError
-        If no parameter is left to exchange.
+        If no parameter remains to be exchanged.
     """
     excluded = [p for p in model.params if leave_out_normalization and p.name in ("gamma", "beta")]
     apart = {id(p) for p in excluded}
     found = Groups([p for p in model.params if id(p) not in apart], [], excluded, [], [])
     averages = getattr(model, "averages", None)
-    if isinstance(averages, Mapping):  # `Model`'s params end with them
+    if isinstance(averages, Mapping):  # a `Model`: its params end with the averages
         found.n_averages = sum(any(p is average for average in averages) for p in found.params)
     if not found.params:
         raise ContractError("params: expected some that are not named gamma or beta, which each rank keeps for itself")
@@ -218,7 +264,17 @@ def group_variables(model: Any, leave_out_normalization: bool = False) -> Groups
 
 
 def _group_function(function: Any, found: Groups, seen: set[int]) -> None:
-    """Add the variables of a compiled function to their groups; objects of other types have none."""
+    """Add the variables of a compiled function to their groups.
+
+    Parameters
+    ----------
+    function : object
+        Objects that are not compiled functions have no variables.
+    found : Groups
+        Groups to extend.
+    seen : set of int
+        Identities of variables that are in a group, or in none by intention; extended, too.
+    """
     for entry in getattr(getattr(function, "maker", None), "inputs", ()):
         shared = entry.variable
         if not getattr(entry, "implicit", False):
@@ -240,7 +296,7 @@ def _group_function(function: Any, found: Groups, seen: set[int]) -> None:
 
 
 def learning_rate(model: Any) -> float | None:
-    """Return the value of ``shared_lr``, ``lr`` or ``learning_rate``, or None."""
+    """Return the model's learning rate: the value of ``shared_lr``, ``lr`` or ``learning_rate``; None without any."""
     for name in ("shared_lr", "lr", "learning_rate"):
         value: Any = getattr(model, name, None)
         if hasattr(value, "get_value"):
