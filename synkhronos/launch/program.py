@@ -1,4 +1,19 @@
-"""A rank's part of a run: it makes an instance of the user's class, and trains it under an exchange rule."""
+"""Program of a rank in a run: train an instance of the user's class under an exchange rule.
+
+The master runs three tasks on all ranks.  Each rank keeps its instance from `build` to `train`::
+
+    enter()     redirect output, print device and cores
+    build()     make and check the instance, compile its functions, make parameters equal on all ranks
+    train()     epochs of a ClassLoop:
+
+        train_epoch() --> validate() --> report() --> adjust_hyperp() --> save()
+              ^                                                             |
+              +-------------------------------------------------------------+
+
+A signal may end an epoch after any batch.  The checkpoint then has the number of batches, and the state of random
+generators at the start of the epoch: a class knows by itself which rows it has taken, so it has to skip these batches,
+or to repeat them, when the run is resumed.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +48,17 @@ from synkhronos.training.nonfinite import describe_nonfinite
 from synkhronos.training.recorder import Recorder, cut
 from synkhronos.training.stop import StopAgreement, StopPoll
 
-#: Under which a rank keeps its model from one program to the next.
+#: Key under which a rank keeps its instance between tasks.
 _KEPT = "launch"
-#: What the run says of a class' exchange under BSP.
+#: Messages on the exchange under BSP, by the values that ranks exchange.
 _EXCHANGES = {
     "gradient": "after each step vels2 is set to the sum of vels over all ranks (cdd)",
     "params": "after each step parameters are averaged over all ranks (avg)",
 }
-#: Epochs over which BSP raises a class' learning rate to the number of ranks times as much, as Theano-MPI does; and
-#: between two calls of a class' save(path).
+#: Number of epochs over which BSP multiplies a class' learning rate by the number of ranks, as Theano-MPI does; number
+#: of epochs between two calls of a class' save(path).
 _WARMUP, _SNAPSHOTS = 5, 5
-#: Entries of a run's checkpoint, besides those of `rank_state.describe_training`.
+#: Types of the entries of a run's checkpoint, besides those of `rank_state.describe_training`.
 _TYPES: dict[str, Any] = {
     "epochs": int,
     "stop": dict,
@@ -54,11 +69,26 @@ _TYPES: dict[str, Any] = {
 
 
 def enter(worker: Worker, consoles: list[int], masks: list[list[int]], devices: list[str], by_host: list[range]) -> int:
-    """Redirect this rank's output to its own pipe, print its device and cores, and return its process ID.
+    """Redirect this rank's output to its own pipe, and print its device and cores.
 
-    ``consoles`` and ``masks`` have entries for ranks of the first host only.
+    Parameters
+    ----------
+    worker : Worker
+    consoles : list of int
+        File descriptors of the pipes of ranks on the first host.
+    masks : list of list of int
+        Cores of these ranks; empty if they are not bound.
+    devices : list of str
+        Devices of these ranks.
+    by_host : list of range
+        Ranks of each host.
+
+    Returns
+    -------
+    int
+        ID of this process.
     """
-    import synkhronos.compat  # noqa: F401 - classes import theano, and those elsewhere are no copies of the master
+    import synkhronos.compat  # noqa: F401 - classes import theano; ranks of other hosts are no copies of the master
 
     sys.stdout.flush()
     sys.stderr.flush()
@@ -81,12 +111,12 @@ def enter(worker: Worker, consoles: list[int], masks: list[list[int]], devices: 
 
 @contextmanager
 def as_the_class_computes() -> Iterator[None]:
-    """Let JAX take a class' functions as PyTensor does: it has float64 where ``floatX`` is that, and else has none.
+    """Switch JAX to the precision for which PyTensor compiled the class' functions, within a ``with`` block.
 
-    The library's own functions are made for a JAX that has it.
+    PyTensor enables float64 in JAX only if ``floatX`` is float64.  This library's own functions need it enabled.
     """
     jax, pytensor = sys.modules.get("jax"), sys.modules.get("pytensor")
-    if jax is None or pytensor is None:  # which sets it, when the first function is compiled
+    if jax is None or pytensor is None:  # PyTensor sets the flag itself when it compiles its first function
         yield
         return
     before = jax.config.jax_enable_x64
@@ -98,9 +128,29 @@ def as_the_class_computes() -> Iterator[None]:
 
 
 def build(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
-    """Make this rank's own instance; return the number of elements that ranks exchange, and their dtype."""
+    """Make, check and compile this rank's instance; all ranks get the parameters of rank 0.
+
+    The instance, its groups of variables and the kind of its exchange are kept for `train`.
+
+    Parameters
+    ----------
+    worker : Worker
+    settings : Settings
+    rule : Rule
+
+    Returns
+    -------
+    size : int
+        Number of elements that ranks exchange.
+    dtype : str
+
+    Raises
+    ------
+    ContractError
+        If the class or the instance lacks something, or the shapes of parameters differ between ranks.
+    """
     kind = modelfile.load(settings.root, settings.modelfile, settings.modelclass)
-    loaded_libraries()  # before the class compiles anything: all ranks do so at once
+    loaded_libraries()  # before the class compiles: all ranks compile at once
     contract.check(kind, settings.modelclass)
     config = {
         "rank": worker.number,
@@ -135,7 +185,7 @@ def build(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
             raise contract.ContractError(f"params: of shapes {all_shapes[0]} on rank 0, and of {other} on rank {r}")
     vector.set(worker.decide(np.asarray(vector.get()) if worker.number == 0 else None))
     groups = contract.group_variables(model, leave_out_normalization=average == "params")
-    for shared in groups.generators:  # a class that gives all ranks one seed
+    for shared in groups.generators:  # the class may give all ranks one seed, but their streams have to differ
         library = library_of(shared)
         stream = library.copy_generator(shared)
         library.set_generator(shared, library.jump(stream, worker.number) if worker.number else stream)
@@ -152,9 +202,24 @@ def train(
     path: str | None,
     flag: LocalRows,
 ) -> bool:
-    """Train; return whether a signal has ended the training, with a checkpoint.
+    """Train the instance that `build` has made, and call its ``cleanup``.
 
-    ``path`` is the checkpoint to go on from, and ``flag`` that of `synkhronos.training.stop.StopPoll`.
+    Parameters
+    ----------
+    worker : Worker
+    settings : Settings
+    rule : Rule
+    shared : dict of str to LocalRows
+        Shared memory of the rule.
+    path : str or None
+        Checkpoint to resume from.
+    flag : LocalRows
+        Flag of `synkhronos.training.stop.StopPoll`.
+
+    Returns
+    -------
+    bool
+        Whether a signal has ended the training; a checkpoint is written then.
     """
     kept = worker.kept(_KEPT)
     model = kept["model"]
@@ -168,7 +233,43 @@ def train(
 
 
 class ClassLoop(RankLoop):
-    """One rank's epochs with an instance of the user's class, which chooses its rows and takes the steps."""
+    """Loop of one rank with an instance of the user's class, which chooses its rows and takes the steps.
+
+    Parameters
+    ----------
+    worker : Worker
+    settings : Settings
+    rule : Rule
+    model : instance of the user's class
+    groups : rank_state.Groups
+        Shared variables of the instance.
+    shared : dict of str to LocalRows
+        Shared memory of the rule.
+    flag : LocalRows
+        Flag of `synkhronos.training.stop.StopPoll`.
+
+    Attributes
+    ----------
+    rows : int
+        Number of rows of a batch; 1 if it is unknown.
+    recorder : ClassRecorder
+        Recorder that the class' methods get.
+    reports : Recorder or None
+        Recorder of the epochs' reports, on rank 0.
+    is_new : bool
+        Whether no step has been taken: the first one may compile functions.
+    is_last_step : bool
+        Whether the present step is the last of its batch.
+    trained : float
+        End of the epoch's training, by `time.perf_counter`.
+    count : int
+        Number of this rank's batches in the epoch times the number of ranks; an argument of ``val_iter``.
+    has_ended : bool
+        Whether a signal has ended the training on this rank.
+    within : dict
+        Position in the epoch, for a checkpoint: the number of batches trained on, and the state of the generators at
+        the epoch's start.
+    """
 
     def __init__(
         self,
@@ -201,12 +302,23 @@ class ClassLoop(RankLoop):
         self.has_ended = False
         self.stop = EarlyStop()
         self.agreement, self.poll = StopAgreement(worker), StopPoll(worker, flag)
-        #: What a checkpoint within an epoch has of this rank; the batches done are those of a resumed epoch.
+        # A resumption within an epoch replaces it: see `replay`.
         self.within: dict[str, Any] = {"batch": 0}
         self.checkpoint: Checkpoint | None = None
 
     def all_epochs(self, path: str | None) -> bool:
-        """Go through all epochs; return whether a signal has ended that, with a checkpoint."""
+        """Train all epochs, and write the parameters.
+
+        Parameters
+        ----------
+        path : str or None
+            Checkpoint to resume from.
+
+        Returns
+        -------
+        bool
+            Whether a signal has ended the training; a checkpoint is written then, in place of the parameters.
+        """
         epochs = self.settings.epochs if self.settings.epochs is not None else getattr(self.model, "n_epochs", None)
         if isinstance(epochs, bool) or not isinstance(epochs, int | np.integer) or epochs < 1:
             raise contract.ContractError(
@@ -220,7 +332,7 @@ class ClassLoop(RankLoop):
             first = self.resume(path)
         done = first
         for epoch in range(first, int(epochs)):
-            if self.is_exhausted():  # by its patience, before it was resumed
+            if self.is_exhausted():  # the checkpoint is that of a run that its patience had ended
                 break
             self.model.epoch = epoch
             is_resumed = self.within["batch"] > 0
@@ -266,7 +378,7 @@ class ClassLoop(RankLoop):
             if last:
                 break
             self.state.vector = self.worker.kept(_KEPT)["own"]
-        if done == first:  # a run may end between its last checkpoint and what comes now
+        if done == first:  # the run had ended between its last checkpoint and the following lines
             rank_state.set_reported_params(self.worker, _KEPT, self.rule)
         self.save_params("params.npz")
         if self.settings.keep_best:
@@ -274,12 +386,15 @@ class ClassLoop(RankLoop):
         return False
 
     def warm_up(self, epoch: int) -> None:
-        """Multiply ``shared_lr`` by the fifth root of the number of ranks, in each of epochs 1 to 5."""
+        """Multiply ``shared_lr`` by the fifth root of the number of ranks, in each of epochs 1 to 5 (the first is 0).
+
+        By default this is done under BSP and Swap, unless the class' ``warmup`` is false or its ``scale_lr`` is called.
+        """
         shared = getattr(self.model, "shared_lr", None)
         asked = self.settings.warmup
         if asked is None:
             as_there = isinstance(self.rule, BSP | SummedGradients | Swap) and getattr(self.model, "warmup", True)
-            asked = as_there and not self.settings.scale_lr  # which has done it at once
+            asked = as_there and not self.settings.scale_lr  # scale_lr multiplies the rate at the start of the run
         if not asked or shared is None or self.worker.size == 1 or not 1 <= epoch <= _WARMUP:
             return
         rate = np.asarray(shared.get_value())
@@ -288,7 +403,20 @@ class ClassLoop(RankLoop):
             sys.stdout.write(f"warm-up: shared_lr is {float(shared.get_value()):.4g} from epoch {epoch + 1} on\n")
 
     def observe(self, metrics: dict[str, float]) -> bool:
-        """Compare an epoch with the best one so far; return whether it is better."""
+        """Compare an epoch with the best one so far.
+
+        The metric is that of ``keep_best``, by default the first one of the validation.
+
+        Returns
+        -------
+        bool
+            Whether the epoch is the best one; False if neither ``patience`` nor ``keep_best`` is set.
+
+        Raises
+        ------
+        ContractError
+            If the class does not report this metric.
+        """
         if self.settings.patience is None and self.settings.keep_best is None:
             return False
         name, mode = self.settings.keep_best or (next((n for n in metrics if n != "loss"), "cost"), "min")
@@ -301,13 +429,13 @@ class ClassLoop(RankLoop):
         return self.stop.observe(to_cost(metrics, (name, mode)))
 
     def is_exhausted(self) -> bool:
-        """Return True if the metric has not improved for so many epochs as ``patience`` allows."""
+        """Return True if the metric has not improved for ``patience`` epochs."""
         return self.settings.patience is not None and self.stop.since >= self.settings.patience
 
     # -- an epoch --------------------------------------------------------------------------------------------
 
     def train_epoch(self) -> bool:
-        """Train until the end of an epoch; return True if a signal has ended the training on some rank."""
+        """Train to the end of an epoch; return True if a signal has ended the training on some rank."""
         self.has_ended = False
         self.run()
         self.count = self.within["batch"] * self.worker.size
@@ -325,7 +453,7 @@ class ClassLoop(RankLoop):
     def iterate_batches(self) -> Iterator[tuple[int, bool]]:
         """Yield for each step the number of its batch, and whether it is the batch's last step."""
         batch, n_steps = self.within["batch"], contract.sub_batches(self.model)
-        # A class may distribute its data in the first step: their number is not known before.
+        # A class may distribute its data in the first step, so the number of batches is read after it.
         batches = self.agree(int(self.model.data.n_batch_train)) if batch else None
         while batches is None or batch < batches:
             for step in range(n_steps):
@@ -335,7 +463,13 @@ class ClassLoop(RankLoop):
             batch += 1
 
     def step(self, batches: tuple[int, bool]) -> int:
-        """Call ``train_iter``; return 1, or 0 where the exchange waits for the batch's last step."""
+        """Call ``train_iter`` once.
+
+        Returns
+        -------
+        int
+            Number of steps that count for the exchange: under asynchronous rules, only the last step of a batch counts.
+        """
         batch, self.is_last_step = batches
         recorder = self.recorder
         self.worker.progress()
@@ -348,7 +482,10 @@ class ClassLoop(RankLoop):
         return int(self.is_last_step or not self.rule.asynchronous)
 
     def exchange(self, steps: int) -> None:
-        """Exchange with other ranks if an exchange is due; compare the first steps of all ranks."""
+        """Exchange with other ranks if an exchange is due; before it, check that steps change parameters.
+
+        Synchronous ranks also compare their first steps here; asynchronous ranks do so after the epoch.
+        """
         if not steps:
             return
         self.watch.step()
@@ -359,11 +496,11 @@ class ClassLoop(RankLoop):
         super().exchange(steps)
 
     def begin_exchange(self) -> None:
-        """Weigh this rank's parameters by the class' own weight, if it has one."""
+        """Weight this rank's parameters in the exchange by the last cost's weight, if the class has a ``weight``."""
         self.state.count_items = None if getattr(self.model, "weight", None) is None else self.recorder.last_weight
 
     def record(self, batches: tuple[int, bool]) -> None:
-        """Write and print a line after a whole batch, if one is due."""
+        """Count a batch after its last step, and write and print a line if one is due."""
         batch, is_last_step = batches
         if is_last_step:
             self.within["batch"] = batch + 1
@@ -375,13 +512,23 @@ class ClassLoop(RankLoop):
         return self.has_ended
 
     def is_ended(self, together: bool) -> bool:
-        """Return True if a signal ends the training here; ``together`` ranks agree, others ask by themselves."""
+        """Return True if a signal ends the training here.
+
+        Parameters
+        ----------
+        together : bool
+            Whether all ranks call this after equally many steps, and agree on the answer.  Otherwise this rank polls
+            the flag, and other ranks may read the signal later.
+        """
         if not self.settings.saves_on_signal:
             return False
         return self.agreement.is_stop() if together else self.poll.is_stop()
 
     def agree(self, batches: int) -> int:
-        """Return the number of batches of this epoch: where all ranks exchange at once, the fewest of any."""
+        """Return the number of batches of this epoch.
+
+        Under synchronous rules it is the minimum over ranks: all ranks take part in each exchange.
+        """
         if self.rule.asynchronous:
             return batches
         every = self.worker.exchange(batches)
@@ -390,13 +537,27 @@ class ClassLoop(RankLoop):
         return min(every)
 
     def note_compute(self, began: float, before: dict[str, float]) -> None:
-        """Note an iteration's time, but for what the class itself has noted as something else."""
+        """Add an iteration's time to ``compute``, less the time that the class has recorded for other activities.
+
+        Parameters
+        ----------
+        began : float
+            Start of the iteration, by `time.perf_counter`.
+        before : dict of str to float
+            Seconds by activity at the start.
+        """
         seconds = self.recorder.seconds
         noted = sum(value - before.get(name, 0.0) for name, value in seconds.items() if name != "compute")
         seconds["compute"] = before["compute"] + max(0.0, time.perf_counter() - began - noted)
 
     def check_loss(self) -> float | None:
-        """Return the mean cost of all ranks; refuse one that is no number any more."""
+        """Return the mean cost of the epoch over all ranks; None if the class recorded none.
+
+        Raises
+        ------
+        FloatingPointError
+            If it is infinite or NaN.
+        """
         costs, weights = zip(*self.worker.exchange(self.recorder.loss_sums()), strict=True)
         loss = sum(costs) / sum(weights) if sum(weights) else None
         if loss is not None and not np.isfinite(loss):
@@ -408,16 +569,16 @@ class ClassLoop(RankLoop):
         return loss
 
     def validate(self) -> tuple[dict[str, float], bool, bool]:
-        """Validate what stands for all ranks.
+        """Validate the reported parameters, those that stand for all ranks.
 
         Returns
         -------
         means : dict of str to float
-            Cost and errors, over all ranks.
+            Mean cost and errors over all ranks.
         has_stopped : bool
             Whether ``val_iter`` has returned ``"stop"`` on some rank.
         is_ended : bool
-            Whether a signal has ended the training meanwhile.
+            Whether a signal has ended the training meanwhile; then the validation is incomplete, and has no means.
         """
         recorder = self.recorder
         batch, has_stopped, is_ended = 0, False, False
@@ -449,7 +610,7 @@ class ClassLoop(RankLoop):
         return means, any(stopped for _, _, stopped, _ in shown), False
 
     def report(self, epoch: int, loss: float | None, validation: dict[str, float]) -> None:
-        """Print and write what an epoch has come to."""
+        """Print and write the report of an epoch, on rank 0; a collective of all ranks."""
         recorder, size = self.recorder, self.worker.size
         seconds = self.worker.exchange((recorder.seconds, recorder.steps))
         timed = sum(steps - recorder.untimed for _, steps in seconds)
@@ -473,7 +634,12 @@ class ClassLoop(RankLoop):
         sys.stdout.write(f"epoch {epoch + 1} done: {said}; batch {record['batch']}, {rate:,.0f} {recorder.unit}/s\n")
 
     def reset(self, mode: str) -> None:
-        """Have the class go through its batches of training or validation anew, if it has a method for that."""
+        """Call the class' ``reset_iter``, if it has one: its next batch of training or validation is the first.
+
+        Parameters
+        ----------
+        mode : {"train", "val"}
+        """
         method = getattr(self.model, "reset_iter", None)
         if callable(method):
             contract.call(method, mode)
@@ -481,20 +647,23 @@ class ClassLoop(RankLoop):
     # -- what stays ------------------------------------------------------------------------------------------
 
     def save_snapshot(self, epoch: int, last: bool) -> None:
-        """Have the class save itself every five epochs, and at the end, if it has a method for that."""
+        """Call the class' ``save(path)`` on rank 0, if it has one, every five epochs and at the end."""
         save = getattr(self.model, "save", None)
         if self.worker.number == 0 and callable(save) and (epoch % _SNAPSHOTS == 0 or last):
             (self.folder / "snapshots").mkdir(exist_ok=True)
-            save(f"{self.folder / 'snapshots'}{os.sep}")  # classes put a file's name behind it
+            save(f"{self.folder / 'snapshots'}{os.sep}")  # classes append a file's name to it
 
     def save_params(self, name: str) -> None:
-        """Write the parameters as Lasagne's users do: ``arr_0``, ``arr_1`` and so on."""
+        """Write the parameters into an ``.npz`` file, on rank 0.
+
+        As in Lasagne's examples, the arrays are ``arr_0``, ``arr_1`` and so on.
+        """
         if self.worker.number == 0:
             values = [array_device(v).to_host(v) for v in (library_of(p).get(p) for p in self.model.params)]
             np.savez(self.folder / name, *values)
 
     def save_best(self) -> None:
-        """Write the parameters of the best epoch."""
+        """Restore the checkpoint of the best epoch, if there is one, and write its parameters; a collective."""
         best = self.worker.decide(self.open_checkpoints().best() if self.worker.number == 0 else None)
         if best is not None:
             rank_state.restore_state(self.worker, _KEPT, self.groups, self.rule, str(best), self.shared, False, 0)
@@ -503,18 +672,28 @@ class ClassLoop(RankLoop):
             self.save_params("best.npz")
 
     def describe(self) -> dict[str, Any]:
-        """Return the description of this run for a checkpoint."""
+        """Return the description of this run, which has to match that of a checkpoint to resume from."""
         return rank_state.describe_training("run", self.rule, self.groups, None)
 
     def open_checkpoints(self) -> Checkpoint:
-        """Return the run's folder of checkpoints, which rank 0 alone opens."""
+        """Return the run's folder of checkpoints.  Only rank 0 may call this."""
         if self.checkpoint is None:
             folder, settings = self.folder / "checkpoints", self.settings
             self.checkpoint = Checkpoint(folder, settings.keep, keep_best=settings.keep_best)
         return self.checkpoint
 
     def save(self, epochs: int, metrics: dict[str, float], is_within: bool = False) -> None:
-        """Write a checkpoint of all ranks, after some epochs, or within the next one."""
+        """Write a checkpoint of all ranks; a collective.
+
+        Parameters
+        ----------
+        epochs : int
+            Number of completed epochs.
+        metrics : dict of str to float
+            Metrics of the last epoch.
+        is_within : bool
+            Whether the checkpoint is within the next epoch.
+        """
         if isinstance(self.rule, SummedGradients):
             self.rule.store(self.state)
         found = rank_state.collect_state(self.worker, _KEPT, self.groups, False)
@@ -547,14 +726,20 @@ class ClassLoop(RankLoop):
         self.worker.barrier("the checkpoint is written")
 
     def resume(self, path: str) -> int:
-        """Go on from a checkpoint, which rank 0 reads for all; return how many epochs it has."""
+        """Restore a checkpoint, which rank 0 reads for all ranks, and remove later lines of records.
+
+        Returns
+        -------
+        int
+            Number of completed epochs.
+        """
         worker = self.worker
         meta = worker.decide(load_meta(path) if worker.number == 0 else None)
         rank_state.check_meta(path, meta, self.describe(), _TYPES)
         self.stop = EarlyStop.from_json(meta["stop"])
         if self.settings.keep_best:
             self.stop.begin(" ".join(self.settings.keep_best))
-        for epoch in range(meta["epochs"]):  # learning rates that are no shared variables
+        for epoch in range(meta["epochs"]):  # a checkpoint has learning rates in shared variables only
             contract.call(self.model.adjust_hyperp, epoch)
         if meta["within"]:
             self.replay(meta["epochs"], meta["within"])
@@ -567,9 +752,9 @@ class ClassLoop(RankLoop):
             _set_generators(meta["host_generators"][worker.number])
         if worker.number == 0:
             for file in self.folder.glob("*.jsonl"):
-                past = meta["epochs"] + (file.stem == "reports")  # which counts the epochs that are done
+                past = meta["epochs"] + (file.stem == "reports")  # reports count completed epochs, from 1
                 rank = file.stem.removeprefix("rank-")
-                done = -1  # steps, those of the epoch within which the checkpoint is among them
+                done = -1  # number of steps up to a checkpoint within an epoch
                 if meta["within"] and rank.isdecimal() and int(rank) < len(meta["totals"]):
                     done = meta["totals"][int(rank)]
 
@@ -581,10 +766,18 @@ class ClassLoop(RankLoop):
         return int(meta["epochs"])
 
     def replay(self, epoch: int, within: list[dict[str, Any]]) -> None:
-        """Have the class go on behind the batches of an epoch that the checkpoint's ranks have trained on.
+        """Move the class behind the batches of an epoch that were trained on before the checkpoint.
 
-        A class without ``skip_iter`` takes these steps again, for the sake of its attributes: the checkpoint replaces
-        what they make of parameters.
+        A class without ``skip_iter`` takes these steps again, to set its attributes.  The checkpoint then overwrites
+        the parameters.
+
+        Parameters
+        ----------
+        epoch : int
+            Number of the epoch, from 0.
+        within : list of dict
+            `within` of each rank of the checkpoint, with its ``record`` of steps, costs and weights.  Another number of
+            ranks now gives each of them a proportional number of batches.
         """
         number, size = self.worker.number, self.worker.size
         found = within[number % len(within)]
@@ -608,7 +801,7 @@ class ClassLoop(RankLoop):
 
 
 def _generators() -> dict[str, Any]:
-    """Return where NumPy's and Python's global generators are, as JSON can say it."""
+    """Return the states of NumPy's and Python's global generators, in types that JSON can represent."""
     state: Any = np.random.get_state(legacy=False)
     words = {**state, "state": {"key": state["state"]["key"].tolist(), "pos": int(state["state"]["pos"])}}
     version, numbers, gauss = random.getstate()
@@ -616,6 +809,7 @@ def _generators() -> dict[str, Any]:
 
 
 def _set_generators(found: dict[str, Any]) -> None:
+    """Set the states of NumPy's and Python's global generators, as returned by `_generators`."""
     words = found["numpy"]
     key = np.array(words["state"]["key"], np.uint32)
     np.random.set_state({**words, "state": {"key": key, "pos": words["state"]["pos"]}})
