@@ -32,7 +32,7 @@ class ContractError(TypeError):
 def list_missing(model: Any) -> list[str]:
     """Return a line for each missing or invalid attribute of a class or an instance.
 
-    Methods are checked first, on a class alone; attributes are set by constructors, so only instances have them.
+    On a class only methods are checked: the attributes are set by its constructor or by ``compile_iter_fns``.
     """
     found = [f"method {name}(): {use}" for name, use in METHODS.items() if not callable(getattr(model, name, None))]
     if isinstance(model, type):
@@ -62,7 +62,7 @@ def list_missing(model: Any) -> list[str]:
 
 
 def check(model: Any, name: str) -> None:
-    """Raise `ContractError` if a class or an instance misses a method or an attribute."""
+    """Raise `ContractError` if a class or an instance lacks a method or an attribute, with a line for each."""
     lines = list_missing(model)
     if lines:
         raise ContractError(f"{name} lacks:\n" + "\n".join(f"  {line}" for line in lines))
@@ -155,7 +155,7 @@ def compile_for(model: Any, average: str | None, name: str) -> str:
 
 
 def call(method: Any, *arguments: Any, **named: Any) -> Any:
-    """Call a method with as many leading arguments, and those named arguments, as its signature accepts."""
+    """Call a method with the arguments that its signature accepts: leading positional ones, and named ones."""
     parameters = inspect.signature(method).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {key: value for key, value in named.items() if takes_all or any(p.name == key for p in parameters)}

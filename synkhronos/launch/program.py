@@ -561,7 +561,7 @@ class ClassLoop(RankLoop):
         costs, weights = zip(*self.worker.exchange(self.recorder.loss_sums()), strict=True)
         loss = sum(costs) / sum(weights) if sum(weights) else None
         if loss is not None and not np.isfinite(loss):
-            data = getattr(self.model, "train_data", None)  # of `Model`
+            data = getattr(self.model, "train_data", None)  # an attribute of `Model`
             arrays = [a for a in data if hasattr(a, "dtype")] if isinstance(data, list) else []
             row = describe_nonfinite({f"load()'s training array {i}": array for i, array in enumerate(arrays)})
             why = f"{row}; nothing of it was saved" if row else "nothing of it was saved"
@@ -644,7 +644,7 @@ class ClassLoop(RankLoop):
         if callable(method):
             contract.call(method, mode)
 
-    # -- what stays ------------------------------------------------------------------------------------------
+    # -- files and checkpoints -------------------------------------------------------------------------------
 
     def save_snapshot(self, epoch: int, last: bool) -> None:
         """Call the class' ``save(path)`` on rank 0, if it has one, every five epochs and at the end."""

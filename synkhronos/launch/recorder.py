@@ -103,7 +103,7 @@ class ClassRecorder:
         calls = sorted(each for each in vars(type(self)) if not each.startswith("_"))
         raise AttributeError(f"the recorder has no {name!r}: it answers {', '.join(calls)}")
 
-    # -- what a class calls ----------------------------------------------------------------------------------
+    # -- interface of classes --------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the clock, which `end` stops."""
@@ -241,7 +241,7 @@ class ClassRecorder:
 
     gather_val_info = print_val_info = start_epoch = end_epoch = load = cut = show = save
 
-    # -- what the run calls ----------------------------------------------------------------------------------
+    # -- interface of the run --------------------------------------------------------------------------------
 
     def note_validation(self, count: int, means: dict[str, float]) -> None:
         """Set the means of a validation over all ranks, which `get_latest_val_info` returns."""
@@ -361,4 +361,5 @@ class ClassRecorder:
 
 
 def _mean(value: Any) -> float:
+    """Return a value of any array type as a float; the mean of an array."""
     return float(np.mean(np.asarray(value, np.float64)))

@@ -29,7 +29,7 @@ SAME_STEPS = (
 
 
 class TrainingError(RuntimeError):
-    """A run trains nothing: no parameter changes, or ranks compute the same steps."""
+    """A run trains nothing: no parameter changes, or ranks compute equal steps."""
 
 
 class Watch:

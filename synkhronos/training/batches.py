@@ -127,4 +127,5 @@ def runs(steps: Sequence[StepRows], most: int) -> Iterator[tuple[int, int]]:
 
 
 def _alike(one: StepRows, other: StepRows) -> bool:
+    """Whether two steps can share a launch: each rank has equally many rows in both."""
     return one is not None and other is not None and list(map(len, one)) == list(map(len, other))

@@ -436,8 +436,8 @@ def _with_ops(entries: list[Any], sources: list[Any]) -> list[ExtraUpdate]:
 
     Notes
     -----
-    A variable with the op None may come to differ between ranks; then expressions that read it may differ, too.  So the
-    analysis is repeated with these variables until it finds no more of them.
+    The values of a variable with the op None may diverge between ranks.  Then expressions that read it may differ, too.
+    So the analysis is repeated with these variables as sources, until it finds no more of them.
     """
     expressions = [entry[1] for entry in entries if hasattr(entry[1], "owner")]
     if not expressions:

@@ -4,7 +4,7 @@ A recorder is any object with ``write(record)``, which takes a dict.  `Recorder`
 need not wait for each other::
 
     folder/
-        rank-0.jsonl      a line every so many steps of rank 0
+        rank-0.jsonl      lines of rank 0, one per `every` of its steps
         rank-1.jsonl
         reports.jsonl     a line per report, written by the master
 
@@ -66,6 +66,7 @@ class Recorder:
         self._append(RANK_FILE.format(rank), record)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        """Append a record to a file of the folder, on a line of its own."""
         line = line_of(record)
         # Opened for each line, which are few: no rank has unwritten lines when it is killed.
         with open(self.folder / name, "ab+") as file:

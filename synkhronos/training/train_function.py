@@ -7,7 +7,8 @@ The rows of a batch are scattered over the ranks, and the result is that of one 
     ...
 
 A rank's n is its number of rows, or the value of ``weight``.  It is part of the vector, so one all-reduce gives the
-exact mean, whatever number of rows each rank has.  New values of extra updates are averaged in the same vector.
+exact mean, whatever number of rows each rank has.  New values of extra updates are averaged by rows in
+the same vector.
 
 Several steps can be one launch.  `TrainFunction.weighted_steps` partitions them (see `synkhronos.training.batches`),
 and takes a step by itself where that is impossible.
