@@ -61,7 +61,7 @@ class GradientExchange(Protocol):
     """All-reduce of a shared variable between two functions of one launch."""
 
     @property
-    def exchange(self) -> str | None:
+    def wire_dtype(self) -> str | None:
         """Dtype in which the values are sent, all but the tail; None for their own."""
 
     @property
@@ -75,7 +75,7 @@ class GradientExchange(Protocol):
     def get_shared(self, rank: Rank) -> Any:
         """Return this rank's copy of the variable."""
 
-    def agree(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
+    def agree_on_layout(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator, and the shape on all ranks; called by all ranks right before the launch."""
 
 

@@ -53,7 +53,7 @@ class FusedReduction(NamedTuple):
     ----------
     storage : list of one array
         The variable's storage.
-    exchange : str or None
+    wire_dtype : str or None
         Dtype in which the values are sent, all but the tail; None for their own.
     n_ranks : int
         Divisor of the values if they are sent in another dtype, as their sum could overflow; else NCCL divides.
@@ -62,7 +62,7 @@ class FusedReduction(NamedTuple):
     """
 
     storage: list[Any]
-    exchange: str | None = None
+    wire_dtype: str | None = None
     n_ranks: int = 1
     tail: int = 1
 
@@ -377,7 +377,7 @@ def _trace_reduction(
     incremental = IncrementalFunction(function.run, operands, function.n_outputs, position)
     parts = incremental.parts
     own_dtype = parts[0].aval.dtype
-    dtype = reduction.exchange if parts[0].aval.ndim == 1 else None
+    dtype = reduction.wire_dtype if parts[0].aval.ndim == 1 else None
     tail_items = reduction.tail if dtype is not None else 0
     chunks = [parts]
     if iteration is None:
@@ -513,9 +513,9 @@ class _FusedRunner(Runner):
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Launch, and wait until all ranks have launched."""
-        communicator, shape = self._exchange.agree(self._rank)
+        communicator, shape = self._exchange.agree_on_layout(self._rank)
         # Values that are sent in another dtype are divided by the program.
-        op = "sum" if self._exchange.exchange else self._exchange.op
+        op = "sum" if self._exchange.wire_dtype else self._exchange.op
         reducer = LaunchReducer(self._rank, communicator, op, shape, self.times > 1)
 
         # No signal handler may raise within XLA's callbacks.  Once this rank has launched, all others will in a moment:
@@ -614,7 +614,7 @@ class XlaEngine(LazyEngine):
         # A value that the user has set may have to be moved or cast first, by an unfused step.
         if not JAX.owns(value) or value.dtype != shared.type.dtype or not JAX.can_reduce_in_launch(value.dtype):
             return None
-        reduction = FusedReduction(shared.container.storage, exchange.exchange, rank.size, exchange.tail)
+        reduction = FusedReduction(shared.container.storage, exchange.wire_dtype, rank.size, exchange.tail)
         fused = first.fuse(reduction, second, times=times)
         return None if fused is None else _FusedRunner(rank, fused, exchange)
 

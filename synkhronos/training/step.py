@@ -26,7 +26,7 @@ class _StepFields(NamedTuple):
     gradient: Call
     reduce: Reduce
     update: Call
-    exchange: str | None
+    wire_dtype: str | None
     tail: int = 1
     times: int = 1
 
@@ -42,7 +42,7 @@ class Step(_StepFields, Command):
         All-reduce of that variable, and of no other.
     update : Call
         Call of the function that updates the parameters from it; without inputs and outputs.
-    exchange : str or None
+    wire_dtype : str or None
         Dtype in which a fused launch sends the gradients; None for their own.
     tail : int
         Number of items at the vector's end that are sent in their own dtype in any case: they are not gradients.
@@ -76,11 +76,11 @@ class Step(_StepFields, Command):
             None if ``times`` is above 1 and some rank cannot fuse the steps into one launch: then none has been taken.
         """
         gradient, update = self.gradient.bind(rank), self.update.bind(rank)
-        chain = self._chain(rank, gradient, update)
-        if self.times > 1 and not all(rank.exchange_cached(chain is not None)):
+        fused = self._fuse(rank, gradient, update)
+        if self.times > 1 and not all(rank.exchange_cached(fused is not None)):
             return None
-        if chain is not None:
-            gradient.runner = chain
+        if fused is not None:
+            gradient.runner = fused
             return self.gradient.execute(rank, gradient), []
         is_second = rank.number == (rank.root + 1) % rank.size
         if self.update.needs_compile and is_second and update.program.compile_order == AT_FIRST_CALL:
@@ -101,14 +101,14 @@ class Step(_StepFields, Command):
         (key,) = self.reduce.keys
         return get_object(rank, key)
 
-    def agree(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
+    def agree_on_layout(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator of the all-reduce, and the gradient's shape on all ranks."""
         plan = self.reduce.plan(rank)
         assert isinstance(plan, AllReducePlan)  # the engine has checked the device of the gradient
         ((_, _, device, (shape, _)),) = plan.variables
         return device.get_communicator(rank), shape
 
-    def _chain(self, rank: Rank, gradient: RankCall, update: RankCall) -> Runner | None:
+    def _fuse(self, rank: Rank, gradient: RankCall, update: RankCall) -> Runner | None:
         """Return the fused launch of gradient, all-reduce and update, or None if it cannot be fused on this rank."""
         engine = gradient.program.engine
         if update.program.engine is not engine or not gradient.is_active or self.gradient.variant.returns_updates:
