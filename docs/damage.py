@@ -49,6 +49,9 @@ def find_damage(page: nodes.document) -> Iterator[tuple[nodes.Element, str]]:
         # numpydoc turns a docstring's section into a field; a section with one entry is a list of one item there.
         if len(definitions) == 1 and not isinstance(definitions.parent, nodes.field_body):
             yield definitions, f"a definition list of one item: {definitions[0][0].astext()!r}"
+    for term in page.findall(nodes.term):
+        if term.astext().endswith(","):
+            yield term, f"a definition's first line in its term: {term.astext()[-60:]!r}"
     for quote in page.findall(nodes.block_quote):
         yield quote, f"an indented paragraph: {quote.astext()[:60]!r}"
     for paragraph in page.findall(nodes.paragraph):

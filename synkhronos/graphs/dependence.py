@@ -1,4 +1,4 @@
-"""Which expressions depend on the values of inputs, and the denominators of means among them.
+"""Dependence of expressions on the values of inputs, and the denominators of means among them.
 
 A loss such as ``(mask * errors).sum() / mask.sum()`` is a mean over as many items as `mask` selects.  Ranks select
 different numbers of items, so that the mean over ranks is not the mean of their losses: each loss needs its denominator

@@ -31,7 +31,7 @@ from synkhronos.ranks.interrupts import defer_signals
 _ANNOUNCEMENT = struct.Struct("=QQ?")  # key, bytes, whether it is a file
 #: Bytes of shared memory from which on `check_room` looks at what is free.
 _LARGE = 64 << 20
-#: What makes room.
+#: Advice of errors that report a lack of shared memory.
 _ROOM = (
     "see `df -h /dev/shm`, free Data objects that are no longer needed, or start the container with a larger --shm-size"
 )

@@ -1,4 +1,4 @@
-"""What each rank does and when: a timeline of a run, in Chrome's trace format.
+"""Timelines: spans of what each rank does, in Chrome's trace format.
 
 ::
 

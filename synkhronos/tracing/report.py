@@ -50,7 +50,7 @@ class Activity(NamedTuple):
 
 @dataclass
 class RankTimeline:
-    """What one rank did.
+    """Activities of one rank.
 
     Attributes
     ----------

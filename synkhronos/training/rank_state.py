@@ -167,7 +167,7 @@ _TYPES: dict[str, Any] = {
     "alike": bool,
     "streams": list,
 }
-#: What errors call the variables of each role.
+#: Names of the roles of variables in error messages.
 _ROLES = {
     "params": "exchanged parameters",
     "averages": "averaged extra updates",

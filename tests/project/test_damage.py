@@ -14,7 +14,8 @@ WORDS = """
 rank
    One process. They are numbered from 0.
 host
-   A machine.
+   A machine, with memory,
+   and cores.
 """
 ITEM = """
 - Python, with the same packages.
@@ -50,6 +51,12 @@ that is slow   others are
 
 #: Markup, what is replaced in it, by what, and the message.
 DAMAGE = {
+    "term": (
+        WORDS,
+        "\nhost\n   A",
+        "\nhost A",
+        "a definition's first line in its term: 'host A machine, with memory,'",
+    ),
     "items": (WORDS, "\nhost\n   A", " host A", "a definition list of one item: 'rank'"),
     "indent": (ITEM, "  work.", "    work.", "a definition list of one item: 'The first mpirun"),
     "quote": (LIST, "\n\n- the first", "\n\n  the first\n\n- the first", "an indented paragraph: 'the first'"),

@@ -34,6 +34,8 @@ def test_a_file_without_findings():
         ("Return the weight", "Return what it weighs", ("vague docstring", 5, "Return what")),
         ("Return the weight", "Measure. Returns the same", ("vague docstring", 5, "Returns the same")),
         ("A message", "Say how a message is sent", ("vague docstring", 2, "Say how")),
+        ("A message", "What is sent", ("clause for a noun", 2, "What is sent and its attachments.")),
+        ("    def _send", "    #: Of which kind.\n    def _send", ("clause for a noun", 8, "Of which kind.")),
         ("def weigh", "def of", ("bare name", 5, "of")),
         ("Return the weight in bytes.", "The weight.", ("short docstring", 5, "Parcel.weigh")),
         ('"""Return the weight in bytes."""', "pass", ("short docstring", 5, "Parcel.weigh")),

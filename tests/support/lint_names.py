@@ -22,6 +22,9 @@ BASELINE = Path(__file__).with_suffix(".json")
 VAGUE = re.compile(
     r"\b(?:Return|Yield|Say|Have|Do|Tell)s? (?:what|that|those|the same|so|such|who|how|which|where)\b", re.ASCII
 )
+#: First words of a docstring, or of a comment on a variable, that stand for a noun.
+CLAUSE = re.compile(r"(?:(?:of|by|in|under|to|from|with) )?(?:what|which|how|whose)\b", re.ASCII | re.IGNORECASE)
+COMMENT = re.compile(r"^\s*#: (.*)", re.MULTILINE)
 #: Prepositions and pronouns, which name nothing by themselves.
 BARE = frozenset(
     "all any as at both by each everything for from in it its kept none of on one so such that them they this those to "
@@ -54,10 +57,16 @@ def findings(sources: Mapping[str, str]) -> Iterator[Finding]:
     """
     classes: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for path, source in sources.items():
+        for comment in COMMENT.finditer(source):
+            if CLAUSE.match(comment[1]):
+                yield Finding("clause for a noun", path, source.count("\n", 0, comment.start(1)) + 1, comment[1])
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 for vague in VAGUE.findall(ast.get_docstring(node) or ""):
                     yield Finding("vague docstring", path, getattr(node, "lineno", 1), vague)
+                first = (ast.get_docstring(node) or "").partition("\n")[0]
+                if CLAUSE.match(first):
+                    yield Finding("clause for a noun", path, getattr(node, "lineno", 1), first)
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in BARE:
                 yield Finding("bare name", path, node.lineno, node.name)
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):

@@ -1,1 +1,1 @@
-"""What neural networks need of Ops that PyTensor lacks, by NumPy and by XLA."""
+"""Ops of neural networks that PyTensor lacks, computed by NumPy and by XLA."""

@@ -114,7 +114,7 @@ def _times(g: Any, p: Any) -> Any:
 
 
 class OneHot(NumpyOp):
-    """Which is each row's class: a matrix of booleans in the shape of another."""
+    """One-hot encoding of each row's class: a matrix of booleans in the shape of another matrix."""
 
     __props__ = ()
 
@@ -124,7 +124,7 @@ class OneHot(NumpyOp):
         return Apply(self, [classes, like], [TensorType("bool", shape=like.type.shape)()])
 
     def output_shape(self, classes: Any, like: Any) -> tuple[Any, ...]:
-        """Return the matrix's."""
+        """Return the shape of the matrix."""
         return tuple(like)
 
     def compute(self, classes: np.ndarray, like: np.ndarray) -> np.ndarray:

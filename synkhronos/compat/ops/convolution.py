@@ -32,7 +32,7 @@ Padding = str | tuple[tuple[int, int], ...]
 
 #: Columns of at most this many bytes are made at a time.
 _COLUMN_BYTES = 2**25
-#: How many channels are few for a GPU.
+#: Number of channels up to which a GPU is used badly.
 _FEW = 4
 
 
@@ -68,7 +68,7 @@ def output_length(length: Any, kernel: Any, pad: tuple[Any, Any], stride: int, d
 
 
 class _ConvolutionOp(NumpyOp):
-    """What the three have in common.
+    """Base class of the convolution and its two gradients.
 
     Parameters
     ----------
@@ -206,7 +206,7 @@ class Conv(_ConvolutionOp):
 
 
 class _ConvGrad(_ConvolutionOp):
-    """What the two gradients have in common: of the third input they need the shape alone."""
+    """Base class of the two gradients.  Only the shape of the third input is used."""
 
     def make_node(self, factor: Any, output_grad: Any, like: Any) -> Apply:
         """Take images or filters, the output's gradient, and what the result is the gradient of."""

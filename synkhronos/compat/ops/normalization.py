@@ -29,11 +29,11 @@ __all__ = ["BatchNormTrain", "BatchNormTrainGrad"]
 
 
 class _BatchNorm(NumpyOp):
-    """What batch normalisation and its gradient have in common."""
+    """Base class of batch normalisation and its gradient."""
 
-    #: The first output is written by an elementwise kernel; `synkhronos.lowering.precision` asks.
+    #: The first output is written by an elementwise kernel; read by `synkhronos.lowering.precision`.
     elementwise = True
-    #: Which inputs may be rounded; it asks that too.
+    #: Positions of inputs that may be rounded; read by the same module.
     rounded: tuple[int, ...]
     axes: tuple[int, ...]
 

@@ -30,7 +30,7 @@ MODES = ("max", "sum", "average_inc_pad", "average_exc_pad")
 
 
 class _PoolingOp(NumpyOp):
-    """What pooling and its gradients have in common.
+    """Base class of pooling and its gradients.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ class Pool(_PoolingOp):
 
     @property
     def rounded(self) -> tuple[int, ...]:
-        """Which inputs may be rounded; `synkhronos.lowering.precision` asks."""
+        """Positions of inputs that may be rounded; read by `synkhronos.lowering.precision`."""
         return (0,) if self.mode == "max" else ()
 
     def make_node(self, x: Any) -> Apply:
@@ -195,7 +195,7 @@ class SumPoolGrad(_PoolingOp):
 class MaxPoolGrad(_PoolingOp):
     """The gradient of the maximum: each window's goes to all of its elements that equal the maximum."""
 
-    #: Which inputs may be rounded; `synkhronos.lowering.precision` asks.
+    #: Positions of inputs that may be rounded; read by `synkhronos.lowering.precision`.
     rounded = (0, 2)
 
     def make_node(self, x: Any, y: Any, g: Any) -> Apply:

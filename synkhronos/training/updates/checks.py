@@ -1,12 +1,4 @@
-"""What update rules accept; each error names the argument, what came and what was expected.
-
-`check_params`
-    Shared variables of floats.
-`check_scalars`
-    Hyperparameters.
-`check_gradients`
-    A loss or its gradients.
-"""
+"""Checks of the arguments of update rules.  Each error names the argument, the value, and the expected kind."""
 
 from __future__ import annotations
 

@@ -1,15 +1,6 @@
-"""What every update rule shares: one flat gradient.
+"""The flat gradient that every update rule uses: the gradients of all parameters in one shared vector.
 
-`RuleUpdates`
-    What a rule returns.
-`FlatGradient`
-    The gradients of all parameters in one shared vector, and what the ranks read back from it.
-`as_scalar`
-    A hyperparameter in a variable's dtype.
-`zeros_like`
-    A shared variable for what a rule remembers of a parameter.
-`shape_of`
-    The shape of a shared variable's value.
+Ranks all-reduce this vector, once for all parameters.  A rule reads each parameter's gradient back from it.
 """
 
 from __future__ import annotations
@@ -27,7 +18,7 @@ from synkhronos.training.updates.checks import check_gradients, check_params, ch
 
 
 class RuleUpdates(NamedTuple):
-    """What an update rule returns; unpacks as ``grad_updates, param_updates, grad_shared``.
+    """Result of an update rule; unpacks as ``grad_updates, param_updates, grad_shared``.
 
     Attributes
     ----------

@@ -28,15 +28,15 @@ from synkhronos.graphs import library_of
 from synkhronos.training.updates.checks import check_params, check_scalars
 from synkhronos.training.updates.flat import FlatGradient, RuleUpdates, as_scalar, zeros_like
 
-#: What a rule returned, or its `param_updates`: the same comes back.
+#: Updates of a rule, or its `param_updates`; a function returns the kind that it was given.
 Updates = TypeVar("Updates", RuleUpdates, "OrderedDict[Any, Any]")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: What a formula returns: new values, by shared variable.
+#: New values by shared variable: the result of a formula.
 New: TypeAlias = Mapping[Any, Any]
 
-#: What docstrings say of hyperparameters.
+#: Descriptions of hyperparameters for docstrings.
 WORDS = {
     "learning_rate": "Size of a step.",
     "momentum": "How much of the velocity is kept from one step to the next.",
@@ -66,7 +66,7 @@ _CHANGED = """RuleUpdates or OrderedDict
 
 
 class Context:
-    """What a formula calls for one parameter, beside arithmetic: ``c(value)`` is a number or scalar in its dtype.
+    """Operations that a formula uses for one parameter; ``c(value)`` is a number or scalar in the parameter's dtype.
 
     Attributes
     ----------

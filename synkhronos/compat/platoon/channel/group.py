@@ -35,7 +35,7 @@ GRACE = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class WorkersPlan:
-    """What the workers' processes need to know; JSON carries it."""
+    """Settings of the workers' processes, which get them as JSON."""
 
     controller: int
     address: str

@@ -26,7 +26,7 @@ class _SymbolicOnly(type):
 
 
 class TensorVariable(metaclass=_SymbolicOnly):
-    """What inputs and expressions are instances of.
+    """Class of inputs and expressions, for ``isinstance``.
 
     Examples
     --------
