@@ -1,9 +1,7 @@
-"""Epochs over data, by an exchange rule, on all ranks.
+"""Epochs over data on all ranks, by an exchange rule.
 
-`make_trainer`
-    Makes a trainer.
-`Trainer`
-    Goes through epochs.
+A trainer divides epochs into intervals between reports.  An interval is one run of a `TrainingLoop`.  At its end the
+trainer validates, yields a report, and saves a checkpoint if one is due.
 """
 
 from __future__ import annotations

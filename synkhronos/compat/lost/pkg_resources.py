@@ -1,8 +1,4 @@
-"""As much of setuptools' ``pkg_resources`` as packages need to ask for their own version.
-
-`get_distribution`
-    An installed package.
-"""
+"""Stand-in for the part of setuptools' ``pkg_resources`` by which packages find their own version."""
 
 import importlib.metadata
 

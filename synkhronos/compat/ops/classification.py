@@ -1,17 +1,8 @@
-"""Softmax and crossentropy, stable together.
+"""Softmax and crossentropy with stable gradients.
 
-`softmax`, `log_softmax`
-    Over the last axis.
-`Softmax`
-    PyTensor's, with a gradient that does not divide by what it has multiplied with.
-`crossentropy`
-    Of probabilities and the numbers of the classes.
-`OneHotCrossentropy`, `OneHotCrossentropyGrad`, `OneHot`
-    Its Ops.
-
-The logarithm of a probability that rounds to zero is lost, and so is the gradient through it.  Theano's rewrites put
-functions of the scores in the place of functions of the probabilities.  Here a gradient through softmax is stable as
-it is built; for the value there is a rewrite, and PyTensor has another.
+The logarithm of a probability that rounds to zero is lost, and so is the gradient through it.  Theano's rewrites
+replace functions of probabilities by functions of scores.  Here the gradient through softmax is built in its stable
+form.  A rewrite, besides PyTensor's own, makes the value stable.
 """
 
 from __future__ import annotations

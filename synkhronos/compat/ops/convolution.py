@@ -1,13 +1,7 @@
 """Convolution over one to three axes, and its two gradients.
 
-`Conv`
-    Images and filters to an output.
-`ConvGradWeights`, `ConvGradInputs`
-    Its gradients.  Each of the three is linear in both of its arguments, and the gradients of each are the other two.
-`Padding`, `pads`, `output_length`
-    How much is put around an axis, and what comes out.
-
-Arrays are laid out as Theano has them: (batch, channel, *spatial) and (output channel, input channel, *spatial).
+Each of the three Ops is linear in both of its arguments, and the gradients of each are the other two.  Arrays have
+Theano's layout: (batch, channel, *spatial) and (output channel, input channel, *spatial).
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""Batch normalisation by the batch's own statistics, and its gradient.
+"""Batch normalisation by the statistics of the batch, and its gradient in closed form.
 
-`BatchNormTrain`
-    Normalises, scales and shifts.
-`BatchNormTrainGrad`
-    Its gradient, in closed form.
-
-What takes the time is reading and writing the array: XLA computes each of the two in two passes, one that only sums
-and one that only writes.  Of plain expressions, and their gradients one by one, it makes kernels that do both at once,
-which is slower, and sums the same numbers several times.
+Memory traffic dominates the time.  XLA computes each of the two Ops in two passes, one that only sums and one that only
+writes.  From plain expressions and their gradients it makes kernels that do both in one pass, which is slower, and
+computes the same sums several times.
 """
 
 from __future__ import annotations

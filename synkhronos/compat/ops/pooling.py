@@ -1,11 +1,6 @@
-"""Pooling over the last axes, and its gradients.
+"""Pooling over the last axes by maximum, sum or mean, and its gradients.
 
-`Pool`
-    The maximum, the sum or the mean of each window.
-`MaxPoolGrad`, `MaxPoolPick`
-    The gradient of the maximum, which goes to all elements equal to it, and that one's own gradient.
-`SumPoolGrad`
-    The gradient of sums and means, which is linear.
+The gradient of a maximum goes to all elements that equal it, as in Theano.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The rectifier, max(x, 0), with a gradient that needs its output alone.
-
-`rectifier`
-    The function.
-"""
+"""The rectifier, max(x, 0), with a gradient that is computed from its output alone."""
 
 from __future__ import annotations
 

@@ -1,17 +1,7 @@
-"""The windows of an array: all at once as columns, and back.
+"""Windows of an array as columns, and back.
 
-`unfold`
-    Copies each window's elements side by side.
-`fold`
-    Adds windows up where they lie over each other: `unfold` transposed.
-`integer`
-    A number of windows' settings.
-`offsets`
-    The elements at one place of all windows, as a slice, for each place.
-`zeros_around`
-    XLA's zeros around an array.
-
-Loops run over the few places in a window, never over the windows.
+`unfold` copies the elements of each window side by side.  `fold`, its transpose, adds windows where they overlap.
+Loops run over the few positions within a window, never over the windows.
 """
 
 from __future__ import annotations

@@ -1,45 +1,5 @@
 """Update rules for training one model on all ranks.
 
-Plain gradient descent, and its momenta:
-
-`sgd`
-    Against the gradient.
-`momentum`, `nesterov_momentum`
-    With a velocity.
-`apply_momentum`, `apply_nesterov_momentum`
-    The same velocities on top of any other rule.
-
-With a step size of its own for each element:
-
-`adagrad`
-    By the sum of all squared gradients.
-`rmsprop`
-    By their moving average.
-`adadelta`
-    By that, and by the squared steps.
-`adam`, `adamax`, `amsgrad`
-    By moving averages of the gradient and of its size.
-
-With decoupled weight decay, as in optax:
-
-`adamw`, `lion`
-    `adam`, or steps by the sign of the mean gradient.
-`lamb`
-    `adamw`, scaled to the norm of each parameter.
-`muon`
-    Orthogonalized momentum for matrices, `adamw` for other parameters.
-
-Made of other rules:
-
-`chain`
-    A rule, with transformations of the combined gradient before it, and of its step behind it.
-`partition`
-    Rules for groups of parameters.
-`clip_by_global_norm`, `clip`, `add_decayed_weights`, `scale`
-    Transformations.
-`total_norm_constraint`, `norm_constraint`
-    Lasagne's, of variables.
-
 Each rule returns a `RuleUpdates`, the triple ``(grad_updates, param_updates, grad_shared)``.
 
 Signatures, formulas and defaults are those of Lasagne.  One step takes three calls:

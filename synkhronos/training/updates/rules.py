@@ -1,15 +1,7 @@
-"""The rules: each is a formula for one parameter.
+"""The update rules, each as a formula for one parameter.
 
-`rule`
-    Makes a formula a rule for all parameters, with the checks, the flat gradient and a docstring.
-`Context`
-    What a formula calls, beside arithmetic.
-`sgd`, `momentum`, `nesterov_momentum`
-    Against the gradient, plainly or with a velocity.
-`apply_momentum`, `apply_nesterov_momentum`
-    The same velocities on top of any rule.
-`adagrad`, `rmsprop`, `adadelta`, `adam`, `adamax`, `amsgrad`
-    With a step size of its own for each element.
+`rule` turns a formula into a rule for all parameters: it adds the checks, the flat gradient, and a docstring.
+`Context` has the operations that formulas share.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""The module ``theano.tensor.var``, on PyTensor: classes of variables.
+"""The module ``theano.tensor.var`` on PyTensor: classes of variables.
 
-`TensorVariable`
-    Symbolic tensors, shared variables and constants left out, as in Theano.
-
-Variables are true, so that ``if not input:`` asks whether there is one, as in Theano.
+The truth value of a variable is True, as in Theano, so that ``if not input:`` tests whether there is one.
 """
 
 from typing import Any

@@ -1,8 +1,4 @@
-"""The module of this name that Theano had until 0.9 and that Lasagne 0.1 imports, on top of ``signal.pool``.
-
-`max_pool_2d`
-    Pooling over the last two axes, by its old name.
-"""
+"""Module of Theano up to 0.9, on ``signal.pool``; Lasagne 0.1 imports it."""
 
 from typing import Any
 
