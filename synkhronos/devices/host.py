@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices.chain import ChainCommunicator
+from synkhronos.devices.chain_communicator import ChainCommunicator
 from synkhronos.devices.communicator import Communicator
 from synkhronos.devices.host_communicator import HostCommunicator
 from synkhronos.devices.reductions import Reduction

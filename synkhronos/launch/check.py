@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from synkhronos.launch import contract, modelfile
+from synkhronos.launch.change_check import SAME_STEPS, digest, find_equal_steps
 from synkhronos.launch.recorder import ClassRecorder
 from synkhronos.launch.settings import Settings, SettingsError, resolve
-from synkhronos.launch.watch import SAME_STEPS, digest, find_equal_steps
 from synkhronos.rules.state import Vector
 
 #: Iterations for which the class is run.

@@ -32,11 +32,11 @@ import numpy as np
 
 from synkhronos.devices import array_device
 from synkhronos.graphs import library_of, loaded_libraries
-from synkhronos.launch import binding, contract, elsewhere, modelfile
+from synkhronos.launch import binding, contract, modelfile, remote_output
+from synkhronos.launch.change_check import ChangeCheck
 from synkhronos.launch.gradients import SummedGradients
 from synkhronos.launch.recorder import ClassRecorder
 from synkhronos.launch.settings import Settings
-from synkhronos.launch.watch import Watch
 from synkhronos.rules import BSP, Rule, State, Swap
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker
@@ -99,7 +99,7 @@ def enter(worker: Worker, consoles: list[int], masks: list[list[int]], devices: 
             os.close(console)
         where = f"on {devices[worker.number]}, {binding.describe_binding(masks[worker.number] if masks else None)}"
     else:
-        elsewhere.redirect_output(worker.number)
+        remote_output.redirect_output(worker.number)
         of_host = next(of_host for of_host in by_host if worker.number in of_host)
         device = "cpu" if devices[0] == "cpu" else f"cuda{of_host.index(worker.number)}"
         where = f"on {device} of host {platform.node()}, {binding.describe_binding(None)}"
@@ -287,7 +287,7 @@ class ClassLoop(RankLoop):
         self.folder = Path(settings.folder)
         self.rows = contract.rows(model)
         is_here = worker.number < len(settings.devices)
-        lines = Recorder(self.folder) if is_here else elsewhere.Records()
+        lines = Recorder(self.folder) if is_here else remote_output.RemoteRecords()
         folder = self.folder if is_here else None
         self.recorder = ClassRecorder(worker.number, lines, settings.every, self.rows, folder)
         self.seconds = self.recorder.seconds
@@ -295,7 +295,7 @@ class ClassLoop(RankLoop):
         worker.kept(_KEPT)["state"] = self.state
         self.reports = Recorder(self.folder) if worker.number == 0 else None
         own = model.vels if isinstance(rule, SummedGradients) else self.groups.params
-        self.watch = Watch(list(model.params), own)
+        self.change_check = ChangeCheck(list(model.params), own)
         self.is_new, self.is_last_step = True, True
         self.trained = 0.0
         self.count = 0
@@ -445,9 +445,9 @@ class ClassLoop(RankLoop):
             return True
         self.recorder.clear_train_info()
         self.reset("train")
-        self.watch.check_change(self.recorder.learning_rate, epoch_ended=True)
+        self.change_check.check_change(self.recorder.learning_rate, epoch_ended=True)
         if self.rule.asynchronous:
-            self.watch.compare(self.worker)
+            self.change_check.compare(self.worker)
         return False
 
     def iterate_batches(self) -> Iterator[tuple[int, bool]]:
@@ -488,10 +488,10 @@ class ClassLoop(RankLoop):
         """
         if not steps:
             return
-        self.watch.step()
-        if self.watch.is_due and not self.rule.asynchronous:
-            self.watch.compare(self.worker)
-        self.watch.check_change(self.recorder.learning_rate, epoch_ended=False)
+        self.change_check.step()
+        if self.change_check.is_due and not self.rule.asynchronous:
+            self.change_check.compare(self.worker)
+        self.change_check.check_change(self.recorder.learning_rate, epoch_ended=False)
         self.count_steps_left()
         super().exchange(steps)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.launch.elsewhere import Records
+from synkhronos.launch.remote_output import RemoteRecords
 from synkhronos.training.recorder import Recorder
 
 #: Names of activities: Theano-MPI's, and those of this library's records.
@@ -34,7 +34,7 @@ class ClassRecorder:
     Parameters
     ----------
     rank : int
-    recorder : Recorder or Records, optional
+    recorder : Recorder or RemoteRecords, optional
         Recorder that the lines are written to; default: none.
     every : int
         Number of steps between two lines.
@@ -77,7 +77,7 @@ class ClassRecorder:
     def __init__(
         self,
         rank: int,
-        recorder: Recorder | Records | None = None,
+        recorder: Recorder | RemoteRecords | None = None,
         every: int = 40,
         rows: int = 1,
         folder: Path | None = None,

@@ -37,7 +37,7 @@ from types import FrameType
 from typing import IO, Any
 
 from synkhronos import checks
-from synkhronos.launch import binding, elsewhere
+from synkhronos.launch import binding, remote_output
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings, SettingsError
 from synkhronos.ranks.errors import cause_of_death
 from synkhronos.training.checkpoint import paths_in
@@ -361,7 +361,7 @@ class _Console:
 class _Lines:
     """Splitter of a pipe's bytes into lines.
 
-    The lines belong to the file ``name``; if it is empty, each line names its file (see `elsewhere`).  The time is
+    The lines belong to the file ``name``; if it is empty, each line names its file (see `remote_output`).  The time is
     linear in the length of a line.
     """
 
@@ -391,7 +391,7 @@ class _Lines:
         self._pieces, self._length = [], 0
 
     def _write(self, text: str) -> None:
-        self._output.write(*((self._name, text) if self._name else elsewhere.split_name(text)))
+        self._output.write(*((self._name, text) if self._name else remote_output.split_name(text)))
 
 
 class _Output:

@@ -18,7 +18,7 @@ from launch_runs import ENVIRONMENT, command, train
 from paths import SUPPORT
 from system import children_of, lives, names, names_left
 
-from synkhronos.launch import elsewhere, supervisor
+from synkhronos.launch import remote_output, supervisor
 from synkhronos.launch.settings import Settings
 
 pytestmark = pytest.mark.any_library
@@ -216,10 +216,10 @@ def test_a_console_that_nobody_reads_outlives_no_signal(tmp_path):
 
 
 def test_other_hosts_may_print_anything():
-    mark = elsewhere._MARK
-    assert elsewhere.split_name(f"{mark}rank-3.log{mark}a {mark}b") == ("rank-3.log", f"a {mark}b")
+    mark = remote_output._MARK
+    assert remote_output.split_name(f"{mark}rank-3.log{mark}a {mark}b") == ("rank-3.log", f"a {mark}b")
     for line in ("plain", mark, f"{mark}rank-1.log", f"{mark}../../rank-1.log{mark}text", ""):
-        assert elsewhere.split_name(line) == ("", line)
+        assert remote_output.split_name(line) == ("", line)
 
 
 def test_output_without_newlines_is_copied_in_linear_time():

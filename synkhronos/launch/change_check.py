@@ -32,7 +32,7 @@ class TrainingError(RuntimeError):
     """A run trains nothing: no parameter changes, or ranks compute equal steps."""
 
 
-class Watch:
+class ChangeCheck:
     """Checks of a rank's first steps.
 
     Parameters

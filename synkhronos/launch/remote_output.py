@@ -4,7 +4,7 @@ Everything passes through standard output.  Every line starts with the name of i
 
     print(...)     --> pump --+
                               +--> agent --> mpirun --> master --> supervisor --> folder/rank-3.log
-    Records.write_rank()   ---+                                                   folder/rank-3.jsonl
+    RemoteRecords.write_rank()   ---+                                                   folder/rank-3.jsonl
 
 The pump is a process beside the rank, which names the lines of its output.
 """
@@ -28,7 +28,7 @@ _MARK = "\x1e"
 _NAMED_LINE = re.compile(rf"{_MARK}(rank-\d+\.(?:log|jsonl)){_MARK}(.*)", re.DOTALL)
 #: Maximal bytes of a line: below PIPE_BUF, so that writes of several processes do not mix.  Longer lines are split.
 _MAX_BYTES = 4000
-#: File descriptor that `Records` writes to: the standard output before `redirect_output`.
+#: File descriptor that `RemoteRecords` writes to: the standard output before `redirect_output`.
 _standard_output = -1
 #: Pump of this process.
 _pump: subprocess.Popen[bytes] | None = None
@@ -60,7 +60,7 @@ def redirect_output(rank: int) -> None:
     os.close(writing)
 
 
-class Records:
+class RemoteRecords:
     """Recorder of a rank on another host: the supervisor writes its records into the run's folder."""
 
     def write_rank(self, rank: int, record: Mapping[str, Any]) -> None:
