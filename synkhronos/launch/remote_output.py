@@ -2,9 +2,9 @@
 
 Everything passes through standard output.  Every line starts with the name of its file in the run's folder::
 
-    print(...)     --> pump --+
-                              +--> agent --> mpirun --> master --> supervisor --> folder/rank-3.log
-    RemoteRecords.write_rank()   ---+                                                   folder/rank-3.jsonl
+    print(...)  --> pump ---------+
+                                  +--> agent --> mpirun --> master --> supervisor --> folder/rank-3.log
+    RemoteRecords.write_rank() ---+                                                   folder/rank-3.jsonl
 
 The pump is a process beside the rank, which names the lines of its output.
 """

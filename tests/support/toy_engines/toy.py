@@ -50,7 +50,7 @@ class Toy(LazyEngine):
 
     def fuse_step(self, rank, first, exchange, second, times):
         def combine():
-            communicator, _ = exchange.agree(rank)
+            communicator, _ = exchange.agree_on_layout(rank)
             communicator.all_reduce(exchange.get_shared(rank).container.storage[0], exchange.op)
 
         return Launch(first.first, (combine, second.first), times)
