@@ -28,10 +28,10 @@ class Communicator(ABC):
     def connect(self, epochs: Sequence[int]) -> None:  # noqa: B027 - most need no connection
         """Connect all ranks unless ``epochs``, one for each rank, shows that they share a connection."""
 
-    def wait_started(self, check: Callable[[], None] | None = None) -> None:  # noqa: B027
+    def wait_started(self, check: Callable[[], None] | None = None) -> None:  # noqa: B027 - as above
         """Wait until every rank has started the collectives of this one; ``check`` is polled, and may raise."""
 
-    def notify_started(self) -> None:  # noqa: B027
+    def notify_started(self) -> None:  # noqa: B027 - as above
         """Tell the other ranks that this one has started; takes the place of `wait_started` at a command's end."""
 
     @abstractmethod

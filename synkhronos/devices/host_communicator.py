@@ -94,7 +94,6 @@ class HostCommunicator(Communicator):
         rank, reduction, source, target = self._rank, REDUCTIONS[op], array.reshape(-1), out.reshape(-1)
         here, dtype = rank.number, array.dtype
         n_items = SCRATCH // dtype.itemsize // rank.size
-        accumulator = reduction.accumulator_dtype(dtype)
         longest = max(stop - start for start, stop in pairwise(bounds))
         for offset in range(0, longest, n_items):
             # A half holds the next items of every rank; the rank that gets them reads them behind the barrier.
@@ -106,13 +105,7 @@ class HostCommunicator(Communicator):
             rank.barrier()
             mine = chunks[here]
             inputs = [mine if r == here else shared[r][here * n_items :][: mine.size] for r in range(rank.size)]
-            result = target[offset : offset + n_items]
-            wide = result if accumulator == dtype else np.empty(mine.size, accumulator)
-            reduce_arrays(inputs, reduction, wide)
-            if reduction.divides:
-                np.true_divide(wide, rank.size, out=wide)
-            if wide is not result:
-                result[:] = wide
+            reduce_share(inputs, reduction, target[offset : offset + n_items])
 
     def gather(
         self,
@@ -175,19 +168,23 @@ class HostCommunicator(Communicator):
             rank.barrier()
             if high > low:
                 inputs = [chunk[low:high] if r == here else shared[r][low:high] for r in contributors]
-                result = shared[here][low:high]
-                accumulator = reduction.accumulator_dtype(dtype)
-                wide = result if accumulator == dtype else np.empty(high - low, accumulator)
-                reduce_arrays(inputs, reduction, wide)
-                if reduction.divides:
-                    np.true_divide(wide, len(contributors), out=wide)
-                if wide is not result:
-                    result[:] = wide
+                reduce_share(inputs, reduction, shared[here][low:high])
             rank.barrier()
             if target is not None:
                 chunk = target[offset : offset + count]
                 for r in range(rank.size):
                     chunk[bounds[r] : bounds[r + 1]] = shared[r][bounds[r] : bounds[r + 1]]
+
+
+def reduce_share(inputs: Sequence[np.ndarray], reduction: Reduction, out: np.ndarray) -> None:
+    """Write the reduction of all contributors' arrays into ``out``, which must not overlap them."""
+    accumulator = reduction.accumulator_dtype(out.dtype)
+    wide = out if accumulator == out.dtype else np.empty(out.size, accumulator)
+    reduce_arrays(inputs, reduction, wide)
+    if reduction.divides:
+        np.true_divide(wide, len(inputs), out=wide)
+    if wide is not out:
+        out[:] = wide
 
 
 def reduce_arrays(inputs: Sequence[np.ndarray], reduction: Reduction, out: np.ndarray) -> None:

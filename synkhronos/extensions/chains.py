@@ -91,7 +91,7 @@ def start_ranks(max_ranks: int | None = None) -> bool:
 
 
 def measure_rate(evaluate: Callable[[], Any], chains: int) -> float:
-    """Return how many times a second chains that are sampled at a time call a function, all chains together.
+    """Return the calls of a function per second, of all chains that are sampled at a time together.
 
     Parameters
     ----------

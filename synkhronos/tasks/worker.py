@@ -29,7 +29,7 @@ from synkhronos.checks import check_index, check_integer
 from synkhronos.collectives.arguments import check_op_dtype, parse_op
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST, Device, array_device
-from synkhronos.devices.host_communicator import reduce_arrays
+from synkhronos.devices.host_communicator import reduce_share
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.task import Lock, RankTask
@@ -401,11 +401,8 @@ class Group:
                 part = np.empty(high - low, flat.dtype)
                 self._task.receive(r, "a share", _as_bytes(part))
             parts.append(part)
-        row = REDUCTIONS[op]
-        total = np.empty(high - low, row.accumulator_dtype(flat.dtype))
-        reduce_arrays(parts, row, total)
-        if row.divides:
-            np.true_divide(total, self.size, out=total)
+        total = np.empty(high - low, flat.dtype)
+        reduce_share(parts, REDUCTIONS[op], total)
         flat[low:high] = total
         for r in self._others:
             self._task.send(r, _as_bytes(flat[low:high]), "a result")

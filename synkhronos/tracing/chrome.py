@@ -10,7 +10,7 @@ import gzip
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from synkhronos.engines.xla_profile import Operation
 from synkhronos.tracing.recorder import Span
@@ -66,7 +66,7 @@ def read_trace(path: str) -> list[dict[str, Any]]:
 
 
 def _open(path: str, mode: str) -> IO[str]:
-    return gzip.open(path, mode) if path.endswith(".gz") else open(path, mode)  # type: ignore[return-value]
+    return cast(IO[str], gzip.open(path, mode) if path.endswith(".gz") else open(path, mode))
 
 
 def _make_events(ranks: Sequence[RankSpans]) -> Iterator[dict[str, Any]]:

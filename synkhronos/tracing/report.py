@@ -180,9 +180,14 @@ def find_critical_path(ranks: dict[int, RankTimeline]) -> list[PathStep]:
     return path[::-1]
 
 
-def format_report(path: str, ranks: dict[int, RankTimeline]) -> str:
+def _get_calls(ranks: dict[int, RankTimeline]) -> list[Activity]:
+    """Return the master's calls."""
+    return next(mine.calls for mine in ranks.values() if mine.calls)
+
+
+def format_report(path: str, ranks: dict[int, RankTimeline], critical_path: Sequence[PathStep]) -> str:
     """Return the tables that ``python -m synkhronos show`` prints."""
-    calls = next(mine.calls for mine in ranks.values() if mine.calls)
+    calls = _get_calls(ranks)
     begin, end = calls[0].start, calls[-1].end
     total = end - begin
     lines = [f"{path}: {len(calls)} calls on {len(ranks)} ranks in {_format_time(total)}"]
@@ -205,7 +210,7 @@ def format_report(path: str, ranks: dict[int, RankTimeline]) -> str:
         cells = (100 * _measure_union(mine.compute) / total for mine in ranks.values())
         lines.append(f"{'XLA computes':<{width}}" + "".join(f"{cell:9.1f}" for cell in cells))
     on_path: dict[tuple[str, int], float] = defaultdict(float)
-    for step in find_critical_path(ranks):
+    for step in critical_path:
         on_path[step.name, step.rank] += step.end - step.start
     lines += ["", "critical path: what the run waited for"]
     for (name, rank), time in sorted(on_path.items(), key=lambda item: -item[1])[:_MAX_LINES]:
@@ -229,7 +234,9 @@ def _format_time(microseconds: float) -> str:
     return f"{microseconds / 1e6:.3g} s"
 
 
-def draw_timelines(ranks: dict[int, RankTimeline], picture: str | Path, n_calls: int = 4) -> None:
+def draw_timelines(
+    ranks: dict[int, RankTimeline], critical_path: Sequence[PathStep], picture: str | Path, n_calls: int = 4
+) -> None:
     """Draw the ranks during some calls from the middle of the run, with the critical path below."""
     try:
         import matplotlib
@@ -239,7 +246,7 @@ def draw_timelines(ranks: dict[int, RankTimeline], picture: str | Path, n_calls:
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
-    calls = next(mine.calls for mine in ranks.values() if mine.calls)
+    calls = _get_calls(ranks)
     middle = len(calls) // 2
     chosen = calls[max(0, middle - n_calls // 2) :][:n_calls]
     begin, end = chosen[0].start, chosen[-1].end
@@ -250,7 +257,7 @@ def draw_timelines(ranks: dict[int, RankTimeline], picture: str | Path, n_calls:
         if mine.compute:
             rows.append((f"rank {rank}, XLA", mine.compute))
     categories = {s.name: s.category for mine in ranks.values() for s in mine.segments}
-    path = [Activity(s.start, s.end, s.name, categories.get(s.name, "call")) for s in find_critical_path(ranks)]
+    path = [Activity(s.start, s.end, s.name, categories.get(s.name, "call")) for s in critical_path]
     rows.append(("critical path", path))
     figure, axis = pyplot.subplots(figsize=(11, 1.2 + 0.55 * len(rows)), layout="constrained")
     used = set()

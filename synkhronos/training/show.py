@@ -57,9 +57,10 @@ def main(arguments: list[str]) -> None:
 def _show_timeline(name: str, picture: str | None) -> None:
     """Print the times of a recorded timeline, and draw some of its calls."""
     ranks = report.read_timelines(name)
-    sys.stdout.write(report.format_report(name, ranks))
+    critical_path = report.find_critical_path(ranks)
+    sys.stdout.write(report.format_report(name, ranks, critical_path))
     picture = picture or f"{name.removesuffix('.gz').removesuffix('.json')}.png"
-    report.draw_timelines(ranks, picture)
+    report.draw_timelines(ranks, critical_path, picture)
     sys.stdout.write(f"picture: {picture}; the file can be opened at https://ui.perfetto.dev\n")
 
 

@@ -657,7 +657,7 @@ def make_trainer(
         extra_updates,
         rule_kwargs,
         weight,
-        **built,  # type: ignore[arg-type]
+        **built,  # type: ignore[arg-type] # values of several types
     )
     metrics = parse_metrics(validate, [*model.x, *model.y])
     name, rule_options = identify_rule(add_clipping(update_rule, clip_norm), rule_kwargs)

@@ -2,9 +2,7 @@
 
 import ctypes
 import os
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 import types
@@ -13,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 from library import NAME
-from paths import ROOT, SUPPORT
+from system import run_code
 
 import synkhronos as synk
 from synkhronos import devices, ranks
@@ -489,20 +487,13 @@ def test_training_steps_of_several_ranks_are_launches_in_which_the_ranks_gradien
         print(synk.gather(w, nccl=False).tolist(), stand_in.seen())
         synk.close()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}", "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    printed = run_code(code, timeout=240, JAX_PLATFORMS="cpu")
     # 2,872 items, cut between parameters, the last parameter first: of an average, weights and bias 72, then 1600, then
     # 1200.
     whole = "begun 1672 of float32; combined 1200 of float32"
     half = "begun 1640 of bfloat16; combined 1200 of bfloat16; combined 32 of float32"
     by_hand = f"{[[162.0] * 3] * 3} " + " ".join(["combined 3 of float32;"] * 4)
-    assert done.stdout.splitlines() == [*(" ".join([f"{each};"] * 3) for each in (whole, half)), by_hand]
+    assert printed.splitlines() == [*(" ".join([f"{each};"] * 3) for each in (whole, half)), by_hand]
 
 
 def test_what_all_ranks_have_come_to_is_not_given_up_by_some(connected):

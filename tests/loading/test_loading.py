@@ -23,20 +23,6 @@ from synkhronos.loading.ring import ReadPlan, has_exited
 pytestmark = pytest.mark.any_library
 
 
-@pytest.fixture
-def load():
-    """Give a loader, and close all of them after the test."""
-    made = []
-
-    def make(*args, **kwargs):
-        made.append(Loader(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
 def order(count, seed, epoch):
     """Say in which order rows are to come."""
     return np.random.default_rng((seed, epoch)).permutation(count)

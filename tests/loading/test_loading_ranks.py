@@ -16,20 +16,6 @@ from synkhronos.training.recorder import read
 from synkhronos.training.updates import sgd
 
 
-@pytest.fixture
-def load():
-    """Give a loader, and close all of them after the test."""
-    made = []
-
-    def make(*args, **kwargs):
-        made.append(Loader(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
 def order(count, seed, epoch):
     return np.random.default_rng((seed, epoch)).permutation(count)
 

@@ -1,13 +1,8 @@
 """Exchange rules on what stands for GPUs: the ranks' vectors stay there, and NCCL combines them."""
 
-import os
-import subprocess
-import sys
-import textwrap
-
 import pytest
 from library import NAME
-from paths import ROOT, SUPPORT
+from system import run_code
 
 pytestmark = pytest.mark.skipif(NAME != "pytensor", reason="stands for JAX on GPUs")
 
@@ -42,16 +37,9 @@ def test_averages_are_nccl_s_and_steps_between_them_are_one_launch():
         assert losses[0] < 3 and abs(losses[0] - losses[2]) < 1e-3 and abs(losses[0] - losses[1]) < 0.05, losses
         synk.close()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}", "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr
+    printed = run_code(code, timeout=110, JAX_PLATFORMS="cpu")
     # 15 rounds an epoch: three launches of five steps, each behind it an average; and one for the report.
-    for line, dtype in zip(done.stdout.splitlines(), ("float32", "bfloat16", "float32"), strict=True):
+    for line, dtype in zip(printed.splitlines(), ("float32", "bfloat16", "float32"), strict=True):
         launched, _, told = line.partition("] ")
         assert launched == str([5] * 9)[:-1]
         assert told.count(f"combined 30 of {dtype};") >= 9

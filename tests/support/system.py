@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
 import time
+
+from paths import ROOT, SUPPORT
 
 #: Seconds for anything that should take a moment, on a machine that is busy with other things.
 LIMIT = 30
@@ -76,3 +81,16 @@ def _status(pid: int) -> list[str]:
             return stat.read().rsplit(")", 1)[1].split()
     except (FileNotFoundError, ProcessLookupError):
         return []
+
+
+def run_code(code: str, timeout: float, **environment: str) -> str:
+    """Run a program of its own, with the modules of tests/support on its path; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
