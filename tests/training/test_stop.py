@@ -215,7 +215,8 @@ from trainer_model import Model
 class Slow:
     def __call__(self, epochs):
         if epochs >= {stuck}:
-            sys.stdout.write("stuck\\n")  # one write: two ranks' lines do not mix
+            sys.stdout.write("stuck\\n")  # one write, unlike print: two ranks' lines do not mix
+            sys.stdout.flush()
             time.sleep(1000)
         time.sleep(0.01)
         return 0.01
