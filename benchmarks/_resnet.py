@@ -25,9 +25,8 @@ import synkhronos.compat  # noqa: F401 - before Lasagne
 import pytensor
 
 import synkhronos as synk
-from synkhronos.extensions import updates
-from synkhronos.extensions.train import make_train_function
 from synkhronos.loading import CropMirror, Loader, npy
+from synkhronos.training import make_train_function, updates
 
 _DEMOS = Path(__file__).resolve().parents[1] / "demos"
 sys.path[1:1] = [str(_DEMOS), str(_DEMOS / "resnet"), str(_DEMOS / "zoo")]

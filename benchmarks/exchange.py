@@ -21,8 +21,7 @@ import synkhronos as synk
 from benchmarks._measure import Table, bar, duration, graph_library, heading, interleaved, ranks
 from benchmarks.gpu_step import LAYERS, model
 from synkhronos import rules
-from synkhronos.extensions import updates
-from synkhronos.training import make_trainer
+from synkhronos.training import make_trainer, updates
 
 #: ResNet-50's parameters.
 SIZE = 25_557_032

@@ -23,8 +23,7 @@ import synkhronos as synk
 from benchmarks._measure import Failed, Table, bar, duration, heading
 from benchmarks.gpu_resnet import BLOCKS, call
 from synkhronos import rules
-from synkhronos.extensions import updates
-from synkhronos.training import make_trainer
+from synkhronos.training import make_trainer, updates
 
 #: ResNet-50's parameters.
 SIZE = 25_557_032

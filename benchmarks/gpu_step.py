@@ -18,8 +18,7 @@ import numpy as np
 
 import synkhronos as synk
 from benchmarks._measure import Table, bar, duration, gpus, graph_library, heading
-from synkhronos.extensions import updates
-from synkhronos.extensions.train import make_train_function
+from synkhronos.training import make_train_function, updates
 
 ROWS = 60_000
 LAYERS = (784, 800, 800, 10)

@@ -161,8 +161,8 @@ def exchanges(hosts: list[str], rounds: int) -> None:
 def sending(hosts: list[str]) -> None:
     """Count what goes to the other hosts in the steps of three epochs."""
     library, tensor = graph_library()
-    updates = importlib.import_module("synkhronos.extensions.updates")
-    train = importlib.import_module("synkhronos.extensions.train")
+    updates = importlib.import_module("synkhronos.training.updates")
+    train = importlib.import_module("synkhronos.training")
     with ranks_on(hosts):
         x, y, w = tensor.fmatrix("x"), tensor.fvector("y"), library.shared(np.zeros(WIDTH, np.float32), "w")
         loss = ((tensor.dot(x, w) - y) ** 2).mean()

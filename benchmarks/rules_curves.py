@@ -21,8 +21,7 @@ import numpy as np
 import synkhronos as synk
 from benchmarks._measure import Table, graph_library, heading, ranks
 from synkhronos import rules
-from synkhronos.extensions import updates
-from synkhronos.training import make_trainer
+from synkhronos.training import make_trainer, updates
 
 PERIODS = (1, 4, 16, 64)
 HIDDEN = 100

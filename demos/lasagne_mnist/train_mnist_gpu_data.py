@@ -27,7 +27,7 @@ from lasagne_tools.fit import fit
 from lasagne_tools.library import theano, title
 from lasagne_tools.report import conclude, run_serial
 from models import IMAGE, Network, build
-from synkhronos.extensions.train import make_train_function
+from synkhronos.training import make_train_function
 
 SERIAL = Path(__file__).with_name("train_mnist_theano.py")
 

@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from synkhronos.extensions import updates
+from synkhronos.training import updates
 
 # The update rules, and a learning rate with which each trains the demos' networks well.
 LEARNING_RATES = {
@@ -127,7 +127,7 @@ def fill_in(options: argparse.Namespace) -> None:
     Parameters
     ----------
     options : Namespace
-        `learning_rate` is filled in; `update_rule`, a function of `synkhronos.extensions.updates`, is new.
+        `learning_rate` is filled in; `update_rule`, a function of `synkhronos.training.updates`, is new.
     """
     if options.learning_rate is None:
         options.learning_rate = LEARNING_RATES[options.rule]

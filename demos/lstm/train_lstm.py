@@ -35,9 +35,8 @@ from used import processor_seconds
 
 import synkhronos as synk
 from synkhronos import rules
-from synkhronos.extensions.train import make_train_function_serial
-from synkhronos.extensions.updates import adam
-from synkhronos.training import make_trainer
+from synkhronos.training import make_train_function_serial, make_trainer
+from synkhronos.training.updates import adam
 
 # Harmless warnings of JAX mode: an assertion is skipped, float64 becomes float32.
 warnings.filterwarnings("ignore", "Skipping Assert|Explicitly requested dtype")

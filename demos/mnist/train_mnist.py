@@ -30,8 +30,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 import mnist
 import synkhronos as synk
-from synkhronos.extensions import updates
-from synkhronos.extensions.train import make_train_function, make_train_function_serial
+from synkhronos.training import make_train_function, make_train_function_serial, updates
 
 try:
     import pytensor as graph_library

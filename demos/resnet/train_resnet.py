@@ -28,7 +28,7 @@ from lasagne_tools.fit import fit
 from lasagne_tools.report import conclude, run_serial
 from network import Network, build
 from settings import add_arguments, describe, finish
-from synkhronos.extensions.train import make_train_function
+from synkhronos.training import make_train_function
 
 SERIAL = Path(__file__).with_name("train_resnet_theano.py")
 EXAMPLES = [

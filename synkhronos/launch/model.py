@@ -67,7 +67,7 @@ class Model:
     rate : float
         The learning rate; override `adjust_hyperp` to change ``shared_lr`` after an epoch.
     updates : callable
-        Update rule of `synkhronos.extensions.updates` or Lasagne: ``updates(loss, params, learning_rate=...)``.
+        Update rule of `synkhronos.training.updates` or Lasagne: ``updates(loss, params, learning_rate=...)``.
     trained : list of shared variables
         The `params` that `build` sets; afterwards `params` also has the running averages.
     shown : list of shared variables

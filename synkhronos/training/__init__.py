@@ -10,14 +10,20 @@
         │
     updates            rules that compute new parameters from a gradient
 
-Users import the lower two as `synkhronos.extensions.train` and `synkhronos.extensions.updates`.  ``import synkhronos``
+Users import the lower two as `synkhronos.training` and `synkhronos.training.updates`.  ``import synkhronos``
 does not import this package.
 """
 
-from synkhronos.training import schedules
+from synkhronos.training import schedules, updates
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError
 from synkhronos.training.recorder import Recorder, TensorBoard
 from synkhronos.training.report import Report
+from synkhronos.training.train_function import (
+    SerialTrainFunction,
+    TrainFunction,
+    make_train_function,
+    make_train_function_serial,
+)
 from synkhronos.training.trainer import Trainer, make_trainer
 
 __all__ = [
@@ -25,8 +31,13 @@ __all__ = [
     "CheckpointError",
     "Recorder",
     "Report",
+    "SerialTrainFunction",
     "TensorBoard",
+    "TrainFunction",
     "Trainer",
+    "make_train_function",
+    "make_train_function_serial",
     "make_trainer",
     "schedules",
+    "updates",
 ]

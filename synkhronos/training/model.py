@@ -135,7 +135,7 @@ class Model:
             raise TypeError("loss: expected a symbolic scalar, got a list")
         if not callable(update_rule):
             raise TypeError(
-                "update_rule: expected a rule of synkhronos.extensions.updates, "
+                "update_rule: expected a rule of synkhronos.training.updates, "
                 f"got {update_rule!r} of type {type(update_rule).__name__}"
             )
         update_rule = add_clipping(update_rule, clip_norm)

@@ -25,7 +25,7 @@ class SerialTrainFunction:
     grad_shared : shared variable
         The gradients of all parameters in one vector, and the number of their rows.
     optimizer_state : list of shared variables
-        The rule's state, in the order of `synkhronos.extensions.train.TrainFunction`.
+        The rule's state, in the order of `synkhronos.training.TrainFunction`.
     ema : list of shared variables, or None
         Moving averages of the parameters, in their order; None without the option `ema`.
     """
@@ -58,7 +58,7 @@ class SerialTrainFunction:
         Parameters
         ----------
         x_data, y_data, batch, num_slices
-            As for `synkhronos.extensions.train.TrainFunction`.
+            As for `synkhronos.training.TrainFunction`.
         batch_s : slice or list of int, optional
             Rows of the `sliceable_shareds`; default: all.
 
@@ -107,7 +107,7 @@ class SerialTrainFunction:
         Parameters
         ----------
         x_data, y_data, batches, num_slices, batches_s
-            As for `synkhronos.extensions.train.TrainFunction.steps`.
+            As for `synkhronos.training.TrainFunction.steps`.
 
         Returns
         -------
@@ -188,7 +188,7 @@ def make_train_function_serial(
     --------
     >>> import numpy as np
     >>> import pytensor, pytensor.tensor as pt
-    >>> from synkhronos.extensions.updates import sgd
+    >>> from synkhronos.training.updates import sgd
     >>> x, y = pt.matrix("x"), pt.vector("y")
     >>> w = pytensor.shared(np.zeros(2), name="w")
     >>> train = make_train_function_serial(((x @ w - y) ** 2).mean(), [w], x, y, sgd, learning_rate=0.5)

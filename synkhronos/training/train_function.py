@@ -207,7 +207,7 @@ class TrainFunction:
         >>> import numpy as np
         >>> import pytensor, pytensor.tensor as pt
         >>> import synkhronos as synk
-        >>> from synkhronos.extensions.updates import sgd
+        >>> from synkhronos.training.updates import sgd
         >>> x, y = pt.matrix("x"), pt.vector("y")
         >>> w = pytensor.shared(np.zeros(2), name="w")
         >>> n = synk.fork(2, use_gpu=False)
@@ -368,7 +368,7 @@ def make_train_function(
     x, y : variable or list of variables
         Inputs and targets, whose rows are scattered over the ranks.  A list of targets may be empty.
     update_rule : callable
-        A rule of `synkhronos.extensions.updates`, or a function with its arguments and results.
+        A rule of `synkhronos.training.updates`, or a function with its arguments and results.
     sliceable_shareds : list of shared variables, optional
         Data that the ranks hold already, each its own rows, by `synkhronos.scatter`: one shared variable for each
         of `x` and `y`, of its type.  On a rank, all of these have equally many rows.
@@ -434,7 +434,7 @@ def make_train_function(
     >>> import numpy as np
     >>> import pytensor, pytensor.tensor as pt
     >>> import synkhronos as synk
-    >>> from synkhronos.extensions.updates import adam
+    >>> from synkhronos.training.updates import adam
     >>> x, y = pt.matrix("x"), pt.vector("y")
     >>> w = pytensor.shared(np.zeros(3), name="w")
     >>> loss = ((x @ w - y) ** 2).mean()

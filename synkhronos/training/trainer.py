@@ -563,7 +563,7 @@ def make_trainer(
     x, y : variable or list of variables
         Inputs and targets.  A list of targets may be empty.
     update_rule : callable
-        The rule for a rank's step: one of `synkhronos.extensions.updates`, or a function with the same arguments and
+        The rule for a rank's step: one of `synkhronos.training.updates`, or a function with the same arguments and
         results.
     rule : Rule, optional
         The exchange rule: one of `synkhronos.rules`.  By default `BSP`.
@@ -575,14 +575,14 @@ def make_trainer(
         op "mean" (by rows), "sum", "prod", "min" or "max"; or ``(variable, "mean", weight)``, a mean by a scalar
         variable, such as the sum of a mask.
     extra_updates : dict, or list of (shared variable, expression) or (shared variable, expression, op), optional
-        As for `synkhronos.extensions.train.make_train_function`.  Those with the op "mean" are exchanged with the
+        As for `synkhronos.training.make_train_function`.  Those with the op "mean" are exchanged with the
         parameters: rules that average weigh them by the rows of each rank since the last exchange, other rules treat
         them as parameters.  At a report the master has those that stand for all ranks.
     weight : scalar variable, optional
-        As for `synkhronos.extensions.train.make_train_function`: what the loss is a mean over where that is not the
+        As for `synkhronos.training.make_train_function`: what the loss is a mean over where that is not the
         rows of `x`.  Losses in reports and records are means by this weight, under all rules.
     clip_norm, num_slices, ema, loss_scale
-        As for `synkhronos.extensions.train.make_train_function`.  They need a `rule` that averages gradients, which
+        As for `synkhronos.training.make_train_function`.  They need a `rule` that averages gradients, which
         is the default.  The averages are in ``trainer.ema`` and in checkpoints.
     validate_ema : bool, optional
         Whether `validate` is computed with the averages of `ema` instead of the parameters.
@@ -610,7 +610,7 @@ def make_trainer(
     >>> import pytensor, pytensor.tensor as pt
     >>> import synkhronos as synk
     >>> from synkhronos import rules
-    >>> from synkhronos.extensions.updates import sgd
+    >>> from synkhronos.training.updates import sgd
     >>> x, y = pt.matrix("x"), pt.vector("y")
     >>> w = pytensor.shared(np.zeros(3), name="w")
     >>> loss = ((x @ w - y) ** 2).mean()

@@ -449,8 +449,7 @@ def test_training_steps_of_several_ranks_are_launches_in_which_the_ranks_gradien
         stand_in.install()
         import numpy as np, pytensor, pytensor.tensor as T
         import synkhronos as synk
-        from synkhronos.extensions import updates
-        from synkhronos.extensions.train import make_train_function, make_train_function_serial
+        from synkhronos.training import make_train_function, make_train_function_serial, updates
         from synkhronos.engines import xla
         pytensor.config.mode = "JAX"
         pytensor.config.floatX = "float32"

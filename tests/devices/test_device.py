@@ -12,8 +12,8 @@ from paths import SUPPORT
 import synkhronos as synk
 from synkhronos import devices, rules
 from synkhronos.devices import HOST, find_device
-from synkhronos.extensions.train import make_train_function, make_train_function_serial
-from synkhronos.extensions.updates import adam
+from synkhronos.training import make_train_function, make_train_function_serial
+from synkhronos.training.updates import adam
 
 pytestmark = [
     pytest.mark.skipif(DEVICE != "host", reason="the toy is a device of its own"),

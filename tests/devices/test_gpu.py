@@ -25,9 +25,8 @@ from synkhronos.devices.cuda.nccl import NcclCommunicator
 from synkhronos.engines import xla
 from synkhronos.engines.lazy import Result
 from synkhronos.engines.xla import Executable
-from synkhronos.extensions import updates
-from synkhronos.extensions.train import make_train_function, make_train_function_serial
 from synkhronos.ranks import Command
+from synkhronos.training import make_train_function, make_train_function_serial, updates
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE != "gpu", reason="needs GPUs")]
 

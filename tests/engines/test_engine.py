@@ -12,10 +12,10 @@ from paths import SUPPORT
 import synkhronos as synk
 from synkhronos import engines, ranks
 from synkhronos.engines.lazy import Result
-from synkhronos.extensions.train import make_train_function, make_train_function_serial
-from synkhronos.extensions.updates import adam
 from synkhronos.graphs import library_of
 from synkhronos.graphs.library import AT_FIRST_CALL
+from synkhronos.training import make_train_function, make_train_function_serial
+from synkhronos.training.updates import adam
 
 pytestmark = [
     pytest.mark.skipif(DEVICE != "host", reason="the toy computes with NumPy's arrays"),

@@ -36,14 +36,14 @@ from synkhronos.devices import JAX
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
 from synkhronos.engines.lazy import _MAX_CALLS, Result, ResultTable, _get_unread
 from synkhronos.engines.xla import Executable, FusedReduction, XlaEngine
-from synkhronos.extensions.train import make_train_function, make_train_function_serial
-from synkhronos.extensions.updates import adam, momentum, sgd
 from synkhronos.function.program import PLAIN
 from synkhronos.graphs import library_of
 from synkhronos.launch.contract import group_variables
 from synkhronos.lowering import scatter
 from synkhronos.ranks import Command
 from synkhronos.ranks.interrupts import defer_signals
+from synkhronos.training import make_train_function, make_train_function_serial
+from synkhronos.training.updates import adam, momentum, sgd
 
 pytestmark = pytest.mark.skipif(not XLA, reason="these are about JAX arrays")
 

@@ -16,10 +16,10 @@ from library import tensor as T
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.extensions.train import make_train_function
-from synkhronos.extensions.updates import adam
 from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command
+from synkhronos.training import make_train_function
+from synkhronos.training.updates import adam
 
 pytestmark = pytest.mark.usefixtures("compiler")
 RNG = np.random.default_rng(5)

@@ -12,10 +12,9 @@ from loading_sources import Table
 
 import synkhronos as synk
 from synkhronos import casts, loading
-from synkhronos.extensions.train import make_train_function_serial
-from synkhronos.extensions.updates import sgd
 from synkhronos.loading import CropMirror, Images, Loader, LoadError
-from synkhronos.training import make_trainer
+from synkhronos.training import make_train_function_serial, make_trainer
+from synkhronos.training.updates import sgd
 
 pytestmark = pytest.mark.any_library
 

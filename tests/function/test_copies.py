@@ -10,8 +10,8 @@ from library import function, shared
 from library import tensor as T
 
 import synkhronos as synk
-from synkhronos.extensions.train import make_train_function
-from synkhronos.extensions.updates import adam
+from synkhronos.training import make_train_function
+from synkhronos.training.updates import adam
 
 VALUE = np.arange(4.0)
 

@@ -19,7 +19,15 @@ from library import package, shared, tensor
 from loading_sources import Damaged
 from paths import ROOT, SUPPORT
 
-from synkhronos.extensions.updates import (
+from synkhronos.launch import binding, doctor, modelfile, program
+from synkhronos.launch.contract import ContractError, group_variables
+from synkhronos.launch.recorder import ClassRecorder
+from synkhronos.ranks import available_cores
+from synkhronos.rules import BSP
+from synkhronos.training import Checkpoint, CheckpointError, rank_state
+from synkhronos.training.early_stop import EarlyStop
+from synkhronos.training.model import by_own_gradient
+from synkhronos.training.updates import (
     adadelta,
     adagrad,
     adam,
@@ -30,14 +38,6 @@ from synkhronos.extensions.updates import (
     rmsprop,
     sgd,
 )
-from synkhronos.launch import binding, doctor, modelfile, program
-from synkhronos.launch.contract import ContractError, group_variables
-from synkhronos.launch.recorder import ClassRecorder
-from synkhronos.ranks import available_cores
-from synkhronos.rules import BSP
-from synkhronos.training import Checkpoint, CheckpointError, rank_state
-from synkhronos.training.early_stop import EarlyStop
-from synkhronos.training.model import by_own_gradient
 
 
 def traces(folder):

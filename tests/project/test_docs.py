@@ -223,7 +223,7 @@ def test_what_users_see_of_their_objects_is_in_the_reference():
     documented = set(documented_members())
     pages = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.rst"))
     names = {"": vars(synk)}
-    for package in "data extensions.train function launch loading rules tasks tracing training".split():
+    for package in "data function launch loading rules tasks tracing training".split():
         names[package] = vars(importlib.import_module(f"synkhronos.{package}"))
     held = {value for space in names.values() for value in space.values() if inspect.isclass(value)}
     missing = {}

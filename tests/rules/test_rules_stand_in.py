@@ -14,7 +14,7 @@ def test_averages_are_nccl_s_and_steps_between_them_are_one_launch():
         import numpy as np, pytensor, pytensor.tensor as T
         import synkhronos as synk
         from synkhronos import rules
-        from synkhronos.extensions.updates import momentum
+        from synkhronos.training.updates import momentum
         from synkhronos.engines.xla import Executable
         from synkhronos.training import loop, make_trainer
         pytensor.config.mode, pytensor.config.floatX = "JAX", "float32"

@@ -3,7 +3,7 @@
 import numpy as np
 from library import shared, tensor
 
-from synkhronos.extensions.updates import sgd
+from synkhronos.training.updates import sgd
 
 T = tensor
 N, STEPS = 12, 5

@@ -5,8 +5,8 @@ from library import NAME, XLA, shared, tensor
 
 import synkhronos as synk
 from synkhronos import rules
-from synkhronos.extensions.updates import momentum, nesterov_momentum, sgd
 from synkhronos.training import make_trainer
+from synkhronos.training.updates import momentum, nesterov_momentum, sgd
 
 ROWS = 60
 RNG = np.random.default_rng(0)

@@ -10,8 +10,8 @@ from trainer_model import Model, X, Y
 
 import synkhronos as synk
 from synkhronos import rules
-from synkhronos.extensions.updates import adagrad, adam, apply_momentum, momentum, nesterov_momentum, rmsprop, sgd
 from synkhronos.training import Checkpoint, CheckpointError, make_trainer, schedules
+from synkhronos.training.updates import adagrad, adam, apply_momentum, momentum, nesterov_momentum, rmsprop, sgd
 
 pytestmark = pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import synkhronos as synk
-from synkhronos.extensions import updates
-from synkhronos.extensions.train import make_train_function, make_train_function_serial
+from synkhronos.training import make_train_function, make_train_function_serial, updates
 
 try:
     import pytensor as library

@@ -9,9 +9,8 @@ from masked_model import MASK, STEPS, Masked, N, X, data
 
 import synkhronos as synk
 from synkhronos import rules
-from synkhronos.extensions.train import make_train_function, make_train_function_serial
-from synkhronos.extensions.updates import adam, sgd
-from synkhronos.training import make_trainer
+from synkhronos.training import make_train_function, make_train_function_serial, make_trainer
+from synkhronos.training.updates import adam, sgd
 
 T = tensor
 

@@ -5,9 +5,14 @@ import pytest
 
 import synkhronos as synk
 from synkhronos import rules
-from synkhronos.extensions.train import make_train_function, make_train_function_serial
-from synkhronos.extensions.updates import adam, sgd
-from synkhronos.training import Checkpoint, CheckpointError, make_trainer
+from synkhronos.training import (
+    Checkpoint,
+    CheckpointError,
+    make_train_function,
+    make_train_function_serial,
+    make_trainer,
+)
+from synkhronos.training.updates import adam, sgd
 
 try:
     import pytensor as library

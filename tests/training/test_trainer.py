@@ -5,9 +5,8 @@ import pytest
 from library import XLA, shared, tensor
 from trainer_model import ALL, ROWS, Model, X, Y
 
-from synkhronos.extensions.train import make_train_function_serial
-from synkhronos.extensions.updates import sgd
-from synkhronos.training import schedules
+from synkhronos.training import make_train_function_serial, schedules
+from synkhronos.training.updates import sgd
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -10,11 +10,10 @@ from trainer_model import ALL
 
 import synkhronos as synk
 from synkhronos import rules
-from synkhronos.extensions.train import make_train_function_serial
-from synkhronos.extensions.updates import nesterov_momentum, sgd
 from synkhronos.graphs import library_of
 from synkhronos.graphs.dependence import Dependence
-from synkhronos.training import Checkpoint, make_trainer
+from synkhronos.training import Checkpoint, make_train_function_serial, make_trainer
+from synkhronos.training.updates import nesterov_momentum, sgd
 
 T = tensor
 

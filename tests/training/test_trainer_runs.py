@@ -12,11 +12,11 @@ from trainer_model import ALL, ROWS, SYNCHRONOUS, Model, X, Y
 
 import synkhronos as synk
 from synkhronos import rules
-from synkhronos.extensions.updates import nesterov_momentum, sgd
 from synkhronos.training import Checkpoint, CheckpointError, Recorder, Report, make_trainer, schedules
 from synkhronos.training.meter import Outcome
 from synkhronos.training.plan import Plan
 from synkhronos.training.recorder import read
+from synkhronos.training.updates import nesterov_momentum, sgd
 
 # -- going on ------------------------------------------------------------------------------------------------
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from paths import SUPPORT
 
 import synkhronos as synk
-from synkhronos.extensions import updates
-from synkhronos.extensions.train import make_train_function, make_train_function_serial
-from synkhronos.extensions.updates import (
+from synkhronos.training import make_train_function, make_train_function_serial, updates
+from synkhronos.training.model import identify_rule
+from synkhronos.training.updates import (
     adam,
     adamw,
     add_decayed_weights,
@@ -30,7 +30,6 @@ from synkhronos.extensions.updates import (
     sgd,
     total_norm_constraint,
 )
-from synkhronos.training.model import identify_rule
 
 try:
     import pytensor as library

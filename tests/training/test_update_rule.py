@@ -5,8 +5,8 @@ import inspect
 import numpy as np
 import pytest
 
-from synkhronos.extensions.train import make_train_function, make_train_function_serial
-from synkhronos.extensions.updates import apply_momentum
+from synkhronos.training import make_train_function, make_train_function_serial
+from synkhronos.training.updates import apply_momentum
 from synkhronos.training.updates.rules import rule
 
 try:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import SUPPORT
 
-from synkhronos.extensions import updates
+from synkhronos.training import updates
 
 try:
     import pytensor as library

@@ -9,7 +9,7 @@ Signatures, formulas and defaults are those of Lasagne.  One step takes three ca
 3. a function with `param_updates`: each rank moves its parameters by the combined gradient.  All ranks hold
    the same vector and the same parameters, so that they stay the same.
 
-`synkhronos.extensions.train.make_train_function` makes one callable of the three.
+`synkhronos.training.make_train_function` makes one callable of the three.
 
 **The combined gradient.**  Where the loss is a mean over rows, the combined gradient should be the one over
 all rows.  Without the argument `weight` the ranks' gradients are averaged plainly: exact only where all
@@ -35,7 +35,7 @@ Examples
 >>> import numpy as np
 >>> import pytensor, pytensor.tensor as pt
 >>> import synkhronos as synk
->>> from synkhronos.extensions.updates import nesterov_momentum
+>>> from synkhronos.training.updates import nesterov_momentum
 >>> x, y = pt.matrix("x"), pt.vector("y")
 >>> w = pytensor.shared(np.zeros(3), name="w")
 >>> loss = ((x @ w - y) ** 2).mean()

@@ -46,7 +46,7 @@ params : list of shared variables
 _WEIGHT = """weight : number or symbolic scalar, optional
     How much this rank's gradient counts, such as ``x.shape[0]``.  None: each rank's counts the same."""
 _TRIPLE = """RuleUpdates
-    ``(grad_updates, param_updates, grad_shared)``; see `synkhronos.extensions.updates`."""
+    ``(grad_updates, param_updates, grad_shared)``; see `synkhronos.training.updates`."""
 
 _UPDATES = """updates : RuleUpdates or OrderedDict
     What a rule returned, or its `param_updates` alone.  It is left as it is.

@@ -34,8 +34,7 @@ def train():
     import pytensor
     import pytensor.tensor as T
 
-    from synkhronos.extensions import updates
-    from synkhronos.extensions.train import make_train_function
+    from synkhronos.training import make_train_function, updates
 
     n = fork()
     rng = np.random.default_rng(0)

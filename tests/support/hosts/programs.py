@@ -21,8 +21,7 @@ from library import shared, tensor
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.data.rows import get_share
-from synkhronos.extensions import updates
-from synkhronos.extensions.train import make_train_function
+from synkhronos.training import make_train_function, updates
 
 HOSTS = os.environ.get("HOSTS", "").split(",")  # Open MPI's does not pass it on to the ranks of other hosts
 

@@ -5,9 +5,9 @@ import theano
 import theano.tensor as T
 from masks import rows
 
-from synkhronos.extensions.updates import sgd
 from synkhronos.launch import Model
 from synkhronos.training.model import by_own_gradient
+from synkhronos.training.updates import sgd
 
 
 class Line(Model):
