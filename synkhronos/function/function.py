@@ -203,7 +203,7 @@ class Function:
         needs_compile = variant not in self._compiled
         return Call(self._key, variant, needs_compile, shared_inputs, n_rows, shared_batch_s, num_slices, has_updates)
 
-    def _max_fused_calls(self, dtype: np.dtype) -> int:
+    def _max_repeats(self, dtype: np.dtype) -> int:
         """Return how many calls one launch can fuse, each followed by an all-reduce of arrays of a dtype."""
         return self._program.engine.max_repeats(dtype)
 

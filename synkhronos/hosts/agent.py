@@ -271,9 +271,7 @@ class Agent:
             return False
         self._done = done
         reports = {
-            r: bytes(control.slot(r, 2)[: control.report_length[r]])
-            for r in here
-            if done[r - here.start] == posted and control.report_length[r]
+            r: control.read_report(r) for r in here if done[r - here.start] == posted and control.report_length[r]
         }
         self._mail.send(0, DONE, done, tuple(control.committed[here.start : here.stop]), reports)
         return True
@@ -381,9 +379,7 @@ class Agent:
     ) -> None:
         control = self._control
         for i, r in enumerate(self._ranks[source]):
-            report = reports.get(r, b"")
-            control.slot(r, 2)[: len(report)] = report
-            control.report_length[r] = len(report)
+            control.write_report(r, reports.get(r, b""))
             control.committed[r] = committed[i]
             control.done[r] = done[i]
         self._control.ring_here(FOR_JOIN)

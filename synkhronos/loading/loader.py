@@ -397,7 +397,7 @@ class Feed:
 
     def __init__(self, pool: _LoaderPool, unit: int, plan: ReadPlan, count: int):
         self.layout, self.data, self.plan = pool.layout, pool.data, plan
-        self.most = max(1, self.layout.slots // self.layout.consumers // 2)
+        self.max_repeats = max(1, self.layout.slots // self.layout.consumers // 2)
         self._words, self._pids, self._unit, self._count = pool.words, pool.pids, unit, count
         self._ring = pool.ring
 

@@ -28,6 +28,8 @@ from synkhronos.ranks.segments import create_unlinked, map_file
 MAILBOX = 1 << 18
 #: Number of bytes of a slot, in which a rank publishes a value at a step.
 SLOT = 1 << 16
+#: Index of a rank's slot for its failure report; steps use slots 0 and 1 in turn.
+_REPORT = 2
 #: Number of bytes of one half of a rank's scratch memory, through which collectives on the host stream.
 SCRATCH = 1 << 20
 #: Seconds after which a sleeping rank checks whether its peers are alive.
@@ -143,8 +145,17 @@ class Control:
         return create_unlinked(others.stop, [range(others.start), *(range(at, at + mmap.PAGESIZE) for at in others)])
 
     def slot(self, rank: int, which: int) -> memoryview:
-        """Return a slot of a rank: 0 and 1 are used by steps in turn, 2 holds its failure report."""
+        """Return a slot of a rank, of which steps use 0 and 1 in turn."""
         return self._slots[rank][which]
+
+    def write_report(self, rank: int, report: bytes) -> None:
+        """Store a rank's failure report."""
+        self._slots[rank][_REPORT][: len(report)] = report
+        self.report_length[rank] = len(report)
+
+    def read_report(self, rank: int) -> bytes:
+        """Return a rank's failure report; empty if it has none."""
+        return bytes(self._slots[rank][_REPORT][: self.report_length[rank]])
 
     def scratch(self, rank: int, half: int) -> memoryview:
         """Return one half of the scratch memory of a rank of this machine."""

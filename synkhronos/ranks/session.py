@@ -357,7 +357,7 @@ class Session:
     def _reports(self) -> list[FailureReport]:
         control = self._control
         return [
-            replace(pickle.loads(control.slot(r, 2)[: control.report_length[r]]), host=self.link.host_name(r))
+            replace(pickle.loads(control.read_report(r)), host=self.link.host_name(r))
             for r in range(self.size)
             if r != self.rank.root
             and control.done[r] == self._command == control.words[Control.POSTED]

@@ -224,8 +224,7 @@ def _serve(rank: Rank, channel: socket.socket) -> None:
         except BaseException as error:  # SystemExit, too: exit() within a graph is an error
             # The report comes first: a rank that sees the failure may read it.
             report = pickle.dumps(FailureReport.from_exception(rank.number, error, SLOT // 10))
-            control.slot(rank.number, 2)[: len(report)] = report
-            control.report_length[rank.number] = len(report)
+            control.write_report(rank.number, report)
             rank.fail()
             del error
         try:

@@ -181,7 +181,7 @@ class LocalFunction:
         return None if repeated is None else self._run(repeated, inputs)
 
     @property
-    def max_times(self) -> int:
+    def max_repeats(self) -> int:
         """Maximal ``times`` of `launch_many`."""
         return self._program.engine.max_repeats()
 

@@ -98,14 +98,14 @@ def sliceable_rows_of_ranks(batches_s: Sequence[Any], size: int) -> list[StepRow
     return steps
 
 
-def runs(steps: Sequence[StepRows], most: int) -> Iterator[tuple[int, int]]:
+def runs(steps: Sequence[StepRows], max_repeats: int) -> Iterator[tuple[int, int]]:
     """Group successive steps with equally many rows on each rank, for one launch per group.
 
     Parameters
     ----------
     steps : sequence of StepRows
         A step without rows is a group of its own.
-    most : int
+    max_repeats : int
         Maximal number of steps in a group.
 
     Yields
@@ -116,12 +116,12 @@ def runs(steps: Sequence[StepRows], most: int) -> Iterator[tuple[int, int]]:
     Examples
     --------
     >>> a, b = [np.arange(2)], [np.arange(3)]
-    >>> list(runs([a, a, a, b, None, None, a], most=2))
+    >>> list(runs([a, a, a, b, None, None, a], max_repeats=2))
     [(0, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)]
     """
     start = 0
     for stop in range(1, len(steps) + 1):
-        if stop == len(steps) or stop - start == most or not _alike(steps[start], steps[stop]):
+        if stop == len(steps) or stop - start == max_repeats or not _alike(steps[start], steps[stop]):
             yield start, stop
             start = stop
 

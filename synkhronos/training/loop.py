@@ -278,7 +278,7 @@ class CommandLoop(_Rows):
         place, plan = self.plan.first, self.plan
         while place < plan.last:
             rate, starts = plan.rate(place), [place]
-            while len(starts) < self.source.most and starts[-1] + 2 * self.rows <= plan.last:
+            while len(starts) < self.source.max_repeats and starts[-1] + 2 * self.rows <= plan.last:
                 if plan.rate(starts[-1] + self.rows) != rate:
                     break
                 starts.append(starts[-1] + self.rows)
@@ -347,7 +347,7 @@ class RowLoop(_Rows, RankLoop):
         state.count_items = self._count_items if plan.has_weight else None
         self._agreement = StopAgreement(worker)
         row = sum(math.prod(each.shape[1:]) * each.dtype.itemsize for each in source.data)
-        self.most = max(1, min(source.most, step.max_times, _BYTES // max(1, row * plan.batch)))
+        self.max_repeats = max(1, min(source.max_repeats, step.max_repeats, _BYTES // max(1, row * plan.batch)))
         if isinstance(source, Feed):
             source.open(worker.number)
 
@@ -361,7 +361,7 @@ class RowLoop(_Rows, RankLoop):
         place = plan.first
         while place < plan.last:
             whole = (plan.last - place) // (plan.batch * n)
-            rounds = max(1, min(self.count_steps_left(), self.most, whole))
+            rounds = max(1, min(self.count_steps_left(), self.max_repeats, whole))
             end = min(plan.last, place + rounds * n * plan.batch)
             yield Batches(place, [place + (k * n + me) * plan.batch for k in range(rounds)], end)
             place = end
@@ -371,7 +371,7 @@ class RowLoop(_Rows, RankLoop):
         plan, n, taken = self.plan, self.worker.size, self._taken
         pool = next(pool for pool in plan.pools if self.worker.number in pool)
         while True:
-            most = min(self.count_steps_left(), self.most)
+            n_batches = min(self.count_steps_left(), self.max_repeats)
             with self.meter.timed("load"), self.worker.lock(n + 1) as lock:
                 lock.read(taken)
                 first = int(taken.array[pool.start])
@@ -380,11 +380,11 @@ class RowLoop(_Rows, RankLoop):
                     taken.array[-1] = max(1, *begun)
                 rounds = int(taken.array[-1])
                 if rounds:  # all pools complete the same rounds, so that the rows trained on are one range
-                    most = min(most, rounds * len(pool) - first)
+                    n_batches = min(n_batches, rounds * len(pool) - first)
                 # Of each n batches in a row the pool has those in its ranks' places: all, where there is one pool.
                 starts = [
                     plan.first + (k // len(pool) * n + pool[k % len(pool)]) * plan.batch
-                    for k in range(first, first + most)
+                    for k in range(first, first + n_batches)
                 ]
                 starts = [start for start in starts if start + plan.batch <= plan.last] or starts[:1]
                 taken.array[pool.start] += len(starts)

@@ -13,7 +13,7 @@ from synkhronos.training.recorder import Recorder
 from synkhronos.training.schedules import Schedule
 
 #: Maximal number of steps in one launch; each number is compiled separately.
-_MOST = 64
+_MAX_REPEATS = 64
 
 
 @dataclass
@@ -58,7 +58,7 @@ class InOrder:
         Indexes of the rows, in the epoch's order.
     """
 
-    most = _MOST
+    max_repeats = _MAX_REPEATS
 
     def __init__(self, data: list[Any], order: Any):
         self.data, self._order = data, order

@@ -241,7 +241,7 @@ class TrainFunction:
             rows = rows_of_ranks([batch for batch, _ in steps], length, session.size)
         losses: list[tuple[Any, Any]] = []
         try:
-            for start, stop in runs(rows, self._most_at_once(arrays, rows, num_slices)):
+            for start, stop in runs(rows, self._max_repeats(arrays, rows, num_slices)):
                 at_once = self._launched(arrays, rows[start:stop])
                 if at_once is not None:
                     losses += at_once
@@ -263,18 +263,18 @@ class TrainFunction:
         losses: list[tuple[Any, Any]] | None = self._take(arrays, batch, batch_s, 1, len(rows))
         return losses
 
-    def _most_at_once(self, arrays: list[Any], rows: Sequence[StepRows], num_slices: int) -> int:
+    def _max_repeats(self, arrays: list[Any], rows: Sequence[StepRows], num_slices: int) -> int:
         """Return the maximal number of steps in a launch; 1 if each has to be launched by itself."""
         if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer) or num_slices != 1:
             return 1  # a single step also raises the error for an invalid number
         longest = max((len(one) for step in rows if step is not None for one in step), default=0)
         if not longest:
             return 1  # no step can share a launch; the data may not even have shapes
-        most = self.gradient._max_fused_calls(np.dtype(self.grad_shared.type.dtype))
+        max_repeats = self.gradient._max_repeats(np.dtype(self.grad_shared.type.dtype))
         # Without arrays (the data are in shared variables) a row has no bytes: each step takes its rows on the device.
         row = sum(int(np.prod(np.shape(a)[1:])) * np.dtype(getattr(a, "dtype", float)).itemsize for a in arrays)
         nbytes = row * longest
-        return 1 if nbytes >= _LONG_STEP else max(1, min(most, _BYTES // max(1, nbytes)))
+        return 1 if nbytes >= _LONG_STEP else max(1, min(max_repeats, _BYTES // max(1, nbytes)))
 
     def _take(self, arrays: list[Any], batch: Any, batch_s: Any, num_slices: int, times: int = 1) -> Any:
         """Take a step, or several in one launch.

@@ -113,13 +113,13 @@ def test_what_is_compiled_at_its_first_call_is_chained_from_the_second(toy, fork
 
 def on_one_rank(worker, f, x):
     """Run a function six times in three launches."""
-    return [float(v) for _ in range(3) for v in f.read(f.launch_many(2, x))], f.max_times
+    return [float(v) for _ in range(3) for v in f.read(f.launch_many(2, x))], f.max_repeats
 
 
 def test_programs_launch_many_times_on_it(toy, fork):
     fork(2)
     x, s = tensor.dmatrix("x"), shared(np.zeros(()), "s")
     f = synk.function([x], (x.sum() + s, "sum"), updates=[(s, s + 1)])
-    for losses, most in synk.run(on_one_rank, f, synk.data(X[:6])):
+    for losses, max_repeats in synk.run(on_one_rank, f, synk.data(X[:6])):
         np.testing.assert_allclose(losses, [X[3 * (i % 2) :][:3].sum() + i for i in range(6)])
-        assert most == 8
+        assert max_repeats == 8

@@ -21,7 +21,7 @@ def test_averages_are_nccl_s_and_steps_between_them_are_one_launch():
         launches = []
         repeated = Executable.repeat
         Executable.repeat = lambda self, times: launches.append(times) or repeated(self, times)
-        loop.RankLoop.most = property(lambda self: 64, lambda self, value: None)
+        loop.RankLoop.max_repeats = property(lambda self: 64, lambda self, value: None)
         synk.fork(2, use_gpu=False)
         rng = np.random.default_rng(0)
         x_data = rng.normal(size=(120, 30)).astype("float32")
