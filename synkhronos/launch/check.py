@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.launch import contract, modelfile
+from synkhronos.launch import contract
 from synkhronos.launch.change_check import SAME_STEPS, digest, find_equal_steps
 from synkhronos.launch.recorder import ClassRecorder
 from synkhronos.launch.settings import Settings, SettingsError, resolve
@@ -82,7 +82,7 @@ class _Check:
     def run(self) -> None:
         """Run the class as one rank, then as two."""
         settings = self.settings
-        self.kind = modelfile.load(settings.root, settings.modelfile, settings.modelclass)
+        self.kind = contract.load_class(settings.root, settings.modelfile, settings.modelclass)
         if self.has_missing(self.kind):
             return
         self.check_one_rank()

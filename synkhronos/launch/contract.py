@@ -6,8 +6,11 @@ before the run, and each method is called with the arguments that its signature 
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,6 +75,22 @@ def _shorten(value: Any) -> str:
     """Return a value's representation in an error message, of at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def load_class(root: str, module: str, class_name: str) -> Any:
+    """Import the user's module, and return the class.
+
+    Modules in the file's folder can be imported by their names, as those in a script's folder can.
+    """
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    beside = str(Path(root, *module.split(".")[:-1]))
+    if beside not in sys.path:
+        sys.path.append(beside)
+    found = getattr(importlib.import_module(module), class_name, None)
+    if not isinstance(found, type):
+        raise ContractError(f"modelclass: {class_name!r} of {module}: expected a class, got {found!r}")
+    return found
 
 
 def make_instance(kind: type, config: dict[str, Any]) -> Any:

@@ -32,7 +32,7 @@ import numpy as np
 
 from synkhronos.devices import array_device
 from synkhronos.graphs import library_of, loaded_libraries
-from synkhronos.launch import binding, contract, modelfile, remote_output
+from synkhronos.launch import binding, contract, output
 from synkhronos.launch.change_check import ChangeCheck
 from synkhronos.launch.gradients import SummedGradients
 from synkhronos.launch.recorder import ClassRecorder
@@ -99,7 +99,7 @@ def enter(worker: Worker, consoles: list[int], masks: list[list[int]], devices: 
             os.close(console)
         where = f"on {devices[worker.number]}, {binding.describe_binding(masks[worker.number] if masks else None)}"
     else:
-        remote_output.redirect_output(worker.number)
+        output.redirect_output(worker.number)
         of_host = next(of_host for of_host in by_host if worker.number in of_host)
         device = "cpu" if devices[0] == "cpu" else f"cuda{of_host.index(worker.number)}"
         where = f"on {device} of host {platform.node()}, {binding.describe_binding(None)}"
@@ -149,7 +149,7 @@ def build(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
     ContractError
         If the class or the instance lacks something, or the shapes of parameters differ between ranks.
     """
-    kind = modelfile.load(settings.root, settings.modelfile, settings.modelclass)
+    kind = contract.load_class(settings.root, settings.modelfile, settings.modelclass)
     loaded_libraries()  # before the class compiles: all ranks compile at once
     contract.check(kind, settings.modelclass)
     config = {
@@ -287,7 +287,7 @@ class ClassLoop(RankLoop):
         self.folder = Path(settings.folder)
         self.rows = contract.rows(model)
         is_here = worker.number < len(settings.devices)
-        lines = Recorder(self.folder) if is_here else remote_output.RemoteRecords()
+        lines = Recorder(self.folder) if is_here else output.RemoteRecords()
         folder = self.folder if is_here else None
         self.recorder = ClassRecorder(worker.number, lines, settings.every, self.rows, folder)
         self.seconds = self.recorder.seconds

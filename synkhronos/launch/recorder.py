@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.launch.remote_output import RemoteRecords
+from synkhronos.launch.output import RemoteRecords
 from synkhronos.training.recorder import Recorder
 
 #: Names of activities: Theano-MPI's, and those of this library's records.

@@ -5,12 +5,14 @@ All are checked before any rank starts.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import json
 import math
 import os
 import re
+import sys
 import time
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +25,7 @@ from synkhronos import rules
 from synkhronos.checks import check_at_least, is_number
 from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, find_launch, parse_hosts
-from synkhronos.launch import key_value, modelfile
+from synkhronos.launch import key_value
 from synkhronos.ranks import available_cores
 from synkhronos.training.checkpoint import paths_in
 from synkhronos.training.early_stop import as_metric
@@ -299,10 +301,7 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
     if not class_name:
         raise SettingsError("modelclass: expected the class to train; name a session file, or model = 'FILE:CLASS'")
     folders = [_get_path(found, "root"), os.getcwd(), beside and os.path.dirname(os.path.abspath(beside))]
-    try:
-        root, module = modelfile.find(name, class_name, [os.fspath(each) for each in folders if each])
-    except modelfile.ModelFileError as error:
-        raise SettingsError(str(error)) from None
+    root, module = find_module(name, class_name, [os.fspath(each) for each in folders if each])
     n_ranks = None if found.get("ranks") is None else _check_integer(found["ranks"], "ranks", 1, MAX_RANKS_PER_HOST)
     hosts = _parse_hosts(found.get("hosts"), n_ranks)
     if hosts:
@@ -398,6 +397,82 @@ def get_rule_options(rule: rules.Rule) -> dict[str, Any]:
             raise SettingsError(f"{name}: a rule that is started with init() takes numbers and words, got {value!r}")
         found[name] = value
     return found
+
+
+# -- the model's file ------------------------------------------------------------------------------------
+
+
+def find_module(name: str, class_name: str, folders: Sequence[str]) -> tuple[str, str]:
+    """Return the folder to put into `sys.path`, and the module's name; the file is parsed, not imported.
+
+    Parameters
+    ----------
+    name : str
+        A path, ``models/mlp.py``, or a module, ``models.mlp``.
+    class_name : str
+        Has to be bound in the file.
+    folders : list of str
+        Searched for the file; for a module, before `sys.path`.
+
+    Raises
+    ------
+    SettingsError
+        If the file does not exist, has a syntax error, or does not bind the class' name.
+    """
+    path, root = _find_file(name, folders)
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except SyntaxError as error:
+        raise SettingsError(f"modelfile: {path}, line {error.lineno}: {error.msg}") from None
+    names = _find_names(tree)
+    if class_name not in names and "*" not in names:
+        classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        raise SettingsError(f"modelclass: {path} has no {class_name!r}: it has {', '.join(classes) or 'no class'}")
+    parts = path.relative_to(root).with_suffix("").parts
+    if any("." in part for part in parts[:-1]):  # the folder's name is no package's: import the file alone
+        root, parts = path.parent, parts[-1:]
+    if "." in parts[-1]:
+        raise SettingsError(f"modelfile: {path}: a module's name has no dot: rename the file")
+    if parts[0] in sys.modules and parts[0] in {*sys.stdlib_module_names, "numpy", "synkhronos"}:
+        raise SettingsError(f"modelfile: {path}: {parts[0]!r} is a module that every run imports: rename the file")
+    module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return str(root), module
+
+
+def _find_file(name: str, folders: Sequence[str]) -> tuple[Path, Path]:
+    """Return the file, and the folder that its module's name is relative to."""
+    if name.endswith(".py"):
+        for folder in folders:
+            path = Path(folder, name)
+            if path.is_file():
+                inside = not os.path.isabs(name) and ".." not in Path(name).parts
+                return path.absolute(), Path(folder).absolute() if inside else path.absolute().parent
+        raise SettingsError(f"modelfile: there is no file {name} in {' or '.join(dict.fromkeys(folders))}")
+    relative = name.replace(".", "/")
+    for folder in [*folders, *sys.path]:
+        for path in (Path(folder, f"{relative}.py"), Path(folder, relative, "__init__.py")):
+            if path.is_file():
+                return path.absolute(), Path(folder).absolute()
+    raise SettingsError(
+        f"modelfile: expected a file or a module, got {name!r}: there is no {relative}.py in "
+        f"{' or '.join(dict.fromkeys(folders))}, nor where Python looks for modules"
+    )
+
+
+def _find_names(tree: ast.Module) -> set[str]:
+    """Return the names that a module binds outside of functions and classes, such as within ``if`` or ``try``."""
+    names: set[str] = set()
+    todo: list[ast.AST] = list(tree.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(each.asname or each.name).split(".")[0] for each in node.names}
+        else:
+            names |= {node.id} if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else set()
+            todo += ast.iter_child_nodes(node)
+    return names
 
 
 # -- values ----------------------------------------------------------------------------------------------

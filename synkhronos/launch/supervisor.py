@@ -12,32 +12,29 @@
 Whichever of them is killed, the others end: the kernel kills a child when its parent dies, the master watches its
 workers, and the supervisor waits for the master.
 
-Invariant: no write of the supervisor's ends a run.  A console that is closed, full or unread, and a log on a full disk,
-lose lines; the exit status is recorded all the same.
+Invariant: the exit status is recorded, whatever happens to the console and to the logs (see `output`).
 """
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import errno
 import fcntl
 import json
 import os
 import platform
-import select
 import selectors
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
 from synkhronos import checks
-from synkhronos.launch import binding, remote_output
+from synkhronos.launch import binding
+from synkhronos.launch.output import Console, LineSplitter, RunOutput
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings, SettingsError
 from synkhronos.ranks.errors import cause_of_death
 from synkhronos.training.checkpoint import paths_in
@@ -45,8 +42,6 @@ from synkhronos.training.stop import ECHO, STOP_SIGNALS
 
 #: Seconds that ranks have to exit after Ctrl-C.
 _GRACE = 10.0
-#: Maximal characters of a line; longer lines are split, which bounds the memory.
-_MAX_LINE = 1 << 20
 #: Bytes of ``run.json`` that are reserved for the end of the run: a disk may be full by then.
 _RESERVED_BYTES = 1024
 _PACKAGES = ("synkhronos", "numpy", "pytensor", "Theano", "jax", "Lasagne", "safetensors")
@@ -148,8 +143,8 @@ class Supervisor:
         self._signalled_at = 0.0
         self._deadline = float("inf")
         self._master: subprocess.Popen[bytes] | None = None
-        self._console = _Console(1, self._check_deadline)
-        self._errors = _Console(2, self._check_deadline)
+        self._console = Console(1, self._check_deadline)
+        self._errors = Console(2, self._check_deadline)
 
     def run(self) -> int:
         """Start the ranks, wait for their end, and return the exit status: 0, or that of the failure."""
@@ -276,12 +271,12 @@ class Supervisor:
         """Copy the output of the ranks into their logs and to the console, there with the rank before each line."""
         assert self._master is not None
         with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
-            output = _Output(self.folder, self.settings.resume is not None, self._console, self._errors)
+            output = RunOutput(self.folder, self.settings.resume is not None, self._console, self._errors)
             stack.callback(output.close)
             for rank, pipe in enumerate(pipes):
                 stack.callback(os.close, pipe)
                 name = f"rank-{rank}.log" if rank < len(self.settings.devices) else ""
-                selector.register(pipe, selectors.EVENT_READ, _Lines(name, output))
+                selector.register(pipe, selectors.EVENT_READ, LineSplitter(name, output))
             while selector.get_map():
                 events = selector.select(0.2)
                 for key, _ in events:
@@ -332,111 +327,6 @@ class Supervisor:
             _write_run_file(self.folder, {**noted, "ended": _now(), **end})
         except OSError as error:
             self._errors.write(f"run.json lacks the exit status, {end['status']}: {error}\n")
-
-
-class _Console:
-    """A standard stream of any encoding, which may be closed, full or unread.
-
-    A full pipe, such as that of a stopped terminal, blocks the ranks until ``is_over()`` is true.
-    """
-
-    def __init__(self, fd: int, is_over: Callable[[], bool]):
-        stream = sys.stdout if fd == 1 else sys.stderr
-        self._fd, self._is_over = fd, is_over
-        self._encoding = getattr(stream, "encoding", None) or "utf-8"
-
-    def write(self, text: str) -> None:
-        """Write a text; drop it if the stream is closed or the run is over."""
-        view = memoryview(text.encode(self._encoding, "backslashreplace"))
-        poll = select.poll()
-        poll.register(self._fd, select.POLLOUT)
-        with contextlib.suppress(OSError):
-            while view:
-                if poll.poll(200):  # a ready pipe accepts this many bytes without blocking
-                    view = view[os.write(self._fd, view[: select.PIPE_BUF]) :]
-                elif self._is_over():
-                    return
-
-
-class _Lines:
-    """Splitter of a pipe's bytes into lines.
-
-    The lines belong to the file ``name``; if it is empty, each line names its file (see `remote_output`).  The time is
-    linear in the length of a line.
-    """
-
-    def __init__(self, name: str, output: _Output):
-        self._name, self._output = name, output
-        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-        self._pieces: list[str] = []
-        self._length = 0
-
-    def feed(self, data: bytes) -> bool:
-        """Write complete lines, and at the end of the pipe the rest; return whether the pipe is still open."""
-        first, *others = self._decoder.decode(data, not data).split("\n")
-        self._pieces.append(first)
-        self._length += len(first)
-        if others:
-            self._flush()
-            *whole, rest = others
-            for line in whole:
-                self._write(line)
-            self._pieces, self._length = [rest], len(rest)
-        if self._length > (_MAX_LINE if data else 0):
-            self._flush()
-        return bool(data)
-
-    def _flush(self) -> None:
-        self._write("".join(self._pieces))
-        self._pieces, self._length = [], 0
-
-    def _write(self, text: str) -> None:
-        self._output.write(*((self._name, text) if self._name else remote_output.split_name(text)))
-
-
-class _Output:
-    """Log files in the run's folder, and the console, where each line starts with its rank."""
-
-    def __init__(self, folder: Path, is_resumed: bool, console: _Console, errors: _Console):
-        self._folder, self._console, self._errors = folder, console, errors
-        self._mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if is_resumed else os.O_TRUNC)
-        self._logs: dict[str, int] = {}
-        #: Files from which lines are missing, and files that end within a line.
-        self._incomplete: set[str] = set()
-        self._torn: set[str] = set()
-
-    def write(self, name: str, text: str) -> None:
-        """Write a line."""
-        name = name or "hosts.log"
-        try:
-            if name.endswith(".jsonl"):  # records of another host; ranks of this machine write theirs themselves
-                with open(self._folder / name, "ab", buffering=0) as file:
-                    self._append(name, file.fileno(), text)
-                return
-            if name not in self._logs:
-                self._logs[name] = os.open(self._folder / name, self._mode, 0o666)
-            self._append(name, self._logs[name], text)
-        except OSError as error:
-            if name not in self._incomplete:
-                self._incomplete.add(name)
-                self._errors.write(f"{self._folder / name} lacks lines: {error}\n")
-        if not name.endswith(".jsonl"):
-            self._console.write(f"[{Path(name).stem.replace('-', ' ')}] {text}\n")
-
-    def _append(self, name: str, file: int, text: str) -> None:
-        data = f"{text}\n".encode(errors="backslashreplace")
-        if name in self._torn:
-            data = b"\n" + data
-        n_written = os.write(file, data)
-        self._torn.discard(name)
-        if n_written < len(data):
-            self._torn.add(name)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._logs.values():
-            os.close(file)
 
 
 def main() -> int:

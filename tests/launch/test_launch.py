@@ -19,9 +19,10 @@ from library import package, shared, tensor
 from loading_sources import Damaged
 from paths import ROOT, SUPPORT
 
-from synkhronos.launch import binding, doctor, modelfile, program
+from synkhronos.launch import binding, contract, doctor, program
 from synkhronos.launch.contract import ContractError, group_variables
 from synkhronos.launch.recorder import ClassRecorder
+from synkhronos.launch.settings import find_module
 from synkhronos.ranks import available_cores
 from synkhronos.rules import BSP
 from synkhronos.training import Checkpoint, CheckpointError, rank_state
@@ -365,8 +366,8 @@ def test_a_class_imports_what_lies_next_to_its_file(tmp_path, monkeypatch):
     (tmp_path / "nets").mkdir()
     (tmp_path / "nets" / "their_parts.py").write_text("rate = 3\n")
     (tmp_path / "nets" / "their_net.py").write_text("from their_parts import rate\nclass Net:\n    rate = rate\n")
-    root, module = modelfile.find("nets/their_net.py", "Net", [str(tmp_path)])
-    assert module == "nets.their_net" and modelfile.load(root, module, "Net").rate == 3
+    root, module = find_module("nets/their_net.py", "Net", [str(tmp_path)])
+    assert module == "nets.their_net" and contract.load_class(root, module, "Net").rate == 3
 
 
 # -- binding -------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from launch_runs import ENVIRONMENT, command, train
 from paths import SUPPORT
 from system import children_of, lives, names, names_left
 
-from synkhronos.launch import remote_output, supervisor
+from synkhronos.launch import output, supervisor
 from synkhronos.launch.settings import Settings
 
 pytestmark = pytest.mark.any_library
@@ -125,20 +125,20 @@ def test_a_log_on_a_full_disk_is_no_reason_to_stop(tmp_path, capfd):
 
 
 def test_a_line_that_was_torn_by_a_full_disk_takes_no_other_along(tmp_path, capfd):
-    console = supervisor._Console(1, bool)
-    output = supervisor._Output(tmp_path, False, console, supervisor._Console(2, bool))
+    console = output.Console(1, bool)
+    logs = output.RunOutput(tmp_path, False, console, output.Console(2, bool))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (7, before[1]))
         for line in ("one", "two", "three"):
-            output.write("rank-0.log", line)
-            output.write("rank-1.jsonl", line)
+            logs.write("rank-0.log", line)
+            logs.write("rank-1.jsonl", line)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     for name in ("rank-0.log", "rank-1.jsonl"):
-        output.write(name, "four")
+        logs.write(name, "four")
         assert (tmp_path / name).read_text() == "one\ntwo\nfour\n"
-    output.close()
+    logs.close()
 
 
 def test_an_error_of_the_supervisor_itself_is_recorded(tmp_path, monkeypatch):
@@ -216,15 +216,15 @@ def test_a_console_that_nobody_reads_outlives_no_signal(tmp_path):
 
 
 def test_other_hosts_may_print_anything():
-    mark = remote_output._MARK
-    assert remote_output.split_name(f"{mark}rank-3.log{mark}a {mark}b") == ("rank-3.log", f"a {mark}b")
+    mark = output._MARK
+    assert output.split_name(f"{mark}rank-3.log{mark}a {mark}b") == ("rank-3.log", f"a {mark}b")
     for line in ("plain", mark, f"{mark}rank-1.log", f"{mark}../../rank-1.log{mark}text", ""):
-        assert remote_output.split_name(line) == ("", line)
+        assert output.split_name(line) == ("", line)
 
 
 def test_output_without_newlines_is_copied_in_linear_time():
     taken, piece = [], b"x" * (1 << 16)
-    lines = supervisor._Lines("rank-0.log", SimpleNamespace(write=lambda name, text: taken.append(len(text))))
+    lines = output.LineSplitter("rank-0.log", SimpleNamespace(write=lambda name, text: taken.append(len(text))))
 
     def seconds(end, pieces):
         began = time.perf_counter()
@@ -241,7 +241,7 @@ def test_output_without_newlines_is_copied_in_linear_time():
 
 def test_characters_are_cut_by_no_pipe():
     taken = []
-    lines = supervisor._Lines("", SimpleNamespace(write=lambda name, text: taken.append(text)))
+    lines = output.LineSplitter("", SimpleNamespace(write=lambda name, text: taken.append(text)))
     for byte in "größer → 日本\n".encode() + b"\xff\n":
         assert lines.feed(bytes([byte]))
     assert not lines.feed(b"")

@@ -19,7 +19,7 @@ from paths import SUPPORT
 
 from synkhronos import rules
 from synkhronos.gpus import get_n_gpu
-from synkhronos.launch import SettingsError, modelfile
+from synkhronos.launch import SettingsError, contract
 from synkhronos.launch.recorder import ClassRecorder
 from synkhronos.launch.settings import Settings, join_tables, parse_set, read_environment, read_session, resolve
 from synkhronos.launch.supervisor import prepare
@@ -130,7 +130,7 @@ CLASSES = {
     "Silent": r"Silent: train_iter\(\) has not called recorder.train_error\(count, cost, error\).*\nSilent: train_iter\(\) changes none of params\nSilent: val_iter\(\) has not called recorder.val_error",
     "Diverges": r"Diverges: the cost is nan after 3 iterations",
     "NoEpochs": r"NoEpochs: it has no n_epochs: give --set epochs=N",
-    "a_number": r"a_number fails when its module is imported: ModelFileError: modelclass: 'a_number' of launch_models.others: expected a class, got 3",
+    "a_number": r"a_number fails when its module is imported: ContractError: modelclass: 'a_number' of launch_models.others: expected a class, got 3",
 }  # fmt: skip
 #: One of each kind is also run; and what shows on all ranks alone.
 RUN = {
@@ -188,7 +188,7 @@ def test_a_file_that_can_not_be_imported_by_its_name_is_refused(monkeypatch, tmp
             resolve([{**asked, "modelfile": name}])
     found = resolve([{**asked, "modelfile": "v1.2/my_net.py"}])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert modelfile.load(found.root, found.modelfile, "Net").__module__ == "my_net"
+    assert contract.load_class(found.root, found.modelfile, "Net").__module__ == "my_net"
 
 
 def test_a_folder_that_nobody_may_write_is_refused(monkeypatch, tmp_path):

@@ -1,0 +1,199 @@
+"""Output of ranks: from their pipes to the logs in the run's folder and to the console.
+
+Ranks of this host write into pipes of the supervisor.  A rank on another host may not see the run's folder: its output
+and its records pass through standard output, where every line starts with the name of its file in the folder::
+
+    rank 0: print(...) -----------------------------------> supervisor: LineSplitter --> RunOutput --> rank-0.log
+    rank 3: print(...)  --> pump ---------+                      ^                                     rank-3.log
+                                          +--> agent --> mpirun -+                                     rank-3.jsonl
+            RemoteRecords.write_rank() ---+
+
+The pump is a process beside the rank, which names the lines of its output.
+
+Invariant: no write of the supervisor's ends a run.  A console that is closed, full or unread, and a log on a full disk,
+lose lines.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import errno
+import os
+import re
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from synkhronos.ranks.errors import cause_of_death
+from synkhronos.ranks.worker import SENT_TO_ALL
+from synkhronos.training.recorder import RANK_FILE, line_of
+
+#: Maximal characters of a line; longer lines are split, which bounds the memory.
+_MAX_LINE = 1 << 20
+#: Encloses a file's name at the start of a line: ASCII's record separator.
+_MARK = "\x1e"
+#: A line that starts with a file's name; `mpirun` and hosts print other lines too.
+_NAMED_LINE = re.compile(rf"{_MARK}(rank-\d+\.(?:log|jsonl)){_MARK}(.*)", re.DOTALL)
+#: Maximal bytes of a line: below PIPE_BUF, so that writes of several processes do not mix.  Longer lines are split.
+_MAX_BYTES = 4000
+#: File descriptor that `RemoteRecords` writes to: the standard output before `redirect_output`.
+_standard_output = -1
+#: Pump of this process.
+_pump: subprocess.Popen[bytes] | None = None
+
+#: Program of the pump: it puts the name before each line of a rank's output.  As a process of its own it also passes on
+#: the last lines of a rank that is killed.
+_PUMP_CODE = f"""
+import os, signal, sys
+for number in {sorted(map(int, SENT_TO_ALL))}:
+    signal.signal(number, signal.SIG_IGN)  # a scheduler's: the rank handles it
+name = sys.argv[1].encode()
+for line in sys.stdin.buffer:
+    line = line.rstrip(b"\\n")
+    for at in range(0, len(line) or 1, {_MAX_BYTES}):
+        os.write(1, name + line[at : at + {_MAX_BYTES}] + b"\\n")
+"""
+
+
+def redirect_output(rank: int) -> None:
+    """Redirect this process' standard output and error to the supervisor, line by line, through a pump."""
+    global _standard_output, _pump
+    _standard_output = os.dup(1)
+    command = [sys.executable, "-ISc", _PUMP_CODE, f"{_MARK}rank-{rank}.log{_MARK}"]
+    reading, writing = os.pipe()
+    _pump = subprocess.Popen(command, stdin=reading)
+    os.close(reading)
+    for file in (1, 2):
+        os.dup2(writing, file)
+    os.close(writing)
+
+
+class RemoteRecords:
+    """Recorder of a rank on another host: the supervisor writes its records into the run's folder."""
+
+    def write_rank(self, rank: int, record: Mapping[str, Any]) -> None:
+        """Send a record to the supervisor, for the file of a rank.
+
+        Raises
+        ------
+        RuntimeError
+            If the pump has exited: output of this rank would be lost.
+        """
+        if _pump is not None and _pump.poll() is not None:
+            raise RuntimeError(f"the process that passes on rank {rank}'s output {cause_of_death(_pump.returncode)}")
+        os.write(_standard_output, f"{_MARK}{RANK_FILE.format(rank)}{_MARK}{line_of(record)}\n".encode())
+
+
+def split_name(line: str) -> tuple[str, str]:
+    """Split a line into its file's name and its text; the name is empty for other programs' lines."""
+    found = _NAMED_LINE.fullmatch(line)
+    return (found[1], found[2]) if found else ("", line)
+
+
+class Console:
+    """A standard stream of any encoding, which may be closed, full or unread.
+
+    A full pipe, such as that of a stopped terminal, blocks the ranks until ``is_over()`` is true.
+    """
+
+    def __init__(self, fd: int, is_over: Callable[[], bool]):
+        stream = sys.stdout if fd == 1 else sys.stderr
+        self._fd, self._is_over = fd, is_over
+        self._encoding = getattr(stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> None:
+        """Write a text; drop it if the stream is closed or the run is over."""
+        view = memoryview(text.encode(self._encoding, "backslashreplace"))
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        with contextlib.suppress(OSError):
+            while view:
+                if poll.poll(200):  # a ready pipe accepts this many bytes without blocking
+                    view = view[os.write(self._fd, view[: select.PIPE_BUF]) :]
+                elif self._is_over():
+                    return
+
+
+class LineSplitter:
+    """Splitter of a pipe's bytes into lines.
+
+    The lines belong to the file ``name``; if it is empty, each line names its file (see `remote_output`).  The time is
+    linear in the length of a line.
+    """
+
+    def __init__(self, name: str, output: RunOutput):
+        self._name, self._output = name, output
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        self._pieces: list[str] = []
+        self._length = 0
+
+    def feed(self, data: bytes) -> bool:
+        """Write complete lines, and at the end of the pipe the rest; return whether the pipe is still open."""
+        first, *others = self._decoder.decode(data, not data).split("\n")
+        self._pieces.append(first)
+        self._length += len(first)
+        if others:
+            self._flush()
+            *whole, rest = others
+            for line in whole:
+                self._write(line)
+            self._pieces, self._length = [rest], len(rest)
+        if self._length > (_MAX_LINE if data else 0):
+            self._flush()
+        return bool(data)
+
+    def _flush(self) -> None:
+        self._write("".join(self._pieces))
+        self._pieces, self._length = [], 0
+
+    def _write(self, text: str) -> None:
+        self._output.write(*((self._name, text) if self._name else split_name(text)))
+
+
+class RunOutput:
+    """Log files in the run's folder, and the console, where each line starts with its rank."""
+
+    def __init__(self, folder: Path, is_resumed: bool, console: Console, errors: Console):
+        self._folder, self._console, self._errors = folder, console, errors
+        self._mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if is_resumed else os.O_TRUNC)
+        self._logs: dict[str, int] = {}
+        #: Files from which lines are missing, and files that end within a line.
+        self._incomplete: set[str] = set()
+        self._torn: set[str] = set()
+
+    def write(self, name: str, text: str) -> None:
+        """Write a line."""
+        name = name or "hosts.log"
+        try:
+            if name.endswith(".jsonl"):  # records of another host; ranks of this machine write theirs themselves
+                with open(self._folder / name, "ab", buffering=0) as file:
+                    self._append(name, file.fileno(), text)
+                return
+            if name not in self._logs:
+                self._logs[name] = os.open(self._folder / name, self._mode, 0o666)
+            self._append(name, self._logs[name], text)
+        except OSError as error:
+            if name not in self._incomplete:
+                self._incomplete.add(name)
+                self._errors.write(f"{self._folder / name} lacks lines: {error}\n")
+        if not name.endswith(".jsonl"):
+            self._console.write(f"[{Path(name).stem.replace('-', ' ')}] {text}\n")
+
+    def _append(self, name: str, file: int, text: str) -> None:
+        data = f"{text}\n".encode(errors="backslashreplace")
+        if name in self._torn:
+            data = b"\n" + data
+        n_written = os.write(file, data)
+        self._torn.discard(name)
+        if n_written < len(data):
+            self._torn.add(name)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._logs.values():
+            os.close(file)
