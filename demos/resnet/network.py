@@ -67,7 +67,13 @@ class Network(NamedTuple):
 
 
 def build(
-    blocks: Sequence[int], width: int, size: int, n_classes: int, weight_decay: float = 1e-4, seed: int = 1
+    blocks: Sequence[int],
+    width: int,
+    size: int,
+    n_classes: int,
+    weight_decay: float = 1e-4,
+    seed: int = 1,
+    smoothing: float = 0.0,
 ) -> Network:
     """Make a residual network.
 
@@ -85,6 +91,8 @@ def build(
         Factor of the sum of squared weights in the loss.
     seed : int
         Of the initial weights.
+    smoothing : float
+        Label smoothing: share of each label that is spread over all classes.
 
     Returns
     -------
@@ -96,7 +104,7 @@ def build(
     lasagne.random.set_rng(np.random.RandomState(seed))
     x, y = T.tensor4("images", dtype="uint8"), T.ivector("labels")
     output = residual_layers(_layers.InputLayer((None, 3, size, size), _standardise(x)), blocks, width, n_classes)
-    loss, average_updates = training_loss(output, x, y)
+    loss, average_updates = training_loss(output, x, y, smoothing)
     penalty = lasagne.regularization.regularize_network_params(output, lasagne.regularization.l2)
     tested = _layers.get_output(output, deterministic=True)
     return Network(
@@ -123,7 +131,7 @@ def residual_layers(layer: Any, blocks: Sequence[int], width: int, n_classes: in
     return _layers.DenseLayer(MeanLayer(layer), n_classes, nonlinearity=lasagne.nonlinearities.softmax)
 
 
-def training_loss(output: Any, x: Any, y: Any) -> tuple[Any, OrderedDict[Any, Any]]:
+def training_loss(output: Any, x: Any, y: Any, smoothing: float = 0.0) -> tuple[Any, OrderedDict[Any, Any]]:
     """Return the loss of some rows, normalised by the statistics of these rows alone.
 
     Parameters
@@ -132,6 +140,8 @@ def training_loss(output: Any, x: Any, y: Any) -> tuple[Any, OrderedDict[Any, An
         The network's last layer.
     x, y : tensor variables
         Images, uint8, and labels.
+    smoothing : float
+        Share of each label that is spread over all classes.
 
     Returns
     -------
@@ -142,7 +152,10 @@ def training_loss(output: Any, x: Any, y: Any) -> tuple[Any, OrderedDict[Any, An
     """
     average_updates: OrderedDict[Any, Any] = OrderedDict()
     probabilities = _layers.get_output(output, _standardise(x), average_updates=average_updates)
-    return lasagne.objectives.categorical_crossentropy(probabilities, y).mean(), average_updates
+    loss = lasagne.objectives.categorical_crossentropy(probabilities, y).mean()
+    if smoothing:
+        loss = (1 - smoothing) * loss - smoothing * T.log(probabilities).mean()
+    return loss, average_updates
 
 
 def _standardise(pixels: Any) -> Any:

@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--blocks", type=_blocks, metavar="N,N,...", help="blocks of each stage, instead of a depth: 1,1,1,1")
     add("--width", type=common.positive, default=64, metavar="N", help="filters of the first layer (%(default)s)")
     add("--weight-decay", type=float, default=1e-4, metavar="R", help="penalty of large weights (%(default)s)")
+    add("--smoothing", type=float, default=0.0, metavar="SHARE", help="label smoothing (%(default)s)")
     add = parser.add_argument_group("images").add_argument
     add("--data", type=Path, metavar="DIR", help="a folder with a subfolder of images for each class")
     add("--images", type=common.positive, default=1280, metavar="N", help="synthetic images, without DIR (%(default)s)")

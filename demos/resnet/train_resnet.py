@@ -103,7 +103,8 @@ def main() -> None:
     start = perf_counter()
     n_ranks = synk.fork(options.ranks, use_gpu=options.use_gpu)
     parts, n_classes = load(options, lambda shape: synk.data(dtype="uint8", shape=shape))
-    network = build(options.blocks, options.width, options.size, n_classes, options.weight_decay, options.seed)
+    shape = options.blocks, options.width, options.size, n_classes
+    network = build(*shape, options.weight_decay, options.seed, options.smoothing)
     trainer = AllRanks(network, parts, options, n_ranks)
     print(f"{n_ranks} ranks, {describe(options)}")
     run = fit(trainer, options, f"{n_ranks} ranks", start)

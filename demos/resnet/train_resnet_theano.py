@@ -94,7 +94,8 @@ def main() -> None:
     # One rank without workers: fork() selects the GPU if there is one.
     synk.fork(1, use_gpu=options.use_gpu)
     parts, n_classes = load(options, lambda shape: np.empty(shape, np.uint8))
-    network = build(options.blocks, options.width, options.size, n_classes, options.weight_decay, options.seed)
+    shape = options.blocks, options.width, options.size, n_classes
+    network = build(*shape, options.weight_decay, options.seed, options.smoothing)
     trainer = OneProcess(network, parts, options)
     print(f"one process, {describe(options)}")
     run = fit(trainer, options, "one process", start)

@@ -1,6 +1,7 @@
 """The scripts in demos/: each checks by itself what it shows."""
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -67,3 +68,32 @@ def test_an_lstm_trains_at_each_ranks_own_pace():
     # In processor time, which is printed to hundredths of a second.
     first, second = float(none[3]), float(two[3])
     assert (first - 0.01) / (second + 0.01) <= float(two[4]) <= (first + 0.01) / max(second - 0.01, 0.001)
+
+
+def test_a_transformer_learns_and_resumes(tmp_path):
+    pytest.importorskip("pytensor")
+    pytest.importorskip("safetensors")
+    script = ROOT / "demos" / "transformer" / "train_transformer.py"
+    text = tmp_path / "text.txt"
+    text.write_text("to be, or not to be: that is the question. " * 40)
+    small = (
+        "--cpu",
+        "--mode",
+        "FAST_COMPILE",
+        "--ranks",
+        2,
+        "--text",
+        text,
+        "--length",
+        8,
+        "--size",
+        16,
+        "--layers",
+        1,
+    )
+    small += ("--batch-size", 8, "--ema", 0.5, "--smoothing", 0.05, "--folder", tmp_path / "run", "--write", 0)
+    printed = run(script, *small, "--epochs", 2)
+    bits = [float(value) for value in re.findall(r"bits ([0-9.]+)", printed)]
+    assert bits[1] < bits[0] < 4.5
+    resumed = run(script, *small, "--epochs", 3, "--resume")
+    assert "epoch 3" in resumed and "epoch 2" not in resumed

@@ -1,0 +1,334 @@
+"""Tokens a second of a transformer's training, beside PyTorch's DDP and flax on a mesh of devices.
+
+The network of demos/transformer, with AdamW and clipping of the gradient's norm, on 1, 2, 4, ... GPUs; the same in
+PyTorch under DistributedDataParallel, eager and compiled, with its fused attention and fused AdamW; and in flax under
+``jit`` over a mesh, with optax.  Each step's tokens are in host memory.  Each side has its own process, one after the
+other; its loss is read after the last step.
+
+``--cpu`` tries the benchmark with a small network on two CPU cores; its figures say nothing about GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+SIDES = ("synkhronos", "ddp", "compiled", "flax")
+RATE, DECAY, CLIP = 3e-4, 0.1, 1.0
+
+Settings = dict[str, Any]
+
+
+def make_tokens(settings: Settings, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Return random tokens and their successors for 20 steps: of all ranks, or of one."""
+    rows = 20 * settings["batch_size"] * (settings["n"] if rank is None else 1)
+    rng = np.random.default_rng(rank)
+    tokens = rng.integers(settings["characters"], size=(rows, settings["length"] + 1), dtype=np.int32)
+    return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+
+
+def measure(step: Callable[[], Any], settings: Settings, **more: Any) -> dict[str, Any]:
+    """Return seconds of the first step and of a step (the median of three rounds), and the last loss.
+
+    Parameters
+    ----------
+    step : callable
+        Starts a step, and returns its loss, which ``float`` waits for.
+    settings : dict
+    **more
+        Further entries of the result.
+    """
+    start = perf_counter()
+    float(step())
+    first = perf_counter() - start
+    for _ in range(settings["warm"]):
+        loss = step()
+    float(loss)
+    times = []
+    for _ in range(3):
+        start = perf_counter()
+        for _ in range(settings["steps"]):
+            loss = step()
+        value = float(loss)
+        times.append((perf_counter() - start) / settings["steps"])
+    return {"first": first, "seconds": median(times), "loss": value, **more}
+
+
+def run_synkhronos(settings: Settings) -> dict[str, Any]:
+    """Measure Synkhronos: one call of a training function a step."""
+    import pytensor
+
+    import synkhronos as synk
+    from synkhronos.training import make_train_function
+    from synkhronos.training.updates import adamw
+
+    sys.path.insert(1, str(ROOT / "demos" / "transformer"))
+    from transformer import build_transformer, is_matrix
+
+    pytensor.config.floatX = "float32"
+    if settings["device"] == "cpu":
+        pytensor.config.mode = "JAX"
+    synk.fork(settings["n"], use_gpu=settings["device"] == "gpu")
+    net = build_transformer(*(settings[name] for name in ("characters", "length", "size", "heads", "layers")))
+    train = make_train_function(
+        net.loss,
+        net.params,
+        net.x,
+        net.y,
+        adamw,
+        learning_rate=RATE,
+        weight_decay=DECAY,
+        mask=is_matrix,
+        clip_norm=CLIP,
+    )
+    x_data, y_data = [synk.data(part) for part in make_tokens(settings)]
+    rng, size = np.random.default_rng(0), settings["n"] * settings["batch_size"]
+    result = measure(
+        lambda: train(x_data, y_data, batch=rng.choice(len(x_data), size, replace=False)),
+        settings,
+        parameters=sum(param.get_value(borrow=True).size for param in net.params),
+        version=f"PyTensor {pytensor.__version__}",
+    )
+    synk.close()
+    return result
+
+
+def run_flax(settings: Settings) -> dict[str, Any]:
+    """Measure flax and optax: a jitted step over a mesh, whose batch is split and whose parameters are replicated."""
+    import flax
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import linen as nn
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    size, heads, length = settings["size"], settings["heads"], settings["length"]
+    dtype = jnp.bfloat16 if settings["precision"] == "bfloat16" else jnp.float32
+
+    class Transformer(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            state = nn.Embed(settings["characters"], size, dtype=dtype)(x)
+            state = state + self.param("positions", nn.initializers.normal(0.1), (length, size)).astype(dtype)
+            for _ in range(settings["layers"]):
+                joined = nn.Dense(3 * size, dtype=dtype)(nn.LayerNorm(dtype=dtype)(state))
+                query, key, value = jnp.moveaxis(joined.reshape(*x.shape, 3, heads, size // heads), 2, 0)
+                attended = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+                state = state + nn.Dense(size, dtype=dtype)(attended.reshape(*x.shape, size))
+                hidden = nn.Dense(4 * size, dtype=dtype)(nn.LayerNorm(dtype=dtype)(state))
+                state = state + nn.Dense(size, dtype=dtype)(hidden * nn.sigmoid(1.702 * hidden))
+            return nn.Dense(settings["characters"], dtype=dtype)(nn.LayerNorm(dtype=dtype)(state))
+
+    mesh = Mesh(np.array(jax.devices()[: settings["n"]]), ("ranks",))
+    split, whole = NamedSharding(mesh, PartitionSpec("ranks")), NamedSharding(mesh, PartitionSpec())
+    tokens = make_tokens(settings)
+    model = Transformer()
+    params = jax.device_put(jax.jit(model.init)(jax.random.key(0), tokens[0][:1]), whole)
+    mask = jax.tree.map(lambda param: param.ndim == 2, params)
+    optimizer = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(RATE, weight_decay=DECAY, mask=mask))
+    state = jax.device_put(jax.jit(optimizer.init)(params), whole)
+
+    def compute_loss(params: Any, x: Any, y: Any) -> Any:
+        logits = model.apply(params, x).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    def update(params: Any, state: Any, x: Any, y: Any) -> Any:
+        loss, gradient = jax.value_and_grad(compute_loss)(params, x, y)
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    update = jax.jit(update, donate_argnums=(0, 1))
+    rng, rows = np.random.default_rng(0), settings["n"] * settings["batch_size"]
+
+    def step() -> Any:
+        nonlocal params, state
+        batch = rng.choice(len(tokens[0]), rows, replace=False)
+        x, y = (jax.device_put(part[batch], split) for part in tokens)
+        params, state, loss = update(params, state, x, y)
+        return loss
+
+    count = sum(param.size for param in jax.tree.leaves(params))
+    return measure(step, settings, parameters=count, version=f"flax {flax.__version__}, JAX {jax.__version__}")
+
+
+def run_torch(rank: int, folder: str, settings: Settings) -> dict[str, Any]:
+    """Measure one process of PyTorch's DDP."""
+    import torch
+    from torch import distributed, nn
+    from torch.nn import functional
+
+    size, heads, length = settings["size"], settings["heads"], settings["length"]
+    on_gpu = settings["device"] == "gpu"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    torch.backends.cuda.matmul.allow_tf32 = True
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    distributed.init_process_group(
+        "nccl" if on_gpu else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=settings["n"]
+    )
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(size), nn.LayerNorm(size)
+            self.qkv, self.out = nn.Linear(size, 3 * size), nn.Linear(size, size)
+            self.mlp1, self.mlp2 = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
+
+        def forward(self, state: Any) -> Any:
+            shape = (*state.shape[:2], 3, heads, size // heads)
+            query, key, value = self.qkv(self.norm1(state)).reshape(shape).permute(2, 0, 3, 1, 4)
+            attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            state = state + self.out(attended.transpose(1, 2).reshape(state.shape))
+            hidden = self.mlp1(self.norm2(state))
+            return state + self.mlp2(hidden * torch.sigmoid(1.702 * hidden))
+
+    class Transformer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.characters = nn.Embedding(settings["characters"], size)
+            self.positions = nn.Parameter(torch.randn(length, size) * 0.1)
+            self.blocks = nn.Sequential(*(Block() for _ in range(settings["layers"])))
+            self.norm, self.output = nn.LayerNorm(size), nn.Linear(size, settings["characters"])
+
+        def forward(self, x: Any) -> Any:
+            return self.output(self.norm(self.blocks(self.characters(x) + self.positions)))
+
+    torch.manual_seed(0)
+    net = Transformer().to(device)
+    count = sum(param.numel() for param in net.parameters())
+    groups = [
+        {"params": [param for param in net.parameters() if param.ndim == 2], "weight_decay": DECAY},
+        {"params": [param for param in net.parameters() if param.ndim != 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, fused=True)
+    ddp = nn.parallel.DistributedDataParallel(net, device_ids=[rank] if on_gpu else None)
+    model: Any = torch.compile(ddp) if settings["side"] == "compiled" else ddp
+    tokens = [torch.from_numpy(part).long() for part in make_tokens(settings, rank)]
+    each = settings["batch_size"]
+    batches = [[part[i * each : (i + 1) * each] for part in tokens] for i in range(20)]
+    if on_gpu:
+        batches = [[part.pin_memory() for part in batch] for batch in batches]
+    taken = 0
+
+    def step() -> Any:
+        nonlocal taken
+        x, y = (part.to(device, non_blocking=True) for part in batches[taken % 20])
+        taken += 1
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings["precision"] == "bfloat16"):
+            logits = model(x)
+        loss = functional.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+        optimizer.step()
+        return loss.detach()
+
+    result = measure(step, settings, parameters=count, version=f"PyTorch {torch.__version__}")
+    distributed.destroy_process_group()
+    return result
+
+
+def run_ddp(settings: Settings) -> dict[str, Any]:
+    """Measure PyTorch's DDP with a process for each GPU; this process is rank 0."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        others = [
+            context.Process(target=run_torch, args=(rank, folder, settings), daemon=True)
+            for rank in range(1, settings["n"])
+        ]
+        for process in others:
+            process.start()
+        result = run_torch(0, folder, settings)
+        for process in others:
+            process.join()
+    return result
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_transformer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    numbers: dict[str, Any] = {"type": int, "metavar": "N"}
+    add("--ranks", nargs="+", help="numbers of GPUs (default: 1, 2 and 4, as far as there are)", **numbers)
+    add("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="what to measure (default: all)")
+    add("--precision", nargs="+", choices=("bfloat16", "tf32"), default=["bfloat16"], help="(default: bfloat16)")
+    add("--size", default=768, help="features (%(default)s)", **numbers)
+    add("--heads", default=12, help="(%(default)s)", **numbers)
+    add("--layers", default=12, help="(%(default)s)", **numbers)
+    add("--length", default=512, help="tokens of a window (%(default)s)", **numbers)
+    add("--characters", default=256, help="size of the alphabet (%(default)s)", **numbers)
+    add("--batch-size", default=16, help="windows of one GPU in a step (%(default)s)", **numbers)
+    add("--steps", default=30, help="timed steps in each of three rounds (%(default)s)", **numbers)
+    add("--warm", default=10, help="steps before these (%(default)s)", **numbers)
+    add("--limit", default=300, help="seconds for each side (%(default)s)", **numbers)
+    add("--cpu", action="store_true", help="a small network on CPU cores, to try the benchmark")
+    add("--run", type=json.loads, help=argparse.SUPPRESS)  # the settings of one side, run in this process
+    options = parser.parse_args()
+    if options.cpu:
+        options.size, options.heads, options.layers, options.length = 64, 4, 2, 64
+        options.batch_size, options.steps, options.warm = 8, 3, 2
+    return options
+
+
+def main() -> None:
+    """Run each side in its own process, and print a table."""
+    options = parse()
+    if options.run:
+        runs = {"synkhronos": run_synkhronos, "flax": run_flax, "ddp": run_ddp, "compiled": run_ddp}
+        print(json.dumps(runs[options.run["side"]](options.run)), flush=True)
+        return
+    from benchmarks._measure import Failed, Table, duration, gpus, heading, run_alone
+
+    counts = options.ranks or [n for n in (1, 2, 4) if n <= (2 if options.cpu else gpus(None))]
+    heading("training steps of a transformer")
+    shape = ("size", "heads", "layers", "length", "characters", "batch_size", "steps", "warm")
+    table = Table({"side": 11, "precision": 9, "GPUs": 4, "tokens/s": 10, "step": 8, "first step": 10, "ours/it": 7})
+    versions = {}
+    for precision in options.precision:
+        for n in counts:
+            ours = None
+            for side in options.sides:
+                settings = {name: getattr(options, name) for name in shape}
+                settings |= {"side": side, "n": n, "precision": precision, "device": "cpu" if options.cpu else "gpu"}
+                environment = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+                environment["JAX_DEFAULT_MATMUL_PRECISION"] = {"tf32": "tensorfloat32"}.get(precision, precision)
+                if options.cpu:
+                    environment["JAX_PLATFORMS"] = "cpu"
+                    environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={n}" if side == "flax" else ""
+                command = [sys.executable, "-m", "benchmarks.gpu_transformer", "--run", json.dumps(settings)]
+                try:
+                    found = json.loads(run_alone(command, options.limit, **environment).splitlines()[-1])
+                except Failed as failure:
+                    print(f"{side}, n = {n}: {failure}", flush=True)
+                    continue
+                speed = n * options.batch_size * options.length / found["seconds"]
+                ours = speed if side == "synkhronos" else ours
+                ratio = f"{ours / speed:.3f}" if ours and side != "synkhronos" else ""
+                table.row(
+                    *(side, precision, str(n), f"{speed:,.0f}", duration(found["seconds"])),
+                    *(duration(found["first"]), ratio),
+                )
+                versions[side] = f"{found['version']}, {found['parameters']:,} parameters, loss {found['loss']:.3f}"
+    print("", *(f"{side}: {text}" for side, text in versions.items()), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

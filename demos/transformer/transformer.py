@@ -1,0 +1,109 @@
+"""A transformer that predicts the next character, written out in PyTensor.
+
+Pre-norm blocks as in GPT-2: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``, with learned positions and an output
+layer of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytensor
+import pytensor.tensor as pt
+
+
+class Transformer(NamedTuple):
+    """A network's variables.
+
+    Attributes
+    ----------
+    x, y : matrices of int32, shape (windows, length)
+        Characters, and those that follow.
+    logits : variable of float32, shape (windows, length, characters)
+    loss, loss_smooth : scalar variables of float32
+        Cross-entropy in nats for each character, without and with label smoothing.
+    params : list of shared variables of float32
+    """
+
+    x: Any
+    y: Any
+    logits: Any
+    loss: Any
+    loss_smooth: Any
+    params: list[Any]
+
+
+def is_matrix(param: Any) -> bool:
+    """Return whether weight decay applies: to matrices, but not to biases and to the scales of norms."""
+    return param.ndim == 2
+
+
+def build_transformer(
+    characters: int, length: int, size: int, heads: int, layers: int, smoothing: float = 0.0, seed: int = 1
+) -> Transformer:
+    """Build the network.
+
+    Parameters
+    ----------
+    characters : int
+        Size of the alphabet.
+    length : int
+        Characters of a window; each attends to those before it.
+    size, heads, layers : int
+        Features of a character, attention heads (which divide `size`), and blocks.
+    smoothing : float
+        Share of the label that goes to all characters alike.
+    seed : int
+        Of the initial weights.
+    """
+    if size % heads:
+        raise ValueError(f"heads: {heads} do not divide the size {size}")
+    rng = np.random.default_rng(seed)
+    params: list[Any] = []
+
+    def share(name: str, value: Any) -> Any:
+        params.append(pytensor.shared(np.asarray(value, "float32"), name))
+        return params[-1]
+
+    def weights(name: str, rows: int, columns: int, scale: float = 1.0) -> Any:
+        return share(name, rng.normal(0, scale / np.sqrt(rows), (rows, columns)))
+
+    def norm(name: str, value: Any) -> Any:
+        gain, bias = share(f"{name}.gain", np.ones(size)), share(f"{name}.bias", np.zeros(size))
+        centered = value - value.mean(axis=-1, keepdims=True)
+        return centered / pt.sqrt((centered**2).mean(axis=-1, keepdims=True) + np.float32(1e-5)) * gain + bias
+
+    def dense(name: str, value: Any, rows: int, columns: int, scale: float = 1.0) -> Any:
+        return value @ weights(f"{name}.w", rows, columns, scale) + share(f"{name}.b", np.zeros(columns))
+
+    x, y = pt.imatrix("x"), pt.imatrix("y")
+    windows, width = x.shape[0], size // heads
+    is_future = np.triu(np.ones((length, length), bool), 1)
+    residual = 1 / np.sqrt(2 * layers)  # keeps the variance of the sum over blocks at 1, as in GPT-2
+
+    # Matrix products are of two dimensions where they can be: (windows * length, features).
+    embedded = share("characters", rng.normal(0, 0.1, (characters, size)))[x.flatten()]
+    positions = share("positions", rng.normal(0, 0.1, (length, size)))
+    state = (embedded.reshape((windows, length, size)) + positions).reshape((-1, size))
+
+    for block in range(layers):
+        name = f"block{block}"
+        joined = dense(f"{name}.qkv", norm(f"{name}.norm1", state), size, 3 * size)
+        joined = joined.reshape((windows, length, 3, heads, width)).transpose((2, 0, 3, 1, 4))
+        query, key, value = (joined[part] for part in range(3))
+        score = query @ key.swapaxes(-1, -2) / np.float32(np.sqrt(width))
+        score = pt.switch(is_future, np.float32(-1e9), score)
+        attended = pt.special.softmax(score, axis=-1) @ value
+        attended = attended.transpose((0, 2, 1, 3)).reshape((-1, size))
+        state = state + dense(f"{name}.out", attended, size, size, residual)
+        hidden = dense(f"{name}.mlp1", norm(f"{name}.norm2", state), size, 4 * size)
+        hidden = hidden * pt.sigmoid(np.float32(1.702) * hidden)  # GELU, in its sigmoid approximation
+        state = state + dense(f"{name}.mlp2", hidden, 4 * size, size, residual)
+
+    logits = dense("output", norm("norm", state), size, characters)
+    log_p = logits - pt.logsumexp(logits, axis=-1, keepdims=True)
+    picked = log_p[pt.arange(log_p.shape[0]), y.flatten()]
+    loss = -picked.mean(dtype="float32")
+    smooth = np.float32(1 - smoothing) * loss - np.float32(smoothing) * log_p.mean(dtype="float32")
+    return Transformer(x, y, logits.reshape((windows, length, characters)), loss, smooth, params)
