@@ -140,7 +140,7 @@ class Side:
 
 
 def serve(rank: int, meeting: str, settings: dict[str, Any]) -> None:
-    """Be one process of the group."""
+    """Run one process of the group."""
     import torch
 
     gpu = settings["device"] == "gpu"
@@ -160,7 +160,7 @@ def serve(rank: int, meeting: str, settings: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Start the processes, and be the first."""
+    """Start the other processes; this one is rank 0."""
     settings = json.loads(sys.argv[1])
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:

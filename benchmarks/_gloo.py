@@ -17,7 +17,7 @@ from typing import Any
 
 
 def serve(rank: int, size: int, meeting: str) -> None:
-    """Be one process of the group."""
+    """Run one process of the group."""
     os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // size))
     import torch
     import torch.distributed as dist
@@ -46,7 +46,7 @@ def serve(rank: int, size: int, meeting: str) -> None:
 
 
 def main() -> None:
-    """Be one process, or start the others and be the first."""
+    """Run one process; rank 0 starts the others."""
     size = int(sys.argv[1])
     if "PMI_RANK" in os.environ:
         serve(int(os.environ["PMI_RANK"]), size, sys.argv[2])

@@ -16,7 +16,7 @@ GROUPS = 100
 
 
 def make_data(rows: int, columns: int, dtype: str = "float64") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return columns, groups and outcomes: the same whoever asks."""
+    """Return columns, groups and outcomes, made from a fixed seed."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((rows, columns), dtype=np.dtype(dtype).type)
     group = rng.integers(0, GROUPS, rows).astype("int32")

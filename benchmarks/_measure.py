@@ -82,7 +82,7 @@ def quartiles(times: Sequence[float]) -> tuple[float, float, float]:
 
 
 class Table:
-    """Prints rows under a header, as they come.
+    """Table that is printed row by row under a header.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ def graph_library() -> tuple[ModuleType, ModuleType]:
 
 
 def heading(title: str) -> None:
-    """Print what is measured, and on what."""
+    """Print the benchmark's title, versions, cores and load."""
     library, _ = graph_library()
     load = os.getloadavg()[0]
     print(
@@ -161,7 +161,7 @@ def gpus(asked: int | None) -> int:
 
 
 class Failed(Exception):
-    """A side that ended without an answer."""
+    """A side's process failed or exceeded its limit."""
 
 
 def run_alone(command: Sequence[str], limit: float, **environment: str) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 
 def there_and_back(world: Any, count: int) -> None:
-    """Have the first process send so many float32 to the last, and get them back."""
+    """Send float32 values from the first process to the last, and back."""
     first, last, me = 0, world.size - 1, world.rank
     values = np.ones(count, np.float32) if me in (first, last) else None
     world.Barrier()
@@ -30,7 +30,7 @@ def there_and_back(world: Any, count: int) -> None:
 
 
 def main() -> None:
-    """Be one process."""
+    """Run one process."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD

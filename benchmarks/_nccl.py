@@ -45,7 +45,7 @@ def call_of(name: str, nccl: Any, at: int, out: int, count: int, rank: int, size
 
 
 def serve(rank: int, size: int, orders: list[Any]) -> None:
-    """Be one process of the group."""
+    """Run one process of the group."""
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     from cuda.bindings import driver
     from cuda.core import Device
@@ -99,7 +99,7 @@ def serve(rank: int, size: int, orders: list[Any]) -> None:
 
 
 def main() -> None:
-    """Start the processes, and be the first."""
+    """Start the other processes; this one is rank 0."""
     size = int(sys.argv[1])
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe() for _ in range(size - 1)]

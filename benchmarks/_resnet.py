@@ -33,7 +33,7 @@ sys.path[1:1] = [str(_DEMOS), str(_DEMOS / "resnet"), str(_DEMOS / "zoo")]
 
 
 class Network(NamedTuple):
-    """What a step is made of."""
+    """Variables of a training step."""
 
     loss: Any
     params: list[Any]
@@ -57,7 +57,7 @@ def network(settings: dict[str, Any]) -> Network:
 
 
 def batches_of(rng: np.random.Generator, rows: int, size: int) -> Iterator[np.ndarray]:
-    """Yield batches of shuffled rows for ever."""
+    """Yield batches of shuffled rows without end."""
     while True:
         order = rng.permutation(rows)
         for start in range(0, rows - size + 1, size):
@@ -65,7 +65,7 @@ def batches_of(rng: np.random.Generator, rows: int, size: int) -> Iterator[np.nd
 
 
 class Side:
-    """The network, its images, and its two ways to get at them.
+    """Network with images on the host, on the GPUs or in files.
 
     Parameters
     ----------
@@ -172,7 +172,7 @@ class Side:
 
 
 def main() -> None:
-    """Measure."""
+    """Measure, and print the result as JSON."""
     settings = json.loads(sys.argv[1])
     start = perf_counter()
     pytensor.config.floatX = "float32"

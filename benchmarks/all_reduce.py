@@ -51,13 +51,13 @@ class Others:
         self.there = bool(self.version)
 
     def all_reduce(self, count: int) -> float:
-        """Reduce so many float32, and return the seconds that it took."""
+        """Return the seconds of one all-reduce of `count` float32 values."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(count, file=self._process.stdin, flush=True)
         return float(self._process.stdout.readline())
 
     def there_and_back(self, count: int) -> float:
-        """Send so many float32 from the first process to the last and back; as `all_reduce`.  Of MPI alone."""
+        """Return the seconds in which MPI sends `count` float32 values from the first process to the last and back."""
         return self.all_reduce(-count)
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class Ours:
         self._f = synk.function([], [], updates=[(self._s, self._s)])
 
     def prepare(self, items: int) -> None:
-        """Give each rank an array, and see once that what comes out is right."""
+        """Set each rank's array, and verify one result."""
         for r in range(self._count):
             synk.set_value(r, self._s, np.full(items, 1 + r, np.float32))
         synk.all_reduce(self._s, "sum")
@@ -111,7 +111,7 @@ OTHERS = ("gloo", "MPI")
 
 
 def others(options: argparse.Namespace, count: int) -> dict[str, Others]:
-    """Start the other libraries' processes, of those that there are."""
+    """Start the processes of the other libraries that are installed."""
     folder = Path(__file__).parent
     commands = {"gloo": [options.torch_python, str(folder / "_gloo.py"), str(count)]}
     if options.mpiexec:

@@ -51,7 +51,7 @@ class Ranks:
         self._f()
 
     def calls(self, items: int) -> dict[str, Callable[[], Any]]:
-        """Return a call of each, on so many items a rank; sums are of zeros, which stay what they are."""
+        """Return a call of each collective on `items` elements per rank; sums are of zeros, which do not grow."""
         s, joined, last = self._s, self._joined, self._count - 1
         data, rows = synk.data(np.zeros(items, np.float32)), synk.data(np.zeros(items * self._count, np.float32))
         synk.broadcast(s, data)
@@ -83,7 +83,7 @@ class Ranks:
         }
 
     def run(self, name: str, calls: int) -> list[float]:
-        """Return the seconds of what ranks do in a program."""
+        """Return the seconds of a collective that ranks call within a task."""
         return synk.run(in_program, name, self._s, calls)[0]
 
     def _wait(self, value: Any) -> None:

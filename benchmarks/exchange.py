@@ -50,7 +50,7 @@ def times_of_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared:
 
 
 def one_exchange(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, who: int) -> float:
-    """Have one rank exchange with the centre; return the seconds."""
+    """Return the seconds of one rank's exchange with the centre."""
     kept = worker.kept("exchange")
     if "state" not in kept:
         kept["state"] = rules.State(params, [], shared)
@@ -113,7 +113,7 @@ def exchange_of_102_mb(rounds: int) -> None:
 
 
 def one_slow_rank(steps: int) -> None:
-    """Print what a slow rank costs."""
+    """Print the steps per second of all ranks when one is slow."""
     library, _ = graph_library()
     heading("Two ranks, of which one is three times as slow; parameters of 5 MB")
     size = 1_276_810

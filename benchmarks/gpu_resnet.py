@@ -107,7 +107,7 @@ def settings_for(options: argparse.Namespace, precision: str, n: int) -> dict[st
 
 
 class Report:
-    """Prints speeds as they come, and the bars at the end."""
+    """Printer of speeds, row by row, and of goals at the end."""
 
     def __init__(self) -> None:
         self._speeds: dict[tuple[str, str, int], tuple[float, float]] = {}
@@ -146,7 +146,7 @@ class Report:
         self._remarks.append(f"{label}: first step {duration(first)}; losses at the end {losses}")
 
     def add_loading(self, precision: str, n: int, images: int, ours: Any) -> None:
-        """Keep what steps on rows from files are beside those on rows that are on the host."""
+        """Store the speed with rows from files, relative to rows on the host."""
         plain, loaded = (images / ours["results"][where][1] for where in ("host", "files"))
         label = f"{precision}, images from files, n = {n}"
         self._remarks.append(
@@ -156,7 +156,7 @@ class Report:
         self._bars.append((f"{label}: beside those on the host", 100 * loaded / plain, " %", None, 97))
 
     def remark(self, text: str) -> None:
-        """Keep a line for the end."""
+        """Store a line to print at the end."""
         self._remarks.append(text)
 
     def end(self) -> None:

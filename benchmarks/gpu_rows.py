@@ -32,7 +32,7 @@ class Copy(Command):
     nbytes: int
 
     def run(self, rank: Rank) -> None:
-        """Copy this rank's, and wait for it."""
+        """Copy this rank's rows, and wait for the copy."""
         device = rank.device
         staging = device.staging
         target = rank.objects.get("benchmark")

@@ -47,7 +47,7 @@ def rules_of(period: int) -> dict[str, rules.Rule]:
 
 
 def mlp(rng: np.random.Generator, n: int, steps: int, batch: int) -> tuple[Any, ...]:
-    """Return loss, parameters, inputs, what else is updated, and data."""
+    """Return loss, parameters, inputs, further updates, and data."""
     import pytensor.tensor as tensor
 
     from benchmarks.gpu_step import LAYERS, model
@@ -60,7 +60,7 @@ def mlp(rng: np.random.Generator, n: int, steps: int, batch: int) -> tuple[Any, 
 
 
 def resnet(rng: np.random.Generator, n: int, steps: int, batch: int) -> tuple[Any, ...]:
-    """Return loss, parameters, inputs, what else is updated, and data."""
+    """Return loss, parameters, inputs, further updates, and data."""
     demos = Path(__file__).resolve().parents[1] / "demos"
     sys.path[1:1] = [str(demos), str(demos / "resnet")]
     from network import BLOCKS, build

@@ -81,7 +81,7 @@ def gpu_steps(rng: np.random.Generator, count: int) -> tuple[Take, int]:
 
 
 def batches_of(rng: np.random.Generator, rows: int, size: int) -> Iterator[np.ndarray]:
-    """Yield batches of shuffled rows for ever: of a few epochs that are shuffled beforehand."""
+    """Yield batches of rows without end, from a few epochs shuffled beforehand."""
     orders = [rng.permutation(rows) for _ in range(5)]
     while True:
         for order in orders:

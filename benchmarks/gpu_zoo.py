@@ -80,7 +80,7 @@ def torch_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class Report:
-    """Prints the table, and what is asked of it."""
+    """Printer of the table, and of goals at the end."""
 
     def __init__(self) -> None:
         self._ones: dict[tuple[str, str], float] = {}

@@ -26,7 +26,7 @@ ROWS, WIDTH = 65_536, 64
 
 
 def own_bytes(pid: int) -> int:
-    """Return the memory of a process that it shares with nobody."""
+    """Return the private memory of a process in bytes."""
     with open(f"/proc/{pid}/smaps_rollup") as file:
         return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("Private"))
 
