@@ -47,6 +47,7 @@ from synkhronos.checks import describe
 from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.devices import HOST
 from synkhronos.extensions.chains import find_chain, set_inherited_rows, start_ranks
+from synkhronos.function import get_dispatcher
 from synkhronos.graphs import library_of
 
 __all__ = ["sum_over_rows"]
@@ -267,7 +268,7 @@ class RowsSum:
         if not len(self._scattered[0]):
             return [np.zeros_like(like) for like in likes]
         try:
-            joined = np.ravel(function._call_and_read(*arguments, num_slices=self._num_slices))
+            joined = np.ravel(get_dispatcher(function).call(*arguments, num_slices=self._num_slices)[0])
         except synk.WorkerError as error:
             session = None if self._session is None else self._session()
             # A chain's process reports the error to PyMC, which ends the other chains.

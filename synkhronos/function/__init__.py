@@ -1,13 +1,14 @@
 """Functions that run on all ranks at once.
 
-A call passes through four layers, from the user's arguments to a result::
+A call passes through five layers, from the user's arguments to a result::
 
-    Function.__call__   checks the arguments                          master
+    Function            groups the outputs as the user asked          master
+    Dispatcher          checks the arguments, and makes the command   master
     CallInputs          puts input arrays into shared memory          master
     Call                computes a rank's rows with its Program       every rank
     RankOutputs         reduces the outputs over ranks                every rank
 """
 
-from synkhronos.function.function import Function, distribute, function
+from synkhronos.function.function import Function, distribute, function, get_dispatcher
 
-__all__ = ["Function", "distribute", "function"]
+__all__ = ["Function", "distribute", "function", "get_dispatcher"]

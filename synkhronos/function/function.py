@@ -1,20 +1,9 @@
-"""Functions that run on all ranks: the class that users call, its constructor, and the distribution to the workers.
-
-The state of a function in a session::
-
-    created ── distribute(), or the first call ──> distributed ── the user's code changes, or fork() again ──> created
-
-The workers get a function's `Program` when it is distributed.  Each rank compiles a variant of it in the first call
-that needs this variant.
-"""
+"""Functions as users call them."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import itertools
 import pickle
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,17 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos import ranks
-from synkhronos.checks import check_at_least, check_integer
 from synkhronos.data import Data, data
 from synkhronos.devices import find_device
 from synkhronos.function.build import build_program, is_single
-from synkhronos.function.call import Call
-from synkhronos.function.inputs import CallInputs, has_only_slices
-from synkhronos.function.program import PLAIN, Program, Variant
-from synkhronos.graphs.mirror import Mirror, register_shareds
-from synkhronos.ranks import Session, WeakKeys
-
-_keys = itertools.count()
+from synkhronos.function.dispatcher import Dispatcher, distribute_new, register
+from synkhronos.function.program import PLAIN, Program
+from synkhronos.graphs.mirror import register_shareds
 
 
 class Function:
@@ -45,10 +29,7 @@ class Function:
     def __init__(self, program: Program, single: bool):
         self._program = program
         self._single = single
-        self._key = ("function", next(_keys))
-        self._session: Session | None = None  # to whose workers the program was sent
-        self._compiled: set[Variant] = set()  # on all ranks
-        self._inputs = CallInputs(program)
+        self._dispatcher = Dispatcher(program)
 
     # -- attributes ------------------------------------------------------------------------------------------
 
@@ -159,66 +140,10 @@ class Function:
         session = ranks.session()
         with session.turn:
             session.settle()
-            call = self._prepare(session, inputs, named_inputs, batch, batch_s, num_slices, output_subset)
-            return self._get_results(session, call, session.run(call))
-
-    def _call_and_read(self, *inputs: Any, num_slices: int = 1) -> Any:
-        """Call the function and read its outputs in one command: arrays in JAX mode too, instead of `Result`."""
-        session = ranks.session()
-        with session.turn:
-            session.settle()
-            call = self._prepare(session, inputs, {}, None, None, num_slices, None)._replace(reads_outputs=True)
-            return self._get_results(session, call, session.run(call))
-
-    def _call_in_turn(self, session: Session) -> Any:
-        """Call the function without arguments, by a caller that holds the session's turn."""
-        call = self._prepare(session, (), {}, None, None, 1, None)
-        return self._get_results(session, call, session.run(call))
-
-    def _prepare(
-        self,
-        session: Session,
-        inputs: Sequence[Any],
-        named_inputs: dict[str, Any],
-        batch: Any,
-        batch_s: Any,
-        num_slices: int,
-        output_subset: Sequence[int] | None,
-    ) -> Call:
-        """Check the arguments of a call, put the inputs into shared memory, and return the command.
-
-        The caller holds the session's turn until it has passed the command's result to `_get_results`.
-        """
-        variant = self._choose_variant(batch_s, num_slices, output_subset)
-        shared_inputs, n_rows = self._inputs.share_inputs(session, inputs, named_inputs, batch)
-        shared_batch_s = None if batch_s is None else self._inputs.share_batch_s(session, batch_s)
-        has_updates = bool(self._program.updates)
-        try:
-            self._ensure_distributed(session)
-            self._program.engine.before_call(session)
-        except Exception as error:
-            if has_updates:  # errors of later stages have such a note too
-                error.add_note("The function's updates were applied on no rank.")
-            raise
-        needs_compile = variant not in self._compiled
-        return Call(self._key, variant, needs_compile, shared_inputs, n_rows, shared_batch_s, num_slices, has_updates)
-
-    def _max_repeats(self, dtype: np.dtype) -> int:
-        """Return how many calls one launch can fuse, each followed by an all-reduce of arrays of a dtype."""
-        return self._program.engine.max_repeats(dtype)
-
-    def _get_outputs(self, session: Session, call: Call, collected: Any) -> list[Any]:
-        """Return the outputs in a list, from the result of the command; a fused launch has several of each output."""
-        self._compiled.add(call.variant)
-        results = collected
-        if collected and not call.reads_outputs:
-            results = self._program.engine.to_results(session, collected)
-        return [np.asarray(result) if isinstance(result, np.generic) else result for result in results]
-
-    def _get_results(self, session: Session, call: Call, collected: Any) -> Any:
-        """Return the outputs as the user grouped them, from the result of the command."""
-        results = self._get_outputs(session, call, collected)
-        return results[0] if self._single and results else results
+            dispatcher = self._dispatcher
+            call = dispatcher.prepare(session, inputs, named_inputs, batch, batch_s, num_slices, output_subset)
+            outputs = dispatcher.finish(session, call, session.run(call))
+            return outputs[0] if self._single and outputs else outputs
 
     def as_theano(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph library's plain function in the master alone, on all rows.
@@ -276,7 +201,7 @@ class Function:
         >>> synk.close()
         """
         ranks.session()
-        values = self._inputs.bind_arguments(args, named)
+        values = self._dispatcher.inputs.bind_arguments(args, named)
         entries = self._program.inputs
         if isinstance(minibatch, list | tuple):
             if len(minibatch) != len(entries):
@@ -289,80 +214,6 @@ class Function:
             for value, entry, flag in zip(values, entries, flags, strict=True)
         ]
         return made[0] if len(made) == 1 else made
-
-    # -- variants --------------------------------------------------------------------------------------------
-
-    def _choose_variant(self, batch_s: Any, num_slices: Any, output_subset: Any) -> Variant:
-        if batch_s is None and output_subset is None and type(num_slices) is int and num_slices == 1:
-            return PLAIN
-        program = self._program
-        num_slices = check_at_least(num_slices, "num_slices", 1)
-        if num_slices > 1:
-            if not program.n_scattered and not program.sliceable:
-                raise ValueError(
-                    f"num_slices={num_slices}: {self.name} has no scattered inputs and no sliceable_shareds to cut"
-                )
-            for shared, op in program.list_accumulated_updates():
-                if not program.library.is_array(shared):
-                    if op.name is not None:
-                        raise TypeError(
-                            f"num_slices={num_slices}: the update of {shared.name!r} of type {shared.type} can't be "
-                            "accumulated; give it the op None, which keeps the value of the last slice"
-                        )
-                elif op.name is not None and not op.reduction.can_reduce(np.dtype(shared.type.dtype)):
-                    raise ValueError(
-                        f"num_slices={num_slices}: op {op.spelling!r} of the update of {shared.name!r} is not defined "
-                        f"for dtype {shared.type.dtype}; give the update another op"
-                    )
-        row_inputs = None
-        if batch_s is not None and not program.sliceable:
-            raise ValueError(f"batch_s: {self.name} was made without sliceable_shareds")
-        if program.sliceable and (batch_s is not None or num_slices > 1):
-            for shared in program.sliceable:
-                if any(shared is updated for updated, _ in program.updates + program.default_updates):
-                    argument = "num_slices" if batch_s is None else "batch_s"
-                    raise ValueError(
-                        f"{argument}: {self.name} updates {shared.name!r}, which is one of its sliceable_shareds: the "
-                        "update would replace all rows by values of the selected rows; update another variable, or "
-                        "leave this one out of sliceable_shareds"
-                    )
-            is_contiguous = batch_s is None or has_only_slices(batch_s)
-            row_inputs = "slice" if is_contiguous and not program.engine.fixed_lengths else "index"
-        return Variant(row_inputs, bool(num_slices > 1), self._check_subset(output_subset))
-
-    def _check_subset(self, output_subset: Any) -> tuple[int, ...] | None:
-        if output_subset is None:
-            return None
-        if not isinstance(output_subset, list | tuple | np.ndarray | range):
-            raise TypeError(f"output_subset: expected a list of output indexes, got {output_subset!r}")
-        n, subset = len(self._program.outputs), []
-        for index in output_subset:
-            index = check_integer(index, "output_subset", "integers")
-            if not 0 <= index < n:
-                raise IndexError(f"output_subset: {self.name} has {n} outputs, got index {index}")
-            subset.append(index)
-        return tuple(subset)
-
-    # -- distribution ----------------------------------------------------------------------------------------
-
-    def _ensure_distributed(self, session: Session) -> None:
-        """Send the program to the workers if they have none, or the user's code in it has changed."""
-        program = self._program
-        if program.code is not None and program.code.has_changed():
-            # The master compiles again, too: its compiled variants may hold the old code.
-            program.compiled.clear()
-            self._session = None
-        if self._session is not session:
-            _send_functions(session, [self])
-
-    def _mark_distributed(self, session: Session) -> None:
-        """Record that the workers have the program, and prepare the master's."""
-        self._session = session
-        self._compiled = set()
-        self._program.reset_if_engine_changed()
-        session.rank.objects[self._key] = weakref.ref(self._program)
-        self._program.to_device()
-        session.memory.release_with(self, "object", self._key)
 
 
 def function(
@@ -429,9 +280,13 @@ def _make_function(program: Program, single: bool) -> Function:
     """Return a new function, and register it for `distribute`."""
     made = Function(program, single)
     register_shareds(program.list_shareds())
-    with contextlib.suppress(RuntimeError):  # a function can be unpickled while no ranks are running
-        _undistributed(ranks.session())[made] = True
+    register(made._dispatcher)
     return made
+
+
+def get_dispatcher(function: Function) -> Dispatcher:
+    """Return the dispatcher of a function, with which commands of other packages run it."""
+    return function._dispatcher
 
 
 def _unpickle_function(nodes: Sequence[Any], program: Program, single: bool) -> Function:
@@ -465,36 +320,4 @@ def distribute() -> None:
     session = ranks.session()
     with session.turn:
         session.settle()
-        _send_functions(session, list(_undistributed(session)))
-
-
-class _Undistributed(WeakKeys[Function, bool]):
-    """Functions created since the fork that were not sent to the workers; earlier ones are sent when called."""
-
-
-def _undistributed(session: Session) -> _Undistributed:
-    return session.registry.get(_Undistributed)
-
-
-def _send_functions(session: Session, functions: Sequence[Function]) -> None:
-    functions = sorted((f for f in functions if f._session is not session), key=lambda f: f._key)
-    if not functions:
-        return
-    by_library: dict[str, list[Function]] = {}
-    for f in functions:
-        by_library.setdefault(f._program.library.name, []).append(f)
-    for group in by_library.values():
-        variables = [variable for f in group for variable in f._program.list_variables()]
-        try:
-            Mirror.get(session).send([(f._key, f._program) for f in group], variables)
-        except TypeError as error:
-            # The error of the pickle does not tell whether the graph or a keyword argument caused it.
-            for f in group:
-                try:
-                    f._program.check_picklable()
-                except TypeError as found:
-                    raise TypeError(f"{f.name}: {found}") from found.__cause__
-            raise TypeError(f"{', '.join(f.name for f in group)}: {error}") from error
-    for f in functions:
-        f._mark_distributed(session)
-        _undistributed(session).discard(f)
+        distribute_new(session)

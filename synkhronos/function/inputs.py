@@ -39,7 +39,7 @@ class CallInputs:
         shapes = [program.library.get_fixed_shape(entry.variable) for entry in program.inputs]
         self._fixed_shapes = [None if all(length is None for length in shape) else shape for shape in shapes]
 
-    def bind_arguments(self, args: Sequence[Any], named: dict[str, Any]) -> list[Any]:
+    def bind_arguments(self, args: Sequence[Any], named: dict[str, Any] | None) -> list[Any]:
         """Return one value for each input, from positional and named arguments and defaults.
 
         Raises
@@ -53,7 +53,7 @@ class CallInputs:
         if len(args) == len(entries) and not named:
             return list(args)
         values: list[Any] = [*args, *[_MISSING] * (len(entries) - len(args))]
-        for name, value in named.items():
+        for name, value in (named or {}).items():
             position = self._by_name.get(name)
             if position is None:
                 raise TypeError(f"{self.program.name} has no input {name!r}; its inputs are {list(self._by_name)}")
@@ -68,7 +68,7 @@ class CallInputs:
         return values
 
     def share_inputs(
-        self, session: Session, args: Sequence[Any], named: dict[str, Any], batch: Any
+        self, session: Session, args: Sequence[Any], named: dict[str, Any] | None, batch: Any
     ) -> tuple[tuple[ScatteredInput | BroadcastInput, ...], int | None]:
         """Check the inputs of a call, select their rows, and put arrays into shared memory.
 

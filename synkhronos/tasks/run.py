@@ -18,7 +18,7 @@ from synkhronos import ranks
 from synkhronos.collectives.arguments import get_mirror_keys
 from synkhronos.data import Data
 from synkhronos.devices import HOST
-from synkhronos.function import Function
+from synkhronos.function import Function, get_dispatcher
 from synkhronos.function.notice import warn_if_slow
 from synkhronos.function.program import PLAIN
 from synkhronos.graphs import loaded_libraries
@@ -188,10 +188,11 @@ class _ProgramPickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Function):
-            value._ensure_distributed(self.session)
-            if value._key not in self.functions:
-                self.functions.append(value._key)
-            return "function", value._key
+            dispatcher = get_dispatcher(value)
+            dispatcher.ensure_distributed(self.session)
+            if dispatcher.key not in self.functions:
+                self.functions.append(dispatcher.key)
+            return "function", dispatcher.key
         if isinstance(value, Data):
             value._check_session(self.session, "an argument")
             location = value._location()

@@ -28,6 +28,7 @@ from synkhronos.checks import check_at_least
 from synkhronos.collectives.arguments import get_mirror_keys
 from synkhronos.collectives.calls import get_all_reduce_command
 from synkhronos.collectives.commands import GetShapes
+from synkhronos.function import get_dispatcher
 from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
 from synkhronos.training.batches import StepRows, rows_of_ranks, runs, sliceable_rows_of_ranks
@@ -270,7 +271,7 @@ class TrainFunction:
         longest = max((len(one) for step in rows if step is not None for one in step), default=0)
         if not longest:
             return 1  # no step can share a launch; the data may not even have shapes
-        max_repeats = self.gradient._max_repeats(np.dtype(self.grad_shared.type.dtype))
+        max_repeats = get_dispatcher(self.gradient).program.engine.max_repeats(np.dtype(self.grad_shared.type.dtype))
         # Without arrays (the data are in shared variables) a row has no bytes: each step takes its rows on the device.
         row = sum(int(np.prod(np.shape(a)[1:])) * np.dtype(getattr(a, "dtype", float)).itemsize for a in arrays)
         nbytes = row * longest
@@ -297,18 +298,21 @@ class TrainFunction:
         session = ranks.session()
         with session.turn:
             session.settle()
-            gradient = self.gradient._prepare(session, arrays, {}, batch, batch_s, num_slices, None)
+            first, second = get_dispatcher(self.gradient), get_dispatcher(self.update)
+            gradient = first.prepare(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)
             if self._some_have_no_rows(session, gradient, batch):
                 # A rank without rows does not write its vector, which would still hold an earlier step's values.
-                self._clear._call_in_turn(session)
-            update = self.update._prepare(session, (), {}, None, None, 1, None)
+                clear = get_dispatcher(self._clear)
+                call = clear.prepare(session)
+                clear.finish(session, call, session.run(call))
+            update = second.prepare(session)
             reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
             returned = session.run(Step(gradient, reduce, update, self._exchange, self._tail, times))
             if returned is None:
                 return None
             loss, updated = returned
-            self.update._get_results(session, update, updated)
-            outputs = self.gradient._get_outputs(session, gradient, loss)
+            second.finish(session, update, updated)
+            outputs = first.finish(session, gradient, loss)
         weights = outputs[times:] or [None] * times
         return list(zip(outputs[:times], weights, strict=True))
 

@@ -16,6 +16,7 @@ from library import tensor as T
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.function import get_dispatcher
 from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command
 from synkhronos.training import make_train_function
@@ -243,7 +244,7 @@ def test_what_numba_compiles_is_compiled_by_one_rank(monkeypatch):
         close_to(f(X), (X * new).sum())
         close_to(synk.gather(w), [w.get_value()] * 3)
         session = ranks.session()
-        keys = [function._key for function in (train.gradient, train.update, f)]
+        keys = [get_dispatcher(function).key for function in (train.gradient, train.update, f)]
         with session.turn:
             session.settle()
             shown = session.run(Compiled(keys))

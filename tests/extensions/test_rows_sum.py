@@ -18,6 +18,7 @@ from library import INTERPRETED, XLA, fork_ranks, function  # noqa: E402
 import synkhronos as synk  # noqa: E402
 from synkhronos.extensions import rows_sum  # noqa: E402
 from synkhronos.extensions.rows_sum import SumOverRows, sum_over_rows  # noqa: E402
+from synkhronos.function.dispatcher import Dispatcher  # noqa: E402
 
 N = 11
 RNG = np.random.default_rng(1)
@@ -58,13 +59,13 @@ def two(fork):
 def calls(monkeypatch):
     """Note which functions the ranks are called with."""
     names = []
-    original = synk.Function._call_and_read
+    original = Dispatcher.call
 
     def noted(self, *args, **kwargs):
-        names.append(self.name.rsplit("_", 1)[1])
+        names.append(self.program.name.rsplit("_", 1)[1])
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(synk.Function, "_call_and_read", noted)
+    monkeypatch.setattr(Dispatcher, "call", noted)
     return names
 
 

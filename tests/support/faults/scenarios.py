@@ -128,7 +128,7 @@ def after(before: dict[str, Any], work: Work | None) -> None:
     else:
         assert work is not None
         plant("none", "none", ())
-        tell("alive", w=[float(w[0]) for w in synk.gather(work.w)] if work.f._session is not None else None)
+        tell("alive", w=[float(w[0]) for w in synk.gather(work.w)] if work.f._dispatcher.session is not None else None)
     tell("works", right=right(N), **attempt(work.check))
     synk.close()
     vars(work).clear()  # a compiled function that has failed keeps its inputs, until it is called again
